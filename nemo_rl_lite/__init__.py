@@ -1,0 +1,3 @@
+"""nemo_rl_lite: a launcher for GRPO, SFT and DPO on Ray, megatron-core and vLLM."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,39 @@
+"""Group-relative advantages: what a sample's reward is worth beside its prompt's other samples. Pure functions."""
+
+import torch
+from torch import Tensor
+
+STD_EPSILON = 1e-6
+
+
+def group_advantages(rewards_PG: Tensor, leave_one_out: bool, normalize: bool) -> Tensor:
+    """Advantages of `P` prompts with `G >= 2` samples each, shape [P, G], in units of reward or of standard deviations.
+
+    The baseline is the mean reward of the prompt's other samples (`leave_one_out`, RLOO: Ahmadian et al. 2024) or of all
+    its samples (GRPO: Shao et al. 2024). Normalisation divides by the unbiased standard deviation over all `G` samples,
+    which is defined from `G = 2` on; a prompt whose rewards are all equal keeps advantages of 0.
+    """
+    if rewards_PG.dim() != 2 or rewards_PG.shape[1] < 2:
+        raise ValueError(f"rewards must be [prompts, samples >= 2], got {list(rewards_PG.shape)}")
+    group_size = rewards_PG.shape[1]
+    total_P1 = rewards_PG.sum(dim=1, keepdim=True)
+    baseline = (total_P1 - rewards_PG) / (group_size - 1) if leave_one_out else total_P1 / group_size
+    advantages_PG = rewards_PG - baseline
+    if normalize:
+        std_P1 = rewards_PG.std(dim=1, keepdim=True)
+        advantages_PG = torch.where(std_P1 > 0, advantages_PG / (std_P1 + STD_EPSILON), 0.0)
+    return advantages_PG
+
+
+def baseline_metrics(rewards_PG: Tensor, advantages_PG: Tensor) -> dict[str, float]:
+    """Metrics of a rollout's rewards [P, G] and advantages: how many prompts teach something, and how much."""
+    mean_P = rewards_PG.mean(dim=1)
+    all_equal_P = rewards_PG.max(dim=1).values == rewards_PG.min(dim=1).values
+    return {
+        "advantages/mean": advantages_PG.mean().item(),
+        "advantages/max": advantages_PG.max().item(),
+        "advantages/min": advantages_PG.min().item(),
+        "baseline_reward/pct_0": (all_equal_P & (mean_P == 0)).float().mean().item(),
+        "baseline_reward/pct_1": (all_equal_P & (mean_P == 1)).float().mean().item(),
+        "baseline_reward/pct_mixed": (~all_equal_P).float().mean().item(),
+    }

@@ -1,0 +1,180 @@
+"""Policy-gradient losses as pure functions of logprobs. Shapes: B sequences, T tokens.
+
+Every micro-batch is divided by counts of the *global* batch, so that the sum over micro-batches and data-parallel ranks is
+the loss, however the batch was split.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_rl_lite.config.schema import LossConfig
+
+Batch = dict[str, Tensor]
+Metrics = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Normalizers:
+    """Counts over the global batch: tokens that have a loss, and sequences that have such tokens."""
+
+    tokens: float
+    sequences: float
+
+    @classmethod
+    def of(cls, mask_BT: Tensor) -> "Normalizers":
+        return cls(tokens=max(mask_BT.sum().item(), 1.0), sequences=max((mask_BT.sum(dim=1) > 0).sum().item(), 1.0))
+
+
+@dataclass(frozen=True)
+class GRPOLoss:
+    """The clipped policy-gradient loss with a KL penalty, of one micro-batch's current logprobs.
+
+    Sources: PPO clipping (Schulman et al. 2017), GRPO (Shao et al. 2024), separate upper clip (DAPO, Yu et al. 2025), dual
+    clip (Ye et al. 2020), sequence-level ratios (GSPO, Zheng et al. 2025), KL estimators (Schulman 2020), truncated
+    importance sampling for the mismatch of the engines (Yao et al. 2025).
+    """
+
+    config: LossConfig
+
+    def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
+        """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value).
+
+        `batch` has `mask`, `previous_logprobs`, `generation_logprobs` (all [B, T]), `advantages` ([B]) and, with a KL
+        penalty, `reference_logprobs` ([B, T]). Metrics named `*_min` and `*_max` combine by minimum and maximum.
+        """
+        mask_BT, advantages_B1 = batch["mask"], batch["advantages"][:, None]
+        ratio = self._importance_ratio(logprobs_BT, batch["previous_logprobs"], mask_BT)
+        clipped = ratio.clamp(1 - self.config.ratio_clip_min, 1 + self.config.ratio_clip_max)
+        loss = torch.maximum(-advantages_B1 * ratio, -advantages_B1 * clipped)
+        if self.config.ratio_clip_c is not None:
+            loss = torch.where(advantages_B1 < 0, loss.minimum(-advantages_B1 * self.config.ratio_clip_c), loss)
+        correction_BT = self._engine_correction(batch)
+        loss_BT = (loss * correction_BT).expand_as(mask_BT)
+
+        kl_BT = torch.zeros_like(mask_BT)
+        if self.config.reference_policy_kl_penalty > 0:
+            kl_BT = self._kl(logprobs_BT, batch["reference_logprobs"], mask_BT)
+            loss_BT = loss_BT + self.config.reference_policy_kl_penalty * kl_BT
+
+        total = self._mean(loss_BT, mask_BT, counts)
+        with torch.no_grad():
+            metrics = self._metrics(logprobs_BT, batch, ratio, clipped, kl_BT, correction_BT, counts)
+            metrics["loss"] = total.detach().clone()
+        return total, metrics
+
+    def _importance_ratio(self, logprobs_BT: Tensor, previous_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """Current over previous probability: [B, T], or [B, 1] where one ratio stands for the sequence."""
+        log_ratio = (logprobs_BT - previous_BT) * mask_BT
+        if self.config.sequence_level_importance_ratios:
+            log_ratio = log_ratio.sum(dim=1, keepdim=True) / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+        return log_ratio.exp()
+
+    def _engine_correction(self, batch: Batch) -> Tensor:
+        if not self.config.use_importance_sampling_correction:
+            return torch.ones_like(batch["mask"])
+        weight_BT = ((batch["previous_logprobs"] - batch["generation_logprobs"]) * batch["mask"]).exp()
+        return weight_BT.clamp(max=self.config.truncated_importance_sampling_ratio)
+
+    def _kl(self, logprobs_BT: Tensor, reference_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        config = self.config
+        return kl_estimate(
+            logprobs_BT * mask_BT,
+            reference_BT * mask_BT,
+            config.reference_policy_kl_type,
+            config.kl_input_clamp_value,
+            config.kl_output_clamp_value,
+        )
+
+    def _mean(self, values_BT: Tensor, mask_BT: Tensor, counts: Normalizers) -> Tensor:
+        if self.config.token_level_loss:
+            return masked_sum(values_BT, mask_BT) / counts.tokens
+        return ((values_BT * mask_BT).sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)).sum() / counts.sequences
+
+    def _metrics(
+        self,
+        logprobs_BT: Tensor,
+        batch: Batch,
+        ratio: Tensor,
+        clipped: Tensor,
+        kl_BT: Tensor,
+        correction_BT: Tensor,
+        counts: Normalizers,
+    ) -> Metrics:
+        mask_BT = batch["mask"]
+        metrics = {
+            "kl_penalty": masked_sum(kl_BT, mask_BT) / counts.tokens,
+            "sampling_importance_ratio": masked_sum(correction_BT, mask_BT) / counts.tokens,
+            "approx_entropy": -masked_sum(
+                (logprobs_BT - batch["generation_logprobs"]).mul(mask_BT).exp() * logprobs_BT, mask_BT
+            )
+            / counts.tokens,
+        }
+        for name, values in (("probs_ratio", ratio), ("probs_ratio_clamped", clipped)):
+            values_BT = values.expand_as(mask_BT)
+            kept = values_BT[mask_BT > 0]
+            metrics[name] = masked_sum(values_BT, mask_BT) / counts.tokens
+            metrics[f"{name}_min"] = kept.min() if kept.numel() else values_BT.new_tensor(float("inf"))
+            metrics[f"{name}_max"] = kept.max() if kept.numel() else values_BT.new_tensor(float("-inf"))
+        return metrics
+
+
+def kl_estimate(
+    logprobs: Tensor, reference: Tensor, kind: str, input_clamp: float | None = None, output_clamp: float | None = None
+) -> Tensor:
+    """Per-token estimate of KL(policy || reference) in nats from logprobs of tokens the policy sampled, with gradient.
+
+    With d = reference - logprobs: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. The plain gradient of k1 averages to zero, so
+    k1 carries the score-function term that makes its gradient the KL's; k2 and k3 are differentiated as they stand.
+    """
+    d = reference - logprobs
+    if input_clamp is not None:
+        d = d.clamp(-input_clamp, input_clamp)
+    if kind == "k1":
+        estimate = -d * (logprobs - logprobs.detach()).exp()
+    elif kind == "k2":
+        estimate = d.square() / 2
+    elif kind == "k3":
+        estimate = d.exp() - 1 - d
+    else:
+        raise ValueError(f"KL estimator must be k1, k2 or k3, got {kind!r}")
+    return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)
+
+
+def mismatch_metrics(policy_BT: Tensor, generation_BT: Tensor, mask_BT: Tensor) -> dict[str, float]:
+    """How far the generation engine's logprobs of its own samples are from the policy's, over response tokens.
+
+    `token_mult_prob_error` is the mean factor between the two probabilities (1 = equal; above 1.05 something is wrong);
+    `gen_kl_error`, `policy_kl_error` and `js_divergence_error` are k3 estimates in nats; `logprob_abs_diff_max` is the worst
+    token's difference.
+    """
+    tokens = mask_BT.sum().clamp(min=1)
+    difference_BT = (policy_BT - generation_BT) * mask_BT
+    mixture_BT = torch.logaddexp(policy_BT, generation_BT) - torch.log(torch.tensor(2.0))
+
+    def k3(log_ratio_BT: Tensor) -> float:
+        return (masked_sum(log_ratio_BT.exp() - 1 - log_ratio_BT, mask_BT) / tokens).item()
+
+    return {
+        "token_mult_prob_error": (masked_sum(difference_BT.abs().exp(), mask_BT) / tokens).item(),
+        "gen_kl_error": k3(difference_BT),
+        "policy_kl_error": k3(-difference_BT),
+        "js_divergence_error": (k3(mixture_BT - policy_BT) + k3(mixture_BT - generation_BT)) / 2,
+        "logprob_abs_diff_max": difference_BT.abs().max().item(),
+    }
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum over the positions where `mask` is not 0; whatever stands elsewhere (NaN included) does not enter."""
+    return torch.where(mask > 0, values, 0.0).sum()
+
+
+def combine_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of micro-batches or ranks -> of the whole: minima and maxima of `*_min` and `*_max`, sums of the rest."""
+    return {name: _combining(name)([part[name] for part in parts]) for name in parts[0]}
+
+
+def _combining(name: str) -> Callable[[list[float]], float]:
+    return min if name.endswith("_min") else max if name.endswith("_max") else sum

@@ -1,0 +1,55 @@
+"""Where a run's starting weights are: on disk, on the hub, or still to be made."""
+
+from pathlib import Path
+
+from nemo_rl_lite.config.model_shape import is_hub_name
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.embedded import reverse_digits
+from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.observability.console import RunConsole
+
+EMBEDDED_FOLDER = Path("outputs/models")
+DEFAULT_DIGITS = 4
+
+
+def locate_model(config: Config, console: RunConsole) -> Path:
+    """The folder of the model `policy.model_name`: made (embedded) or downloaded (hub) where it is not there yet.
+
+    Raises:
+        ConfigError: the hub cannot be reached or has no such model.
+    """
+    name = config.policy.model_name
+    if name == reverse_digits.NAME:
+        return _embedded(config, console)
+    return _download(name, console) if is_hub_name(name) else Path(name).expanduser().resolve()
+
+
+def _embedded(config: Config, console: RunConsole) -> Path:
+    from nemo_rl_lite.embedded.build import folder_name, prepare
+
+    digits = config.data.task_kwargs.get("num_digits", DEFAULT_DIGITS)
+    folder = (EMBEDDED_FOLDER / folder_name(digits, config.algorithm.seed)).resolve()
+    if not folder.is_dir():
+        console.say(f"warming up a tiny model on {digits}-digit strings (SFT; kept in {folder})")
+        prepare(folder, digits, config.algorithm.seed, lambda step, loss: _show(console, step, loss))
+    return folder
+
+
+def _show(console: RunConsole, step: int, loss: float) -> None:
+    if step % 10 == 0:
+        console.say(f"  sft step {step:>3}  loss {loss:.3f}")
+
+
+def _download(name: str, console: RunConsole) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        with console.busy(f"fetching {name}"):
+            return Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        cause = str(error).splitlines()[0]
+        fix = "check the name and the network, or give a local folder such as ./models/NAME"
+        raise ConfigError(
+            [Violation("policy.model_name", name, f"cannot be fetched from the hub: {cause}", fix)]
+        ) from None

@@ -1,0 +1,48 @@
+"""The one Ray actor there is: it hosts any plain class, named by its dotted path, and calls its methods."""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+
+
+@ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
+class Host:
+    """A process for one worker. Its output goes to `log_file`; the driver's console stays readable."""
+
+    def __init__(self, log_file: str):
+        Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(log_file, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(descriptor, stream.fileno())
+        self._worker: Any = None
+
+    def free_port(self) -> tuple[str, int]:
+        """This host's address and a port that is free on it now."""
+        import socket
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def start(self, class_path: str, arguments: dict[str, Any], environment: dict[str, str]) -> None:
+        """Set the environment, import the class and construct the worker."""
+        import logging
+
+        logging.basicConfig(level=logging.INFO, format="[%(asctime)s][%(name)s][%(levelname)s] %(message)s")
+        os.environ.update(environment)
+        module_name, _, class_name = class_path.rpartition(".")
+        self._worker = getattr(importlib.import_module(module_name), class_name)(**arguments)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self._worker, method)(*arguments)
+
+    def peak_memory(self) -> int:
+        """This process' highest resident memory so far, in bytes."""
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,53 @@
+"""Ray itself: up with the run, down with it, however the run ends."""
+
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import ray
+
+log = logging.getLogger(__name__)
+
+# Seen by every process that Ray starts. No usage report, no hub, no forked tokenizer threads.
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@contextmanager
+def ray_runtime() -> Iterator[None]:
+    """Ray on this machine (or the cluster that RAY_ADDRESS names) for the time of the block.
+
+    SIGTERM ends the block like Ctrl-C does, so that no worker outlives the run.
+    """
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    os.environ.update({name: value for name, value in ENVIRONMENT.items() if name.startswith("RAY_")})
+    try:
+        ray.init(
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+            runtime_env={"env_vars": ENVIRONMENT},
+        )
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ray.shutdown()
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,189 @@
+"""The shape of a configuration: types and ranges only.
+
+No field has a default here; `configs/` is the only source of defaults. Dataclasses are frozen, so that what a run
+records is what it ran with.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Precision = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, config=STRICT)
+class LossConfig:
+    ratio_clip_min: Annotated[float, Field(ge=0, lt=1)]
+    ratio_clip_max: NonNegativeFloat
+    ratio_clip_c: Annotated[float, Field(gt=1)] | None
+    reference_policy_kl_penalty: NonNegativeFloat
+    reference_policy_kl_type: Literal["k1", "k2", "k3"]
+    kl_input_clamp_value: PositiveFloat | None
+    kl_output_clamp_value: PositiveFloat | None
+    token_level_loss: bool
+    sequence_level_importance_ratios: bool
+    use_importance_sampling_correction: bool
+    truncated_importance_sampling_ratio: PositiveFloat | None
+
+
+@dataclass(frozen=True, config=STRICT)
+class GRPOConfig:
+    name: Literal["grpo"]
+    seed: NonNegativeInt
+    num_prompts_per_step: PositiveInt
+    num_generations_per_prompt: PositiveInt
+    max_num_steps: PositiveInt
+    use_leave_one_out_baseline: bool
+    normalize_rewards: bool
+    val_period: NonNegativeInt
+    val_at_start: bool
+    val_at_end: bool
+    max_val_samples: PositiveInt
+    val_temperature: NonNegativeFloat
+    loss_fn: LossConfig
+
+
+@dataclass(frozen=True, config=STRICT)
+class OptimizerConfig:
+    optimizer: Literal["adam", "sgd"]
+    lr: PositiveFloat
+    min_lr: NonNegativeFloat
+    weight_decay: NonNegativeFloat
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)]
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)]
+    adam_eps: PositiveFloat
+    sgd_momentum: Annotated[float, Field(ge=0, lt=1)]
+    use_distributed_optimizer: bool
+
+
+@dataclass(frozen=True, config=STRICT)
+class SchedulerConfig:
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"]
+    lr_decay_iters: PositiveInt
+    lr_warmup_iters: NonNegativeInt
+    lr_warmup_init: NonNegativeFloat
+
+
+@dataclass(frozen=True, config=STRICT)
+class MegatronConfig:
+    tensor_model_parallel_size: PositiveInt
+    pipeline_model_parallel_size: PositiveInt
+    optimizer: OptimizerConfig
+    scheduler: SchedulerConfig
+
+
+@dataclass(frozen=True, config=STRICT)
+class PolicyConfig:
+    model_name: Annotated[str, Field(min_length=1)]
+    precision: Precision
+    train_global_batch_size: PositiveInt
+    train_micro_batch_size: PositiveInt
+    logprob_batch_size: PositiveInt
+    max_total_sequence_length: PositiveInt
+    max_grad_norm: PositiveFloat | None
+    offload_optimizer_states_for_logprob: bool
+    megatron_cfg: MegatronConfig
+
+
+@dataclass(frozen=True, config=STRICT)
+class VLLMConfig:
+    tensor_parallel_size: PositiveInt
+    enforce_eager: bool
+    max_num_seqs: PositiveInt
+    gpu_memory_utilization: Fraction
+    cpu_kv_cache_gib: PositiveInt
+
+
+@dataclass(frozen=True, config=STRICT)
+class GenerationConfig:
+    backend: Literal["vllm", "transformers"]
+    data_parallel_size: PositiveInt
+    max_new_tokens: PositiveInt
+    temperature: PositiveFloat
+    top_p: Fraction
+    top_k: PositiveInt | None
+    stop_token_ids: list[NonNegativeInt]
+    stop_strings: list[str]
+    vllm_cfg: VLLMConfig
+    vllm_kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, config=STRICT)
+class RefitConfig:
+    buffer_memory_ratio: Fraction
+    bucket_bytes: PositiveInt | None
+    verify: Literal["off", "full"]
+    timeout_s: PositiveFloat
+
+
+@dataclass(frozen=True, config=STRICT)
+class DataConfig:
+    name: str
+    train_path: str | None
+    validation_path: str | None
+    prompt_column: str
+    answer_column: str
+    system_prompt: str | None
+    shuffle: bool
+    task_kwargs: dict[str, int]
+
+
+@dataclass(frozen=True, config=STRICT)
+class RewardConfig:
+    name: Annotated[str, Field(min_length=1)]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, config=STRICT)
+class ClusterConfig:
+    num_nodes: PositiveInt
+    gpus_per_node: NonNegativeInt
+    cpu_ranks: PositiveInt
+    threads_per_worker: PositiveInt | None
+    start_timeout_s: PositiveFloat
+    collective_timeout_s: PositiveFloat
+
+
+@dataclass(frozen=True, config=STRICT)
+class WandbConfig:
+    project: str
+    name: str | None
+    entity: str | None
+    mode: Literal["online", "offline"]
+
+
+@dataclass(frozen=True, config=STRICT)
+class LoggerConfig:
+    wandb_enabled: bool
+    tensorboard_enabled: bool
+    plots: bool
+    mismatch_warning: PositiveFloat
+    log_samples: NonNegativeInt
+    wandb: WandbConfig
+
+
+@dataclass(frozen=True, config=STRICT)
+class CheckpointConfig:
+    export_hf_at_end: bool
+
+
+@dataclass(frozen=True, config=STRICT)
+class Config:
+    run_name: str
+    algorithm: GRPOConfig
+    policy: PolicyConfig
+    generation: GenerationConfig
+    refit: RefitConfig
+    data: DataConfig
+    reward: RewardConfig
+    cluster: ClusterConfig
+    logger: LoggerConfig
+    checkpoint: CheckpointConfig

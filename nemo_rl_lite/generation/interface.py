@@ -1,0 +1,70 @@
+"""What the loop needs of a generation engine."""
+
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from nemo_rl_lite.config.schema import GenerationConfig
+from nemo_rl_lite.refit.broadcast import RefitReport
+from nemo_rl_lite.refit.plan import RefitPlan
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. `temperature` 0 is greedy. Logprobs are those of the distribution that was sampled from."""
+
+    temperature: float
+    top_p: float
+    top_k: int | None
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    samples_per_prompt: int = 1
+    seed: int = 0
+
+    @classmethod
+    def of(cls, config: GenerationConfig, end_token: int) -> "Sampling":
+        """The configuration's sampling, ending at the tokenizer's end token too."""
+        return cls(
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            max_new_tokens=config.max_new_tokens,
+            stop_token_ids=tuple(sorted({end_token, *config.stop_token_ids})),
+            stop_strings=tuple(config.stop_strings),
+        )
+
+    def greedy(self) -> "Sampling":
+        return replace(self, temperature=0.0, top_p=1.0, top_k=None)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled response: its tokens (the end token included), a logprob each, and why it ended."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+
+
+class Engine(Protocol):
+    """One engine replica in its own process."""
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
+        """`samples_per_prompt` completions for each prompt (token ids), prompt by prompt."""
+        ...
+
+    def join_refit(self, plan: RefitPlan, host: str, port: int, rank: int, world_size: int) -> None:
+        """Join the producer's refit group as consumer `rank` (from 1 on) and keep the plan."""
+        ...
+
+    def receive_weights(self) -> RefitReport:
+        """Take part in one refit; afterwards the engine computes with the new weights and has no stale cache."""
+        ...
+
+
+class Generation(Protocol):
+    """All replicas, as the loop sees them."""
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]: ...

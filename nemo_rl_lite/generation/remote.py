@@ -1,0 +1,28 @@
+"""Generation engines in Ray actors: replicas share the prompts."""
+
+from dataclasses import replace
+
+from nemo_rl_lite.cluster.workers import WorkerGroup, wait
+from nemo_rl_lite.generation.interface import Completion, Sampling
+
+ENGINE_CLASSES = {
+    "vllm": "nemo_rl_lite.generation.vllm.worker.VLLMEngine",
+    "transformers": "nemo_rl_lite.generation.transformers.TransformersEngine",
+}
+
+
+class RemoteGeneration:
+    """`Generation` over a group of started engines."""
+
+    def __init__(self, group: WorkerGroup):
+        self.group = group
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
+        """Prompts are split into contiguous shares; each replica samples with a seed of its own."""
+        count = len(self.group)
+        bounds = [len(prompts) * replica // count for replica in range(count + 1)]
+        shares = [
+            (prompts[start:stop], replace(sampling, seed=sampling.seed * count + replica))
+            for replica, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False))
+        ]
+        return [completion for share in wait(self.group.call_each("generate", shares)) for completion in share]

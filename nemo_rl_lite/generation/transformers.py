@@ -1,0 +1,106 @@
+"""The reference engine: transformers' own generate(). Slow and simple; what vLLM is compared with, and its stand-in."""
+
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig, RefitConfig
+from nemo_rl_lite.errors import RefitError
+from nemo_rl_lite.generation.interface import Completion, Sampling
+from nemo_rl_lite.refit import group as refit_group
+from nemo_rl_lite.refit.broadcast import Receiver, RefitReport
+from nemo_rl_lite.refit.plan import RefitPlan
+
+
+class TransformersEngine:
+    """A Hugging Face model that samples with exact logprobs and takes new weights by name."""
+
+    def __init__(
+        self, generation: GenerationConfig, policy: PolicyConfig, refit: RefitConfig, model_path: str, seed: int
+    ):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        torch.manual_seed(seed)
+        self._refit, self._verify = refit, refit.verify != "off"
+        self._model = AutoModelForCausalLM.from_pretrained(
+            Path(model_path), dtype=getattr(torch, policy.precision)
+        ).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(Path(model_path))
+        self._batch_size = generation.vllm_cfg.max_num_seqs
+        self._plan: RefitPlan | None = None
+        self._group: refit_group.RefitGroup | None = None
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
+        torch.manual_seed(sampling.seed)
+        rows = [prompt for prompt in prompts for _ in range(sampling.samples_per_prompt)]
+        completions = []
+        for start in range(0, len(rows), self._batch_size):
+            completions += self._generate(rows[start : start + self._batch_size], sampling)
+        return completions
+
+    def join_refit(self, plan: RefitPlan, host: str, port: int, rank: int, world_size: int) -> None:
+        self._plan = plan
+        self._group = refit_group.join_at(host, port, rank, world_size, self._refit.timeout_s)
+
+    @torch.no_grad()
+    def receive_weights(self) -> RefitReport:
+        if self._plan is None or self._group is None:
+            raise RuntimeError("receive_weights needs join_refit first")
+        started = time.perf_counter()
+        receiver = Receiver(self._plan, self._group, self._verify)
+        own = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+        for name, weight in receiver:
+            if name not in own:
+                raise RefitError(f"the transformers model has no weight named {name}")
+            own[name].copy_(weight)
+        receiver.report.seconds["load"] = time.perf_counter() - started - receiver.report.seconds["transfer"]
+        return receiver.report
+
+    @torch.no_grad()
+    def _generate(self, rows: list[list[int]], sampling: Sampling) -> list[Completion]:
+        width = max(len(row) for row in rows)
+        padding = self._tokenizer.pad_token_id or 0
+        tokens = torch.tensor([[padding] * (width - len(row)) + row for row in rows])
+        present = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+        random = {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or 0,
+        }
+        output = self._model.generate(
+            tokens,
+            attention_mask=present,
+            max_new_tokens=sampling.max_new_tokens,
+            eos_token_id=list(sampling.stop_token_ids),
+            pad_token_id=padding,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **(random if sampling.temperature > 0 else {"do_sample": False}),
+            **(
+                {"stop_strings": list(sampling.stop_strings), "tokenizer": self._tokenizer}
+                if sampling.stop_strings
+                else {}
+            ),
+        )
+        responses = output.sequences[:, width:]
+        # Scores are logits after temperature, top-p and top-k: the distribution that was sampled from.
+        logprobs = torch.stack(output.scores, dim=1).float().log_softmax(-1)
+        chosen = logprobs.gather(-1, responses[..., None]).squeeze(-1)
+        return [self._completion(*row, sampling) for row in zip(responses, chosen, strict=True)]
+
+    def _completion(self, response: Tensor, logprobs: Tensor, sampling: Sampling) -> Completion:
+        tokens = response.tolist()
+        for length in range(1, len(tokens) + 1):
+            ended = tokens[length - 1] in sampling.stop_token_ids or self._has_stop_string(tokens[:length], sampling)
+            if ended:
+                return Completion(tuple(tokens[:length]), tuple(logprobs[:length].tolist()), "stop")
+        return Completion(tuple(tokens), tuple(logprobs.tolist()), "length")
+
+    def _has_stop_string(self, tokens: list[int], sampling: Sampling) -> bool:
+        if not sampling.stop_strings:
+            return False
+        text = self._tokenizer.decode(tokens)
+        return any(stop in text for stop in sampling.stop_strings)

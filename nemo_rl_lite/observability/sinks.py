@@ -1,0 +1,111 @@
+"""Where metrics go: a JSON-lines file always, TensorBoard and W&B where the configuration asks for them."""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from nemo_rl_lite.config.schema import LoggerConfig
+
+METRICS_FILE = "metrics.jsonl"
+Metrics = Mapping[str, float]
+
+
+class Sink(Protocol):
+    def log(self, step: int, metrics: Metrics) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One line a call: `{"step": ..., "time": ..., name: value, ...}`, on disk when `log` returns."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        json.dump({"step": step, "time": time.time(), **metrics}, self._file)
+        self._file.write("\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    def __init__(self, folder: Path):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """One W&B run. Source code is not uploaded."""
+
+    def __init__(self, config: LoggerConfig, folder: Path, whole_config: Mapping[str, Any]):
+        import wandb
+
+        settings = config.wandb
+        self._run = wandb.init(
+            project=settings.project,
+            name=settings.name,
+            entity=settings.entity,
+            mode=settings.mode,
+            dir=folder,
+            config=dict(whole_config),
+            save_code=False,
+            settings=wandb.Settings(console="off", silent=True, disable_git=True),
+        )
+        for prefix in ("train", "timing/train", "performance", "refit", "offload", "validation", "timing/validation"):
+            self._run.define_metric(f"{prefix}/*", step_metric="step")
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MetricsLog:
+    """All sinks behind one call; remembers everything, for the report at the end."""
+
+    def __init__(self, sinks: list[Sink]):
+        self._sinks = sinks
+        self.history: list[dict[str, float]] = []
+
+    @classmethod
+    def open(cls, config: LoggerConfig, run_folder: Path, whole_config: Mapping[str, Any]) -> "MetricsLog":
+        sinks: list[Sink] = [JsonLines(run_folder / METRICS_FILE)]
+        if config.tensorboard_enabled:
+            sinks.append(TensorBoard(run_folder / "tensorboard"))
+        if config.wandb_enabled:
+            sinks.append(WeightsAndBiases(config, run_folder, whole_config))
+        return cls(sinks)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Metrics of one step, under their full names."""
+        self.history.append({"step": float(step), **metrics})
+        for sink in self._sinks:
+            sink.log(step, metrics)
+
+    def series(self, name: str) -> tuple[list[float], list[float]]:
+        """Steps and values of one metric so far."""
+        points = [(entry["step"], entry[name]) for entry in self.history if name in entry]
+        return [step for step, _ in points], [value for _, value in points]
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+def under(prefix: str, metrics: Metrics) -> dict[str, float]:
+    """The metrics with `prefix/` before each name."""
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}

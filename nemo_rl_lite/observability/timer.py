@@ -1,0 +1,25 @@
+"""Wall-clock seconds of named phases."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Timer:
+    """Adds up seconds by name within a step: `with timer("generation"): ...`, then `take()`."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def take(self) -> dict[str, float]:
+        """Seconds by name since the last `take`."""
+        taken, self._seconds = self._seconds, {}
+        return taken

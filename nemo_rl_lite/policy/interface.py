@@ -1,0 +1,36 @@
+"""What the loop needs of a policy."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from nemo_rl_lite.algorithms.losses import Batch, GRPOLoss
+from nemo_rl_lite.offload.optimizer_states import Move
+
+
+class Policy(Protocol):
+    """All policy ranks, as the loop sees them. B sequences of T tokens, right-padded."""
+
+    def prepare_for_logprob(self) -> Move | None:
+        """Enter the logprob phase; what moved between device and host, where the configuration moves something."""
+        ...
+
+    def logprobs(self, tokens_BT: Tensor) -> Tensor:
+        """Logprobs [B, T] in nats at the sampling temperature; entry t belongs to token t, entry 0 is 0."""
+        ...
+
+    def reference_logprobs(self, tokens_BT: Tensor) -> Tensor:
+        """The same under the weights the run started from."""
+        ...
+
+    def prepare_for_training(self) -> Move:
+        """Enter the training phase, from any other."""
+        ...
+
+    def train(self, batch: Batch, loss: GRPOLoss) -> dict[str, float]:
+        """One optimizer step for each `train_global_batch_size` sequences of the batch; metrics, averaged over them."""
+        ...
+
+    def export_hf(self, path: str) -> None:
+        """Write the current weights as a Hugging Face folder."""
+        ...

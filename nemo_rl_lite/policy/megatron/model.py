@@ -1,0 +1,103 @@
+"""A Hugging Face folder -> a megatron-core model on this rank, through megatron-bridge."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_rl_lite.config.schema import PolicyConfig
+from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
+
+# Fused kernels of Apex and Transformer Engine; the local layer spec has plain torch in their place.
+_FUSIONS = (
+    "apply_rope_fusion",
+    "masked_softmax_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "gradient_accumulation_fusion",
+    "persist_layer_norm",
+)
+
+
+@dataclass(frozen=True)
+class ParallelPlace:
+    """Where this rank stands: its indices and whether logits appear here."""
+
+    data_rank: int
+    data_size: int
+    tensor_rank: int
+    pipeline_rank: int
+    has_logits: bool
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank's results stand for its data-parallel replica."""
+        return self.has_logits and self.tensor_rank == 0
+
+
+@dataclass
+class MegatronModel:
+    """The bridge, this rank's model chunks (DDP-wrapped), and the layout."""
+
+    bridge: Any
+    chunks: list[Any]
+    place: ParallelPlace
+    dtype: torch.dtype
+
+    def parameters(self) -> list[Tensor]:
+        return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+
+    def train_mode(self, training: bool) -> None:
+        for chunk in self.chunks:
+            chunk.train(training)
+
+
+def torch_dtype(precision: str) -> torch.dtype:
+    return getattr(torch, precision)
+
+
+def build_model(config: PolicyConfig, path: str, timeout_s: float, seed: int) -> MegatronModel:
+    """Start torch.distributed and model parallelism (RANK, WORLD_SIZE, MASTER_* are set), build the model, load weights.
+
+    Logits, loss and export agree with the Hugging Face model for any tensor, pipeline and data parallel size.
+    """
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    prepare_import()
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.models.gpt_provider import local_layer_spec
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    dtype = torch_dtype(config.precision)
+    parallel = config.megatron_cfg
+    bridge = AutoBridge.from_hf_pretrained(path)
+    provider = bridge.to_megatron_provider(load_weights=False)
+    provider.transformer_layer_spec = local_layer_spec
+    provider.tensor_model_parallel_size = parallel.tensor_model_parallel_size
+    provider.pipeline_model_parallel_size = parallel.pipeline_model_parallel_size
+    provider.params_dtype = provider.pipeline_dtype = dtype
+    provider.bf16, provider.fp16 = dtype == torch.bfloat16, False
+    provider.use_cpu_initialization = True
+    provider.variable_seq_lengths = False
+    for fusion in _FUSIONS:
+        setattr(provider, fusion, False)
+    provider.finalize()
+    provider.initialize_model_parallel(seed=seed)
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=parallel.optimizer.use_distributed_optimizer,
+        grad_reduce_in_fp32=True,
+        check_for_nan_in_grad=True,
+    )
+    chunks = provider.provide_distributed_model(ddp_config=ddp, wrap_with_ddp=True, use_cpu_initialization=True)
+    bridge.load_hf_weights(chunks)
+    place = ParallelPlace(
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        has_logits=parallel_state.is_pipeline_last_stage(),
+    )
+    return MegatronModel(bridge, chunks, place, dtype)

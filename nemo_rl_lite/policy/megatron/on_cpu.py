@@ -1,0 +1,119 @@
+"""Import megatron.core and megatron.bridge where torch has no CUDA.
+
+Their sources name CUDA in a few fixed ways that have an exact CPU counterpart in torch. `prepare_import()` rewrites those
+names while the modules are imported. torch itself stays untouched, so everything else in the process sees the real one: a
+globally patched torch made transformers compute wrong rotary frequencies, silently.
+"""
+
+import importlib
+import importlib.machinery
+import re
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from types import CodeType, ModuleType
+
+import torch
+
+_PACKAGES = ("megatron.core.", "megatron.bridge.", "megatron.training.")
+
+# Pattern -> replacement, applied in this order to the text of each module of _PACKAGES.
+_RULES = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"""device\s*=\s*(["'])cuda(?::0)?\1""", r"device=\1cpu\1"),
+        # torch.cpu has these under the same names.
+        (r"torch\.cuda\.(current_device|synchronize|current_stream|set_device|stream|Stream|Event)\b", r"torch.cpu.\1"),
+        # The CPU's random state lives in torch itself.
+        (r"torch\.cuda\.(get_rng_state|set_rng_state|manual_seed)\(", r"torch.\1("),
+        (r"torch\.cuda\.random\.get_rng_state\(device=device\)", "torch.get_rng_state()"),
+        (r"    _lazy_call\(cb\)", "    torch.set_rng_state(new_state)"),
+        # The optimizers compare `param.type()` with these strings.
+        (r"""(["'])torch\.cuda\.(\w*Tensor)\1""", r"\1torch.\2\1"),
+        (r"torch\.cuda\.empty_cache\(\)", "None"),
+        (r"\.cuda\(\)", ".cpu()"),
+        (r"model_module\.cuda\(torch\.cpu\.current_device\(\)\)", "model_module.cpu()"),
+        (r"""init_process_group\((["'])nccl\1""", r"init_process_group(\1gloo\1"),
+    )
+)
+
+# The bridge's modules that import transformer_engine whether or not it is installed.
+_NEED_TRANSFORMER_ENGINE = ("megatron.bridge.peft.lora_layers", "megatron.bridge.peft.lora")
+
+
+def prepare_import() -> None:
+    """Make the two packages importable here; does nothing where CUDA is available or when called again.
+
+    Raises:
+        RuntimeError: megatron.core is already imported.
+    """
+    if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if any(name.startswith(_PACKAGES) for name in sys.modules):
+        raise RuntimeError("prepare_import() must come before the first import of megatron.core or megatron.bridge")
+    sys.meta_path.insert(0, _Finder())
+    # These ask whether transformer_engine is there; they must see that it is not, before the placeholder shows up.
+    for name in ("models.gpt.gpt_layer_specs", "transformer.attention", "transformer.moe.router"):
+        importlib.import_module(f"megatron.core.{name}")
+
+
+def rewrite(source: str) -> str:
+    """The CPU counterpart of a module's source text."""
+    for pattern, replacement in _RULES:
+        source = pattern.sub(replacement, source)
+    return source
+
+
+class _RewritingLoader(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname: str) -> CodeType | None:
+        path = self.get_filename(fullname)
+        data = self.get_data(path)
+        if b"cuda" not in data and b"nccl" not in data:
+            return super().get_code(fullname)
+        source = data.decode()
+        rewritten = rewrite(source)
+        if rewritten == source:
+            return super().get_code(fullname)
+        # Compiled anew each time, never from or to the .pyc cache that GPU runs share.
+        return compile(rewritten, path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ in _NEED_TRANSFORMER_ENGINE:
+            with _transformer_engine_placeholder():
+                super().exec_module(module)
+        else:
+            super().exec_module(module)
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith(_PACKAGES):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _RewritingLoader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+@contextmanager
+def _transformer_engine_placeholder() -> Iterator[None]:
+    """Empty classes under transformer_engine's names, gone again when the block ends."""
+    package, pytorch, ops = (
+        types.ModuleType(name)
+        for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
+    )
+    for name in ("Linear", "LayerNormLinear", "GroupedLinear"):
+        setattr(pytorch, name, type(name, (torch.nn.Module,), {}))
+    ops.Sequential = type("Sequential", (torch.nn.Module,), {})
+    pytorch.ops, package.pytorch, package.__version__ = ops, pytorch, "0.0.0"
+    modules = {module.__name__: module for module in (package, pytorch, ops)}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            del sys.modules[name]

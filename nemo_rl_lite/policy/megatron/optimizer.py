@@ -1,0 +1,56 @@
+"""megatron-core's optimizer and learning-rate schedule from the configuration."""
+
+import math
+from typing import Any
+
+from nemo_rl_lite.config.schema import PolicyConfig
+from nemo_rl_lite.policy.megatron.model import MegatronModel, torch_dtype
+
+
+def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, Any]:
+    """The optimizer over the model's chunks and its scheduler, which counts optimizer steps.
+
+    The gradient's norm is computed and reported also where `max_grad_norm` is null.
+    """
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.utils import get_model_config
+
+    settings, schedule = config.megatron_cfg.optimizer, config.megatron_cfg.scheduler
+    dtype = torch_dtype(config.precision)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer=settings.optimizer,
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.adam_beta1,
+            adam_beta2=settings.adam_beta2,
+            adam_eps=settings.adam_eps,
+            sgd_momentum=settings.sgd_momentum,
+            clip_grad=math.inf if config.max_grad_norm is None else config.max_grad_norm,
+            bf16=config.precision == "bfloat16",
+            params_dtype=dtype,
+            use_distributed_optimizer=settings.use_distributed_optimizer,
+        ),
+        model.chunks,
+    )
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=schedule.lr_warmup_init,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=schedule.lr_warmup_iters,
+        lr_decay_steps=schedule.lr_decay_iters,
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    for chunk in model.chunks:
+        model_config = get_model_config(chunk)
+        model_config.finalize_model_grads_func = finalize_model_grads
+        model_config.grad_scale_func = optimizer.scale_loss
+    return optimizer, scheduler

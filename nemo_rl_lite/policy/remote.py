@@ -1,0 +1,79 @@
+"""The policy in Ray actors: splits batches over data-parallel ranks and puts results together."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_rl_lite.algorithms.losses import Batch, GRPOLoss, Normalizers, combine_metrics
+from nemo_rl_lite.cluster.workers import WorkerGroup, wait
+from nemo_rl_lite.offload.optimizer_states import Move
+from nemo_rl_lite.policy.megatron.model import ParallelPlace
+
+WORKER_CLASS = "nemo_rl_lite.policy.megatron.worker.MegatronWorker"
+# The same on every replica: not to be summed over them.
+WHOLE_METRICS = ("grad_norm", "lr", "wd")
+
+
+class RemotePolicy:
+    """`Policy` over a group of started `MegatronWorker`s."""
+
+    def __init__(self, group: WorkerGroup, train_global_batch_size: int):
+        self.group = group
+        self._global_batch = train_global_batch_size
+        self._places: list[ParallelPlace] = wait(group.call("place"))
+        self._replicas = self._places[0].data_size
+
+    def prepare_for_logprob(self) -> Move | None:
+        return _slowest(wait(self.group.call("prepare_for_logprob")))
+
+    def logprobs(self, tokens_BT: Tensor) -> Tensor:
+        return self._score("logprobs", tokens_BT)
+
+    def reference_logprobs(self, tokens_BT: Tensor) -> Tensor:
+        return self._score("reference_logprobs", tokens_BT)
+
+    def prepare_for_training(self) -> Move:
+        return _slowest(wait(self.group.call("prepare_for_training"))) or Move(0, 0.0)
+
+    def train(self, batch: Batch, loss: GRPOLoss) -> dict[str, float]:
+        steps = []
+        for start in range(0, batch["tokens"].shape[0], self._global_batch):
+            part = {name: values[start : start + self._global_batch] for name, values in batch.items()}
+            replicas = self._step(part, loss, Normalizers.of(part["mask"]))
+            combined = combine_metrics(replicas)
+            steps.append(combined | {name: replicas[0][name] for name in WHOLE_METRICS})
+        totals = combine_metrics(steps)
+        extremes = ("_min", "_max")
+        return {name: value / (1 if name.endswith(extremes) else len(steps)) for name, value in totals.items()}
+
+    def export_hf(self, path: str) -> None:
+        wait(self.group.call("export_hf", path))
+
+    def _score(self, method: str, tokens_BT: Tensor) -> Tensor:
+        shards = tokens_BT.chunk(self._replicas)
+        call = self.group.call_each(method, [(shards[place.data_rank],) for place in self._places])
+        return torch.from_numpy(np.concatenate(self._reported(wait(call))))
+
+    def _step(self, batch: Batch, *arguments: object) -> list[dict[str, float]]:
+        rows = batch["tokens"].shape[0] // self._replicas
+        shards = [
+            {name: values[replica * rows : (replica + 1) * rows] for name, values in batch.items()}
+            for replica in range(self._replicas)
+        ]
+        call = self.group.call_each("train", [(shards[place.data_rank], *arguments) for place in self._places])
+        return self._reported(wait(call))
+
+    def _reported(self, results: list[Any]) -> list[Any]:
+        """Of all ranks' results, those that stand for a data-parallel replica, in the replicas' order."""
+        reporting = {p.data_rank: result for p, result in zip(self._places, results, strict=True) if p.reports}
+        return [reporting[replica] for replica in range(self._replicas)]
+
+
+def _slowest(moves: list[Move | None]) -> Move | None:
+    """The ranks move at the same time: bytes add up, the slowest sets the time."""
+    done = [move for move in moves if move is not None]
+    if not done:
+        return None
+    return Move(sum(move.nbytes for move in done), max(move.seconds for move in done))
