@@ -2,11 +2,11 @@
 
 import dataclasses
 import json
-import logging
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -16,7 +16,8 @@ from nemo_rl_lite.config.compose import CONFIG_NAME, check_overrides, compose_co
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, LauncherError, WorkerError
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from nemo_rl_lite.observability.report import Summary
 
 INTERRUPTED = 130
 # Hydra's flags that print something instead of running, and those that take a value.
@@ -30,26 +31,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     launch(sys.argv[1:] if arguments is None else list(arguments))
 
 
-def launch(arguments: Sequence[str]) -> list:
+def launch(arguments: Sequence[str]) -> "list[Summary]":
     """Run what the command line asks for; the summary of each run (several with -m, none with --help and the like)."""
     flags, overrides = split_arguments(arguments)
-    summaries: list = []
+    summaries: list[Summary] = []
 
     def task(composed: DictConfig) -> None:
         summaries.append(_guarded(resolve(composed), Path(HydraConfig.get().runtime.output_dir)))
 
     try:
-        if any(flag.split("=")[0] in _INFORMATION + _SWEEP for flag in flags):
-            overrides, violations = check_overrides(overrides)
-            if violations:
-                raise ConfigError(violations)
-        else:
+        accepted, violations = check_overrides(overrides)
+        if not any(flag.split("=")[0] in _INFORMATION + _SWEEP for flag in flags):
+            # Before Hydra makes the run's folder. A sweep's jobs are checked one by one as they start.
             compose_config(overrides)
-            overrides, _ = check_overrides(overrides)
-        sys.argv = [sys.argv[0], *flags, *overrides]
+        elif violations:
+            raise ConfigError(violations)
+        sys.argv = [sys.argv[0], *flags, *accepted]
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=CONFIG_NAME)(task)()
     except ConfigError as error:
-        _exit(error)
+        fail(error)
     return summaries
 
 
@@ -65,12 +65,10 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         flags.append(argument)
         if argument in _WITH_VALUE:
             flags += [value for value in [next(pending, None)] if value is not None]
-        elif argument in ("--info", "-i"):
-            flags += []
     return flags, overrides
 
 
-def run(config: Config, folder: Path) -> "Summary":  # noqa: F821
+def run(config: Config, folder: Path) -> "Summary":
     """One training run in `folder`, from starting weights to report."""
     from nemo_rl_lite.algorithms.grpo import GRPO
     from nemo_rl_lite.checkpoint.source import locate_model
@@ -126,23 +124,22 @@ def run(config: Config, folder: Path) -> "Summary":  # noqa: F821
         metrics.close()
 
 
-def _guarded(config: Config, folder: Path) -> "Summary":  # noqa: F821
+def _guarded(config: Config, folder: Path) -> "Summary":
     try:
         return run(config, folder)
+    except WorkerError as error:
+        (folder / "error.txt").write_text(f"{error}\n\n{error.details}\n")
+        fail(error, f"its traceback: {folder / 'error.txt'}", f"its log: {folder / 'logs'}")
     except LauncherError as error:
-        if isinstance(error, WorkerError) and error.details:
-            (folder / "error.txt").write_text(f"{error}\n\n{error.details}\n")
-            log.info("%s", error.details)
-            print(f"{error}\n(its traceback: {folder / 'error.txt'}; its log: {folder / 'logs'})", file=sys.stderr)
-            sys.exit(error.exit_status)
-        _exit(error)
+        fail(error)
     except KeyboardInterrupt:
-        print(f"\ninterrupted; what was done so far is in {folder}", file=sys.stderr)
+        sys.stderr.write(f"\ninterrupted; what was done so far is in {folder}\n")
         sys.exit(INTERRUPTED)
 
 
-def _exit(error: LauncherError) -> None:
-    print(error, file=sys.stderr)
+def fail(error: LauncherError, *more: str) -> NoReturn:
+    """Say what went wrong and exit with the error's status."""
+    sys.stderr.write("\n".join([str(error), *more]) + "\n")
     sys.exit(error.exit_status)
 
 

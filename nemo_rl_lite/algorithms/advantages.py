@@ -9,9 +9,9 @@ STD_EPSILON = 1e-6
 def group_advantages(rewards_PG: Tensor, leave_one_out: bool, normalize: bool) -> Tensor:
     """Advantages of `P` prompts with `G >= 2` samples each, shape [P, G], in units of reward or of standard deviations.
 
-    The baseline is the mean reward of the prompt's other samples (`leave_one_out`, RLOO: Ahmadian et al. 2024) or of all
-    its samples (GRPO: Shao et al. 2024). Normalisation divides by the unbiased standard deviation over all `G` samples,
-    which is defined from `G = 2` on; a prompt whose rewards are all equal keeps advantages of 0.
+    The baseline is the mean reward of the prompt's other samples (`leave_one_out`; RLOO, Ahmadian et al. 2024) or of
+    all its samples (GRPO, Shao et al. 2024). Normalisation divides by the unbiased standard deviation over all `G`
+    samples, which is defined from `G = 2` on; a prompt whose rewards are all equal keeps advantages of 0.
     """
     if rewards_PG.dim() != 2 or rewards_PG.shape[1] < 2:
         raise ValueError(f"rewards must be [prompts, samples >= 2], got {list(rewards_PG.shape)}")

@@ -1,7 +1,7 @@
 """Policy-gradient losses as pure functions of logprobs. Shapes: B sequences, T tokens.
 
-Every micro-batch is divided by counts of the *global* batch, so that the sum over micro-batches and data-parallel ranks is
-the loss, however the batch was split.
+Every micro-batch is divided by counts of the *global* batch, so that the sum over micro-batches and data-parallel ranks
+is the loss, however the batch was split.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +32,9 @@ class Normalizers:
 class GRPOLoss:
     """The clipped policy-gradient loss with a KL penalty, of one micro-batch's current logprobs.
 
-    Sources: PPO clipping (Schulman et al. 2017), GRPO (Shao et al. 2024), separate upper clip (DAPO, Yu et al. 2025), dual
-    clip (Ye et al. 2020), sequence-level ratios (GSPO, Zheng et al. 2025), KL estimators (Schulman 2020), truncated
-    importance sampling for the mismatch of the engines (Yao et al. 2025).
+    Sources: PPO clipping (Schulman et al. 2017), GRPO (Shao et al. 2024), separate upper clip (DAPO, Yu et al. 2025),
+    dual clip (Ye et al. 2020), sequence-level ratios (GSPO, Zheng et al. 2025), KL estimators (Schulman 2020),
+    truncated importance sampling for the mismatch of the engines (Yao et al. 2025).
     """
 
     config: LossConfig
@@ -126,8 +126,9 @@ def kl_estimate(
 ) -> Tensor:
     """Per-token estimate of KL(policy || reference) in nats from logprobs of tokens the policy sampled, with gradient.
 
-    With d = reference - logprobs: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. The plain gradient of k1 averages to zero, so
-    k1 carries the score-function term that makes its gradient the KL's; k2 and k3 are differentiated as they stand.
+    With d = reference - logprobs: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. The plain gradient of k1 averages to
+    zero, so k1 carries the score-function term that makes its gradient the KL's; k2 and k3 are differentiated as they
+    stand.
     """
     d = reference - logprobs
     if input_clamp is not None:
@@ -147,8 +148,8 @@ def mismatch_metrics(policy_BT: Tensor, generation_BT: Tensor, mask_BT: Tensor) 
     """How far the generation engine's logprobs of its own samples are from the policy's, over response tokens.
 
     `token_mult_prob_error` is the mean factor between the two probabilities (1 = equal; above 1.05 something is wrong);
-    `gen_kl_error`, `policy_kl_error` and `js_divergence_error` are k3 estimates in nats; `logprob_abs_diff_max` is the worst
-    token's difference.
+    `gen_kl_error`, `policy_kl_error` and `js_divergence_error` are k3 estimates in nats; `logprob_abs_diff_max` is the
+    worst token's difference.
     """
     tokens = mask_BT.sum().clamp(min=1)
     difference_BT = (policy_BT - generation_BT) * mask_BT

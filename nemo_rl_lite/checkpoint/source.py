@@ -4,12 +4,9 @@ from pathlib import Path
 
 from nemo_rl_lite.config.model_shape import is_hub_name
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.embedded import reverse_digits
+from nemo_rl_lite.embedded.reverse_digits import NAME, embedded_digits, embedded_folder
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.observability.console import RunConsole
-
-EMBEDDED_FOLDER = Path("outputs/models")
-DEFAULT_DIGITS = 4
 
 
 def locate_model(config: Config, console: RunConsole) -> Path:
@@ -19,18 +16,17 @@ def locate_model(config: Config, console: RunConsole) -> Path:
         ConfigError: the hub cannot be reached or has no such model.
     """
     name = config.policy.model_name
-    if name == reverse_digits.NAME:
+    if name == NAME:
         return _embedded(config, console)
     return _download(name, console) if is_hub_name(name) else Path(name).expanduser().resolve()
 
 
 def _embedded(config: Config, console: RunConsole) -> Path:
-    from nemo_rl_lite.embedded.build import folder_name, prepare
+    from nemo_rl_lite.embedded.build import prepare
 
-    digits = config.data.task_kwargs.get("num_digits", DEFAULT_DIGITS)
-    folder = (EMBEDDED_FOLDER / folder_name(digits, config.algorithm.seed)).resolve()
+    digits, folder = embedded_digits(config), embedded_folder(config)
     if not folder.is_dir():
-        console.say(f"warming up a tiny model on {digits}-digit strings (SFT; kept in {folder})")
+        console.say(f"warming up a tiny model on {digits}-digit strings by SFT; it is kept in {folder}")
         prepare(folder, digits, config.algorithm.seed, lambda step, loss: _show(console, step, loss))
     return folder
 

@@ -35,7 +35,8 @@ class WorkerGroup:
     def create(cls, name: str, size: int, log_folder: str, environment: dict[str, str]) -> "WorkerGroup":
         """Start `size` empty processes. `environment` is there before the first import."""
         options = {"runtime_env": {"env_vars": environment}}
-        hosts = [Host.options(**options).remote(f"{log_folder}/{name}-{rank}.log") for rank in range(size)]
+        actor: Any = Host
+        hosts = [actor.options(**options).remote(f"{log_folder}/{name}-{rank}.log") for rank in range(size)]
         return cls(name, hosts)
 
     def __len__(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any, cast
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -75,8 +75,8 @@ def resolve(composed: DictConfig) -> Config:
 def check_overrides(arguments: Sequence[str]) -> tuple[list[str], list[Violation]]:
     """Split the command line's overrides into those Hydra can take, in order, and what is wrong with the others.
 
-    `+key=value` becomes `key=value` where the key exists, and `key=value` becomes `+key=value` where the section is open.
-    An unknown key, group or file is answered with the nearest known one.
+    `+key=value` becomes `key=value` where the key exists, and the reverse where it does not and the section is open. An
+    unknown key, group or file is answered with the nearest known one.
     """
     violations: list[Violation] = []
     accepted: list[str] = []
@@ -115,13 +115,13 @@ def known_keys() -> list[str]:
 def nearest_key(key: str, known: Sequence[str] | None = None) -> str | None:
     """The known key a misspelt or misplaced one most likely means, or None."""
     known = known_keys() if known is None else known
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    if close:
-        return close[0]
     leaf = key.rsplit(".", maxsplit=1)[-1]
     same_leaf = [path for path in known if path.rsplit(".", maxsplit=1)[-1] == leaf]
     if same_leaf:
         return max(same_leaf, key=lambda path: difflib.SequenceMatcher(None, path, key).ratio())
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    if close:
+        return close[0]
     leaves = {path.rsplit(".", maxsplit=1)[-1]: path for path in known}
     close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.6)
     return leaves[close[0]] if close else None
@@ -158,7 +158,7 @@ def _override_problem(override: Override) -> Violation | None:
 def _group_problem(override: Override) -> Violation | None:
     group, choice = override.key_or_group, override.value()
     files = groups()[group]
-    choices = [str(element) for element in choice.list] if override.is_choice_sweep() else [choice]
+    choices = [str(element) for element in choice.list] if isinstance(choice, ChoiceSweep) else [choice]
     for name in choices:
         if name in files or (group == "recipes" and name is None):
             continue

@@ -16,7 +16,8 @@ class ChatTokenizer:
     def __init__(self, model_path: Path):
         from transformers import AutoTokenizer
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
+        tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
+        self._tokenizer = tokenizer
         if self._tokenizer.chat_template is None:
             log.warning("%s has no chat template: messages are joined by newlines", model_path)
 

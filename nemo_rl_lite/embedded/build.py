@@ -1,7 +1,5 @@
 """Make the embedded model: a tiny Qwen3 and its tokenizer, warmed up by a short SFT on reversing digits."""
 
-import json
-import logging
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -10,15 +8,11 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from nemo_rl_lite.data.problems import ReverseDigits
-from nemo_rl_lite.embedded.reverse_digits import BOS, CHAT_TEMPLATE, EOS, MODEL_CONFIG, PAD, TOKENS, UNK
+from nemo_rl_lite.embedded.reverse_digits import BOS, CHAT_TEMPLATE, EOS, MODEL_CONFIG, PAD, TARGET_LOSS, TOKENS, UNK
 
-log = logging.getLogger(__name__)
-
-# The warm start ends when the running mean of the loss falls below TARGET_LOSS nats a token: a model that reverses some
-# strings and has much to learn. Stopping at a loss, not at a step count, makes seeds start alike.
-TARGET_LOSS = 0.60
 MAX_STEPS = 120
 BATCH = 256
 LEARNING_RATE = 2e-3
@@ -35,6 +29,7 @@ def prepare(folder: Path, num_digits: int, seed: int, progress: Progress = lambd
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as unfinished:
+        transformers_logging.disable_progress_bar()
         tokenizer = build_tokenizer()
         model = build_model(seed)
         warm_up(model, tokenizer, ReverseDigits(num_digits, seed), progress)
@@ -45,15 +40,10 @@ def prepare(folder: Path, num_digits: int, seed: int, progress: Progress = lambd
     return folder
 
 
-def folder_name(num_digits: int, seed: int) -> str:
-    """A name that is another one whenever the model would be."""
-    return f"reverse-{num_digits}-digits-seed{seed}-{len(json.dumps(MODEL_CONFIG))}-{TARGET_LOSS:g}"
-
-
 def build_model(seed: int) -> Qwen3ForCausalLM:
     """The untrained model, float32."""
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(Qwen3Config(**MODEL_CONFIG))
+    return Qwen3ForCausalLM(Qwen3Config.from_dict(MODEL_CONFIG))
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

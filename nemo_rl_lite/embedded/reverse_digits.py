@@ -1,6 +1,11 @@
-"""The shape of the embedded model: what rules and builders must know about it. Imports nothing heavy."""
+"""The embedded model: what rules and builders must know about it. Imports nothing heavy."""
 
+import hashlib
+import json
 import string
+from pathlib import Path
+
+from nemo_rl_lite.config.schema import Config
 
 NAME = "embedded:reverse-digits"
 
@@ -30,3 +35,21 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.content }}"
     "{% if message.role == 'assistant' %}{{ eos_token }}{% else %}={% endif %}{% endfor %}"
 )
+
+# The warm start ends when the running mean of the loss falls below TARGET_LOSS nats a token: a model that reverses some
+# strings and has much to learn. Stopping at a loss, not at a step count, makes seeds start alike.
+TARGET_LOSS = 0.55
+DEFAULT_DIGITS = 4
+
+
+def embedded_digits(config: Config) -> int:
+    """Digits of the strings the warm start trains on: those of the run's task where it is this one."""
+    return config.data.task_kwargs.get("num_digits", DEFAULT_DIGITS)
+
+
+def embedded_folder(config: Config) -> Path:
+    """Where this configuration's embedded model is kept; another folder whenever the model would be another."""
+    recipe = json.dumps([MODEL_CONFIG, CHAT_TEMPLATE, TOKENS, TARGET_LOSS])
+    digest = hashlib.sha256(recipe.encode()).hexdigest()[:8]
+    name = f"reverse-{embedded_digits(config)}-digits-seed{config.algorithm.seed}-{digest}"
+    return (Path("outputs") / "models" / name).resolve()

@@ -1,6 +1,7 @@
 """Generation engines in Ray actors: replicas share the prompts."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 from nemo_rl_lite.cluster.workers import WorkerGroup, wait
 from nemo_rl_lite.generation.interface import Completion, Sampling
@@ -23,6 +24,6 @@ class RemoteGeneration:
         bounds = [len(prompts) * replica // count for replica in range(count + 1)]
         shares = [
             (prompts[start:stop], replace(sampling, seed=sampling.seed * count + replica))
-            for replica, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False))
+            for replica, (start, stop) in enumerate(pairwise(bounds))
         ]
         return [completion for share in wait(self.group.call_each("generate", shares)) for completion in share]

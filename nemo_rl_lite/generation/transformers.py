@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,8 @@ class TransformersEngine:
         self._model = AutoModelForCausalLM.from_pretrained(
             Path(model_path), dtype=getattr(torch, policy.precision)
         ).eval()
-        self._tokenizer = AutoTokenizer.from_pretrained(Path(model_path))
+        tokenizer: Any = AutoTokenizer.from_pretrained(Path(model_path))
+        self._tokenizer = tokenizer
         self._batch_size = generation.vllm_cfg.max_num_seqs
         self._plan: RefitPlan | None = None
         self._group: refit_group.RefitGroup | None = None

@@ -23,4 +23,4 @@ def checksum(buffer: Tensor) -> int:
         chunk = words[start : start + _WORDS]
         position = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=buffer.device)
         total += (chunk * (position * -7046029254386353131 | 1)).sum()
-    return total.item() & (2**64 - 1)
+    return int(total.item()) & (2**64 - 1)

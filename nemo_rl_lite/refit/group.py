@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ def host_store(host: str, timeout_s: float) -> TCPStore:
 def join(store: TCPStore, rank: int, world_size: int, timeout_s: float) -> RefitGroup:
     """Join the group; returns when all `world_size` ranks have."""
     timeout = timedelta(seconds=timeout_s)
-    group = ProcessGroupGloo(PrefixStore("refit", store), rank, world_size, timeout)
+    group: Any = ProcessGroupGloo(PrefixStore("refit", store), rank, world_size, timeout)
     return RefitGroup(group, rank, torch.device("cpu"), timeout)
 
 

@@ -1,7 +1,7 @@
 """The bucket plan of a refit: which tensor lies where in which bucket. Pure Python.
 
-The producer makes it once, every consumer gets a copy and checks its hash against the wire before the first weight. So the
-two sides can never disagree on sizes, as they can where each computes its own.
+The producer makes it once, every consumer gets a copy and checks its hash against the wire before the first weight. So
+the two sides can never disagree on sizes, as they can where each computes its own.
 """
 
 import hashlib

@@ -19,8 +19,11 @@ class RefitExtension:
         self._refit_group = refit_group.join_at(host, port, rank, world_size, timeout_s)
 
     def refit_receive(self, verify: bool) -> RefitReport:
-        """Receive all weights and load them. vLLM packs linear weights on a CPU, hence `reload_weights`, which undoes and
-        redoes that, and not the model's own `load_weights`."""
+        """Receive all weights and load them.
+
+        vLLM packs linear weights on a CPU, hence `reload_weights`, which undoes and redoes that, and not the model's
+        own `load_weights`.
+        """
         receiver = Receiver(self._refit_plan, self._refit_group, verify)
         self.model_runner.reload_weights(weights_iterator=iter(receiver))
         return receiver.report

@@ -36,8 +36,8 @@ def forward_backward(
 ) -> list[Any]:
     """Accumulate the gradient of the summed micro-batch losses over all data-parallel ranks; returns the metrics.
 
-    megatron-core divides by the number of micro-batches and averages over data-parallel ranks. Here losses are shares of the
-    global loss, so both are multiplied back.
+    megatron-core divides by the number of micro-batches and averages over data-parallel ranks. Here losses are
+    shares of the global loss, so both are multiplied back.
     """
     model.train_mode(True)
     rows = batch["tokens"].shape[0]

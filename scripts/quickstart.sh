@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Sets up this machine and runs the main job: a tiny model is warmed up by SFT, then learns by GRPO, on CPUs alone.
+# Arguments are overrides, for instance: bash scripts/quickstart.sh algorithm.seed=1
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+bash "$root/scripts/install.sh"
+exec "$root/.venv/bin/python" -m nemo_rl_lite.quickstart "$@"
