@@ -23,6 +23,8 @@ INTERRUPTED = 130
 # Hydra's flags that print something instead of running, and those that take a value.
 _INFORMATION = ("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
+_INFO = ("--info", "-i")
+_INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _SWEEP = ("--multirun", "-m")
 
 
@@ -57,14 +59,9 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Hydra's flags (with their values) and the overrides."""
     flags: list[str] = []
     overrides: list[str] = []
-    pending = iter(arguments)
-    for argument in pending:
-        if not argument.startswith("-"):
-            overrides.append(argument)
-            continue
-        flags.append(argument)
-        if argument in _WITH_VALUE:
-            flags += [value for value in [next(pending, None)] if value is not None]
+    for argument, previous in zip(arguments, ["", *arguments], strict=False):
+        is_value = previous in _WITH_VALUE or (previous in _INFO and argument in _INFO_TOPICS)
+        (flags if is_value or argument.startswith("-") else overrides).append(argument)
     return flags, overrides
 
 

@@ -4,6 +4,7 @@ Every micro-batch is divided by counts of the *global* batch, so that the sum ov
 is the loss, however the batch was split.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -76,7 +77,8 @@ class GRPOLoss:
         if not self.config.use_importance_sampling_correction:
             return torch.ones_like(batch["mask"])
         weight_BT = ((batch["previous_logprobs"] - batch["generation_logprobs"]) * batch["mask"]).exp()
-        return weight_BT.clamp(max=self.config.truncated_importance_sampling_ratio)
+        limit = self.config.truncated_importance_sampling_ratio
+        return weight_BT if limit is None else weight_BT.clamp(max=limit)
 
     def _kl(self, logprobs_BT: Tensor, reference_BT: Tensor, mask_BT: Tensor) -> Tensor:
         config = self.config
@@ -151,9 +153,10 @@ def mismatch_metrics(policy_BT: Tensor, generation_BT: Tensor, mask_BT: Tensor) 
     `gen_kl_error`, `policy_kl_error` and `js_divergence_error` are k3 estimates in nats; `logprob_abs_diff_max` is the
     worst token's difference.
     """
+    policy_BT, generation_BT = policy_BT.double(), generation_BT.double()
     tokens = mask_BT.sum().clamp(min=1)
     difference_BT = (policy_BT - generation_BT) * mask_BT
-    mixture_BT = torch.logaddexp(policy_BT, generation_BT) - torch.log(torch.tensor(2.0))
+    mixture_BT = torch.logaddexp(policy_BT, generation_BT) - math.log(2)
 
     def k3(log_ratio_BT: Tensor) -> float:
         return (masked_sum(log_ratio_BT.exp() - 1 - log_ratio_BT, mask_BT) / tokens).item()

@@ -19,6 +19,7 @@ class Host:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(descriptor, stream.fileno())
+        sys.stdout.write(f"process {os.getpid()} on {ray.util.get_node_ip_address()}\n")
         self._worker: Any = None
 
     def free_port(self) -> tuple[str, int]:

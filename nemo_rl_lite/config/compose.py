@@ -90,9 +90,7 @@ def check_overrides(arguments: Sequence[str]) -> tuple[list[str], list[Violation
         if problem:
             violations.append(problem)
             continue
-        exists = override.key_or_group in known_keys()
-        belongs_to_hydra = override.key_or_group.startswith(HYDRA_PACKAGE)
-        accepted.append(argument if belongs_to_hydra else ("" if exists else "++") + argument.lstrip("+"))
+        accepted.append(_as_hydra_takes_it(argument, override.key_or_group))
     return accepted, violations
 
 
@@ -135,6 +133,13 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
         except (HydraException, OmegaConfBaseException) as error:
             message = " ".join(str(error).split())
             raise ConfigError([Violation("overrides", list(overrides), message, "see --help")]) from None
+
+
+def _as_hydra_takes_it(argument: str, key: str) -> str:
+    if key.startswith(HYDRA_PACKAGE):
+        return argument
+    exists = key in groups() or key in known_keys()
+    return ("" if exists else "++") + argument.lstrip("+")
 
 
 def _override_problem(override: Override) -> Violation | None:

@@ -1,11 +1,14 @@
 """What a person at the terminal sees: one line a step, and a table at the end."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+log = logging.getLogger(__name__)
 
 # Phase shown -> the timers it sums, and its colour.
 PHASES = {
@@ -19,12 +22,13 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 class RunConsole:
-    """Progress on stdout; plain lines where stdout is no terminal."""
+    """Progress on stdout, plain lines where that is no terminal; the same lines go to the run's log."""
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console(highlight=False, soft_wrap=True)
 
     def say(self, message: str) -> None:
+        log.info(message)
         self.console.print(message, markup=False)
 
     @contextmanager
@@ -49,6 +53,7 @@ class RunConsole:
             line.append(f" {phase} ")
             line.append(bar(spent / total), style=colour)
             line.append(f" {spent:.2f}")
+        log.info(line.plain)
         self.console.print(line)
 
     def table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

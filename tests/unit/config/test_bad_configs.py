@@ -1,0 +1,198 @@
+"""Every mistake gets one readable message on the real command line: status 2, key and fix named, no traceback."""
+
+import json
+
+import pytest
+
+from nemo_rl_lite import train
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "hidden_size": 96,
+    "vocab_size": 90,
+    "max_position_embeddings": 64,
+}
+OPTIMIZER, SCHEDULER = "policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler"
+TP, PP = "policy.megatron_cfg.tensor_model_parallel_size", "policy.megatron_cfg.pipeline_model_parallel_size"
+LOSS = "algorithm.loss_fn"
+
+# Arguments -> what the message must say: the key first, then words of the rule or the fix.
+CASES = {
+    # Unknown keys, groups and files: the nearest known one is named.
+    "policy.megatron_cfg.optimizr.lr=1": ["policy.megatron_cfg.optimizr.lr", f"did you mean {OPTIMIZER}.lr"],
+    "policy.lr=1e-4": ["policy.lr", f"did you mean {OPTIMIZER}.lr"],
+    "policy.train_globl_batch_size=8": ["policy.train_globl_batch_size", "did you mean policy.train_global_batch_size"],
+    "+policy.offload_optimizer_for_logprob=true": ["did you mean policy.offload_optimizer_states_for_logprob"],
+    "grpo.num_prompts_per_step=4": ["grpo.num_prompts_per_step", "did you mean algorithm.num_prompts_per_step"],
+    "loss_fn.ratio_clip_min=0.1": ["loss_fn.ratio_clip_min", f"did you mean {LOSS}.ratio_clip_min"],
+    "generation.temprature=1": ["generation.temprature", "did you mean generation.temperature"],
+    "seed=1": ["seed", "did you mean algorithm.seed"],
+    "completely.unheard.of=1": ["completely.unheard.of", "unknown key", "--cfg job"],
+    "polcy=megatron": ["polcy", "did you mean policy"],
+    "policy=megatro": ["policy", "did you mean policy=megatron"],
+    "generation=sglang": ["generation", "no such file", "transformers, vllm"],
+    "recipes=nothing-like-this": ["recipes", "no such file"],
+    "offload=everything": ["offload", "logprob, none"],
+    "policy@other=megatron": ["gives a package"],
+    # Not overrides at all, or deletions.
+    "just-a-word": ["just-a-word", "is not an override"],
+    "policy.precision": ["policy.precision", "is not an override"],
+    "policy.precision=[": ["is not an override"],
+    "~policy.precision": ["policy.precision", "deletes a key"],
+    # Wrong types and ranges.
+    "algorithm.seed=abc": ["algorithm.seed", "must be an integer"],
+    "algorithm.seed=-1": ["algorithm.seed", "greater than or equal to 0"],
+    "algorithm.seed=1.5": ["algorithm.seed", "must be an integer"],
+    "algorithm.max_num_steps=0": ["algorithm.max_num_steps", "greater than 0"],
+    "algorithm.val_at_start=yep": ["algorithm.val_at_start", "must be true or false"],
+    "algorithm.num_prompts_per_step=null": ["algorithm.num_prompts_per_step", "must be an integer"],
+    "algorithm.val_temperature=-1": ["algorithm.val_temperature", "greater than or equal to 0"],
+    f"{LOSS}.ratio_clip_min=1.5": [f"{LOSS}.ratio_clip_min", "less than 1"],
+    f"{LOSS}.ratio_clip_max=-0.1": [f"{LOSS}.ratio_clip_max", "greater than or equal to 0"],
+    f"{LOSS}.reference_policy_kl_type=k4": [f"{LOSS}.reference_policy_kl_type", "'k1', 'k2' or 'k3'"],
+    f"{LOSS}.reference_policy_kl_penalty=-0.1": [f"{LOSS}.reference_policy_kl_penalty"],
+    f"{OPTIMIZER}.lr=fast": [f"{OPTIMIZER}.lr", "must be a number"],
+    f"{OPTIMIZER}.lr=0": [f"{OPTIMIZER}.lr", "greater than 0"],
+    f"{OPTIMIZER}.lr=inf": [f"{OPTIMIZER}.lr", "finite"],
+    f"{OPTIMIZER}.adam_beta1=1": [f"{OPTIMIZER}.adam_beta1", "less than 1"],
+    f"{OPTIMIZER}.optimizer=lion": [f"{OPTIMIZER}.optimizer", "'adam' or 'sgd'"],
+    f"{SCHEDULER}.lr_decay_style=stairs": [f"{SCHEDULER}.lr_decay_style", "'cosine'"],
+    "policy.precision=fp32": ["policy.precision", "'float32' or 'bfloat16'"],
+    "policy.megatron_cfg=null": ["policy.megatron_cfg", "must be a mapping"],
+    "policy.model_name=''": ["policy.model_name", "at least 1 character"],
+    "policy.max_grad_norm=0": ["policy.max_grad_norm", "greater than 0"],
+    "policy.offload_optimizer_states_for_logprob=1": ["policy.offload_optimizer_states_for_logprob", "true or false"],
+    "generation.top_p=0": ["generation.top_p", "greater than 0"],
+    "generation.top_k=0": ["generation.top_k", "greater than 0"],
+    "generation.temperature=0": ["generation.temperature", "greater than 0"],
+    "generation.stop_token_ids=7": ["generation.stop_token_ids", "must be a list"],
+    "generation.stop_token_ids=[a]": ["generation.stop_token_ids.0", "must be an integer"],
+    "generation.vllm_cfg.gpu_memory_utilization=1.2": ["generation.vllm_cfg.gpu_memory_utilization"],
+    "refit.bucket_bytes=0": ["refit.bucket_bytes", "greater than 0"],
+    "refit.verify=sometimes": ["refit.verify", "'off' or 'full'"],
+    "refit.timeout_s=nan": ["refit.timeout_s", "finite"],
+    "logger.wandb.mode=quiet": ["logger.wandb.mode", "'online' or 'offline'"],
+    "cluster.cpu_ranks=0": ["cluster.cpu_ranks", "greater than 0"],
+    # Combinations.
+    "policy.train_global_batch_size=100": ["policy.train_global_batch_size", "512 samples (64 prompts x 8"],
+    "policy.train_micro_batch_size=48": ["policy.train_micro_batch_size", "must divide train_global_batch_size (128)"],
+    "policy.logprob_batch_size=48": ["policy.logprob_batch_size", "512 samples"],
+    "cluster.cpu_ranks=3": ["policy.train_micro_batch_size", "data-parallel size (3)"],
+    f"{TP}=2": [TP, "must divide the 1 policy ranks", "cluster.cpu_ranks=2"],
+    f"{TP}=4 cluster.cpu_ranks=4": [TP, "2 key/value heads", "one of [1, 2]"],
+    f"{PP}=3 cluster.cpu_ranks=3": [PP, "4 layers"],
+    f"{TP}=2 cluster.cpu_ranks=2 policy.model_name=MODEL": [TP, "3 key/value heads", "one of [1, 3]"],
+    "algorithm.num_generations_per_prompt=1": ["algorithm.num_generations_per_prompt", "at least 2"],
+    f"{LOSS}.sequence_level_importance_ratios=true": [f"{LOSS}.token_level_loss=false"],
+    f"{LOSS}.truncated_importance_sampling_ratio=2": ["use_importance_sampling_correction=true"],
+    f"{LOSS}.ratio_clip_c=1.1": [f"{LOSS}.ratio_clip_c", "must exceed 1 + ratio_clip_max"],
+    f"{OPTIMIZER}.min_lr=1": [f"{OPTIMIZER}.min_lr", "must not exceed lr"],
+    f"{SCHEDULER}.lr_warmup_init=1": [f"{SCHEDULER}.lr_warmup_init", "must not exceed lr"],
+    f"{SCHEDULER}.lr_warmup_iters=1000": [f"{SCHEDULER}.lr_warmup_iters", "smaller than lr_decay_iters"],
+    "generation.max_new_tokens=32": ["generation.max_new_tokens", "leave room for the prompt"],
+    "generation.max_new_tokens=4": ["generation.max_new_tokens", "4 digits and the end token"],
+    "generation.stop_strings=['']": ["generation.stop_strings", "empty string"],
+    "generation.vllm_cfg.tensor_parallel_size=2": ["generation.data_parallel_size"],
+    "+generation.vllm_kwargs.dtype=half": ["generation.vllm_kwargs.dtype", "set policy.precision instead"],
+    "cluster.gpus_per_node=8": ["cluster.gpus_per_node", "CPUs only"],
+    "cluster.num_nodes=2": ["cluster.num_nodes", "one node"],
+    "policy.max_total_sequence_length=4096": ["policy.max_total_sequence_length", "128 positions"],
+    "policy.model_name=MODEL": ["policy.model_name", "head_dim >= 32"],
+    "logger.wandb_enabled=true": ["logger.wandb.mode", "wandb login", "offline"],
+    # Models, data and rewards that are not there or not usable.
+    "policy.model_name=./no/such/model": ["policy.model_name", "no such folder"],
+    "policy.model_name=EMPTY": ["policy.model_name", "no config.json"],
+    "policy.model_name=embedded:chess": ["policy.model_name", "embedded:reverse-digits"],
+    "data=jsonl": ["data.train_path", "has no value"],
+    "data=jsonl data.train_path=no.jsonl": ["data.train_path", "no such file"],
+    "data=jsonl data.train_path=DATA data.validation_path=DATA data.answer_column=solution": [
+        "data.train_path",
+        "row 1",
+        "no column 'solution' (columns: prompt, answer)",
+    ],
+    "data=jsonl data.train_path=BROKEN data.validation_path=DATA": ["data.train_path", "row 2", "not JSON"],
+    "data=jsonl data.train_path=BLANK data.validation_path=DATA": ["data.train_path", "no rows"],
+    "data=jsonl data.train_path=NULL data.validation_path=DATA": ["row 1", "column 'answer' is null"],
+    "data=jsonl data.train_path=DATA": ["data.validation_path", "validation is on"],
+    "data.name=squad": ["data.name", "reverse_digits, jsonl"],
+    "data.task_kwargs.num_digits=1": ["data.task_kwargs.num_digits", "between 2 and 20"],
+    "+data.task_kwargs.digits=5": ["data.task_kwargs.digits", "no such argument"],
+    "reward.name=vibes": ["reward.name", "exact_match"],
+    "reward.name=no_such_package.reward": ["reward.name", "no such reward"],
+}
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch) -> dict[str, str]:
+    """Files the cases name by a capital word."""
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL))
+    (model / "tokenizer_config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    (tmp_path / "empty").mkdir()
+    row = json.dumps({"prompt": "2+2", "answer": "4"})
+    files = {"DATA": row, "BROKEN": f"{row}\n{{", "BLANK": "\n", "NULL": json.dumps({"prompt": "x", "answer": None})}
+    for name, content in files.items():
+        (tmp_path / f"{name}.jsonl").write_text(content)
+    return {"MODEL": str(model), "EMPTY": str(tmp_path / "empty")} | {n: str(tmp_path / f"{n}.jsonl") for n in files}
+
+
+def test_there_are_at_least_sixty_cases():
+    assert len(CASES) >= 60
+
+
+@pytest.mark.parametrize("arguments", CASES)
+def test_bad_config(arguments, places, capsys, tmp_path):
+    words = [_place(word, places) for word in arguments.split(" ")]
+    with pytest.raises(SystemExit) as exit_:
+        train.main(words)
+    captured = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert captured.err.startswith("configuration error: ")
+    assert "Traceback" not in captured.err + captured.out
+    assert "fix: " in captured.err
+    for expected in CASES[arguments]:
+        assert expected in captured.err
+    assert not (tmp_path / "outputs").exists(), "a bad configuration must not leave a run folder"
+
+
+def test_everything_is_reported_at_once(places, capsys):
+    arguments = [
+        "polcy=megatron",
+        "policy.lr=1",
+        "algorithm.seed=abc",
+        "generation.top_p=2",
+        "policy.logprob_batch_size=48",
+        "reward.name=vibes",
+        f"{OPTIMIZER}.min_lr=1",
+        "data.name=squad",
+    ]
+    with pytest.raises(SystemExit):
+        train.main(arguments)
+    message = capsys.readouterr().err
+    assert "8 problems found" in message
+    keys = ("polcy", "policy.lr", "algorithm.seed", "generation.top_p", "policy.logprob_batch_size", "reward.name")
+    for key in (*keys, f"{OPTIMIZER}.min_lr", "data.name"):
+        assert f". {key}" in message
+
+
+def test_a_wrong_type_does_not_break_rules_that_read_it(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["policy.train_global_batch_size=many", "algorithm.num_prompts_per_step=3"])
+    message = capsys.readouterr().err
+    # The rollout of 24 samples does not fit logprob batches of 128; nothing is said of the global batch's arithmetic.
+    assert "must be an integer" in message and "policy.logprob_batch_size" in message
+    assert "must divide the rollout's 24 samples (3 prompts" not in message
+
+
+def _place(word: str, places: dict[str, str]) -> str:
+    key, equals, value = word.partition("=")
+    return f"{key}{equals}{places.get(value, value)}"

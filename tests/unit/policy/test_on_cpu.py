@@ -1,0 +1,21 @@
+import pytest
+
+from nemo_rl_lite.policy.megatron.on_cpu import rewrite
+
+
+@pytest.mark.parametrize(
+    ("source", "rewritten"),
+    [
+        ('torch.zeros(3, device="cuda")', 'torch.zeros(3, device="cpu")'),
+        ("torch.zeros(3, device = 'cuda:0')", "torch.zeros(3, device='cpu')"),
+        ("torch.cuda.current_device()", "torch.cpu.current_device()"),
+        ("torch.cuda.get_rng_state()", "torch.get_rng_state()"),
+        ("param.type() == 'torch.cuda.FloatTensor'", "param.type() == 'torch.FloatTensor'"),
+        ("model_module.cuda(torch.cuda.current_device())", "model_module.cpu()"),
+        ("x = y.cuda()", "x = y.cpu()"),
+        ('init_process_group("nccl")', 'init_process_group("gloo")'),
+        ("if torch.cuda.is_available():", "if torch.cuda.is_available():"),
+    ],
+)
+def test_rewrite(source, rewritten):
+    assert rewrite(source) == rewritten

@@ -1,0 +1,38 @@
+import pytest
+import torch
+
+from nemo_rl_lite.refit.checksum import _WORDS, checksum
+
+
+def random_bytes(size: int) -> torch.Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+
+
+def test_equal_bytes_have_equal_checksums_and_any_changed_byte_shows():
+    buffer = random_bytes(1024)
+    reference = checksum(buffer)
+    assert reference == checksum(buffer.clone())
+    for index in range(0, 1024, 7):
+        changed = buffer.clone()
+        changed[index] ^= 1
+        assert checksum(changed) != reference
+
+
+def test_exchanged_words_show_also_across_chunks():
+    buffer = random_bytes(8 * (_WORDS + 64))
+    words = buffer.view(torch.int64)
+    exchanged = words.clone()
+    exchanged[3], exchanged[_WORDS + 5] = words[_WORDS + 5], words[3]
+    assert checksum(exchanged.view(torch.uint8)) != checksum(buffer)
+
+
+def test_the_empty_buffer_and_zeros():
+    assert checksum(torch.zeros(0, dtype=torch.uint8)) == checksum(torch.zeros(512, dtype=torch.uint8)) == 0
+
+
+@pytest.mark.parametrize(
+    "buffer", [torch.zeros(8), torch.zeros(7, dtype=torch.uint8), torch.zeros(32, dtype=torch.uint8)[::2]]
+)
+def test_other_buffers_are_refused(buffer):
+    with pytest.raises(ValueError, match="uint8"):
+        checksum(buffer)

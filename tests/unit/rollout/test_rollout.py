@@ -1,0 +1,83 @@
+import logging
+
+import pytest
+import torch
+
+from nemo_rl_lite.data.problems import Problem, chat
+from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.generation.interface import Completion, Sampling
+from nemo_rl_lite.rollout.rollout import RolloutCollector
+
+SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=4, stop_token_ids=(0,), stop_strings=(), samples_per_prompt=2)
+
+
+class Letters:
+    """One token a letter; 0 ends."""
+
+    end_token = padding_token = 0
+
+    def prompt(self, messages):
+        return [ord(letter) for letter in messages[-1]["content"]]
+
+    def text(self, tokens):
+        return "".join(chr(token) for token in tokens if token)
+
+
+class Script:
+    """A generation engine that answers from a list."""
+
+    def __init__(self, answers):
+        self.answers = answers
+
+    def generate(self, prompts, sampling):
+        assert len(self.answers) == len(prompts) * sampling.samples_per_prompt
+        return [
+            Completion(tuple(map(ord, text)) + ((0,) if reason == "stop" else ()), tuple(logprobs), reason)
+            for text, logprobs, reason in self.answers
+        ]
+
+
+def problems(*texts: str) -> list[Problem]:
+    return [Problem(chat(text), text.upper()) for text in texts]
+
+
+ANSWERS = [
+    ("A", [-0.1, -0.2], "stop"),
+    ("BBBB", [-1.0, -1.1, -1.2, -1.3], "length"),
+    ("XYZ", [-0.5, -0.6, -0.7, -0.8], "stop"),
+    ("", [-2.0], "stop"),
+]
+
+
+def test_sequences_masks_and_logprobs_line_up():
+    collector = RolloutCollector(Script(ANSWERS), Letters(), lambda response, answer: float(response == answer), 32)
+    rollout = collector.collect(problems("a", "xyz"), SAMPLING)
+    assert rollout.tokens_BT.shape == rollout.mask_BT.shape == rollout.generation_logprobs_BT.shape == (4, 7)
+    assert rollout.tokens_BT[0].tolist() == [ord("a"), ord("A"), 0, 0, 0, 0, 0]
+    assert rollout.mask_BT.sum(dim=1).tolist() == [2, 4, 4, 1]
+    assert rollout.mask_BT[2].tolist() == [0, 0, 0, 1, 1, 1, 1]
+    torch.testing.assert_close(rollout.generation_logprobs_BT[3], torch.tensor([0, 0, 0, -2.0, 0, 0, 0]))
+    assert rollout.rewards_B.tolist() == [1, 0, 1, 0]
+    assert rollout.responses == ["A", "BBBB", "XYZ", ""]
+    metrics = rollout.metrics()
+    assert metrics["reward"] == 0.5
+    assert metrics["truncation_rate"] == 0.25 and metrics["natural_termination_rate"] == 0.75
+    assert metrics["mean_prompt_length"] == 2 and metrics["mean_gen_tokens_per_sample"] == 11 / 4
+    assert metrics["total_num_tokens"] == 8 + 11
+
+
+def test_a_reward_that_raises_is_counted_and_logged(caplog):
+    def fragile(response: str, answer: str) -> float:
+        return 1 / len(response)
+
+    collector = RolloutCollector(Script(ANSWERS), Letters(), fragile, 32)
+    with caplog.at_level(logging.WARNING):
+        rollout = collector.collect(problems("a", "xyz"), SAMPLING)
+    assert rollout.reward_errors == 1 and rollout.metrics()["reward_errors"] == 1
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_prompt_without_room_is_an_error_that_names_both_limits():
+    collector = RolloutCollector(Script(ANSWERS), Letters(), lambda *_: 0.0, 6)
+    with pytest.raises(DataError, match=r"5 tokens and generation.max_new_tokens = 4 .*max_total_sequence_length = 6"):
+        collector.collect(problems("abcde"), SAMPLING)
