@@ -1,0 +1,44 @@
+"""An engine in a process of its own: samples, takes new weights, samples again. Writes what it saw to a file."""
+
+import importlib
+import pickle
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.generation.remote import ENGINE_CLASSES
+from nemo_rl_lite.refit import group as refit_group
+from nemo_rl_lite.refit.plan import RefitPlan
+
+backend, model_folder, plan_file, output = sys.argv[1:]
+overrides = [f"generation={backend}", f"policy.model_name={model_folder}", "generation.stop_strings=['zz']"]
+config = compose_config([*overrides, "refit.timeout_s=60"])
+module_name, _, class_name = ENGINE_CLASSES[backend].rpartition(".")
+engine_class = getattr(importlib.import_module(module_name), class_name)
+engine = engine_class(config.generation, config.policy, config.refit, model_folder, seed=0)
+
+prompts = [[1, 5, 6, 7, 8, 41], [1, 9, 41], [1, 4, 4, 4, 4, 4, 4, 41]]
+sampling = Sampling(0.8, 1.0, None, 8, stop_token_ids=(2,), stop_strings=(), samples_per_prompt=4, seed=11)
+seen = {
+    "prompts": prompts,
+    "greedy": engine.generate(prompts, replace(sampling.greedy(), samples_per_prompt=1)),
+    "sampled": engine.generate(prompts, sampling),
+    "again": engine.generate(prompts, sampling),
+    "other seed": engine.generate(prompts, replace(sampling, seed=12)),
+    "stops": engine.generate(prompts, replace(sampling, stop_token_ids=tuple(range(2, 34)))),
+    "top k": engine.generate(prompts, replace(sampling, top_k=1, samples_per_prompt=1)),
+    "stop string": engine.generate(prompts, replace(sampling, stop_strings=("a", "b", "1"), max_new_tokens=20)),
+}
+
+plan: RefitPlan = pickle.loads(Path(plan_file).read_bytes())
+store = Path(f"{output}.port")
+server = refit_group.host_store("127.0.0.1", 60)
+store.write_text(str(server.port))
+engine.join_refit(plan, "127.0.0.1", server.port, 1, 2)
+report = engine.receive_weights()
+seen["checksums"] = report.checksums
+seen["seconds"] = report.seconds
+seen["refitted"] = engine.generate(prompts, replace(sampling, temperature=1.0))
+Path(output).write_bytes(pickle.dumps(seen))

@@ -1,0 +1,56 @@
+"""One policy rank without Ray: logprobs, two optimizer steps, exported weights. Rank 0 writes all ranks' results."""
+
+import os
+import sys
+
+import torch
+
+from nemo_rl_lite.algorithms.losses import GRPOLoss, Normalizers
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.policy.megatron.worker import MegatronWorker
+
+model_folder, output, *overrides = sys.argv[1:]
+config = compose_config([f"policy.model_name={model_folder}", *overrides])
+worker = MegatronWorker(
+    policy=config.policy,
+    cluster=config.cluster,
+    refit=config.refit,
+    model_path=model_folder,
+    seed=0,
+    temperature=0.7,
+    keep_reference=True,
+    threads=1,
+)
+place = worker.place()
+
+source = torch.Generator().manual_seed(1)
+rows, length = 16, 12
+tokens = torch.randint(4, 60, (rows, length), generator=source)
+mask = torch.zeros(rows, length)
+mask[:, 5:] = 1
+mask[::3, 9:] = 0
+advantages = torch.randn(rows, generator=source)
+own = slice(place.data_rank * rows // place.data_size, (place.data_rank + 1) * rows // place.data_size)
+
+first = worker.logprobs(tokens[own])
+reference = worker.reference_logprobs(tokens[own])
+loss = GRPOLoss(config.algorithm.loss_fn)
+steps, previous = [], first
+for _ in range(2):
+    batch = {"tokens": tokens[own], "mask": mask[own], "advantages": advantages[own]}
+    # Ranks that do not report hold nothing; the loss is computed where logits are, so give every rank the same numbers.
+    gathered = [None] * int(os.environ["WORLD_SIZE"])
+    torch.distributed.all_gather_object(gathered, (place.data_rank, place.reports, previous, reference))
+    (scores,) = [(p, r) for data_rank, reports, p, r in gathered if reports and data_rank == place.data_rank]
+    batch["previous_logprobs"] = batch["generation_logprobs"] = torch.from_numpy(scores[0])
+    batch["reference_logprobs"] = torch.from_numpy(scores[1])
+    steps.append(worker.train(batch, loss, Normalizers.of(mask)))
+    previous = worker.logprobs(tokens[own])
+
+gathered = [None] * int(os.environ["WORLD_SIZE"])
+torch.distributed.all_gather_object(gathered, (place, first, reference, previous, steps))
+worker.export_hf(f"{output}.hf")
+if os.environ["RANK"] == "0":
+    replicas = sorted((entry for entry in gathered if entry[0].reports), key=lambda entry: entry[0].data_rank)
+    torch.save({"tokens": tokens, "temperature": 0.7, "replicas": [entry[1:] for entry in replicas]}, output)
+torch.distributed.barrier()

@@ -1,0 +1,120 @@
+"""A worker that raises or dies ends the run soon, says who and why, and nothing stays behind."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.functional
+
+MARK = "NEMO_RL_LITE_TEST_RUN"
+
+
+class Run:
+    """A run in a session of its own, as a terminal would start it; every process of it carries a mark."""
+
+    def __init__(self, folder: Path, model: Path, *overrides: str):
+        self.folder, self.mark = folder, str(folder)
+        command = [sys.executable, "-m", "nemo_rl_lite.train", f"hydra.run.dir={folder}", f"policy.model_name={model}"]
+        self.process = subprocess.Popen(
+            [*command, "algorithm.num_prompts_per_step=16", *overrides],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {MARK: self.mark},
+        )
+
+    def wait_for(self, pattern: str) -> None:
+        """Until a line of standard output matches."""
+        for line in self.process.stdout:
+            if re.search(pattern, line):
+                return
+        raise AssertionError(f"the run ended before {pattern!r}: {self.process.stderr.read()[-3000:]}")
+
+    def end(self, within_s: float) -> str:
+        """The rest of standard error, once the run is over; fails if that takes longer."""
+        _, errors = self.process.communicate(timeout=within_s)
+        return errors
+
+    def worker(self, name: str) -> int:
+        return int(re.search(r"process (\d+)", (self.folder / "logs" / f"{name}.log").read_text()).group(1))
+
+    def survivors(self) -> list[str]:
+        """Processes of the run that are still there; a few seconds of grace for those that are about to go."""
+        for _ in range(20):
+            left = [process for process in psutil.process_iter() if self._is_ours(process)]
+            if not left:
+                return []
+            time.sleep(0.25)
+        return [f"{process.pid} {process.name()}" for process in left]
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark
+        except psutil.Error:
+            return False
+
+
+def test_a_worker_that_raises_is_named_with_phase_and_cause(tmp_path, model_folder):
+    broken = tmp_path / "broken-model"
+    shutil.copytree(model_folder, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    run = Run(tmp_path / "run", broken)
+    run.wait_for("starting 1 policy rank")
+    errors = run.end(within_s=60)
+    assert run.process.returncode == 3
+    assert re.search(r"worker error: (policy|generation) rank 0 failed in phase 'start': \w*Error", errors)
+    assert "Traceback" not in errors
+    assert "Traceback" in (tmp_path / "run" / "error.txt").read_text()
+    assert run.survivors() == []
+
+
+@pytest.mark.parametrize("victim", ["policy-0", "generation-0"])
+def test_a_worker_that_dies_ends_the_run_within_fifteen_seconds(tmp_path, model_folder, victim):
+    run = Run(tmp_path / "run", model_folder, "algorithm.max_num_steps=500", "algorithm.val_at_start=false")
+    run.wait_for("step +2/500")
+    os.kill(run.worker(victim), signal.SIGKILL)
+    started = time.monotonic()
+    errors = run.end(within_s=60)
+    assert time.monotonic() - started < 15
+    assert run.process.returncode == 3
+    assert f"worker error: {victim.replace('-', ' rank ')} failed in phase" in errors
+    assert "died" in errors and "Traceback" not in errors
+    assert run.survivors() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_no_process_behind(tmp_path, model_folder, number):
+    run = Run(tmp_path / "run", model_folder, "algorithm.max_num_steps=500", "algorithm.val_at_start=false")
+    run.wait_for("step +1/500")
+    assert run.survivors(), "the mark must be seen on a run that is alive"
+    # A terminal sends Ctrl-C to every process of the foreground group; SIGTERM goes to the launcher alone.
+    if number == signal.SIGINT:
+        os.killpg(run.process.pid, number)
+    else:
+        run.process.send_signal(number)
+    errors = run.end(within_s=15)
+    assert run.process.returncode == 130
+    assert "interrupted" in errors and "Traceback" not in errors
+    assert run.survivors() == []
+    assert (tmp_path / "run" / "metrics.jsonl").stat().st_size > 0
+
+
+def test_an_interrupt_while_starting_leaves_no_process_behind(tmp_path, model_folder):
+    run = Run(tmp_path / "run", model_folder)
+    run.wait_for("starting 1 policy rank")
+    time.sleep(6)
+    os.killpg(run.process.pid, signal.SIGINT)
+    errors = run.end(within_s=15)
+    assert run.process.returncode == 130
+    assert "Traceback" not in errors
+    assert run.survivors() == []

@@ -1,0 +1,133 @@
+"""Tensor, pipeline and data parallel policies give what one rank gives, and one rank what transformers gives."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl_lite.algorithms.losses import combine_metrics
+from tests.functional.conftest import run_ranks
+
+pytestmark = pytest.mark.functional
+
+BATCHES = [
+    "algorithm.num_prompts_per_step=2",
+    "policy.train_global_batch_size=16",
+    "policy.train_micro_batch_size=4",
+    "policy.logprob_batch_size=4",
+    "algorithm.loss_fn.reference_policy_kl_penalty=0.1",
+    "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
+]
+LAYOUTS = {
+    "one rank": [],
+    "tensor 2": ["cluster.cpu_ranks=2", "policy.megatron_cfg.tensor_model_parallel_size=2"],
+    "pipeline 2": ["cluster.cpu_ranks=2", "policy.megatron_cfg.pipeline_model_parallel_size=2"],
+    "data 2": ["cluster.cpu_ranks=2"],
+    "data 2, optimizer not sharded": [
+        "cluster.cpu_ranks=2",
+        "policy.megatron_cfg.optimizer.use_distributed_optimizer=false",
+    ],
+    "bfloat16": ["policy.precision=bfloat16"],
+}
+
+
+@dataclass
+class Outcome:
+    logprobs: np.ndarray
+    reference: np.ndarray
+    after: np.ndarray
+    metrics: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+    tokens: torch.Tensor
+    temperature: float
+
+
+@pytest.fixture(scope="module")
+def outcomes(model_folder, tmp_path_factory):
+    """Each layout run once, when first asked for."""
+    folder, done = tmp_path_factory.mktemp("parity"), {}
+
+    def outcome(layout: str) -> Outcome:
+        if layout not in done:
+            output = folder / layout.replace(" ", "-")
+            overrides = LAYOUTS[layout]
+            ranks = 2 if "cluster.cpu_ranks=2" in overrides else 1
+            script = Path(__file__).with_name("policy_rank.py")
+            run_ranks(script, [str(model_folder), str(output), *BATCHES, *overrides], ranks, port=29600 + len(done))
+            done[layout] = _read(output)
+        return done[layout]
+
+    return outcome
+
+
+def _read(output: Path) -> Outcome:
+    from safetensors.torch import load_file
+
+    saved = torch.load(output, weights_only=False)
+    first, reference, after, steps = zip(*saved["replicas"], strict=True)
+    metrics = []
+    for replicas in zip(*steps, strict=True):
+        whole = {name: replicas[0][name] for name in ("grad_norm", "lr", "wd")}
+        metrics.append(combine_metrics(replicas) | whole)
+    return Outcome(
+        np.concatenate(first),
+        np.concatenate(reference),
+        np.concatenate(after),
+        metrics,
+        load_file(f"{output}.hf/model.safetensors"),
+        saved["tokens"],
+        saved["temperature"],
+    )
+
+
+def test_logprobs_are_those_of_transformers_at_the_sampling_temperature(outcomes, model_folder):
+    from transformers import AutoModelForCausalLM
+
+    outcome = outcomes("one rank")
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(outcome.tokens).logits / outcome.temperature
+    expected = logits.log_softmax(-1)[:, :-1].gather(-1, outcome.tokens[:, 1:, None]).squeeze(-1)
+    np.testing.assert_allclose(outcome.logprobs[:, 1:], expected.numpy(), atol=1e-5)
+    assert (outcome.logprobs[:, 0] == 0).all()
+
+
+def test_before_the_first_step_the_ratio_is_exactly_one_and_the_kl_exactly_zero(outcomes):
+    for layout in LAYOUTS:
+        outcome = outcomes(layout)
+        assert np.array_equal(outcome.reference, outcome.logprobs), layout
+        first = outcome.metrics[0]
+        assert first["kl_penalty"] == 0, layout
+        assert first["probs_ratio_min"] == first["probs_ratio_max"] == 1, layout
+        assert outcome.metrics[1]["kl_penalty"] > 0, layout
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("one rank", "bfloat16")])
+def test_layouts_agree_in_float32(outcomes, layout):
+    one, other = outcomes("one rank"), outcomes(layout)
+    np.testing.assert_allclose(other.logprobs, one.logprobs, atol=1e-5)
+    for ours, theirs in zip(other.metrics, one.metrics, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert ours[name] == pytest.approx(theirs[name], abs=1e-4), name
+    np.testing.assert_allclose(other.after, one.after, atol=2e-4)
+    assert other.weights.keys() == one.weights.keys()
+
+
+def test_training_changes_the_weights_and_export_has_them(outcomes, model_folder):
+    from safetensors.torch import load_file
+
+    outcome, before = outcomes("one rank"), load_file(model_folder / "model.safetensors")
+    assert outcome.weights.keys() == before.keys()
+    assert not np.allclose(outcome.after, outcome.logprobs, atol=1e-3)
+    assert all(not torch.equal(outcome.weights[name], before[name]) for name in before)
+
+
+def test_bfloat16_is_near_float32(outcomes):
+    half, full = outcomes("bfloat16"), outcomes("one rank")
+    assert np.abs(half.logprobs - full.logprobs).max() < 0.05
+    assert np.abs(half.after - full.after).max() < 0.2
+    assert half.metrics[0]["loss"] == pytest.approx(full.metrics[0]["loss"], abs=0.02)
+    assert half.weights["model.norm.weight"].dtype == torch.bfloat16

@@ -1,0 +1,155 @@
+"""Whole runs through the command line, with real Ray, Megatron and vLLM."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.functional
+
+SMALL = ["algorithm.max_num_steps=2", "algorithm.num_prompts_per_step=8", "algorithm.max_val_samples=40"]
+
+
+def train(folder: Path, model: Path, *overrides: str) -> tuple[str, list[dict]]:
+    """Run it; the console's text and the metrics, line by line."""
+    command = [sys.executable, "-m", "nemo_rl_lite.train", f"hydra.run.dir={folder}", f"policy.model_name={model}"]
+    done = subprocess.run([*command, *SMALL, *overrides], capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:] + "".join(p.read_text()[-2000:] for p in folder.glob("logs/*"))
+    return done.stdout, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, model_folder):
+    folder = tmp_path_factory.mktemp("run") / "run"
+    overrides = [
+        "policy.train_global_batch_size=64",
+        "policy.train_micro_batch_size=32",
+        "+policy.offload_optimizer_states_for_logprob=true",
+        "logger.wandb_enabled=true",
+        "logger.wandb.mode=offline",
+        "logger.tensorboard_enabled=true",
+        "refit.bucket_bytes=500000",
+        "reward.name=tests.functional.rewards.share_of_digits",
+    ]
+    return folder, *train(folder, model_folder, *overrides)
+
+
+def test_step_one_is_exactly_on_policy(run):
+    _, _, metrics = run
+    first = next(line for line in metrics if "train/loss" in line)
+    assert first["step"] == 1
+    assert first["train/kl_penalty"] == 0
+    assert first["train/probs_ratio_min"] == first["train/probs_ratio_max"] == 1
+
+
+def test_engine_and_policy_agree_after_every_refit(run):
+    _, _, metrics = run
+    steps = [line for line in metrics if "train/loss" in line]
+    assert len(steps) == 2
+    for line in steps:
+        assert line["train/token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
+        assert line["train/logprob_abs_diff_max"] < 1e-4
+        assert line["refit/buckets"] > 5 and line["refit/bytes"] > 3_000_000
+
+
+def test_metrics_have_nemo_rls_names(run):
+    _, _, metrics = run
+    names = set().union(*metrics)
+    expected = {
+        "train/loss",
+        "train/grad_norm",
+        "train/reward",
+        "train/lr",
+        "train/wd",
+        "train/mean_prompt_length",
+        "train/total_num_tokens",
+        "train/global_valid_seqs",
+        "train/global_valid_toks",
+        "train/probs_ratio",
+        "train/probs_ratio_min",
+        "train/probs_ratio_clamped",
+        "train/kl_penalty",
+        "train/gen_kl_error",
+        "train/policy_kl_error",
+        "train/js_divergence_error",
+        "train/sampling_importance_ratio",
+        "train/approx_entropy",
+        "train/num_valid_samples",
+        "train/advantages/mean",
+        "train/baseline_reward/pct_mixed",
+        "train/natural_termination_rate",
+        "train/truncation_rate",
+        "train/mean_gen_tokens_per_sample",
+        "timing/train/total_step_time",
+        "timing/train/data_processing",
+        "timing/train/generation",
+        "timing/train/logprob_inference_prep",
+        "timing/train/policy_and_reference_logprobs",
+        "timing/train/advantage_calculation",
+        "timing/train/training_prep",
+        "timing/train/policy_training",
+        "timing/train/prepare_for_generation/transfer_and_update_weights",
+        "performance/samples_per_sec",
+        "performance/tokens_per_sec",
+        "performance/tokens_per_sec_per_gpu",
+        "refit/bytes",
+        "refit/seconds",
+        "refit/gb_per_s",
+        "validation/accuracy",
+        "validation/avg_length",
+        "timing/validation/total_validation_time",
+        "offload/offload_optimizer_bytes",
+        "offload/restore_optimizer_s",
+    }
+    assert names.issuperset(expected), expected - names
+
+
+def test_the_run_folder_is_complete(run):
+    folder, output, _ = run
+    for name in ("config.json", "command.txt", "metrics.jsonl", "samples.jsonl", "summary.json", "plots/run.png"):
+        assert (folder / name).stat().st_size > 0, name
+    assert json.loads((folder / "config.json").read_text())["policy"]["offload_optimizer_states_for_logprob"] is True
+    assert list(folder.glob("tensorboard/events*")) and list(folder.glob("wandb/offline-run-*/*.wandb"))
+    policy_log = (folder / "logs" / "policy-0.log").read_text()
+    assert "optimizer states to cpu: 0 bytes moved" in policy_log
+    lines = [line for line in output.splitlines() if line.startswith("step ")]
+    assert len(lines) == 2 and all("generate" in line and "refit" in line for line in lines)
+    assert "Traceback" not in output and "held-out accuracy" in output
+
+
+def test_the_exported_model_is_the_trained_one(run, model_folder):
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, _, _ = run
+    before, after = load_file(model_folder / "model.safetensors"), load_file(folder / "hf" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert not all(torch.equal(before[name], after[name]) for name in before)
+    assert AutoModelForCausalLM.from_pretrained(folder / "hf").num_parameters() == 796032
+    assert AutoTokenizer.from_pretrained(folder / "hf").chat_template
+
+
+def test_two_policy_ranks_and_two_transformers_engines(tmp_path, model_folder):
+    overrides = [
+        "cluster.cpu_ranks=2",
+        "generation=transformers",
+        "generation.data_parallel_size=2",
+        "policy.train_global_batch_size=64",
+        "policy.train_micro_batch_size=32",
+        "algorithm.val_at_start=false",
+        "algorithm.val_at_end=false",
+        "checkpoint.export_hf_at_end=false",
+    ]
+    _, metrics = train(tmp_path / "run", model_folder, *overrides)
+    steps = [line for line in metrics if "train/loss" in line]
+    assert [line["train/token_mult_prob_error"] for line in steps] == pytest.approx([1, 1], abs=1e-5)
+    assert steps[0]["train/kl_penalty"] == 0 and steps[0]["train/probs_ratio_max"] == 1
+    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {
+        "policy-0.log",
+        "policy-1.log",
+        "generation-0.log",
+        "generation-1.log",
+    }
