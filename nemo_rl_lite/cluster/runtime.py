@@ -37,6 +37,8 @@ def ray_runtime() -> Iterator[None]:
             configure_logging=False,
             runtime_env={"env_vars": ENVIRONMENT},
         )
+        # ray.init has put a handler of its own in place, which would end the process at once.
+        signal.signal(signal.SIGTERM, _interrupt)
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

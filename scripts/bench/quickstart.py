@@ -1,0 +1,56 @@
+"""The quickstart over several seeds: accuracy before and after, seconds, phase times, peak memory.
+
+python scripts/bench/quickstart.py [seed ...]
+"""
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import record
+
+PATTERN = r"RESULT accuracy_before=(\S+) accuracy_after=(\S+) seconds=(\S+) steps=(\d+) run=(\S+)"
+DEFAULT_SEEDS = (42, 1, 2)
+
+
+def run(seed: int) -> dict:
+    """One quickstart; its RESULT line and its summary."""
+    command = [sys.executable, "-m", "nemo_rl_lite.quickstart", f"algorithm.seed={seed}"]
+    done = subprocess.run(command, cwd=record.ROOT, capture_output=True, text=True, check=True)
+    before, after, seconds, steps, folder = re.fullmatch(PATTERN, done.stdout.splitlines()[-1]).groups()
+    summary = json.loads((Path(folder) / "summary.json").read_text())
+    print(done.stdout.splitlines()[-1], flush=True)
+    return summary | {"before": float(before), "after": float(after), "seconds": float(seconds), "steps": int(steps)}
+
+
+def main() -> None:
+    seeds = [int(argument) for argument in sys.argv[1:]] or DEFAULT_SEEDS
+    runs = [run(seed) for seed in seeds]
+    config = f"seeds {', '.join(map(str, seeds))}"
+    rises = [one["after"] - one["before"] for one in runs]
+    results = [
+        record.result("held-out accuracy before", config, "share", [one["before"] for one in runs]),
+        record.result("held-out accuracy after", config, "share", [one["after"] for one in runs]),
+        record.result("rise", config, "share", rises),
+        record.result("whole job, warm start included", config, "s", [one["seconds"] for one in runs]),
+        record.result("GRPO step (median of a run)", config, "s", [one["seconds_a_step"] for one in runs]),
+    ]
+    for phase in runs[0]["seconds_by_phase"]:
+        times = [one["seconds_by_phase"][phase] for one in runs]
+        results.append(record.result(f"{phase} (median of a run)", config, "s", times))
+    for process in runs[0]["peak_memory_bytes"]:
+        peaks = [one["peak_memory_bytes"][process] / 2**30 for one in runs]
+        results.append(record.result(f"peak resident memory, {process}", config, "GiB", peaks))
+    bars = [
+        record.bar("smallest rise of held-out accuracy", min(rises), 0.3, at_least=True),
+        record.bar("slowest run, s", max(one["seconds"] for one in runs), 120, at_least=False),
+    ]
+    path = record.write("quickstart", results, bars)
+    print(f"wrote {path.relative_to(record.ROOT)}; median {statistics.median(rises):.3f} rise")
+
+
+if __name__ == "__main__":
+    main()

