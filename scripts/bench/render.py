@@ -15,7 +15,7 @@ def main() -> None:
         [
             "# Benchmarks",
             "",
-            "Rendered by `python scripts/bench/render.py` from the JSON files beside this page, which hold all repetitions.",
+            "Rendered by `python scripts/bench/render.py` from the JSON files beside it, with all repetitions.",
             "",
             *(line for one in records for line in render(one)),
         ]
