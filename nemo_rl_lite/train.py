@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from nemo_rl_lite.config.compose import CONFIG_NAME, check_overrides, compose_config, config_dir, resolve
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.errors import ConfigError, LauncherError, WorkerError
+from nemo_rl_lite.errors import ConfigError, LauncherError, Violation, WorkerError
 
 if TYPE_CHECKING:
     from nemo_rl_lite.observability.report import Summary
@@ -78,10 +78,13 @@ def run(config: Config, folder: Path) -> "Summary":
     from nemo_rl_lite.observability.console import RunConsole
     from nemo_rl_lite.observability.report import report, summarize
     from nemo_rl_lite.observability.samples import SampleLog
-    from nemo_rl_lite.observability.sinks import MetricsLog
+    from nemo_rl_lite.observability.sinks import METRICS_FILE, MetricsLog
     from nemo_rl_lite.rewards.registry import find_reward
     from nemo_rl_lite.rollout.rollout import RolloutCollector
 
+    if (folder / METRICS_FILE).exists():
+        rule = "holds a run already; a second one would be mixed into it"
+        raise ConfigError([Violation("hydra.run.dir", str(folder), rule, "name another folder, or remove this one")])
     console = RunConsole()
     whole_config = dataclasses.asdict(config)
     (folder / "config.json").write_text(json.dumps(whole_config, indent=2) + "\n")

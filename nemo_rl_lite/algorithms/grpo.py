@@ -41,6 +41,11 @@ class GRPO:
     on_rollout: Callable[[int, Rollout], None] = lambda step, rollout: None
 
     def run(self) -> None:
+        if self.sampling.top_p < 1 or self.sampling.top_k is not None:
+            log.warning(
+                "generation.top_p or top_k cuts the distribution that is sampled from, but not the one the policy's "
+                "logprobs come from: importance ratios are off by the share that is cut"
+            )
         self.metrics.log(0, under("refit", self.refit()))
         if self.config.val_at_start:
             self.validate(0)

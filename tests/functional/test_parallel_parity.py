@@ -30,6 +30,12 @@ LAYOUTS = {
         "policy.megatron_cfg.optimizer.use_distributed_optimizer=false",
     ],
     "bfloat16": ["policy.precision=bfloat16"],
+    "clipped": [
+        "policy.megatron_cfg.optimizer.optimizer=sgd",
+        "policy.megatron_cfg.optimizer.sgd_momentum=0",
+        "policy.megatron_cfg.optimizer.lr=1",
+        "policy.max_grad_norm=0.01",
+    ],
 }
 
 
@@ -104,7 +110,7 @@ def test_before_the_first_step_the_ratio_is_exactly_one_and_the_kl_exactly_zero(
         assert outcome.metrics[1]["kl_penalty"] > 0, layout
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("one rank", "bfloat16")])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name.split()[0] in ("tensor", "pipeline", "data")])
 def test_layouts_agree_in_float32(outcomes, layout):
     one, other = outcomes("one rank"), outcomes(layout)
     np.testing.assert_allclose(other.logprobs, one.logprobs, atol=1e-5)
@@ -131,3 +137,13 @@ def test_bfloat16_is_near_float32(outcomes):
     assert np.abs(half.after - full.after).max() < 0.2
     assert half.metrics[0]["loss"] == pytest.approx(full.metrics[0]["loss"], abs=0.02)
     assert half.weights["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_the_gradient_is_clipped_to_its_limit(outcomes, model_folder):
+    """Two SGD steps with a learning rate of 1 move the weights by at most twice the largest norm allowed."""
+    from safetensors.torch import load_file
+
+    outcome, before = outcomes("clipped"), load_file(model_folder / "model.safetensors")
+    assert all(metrics["grad_norm"] > 0.1 for metrics in outcome.metrics)
+    moved = sum((outcome.weights[name] - before[name]).square().sum() for name in before).sqrt().item()
+    assert 0.005 < moved <= 0.0201

@@ -54,6 +54,26 @@ def test_engine_and_policy_agree_after_every_refit(run):
         assert line["refit/buckets"] > 5 and line["refit/bytes"] > 3_000_000
 
 
+def test_the_learning_rate_warms_up(run):
+    _, _, metrics = run
+    rates = [line["train/lr"] for line in metrics if "train/lr" in line]
+    assert rates == pytest.approx([1e-4, 1e-4 + (3e-4 - 1e-4) / 4])
+
+
+def test_a_second_run_in_the_same_folder_is_refused(run, model_folder):
+    folder, _, metrics = run
+    command = [
+        sys.executable,
+        "-m",
+        "nemo_rl_lite.train",
+        f"hydra.run.dir={folder}",
+        f"policy.model_name={model_folder}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2 and "holds a run already" in done.stderr and "Traceback" not in done.stderr
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == len(metrics)
+
+
 def test_metrics_have_nemo_rls_names(run):
     _, _, metrics = run
     names = set().union(*metrics)
