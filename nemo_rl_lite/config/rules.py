@@ -167,6 +167,14 @@ def loss_options_agree(config: Config) -> Iterator[Violation]:
         yield Violation(key, loss.ratio_clip_c, f"must exceed 1 + ratio_clip_max = {limit:g}", f"{key}=3.0")
 
 
+@rule("policy.megatron_cfg.optimizer.optimizer", "policy.megatron_cfg.optimizer.use_distributed_optimizer")
+def optimizer_can_be_sharded(config: Config) -> Iterator[Violation]:
+    optimizer = config.policy.megatron_cfg.optimizer
+    if optimizer.optimizer == "sgd" and optimizer.use_distributed_optimizer:
+        key = "policy.megatron_cfg.optimizer.use_distributed_optimizer"
+        yield Violation(key, True, "megatron-core shards the states of adam only, not of sgd", f"{key}=false")
+
+
 @rule("policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler")
 def learning_rates_are_ordered(config: Config) -> Iterator[Violation]:
     optimizer, scheduler = config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler

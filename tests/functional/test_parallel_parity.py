@@ -32,6 +32,7 @@ LAYOUTS = {
     "bfloat16": ["policy.precision=bfloat16"],
     "clipped": [
         "policy.megatron_cfg.optimizer.optimizer=sgd",
+        "policy.megatron_cfg.optimizer.use_distributed_optimizer=false",
         "policy.megatron_cfg.optimizer.sgd_momentum=0",
         "policy.megatron_cfg.optimizer.lr=1",
         "policy.max_grad_norm=0.01",

@@ -91,6 +91,7 @@ CASES = {
     f"{LOSS}.truncated_importance_sampling_ratio=2": ["use_importance_sampling_correction=true"],
     f"{LOSS}.ratio_clip_c=1.1": [f"{LOSS}.ratio_clip_c", "must exceed 1 + ratio_clip_max"],
     f"{OPTIMIZER}.min_lr=1": [f"{OPTIMIZER}.min_lr", "must not exceed lr"],
+    f"{OPTIMIZER}.optimizer=sgd": [f"{OPTIMIZER}.use_distributed_optimizer", "adam only"],
     f"{SCHEDULER}.lr_warmup_init=1": [f"{SCHEDULER}.lr_warmup_init", "must not exceed lr"],
     f"{SCHEDULER}.lr_warmup_iters=1000": [f"{SCHEDULER}.lr_warmup_iters", "smaller than lr_decay_iters"],
     "generation.max_new_tokens=32": ["generation.max_new_tokens", "leave room for the prompt"],
