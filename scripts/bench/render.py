@@ -1,52 +1,70 @@
-"""Render docs/benchmarks/*.json into docs/benchmarks/README.md. With --check, fail where that page is out of date."""
+"""Render docs/benchmarks/*.json into docs/benchmarks/README.md and README.md. --check fails where one is stale."""
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import record
 
 PAGE = record.FOLDER / "README.md"
+README = record.ROOT / "README.md"
+START, END = "<!-- quickstart table -->\n", "<!-- /quickstart table -->"
 
 
 def main() -> None:
     records = [json.loads(path.read_text()) for path in sorted(record.FOLDER.glob("*.json"))]
-    text = "\n".join(
-        [
-            "# Benchmarks",
-            "",
-            "Rendered by `python scripts/bench/render.py` from the JSON files beside it, with all repetitions.",
-            "",
-            *(line for one in records for line in render(one)),
-        ]
-    )
-    if "--check" in sys.argv:
-        sys.exit(0 if PAGE.read_text() == text else f"{PAGE} is out of date: run python scripts/bench/render.py")
-    PAGE.write_text(text)
+    stale = [path for path, text in pages(records).items() if path.read_text() != text] if "--check" in sys.argv else []
+    if stale:
+        sys.exit(f"out of date: {', '.join(path.name for path in stale)}; run python scripts/bench/render.py")
+    for path, text in pages(records).items():
+        path.write_text(text)
 
 
-def render(one: dict[str, Any]) -> list[str]:
-    """One record as a section."""
+def pages(records: list[dict[str, Any]]) -> dict[Path, str]:
+    """Each page with its rendered text."""
+    head = [
+        "# Benchmarks",
+        "",
+        "Rendered by `python scripts/bench/render.py` from the JSON files beside it, with all repetitions.",
+        "",
+    ]
+    readme = README.read_text()
+    quickstart = next(one for one in records if one["bench"] == "quickstart")
+    before, after = readme.split(START)[0], readme.split(END)[1]
+    table = "\n".join(results_table(quickstart)) + "\n"
+    return {
+        PAGE: "\n".join([*head, *(line for one in records for line in section(one))]),
+        README: before + START + table + END + after,
+    }
+
+
+def section(one: dict[str, Any]) -> list[str]:
+    """One record: where, with what, what was measured, which targets were met."""
     hardware = one["hardware"]
     versions = ", ".join(f"{name} {number}" for name, number in one["versions"].items())
-    lines = [
+    machine = f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_gib']} GiB"
+    return [
         f"## {one['bench']} on {hardware['name']}",
         "",
-        f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_gib']} GiB; {one['date'][:10]}, commit "
-        f"`{one['commit'][:9]}`; `{one['command']}`",
+        f"{machine}; {one['date'][:10]}, commit `{one['commit'][:9]}`; `{one['command']}`; {versions}.",
         "",
-        f"{versions}.",
+        *results_table(one),
         "",
-        "| measured | config | median | least | most | repetitions |",
-        "|---|---|---:|---:|---:|---:|",
+        "| target | wanted | measured | met |",
+        "|---|---:|---:|---|",
+        *(f"| {b['name']} | {b['target']} | {b['value']:.3g} | {'yes' if b['met'] else 'no'} |" for b in one["bars"]),
+        "",
     ]
+
+
+def results_table(one: dict[str, Any]) -> list[str]:
+    """What was measured, a row a quantity."""
+    lines = ["| measured | median | least | most | unit | runs |", "|---|---:|---:|---:|---|---:|"]
     for row in one["results"]:
-        numbers = (f"{value:.3g} {row['unit']}" for value in (row["median"], min(row["reps"]), max(row["reps"])))
-        lines.append(f"| {row['name']} | {row['config']} | {' | '.join(numbers)} | {len(row['reps'])} |")
-    lines += ["", "| target | wanted | measured | met |", "|---|---:|---:|---|"]
-    for row in one["bars"]:
-        lines.append(f"| {row['name']} | {row['target']} | {row['value']:.3g} | {'yes' if row['met'] else 'no'} |")
-    return [*lines, ""]
+        numbers = " | ".join(f"{value:.3g}" for value in (row["median"], min(row["reps"]), max(row["reps"])))
+        lines.append(f"| {row['name']} | {numbers} | {row['unit']} | {len(row['reps'])} |")
+    return lines
 
 
 if __name__ == "__main__":
