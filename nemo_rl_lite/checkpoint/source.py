@@ -1,8 +1,10 @@
 """Where a run's starting weights are: on disk, on the hub, or still to be made."""
 
+import dataclasses
 from pathlib import Path
 
 from nemo_rl_lite.config.model_shape import is_hub_name
+from nemo_rl_lite.config.rules import check_rules
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.embedded.reverse_digits import NAME, embedded_digits, embedded_folder
 from nemo_rl_lite.errors import ConfigError, Violation
@@ -18,7 +20,15 @@ def locate_model(config: Config, console: RunConsole) -> Path:
     name = config.policy.model_name
     if name == NAME:
         return _embedded(config, console)
-    return _download(name, console) if is_hub_name(name) else Path(name).expanduser().resolve()
+    if not is_hub_name(name):
+        return Path(name).expanduser().resolve()
+    folder = _download(name, console)
+    # What the rules could not know before: whether the model fits the layout.
+    local = dataclasses.replace(config, policy=dataclasses.replace(config.policy, model_name=str(folder)))
+    violations = check_rules(local)
+    if violations:
+        raise ConfigError(violations)
+    return folder
 
 
 def _embedded(config: Config, console: RunConsole) -> Path:
@@ -43,7 +53,7 @@ def _download(name: str, console: RunConsole) -> Path:
     try:
         with console.busy(f"fetching {name}"):
             return Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         cause = str(error).splitlines()[0]
         fix = "check the name and the network, or give a local folder such as ./models/NAME"
         raise ConfigError(

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_lite.cluster.runtime import available_cores
-from nemo_rl_lite.cluster.weight_sync import WeightSync
+from nemo_rl_lite.cluster.weight_sync import ProbeSettings, WeightSync
 from nemo_rl_lite.cluster.workers import WorkerGroup, wait
-from nemo_rl_lite.config.rules import policy_ranks
+from nemo_rl_lite.config.rules import data_parallel_size, policy_ranks
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.generation.remote import ENGINE_CLASSES, RemoteGeneration
 from nemo_rl_lite.generation.vllm import worker as vllm_worker
@@ -46,9 +46,10 @@ def launch(config: Config, model_path: Path, run_folder: Path) -> Workers:
     policy = WorkerGroup.create("policy", ranks, logs, POLICY_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)})
     engine_environment = vllm_worker.environment(config.generation) if config.generation.backend == "vllm" else {}
     engine_environment |= {"OMP_NUM_THREADS": str(engine_threads)}
+    log.info("environment of the generation engines: %s", engine_environment)
     generation = WorkerGroup.create("generation", engines, logs, engine_environment)
 
-    address, port = policy.address()
+    address, port = policy.address(config.cluster.start_timeout_s)
     policy_arguments = {
         "policy": config.policy,
         "cluster": config.cluster,
@@ -81,8 +82,12 @@ def launch(config: Config, model_path: Path, run_folder: Path) -> Workers:
         generation.start(ENGINE_CLASSES[config.generation.backend], [engine_arguments] * engines, [{}] * engines),
         timeout_s=config.cluster.start_timeout_s,
     )
-    return Workers(
-        RemotePolicy(policy, config.policy.train_global_batch_size),
-        RemoteGeneration(generation),
-        WeightSync(policy, generation),
+    remote_policy = RemotePolicy(policy, config.policy.train_global_batch_size)
+    remote_generation = RemoteGeneration(generation)
+    probe = ProbeSettings(
+        temperature=config.generation.temperature,
+        tolerance=getattr(config.refit.probe_tolerance, config.policy.precision),
+        rows=config.policy.logprob_batch_size * data_parallel_size(config),
     )
+    weights = WeightSync(remote_policy, remote_generation, config.refit, probe, config.cluster.start_timeout_s)
+    return Workers(remote_policy, remote_generation, weights)

@@ -9,8 +9,6 @@ from types import FrameType
 
 import ray
 
-log = logging.getLogger(__name__)
-
 # Seen by every process that Ray starts. No usage report, no hub, no forked tokenizer threads.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -31,6 +29,8 @@ def ray_runtime() -> Iterator[None]:
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name.startswith("RAY_")})
     try:
         ray.init(
+            # Without this, Ray joins whatever cluster was last started on this machine.
+            address=os.environ.get("RAY_ADDRESS", "local"),
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
@@ -41,8 +41,10 @@ def ray_runtime() -> Iterator[None]:
         signal.signal(signal.SIGTERM, _interrupt)
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # A second, impatient Ctrl-C must not leave half of Ray behind.
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
         ray.shutdown()
+        signal.signal(signal.SIGINT, handlers[signal.SIGINT])
         signal.signal(signal.SIGTERM, previous)
 
 

@@ -1,18 +1,21 @@
 """Groups of workers in Ray actors: start them, call them together, and fail at once when one fails."""
 
-import logging
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from torch.distributed import DistError
 
 from nemo_rl_lite.cluster.host import Host
-from nemo_rl_lite.errors import LauncherError, WorkerError
+from nemo_rl_lite.errors import RefitError, WorkerError
 
-log = logging.getLogger(__name__)
+# After a first failure, so many seconds for others to show: the worker that fails first is often not the one to blame.
+GRACE_S = 2.0
+_COMMUNICATION = re.compile(r"connection (closed|reset)|gloo|nccl|timed out waiting", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,10 @@ class WorkerGroup:
         references = [host.call.remote(method, *own) for host, own in zip(self.hosts, arguments, strict=True)]
         return self._as_call(phase or method, references)
 
-    def address(self) -> tuple[str, int]:
+    def address(self, timeout_s: float) -> tuple[str, int]:
         """Rank 0's address and a free port there."""
-        return wait(Call((f"{self.name} rank 0",), "start", (self.hosts[0].free_port.remote(),)))[0]
+        call = Call((f"{self.name} rank 0",), "start", (self.hosts[0].free_port.remote(),))
+        return wait(call, timeout_s=timeout_s)[0]
 
     def peak_memory(self) -> list[int]:
         """Highest resident memory of each worker's process so far, in bytes."""
@@ -73,41 +77,63 @@ class WorkerGroup:
 
 
 def wait(*calls: Call, timeout_s: float | None = None) -> list[Any]:
-    """The results of all workers of all calls, in order; ends with the first failure, whichever worker it is on.
+    """The results of all workers of all calls, in order; raises soon after the first failure, wherever that is.
+
+    Where one worker's failure makes others fail (a collective whose peer is gone), the error is that of the worker
+    that died, or else of one that failed otherwise than in communication.
 
     Raises:
-        WorkerError: naming the worker, the phase and the cause.
-        LauncherError: the worker's own, where it raised one.
+        WorkerError: naming the worker, the phase and the cause; also after `timeout_s` seconds.
     """
     origin = {
         reference: (worker, call.phase)
         for call in calls
         for worker, reference in zip(call.workers, call.references, strict=True)
     }
-    pending = list(origin)
     results: dict[Any, Any] = {}
+    failures: list[_Failure] = []
+    pending = list(origin)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while pending:
         left = None if deadline is None else max(deadline - time.monotonic(), 0)
         done, pending = ray.wait(pending, num_returns=1, timeout=left)
         if not done:
-            waiting = ", ".join(sorted(origin[reference][0] for reference in pending))
-            raise WorkerError(waiting, origin[pending[0]][1], f"not done within {timeout_s:g} s")
+            break
         for reference in done:
-            results[reference] = _result(reference, *origin[reference])
+            outcome = _outcome(reference, *origin[reference])
+            if not isinstance(outcome, _Failure):
+                results[reference] = outcome
+                continue
+            failures.append(outcome)
+            if len(failures) == 1:
+                deadline = time.monotonic() + GRACE_S
+    if failures:
+        raise min(failures, key=lambda failure: failure.rank).error
+    if pending:
+        waiting = ", ".join(sorted(origin[reference][0] for reference in pending))
+        raise WorkerError(waiting, origin[pending[0]][1], f"not done within {timeout_s:g} s")
     return [results[reference] for reference in origin]
 
 
-def _result(reference: Any, worker: str, phase: str) -> Any:
+@dataclass(frozen=True)
+class _Failure:
+    """A worker's error; the smaller the rank, the nearer to the cause."""
+
+    rank: int
+    error: WorkerError
+
+
+def _outcome(reference: Any, worker: str, phase: str) -> Any:
     try:
         return ray.get(reference)
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, BaseException) else error
-        if isinstance(cause, LauncherError):
-            raise cause from None
         first_line = next(iter(str(cause).splitlines()), "")
-        raise WorkerError(worker, phase, f"{type(cause).__name__}: {first_line}", details=str(error)) from None
-    except (ActorDiedError, RayActorError) as error:
-        raise WorkerError(worker, phase, "the process died (killed, or out of memory?)", details=str(error)) from None
-    except (GetTimeoutError, RayError) as error:
-        raise WorkerError(worker, phase, type(error).__name__, details=str(error)) from None
+        rank = 2 if isinstance(cause, (RefitError, DistError)) or _COMMUNICATION.search(str(cause)) else 1
+        return _Failure(rank, WorkerError(worker, phase, f"{type(cause).__name__}: {first_line}", details=str(error)))
+    except RayActorError as error:
+        return _Failure(
+            0, WorkerError(worker, phase, "the process died (killed, or out of memory?)", details=str(error))
+        )
+    except RayError as error:
+        return _Failure(1, WorkerError(worker, phase, type(error).__name__, details=str(error)))

@@ -4,17 +4,18 @@ Hydra composes, pydantic checks types and ranges, `rules.py` checks what fields 
 reported at once, before anything heavy is imported.
 """
 
+import copy
 import difflib
 import json
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -84,13 +85,14 @@ def check_overrides(arguments: Sequence[str]) -> tuple[list[str], list[Violation
         try:
             override = OverridesParser.create().parse_override(argument)
         except HydraException:
-            violations.append(Violation(argument, None, "is not an override", "write key.path=value or group=file"))
+            fix = "write key.path=value or group=file; quote a value with unusual letters: \"key.path='value'\""
+            violations.append(Violation(argument, None, "is not an override", fix))
             continue
         problem = _override_problem(override)
         if problem:
             violations.append(problem)
-            continue
-        accepted.append(_as_hydra_takes_it(argument, override.key_or_group))
+        elif override.key_or_group != "recipes" or override.value() is not None:
+            accepted.append(_as_hydra_takes_it(argument, override.key_or_group))
     return accepted, violations
 
 
@@ -130,16 +132,16 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
     with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
         try:
             return compose(CONFIG_NAME, overrides=list(overrides))
-        except (HydraException, OmegaConfBaseException) as error:
-            message = " ".join(str(error).split())
-            raise ConfigError([Violation("overrides", list(overrides), message, "see --help")]) from None
+        except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
+            message = " ".join(str(error).split()) or type(error).__name__
+            raise ConfigError([Violation("the configuration", None, message, "see --help and --cfg job")]) from None
 
 
 def _as_hydra_takes_it(argument: str, key: str) -> str:
     if key.startswith(HYDRA_PACKAGE):
         return argument
-    exists = key in groups() or key in known_keys()
-    return ("" if exists else "++") + argument.lstrip("+")
+    is_open = any(f"{key}.".startswith(f"{section}.") for section in _OPEN_SECTIONS)
+    return ("++" if is_open else "") + argument.lstrip("+")
 
 
 def _override_problem(override: Override) -> Violation | None:
@@ -157,12 +159,14 @@ def _override_problem(override: Override) -> Violation | None:
         return None
     nearest = nearest_key(key)
     hint = f"did you mean {nearest}?" if nearest else "list the keys with --cfg job"
-    return Violation(key, override.value(), "unknown key", hint)
+    return Violation(key, (override.input_line or "").partition("=")[2], "unknown key", hint)
 
 
 def _group_problem(override: Override) -> Violation | None:
     group, choice = override.key_or_group, override.value()
     files = groups()[group]
+    if isinstance(choice, Glob):
+        return None
     choices = [str(element) for element in choice.list] if isinstance(choice, ChoiceSweep) else [choice]
     for name in choices:
         if name in files or (group == "recipes" and name is None):
@@ -193,7 +197,6 @@ def _paths(node: Any, prefix: str = "") -> Iterator[str]:
 def _plain(composed: DictConfig) -> tuple[dict[str, Any], list[Violation]]:
     """Resolve interpolations leaf by leaf, so that one that fails does not hide the others."""
     violations: list[Violation] = []
-    missing = {str(path) for path in OmegaConf.missing_keys(composed)}
 
     def visit(node: Any, prefix: str) -> Any:
         if not isinstance(node, DictConfig):
@@ -201,17 +204,16 @@ def _plain(composed: DictConfig) -> tuple[dict[str, Any], list[Violation]]:
         plain = {}
         for name in node:
             path = f"{prefix}{name}"
-            if path in missing:
-                violations.append(Violation(path, None, "has no value", f"set it: {path}=..."))
-                plain[name] = _UNUSABLE
-                continue
             try:
+                if OmegaConf.is_missing(node, name):
+                    violations.append(Violation(path, None, "has no value", f"set it: {path}=..."))
+                    plain[name] = _UNUSABLE
+                    continue
                 plain[name] = visit(node[name], f"{path}.")
-            except (OmegaConfBaseException, ValueError) as error:
-                cause = str(error).splitlines()[0]
-                violations.append(
-                    Violation(path, None, f"cannot be resolved: {cause}", "correct the value or variable")
-                )
+            except (OmegaConfBaseException, HydraException, ValueError, RecursionError) as error:
+                cause = next(iter(str(error).splitlines()), type(error).__name__)
+                rule = f"cannot be resolved: {cause}"
+                violations.append(Violation(path, None, rule, "correct the value or the variable it refers to"))
                 plain[name] = _UNUSABLE
         return plain
 
@@ -232,18 +234,23 @@ def _validate(values: dict[str, Any]) -> tuple[Config | None, list[Violation]]:
 
 def _with_defaults(values: dict[str, Any], unusable: frozenset[str]) -> dict[str, Any]:
     """A copy of `values` in which the keys of `unusable` have their default, or are gone where they have none."""
-    repaired = OmegaConf.create(values)
-    defaults = _compose([])
+    repaired = copy.deepcopy(values)
+    defaults, _ = _plain(_compose([]))
     for key in unusable:
         section, _, name = key.rpartition(".")
-        parent = OmegaConf.select(repaired, section) if section else repaired
-        if not isinstance(parent, DictConfig):
-            continue
-        if OmegaConf.is_missing(defaults, key) or OmegaConf.select(defaults, key) is None:
+        parent, default_parent = _at(repaired, section), _at(defaults, section)
+        if isinstance(parent, dict):
             parent.pop(name, None)
-        if key in known_keys():
-            parent[name] = OmegaConf.select(defaults, key)
-    return cast(dict[str, Any], OmegaConf.to_container(repaired))
+            if isinstance(default_parent, dict) and default_parent.get(name, _UNUSABLE) != _UNUSABLE:
+                parent[name] = default_parent[name]
+    return repaired
+
+
+def _at(node: Any, path: str) -> Any:
+    """The node at a dotted path, or None."""
+    for name in path.split(".") if path else ():
+        node = node.get(name) if isinstance(node, dict) else None
+    return node
 
 
 _EXPECTED = {

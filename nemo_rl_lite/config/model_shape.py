@@ -1,6 +1,7 @@
 """What rules need to know of a model, from its Hugging Face config.json alone. Imports nothing heavy."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,8 @@ class NoModelError(LauncherError):
 def is_hub_name(name: str) -> bool:
     """Whether `name` is `organisation/model` and no folder of that name exists."""
     parts = name.split("/")
-    return len(parts) == 2 and all(parts) and not name.startswith((".", "~", "/")) and not Path(name).exists()
+    well_formed = len(parts) == 2 and all(re.fullmatch(r"[\w.-]+", part) for part in parts)
+    return well_formed and not name.startswith((".", "~", "/")) and not Path(name).exists()
 
 
 def read_model_shape(name: str) -> ModelShape | None:
@@ -49,11 +51,11 @@ def read_model_shape(name: str) -> ModelShape | None:
         raise NoModelError("the folder has no config.json, so it is no Hugging Face model")
     if not (folder / "tokenizer_config.json").is_file():
         raise NoModelError("the folder has no tokenizer_config.json")
-    if not (any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))):
+    if not any(folder.glob("*.safetensors")):
         raise NoModelError("the folder has no *.safetensors weights")
     try:
         return _shape(json.loads((folder / "config.json").read_text()))
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (json.JSONDecodeError, KeyError, TypeError, ZeroDivisionError) as error:
         raise NoModelError(f"config.json is unusable: {type(error).__name__}: {error}") from None
 
 

@@ -12,6 +12,8 @@ from pydantic.dataclasses import dataclass
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 PositiveInt = Annotated[int, Field(gt=0)]
+# What numpy, and so vLLM, takes.
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -37,7 +39,7 @@ class LossConfig:
 @dataclass(frozen=True, config=STRICT)
 class GRPOConfig:
     name: Literal["grpo"]
-    seed: NonNegativeInt
+    seed: Seed
     num_prompts_per_step: PositiveInt
     num_generations_per_prompt: PositiveInt
     max_num_steps: PositiveInt
@@ -117,10 +119,17 @@ class GenerationConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class ProbeTolerance:
+    float32: PositiveFloat
+    bfloat16: PositiveFloat
+
+
+@dataclass(frozen=True, config=STRICT)
 class RefitConfig:
     buffer_memory_ratio: Fraction
     bucket_bytes: PositiveInt | None
     verify: Literal["off", "full"]
+    probe_tolerance: ProbeTolerance
     timeout_s: PositiveFloat
 
 

@@ -6,7 +6,7 @@ data is one integer.
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -31,6 +31,10 @@ class TrainingSet(Protocol):
 
     def problem(self, position: int) -> Problem: ...
 
+    def finite(self) -> Sequence[Problem]:
+        """All of them, where they are a list; none where they are generated without end."""
+        ...
+
 
 @dataclass(frozen=True)
 class FileSet:
@@ -43,6 +47,9 @@ class FileSet:
     def problem(self, position: int) -> Problem:
         epoch, place = divmod(position, len(self.problems))
         return self.problems[_shuffled(len(self.problems), f"{self.seed}/{epoch}")[place] if self.shuffle else place]
+
+    def finite(self) -> Sequence[Problem]:
+        return self.problems
 
 
 @lru_cache(maxsize=2)
@@ -67,6 +74,9 @@ class ReverseDigits:
         while (digits := self._draw(source)) in self._held_out:
             pass
         return self._as_problem(digits)
+
+    def finite(self) -> Sequence[Problem]:
+        return ()
 
     def validation(self) -> list[Problem]:
         return [self._as_problem(digits) for digits in self._held_out]
@@ -123,9 +133,11 @@ def read_problems(config: DataConfig, path: str | None, limit: int | None = None
     if path is None:
         raise DataError("data.train_path is null: name a JSON-lines file")
     problems = []
-    for row_number, row in _rows(Path(path).expanduser()):
+    for row_number, row in _rows(Path(path)):
         where = f"{path}, row {row_number}"
         prompt, answer = (_column(row, name, where) for name in (config.prompt_column, config.answer_column))
+        if not isinstance(answer, (str, int, float)):
+            raise DataError(f"{where}: column '{config.answer_column}' must be text or a number, not a structure")
         problems.append(Problem(chat(prompt, config.system_prompt, where), str(answer)))
         if limit is not None and len(problems) >= limit:
             break
@@ -146,19 +158,25 @@ def chat(prompt: object, system_prompt: str | None = None, where: str = "prompt"
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}, row {number}: not JSON ({error.msg} at column {error.colno})") from None
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, row {number}: a JSON object is needed, found {type(row).__name__}")
-            yield number, row
+    try:
+        with path.expanduser().open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield number, _parse(line, f"{path}, row {number}")
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
+
+
+def _parse(line: str, where: str) -> Mapping[str, object]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a JSON object is needed, found {type(row).__name__}")
+    return row
 
 
 def _column(row: Mapping[str, object], name: str, where: str) -> object:

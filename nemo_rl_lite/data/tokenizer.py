@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.data.problems import Message
+from nemo_rl_lite.errors import ConfigError, Violation
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +21,10 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         if self._tokenizer.chat_template is None:
             log.warning("%s has no chat template: messages are joined by newlines", model_path)
+
+        if tokenizer.eos_token_id is None:
+            rule, fix = "the tokenizer names no end token", "set eos_token in the folder's tokenizer_config.json"
+            raise ConfigError([Violation("policy.model_name", str(model_path), rule, fix)])
 
     @property
     def end_token(self) -> int:

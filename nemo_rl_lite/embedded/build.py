@@ -1,6 +1,5 @@
 """Make the embedded model: a tiny Qwen3 and its tokenizer, warmed up by a short SFT on reversing digits."""
 
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +10,19 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from nemo_rl_lite.data.problems import ReverseDigits
-from nemo_rl_lite.embedded.reverse_digits import BOS, CHAT_TEMPLATE, EOS, MODEL_CONFIG, PAD, TARGET_LOSS, TOKENS, UNK
-
-MAX_STEPS = 120
-BATCH = 256
-LEARNING_RATE = 2e-3
+from nemo_rl_lite.embedded.reverse_digits import (
+    BATCH,
+    BOS,
+    CHAT_TEMPLATE,
+    EOS,
+    LEARNING_RATE,
+    MAX_STEPS,
+    MODEL_CONFIG,
+    PAD,
+    TARGET_LOSS,
+    TOKENS,
+    UNK,
+)
 
 Progress = Callable[[int, float], None]
 
@@ -36,7 +43,11 @@ def prepare(folder: Path, num_digits: int, seed: int, progress: Progress = lambd
         target = Path(unfinished) / folder.name
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)
-        shutil.move(target, folder)
+        try:
+            target.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another run has just made the same model
+                raise
     return folder
 
 

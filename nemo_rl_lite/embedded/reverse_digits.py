@@ -39,17 +39,20 @@ CHAT_TEMPLATE = (
 # The warm start ends when the running mean of the loss falls below TARGET_LOSS nats a token: a model that reverses some
 # strings and has much to learn. Stopping at a loss, not at a step count, makes seeds start alike.
 TARGET_LOSS = 0.55
+MAX_STEPS = 120
+BATCH = 256
+LEARNING_RATE = 2e-3
 DEFAULT_DIGITS = 4
 
 
 def embedded_digits(config: Config) -> int:
     """Digits of the strings the warm start trains on: those of the run's task where it is this one."""
-    return config.data.task_kwargs.get("num_digits", DEFAULT_DIGITS)
+    return config.data.task_kwargs["num_digits"] if config.data.name == "reverse_digits" else DEFAULT_DIGITS
 
 
 def embedded_folder(config: Config) -> Path:
     """Where this configuration's embedded model is kept; another folder whenever the model would be another."""
-    recipe = json.dumps([MODEL_CONFIG, CHAT_TEMPLATE, TOKENS, TARGET_LOSS])
+    recipe = json.dumps([MODEL_CONFIG, CHAT_TEMPLATE, TOKENS, TARGET_LOSS, MAX_STEPS, BATCH, LEARNING_RATE])
     digest = hashlib.sha256(recipe.encode()).hexdigest()[:8]
     name = f"reverse-{embedded_digits(config)}-digits-seed{config.algorithm.seed}-{digest}"
     return (Path("outputs") / "models" / name).resolve()

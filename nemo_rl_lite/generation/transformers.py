@@ -22,12 +22,15 @@ class TransformersEngine:
         self, generation: GenerationConfig, policy: PolicyConfig, refit: RefitConfig, model_path: str, seed: int
     ):
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import GenerationConfig as Defaults
 
         torch.manual_seed(seed)
         self._refit, self._verify = refit, refit.verify != "off"
         self._model = AutoModelForCausalLM.from_pretrained(
             Path(model_path), dtype=getattr(torch, policy.precision)
         ).eval()
+        # The model's own defaults (a repetition penalty, suppressed tokens) would make it another distribution.
+        self._model.generation_config = Defaults()
         tokenizer: Any = AutoTokenizer.from_pretrained(Path(model_path))
         self._tokenizer = tokenizer
         self._batch_size = generation.vllm_cfg.max_num_seqs
@@ -52,11 +55,17 @@ class TransformersEngine:
             raise RuntimeError("receive_weights needs join_refit first")
         started = time.perf_counter()
         receiver = Receiver(self._plan, self._group, self._verify)
-        own = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+        parameters = dict(self._model.named_parameters())
+        own = dict(self._model.named_parameters(remove_duplicate=False)) | dict(self._model.named_buffers())
+        received = set()
         for name, weight in receiver:
             if name not in own:
                 raise RefitError(f"the transformers model has no weight named {name}")
             own[name].copy_(weight)
+            received.add(own[name].data_ptr())
+        stale = [name for name, parameter in parameters.items() if parameter.data_ptr() not in received]
+        if stale:
+            raise RefitError(f"the refit left {len(stale)} weights of the engine as they were, such as {stale[0]}")
         receiver.report.seconds["load"] = time.perf_counter() - started - receiver.report.seconds["transfer"]
         return receiver.report
 

@@ -16,7 +16,8 @@ PICTURE = Path("plots") / "run.png"
 
 @dataclass(frozen=True)
 class Summary:
-    """One run in numbers. Accuracies are None where the run did not validate; seconds are medians over steps."""
+    """One run in numbers. Accuracies are those before the first and after the last step, None where
+    the run did not validate there; seconds are medians over steps."""
 
     run_folder: str
     steps: int
@@ -28,7 +29,7 @@ class Summary:
 
 
 def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, int]) -> Summary:
-    _, accuracies = metrics.series("validation/accuracy")
+    accuracies = dict(zip(*metrics.series("validation/accuracy"), strict=True))
     steps, totals = metrics.series("timing/train/total_step_time")
 
     def typical(timers: tuple[str, ...]) -> float:
@@ -38,8 +39,8 @@ def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, i
     return Summary(
         run_folder=str(run_folder),
         steps=len(steps),
-        accuracy_before=accuracies[0] if accuracies else None,
-        accuracy_after=accuracies[-1] if accuracies else None,
+        accuracy_before=accuracies.get(0),
+        accuracy_after=accuracies.get(steps[-1]),
         seconds_a_step=median(totals),
         seconds_by_phase={phase: typical(timers) for phase, (timers, _) in PHASES.items()},
         peak_memory_bytes=dict(peak_memory),
@@ -52,13 +53,12 @@ def report(summary: Summary, metrics: MetricsLog, console: RunConsole, title: st
     (folder / SUMMARY_FILE).write_text(json.dumps(asdict(summary), indent=2) + "\n")
     _, rewards = metrics.series("train/reward")
     _, kl = metrics.series("train/kl_penalty")
-    rows = [
-        ("training reward", f"{rewards[0]:.3f}", f"{rewards[-1]:.3f}"),
-        ("KL to the start", f"{kl[0]:.4f}", f"{kl[-1]:.4f}"),
-    ]
+    rows = [("training reward", f"{rewards[0]:.3f}", f"{rewards[-1]:.3f}")]
+    if kl:
+        rows.append(("KL to the start", f"{kl[0]:.4f}", f"{kl[-1]:.4f}"))
     if summary.accuracy_before is not None and summary.accuracy_after is not None:
         rows.insert(0, ("held-out accuracy", f"{summary.accuracy_before:.3f}", f"{summary.accuracy_after:.3f}"))
-    console.table(title, ("", "before", "after"), rows)
+    console.table(title, ("", "at the start", "at the end"), rows)
     phases = [(phase, f"{seconds:.3f}") for phase, seconds in summary.seconds_by_phase.items()]
     console.table("median seconds a step", ("phase", "s"), [*phases, ("whole step", f"{summary.seconds_a_step:.3f}")])
     if plots:

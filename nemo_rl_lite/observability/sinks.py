@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_rl_lite.config.schema import LoggerConfig
+from nemo_rl_lite.errors import LauncherError
 
 METRICS_FILE = "metrics.jsonl"
 Metrics = Mapping[str, float]
@@ -53,8 +54,19 @@ class WeightsAndBiases:
     def __init__(self, config: LoggerConfig, folder: Path, whole_config: Mapping[str, Any]):
         import wandb
 
+        try:
+            self._run = self._start(config, folder, whole_config)
+        except wandb.errors.Error as error:
+            raise LauncherError(f"W&B could not start: {error}. Offline works: logger.wandb.mode=offline") from error
+        for prefix in ("train", "timing/train", "performance", "refit", "offload", "validation", "timing/validation"):
+            self._run.define_metric(f"{prefix}/*", step_metric="step")
+
+    @staticmethod
+    def _start(config: LoggerConfig, folder: Path, whole_config: Mapping[str, Any]) -> Any:
+        import wandb
+
         settings = config.wandb
-        self._run = wandb.init(
+        return wandb.init(
             project=settings.project,
             name=settings.name,
             entity=settings.entity,
@@ -64,8 +76,6 @@ class WeightsAndBiases:
             save_code=False,
             settings=wandb.Settings(console="off", silent=True, disable_git=True),
         )
-        for prefix in ("train", "timing/train", "performance", "refit", "offload", "validation", "timing/validation"):
-            self._run.define_metric(f"{prefix}/*", step_metric="step")
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._run.log({"step": step, **metrics})

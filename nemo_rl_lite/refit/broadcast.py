@@ -104,4 +104,4 @@ def _broadcast(group: RefitGroup, tensor: Tensor, what: Bucket | str) -> None:
         described = what if isinstance(what, str) else f"{what.describe()}, {what.nbytes} bytes"
         cause = str(error).splitlines()[0]
         limit = group.timeout.total_seconds()
-        raise RefitError(f"rank {group.rank} could not broadcast {described} within {limit:g} s: {cause}") from error
+        raise RefitError(f"rank {group.rank} could not broadcast {described} (limit {limit:g} s): {cause}") from error

@@ -1,12 +1,14 @@
 """Problems -> sampled sequences with masks, logprobs and rewards. Knows neither Ray nor an engine's make."""
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError
@@ -67,7 +69,9 @@ class RolloutCollector:
         Raises:
             DataError: a prompt that leaves no room for the response.
         """
-        prompts = [self._prompt(problem, sampling) for problem in problems]
+        prompts = [self._tokenizer.prompt(problem.messages) for problem in problems]
+        for problem, prompt in zip(problems, prompts, strict=True):
+            check_length(problem, prompt, sampling.max_new_tokens, self._max_length)
         completions = self._generation.generate(prompts, sampling)
         responses = [self._tokenizer.text(completion.tokens) for completion in completions]
         samples = range(sampling.samples_per_prompt)
@@ -87,28 +91,24 @@ class RolloutCollector:
             reward_errors=errors,
         )
 
-    def _prompt(self, problem: Problem, sampling: Sampling) -> list[int]:
-        prompt = self._tokenizer.prompt(problem.messages)
-        if len(prompt) + sampling.max_new_tokens > self._max_length:
-            start = problem.messages[-1]["content"][:60]
-            raise DataError(
-                f"a prompt of {len(prompt)} tokens and generation.max_new_tokens = {sampling.max_new_tokens} exceed "
-                f"policy.max_total_sequence_length = {self._max_length}: {start!r}. Raise the limit or drop the prompt."
-            )
-        return prompt
-
     def _judge(self, responses: Sequence[str], problems: Sequence[Problem]) -> tuple[Tensor, int]:
         """Rewards, and how many could not be computed; those count as 0, are logged and show as a metric."""
-        rewards, errors = [], 0
+        rewards: list[float] = []
+        errors: list[str] = []
         for response, problem in zip(responses, problems, strict=True):
             try:
-                rewards.append(self._reward(response, problem.answer))
-            except Exception:  # a user's function may raise anything
+                reward = self._reward(response, problem.answer)
+                if not math.isfinite(reward):
+                    raise ValueError(f"the reward is {reward}")
+            except Exception as error:  # a user's function may raise anything
                 if not errors:
                     log.warning("the reward failed on %r (answer %r)", response, problem.answer, exc_info=True)
-                errors += 1
-                rewards.append(0.0)
-        return torch.tensor(rewards), errors
+                errors.append(f"{type(error).__name__}: {error}")
+                reward = 0.0
+            rewards.append(reward)
+        if len(errors) == len(rewards):
+            raise DataError(f"the reward failed on all {len(errors)} samples, first with {errors[0]}")
+        return torch.tensor(rewards), len(errors)
 
     def _pad(self, prompts: Sequence[list[int]], completions: Sequence[Completion]) -> tuple[Tensor, Tensor, Tensor]:
         rows = list(zip(prompts, completions, strict=True))
@@ -121,3 +121,20 @@ class RolloutCollector:
             mask_BT[row, start:stop] = 1.0
             logprobs_BT[row, start:stop] = torch.tensor(completion.logprobs)
         return tokens_BT, mask_BT, logprobs_BT
+
+
+def check_prompts(problems: Sequence[Problem], tokenizer: ChatTokenizer, config: Config) -> None:
+    """Raises DataError: a prompt that leaves no room for the response."""
+    for problem in problems:
+        prompt = tokenizer.prompt(problem.messages)
+        check_length(problem, prompt, config.generation.max_new_tokens, config.policy.max_total_sequence_length)
+
+
+def check_length(problem: Problem, prompt: Sequence[int], max_new_tokens: int, max_length: int) -> None:
+    """Raises DataError: `prompt` leaves no room for `max_new_tokens` within `max_length` tokens."""
+    if len(prompt) + max_new_tokens > max_length:
+        start = problem.messages[-1]["content"][:60]
+        raise DataError(
+            f"a prompt of {len(prompt)} tokens and generation.max_new_tokens = {max_new_tokens} exceed "
+            f"policy.max_total_sequence_length = {max_length}: {start!r}. Raise the limit or drop the prompt."
+        )

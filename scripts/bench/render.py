@@ -44,10 +44,11 @@ def section(one: dict[str, Any]) -> list[str]:
     hardware = one["hardware"]
     versions = ", ".join(f"{name} {number}" for name, number in one["versions"].items())
     machine = f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_gib']} GiB"
+    commit = one["commit"].removesuffix("-dirty")[:9] + ("-dirty" if one["commit"].endswith("-dirty") else "")
     return [
         f"## {one['bench']} on {hardware['name']}",
         "",
-        f"{machine}; {one['date'][:10]}, commit `{one['commit'][:9]}`; `{one['command']}`; {versions}.",
+        f"{machine}; {one['date'][:10]}, commit `{commit}`; `{one['command']}`; {versions}.",
         "",
         *results_table(one),
         "",

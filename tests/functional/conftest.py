@@ -1,8 +1,11 @@
 """What functional tests share: a small untrained model and a way to run ranks as processes."""
 
 import os
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,20 +28,31 @@ def model_folder(tmp_path_factory) -> Path:
     return folder
 
 
-def run_ranks(script: Path, arguments: Sequence[str], ranks: int, port: int) -> None:
-    """Run `script` once a rank, with torch.distributed's environment; fails with the output of the first that fails."""
-    processes = []
-    for rank in range(ranks):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
-        own = {name: str(value) for name, value in place.items()}
-        command = [sys.executable, str(script), *arguments]
-        environ = os.environ | own | {"PYTHONPATH": str(ROOT), "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-        processes.append(
-            subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
-    for rank, process in enumerate(processes):
-        assert process.returncode == 0, f"rank {rank}:\n{outputs[rank][-4000:]}"
+def run_ranks(script: Path, arguments: Sequence[str], ranks: int, timeout_s: float = 200) -> None:
+    """Run `script` once a rank, with torch.distributed's environment; fails with what the ranks that failed printed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes, folder = [], Path(tempfile.mkdtemp())
+    try:
+        for rank in range(ranks):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+            own = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+            environ = os.environ | own | {"PYTHONPATH": str(ROOT), "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+            command = [sys.executable, str(script), *arguments]
+            with (folder / str(rank)).open("w") as output:
+                processes.append(subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT))
+        deadline = time.monotonic() + timeout_s
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            if any(process.returncode for process in processes):
+                break
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    outputs = {rank: (folder / str(rank)).read_text()[-4000:] for rank in range(ranks) if processes[rank].returncode}
+    assert not outputs, "\n".join(f"rank {rank}:\n{text}" for rank, text in outputs.items())
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """A worker that raises or dies ends the run soon, says who and why, and nothing stays behind."""
 
+import json
 import os
 import re
 import shutil
@@ -78,15 +79,41 @@ def test_a_worker_that_raises_is_named_with_phase_and_cause(tmp_path, model_fold
     assert run.survivors() == []
 
 
-@pytest.mark.parametrize("victim", ["policy-0", "generation-0"])
+def test_a_worker_that_raises_in_a_step_ends_the_run_within_fifteen_seconds(tmp_path, model_folder):
+    """A prompt with a token that the model does not know: the second step's engine call raises."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    small = tmp_path / "small-vocabulary"
+    shutil.copytree(model_folder, small)
+    config = AutoConfig.from_pretrained(model_folder)
+    config.vocab_size = 44
+    AutoModelForCausalLM.from_config(config).save_pretrained(small)
+    rows = [{"prompt": "1" if row < 16 else "%", "answer": "1"} for row in range(32)]
+    data = tmp_path / "problems.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    source = ["data=jsonl", f"data.train_path={data}", f"data.validation_path={data}", "data.shuffle=false"]
+    run = Run(tmp_path / "run", small, *source, "algorithm.val_at_start=false")
+    run.wait_for("step +1/30")
+    started = time.monotonic()
+    errors = run.end(within_s=60)
+    assert time.monotonic() - started < 15
+    assert run.process.returncode == 3
+    assert re.search(r"worker error: generation rank 0 failed in phase 'generate': \w*Error: .+", errors)
+    assert "Traceback" not in errors and run.survivors() == []
+
+
+@pytest.mark.parametrize("victim", ["policy-1", "generation-0"])
 def test_a_worker_that_dies_ends_the_run_within_fifteen_seconds(tmp_path, model_folder, victim):
-    run = Run(tmp_path / "run", model_folder, "algorithm.max_num_steps=500", "algorithm.val_at_start=false")
+    """Policy rank 1 of 2: its neighbour's collective fails in the same moment, and must not be blamed."""
+    tensor_parallel = ["cluster.cpu_ranks=2", "policy.megatron_cfg.tensor_model_parallel_size=2"]
+    steps = ["algorithm.max_num_steps=500", "algorithm.val_at_start=false"]
+    run = Run(tmp_path / "run", model_folder, *steps, *tensor_parallel)
     run.wait_for("step +2/500")
     os.kill(run.worker(victim), signal.SIGKILL)
     started = time.monotonic()
     errors = run.end(within_s=60)
     assert time.monotonic() - started < 15
-    assert run.process.returncode == 3
+    assert run.process.returncode == 3, errors
     assert f"worker error: {victim.replace('-', ' rank ')} failed in phase" in errors
     assert "died" in errors and "Traceback" not in errors
     assert run.survivors() == []

@@ -62,7 +62,7 @@ def outcomes(model_folder, tmp_path_factory):
             overrides = LAYOUTS[layout]
             ranks = 2 if "cluster.cpu_ranks=2" in overrides else 1
             script = Path(__file__).with_name("policy_rank.py")
-            run_ranks(script, [str(model_folder), str(output), *BATCHES, *overrides], ranks, port=29600 + len(done))
+            run_ranks(script, [str(model_folder), str(output), *BATCHES, *overrides], ranks)
             done[layout] = _read(output)
         return done[layout]
 
@@ -121,6 +121,9 @@ def test_layouts_agree_in_float32(outcomes, layout):
             assert ours[name] == pytest.approx(theirs[name], abs=1e-4), name
     np.testing.assert_allclose(other.after, one.after, atol=2e-4)
     assert other.weights.keys() == one.weights.keys()
+    # Two Adam steps of 3e-4 may go either way where a gradient is next to nothing; a wrong shard is off by far more.
+    for name, weight in one.weights.items():
+        np.testing.assert_allclose(other.weights[name], weight, atol=1.5e-3, err_msg=name)
 
 
 def test_training_changes_the_weights_and_export_has_them(outcomes, model_folder):

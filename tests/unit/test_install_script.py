@@ -9,22 +9,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TOOLS = (
-    "bash",
-    "cat",
-    "sha256sum",
-    "cut",
-    "flock",
-    "rm",
-    "df",
-    "awk",
-    "du",
-    "sleep",
-    "kill",
-    "dirname",
-    "grep",
-    "tail",
-)
+TOOLS = ["bash", "cat", "sha256sum", "cut", "flock", "rm", "df", "awk", "du", "sleep", "kill", "dirname", "grep"]
+TOOLS += ["tail", "wc"]
+
+# pip's settings for a machine without network.
+NOWHERE = {
+    "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+    "PIP_EXTRA_INDEX_URL": "",
+    "PIP_FIND_LINKS": "",
+    "PIP_CONFIG_FILE": os.devnull,
+    "PIP_RETRIES": "0",
+}
 
 
 @pytest.fixture
@@ -63,14 +58,11 @@ def test_without_python_312_it_says_how_to_get_it(machine):
 
 
 def test_python_312_is_also_found_in_pyenv(machine):
-    checkout, tools = machine
+    checkout, _ = machine
     versions = checkout.parent / "pyenv" / "versions" / "3.12.9" / "bin"
     versions.mkdir(parents=True)
     (versions / "python3.12").symlink_to(sys.executable)
-    (tools / "df").unlink()
-    (tools / "df").write_text("#!/bin/sh\necho head; echo disk 100 99 1024 99% /\n")
-    (tools / "df").chmod(0o755)
-    done = install(machine, PYENV_ROOT=str(checkout.parent / "pyenv"))
+    done = install(machine, "cpu", PYENV_ROOT=str(checkout.parent / "pyenv"), **NOWHERE)
     assert "Python 3.12 is needed" not in done.stderr
     assert (checkout / ".venv" / "bin" / "python").exists()
 
@@ -89,14 +81,7 @@ def test_without_space_it_says_how_much(machine):
 def test_without_network_it_says_so_and_the_next_run_tries_again(machine):
     give_python(machine)
     checkout, _ = machine
-    nowhere = {
-        "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
-        "PIP_EXTRA_INDEX_URL": "",
-        "PIP_FIND_LINKS": "",
-        "PIP_CONFIG_FILE": os.devnull,
-        "PIP_RETRIES": "0",
-    }
-    done = install(machine, "cpu", **nowhere)
+    done = install(machine, "cpu", **NOWHERE)
     assert done.returncode == 1
     assert "packages could not be fetched: is the package index reachable" in done.stderr
     assert not (checkout / ".venv" / "installed").exists()
@@ -116,6 +101,6 @@ def test_an_up_to_date_environment_is_left_alone(machine):
         (checkout / name).read_bytes() for name in ("pyproject.toml", "constraints.txt", "scripts/install.sh")
     )
     digest = subprocess.run(["sha256sum"], input=content, capture_output=True, check=True).stdout.split()[0].decode()
-    (checkout / ".venv" / "installed").write_text(f"cpu {digest}\n")
+    (checkout / ".venv" / "installed").write_text(f"cpu {checkout} {digest}\n")
     done = install(machine, "cpu")
     assert done.returncode == 0 and "up to date (cpu)" in done.stdout

@@ -9,6 +9,11 @@ def shout(response: str, answer: str, volume: float = 1.0) -> float:
     return volume * (response == answer.upper())
 
 
+def test_arguments_that_the_reward_does_not_take_are_refused():
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'loudness'"):
+        find_reward("tests.unit.test_rewards.shout", {"loudness": 3})
+
+
 def test_exact_match():
     reward = find_reward("exact_match", {})
     assert reward(" 42\n", "42") == 1.0

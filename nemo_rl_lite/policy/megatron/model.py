@@ -1,5 +1,6 @@
 """A Hugging Face folder -> a megatron-core model on this rank, through megatron-bridge."""
 
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -86,7 +87,7 @@ def build_model(config: PolicyConfig, path: str, timeout_s: float, seed: int) ->
     for fusion in _FUSIONS:
         setattr(provider, fusion, False)
     provider.finalize()
-    provider.initialize_model_parallel(seed=seed)
+    provider.initialize_model_parallel(seed=seed, distributed_timeout_minutes=math.ceil(timeout_s / 60))
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=parallel.optimizer.use_distributed_optimizer,
         grad_reduce_in_fp32=True,

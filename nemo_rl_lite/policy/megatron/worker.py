@@ -87,7 +87,7 @@ class MegatronWorker:
         `grad_norm`, `lr` and `wd`, which are whole on every replica.
 
         Raises:
-            FloatingPointError: the gradient is not finite; weights and optimizer states stay as they were.
+            RuntimeError: the gradient is not finite (found by megatron-core before the weights change).
         """
         for chunk in self._model.chunks:
             chunk.zero_grad_buffer()
@@ -100,9 +100,7 @@ class MegatronWorker:
             lambda logprobs_BT, micro: loss(logprobs_BT, micro, counts),
         )
         learning_rate = self._optimizer.param_groups[0]["lr"]
-        updated, grad_norm, _ = self._optimizer.step()
-        if not updated:
-            raise FloatingPointError(f"the gradient is not finite (norm {grad_norm})")
+        _, grad_norm, _ = self._optimizer.step()
         self._scheduler.step(increment=1)
         if not self._model.place.reports:
             return None

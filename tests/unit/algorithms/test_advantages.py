@@ -24,9 +24,12 @@ def test_normalisation_is_defined_for_two_samples(leave_one_out):
     assert advantages[0, 0] > 0.5 and advantages[0, 1] == -advantages[0, 0]
 
 
-def test_equal_rewards_teach_nothing():
-    advantages = group_advantages(torch.full((2, 4), 0.3), leave_one_out=True, normalize=True)
-    assert advantages.abs().max() < 1e-6
+@pytest.mark.parametrize("reward", [0.0, 0.3, 10.1, 1000.1])
+@pytest.mark.parametrize("size", [2, 3, 7, 8])
+@pytest.mark.parametrize("leave_one_out", [True, False])
+def test_equal_rewards_teach_exactly_nothing(reward, size, leave_one_out):
+    advantages = group_advantages(torch.full((2, size), reward), leave_one_out, normalize=True)
+    assert (advantages == 0).all()
 
 
 def test_a_single_sample_is_an_error():

@@ -1,6 +1,8 @@
 """Every mistake gets one readable message on the real command line: status 2, key and fix named, no traceback."""
 
 import json
+import re
+import shutil
 
 import pytest
 
@@ -38,6 +40,11 @@ CASES = {
     "recipes=nothing-like-this": ["recipes", "no such file"],
     "offload=everything": ["offload", "logprob, none"],
     "policy@other=megatron": ["gives a package"],
+    # References that lead nowhere.
+    "policy.precision='${nope}'": ["policy.precision", "cannot be resolved"],
+    "run_name='${run_name}'": ["run_name", "cannot be resolved"],
+    "run_name='???'": ["run_name", "has no value"],
+    "reward.kwargs.x='${oc.env:NO_SUCH_VARIABLE}'": ["reward.kwargs.x", "cannot be resolved"],
     # Not overrides at all, or deletions.
     "just-a-word": ["just-a-word", "is not an override"],
     "policy.precision": ["policy.precision", "is not an override"],
@@ -46,6 +53,7 @@ CASES = {
     # Wrong types and ranges.
     "algorithm.seed=abc": ["algorithm.seed", "must be an integer"],
     "algorithm.seed=-1": ["algorithm.seed", "greater than or equal to 0"],
+    "algorithm.seed=4294967296": ["algorithm.seed", "less than 4294967296"],
     "algorithm.seed=1.5": ["algorithm.seed", "must be an integer"],
     "algorithm.max_num_steps=0": ["algorithm.max_num_steps", "greater than 0"],
     "algorithm.val_at_start=yep": ["algorithm.val_at_start", "must be true or false"],
@@ -99,6 +107,7 @@ CASES = {
     "generation.stop_strings=['']": ["generation.stop_strings", "empty string"],
     "generation.vllm_cfg.tensor_parallel_size=2": ["generation.data_parallel_size"],
     "+generation.vllm_kwargs.dtype=half": ["generation.vllm_kwargs.dtype", "set policy.precision instead"],
+    "generation.vllm_kwargs.disable_log_stats=true": ["generation.vllm_kwargs.disable_log_stats", "remove it"],
     "cluster.gpus_per_node=8": ["cluster.gpus_per_node", "CPUs only"],
     "cluster.num_nodes=2": ["cluster.num_nodes", "one node"],
     "policy.max_total_sequence_length=4096": ["policy.max_total_sequence_length", "128 positions"],
@@ -106,6 +115,10 @@ CASES = {
     "logger.wandb_enabled=true": ["logger.wandb.mode", "wandb login", "offline"],
     # Models, data and rewards that are not there or not usable.
     "policy.model_name=./no/such/model": ["policy.model_name", "no such folder"],
+    "policy.model_name=~nobody-here/x": ["is not an override", "quote a value"],
+    "policy.model_name='~nobody-here/x'": ["policy.model_name", "home directory"],
+    "policy.model_name='a b/c'": ["policy.model_name", "no such folder"],
+    "policy.model_name=PICKLED": ["policy.model_name", "no *.safetensors"],
     "policy.model_name=EMPTY": ["policy.model_name", "no config.json"],
     "policy.model_name=embedded:chess": ["policy.model_name", "embedded:reverse-digits"],
     "data=jsonl": ["data.train_path", "has no value"],
@@ -118,11 +131,19 @@ CASES = {
     "data=jsonl data.train_path=BROKEN data.validation_path=DATA": ["data.train_path", "row 2", "not JSON"],
     "data=jsonl data.train_path=BLANK data.validation_path=DATA": ["data.train_path", "no rows"],
     "data=jsonl data.train_path=NULL data.validation_path=DATA": ["row 1", "column 'answer' is null"],
+    "data=jsonl data.train_path=LATIN data.validation_path=DATA": ["data.train_path", "cannot be read"],
+    "data=jsonl data.train_path=NESTED data.validation_path=DATA": ["row 1", "not a structure"],
+    "data=jsonl data.train_path='~nobody-here/x' data.validation_path=DATA": ["data.train_path", "cannot be read"],
     "data=jsonl data.train_path=DATA": ["data.validation_path", "validation is on"],
     "data.name=squad": ["data.name", "reverse_digits, jsonl"],
     "data.task_kwargs.num_digits=1": ["data.task_kwargs.num_digits", "between 2 and 20"],
     "+data.task_kwargs.digits=5": ["data.task_kwargs.digits", "no such argument"],
     "reward.name=vibes": ["reward.name", "exact_match"],
+    # Sweeps: every job is checked before the first one starts.
+    "-m algorithm.seed=1,abc": ["algorithm.seed", "must be an integer"],
+    "-m generation.temperature=0,1 algorithm.seed=1,2": ["generation.temperature", "greater than 0"],
+    "-m algorithm.sed=1,2": ["algorithm.sed", "did you mean algorithm.seed"],
+    "--help policy.lr=1": ["policy.lr", "did you mean"],
     "reward.name=no_such_package.reward": ["reward.name", "no such reward"],
 }
 
@@ -139,11 +160,18 @@ def places(tmp_path, monkeypatch) -> dict[str, str]:
     (model / "tokenizer_config.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"")
     (tmp_path / "empty").mkdir()
+    pickled = tmp_path / "pickled"
+    shutil.copytree(model, pickled)
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    (tmp_path / "LATIN.jsonl").write_bytes('{"prompt": "ä", "answer": "b"}'.encode("latin-1"))
+    (tmp_path / "NESTED.jsonl").write_text(json.dumps({"prompt": "x", "answer": {"a": 1}}))
     row = json.dumps({"prompt": "2+2", "answer": "4"})
     files = {"DATA": row, "BROKEN": f"{row}\n{{", "BLANK": "\n", "NULL": json.dumps({"prompt": "x", "answer": None})}
     for name, content in files.items():
         (tmp_path / f"{name}.jsonl").write_text(content)
-    return {"MODEL": str(model), "EMPTY": str(tmp_path / "empty")} | {n: str(tmp_path / f"{n}.jsonl") for n in files}
+    folders = {"MODEL": model, "EMPTY": tmp_path / "empty", "PICKLED": pickled}
+    paths = folders | {name: tmp_path / f"{name}.jsonl" for name in [*files, "LATIN", "NESTED"]}
+    return {name: str(path) for name, path in paths.items()}
 
 
 def test_there_are_at_least_sixty_cases():
@@ -152,7 +180,7 @@ def test_there_are_at_least_sixty_cases():
 
 @pytest.mark.parametrize("arguments", CASES)
 def test_bad_config(arguments, places, capsys, tmp_path):
-    words = [_place(word, places) for word in arguments.split(" ")]
+    words = [_place(word, places) for word in re.split(r" (?![^']*'(?:[^']*'[^']*')*[^']*$)", arguments)]
     with pytest.raises(SystemExit) as exit_:
         train.main(words)
     captured = capsys.readouterr()

@@ -50,6 +50,19 @@ def test_environment_variable_sets_the_bucket_size_and_bad_values_are_errors(mon
         compose_config()
 
 
+def test_an_empty_environment_variable_is_a_readable_error(monkeypatch):
+    monkeypatch.setenv("NRL_REFIT_BUFFER_MEMORY_RATIO", "")
+    with pytest.raises(ConfigError, match="buffer_memory_ratio"):
+        compose_config()
+
+
+def test_valid_but_unusual_overrides_are_accepted():
+    assert compose_config(["recipes=null"]).run_name == "grpo-reverse_digits"
+    assert compose_config(["generation.vllm_kwargs={block_size:16}"]).generation.vllm_kwargs == {"block_size": 16}
+    config = compose_config(["policy.megatron_cfg.optimizer.lr=1e-6", "run_name='ünï-code'"])
+    assert config.run_name == "ünï-code"
+
+
 def test_every_recipe_is_valid():
     for name in compose.groups()["recipes"]:
         compose_config([f"recipes={name}"])

@@ -104,7 +104,7 @@ def test_a_bucket_that_does_not_arrive_is_named():
 
     _, error = run([producer, consumer], 1.0)
     assert isinstance(error, RefitError)
-    assert "matrix" in str(error) and "bytes" in str(error) and "within 1 s" in str(error)
+    assert "matrix" in str(error) and "bytes" in str(error) and "limit 1 s" in str(error)
 
 
 def test_different_bytes_are_found_and_named():

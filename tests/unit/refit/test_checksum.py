@@ -26,6 +26,12 @@ def test_exchanged_words_show_also_across_chunks():
     assert checksum(exchanged.view(torch.uint8)) != checksum(buffer)
 
 
+def test_exchanged_numbers_that_differ_in_their_sign_alone_show():
+    values = torch.tensor([1.0, 2.0, 1.0, -2.0])
+    exchanged = values[[2, 3, 0, 1]].clone()
+    assert checksum(values.view(torch.uint8)) != checksum(exchanged.view(torch.uint8))
+
+
 def test_the_empty_buffer_and_zeros():
     assert checksum(torch.zeros(0, dtype=torch.uint8)) == checksum(torch.zeros(512, dtype=torch.uint8)) == 0
 

@@ -77,6 +77,13 @@ def test_a_reward_that_raises_is_counted_and_logged(caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
+@pytest.mark.parametrize("broken", [lambda response, answer: 1 / 0, lambda response: 1.0, lambda *_: float("nan")])
+def test_a_reward_that_never_works_ends_the_run(broken):
+    collector = RolloutCollector(Script(ANSWERS), Letters(), broken, 32)
+    with pytest.raises(DataError, match="failed on all 4 samples, first with"):
+        collector.collect(problems("a", "xyz"), SAMPLING)
+
+
 def test_a_prompt_without_room_is_an_error_that_names_both_limits():
     collector = RolloutCollector(Script(ANSWERS), Letters(), lambda *_: 0.0, 6)
     with pytest.raises(DataError, match=r"5 tokens and generation.max_new_tokens = 4 .*max_total_sequence_length = 6"):
