@@ -77,7 +77,7 @@ class WeightSync:
             "seconds": seconds,
             "gb_per_s": self._plan.nbytes / seconds / 1e9,
         }
-        return metrics | (self.probe() if self._config.verify != "of" else {})
+        return metrics | (self.probe() if self._config.verify != "off" else {})
 
     def probe(self) -> dict[str, float]:
         """Let every engine sample a short sequence and the policy score it: the logprobs must agree.
@@ -102,4 +102,4 @@ class WeightSync:
                     f"{difference:.4f} nats after the refit (limit {self._probe.tolerance:g}, refit.probe_tolerance)"
                 )
             worst = max(worst, difference)
-        return {"probe_logprob_dif": worst, "probe_s": time.perf_counter() - started}
+        return {"probe_logprob_diff": worst, "probe_s": time.perf_counter() - started}

@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.generation.remote import ENGINE_CLASSES
 from nemo_rl_lite.refit import group as refit_group
+from nemo_rl_lite.refit.broadcast import RefitReport
 from nemo_rl_lite.refit.plan import RefitPlan
 
 backend, model_folder, plan_file, output = sys.argv[1:]
@@ -32,13 +34,24 @@ seen = {
     "stop string": engine.generate(prompts, replace(sampling, stop_strings=("a", "b", "1"), max_new_tokens=20)),
 }
 
-plan: RefitPlan = pickle.loads(Path(plan_file).read_bytes())
-store = Path(f"{output}.port")
-server = refit_group.host_store("127.0.0.1", 60)
-store.write_text(str(server.port))
-engine.join_refit(plan, "127.0.0.1", server.port, 1, 2)
-report = engine.receive_weights()
+
+def refit(name: str) -> RefitReport:
+    """Take part in the refit whose plan is in `plan_file` + name; the port to meet at goes to a file."""
+    plan: RefitPlan = pickle.loads(Path(plan_file + name).read_bytes())
+    store = refit_group.host_store("127.0.0.1", 60)
+    port_file = Path(f"{output}.port{name}")
+    port_file.with_suffix(".new").write_text(str(store.port))
+    port_file.with_suffix(".new").rename(port_file)
+    engine.join_refit(plan, "127.0.0.1", store.port, 1, 2)
+    return engine.receive_weights()
+
+
+report = refit("")
 seen["checksums"] = report.checksums
 seen["seconds"] = report.seconds
 seen["refitted"] = engine.generate(prompts, replace(sampling, temperature=1.0))
+try:
+    refit(".partial")
+except RefitError as error:
+    seen["partial"] = str(error)
 Path(output).write_bytes(pickle.dumps(seen))

@@ -12,11 +12,13 @@ import torch
 from torch.distributed import TCPStore
 
 from nemo_rl_lite.refit import group as refit_group
-from nemo_rl_lite.refit.broadcast import send
+from nemo_rl_lite.refit.broadcast import RefitReport, send
 from nemo_rl_lite.refit.packing import dtype_name
-from nemo_rl_lite.refit.plan import make_plan
+from nemo_rl_lite.refit.plan import RefitPlan, make_plan
 
 pytestmark = pytest.mark.functional
+
+LEFT_OUT = "model.layers.2.self_attn.k_norm.weight"
 
 
 @pytest.fixture(scope="module")
@@ -36,30 +38,37 @@ def new_model(model_folder):
 def seen(request, model_folder, new_model, engine_environment, tmp_path_factory):
     """What an engine process saw (engine_process.py); this process is the producer of its refit."""
     folder = tmp_path_factory.mktemp(request.param)
-    weights = list(new_model.named_parameters())
-    plan = make_plan([(name, tuple(t.shape), dtype_name(t.dtype)) for name, t in weights], bucket_bytes=300_000)
-    assert len(plan.buckets) > 3
-    (folder / "plan").write_bytes(pickle.dumps(plan))
+    weights = [(name, weight.detach()) for name, weight in new_model.named_parameters()]
+    partial = [(name, weight) for name, weight in weights if name != LEFT_OUT]
+    plans = {"": plan_of(weights), ".partial": plan_of(partial)}
+    assert len(plans[""].buckets) > 3
+    for name, plan in plans.items():
+        (folder / f"plan{name}").write_bytes(pickle.dumps(plan))
     script = Path(__file__).with_name("engine_process.py")
-    command = [
-        sys.executable,
-        str(script),
-        request.param,
-        str(model_folder),
-        str(folder / "plan"),
-        str(folder / "seen"),
-    ]
+    arguments = [request.param, model_folder, folder / "plan", folder / "seen"]
+    command = [sys.executable, str(script), *map(str, arguments)]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, env=engine_environment, stdout=log, stderr=subprocess.STDOUT)
-    while not (folder / "seen.port").exists():
-        assert process.poll() is None, (folder / "log").read_text()[-4000:]
-        time.sleep(0.2)
-    time.sleep(0.2)
-    port = int((folder / "seen.port").read_text())
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
-    sent = send(plan, [(n, t.detach()) for n, t in weights], refit_group.join(store, 0, 2, 60), verify=True)
+
+    def produce(name: str, tensors: list) -> RefitReport:
+        port_file = folder / f"seen.port{name}"
+        while not port_file.exists():
+            assert process.poll() is None, (folder / "log").read_text()[-4000:]
+            time.sleep(0.1)
+        limit = timedelta(seconds=60)
+        store = TCPStore(
+            "127.0.0.1", int(port_file.read_text()), is_master=False, wait_for_workers=False, timeout=limit
+        )
+        return send(plans[name], tensors, refit_group.join(store, 0, 2, 60), verify=True)
+
+    sent = produce("", weights)
+    produce(".partial", partial)
     assert process.wait(60) == 0, (folder / "log").read_text()[-4000:]
     return pickle.loads((folder / "seen").read_bytes()) | {"sent": sent}
+
+
+def plan_of(weights: list) -> RefitPlan:
+    return make_plan([(name, tuple(t.shape), dtype_name(t.dtype)) for name, t in weights], bucket_bytes=300_000)
 
 
 def scores(model, prompt, completion, temperature: float) -> torch.Tensor:
@@ -119,3 +128,8 @@ def test_after_a_refit_the_engine_is_the_new_model(seen, new_model):
     assert seen["checksums"] == seen["sent"].checksums
     assert set(seen["seconds"]) == {"transfer", "load"}
     check_logprobs(new_model, seen["prompts"], seen["refitted"], temperature=1.0)
+
+
+def test_a_weight_that_the_producer_left_out_is_an_error(seen):
+    assert "left 1 weights of the engine as they were" in seen["partial"]
+    assert LEFT_OUT in seen["partial"]
