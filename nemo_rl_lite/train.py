@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from nemo_rl_lite.config.compose import CONFIG_NAME, check_overrides, compose_config, config_dir, resolve
@@ -52,9 +53,10 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
 
     try:
         accepted, violations = check_overrides(overrides)
-        if only_informs(flags) and not violations:
-            pass
-        else:
+        if only_informs(flags) and any(flag in _SWEEP for flag in flags):
+            violations.append(Violation(" ".join(flags), None, "a sweep runs, the other flag only prints", "drop one"))
+            raise ConfigError(violations)
+        if violations or not only_informs(flags):
             # Before Hydra makes the run's folder, and before the first job of a sweep.
             for job in _jobs(overrides) if any(flag in _SWEEP for flag in flags) else [overrides]:
                 compose_config(job)
@@ -71,16 +73,21 @@ def only_informs(flags: Sequence[str]) -> bool:
 
 
 def _jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """The overrides of each job of a sweep, as Hydra's basic sweeper makes them; others are left to Hydra."""
-    parsed = OverridesParser.create().parse_overrides([item for item in overrides if "=" in item])
-    choices = [
-        [f"{sweep.input_line.split('=')[0]}={value}" for value in sweep.sweep_string_iterator()]
-        if sweep.is_sweep_override() and sweep.is_discrete_sweep()
-        else [sweep.input_line]
-        for sweep in parsed
-        if sweep.input_line is not None
-    ]
+    """The overrides of each job of a sweep, as Hydra's basic sweeper makes them."""
+    choices = [values for override in overrides if (values := _values(override))]
     return map(list, itertools.product(*choices))
+
+
+def _values(argument: str) -> list[str]:
+    """An override for each value it sweeps over; none where only Hydra can tell the values."""
+    try:
+        override = OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return [argument]
+    if not override.is_sweep_override():
+        return [argument]
+    key = argument.partition("=")[0]
+    return [f"{key}={value}" for value in override.sweep_string_iterator()] if override.is_discrete_sweep() else []
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

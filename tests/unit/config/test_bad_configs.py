@@ -142,6 +142,10 @@ CASES = {
     # Sweeps: every job is checked before the first one starts.
     "-m algorithm.seed=1,abc": ["algorithm.seed", "must be an integer"],
     "-m generation.temperature=0,1 algorithm.seed=1,2": ["generation.temperature", "greater than 0"],
+    "-m --cfg job": ["-m --cfg job", "drop one"],
+    "-m policy.precision=[": ["is not an override"],
+    "-m just-a-word algorithm.seed=1,2": ["just-a-word", "is not an override"],
+    "-m algorithm.seed=range(1,4) policy.logprob_batch_size=48": ["policy.logprob_batch_size", "512 samples"],
     "-m algorithm.sed=1,2": ["algorithm.sed", "did you mean algorithm.seed"],
     "--help policy.lr=1": ["policy.lr", "did you mean"],
     "reward.name=no_such_package.reward": ["reward.name", "no such reward"],
