@@ -30,6 +30,8 @@ class Run:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # What a terminal's shell does; a test run in the background may have inherited an ignored SIGINT.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             env=os.environ | {MARK: self.mark},
         )
 
