@@ -106,7 +106,7 @@ def run(config: Config, folder: Path, arguments: Sequence[str]) -> "Summary":
     from nemo_rl_lite.checkpoint.source import locate_model
     from nemo_rl_lite.cluster.launch import launch as launch_workers
     from nemo_rl_lite.cluster.runtime import ray_runtime
-    from nemo_rl_lite.config.rules import policy_ranks
+    from nemo_rl_lite.config.sizes import policy_ranks
     from nemo_rl_lite.data.problems import training_set, validation_set
     from nemo_rl_lite.data.tokenizer import ChatTokenizer
     from nemo_rl_lite.generation.interface import Sampling

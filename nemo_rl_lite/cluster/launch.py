@@ -7,8 +7,8 @@ from pathlib import Path
 from nemo_rl_lite.cluster.runtime import available_cores
 from nemo_rl_lite.cluster.weight_sync import ProbeSettings, WeightSync
 from nemo_rl_lite.cluster.workers import WorkerGroup, wait
-from nemo_rl_lite.config.rules import data_parallel_size, policy_ranks
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import data_parallel_size, policy_ranks
 from nemo_rl_lite.generation.remote import ENGINE_CLASSES, RemoteGeneration
 from nemo_rl_lite.generation.vllm import worker as vllm_worker
 from nemo_rl_lite.policy.remote import WORKER_CLASS, RemotePolicy

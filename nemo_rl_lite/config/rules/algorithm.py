@@ -1,0 +1,32 @@
+"""What an algorithm needs of its own options."""
+
+from collections.abc import Iterator
+
+from nemo_rl_lite.config.rules.base import rule
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.errors import Violation
+
+
+@rule("algorithm.num_generations_per_prompt")
+def groups_have_a_baseline(config: Config) -> Iterator[Violation]:
+    size = config.algorithm.num_generations_per_prompt
+    if size < 2:
+        key = "algorithm.num_generations_per_prompt"
+        yield Violation(key, size, "GRPO compares samples of one prompt, so it needs at least 2", f"{key}=8")
+
+
+@rule("algorithm.loss_fn")
+def loss_options_agree(config: Config) -> Iterator[Violation]:
+    loss = config.algorithm.loss_fn
+    prefix = "algorithm.loss_fn"
+    if loss.sequence_level_importance_ratios and loss.token_level_loss:
+        key = f"{prefix}.sequence_level_importance_ratios"
+        yield Violation(key, True, "needs a sequence-level loss", f"{prefix}.token_level_loss=false")
+    if loss.truncated_importance_sampling_ratio is not None and not loss.use_importance_sampling_correction:
+        key = f"{prefix}.truncated_importance_sampling_ratio"
+        fix = f"{prefix}.use_importance_sampling_correction=true, or {key}=null"
+        yield Violation(key, loss.truncated_importance_sampling_ratio, "limits a correction that is off", fix)
+    if loss.ratio_clip_c is not None and loss.ratio_clip_c <= 1 + loss.ratio_clip_max:
+        key = f"{prefix}.ratio_clip_c"
+        limit = 1 + loss.ratio_clip_max
+        yield Violation(key, loss.ratio_clip_c, f"must exceed 1 + ratio_clip_max = {limit:g}", f"{key}=3.0")

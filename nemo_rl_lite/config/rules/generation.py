@@ -1,0 +1,56 @@
+"""The generation engine and its sampling."""
+
+import importlib.util
+from collections.abc import Iterator
+
+from nemo_rl_lite.config.rules.base import rule
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.errors import Violation
+
+
+@rule("generation.vllm_cfg.tensor_parallel_size", "cluster.gpus_per_node")
+def generation_parallel_size(config: Config) -> Iterator[Violation]:
+    key, size = "generation.vllm_cfg.tensor_parallel_size", config.generation.vllm_cfg.tensor_parallel_size
+    if size > 1 and config.cluster.gpus_per_node == 0:
+        fix = f"{key}=1, and generation.data_parallel_size for more engines"
+        yield Violation(key, size, "a CPU engine is one process", fix)
+
+
+@rule("generation.backend", "generation.vllm_kwargs")
+def engine_is_installed(config: Config) -> Iterator[Violation]:
+    if config.generation.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        fix = "bash scripts/install.sh, or generation=transformers"
+        yield Violation("generation.backend", "vllm", "vLLM is not installed here", fix)
+    owned = {
+        "model": "policy.model_name",
+        "dtype": "policy.precision",
+        "max_model_len": "policy.max_total_sequence_length",
+        "tensor_parallel_size": "generation.vllm_cfg.tensor_parallel_size",
+        "enforce_eager": "generation.vllm_cfg.enforce_eager",
+        "max_num_seqs": "generation.vllm_cfg.max_num_seqs",
+        "gpu_memory_utilization": "generation.vllm_cfg.gpu_memory_utilization",
+        "seed": "algorithm.seed",
+        "logprobs_mode": None,
+        "worker_extension_cls": None,
+        "disable_log_stats": None,
+        "skip_tokenizer_init": None,
+    }
+    for name in config.generation.vllm_kwargs:
+        if name in owned:
+            fix = f"set {owned[name]} instead" if owned[name] else "remove it"
+            yield Violation(f"generation.vllm_kwargs.{name}", None, "is set by the launcher", fix)
+
+
+@rule("generation.max_new_tokens", "policy.max_total_sequence_length")
+def responses_fit_the_sequence(config: Config) -> Iterator[Violation]:
+    new, total = config.generation.max_new_tokens, config.policy.max_total_sequence_length
+    if new >= total:
+        rule_text = f"must leave room for the prompt within policy.max_total_sequence_length = {total}"
+        yield Violation("generation.max_new_tokens", new, rule_text, f"generation.max_new_tokens={max(total // 2, 1)}")
+
+
+@rule("generation.stop_strings")
+def stop_strings_are_not_empty(config: Config) -> Iterator[Violation]:
+    if "" in config.generation.stop_strings:
+        key = "generation.stop_strings"
+        yield Violation(key, config.generation.stop_strings, "an empty string stops at once", f"{key}=[]")
