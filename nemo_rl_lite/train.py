@@ -15,7 +15,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from nemo_rl_lite.config.compose import CONFIG_NAME, check_overrides, compose_config, config_dir, resolve
+from nemo_rl_lite.config.compose import compose_config, resolve
+from nemo_rl_lite.config.keys import CONFIG_NAME, config_dir
+from nemo_rl_lite.config.overrides import check_overrides
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, LauncherError, Violation, WorkerError
 
@@ -102,20 +104,12 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def run(config: Config, folder: Path, arguments: Sequence[str]) -> "Summary":
     """One training run in `folder`, from starting weights to report."""
-    from nemo_rl_lite.algorithms.grpo import GRPO
-    from nemo_rl_lite.checkpoint.source import locate_model
-    from nemo_rl_lite.cluster.launch import launch as launch_workers
     from nemo_rl_lite.cluster.runtime import ray_runtime
-    from nemo_rl_lite.config.sizes import policy_ranks
-    from nemo_rl_lite.data.problems import training_set, validation_set
-    from nemo_rl_lite.data.tokenizer import ChatTokenizer
-    from nemo_rl_lite.generation.interface import Sampling
+    from nemo_rl_lite.jobs.interface import make_job
     from nemo_rl_lite.observability.console import RunConsole
     from nemo_rl_lite.observability.report import report, summarize
-    from nemo_rl_lite.observability.samples import SampleLog
     from nemo_rl_lite.observability.sinks import METRICS_FILE, MetricsLog
-    from nemo_rl_lite.rewards.registry import find_reward
-    from nemo_rl_lite.rollout.rollout import RolloutCollector, check_prompts
+    from nemo_rl_lite.observability.views import VIEWS
 
     if (folder / METRICS_FILE).exists():
         rule = "holds a run already; a second one would be mixed into it"
@@ -124,38 +118,13 @@ def run(config: Config, folder: Path, arguments: Sequence[str]) -> "Summary":
     whole_config = dataclasses.asdict(config)
     (folder / "config.json").write_text(json.dumps(whole_config, indent=2) + "\n")
     (folder / "command.txt").write_text(shlex.join(["python", "-m", "nemo_rl_lite.train", *arguments]) + "\n")
-    reward = find_reward(config.reward.name, config.reward.kwargs)
-    training = training_set(config.data, config.algorithm.seed)
-    validation = validation_set(config.data, config.algorithm.max_val_samples)
-    model_path = locate_model(config, console)
-    tokenizer = ChatTokenizer(model_path)
-    with console.busy("checking that every prompt fits"):
-        check_prompts([*validation, *training.finite()], tokenizer, config)
+    job = make_job(config, folder, console)
     metrics = MetricsLog.open(config.logger, folder, whole_config)
     try:
         with ray_runtime():
-            with console.busy(f"starting {policy_ranks(config)} policy rank(s) and {config.generation.backend}"):
-                workers = launch_workers(config, model_path, folder)
-            collector = RolloutCollector(workers.generation, tokenizer, reward, config.policy.max_total_sequence_length)
-            GRPO(
-                config=config.algorithm,
-                policy=workers.policy,
-                refit=workers.weights.refit,
-                collector=collector,
-                sampling=Sampling.of(config.generation, tokenizer.end_token),
-                training=training,
-                validation=validation,
-                metrics=metrics,
-                console=console,
-                mismatch_warning=config.logger.mismatch_warning,
-                ranks=policy_ranks(config),
-                on_rollout=SampleLog(folder, config.logger.log_samples),
-            ).run()
-            if config.checkpoint.export_hf_at_end:
-                workers.policy.export_hf(str(folder / "hf"))
-            peak_memory = workers.peak_memory()
+            peak_memory = job.run(metrics)
         summary = summarize(metrics, folder, peak_memory)
-        report(summary, metrics, console, config.run_name, config.logger.plots)
+        report(summary, metrics, console, config.run_name, VIEWS[config.algorithm.name], config.logger.plots)
         return summary
     finally:
         metrics.close()

@@ -10,7 +10,7 @@ from nemo_rl_lite.algorithms.advantages import baseline_metrics, group_advantage
 from nemo_rl_lite.algorithms.losses import Batch, GRPOLoss, mismatch_metrics
 from nemo_rl_lite.config.schema import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, TrainingSet
-from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.sinks import MetricsLog, under
 from nemo_rl_lite.observability.timer import Timer
@@ -29,6 +29,7 @@ class GRPO:
 
     config: GRPOConfig
     policy: Policy
+    generation: Generation
     refit: Refit
     collector: RolloutCollector
     sampling: Sampling
@@ -64,6 +65,8 @@ class GRPO:
                 problems = [self.training.problem(first + place) for place in range(config.num_prompts_per_step)]
             with timer("generation"):
                 rollout = self.collector.collect(problems, self._sampling(step))
+            with timer("generation_sleep"):
+                memory = self.generation.finish_generation()
             with timer("advantage_calculation"):
                 rewards_PG = rollout.rewards_B.view(-1, config.num_generations_per_prompt)
                 advantages_PG = group_advantages(
@@ -89,7 +92,8 @@ class GRPO:
             | under("timing/train", seconds)
             | under("performance", self._throughput(rollout, seconds))
             | under("refit", refitted)
-            | under("offload", _move_metrics(offloaded, restored)),
+            | under("offload", _move_metrics(offloaded, restored))
+            | under("memory", memory | self.policy.take_memory()),
         )
         shown = {"reward": rollout.rewards_B.mean().item(), "loss": trained["loss"]}
         if "kl_penalty" in trained:
@@ -124,13 +128,14 @@ class GRPO:
     def _batch(self, rollout: Rollout, advantages_PG: Tensor) -> Batch:
         batch = {
             "tokens": rollout.tokens_BT,
+            "lengths": rollout.lengths_B,
             "mask": rollout.mask_BT,
             "generation_logprobs": rollout.generation_logprobs_BT,
-            "previous_logprobs": self.policy.logprobs(rollout.tokens_BT),
+            "previous_logprobs": self.policy.logprobs(rollout.tokens_BT, rollout.lengths_B),
             "advantages": advantages_PG.flatten(),
         }
         if self.config.loss_fn.reference_policy_kl_penalty > 0:
-            batch["reference_logprobs"] = self.policy.reference_logprobs(rollout.tokens_BT)
+            batch["reference_logprobs"] = self.policy.reference_logprobs(rollout.tokens_BT, rollout.lengths_B)
         return batch
 
     def _warn_of_mismatch(self, step: int, factor: float) -> None:

@@ -7,6 +7,7 @@ is the loss, however the batch was split.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +28,14 @@ class Normalizers:
     @classmethod
     def of(cls, mask_BT: Tensor) -> "Normalizers":
         return cls(tokens=max(mask_BT.sum().item(), 1.0), sequences=max((mask_BT.sum(dim=1) > 0).sum().item(), 1.0))
+
+
+class Loss(Protocol):
+    """What a policy trains with."""
+
+    def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
+        """Loss (scalar, with gradient) and metrics of one micro-batch, each its share of the global batch's."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -149,8 +158,8 @@ def mismatch_metrics(policy_BT: Tensor, generation_BT: Tensor, mask_BT: Tensor) 
     """How far the generation engine's logprobs of its own samples are from the policy's, over response tokens.
 
     `token_mult_prob_error` is the mean factor between the two probabilities (1 = equal; above 1.05 something is wrong);
-    `gen_kl_error`, `policy_kl_error` and `js_divergence_error` are k3 estimates in nats; `logprob_abs_diff_max` is the
-    worst token's difference.
+    `gen_kl_error`, `policy_kl_error` and `js_divergence_error` are k3 estimates in nats; `logprob_abs_diff_mean` and
+    `_max` are the tokens' mean and worst difference.
     """
     policy_BT, generation_BT = policy_BT.double(), generation_BT.double()
     tokens = mask_BT.sum().clamp(min=1)
@@ -165,6 +174,7 @@ def mismatch_metrics(policy_BT: Tensor, generation_BT: Tensor, mask_BT: Tensor) 
         "gen_kl_error": k3(difference_BT),
         "policy_kl_error": k3(-difference_BT),
         "js_divergence_error": (k3(policy_BT - mixture_BT) + k3(generation_BT - mixture_BT)) / 2,
+        "logprob_abs_diff_mean": (difference_BT.abs().sum() / tokens).item(),
         "logprob_abs_diff_max": difference_BT.abs().max().item(),
     }
 

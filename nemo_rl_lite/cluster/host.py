@@ -20,6 +20,7 @@ class Host:
             stream.flush()
             os.dup2(descriptor, stream.fileno())
         sys.stdout.write(f"process {os.getpid()} on {ray.util.get_node_ip_address()}\n")
+        self._class: Any = None
         self._worker: Any = None
 
     def free_port(self) -> tuple[str, int]:
@@ -30,14 +31,25 @@ class Host:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
-    def start(self, class_path: str, arguments: dict[str, Any], environment: dict[str, str]) -> None:
-        """Set the environment, import the class and construct the worker."""
+    def gpus(self) -> list[str]:
+        """The GPUs that Ray has given this process, as CUDA_VISIBLE_DEVICES names them."""
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    def load(self, class_path: str, environment: dict[str, str]) -> None:
+        """Set the environment and import the class with everything it will need, so that `start` is quick."""
         import logging
 
         logging.basicConfig(level=logging.INFO, format="[%(asctime)s][%(name)s][%(levelname)s] %(message)s")
         os.environ.update(environment)
         module_name, _, class_name = class_path.rpartition(".")
-        self._worker = getattr(importlib.import_module(module_name), class_name)(**arguments)
+        module = importlib.import_module(module_name)
+        if hasattr(module, "preload"):
+            module.preload()
+        self._class = getattr(module, class_name)
+
+    def start(self, arguments: dict[str, Any]) -> None:
+        """Construct the worker whose class was loaded."""
+        self._worker = self._class(**arguments)
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._worker, method)(*arguments)

@@ -1,14 +1,17 @@
 """From a configuration to running workers."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from nemo_rl_lite.cluster.placement import Placement, place
 from nemo_rl_lite.cluster.runtime import available_cores
 from nemo_rl_lite.cluster.weight_sync import ProbeSettings, WeightSync
 from nemo_rl_lite.cluster.workers import WorkerGroup, wait
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import data_parallel_size, policy_ranks
+from nemo_rl_lite.config.sizes import engines, on_gpus, policy_ranks
 from nemo_rl_lite.generation.remote import ENGINE_CLASSES, RemoteGeneration
 from nemo_rl_lite.generation.vllm import worker as vllm_worker
 from nemo_rl_lite.policy.remote import WORKER_CLASS, RemotePolicy
@@ -16,7 +19,9 @@ from nemo_rl_lite.policy.remote import WORKER_CLASS, RemotePolicy
 log = logging.getLogger(__name__)
 
 # megatron-core compiles a few fused functions; on a CPU that takes seconds at the first batch and gains nothing.
-POLICY_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
+CPU_POLICY_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
+# Kernels of one stream in order: megatron-core overlaps communication with computation by it.
+GPU_POLICY_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 @dataclass(frozen=True)
@@ -29,65 +34,114 @@ class Workers:
 
     def peak_memory(self) -> dict[str, int]:
         """Highest resident bytes by worker name."""
-        groups = (self.policy.group, self.generation.group)
-        return {f"{group.name}-{rank}": size for group in groups for rank, size in enumerate(group.peak_memory())}
+        return _peak_memory(self.policy.group) | _peak_memory(self.generation.group)
 
 
-def launch(config: Config, model_path: Path, run_folder: Path) -> Workers:
-    """Start policy ranks and generation engines side by side (Ray is up) and connect them.
+def launch(config: Config, model_path: Path, run_folder: Path, probe_prompt: Sequence[int]) -> Workers:
+    """Start policy ranks and generation engines (Ray is up) and connect them.
+
+    After each refit a continuation of `probe_prompt` (token ids) shows whether both sides compute the same.
 
     Raises:
         WorkerError: one did not start, or not within `cluster.start_timeout_s`.
     """
-    ranks, engines = policy_ranks(config), config.generation.data_parallel_size
-    threads = config.cluster.threads_per_worker or max(1, available_cores() // ranks)
-    engine_threads = config.cluster.threads_per_worker or max(1, available_cores() // engines)
-    logs = str(run_folder / "logs")
-    policy = WorkerGroup.create("policy", ranks, logs, POLICY_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)})
-    engine_environment = vllm_worker.environment(config.generation) if config.generation.backend == "vllm" else {}
-    engine_environment |= {"OMP_NUM_THREADS": str(engine_threads)}
-    log.info("environment of the generation engines: %s", engine_environment)
-    generation = WorkerGroup.create("generation", engines, logs, engine_environment)
-
-    address, port = policy.address(config.cluster.start_timeout_s)
-    policy_arguments = {
-        "policy": config.policy,
-        "cluster": config.cluster,
-        "refit": config.refit,
-        "model_path": str(model_path),
-        "seed": config.algorithm.seed,
-        "temperature": config.generation.temperature,
-        "keep_reference": config.algorithm.loss_fn.reference_policy_kl_penalty > 0,
-        "threads": threads,
-    }
-    places = [
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
-        }
-        for rank in range(ranks)
-    ]
-    engine_arguments = {
+    limit = config.cluster.start_timeout_s
+    placement = place(config, engines(config))
+    policy = _policy_group(config, placement, run_folder)
+    generation = _generation_group(config, placement, run_folder)
+    # Importing takes as long as anything else, so all do it at the same time.
+    wait(_load_policy(config, policy), _load_generation(config, generation), timeout_s=limit)
+    policy_start = _policy_arguments(config, model_path)
+    engine_start = {
         "generation": config.generation,
         "policy": config.policy,
         "refit": config.refit,
         "model_path": str(model_path),
         "seed": config.algorithm.seed,
+        "on_gpu": on_gpus(config),
     }
-    wait(
-        policy.start(WORKER_CLASS, [policy_arguments] * ranks, places),
-        generation.start(ENGINE_CLASSES[config.generation.backend], [engine_arguments] * engines, [{}] * engines),
-        timeout_s=config.cluster.start_timeout_s,
-    )
-    remote_policy = RemotePolicy(policy, config.policy.train_global_batch_size)
     remote_generation = RemoteGeneration(generation)
-    probe = ProbeSettings(
-        temperature=config.generation.temperature,
-        tolerance=getattr(config.refit.probe_tolerance, config.policy.precision),
-        rows=config.policy.logprob_batch_size * data_parallel_size(config),
-    )
-    weights = WeightSync(remote_policy, remote_generation, config.refit, probe, config.cluster.start_timeout_s)
+    if on_gpus(config) and config.generation.colocated.enabled:
+        # An engine measures the GPU while it starts, so nobody else may move in meanwhile; then it makes room.
+        wait(generation.start([engine_start] * len(generation)), timeout_s=limit)
+        remote_generation.finish_generation()
+        wait(policy.start([policy_start] * len(policy)), timeout_s=limit)
+    else:
+        wait(
+            policy.start([policy_start] * len(policy)),
+            generation.start([engine_start] * len(generation)),
+            timeout_s=limit,
+        )
+    remote_policy = RemotePolicy(policy, config.policy.train_global_batch_size)
+    weights = WeightSync(remote_policy, remote_generation, config, ProbeSettings.of(config, probe_prompt))
     return Workers(remote_policy, remote_generation, weights)
+
+
+def launch_policy(config: Config, model_path: Path, run_folder: Path) -> RemotePolicy:
+    """Start policy ranks alone, for a run that generates nothing. Raises WorkerError as `launch` does."""
+    policy = _policy_group(config, place(config, engines=0), run_folder)
+    wait(_load_policy(config, policy), timeout_s=config.cluster.start_timeout_s)
+    arguments = _policy_arguments(config, model_path)
+    wait(policy.start([arguments] * len(policy)), timeout_s=config.cluster.start_timeout_s)
+    return RemotePolicy(policy, config.policy.train_global_batch_size)
+
+
+def _policy_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
+    environment = GPU_POLICY_ENVIRONMENT if on_gpus(config) else CPU_POLICY_ENVIRONMENT
+    environment = environment | {"OMP_NUM_THREADS": str(_threads(config, policy_ranks(config)))}
+    log.info("environment of the policy: %s", environment)
+    return WorkerGroup.create("policy", placement.policy, str(run_folder / "logs"), environment)
+
+
+def _generation_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
+    on_vllm = config.generation.backend == "vllm"
+    environment = vllm_worker.environment(config.generation, on_gpus(config)) if on_vllm else {}
+    environment |= {"OMP_NUM_THREADS": str(_threads(config, engines(config)))}
+    log.info("environment of the generation engines: %s", environment)
+    seats = config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1
+    return WorkerGroup.create("generation", placement.generation, str(run_folder / "logs"), environment, seats)
+
+
+def _load_policy(config: Config, policy: WorkerGroup) -> Any:
+    host, port = policy.addresses(config.cluster.start_timeout_s)[0]
+    places = [
+        {
+            "RANK": str(rank),
+            # Each process sees its own GPU only.
+            "LOCAL_RANK": "0" if on_gpus(config) else str(rank),
+            "WORLD_SIZE": str(len(policy)),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+        }
+        for rank in range(len(policy))
+    ]
+    return policy.load(WORKER_CLASS, places)
+
+
+def _load_generation(config: Config, generation: WorkerGroup) -> Any:
+    visible = [{"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {} for gpus in generation.gpus()]
+    return generation.load(ENGINE_CLASSES[config.generation.backend], visible)
+
+
+def _policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
+    grpo = config.algorithm.name == "grpo"
+    return {
+        "policy": config.policy,
+        "cluster": config.cluster,
+        "refit": config.refit,
+        "model_path": str(model_path),
+        "seed": config.algorithm.seed,
+        "temperature": config.generation.temperature if grpo else 1.0,
+        "keep_reference": grpo and config.grpo.loss_fn.reference_policy_kl_penalty > 0,
+        "threads": _threads(config, policy_ranks(config)),
+    }
+
+
+def _threads(config: Config, workers: int) -> int:
+    """CPU threads of each of so many workers, which share the machine's cores."""
+    on_one_machine = -(-workers // config.cluster.num_nodes)
+    return config.cluster.threads_per_worker or max(1, available_cores() // on_one_machine)
+
+
+def _peak_memory(group: WorkerGroup) -> dict[str, int]:
+    return {f"{group.name}-{rank}": size for rank, size in enumerate(group.peak_memory())}

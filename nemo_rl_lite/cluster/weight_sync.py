@@ -1,83 +1,99 @@
 """A refit across the two groups of workers: connect once, then new weights whenever the loop asks."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from nemo_rl_lite.cluster.workers import wait
-from nemo_rl_lite.config.schema import RefitConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.generation.remote import RemoteGeneration
 from nemo_rl_lite.policy.remote import RemotePolicy
-from nemo_rl_lite.refit.broadcast import RefitReport, compare_checksums
+from nemo_rl_lite.refit.consumer import Source
+from nemo_rl_lite.refit.group import Meeting
 from nemo_rl_lite.refit.plan import RefitPlan
+from nemo_rl_lite.refit.report import RefitReport, compare_checksums
 
-# Token ids that every vocabulary has. What they mean does not matter.
-PROBE_PROMPT = [1, 2, 3, 4, 5, 6]
-PROBE_TOKENS = 4
+PROBE_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """How the probe samples and what difference of logprobs (nats) it tolerates."""
+    """What the probe continues (token ids of a prompt like those of the run: bfloat16 is far less exact on nonsense),
+    how it samples, and what mean difference of logprobs (nats) it tolerates."""
 
+    prompt: list[int]
+    tokens: int
     temperature: float
     tolerance: float
-    rows: int
-    """Sequences the policy scores at once on all replicas: it is given that many copies."""
+
+    @classmethod
+    def of(cls, config: Config, prompt: Sequence[int]) -> "ProbeSettings":
+        return cls(
+            prompt=list(prompt),
+            tokens=min(PROBE_TOKENS, config.generation.max_new_tokens),
+            temperature=config.generation.temperature,
+            tolerance=getattr(config.refit.probe_tolerance, config.policy.precision),
+        )
 
 
 class WeightSync:
-    """Broadcast from policy rank 0 to every generation engine, checked on both sides."""
+    """Weights from the policy to every generation engine, checked on both sides.
 
-    def __init__(
-        self,
-        policy: RemotePolicy,
-        generation: RemoteGeneration,
-        config: RefitConfig,
-        probe: ProbeSettings,
-        limit_s: float,
-    ):
-        self._policy, self._generation, self._config, self._probe = policy, generation, config, probe
-        trainers, generators = policy.group, generation.group
-        self._plan: RefitPlan = wait(trainers.call("plan_refit"), timeout_s=limit_s)[0]
-        host, _ = trainers.address(limit_s)
-        port = wait(trainers.call("open_refit", host), timeout_s=limit_s)[0]
-        world_size = 1 + len(generators)
-        ranks = range(1, world_size)
-        wait(
-            trainers.call("join_refit", world_size),
-            generators.call_each("join_refit", [(self._plan, host, port, rank, world_size) for rank in ranks]),
-            timeout_s=limit_s,
+    Colocated, each engine rank reads from the policy rank on its own device through a buffer both have open; otherwise
+    policy rank 0 broadcasts to all.
+    """
+
+    def __init__(self, policy: RemotePolicy, generation: RemoteGeneration, config: Config, probe: ProbeSettings):
+        self._policy, self._generation, self._probe = policy, generation, probe
+        self._verify = config.refit.verify != "off"
+        self._limit_s = config.cluster.start_timeout_s
+        self._ranks_per_engine = config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1
+        self._shared_device = config.generation.colocated.enabled
+        self._producers = producers(
+            len(policy.group), len(generation.group) * self._ranks_per_engine, self._shared_device
         )
+        self._plan: RefitPlan = wait(policy.group.call("plan_refit"), timeout_s=self._limit_s)[0]
+        self._connect()
 
     def refit(self) -> dict[str, float]:
         """Bring the policy's weights to every engine and compare the two sides; returns metrics.
+
+        Engines that slept take memory for weights before, and for the KV cache after.
 
         Raises:
             RefitError: a consumer received other bytes than were sent, or computes something else with them.
             WorkerError: a bucket did not get through.
         """
         started = time.perf_counter()
+        self._policy.release_cache()
+        self._generation.wake_weights()
+        transfer_started = time.perf_counter()
         send = self._policy.group.call("send_weights", phase="refit")
         receive = self._generation.group.call("receive_weights", phase="refit")
-        reports: list[RefitReport | None] = wait(send, receive)
-        sent, received = reports[0], [report for report in reports[len(self._policy.group) :] if report is not None]
-        if sent is None:
-            raise RuntimeError("policy rank 0 sent no report")
-        compare_checksums(self._plan, sent, received)
-        seconds = time.perf_counter() - started
-        metrics = {f"{stage}_s": value for stage, value in sent.seconds.items()}
-        metrics |= {
-            "load_s": max(report.seconds["load"] for report in received),
+        results = wait(send, receive)
+        seconds = time.perf_counter() - transfer_started
+        self._policy.release_cache()
+        self._generation.wake_cache()
+        woken = time.perf_counter() - started - seconds
+
+        sent: list[RefitReport | None] = results[: len(self._policy.group)]
+        received = [report for engine in results[len(self._policy.group) :] for report in engine]
+        for producer, report in zip(self._producers, received, strict=True):
+            compare_checksums(self._plan, _present(sent[producer]), [report])
+        metrics = _slowest("iterate", sent) | _slowest("pack", sent) | _slowest("transfer", sent)
+        metrics |= _slowest("load", received) | {
             "bytes": float(self._plan.nbytes),
             "buckets": float(len(self._plan.buckets)),
             "seconds": seconds,
             "gb_per_s": self._plan.nbytes / seconds / 1e9,
+            "wake_s": woken,
         }
-        return metrics | (self.probe() if self._config.verify != "off" else {})
+        return metrics | (self.probe() if self._verify else {})
 
     def probe(self) -> dict[str, float]:
         """Let every engine sample a short sequence and the policy score it: the logprobs must agree.
@@ -86,20 +102,56 @@ class WeightSync:
             RefitError: naming the engine and the difference.
         """
         started = time.perf_counter()
-        sampling = Sampling(
-            self._probe.temperature, 1.0, None, PROBE_TOKENS, stop_token_ids=(), stop_strings=(), seed=1
-        )
+        prompt, tokens = self._probe.prompt, self._probe.tokens
+        sampling = Sampling(self._probe.temperature, 1.0, None, tokens, stop_token_ids=(), stop_strings=(), seed=1)
         engines = len(self._generation.group)
-        completions = self._generation.generate([PROBE_PROMPT] * engines, sampling)
-        worst = 0.0
-        for engine, completion in enumerate(completions):
-            tokens_1T = torch.tensor([[*PROBE_PROMPT, *completion.tokens]])
-            scored = self._policy.logprobs(tokens_1T.repeat(self._probe.rows, 1))[0, len(PROBE_PROMPT) :]
-            difference = (scored - torch.tensor(completion.logprobs)).abs().max().item()
+        completions = self._generation.generate([prompt] * engines, sampling)
+        sequences = torch.tensor([[*prompt, *completion.tokens] for completion in completions])
+        scored = self._policy.logprobs(sequences, torch.full((engines,), sequences.shape[1]))[:, len(prompt) :]
+        sampled = torch.tensor([completion.logprobs for completion in completions])
+        differences = (scored - sampled).abs().mean(dim=1).tolist()
+        for engine, difference in enumerate(differences):
             if difference > self._probe.tolerance:
                 raise RefitError(
-                    f"generation rank {engine} and the policy give the tokens of a probe logprobs that differ by up to "
-                    f"{difference:.4f} nats after the refit (limit {self._probe.tolerance:g}, refit.probe_tolerance)"
+                    f"generation rank {engine} and the policy give the tokens of a probe logprobs that differ by "
+                    f"{difference:.4f} nats on average after the refit (limit {self._probe.tolerance:g}, "
+                    "refit.probe_tolerance)"
                 )
-            worst = max(worst, difference)
-        return {"probe_logprob_diff": worst, "probe_s": time.perf_counter() - started}
+        return {"probe_logprob_diff": max(differences), "probe_s": time.perf_counter() - started}
+
+    def _connect(self) -> None:
+        trainers, generators, limit = self._policy.group, self._generation.group, self._limit_s
+        hosts = [host for host, _ in trainers.addresses(limit)]
+        opened = wait(
+            trainers.call_each("open_refit", [(host, self._shared_device) for host in hosts]), timeout_s=limit
+        )
+        consumers = [self._producers.count(rank) for rank in range(len(trainers))]
+        joined = [0] * len(trainers)
+        sources = []
+        for producer in self._producers:
+            joined[producer] += 1
+            port, staging = opened[producer]
+            meeting = Meeting(hosts[producer], port, rank=joined[producer], world_size=1 + consumers[producer])
+            sources.append(Source(self._plan, meeting, staging))
+        size = self._ranks_per_engine
+        of_engines = [(sources[start : start + size],) for start in range(0, len(sources), size)]
+        wait(
+            trainers.call_each("join_refit", [(count,) for count in consumers]),
+            generators.call_each("join_refit", of_engines),
+            timeout_s=limit,
+        )
+
+
+def producers(policy_ranks: int, consumers: int, shared_device: bool) -> list[int]:
+    """The policy rank that each engine rank gets its weights from: the one on its device, or rank 0."""
+    return [consumer % policy_ranks if shared_device else 0 for consumer in range(consumers)]
+
+
+def _present(report: RefitReport | None) -> RefitReport:
+    if report is None:
+        raise RuntimeError("a producer sent no report")
+    return report
+
+
+def _slowest(stage: str, reports: list[RefitReport | None] | list[RefitReport]) -> dict[str, float]:
+    return {f"{stage}_s": max(report.seconds.get(stage, 0.0) for report in reports if report is not None)}

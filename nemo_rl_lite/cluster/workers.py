@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -11,6 +11,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from torch.distributed import DistError
 
 from nemo_rl_lite.cluster.host import Host
+from nemo_rl_lite.cluster.placement import Slot
 from nemo_rl_lite.errors import RefitError, WorkerError
 
 # After a first failure, so many seconds for others to show: the worker that fails first is often not the one to blame.
@@ -32,27 +33,55 @@ class WorkerGroup:
     """Workers of one kind, ranks 0, 1, ..., each in a process of its own."""
 
     name: str
-    hosts: list[Any] = field(default_factory=list)
+    hosts: list[Any]
+    holders: list[Any]
 
     @classmethod
-    def create(cls, name: str, size: int, log_folder: str, environment: dict[str, str]) -> "WorkerGroup":
-        """Start `size` empty processes. `environment` is there before the first import."""
-        options = {"runtime_env": {"env_vars": environment}}
+    def create(
+        cls, name: str, slots: Sequence[Slot], log_folder: str, environment: dict[str, str], seats: int = 1
+    ) -> "WorkerGroup":
+        """Start an empty process in every slot. `environment` is there before the first import.
+
+        A worker may need several GPUs (`seats`): the process in its first slot is the worker, those in its other slots
+        hold GPUs for it.
+        """
         actor: Any = Host
-        hosts = [actor.options(**options).remote(f"{log_folder}/{name}-{rank}.log") for rank in range(size)]
-        return cls(name, hosts)
+        runtime = {"runtime_env": {"env_vars": environment}}
+        hosts, holders = [], []
+        for index, slot in enumerate(slots):
+            rank, seat = divmod(index, seats)
+            suffix = f"-seat-{seat}" if seat else ""
+            host = actor.options(**runtime, **slot).remote(f"{log_folder}/{name}-{rank}{suffix}.log")
+            (holders if seat else hosts).append(host)
+        return cls(name, hosts, holders)
 
     def __len__(self) -> int:
         return len(self.hosts)
 
-    def start(
-        self, class_path: str, arguments: Sequence[dict[str, Any]], environments: Sequence[dict[str, str]]
-    ) -> Call:
-        """Construct the worker `class_path` in every process, each with its own arguments and environment."""
-        references = [
-            host.start.remote(class_path, *own) for host, *own in zip(self.hosts, arguments, environments, strict=True)
+    def load(self, class_path: str, environments: Sequence[dict[str, str]]) -> Call:
+        """Import the worker `class_path` in every process, each with its own environment."""
+        return self._as_call(
+            "start", [h.load.remote(class_path, own) for h, own in zip(self.hosts, environments, strict=True)]
+        )
+
+    def start(self, arguments: Sequence[dict[str, Any]]) -> Call:
+        """Construct the loaded worker in every process, each with its own arguments."""
+        return self._as_call("start", [h.start.remote(own) for h, own in zip(self.hosts, arguments, strict=True)])
+
+    def gpus(self) -> list[list[str]]:
+        """Each worker's GPUs, those that are held for it included, as CUDA_VISIBLE_DEVICES names them."""
+        seats = [*self.hosts, *self.holders]
+        call = Call(
+            tuple(f"{self.name} seat {seat}" for seat in range(len(seats))),
+            "start",
+            tuple(s.gpus.remote() for s in seats),
+        )
+        named = wait(call)
+        extra = len(self.holders) // max(len(self.hosts), 1)
+        return [
+            named[rank] + [gpu for seat in range(extra) for gpu in named[len(self.hosts) + rank * extra + seat]]
+            for rank in range(len(self.hosts))
         ]
-        return self._as_call("start", references)
 
     def call(self, method: str, *arguments: Any, phase: str = "") -> Call:
         """The same call on every worker."""
@@ -63,10 +92,9 @@ class WorkerGroup:
         references = [host.call.remote(method, *own) for host, own in zip(self.hosts, arguments, strict=True)]
         return self._as_call(phase or method, references)
 
-    def address(self, timeout_s: float) -> tuple[str, int]:
-        """Rank 0's address and a free port there."""
-        call = Call((f"{self.name} rank 0",), "start", (self.hosts[0].free_port.remote(),))
-        return wait(call, timeout_s=timeout_s)[0]
+    def addresses(self, timeout_s: float) -> list[tuple[str, int]]:
+        """Each worker's address and a free port there."""
+        return wait(self._as_call("start", [host.free_port.remote() for host in self.hosts]), timeout_s=timeout_s)
 
     def peak_memory(self) -> list[int]:
         """Highest resident memory of each worker's process so far, in bytes."""
@@ -108,7 +136,7 @@ def wait(*calls: Call, timeout_s: float | None = None) -> list[Any]:
             if len(failures) == 1:
                 deadline = time.monotonic() + GRACE_S
     if failures:
-        raise min(failures, key=lambda failure: failure.rank).error
+        raise min(failures, key=lambda failure: failure.distance).error
     if pending:
         waiting = ", ".join(sorted(origin[reference][0] for reference in pending))
         raise WorkerError(waiting, origin[pending[0]][1], f"not done within {timeout_s:g} s")
@@ -117,9 +145,9 @@ def wait(*calls: Call, timeout_s: float | None = None) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Failure:
-    """A worker's error; the smaller the rank, the nearer to the cause."""
+    """A worker's error, and how far it is from the cause: 0 died, 1 failed, 2 lost touch with another."""
 
-    rank: int
+    distance: int
     error: WorkerError
 
 
@@ -129,8 +157,10 @@ def _outcome(reference: Any, worker: str, phase: str) -> Any:
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, BaseException) else error
         first_line = next(iter(str(cause).splitlines()), "")
-        rank = 2 if isinstance(cause, (RefitError, DistError)) or _COMMUNICATION.search(str(cause)) else 1
-        return _Failure(rank, WorkerError(worker, phase, f"{type(cause).__name__}: {first_line}", details=str(error)))
+        distance = 2 if isinstance(cause, (RefitError, DistError)) or _COMMUNICATION.search(str(cause)) else 1
+        return _Failure(
+            distance, WorkerError(worker, phase, f"{type(cause).__name__}: {first_line}", details=str(error))
+        )
     except RayActorError as error:
         return _Failure(
             0, WorkerError(worker, phase, "the process died (killed, or out of memory?)", details=str(error))

@@ -54,6 +54,18 @@ class GRPOConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class SFTConfig:
+    name: Literal["sft"]
+    seed: Seed
+    max_num_epochs: PositiveInt | None
+    max_num_steps: PositiveInt | None
+    val_period: NonNegativeInt
+    val_at_start: bool
+    val_at_end: bool
+    max_val_samples: PositiveInt
+
+
+@dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
     optimizer: Literal["adam", "sgd"]
     lr: PositiveFloat
@@ -78,8 +90,25 @@ class SchedulerConfig:
 class MegatronConfig:
     tensor_model_parallel_size: PositiveInt
     pipeline_model_parallel_size: PositiveInt
+    expert_model_parallel_size: PositiveInt
+    sequence_parallel: bool
+    activation_checkpointing: bool
     optimizer: OptimizerConfig
     scheduler: SchedulerConfig
+
+
+@dataclass(frozen=True, config=STRICT)
+class SequencePackingConfig:
+    enabled: bool | Literal["auto"]
+    train_mb_tokens: PositiveInt
+    logprob_mb_tokens: PositiveInt
+
+
+@dataclass(frozen=True, config=STRICT)
+class DynamicBatchingConfig:
+    enabled: bool
+    train_mb_tokens: PositiveInt
+    logprob_mb_tokens: PositiveInt
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -89,6 +118,9 @@ class PolicyConfig:
     train_global_batch_size: PositiveInt
     train_micro_batch_size: PositiveInt
     logprob_batch_size: PositiveInt
+    sequence_packing: SequencePackingConfig
+    dynamic_batching: DynamicBatchingConfig
+    sequence_length_round: PositiveInt
     max_total_sequence_length: PositiveInt
     max_grad_norm: PositiveFloat | None
     offload_optimizer_states_for_logprob: bool
@@ -105,9 +137,22 @@ class VLLMConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class GenerationResources:
+    num_nodes: PositiveInt | None
+    gpus_per_node: PositiveInt | None
+
+
+@dataclass(frozen=True, config=STRICT)
+class ColocationConfig:
+    enabled: bool
+    resources: GenerationResources
+
+
+@dataclass(frozen=True, config=STRICT)
 class GenerationConfig:
     backend: Literal["vllm", "transformers"]
-    data_parallel_size: PositiveInt
+    colocated: ColocationConfig
+    data_parallel_size: PositiveInt | None
     max_new_tokens: PositiveInt
     temperature: PositiveFloat
     top_p: Fraction
@@ -138,16 +183,35 @@ class DataConfig:
     name: str
     train_path: str | None
     validation_path: str | None
+    path: str | None
+    subset: str | None
+    train_split: str
+    validation_split: str | None
+    task: str | None
+    task_kwargs: dict[str, Any]
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)]
     prompt_column: str
+    prompt_template: str | None
     answer_column: str
+    answer_pattern: str | None
+    response_column: str | None
     system_prompt: str | None
     shuffle: bool
-    task_kwargs: dict[str, int]
+    too_long: Literal["error", "drop"]
 
 
 @dataclass(frozen=True, config=STRICT)
 class RewardConfig:
     name: Annotated[str, Field(min_length=1)]
+    kwargs: dict[str, Any]
+    timeout_s: PositiveFloat | None
+    processes: PositiveInt
+
+
+@dataclass(frozen=True, config=STRICT)
+class EnvironmentConfig:
+    name: Annotated[str, Field(min_length=1)] | None
+    max_turns: PositiveInt
     kwargs: dict[str, Any]
 
 
@@ -187,12 +251,29 @@ class CheckpointConfig:
 @dataclass(frozen=True, config=STRICT)
 class Config:
     run_name: str
-    algorithm: GRPOConfig
+    algorithm: Annotated[GRPOConfig | SFTConfig, Field(discriminator="name")]
     policy: PolicyConfig
     generation: GenerationConfig
     refit: RefitConfig
     data: DataConfig
     reward: RewardConfig
+    environment: EnvironmentConfig
     cluster: ClusterConfig
     logger: LoggerConfig
     checkpoint: CheckpointConfig
+
+    @property
+    def grpo(self) -> GRPOConfig:
+        """The algorithm's options, where it is known to be GRPO. Raises TypeError where it is not."""
+        return _checked(self.algorithm, GRPOConfig)
+
+    @property
+    def sft(self) -> SFTConfig:
+        """The algorithm's options, where it is known to be SFT. Raises TypeError where it is not."""
+        return _checked(self.algorithm, SFTConfig)
+
+
+def _checked[T](options: object, kind: type[T]) -> T:
+    if not isinstance(options, kind):
+        raise TypeError(f"{kind.__name__} expected, this run has {type(options).__name__}")
+    return options

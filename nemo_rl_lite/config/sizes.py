@@ -1,11 +1,43 @@
-"""Numbers that follow from a configuration: ranks, replicas, samples."""
+"""Numbers that follow from a configuration: ranks, engines, replicas, samples."""
 
-from nemo_rl_lite.config.schema import Config
+from typing import Literal
+
+from nemo_rl_lite.config.schema import Config, PolicyConfig
+
+BatchMode = Literal["fixed", "dynamic", "packed"]
+
+
+def on_gpus(config: Config) -> bool:
+    return config.cluster.gpus_per_node > 0
+
+
+def all_gpus(config: Config) -> int:
+    return config.cluster.num_nodes * config.cluster.gpus_per_node
+
+
+def generation_gpus(config: Config) -> int:
+    """GPUs that engines run on: all of them where colocated, else those set apart. 0 on CPUs."""
+    if not on_gpus(config) or config.generation.colocated.enabled:
+        return all_gpus(config)
+    resources = config.generation.colocated.resources
+    if resources.num_nodes is not None:
+        return resources.num_nodes * config.cluster.gpus_per_node
+    return resources.gpus_per_node or 0
 
 
 def policy_ranks(config: Config) -> int:
-    """Policy workers: one a GPU, or `cluster.cpu_ranks`."""
-    return config.cluster.num_nodes * config.cluster.gpus_per_node or config.cluster.cpu_ranks
+    """Policy workers: one for each GPU that is not set apart for generation, or `cluster.cpu_ranks`."""
+    if not on_gpus(config):
+        return config.cluster.cpu_ranks
+    shared = config.generation.colocated.enabled or config.algorithm.name != "grpo"
+    return all_gpus(config) - (0 if shared else generation_gpus(config))
+
+
+def engines(config: Config) -> int:
+    """Generation engines: as many as there are GPUs for, or `generation.data_parallel_size` on CPUs."""
+    if not on_gpus(config):
+        return config.generation.data_parallel_size or 1
+    return generation_gpus(config) // config.generation.vllm_cfg.tensor_parallel_size
 
 
 def data_parallel_size(config: Config) -> int:
@@ -14,6 +46,14 @@ def data_parallel_size(config: Config) -> int:
     return policy_ranks(config) // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
 
 
+def batch_mode(policy: PolicyConfig, on_gpu: bool) -> BatchMode:
+    """How sequences are put together for the model. `auto` packs where Transformer Engine can: on GPUs in bfloat16."""
+    packs = policy.sequence_packing.enabled
+    if packs == "auto":
+        packs = on_gpu and policy.precision == "bfloat16" and not policy.dynamic_batching.enabled
+    return "packed" if packs else "dynamic" if policy.dynamic_batching.enabled else "fixed"
+
+
 def samples_per_step(config: Config) -> int:
     """Sequences a rollout."""
-    return config.algorithm.num_prompts_per_step * config.algorithm.num_generations_per_prompt
+    return config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from nemo_rl_lite.data.problems import ReverseDigits
+from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.embedded.reverse_digits import (
     BATCH,
     BOS,

@@ -1,11 +1,12 @@
 """What the loop needs of a generation engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from nemo_rl_lite.config.schema import GenerationConfig
-from nemo_rl_lite.refit.broadcast import RefitReport
-from nemo_rl_lite.refit.plan import RefitPlan
+from nemo_rl_lite.refit.consumer import Source
+from nemo_rl_lite.refit.report import RefitReport
 
 FinishReason = Literal["stop", "length"]
 
@@ -55,12 +56,29 @@ class Engine(Protocol):
         """`samples_per_prompt` completions for each prompt (token ids), prompt by prompt."""
         ...
 
-    def join_refit(self, plan: RefitPlan, host: str, port: int, rank: int, world_size: int) -> None:
-        """Join the producer's refit group as consumer `rank` (from 1 on) and keep the plan."""
+    def sleep(self) -> None:
+        """Give the device's memory to the policy, where the two share it."""
         ...
 
-    def receive_weights(self) -> RefitReport:
-        """Take part in one refit; afterwards the engine computes with the new weights and has no stale cache."""
+    def wake_weights(self) -> None:
+        """Take memory for weights, which the refit that follows fills."""
+        ...
+
+    def wake_cache(self) -> None:
+        """Take memory for the KV cache; afterwards the engine can generate."""
+        ...
+
+    def device_bytes(self) -> int:
+        """Bytes of the engine's fullest GPU in use by all processes; 0 on a CPU."""
+        ...
+
+    def join_refit(self, sources: Sequence[Source]) -> None:
+        """Connect each of the engine's ranks to its producer, once."""
+        ...
+
+    def receive_weights(self) -> list[RefitReport]:
+        """Take part in one refit, a report for each rank; afterwards the engine computes with the new weights and has
+        no stale cache."""
         ...
 
 
@@ -68,3 +86,7 @@ class Generation(Protocol):
     """All replicas, as the loop sees them."""
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]: ...
+
+    def finish_generation(self) -> dict[str, float]:
+        """Leave the generation phase until the next refit; metrics of the device's memory."""
+        ...

@@ -27,3 +27,15 @@ class RemoteGeneration:
             for replica, (start, stop) in enumerate(pairwise(bounds))
         ]
         return [completion for share in wait(self.group.call_each("generate", shares)) for completion in share]
+
+    def finish_generation(self) -> dict[str, float]:
+        """Engines that share a GPU with the policy fall asleep; metrics of what their devices held before."""
+        used = max(wait(self.group.call("device_bytes")))
+        wait(self.group.call("sleep"))
+        return {"device_bytes/generate": float(used)} if used else {}
+
+    def wake_weights(self) -> None:
+        wait(self.group.call("wake_weights"))
+
+    def wake_cache(self) -> None:
+        wait(self.group.call("wake_cache"))

@@ -1,6 +1,8 @@
 """The reference engine: transformers' own generate(). Slow and simple; what vLLM is compared with, and its stand-in."""
 
 import time
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,32 +12,36 @@ from torch import Tensor
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig, RefitConfig
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.interface import Completion, Sampling
-from nemo_rl_lite.refit import group as refit_group
-from nemo_rl_lite.refit.broadcast import Receiver, RefitReport
-from nemo_rl_lite.refit.plan import RefitPlan
+from nemo_rl_lite.refit.consumer import Connection, Source
+from nemo_rl_lite.refit.report import RefitReport
 
 
 class TransformersEngine:
     """A Hugging Face model that samples with exact logprobs and takes new weights by name."""
 
     def __init__(
-        self, generation: GenerationConfig, policy: PolicyConfig, refit: RefitConfig, model_path: str, seed: int
+        self,
+        generation: GenerationConfig,
+        policy: PolicyConfig,
+        refit: RefitConfig,
+        model_path: str,
+        seed: int,
+        on_gpu: bool,
     ):
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers import GenerationConfig as Defaults
 
         torch.manual_seed(seed)
-        self._refit, self._verify = refit, refit.verify != "off"
-        self._model = AutoModelForCausalLM.from_pretrained(
-            Path(model_path), dtype=getattr(torch, policy.precision)
-        ).eval()
+        self._refit = refit
+        self._device = torch.device("cuda" if on_gpu else "cpu")
+        loaded: Any = AutoModelForCausalLM.from_pretrained(Path(model_path), dtype=getattr(torch, policy.precision))
+        self._model = loaded.to(self._device).eval()
         # The model's own defaults (a repetition penalty, suppressed tokens) would make it another distribution.
         self._model.generation_config = Defaults()
         tokenizer: Any = AutoTokenizer.from_pretrained(Path(model_path))
         self._tokenizer = tokenizer
         self._batch_size = generation.vllm_cfg.max_num_seqs
-        self._plan: RefitPlan | None = None
-        self._group: refit_group.RefitGroup | None = None
+        self._connection: Connection | None = None
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         torch.manual_seed(sampling.seed)
@@ -45,20 +51,32 @@ class TransformersEngine:
             completions += self._generate(rows[start : start + self._batch_size], sampling)
         return completions
 
-    def join_refit(self, plan: RefitPlan, host: str, port: int, rank: int, world_size: int) -> None:
-        self._plan = plan
-        self._group = refit_group.join_at(host, port, rank, world_size, self._refit.timeout_s)
+    def device_bytes(self) -> int:
+        return 0
+
+    def sleep(self) -> None:
+        """Stays as it is: the reference engine keeps its weights and has no cache between calls."""
+
+    def wake_weights(self) -> None:
+        """Was never asleep."""
+
+    def wake_cache(self) -> None:
+        """Was never asleep."""
+
+    def join_refit(self, sources: Sequence[Source]) -> None:
+        verify = self._refit.verify != "off"
+        self._connection = Connection(sources[0], self._device, verify, self._refit.timeout_s)
 
     @torch.no_grad()
-    def receive_weights(self) -> RefitReport:
-        if self._plan is None or self._group is None:
+    def receive_weights(self) -> list[RefitReport]:
+        if self._connection is None:
             raise RuntimeError("receive_weights needs join_refit first")
         started = time.perf_counter()
-        receiver = Receiver(self._plan, self._group, self._verify)
+        receiver = self._connection.receiver(keep=False)
         parameters = dict(self._model.named_parameters())
         own = dict(self._model.named_parameters(remove_duplicate=False)) | dict(self._model.named_buffers())
         received = set()
-        for name, weight in receiver:
+        for name, weight in chain.from_iterable(receiver):
             if name not in own:
                 raise RefitError(f"the transformers model has no weight named {name}")
             own[name].copy_(weight)
@@ -67,7 +85,7 @@ class TransformersEngine:
         if stale:
             raise RefitError(f"the refit left {len(stale)} weights of the engine as they were, such as {stale[0]}")
         receiver.report.seconds["load"] = time.perf_counter() - started - receiver.report.seconds["transfer"]
-        return receiver.report
+        return [receiver.report]
 
     @torch.no_grad()
     def _generate(self, rows: list[list[int]], sampling: Sampling) -> list[Completion]:
@@ -75,6 +93,7 @@ class TransformersEngine:
         padding = self._tokenizer.pad_token_id or 0
         tokens = torch.tensor([[padding] * (width - len(row)) + row for row in rows])
         present = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+        tokens, present = tokens.to(self._device), present.to(self._device)
         random = {
             "do_sample": True,
             "temperature": sampling.temperature,
@@ -100,7 +119,7 @@ class TransformersEngine:
         # Scores are logits after temperature, top-p and top-k: the distribution that was sampled from.
         logprobs = torch.stack(output.scores, dim=1).float().log_softmax(-1)
         chosen = logprobs.gather(-1, responses[..., None]).squeeze(-1)
-        return [self._completion(*row, sampling) for row in zip(responses, chosen, strict=True)]
+        return [self._completion(*row, sampling) for row in zip(responses.cpu(), chosen.cpu(), strict=True)]
 
     def _completion(self, response: Tensor, logprobs: Tensor, sampling: Sampling) -> Completion:
         tokens = response.tolist()

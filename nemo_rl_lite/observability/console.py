@@ -1,7 +1,7 @@
 """What a person at the terminal sees: one line a step, and a table at the end."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -48,7 +48,7 @@ class RunConsole:
         line = Text(f"step {step:>{len(str(steps))}}/{steps}  ")
         line.append("  ".join(f"{name} {value:.3g}" for name, value in values.items()))
         line.append(f"  {total:.2f} s ")
-        for phase, (timers, colour) in PHASES.items():
+        for phase, (timers, colour) in phases_in(seconds).items():
             spent = sum(seconds.get(timer, 0.0) for timer in timers)
             line.append(f" {phase} ")
             line.append(bar(spent / total), style=colour)
@@ -63,6 +63,12 @@ class RunConsole:
         for row in rows:
             table.add_row(*row)
         self.console.print(table)
+
+
+def phases_in(timers: Iterable[str]) -> dict[str, tuple[tuple[str, ...], str]]:
+    """Of PHASES, those that any of the timers belongs to: not every algorithm has every phase."""
+    present = set(timers)
+    return {phase: (names, colour) for phase, (names, colour) in PHASES.items() if not present.isdisjoint(names)}
 
 
 def bar(share: float) -> str:

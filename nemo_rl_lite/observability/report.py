@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from nemo_rl_lite.observability.console import PHASES, RunConsole
+from nemo_rl_lite.observability.console import RunConsole, phases_in
 from nemo_rl_lite.observability.plots import plot_run
 from nemo_rl_lite.observability.sinks import MetricsLog
+from nemo_rl_lite.observability.views import Curve, View
 
 SUMMARY_FILE = "summary.json"
 PICTURE = Path("plots") / "run.png"
@@ -16,52 +17,71 @@ PICTURE = Path("plots") / "run.png"
 
 @dataclass(frozen=True)
 class Summary:
-    """One run in numbers. Accuracies are those before the first and after the last step, None where
-    the run did not validate there; seconds are medians over steps."""
+    """One run in numbers. Accuracies and validation losses (nats a token) are those before the first and after the last
+    step, None where the run did not measure them there; seconds are medians over steps."""
 
     run_folder: str
     steps: int
     accuracy_before: float | None
     accuracy_after: float | None
+    val_loss_before: float | None
+    val_loss_after: float | None
     seconds_a_step: float
     seconds_by_phase: dict[str, float]
     peak_memory_bytes: dict[str, int]
 
 
 def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, int]) -> Summary:
-    accuracies = dict(zip(*metrics.series("validation/accuracy"), strict=True))
     steps, totals = metrics.series("timing/train/total_step_time")
+    timers = {name.removeprefix("timing/train/") for entry in metrics.history for name in entry}
+    accuracy_before, accuracy_after = _held_out(metrics, "validation/accuracy")
+    val_loss_before, val_loss_after = _held_out(metrics, "validation/val_loss")
 
-    def typical(timers: tuple[str, ...]) -> float:
-        columns = [metrics.series(f"timing/train/{timer}")[1] for timer in timers]
+    def typical(names: tuple[str, ...]) -> float:
+        columns = [metrics.series(f"timing/train/{name}")[1] for name in names if name in timers]
         return median(sum(values) for values in zip(*columns, strict=True))
 
     return Summary(
         run_folder=str(run_folder),
         steps=len(steps),
-        accuracy_before=accuracies.get(0),
-        accuracy_after=accuracies.get(steps[-1]),
+        accuracy_before=accuracy_before,
+        accuracy_after=accuracy_after,
+        val_loss_before=val_loss_before,
+        val_loss_after=val_loss_after,
         seconds_a_step=median(totals),
-        seconds_by_phase={phase: typical(timers) for phase, (timers, _) in PHASES.items()},
+        seconds_by_phase={phase: typical(names) for phase, (names, _) in phases_in(timers).items()},
         peak_memory_bytes=dict(peak_memory),
     )
 
 
-def report(summary: Summary, metrics: MetricsLog, console: RunConsole, title: str, plots: bool) -> None:
+def report(summary: Summary, metrics: MetricsLog, console: RunConsole, title: str, view: View, plots: bool) -> None:
     """Print the table, draw the picture, write summary.json."""
     folder = Path(summary.run_folder)
     (folder / SUMMARY_FILE).write_text(json.dumps(asdict(summary), indent=2) + "\n")
-    _, rewards = metrics.series("train/reward")
-    _, kl = metrics.series("train/kl_penalty")
-    rows = [("training reward", f"{rewards[0]:.3f}", f"{rewards[-1]:.3f}")]
-    if kl:
-        rows.append(("KL to the start", f"{kl[0]:.4f}", f"{kl[-1]:.4f}"))
-    if summary.accuracy_before is not None and summary.accuracy_after is not None:
-        rows.insert(0, ("held-out accuracy", f"{summary.accuracy_before:.3f}", f"{summary.accuracy_after:.3f}"))
+    rows = [row for panel in view for curve in panel.curves if (row := _row(curve, metrics))]
     console.table(title, ("", "at the start", "at the end"), rows)
     phases = [(phase, f"{seconds:.3f}") for phase, seconds in summary.seconds_by_phase.items()]
     console.table("median seconds a step", ("phase", "s"), [*phases, ("whole step", f"{summary.seconds_a_step:.3f}")])
     if plots:
-        plot_run(metrics, folder / PICTURE, title)
+        plot_run(metrics, folder / PICTURE, title, view)
         console.say(f"picture  {folder / PICTURE}")
     console.say(f"run      {folder}")
+
+
+def _row(curve: Curve, metrics: MetricsLog) -> tuple[str, str, str] | None:
+    """A metric at the start and at the end of the run; None where it was not measured at both."""
+    if curve.held_out:
+        before, after = _held_out(metrics, curve.metric)
+    else:
+        _, values = metrics.series(curve.metric)
+        before, after = (values[0], values[-1]) if values else (None, None)
+    if before is None or after is None:
+        return None
+    return curve.label, f"{before:.{curve.decimals}f}", f"{after:.{curve.decimals}f}"
+
+
+def _held_out(metrics: MetricsLog, name: str) -> tuple[float | None, float | None]:
+    """A validation metric before the first and after the last step."""
+    values = dict(zip(*metrics.series(name), strict=True))
+    steps, _ = metrics.series("timing/train/total_step_time")
+    return values.get(0), values.get(steps[-1])

@@ -27,4 +27,6 @@ class SampleLog:
                     "tokens": len(completion.tokens),
                     "finish_reason": completion.finish_reason,
                 }
+                if len(rollout.turns[index]) > 1:
+                    entry["turns"] = tuple(rollout.turns[index])
                 file.write(json.dumps(entry) + "\n")

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from nemo_rl_lite.algorithms.losses import Batch, GRPOLoss
+from nemo_rl_lite.algorithms.losses import Batch, Loss
 from nemo_rl_lite.offload.optimizer_states import Move
 
 
@@ -15,11 +15,12 @@ class Policy(Protocol):
         """Enter the logprob phase; what moved between device and host, where the configuration moves something."""
         ...
 
-    def logprobs(self, tokens_BT: Tensor) -> Tensor:
-        """Logprobs [B, T] in nats at the sampling temperature; entry t belongs to token t, entry 0 is 0."""
+    def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
+        """Logprobs [B, T] in nats at the sampling temperature; entry t belongs to token t, entry 0 is 0, and so are
+        entries beyond the `lengths_B` tokens of each sequence."""
         ...
 
-    def reference_logprobs(self, tokens_BT: Tensor) -> Tensor:
+    def reference_logprobs(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
         """The same under the weights the run started from."""
         ...
 
@@ -27,8 +28,13 @@ class Policy(Protocol):
         """Enter the training phase, from any other."""
         ...
 
-    def train(self, batch: Batch, loss: GRPOLoss) -> dict[str, float]:
-        """One optimizer step for each `train_global_batch_size` sequences of the batch; metrics, averaged over them."""
+    def train(self, batch: Batch, loss: Loss) -> dict[str, float]:
+        """One optimizer step for each `train_global_batch_size` sequences of the batch (`tokens`, `mask` [B, T],
+        `lengths` [B] and what the loss needs); metrics, averaged over the steps."""
+        ...
+
+    def take_memory(self) -> dict[str, float]:
+        """Peak memory of each phase since the last call, in bytes; empty on CPUs."""
         ...
 
     def export_hf(self, path: str) -> None:

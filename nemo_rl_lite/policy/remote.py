@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.algorithms.losses import Batch, GRPOLoss, Normalizers, combine_metrics
+from nemo_rl_lite.algorithms.losses import Batch, Loss, Normalizers, combine_metrics
 from nemo_rl_lite.cluster.workers import WorkerGroup, wait
 from nemo_rl_lite.offload.optimizer_states import Move
 from nemo_rl_lite.policy.megatron.model import ParallelPlace
@@ -28,16 +28,16 @@ class RemotePolicy:
     def prepare_for_logprob(self) -> Move | None:
         return _slowest(wait(self.group.call("prepare_for_logprob")))
 
-    def logprobs(self, tokens_BT: Tensor) -> Tensor:
-        return self._score("logprobs", tokens_BT)
+    def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
+        return self._score("logprobs", tokens_BT, lengths_B)
 
-    def reference_logprobs(self, tokens_BT: Tensor) -> Tensor:
-        return self._score("reference_logprobs", tokens_BT)
+    def reference_logprobs(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
+        return self._score("reference_logprobs", tokens_BT, lengths_B)
 
     def prepare_for_training(self) -> Move:
         return _slowest(wait(self.group.call("prepare_for_training"))) or Move(0, 0.0)
 
-    def train(self, batch: Batch, loss: GRPOLoss) -> dict[str, float]:
+    def train(self, batch: Batch, loss: Loss) -> dict[str, float]:
         steps = []
         for start in range(0, batch["tokens"].shape[0], self._global_batch):
             part = {name: values[start : start + self._global_batch] for name, values in batch.items()}
@@ -51,10 +51,21 @@ class RemotePolicy:
     def export_hf(self, path: str) -> None:
         wait(self.group.call("export_hf", path))
 
-    def _score(self, method: str, tokens_BT: Tensor) -> Tensor:
-        shards = tokens_BT.chunk(self._replicas)
-        call = self.group.call_each(method, [(shards[place.data_rank],) for place in self._places])
-        return torch.from_numpy(np.concatenate(self._reported(wait(call))))
+    def take_memory(self) -> dict[str, float]:
+        ranks = wait(self.group.call("take_memory"))
+        names = sorted({name for peaks in ranks for name in peaks})
+        return {name: max(peaks.get(name, 0.0) for peaks in ranks) for name in names}
+
+    def release_cache(self) -> None:
+        wait(self.group.call("release_cache"))
+
+    def _score(self, method: str, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
+        """Any number of rows: copies of the last fill up the replicas and are left out of the result."""
+        rows = tokens_BT.shape[0]
+        index = torch.arange(-(-rows // self._replicas) * self._replicas).clamp(max=rows - 1)
+        shards = list(zip(tokens_BT[index].chunk(self._replicas), lengths_B[index].chunk(self._replicas), strict=True))
+        call = self.group.call_each(method, [shards[place.data_rank] for place in self._places])
+        return torch.from_numpy(np.concatenate(self._reported(wait(call)))[:rows])
 
     def _step(self, batch: Batch, *arguments: object) -> list[dict[str, float]]:
         rows = batch["tokens"].shape[0] // self._replicas

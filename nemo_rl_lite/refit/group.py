@@ -1,30 +1,80 @@
 """A process group of the refit's own: rank 0 sends, ranks 1.. receive."""
 
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+from nemo_rl_lite.errors import RefitError
+
+_POLL_S = 0.0005
+_HASH = "the plan's hash"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where a consumer finds its producer, and as which rank (from 1 on) of how many it joins."""
+
+    host: str
+    port: int
+    rank: int
+    world_size: int
 
 
 @dataclass(frozen=True)
 class RefitGroup:
     """One producer and its consumers, outside every default group of the engines it connects."""
 
-    group: ProcessGroup
+    group: Any
+    """A torch process group's backend: gloo's or NCCL's."""
     rank: int
     device: torch.device
     timeout: timedelta
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Send (rank 0) or fill (others) `tensor`, in place.
+    def broadcast(self, tensor: Tensor, what: str) -> None:
+        """Send (rank 0) or fill (others) `tensor` on `device`, in place.
 
         Raises:
-            RuntimeError: not done within the timeout, or a peer is gone.
+            RefitError: not done within the timeout, or a peer is gone.
         """
-        self.group.broadcast(tensor, 0).wait(self.timeout)
+        self._finish(lambda: self.group.broadcast(tensor, 0), f"broadcast {what}")
+
+    def announce(self, digest: bytes) -> None:
+        """Tell consumers the hash of the plan that is about to be sent by."""
+        self.broadcast(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device), _HASH)
+
+    def expect(self, digest: bytes) -> None:
+        """Raises RefitError: the producer sends by another plan than the one with this hash."""
+        announced = torch.zeros(len(digest), dtype=torch.uint8, device=self.device)
+        self.broadcast(announced, _HASH)
+        if bytes(announced.tolist()) != digest:
+            raise RefitError("the producer sends by another plan than this consumer has; connect the refit anew")
+
+    def meet(self, what: str) -> None:
+        """Return when every rank has come here. Raises RefitError: one did not within the timeout, or is gone."""
+        self._finish(lambda: self.group.allreduce(torch.zeros(1)), f"agree on {what}")
+
+    def _finish(self, start: Any, action: str) -> None:
+        limit = self.timeout.total_seconds()
+        try:
+            work = start()
+            if self.device.type == "cpu":
+                work.wait(self.timeout)
+                return
+            # NCCL's own wait only orders streams, and its watchdog would end the process.
+            deadline = time.monotonic() + limit
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise RuntimeError("timed out")
+                time.sleep(_POLL_S)
+            work.wait()
+        except RuntimeError as error:
+            cause = str(error).splitlines()[0]
+            raise RefitError(f"rank {self.rank} could not {action} (limit {limit:g} s): {cause}") from error
 
 
 def host_store(host: str, timeout_s: float) -> TCPStore:
@@ -32,14 +82,23 @@ def host_store(host: str, timeout_s: float) -> TCPStore:
     return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
-def join(store: TCPStore, rank: int, world_size: int, timeout_s: float) -> RefitGroup:
-    """Join the group; returns when all `world_size` ranks have."""
+def join(store: TCPStore, rank: int, world_size: int, device: torch.device, timeout_s: float) -> RefitGroup:
+    """Join the group, over NCCL for a CUDA `device` and over gloo for the CPU; returns when all ranks have."""
     timeout = timedelta(seconds=timeout_s)
-    group: Any = ProcessGroupGloo(PrefixStore("refit", store), rank, world_size, timeout)
-    return RefitGroup(group, rank, torch.device("cpu"), timeout)
+    prefixed = PrefixStore("refit", store)
+    if device.type == "cpu":
+        group: Any = ProcessGroupGloo(prefixed, rank, world_size, timeout)
+    else:
+        from torch.distributed import ProcessGroupNCCL
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        group = ProcessGroupNCCL(prefixed, rank, world_size, options)
+    return RefitGroup(group, rank, device, timeout)
 
 
-def join_at(host: str, port: int, rank: int, world_size: int, timeout_s: float) -> RefitGroup:
-    """Join the group whose store the producer opened at `host:port`."""
-    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-    return join(store, rank, world_size, timeout_s)
+def join_at(meeting: Meeting, device: torch.device, timeout_s: float) -> RefitGroup:
+    """Join the group whose producer waits at `meeting`."""
+    timeout = timedelta(seconds=timeout_s)
+    store = TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return join(store, meeting.rank, meeting.world_size, device, timeout_s)

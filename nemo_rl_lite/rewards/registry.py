@@ -1,21 +1,29 @@
-"""Rewards: a function `(response, answer, **kwargs) -> float`, named here or by a dotted path of the user's own."""
+"""Rewards: a function `(response, answer, **kwargs) -> float`, named here or by a dotted path of the user's own.
+
+One that has a parameter called `problem` is also given the `Problem`, with its messages and metadata.
+"""
 
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, Violation
 
-Reward = Callable[..., float]
+Reward = Callable[[str, Problem], float]
+"""The reward of a response to a problem. May raise anything: it may be a user's own."""
 
+_LONGEST_ERROR = 300
 
-def exact_match(response: str, answer: str) -> float:
-    """1 where the response is the answer, outer whitespace apart."""
-    return float(response.strip() == answer.strip())
-
-
-REWARDS: dict[str, Reward] = {"exact_match": exact_match}
+# By path, because some import what takes long or is not there everywhere.
+REWARDS = {
+    "exact_match": "nemo_rl_lite.rewards.text.exact_match",
+    "last_number": "nemo_rl_lite.rewards.text.last_number",
+    "format": "nemo_rl_lite.rewards.text.format_match",
+    "math": "nemo_rl_lite.rewards.mathematics.same_value",
+    "reasoning_gym": "nemo_rl_lite.rewards.gym.task_score",
+}
 
 
 def find_reward(name: str, kwargs: Mapping[str, Any]) -> Reward:
@@ -24,16 +32,28 @@ def find_reward(name: str, kwargs: Mapping[str, Any]) -> Reward:
     Raises:
         ConfigError: no such function.
     """
-    function = REWARDS.get(name) or _import(name)
+    function = _import(REWARDS.get(name, name))
+    takes_problem = "problem" in inspect.signature(function).parameters
+
+    def reward(response: str, problem: Problem) -> float:
+        own = {"problem": problem} if takes_problem else {}
+        return float(function(response, problem.answer, **own, **kwargs))
+
     try:
-        inspect.signature(function).bind("response", "answer", **kwargs)
+        inspect.signature(function).bind("response", "answer", **{"problem": None} if takes_problem else {}, **kwargs)
     except TypeError as error:
         fix = "a reward is called as function(response, answer, **reward.kwargs)"
         raise ConfigError([Violation("reward.kwargs", dict(kwargs), f"do not fit {name}: {error}", fix)]) from None
-    return lambda response, answer: float(function(response, answer, **kwargs))
+    return reward
 
 
-def _import(path: str) -> Reward:
+def error_text(error: Exception) -> str:
+    """An error in one line of bearable length: some quote the whole response."""
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
+
+
+def _import(path: str) -> Callable[..., float]:
     module_name, _, attribute = path.rpartition(".")
     try:
         function = getattr(importlib.import_module(module_name), attribute)

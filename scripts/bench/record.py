@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -38,10 +39,10 @@ def write(bench: str, results: list[dict[str, Any]], bars: list[dict[str, Any]])
     record = {
         "bench": bench,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD") + ("-dirty" if _git("status", "--porcelain", "-uno") else ""),
+        "commit": commit(),
         "command": f"python {shlex.join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])}",
         "hardware": hardware,
-        "versions": {"python": platform.python_version()} | _versions(),
+        "versions": versions(),
         "results": results,
         "bars": bars,
     }
@@ -51,20 +52,41 @@ def write(bench: str, results: list[dict[str, Any]], bars: list[dict[str, Any]])
     return path
 
 
+def commit() -> str:
+    """The commit that is measured; `NRL_BENCH_COMMIT` where the machine has no git."""
+    if "NRL_BENCH_COMMIT" in os.environ:
+        return os.environ["NRL_BENCH_COMMIT"]
+    return _git("rev-parse", "HEAD") + ("-dirty" if _git("status", "--porcelain", "-uno") else "")
+
+
 def describe_hardware() -> dict[str, Any]:
-    """Processor, cores and memory of this machine."""
+    """Processor, cores and memory of this machine, and its GPUs where it has any."""
     cores = len(os.sched_getaffinity(0))
     model = next((line.split(":", 1)[1].strip() for line in _cpu_lines() if line.startswith("model name")), "unknown")
     memory_gib = round(psutil.virtual_memory().total / 2**30)
-    return {"name": f"cpu-{cores}cores", "cpu": model, "cores": cores, "memory_gib": memory_gib}
+    found = {"name": f"cpu-{cores}cores", "cpu": model, "cores": cores, "memory_gib": memory_gib}
+    gpus = _gpus()
+    if gpus:
+        short = re.sub(r"NVIDIA|HBM3e?|[0-9]+GB|PCIe", "", gpus[0]["name"]).strip().replace(" ", "-").lower()
+        found |= {"name": f"{len(gpus)}x-{short}", "gpus": gpus}
+    return found
+
+
+def _gpus() -> list[dict[str, Any]]:
+    """The GPUs this process may use."""
+    import torch
+
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [{"name": one.name, "memory_gib": round(one.total_memory / 2**30, 1)} for one in properties]
 
 
 def _cpu_lines() -> list[str]:
     return Path("/proc/cpuinfo").read_text().splitlines()
 
 
-def _versions() -> dict[str, str]:
-    found = {}
+def versions() -> dict[str, str]:
+    """Python's version and those of the packages that matter."""
+    found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = version(package)

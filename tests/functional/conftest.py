@@ -15,6 +15,7 @@ from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.generation.vllm.worker import environment
 
 ROOT = Path(__file__).parents[2]
+PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @pytest.fixture(scope="session")
@@ -36,9 +37,15 @@ def run_ranks(script: Path, arguments: Sequence[str], ranks: int, timeout_s: flo
     processes, folder = [], Path(tempfile.mkdtemp())
     try:
         for rank in range(ranks):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+            place = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": ranks,
+                "MASTER_PORT": port,
+                "CUDA_VISIBLE_DEVICES": rank,
+            }
             own = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
-            environ = os.environ | own | {"PYTHONPATH": str(ROOT), "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+            environ = os.environ | own | {"PYTHONPATH": PYTHONPATH, "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
             command = [sys.executable, str(script), *arguments]
             with (folder / str(rank)).open("w") as output:
                 processes.append(subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT))

@@ -10,16 +10,14 @@ from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.generation.remote import ENGINE_CLASSES
-from nemo_rl_lite.refit import group as refit_group
-from nemo_rl_lite.refit.broadcast import RefitReport
-from nemo_rl_lite.refit.plan import RefitPlan
+from nemo_rl_lite.refit.report import RefitReport
 
-backend, model_folder, plan_file, output = sys.argv[1:]
+backend, model_folder, source_file, output = sys.argv[1:]
 overrides = [f"generation={backend}", f"policy.model_name={model_folder}", "generation.stop_strings=['zz']"]
 config = compose_config([*overrides, "refit.timeout_s=60"])
 module_name, _, class_name = ENGINE_CLASSES[backend].rpartition(".")
 engine_class = getattr(importlib.import_module(module_name), class_name)
-engine = engine_class(config.generation, config.policy, config.refit, model_folder, seed=0)
+engine = engine_class(config.generation, config.policy, config.refit, model_folder, seed=0, on_gpu=False)
 
 prompts = [[1, 5, 6, 7, 8, 41], [1, 9, 41], [1, 4, 4, 4, 4, 4, 4, 41]]
 sampling = Sampling(0.8, 1.0, None, 8, stop_token_ids=(2,), stop_strings=(), samples_per_prompt=4, seed=11)
@@ -35,21 +33,19 @@ seen = {
 }
 
 
-def refit(name: str) -> RefitReport:
-    """Take part in the refit whose plan is in `plan_file` + name; the port to meet at goes to a file."""
-    plan: RefitPlan = pickle.loads(Path(plan_file + name).read_bytes())
-    store = refit_group.host_store("127.0.0.1", 60)
-    port_file = Path(f"{output}.port{name}")
-    port_file.with_suffix(".new").write_text(str(store.port))
-    port_file.with_suffix(".new").rename(port_file)
-    engine.join_refit(plan, "127.0.0.1", store.port, 1, 2)
+def refit(name: str) -> list[RefitReport]:
+    """Take part in the refit whose source the test has written to `source_file` + name."""
+    engine.join_refit([pickle.loads(Path(source_file + name).read_bytes())])
     return engine.receive_weights()
 
 
-report = refit("")
+(report,) = refit("")
 seen["checksums"] = report.checksums
 seen["seconds"] = report.seconds
 seen["refitted"] = engine.generate(prompts, replace(sampling, temperature=1.0))
+(report,) = refit(".broadcast")
+seen["broadcast checksums"] = report.checksums
+seen["back again"] = engine.generate(prompts, sampling)
 try:
     refit(".partial")
 except RefitError as error:

@@ -28,16 +28,18 @@ rows, length = 16, 12
 tokens = torch.randint(4, 60, (rows, length), generator=source)
 mask = torch.zeros(rows, length)
 mask[:, 5:] = 1
-mask[::3, 9:] = 0
+lengths = torch.randint(7, length + 1, (rows,), generator=source)
+lengths[1] = length
+mask *= torch.arange(length) < lengths[:, None]
 advantages = torch.randn(rows, generator=source)
 own = slice(place.data_rank * rows // place.data_size, (place.data_rank + 1) * rows // place.data_size)
 
-first = worker.logprobs(tokens[own])
-reference = worker.reference_logprobs(tokens[own])
+first = worker.logprobs(tokens[own], lengths[own])
+reference = worker.reference_logprobs(tokens[own], lengths[own])
 loss = GRPOLoss(config.algorithm.loss_fn)
 steps, previous = [], first
 for _ in range(2):
-    batch = {"tokens": tokens[own], "mask": mask[own], "advantages": advantages[own]}
+    batch = {"tokens": tokens[own], "lengths": lengths[own], "mask": mask[own], "advantages": advantages[own]}
     # Ranks that do not report hold nothing; the loss is computed where logits are, so give every rank the same numbers.
     gathered = [None] * int(os.environ["WORLD_SIZE"])
     torch.distributed.all_gather_object(gathered, (place.data_rank, place.reports, previous, reference))
@@ -45,12 +47,15 @@ for _ in range(2):
     batch["previous_logprobs"] = batch["generation_logprobs"] = torch.from_numpy(scores[0])
     batch["reference_logprobs"] = torch.from_numpy(scores[1])
     steps.append(worker.train(batch, loss, Normalizers.of(mask)))
-    previous = worker.logprobs(tokens[own])
+    previous = worker.logprobs(tokens[own], lengths[own])
 
 gathered = [None] * int(os.environ["WORLD_SIZE"])
 torch.distributed.all_gather_object(gathered, (place, first, reference, previous, steps))
 worker.export_hf(f"{output}.hf")
 if os.environ["RANK"] == "0":
     replicas = sorted((entry for entry in gathered if entry[0].reports), key=lambda entry: entry[0].data_rank)
-    torch.save({"tokens": tokens, "temperature": 0.7, "replicas": [entry[1:] for entry in replicas]}, output)
+    torch.save(
+        {"tokens": tokens, "lengths": lengths, "temperature": 0.7, "replicas": [entry[1:] for entry in replicas]},
+        output,
+    )
 torch.distributed.barrier()

@@ -3,30 +3,31 @@
 import pickle
 import subprocess
 import sys
-import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
+from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.refit import group as refit_group
-from nemo_rl_lite.refit.broadcast import RefitReport, send
+from nemo_rl_lite.refit import ipc
+from nemo_rl_lite.refit.broadcast import BroadcastSender
+from nemo_rl_lite.refit.consumer import Source
+from nemo_rl_lite.refit.group import Meeting
 from nemo_rl_lite.refit.packing import dtype_name
 from nemo_rl_lite.refit.plan import RefitPlan, make_plan
+from nemo_rl_lite.refit.report import RefitReport
 
 pytestmark = pytest.mark.functional
 
+CPU = torch.device("cpu")
 LEFT_OUT = "model.layers.2.self_attn.k_norm.weight"
 
 
 @pytest.fixture(scope="module")
 def new_model(model_folder):
     """Other weights for the same model."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model = load(model_folder)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in model.parameters():
@@ -40,31 +41,48 @@ def seen(request, model_folder, new_model, engine_environment, tmp_path_factory)
     folder = tmp_path_factory.mktemp(request.param)
     weights = [(name, weight.detach()) for name, weight in new_model.named_parameters()]
     partial = [(name, weight) for name, weight in weights if name != LEFT_OUT]
-    plans = {"": plan_of(weights), ".partial": plan_of(partial)}
-    assert len(plans[""].buckets) > 3
-    for name, plan in plans.items():
-        (folder / f"plan{name}").write_bytes(pickle.dumps(plan))
+    old = [(name, weight.detach()) for name, weight in load(model_folder).named_parameters()]
+    assert len(plan_of(weights).buckets) > 3
+    # As policy ranks do: on the same device through a shared buffer, and over sockets.
+    refits = [Producer("", weights, shared=True), Producer(".broadcast", old), Producer(".partial", partial)]
+    for producer in refits:
+        (folder / f"source{producer.name}").write_bytes(pickle.dumps(producer.source))
     script = Path(__file__).with_name("engine_process.py")
-    arguments = [request.param, model_folder, folder / "plan", folder / "seen"]
+    arguments = [request.param, model_folder, folder / "source", folder / "seen"]
     command = [sys.executable, str(script), *map(str, arguments)]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, env=engine_environment, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        sent = {f"sent{producer.name}": producer.send() for producer in refits}
+        assert process.wait(60) == 0
+    except (AssertionError, RuntimeError, RefitError) as error:
+        process.kill()
+        raise AssertionError((folder / "log").read_text()[-4000:]) from error
+    return pickle.loads((folder / "seen").read_bytes()) | sent
 
-    def produce(name: str, tensors: list) -> RefitReport:
-        port_file = folder / f"seen.port{name}"
-        while not port_file.exists():
-            assert process.poll() is None, (folder / "log").read_text()[-4000:]
-            time.sleep(0.1)
-        limit = timedelta(seconds=60)
-        store = TCPStore(
-            "127.0.0.1", int(port_file.read_text()), is_master=False, wait_for_workers=False, timeout=limit
-        )
-        return send(plans[name], tensors, refit_group.join(store, 0, 2, 60), verify=True)
 
-    sent = produce("", weights)
-    produce(".partial", partial)
-    assert process.wait(60) == 0, (folder / "log").read_text()[-4000:]
-    return pickle.loads((folder / "seen").read_bytes()) | {"sent": sent}
+class Producer:
+    """The policy's side of one refit."""
+
+    def __init__(self, name: str, weights: list, shared: bool = False):
+        self.name, self._weights, self._plan = name, weights, plan_of(weights)
+        self._store = refit_group.host_store("127.0.0.1", 90)
+        self._staging, handle = ipc.new_staging(self._plan, CPU) if shared else (None, None)
+        self.source = Source(self._plan, Meeting("127.0.0.1", self._store.port, rank=1, world_size=2), handle)
+
+    def send(self) -> RefitReport:
+        group = refit_group.join(self._store, 0, 2, CPU, 90)
+        if self._staging is None:
+            return BroadcastSender(self._plan, group, verify=True).send(self._weights)
+        group.meet("the staging buffer")
+        ipc.forget(self.source.staging)
+        return ipc.IpcSender(self._plan, group, self._staging, verify=True).send(self._weights)
+
+
+def load(folder: Path):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def plan_of(weights: list) -> RefitPlan:
@@ -87,11 +105,8 @@ def check_logprobs(model, prompts, completions, temperature: float) -> None:
 
 
 def test_logprobs_are_those_of_the_sampled_distribution(seen, model_folder):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     assert len(seen["sampled"]) == 12
-    check_logprobs(model, seen["prompts"], seen["sampled"], temperature=0.8)
+    check_logprobs(load(model_folder).eval(), seen["prompts"], seen["sampled"], temperature=0.8)
 
 
 def test_a_seed_repeats_and_another_does_not(seen):
@@ -128,6 +143,11 @@ def test_after_a_refit_the_engine_is_the_new_model(seen, new_model):
     assert seen["checksums"] == seen["sent"].checksums
     assert set(seen["seconds"]) == {"transfer", "load"}
     check_logprobs(new_model, seen["prompts"], seen["refitted"], temperature=1.0)
+
+
+def test_a_broadcast_brings_the_old_model_back(seen):
+    assert seen["broadcast checksums"] == seen["sent.broadcast"].checksums
+    assert seen["back again"] == seen["sampled"]
 
 
 def test_a_weight_that_the_producer_left_out_is_an_error(seen):

@@ -93,7 +93,7 @@ def test_a_worker_that_raises_in_a_step_ends_the_run_within_fifteen_seconds(tmp_
     rows = [{"prompt": "1" if row < 16 else "%", "answer": "1"} for row in range(32)]
     data = tmp_path / "problems.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
-    source = ["data=jsonl", f"data.train_path={data}", f"data.validation_path={data}", "data.shuffle=false"]
+    source = ["data=file", f"data.train_path={data}", f"data.validation_path={data}", "data.shuffle=false"]
     run = Run(tmp_path / "run", small, *source, "algorithm.val_at_start=false")
     run.wait_for("step +1/30")
     started = time.monotonic()

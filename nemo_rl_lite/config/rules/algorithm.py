@@ -4,20 +4,21 @@ from collections.abc import Iterator
 
 from nemo_rl_lite.config.rules.base import rule
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.data.sources import TASKS
 from nemo_rl_lite.errors import Violation
 
 
-@rule("algorithm.num_generations_per_prompt")
+@rule("algorithm.num_generations_per_prompt", algorithm="grpo")
 def groups_have_a_baseline(config: Config) -> Iterator[Violation]:
-    size = config.algorithm.num_generations_per_prompt
+    size = config.grpo.num_generations_per_prompt
     if size < 2:
         key = "algorithm.num_generations_per_prompt"
         yield Violation(key, size, "GRPO compares samples of one prompt, so it needs at least 2", f"{key}=8")
 
 
-@rule("algorithm.loss_fn")
+@rule("algorithm.loss_fn", algorithm="grpo")
 def loss_options_agree(config: Config) -> Iterator[Violation]:
-    loss = config.algorithm.loss_fn
+    loss = config.grpo.loss_fn
     prefix = "algorithm.loss_fn"
     if loss.sequence_level_importance_ratios and loss.token_level_loss:
         key = f"{prefix}.sequence_level_importance_ratios"
@@ -30,3 +31,21 @@ def loss_options_agree(config: Config) -> Iterator[Violation]:
         key = f"{prefix}.ratio_clip_c"
         limit = 1 + loss.ratio_clip_max
         yield Violation(key, loss.ratio_clip_c, f"must exceed 1 + ratio_clip_max = {limit:g}", f"{key}=3.0")
+
+
+@rule("algorithm.max_num_epochs", "algorithm.max_num_steps", "data.name", algorithm="sft")
+def training_ends(config: Config) -> Iterator[Violation]:
+    key, endless = "algorithm.max_num_steps", config.data.name in TASKS
+    if config.sft.max_num_steps is None and endless:
+        yield Violation(key, None, f"is null, and the data of {config.data.name} never ends", f"{key}=100")
+    elif config.sft.max_num_steps is None and config.sft.max_num_epochs is None:
+        fix = f"{key}=100, or algorithm.max_num_epochs=1"
+        yield Violation(key, None, "is null, and so is algorithm.max_num_epochs: training would not end", fix)
+
+
+@rule("data.name", "data.response_column", algorithm="sft")
+def responses_are_in_rows(config: Config) -> Iterator[Violation]:
+    data = config.data
+    if data.name in TASKS and data.response_column is not None:
+        key, rule_text = "data.response_column", f"{data.name} has no such columns; its answers are the responses"
+        yield Violation(key, data.response_column, rule_text, f"{key}=null")

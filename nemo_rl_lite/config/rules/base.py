@@ -1,6 +1,7 @@
 """What a rule is, and how all of them are asked.
 
-A rule names the keys it reads, so that a key with a wrong type does not also break every rule that uses it.
+A rule names the keys it reads, so that a key with a wrong type does not also break every rule that uses it, and the
+algorithm it is about, where others do not use what it checks.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,27 +17,30 @@ Check = Callable[[Config], Iterator[Violation]]
 class Rule:
     keys: tuple[str, ...]
     check: Check
+    algorithm: str | None
 
 
 RULES: list[Rule] = []
 
 
-def rule(*keys: str) -> Callable[[Check], Check]:
-    """Register a check with the keys (or sections) it reads."""
+def rule(*keys: str, algorithm: str | None = None) -> Callable[[Check], Check]:
+    """Register a check with the keys (or sections) it reads; for one `algorithm` or for all."""
 
     def register(check: Check) -> Check:
-        RULES.append(Rule(keys, check))
+        RULES.append(Rule(keys, check, algorithm))
         return check
 
     return register
 
 
 def check_rules(config: Config, unusable: frozenset[str] = frozenset()) -> list[Violation]:
-    """Everything the rules find wrong. Rules that read a key of `unusable` are left out."""
+    """Everything the rules find wrong. Rules that read a key of `unusable`, or are about another
+    algorithm, are left out."""
     return [
         violation
         for rule in RULES
-        if not any(_overlap(key, bad) for key in rule.keys for bad in unusable)
+        if rule.algorithm in (None, config.algorithm.name)
+        and not any(_overlap(key, bad) for key in rule.keys for bad in unusable)
         for violation in rule.check(config)
     ]
 

@@ -5,18 +5,42 @@ from collections.abc import Iterator
 
 from nemo_rl_lite.config.rules.base import rule
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import generation_gpus, on_gpus
 from nemo_rl_lite.errors import Violation
 
 
-@rule("generation.vllm_cfg.tensor_parallel_size", "cluster.gpus_per_node")
-def generation_parallel_size(config: Config) -> Iterator[Violation]:
+@rule(
+    "generation.vllm_cfg.tensor_parallel_size",
+    "generation.data_parallel_size",
+    "generation.colocated",
+    "generation.backend",
+    "cluster.num_nodes",
+    "cluster.gpus_per_node",
+    algorithm="grpo",
+)
+def engines_fill_their_gpus(config: Config) -> Iterator[Violation]:
     key, size = "generation.vllm_cfg.tensor_parallel_size", config.generation.vllm_cfg.tensor_parallel_size
-    if size > 1 and config.cluster.gpus_per_node == 0:
-        fix = f"{key}=1, and generation.data_parallel_size for more engines"
-        yield Violation(key, size, "a CPU engine is one process", fix)
+    if not on_gpus(config):
+        if size > 1:
+            fix = f"{key}=1, and generation.data_parallel_size for more engines"
+            yield Violation(key, size, "a CPU engine is one process", fix)
+        return
+    if size > 1 and config.generation.backend != "vllm":
+        yield Violation(key, size, f"the {config.generation.backend} engine uses one GPU", f"{key}=1")
+        return
+    gpus, wanted = generation_gpus(config), config.generation.data_parallel_size
+    on_one_node = min(gpus, config.cluster.gpus_per_node)
+    if on_one_node % size:
+        sizes = [divisor for divisor in range(1, on_one_node + 1) if on_one_node % divisor == 0]
+        yield Violation(
+            key, size, f"must divide the {on_one_node} GPUs that generation has on a node", f"one of {sizes}"
+        )
+    elif wanted is not None and wanted * size != gpus:
+        rule_text = f"engines of {size} GPUs each fill {gpus} GPUs: there are {gpus // size}"
+        yield Violation("generation.data_parallel_size", wanted, rule_text, "generation.data_parallel_size=null")
 
 
-@rule("generation.backend", "generation.vllm_kwargs")
+@rule("generation.backend", "generation.vllm_kwargs", algorithm="grpo")
 def engine_is_installed(config: Config) -> Iterator[Violation]:
     if config.generation.backend == "vllm" and importlib.util.find_spec("vllm") is None:
         fix = "bash scripts/install.sh, or generation=transformers"
@@ -34,6 +58,7 @@ def engine_is_installed(config: Config) -> Iterator[Violation]:
         "worker_extension_cls": None,
         "disable_log_stats": None,
         "skip_tokenizer_init": None,
+        "enable_sleep_mode": "generation.colocated.enabled",
     }
     for name in config.generation.vllm_kwargs:
         if name in owned:
@@ -41,7 +66,7 @@ def engine_is_installed(config: Config) -> Iterator[Violation]:
             yield Violation(f"generation.vllm_kwargs.{name}", None, "is set by the launcher", fix)
 
 
-@rule("generation.max_new_tokens", "policy.max_total_sequence_length")
+@rule("generation.max_new_tokens", "policy.max_total_sequence_length", algorithm="grpo")
 def responses_fit_the_sequence(config: Config) -> Iterator[Violation]:
     new, total = config.generation.max_new_tokens, config.policy.max_total_sequence_length
     if new >= total:
@@ -49,7 +74,7 @@ def responses_fit_the_sequence(config: Config) -> Iterator[Violation]:
         yield Violation("generation.max_new_tokens", new, rule_text, f"generation.max_new_tokens={max(total // 2, 1)}")
 
 
-@rule("generation.stop_strings")
+@rule("generation.stop_strings", algorithm="grpo")
 def stop_strings_are_not_empty(config: Config) -> Iterator[Violation]:
     if "" in config.generation.stop_strings:
         key = "generation.stop_strings"

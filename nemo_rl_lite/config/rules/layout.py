@@ -5,45 +5,135 @@ from collections.abc import Iterator
 from nemo_rl_lite.config.model_shape import NoModelError, read_model_shape
 from nemo_rl_lite.config.rules.base import rule
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import data_parallel_size, policy_ranks, samples_per_step
+from nemo_rl_lite.config.sizes import (
+    all_gpus,
+    batch_mode,
+    data_parallel_size,
+    generation_gpus,
+    on_gpus,
+    policy_ranks,
+    samples_per_step,
+)
 from nemo_rl_lite.errors import Violation
 
-_PARALLEL = (
+_CLUSTER = (
     "cluster.num_nodes",
     "cluster.gpus_per_node",
     "cluster.cpu_ranks",
+    "generation.colocated",
+)
+_PARALLEL = (
+    *_CLUSTER,
     "policy.megatron_cfg.tensor_model_parallel_size",
     "policy.megatron_cfg.pipeline_model_parallel_size",
 )
+_BATCHING = ("policy.precision", "policy.sequence_packing", "policy.dynamic_batching")
+_PREFIX = "policy.megatron_cfg"
 
 
 @rule("cluster.num_nodes", "cluster.gpus_per_node")
-def cpu_only(config: Config) -> Iterator[Violation]:
-    if config.cluster.gpus_per_node > 0:
-        key, given = "cluster.gpus_per_node", config.cluster.gpus_per_node
-        yield Violation(key, given, "this version places workers on CPUs only", f"{key}=0")
-    elif config.cluster.num_nodes > 1:
+def cpu_runs_use_one_node(config: Config) -> Iterator[Violation]:
+    if config.cluster.num_nodes > 1 and not on_gpus(config):
         yield Violation("cluster.num_nodes", config.cluster.num_nodes, "CPU runs use one node", "cluster.num_nodes=1")
 
 
-@rule(*_PARALLEL)
+@rule(*_CLUSTER, algorithm="grpo")
+def generation_has_gpus(config: Config) -> Iterator[Violation]:
+    if not on_gpus(config) or config.generation.colocated.enabled:
+        return
+    prefix, resources = "generation.colocated.resources", config.generation.colocated.resources
+    gpus, total = generation_gpus(config), all_gpus(config)
+    if resources.num_nodes is not None and resources.gpus_per_node not in (None, config.cluster.gpus_per_node):
+        rule_text = "whole nodes are set apart, or GPUs of one node, not both"
+        yield Violation(f"{prefix}.gpus_per_node", resources.gpus_per_node, rule_text, f"{prefix}.gpus_per_node=null")
+    elif not 0 < gpus < total:
+        key = f"{prefix}.num_nodes" if resources.num_nodes is not None else f"{prefix}.gpus_per_node"
+        rule_text = f"sets {gpus} of the run's {total} GPUs apart for generation; at least one must, and one must stay"
+        fix = f"{prefix}.gpus_per_node=1" if total > 1 else "generation.colocated.enabled=true"
+        yield Violation(key, gpus or None, rule_text, fix)
+
+
+@rule(*_PARALLEL, f"{_PREFIX}.expert_model_parallel_size")
 def ranks_fill_parallel_groups(config: Config) -> Iterator[Violation]:
     parallel, ranks = config.policy.megatron_cfg, policy_ranks(config)
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if ranks % (tensor * pipeline):
+    if ranks % (tensor * pipeline) or not ranks:
+        more = "more GPUs" if on_gpus(config) else f"cluster.cpu_ranks={tensor * pipeline}"
         yield Violation(
-            "policy.megatron_cfg.tensor_model_parallel_size",
+            f"{_PREFIX}.tensor_model_parallel_size",
             tensor,
             f"tensor ({tensor}) x pipeline ({pipeline}) parallel size must divide the {ranks} policy ranks",
-            f"cluster.cpu_ranks={tensor * pipeline}, or smaller parallel sizes",
+            f"{more}, or smaller parallel sizes",
         )
+    elif ranks // pipeline % parallel.expert_model_parallel_size:
+        key = f"{_PREFIX}.expert_model_parallel_size"
+        rule_text = f"must divide the {ranks // pipeline} ranks of a pipeline stage"
+        yield Violation(key, parallel.expert_model_parallel_size, rule_text, f"{key}=1")
 
 
-@rule("algorithm.num_prompts_per_step", "algorithm.num_generations_per_prompt", "policy.train_global_batch_size")
+@rule(
+    *_CLUSTER,
+    f"{_PREFIX}.sequence_parallel",
+    f"{_PREFIX}.tensor_model_parallel_size",
+    f"{_PREFIX}.expert_model_parallel_size",
+)
+def gpu_only_layouts(config: Config) -> Iterator[Violation]:
+    parallel = config.policy.megatron_cfg
+    if parallel.sequence_parallel and not on_gpus(config):
+        key = f"{_PREFIX}.sequence_parallel"
+        yield Violation(key, True, "megatron-core's norms on a CPU do not split sequences", f"{key}=false")
+    elif parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        key = f"{_PREFIX}.sequence_parallel"
+        yield Violation(key, True, "splits over tensor-parallel ranks, and there is one", f"{key}=false")
+    if parallel.expert_model_parallel_size > 1 and not on_gpus(config):
+        key = f"{_PREFIX}.expert_model_parallel_size"
+        yield Violation(key, parallel.expert_model_parallel_size, "needs GPUs", f"{key}=1")
+
+
+@rule(
+    *_CLUSTER,
+    *_BATCHING,
+    "policy.max_total_sequence_length",
+    "policy.sequence_length_round",
+    f"{_PREFIX}.sequence_parallel",
+    f"{_PREFIX}.tensor_model_parallel_size",
+)
+def token_batches_hold_a_sequence(config: Config) -> Iterator[Violation]:
+    policy, gpu = config.policy, on_gpus(config)
+    if policy.sequence_packing.enabled is True and policy.dynamic_batching.enabled:
+        key = "policy.dynamic_batching.enabled"
+        yield Violation(key, True, "packing and padding exclude each other", f"{key}=false")
+        return
+    if policy.sequence_packing.enabled is True and gpu and policy.precision != "bfloat16":
+        key, rule_text = "policy.sequence_packing.enabled", "packed attention on a GPU needs bfloat16"
+        yield Violation(key, True, rule_text, f"policy.precision=bfloat16, or {key}=false")
+    mode = batch_mode(policy, gpu)
+    if mode == "fixed":
+        return
+    name = "sequence_packing" if mode == "packed" else "dynamic_batching"
+    limits = policy.sequence_packing if mode == "packed" else policy.dynamic_batching
+    for key, tokens in (("train_mb_tokens", limits.train_mb_tokens), ("logprob_mb_tokens", limits.logprob_mb_tokens)):
+        longest = policy.max_total_sequence_length
+        if tokens < longest:
+            rule_text = f"must hold one sequence of policy.max_total_sequence_length = {longest} tokens"
+            yield Violation(f"policy.{name}.{key}", tokens, rule_text, f"policy.{name}.{key}={longest}")
+    tensor = policy.megatron_cfg.tensor_model_parallel_size
+    if policy.megatron_cfg.sequence_parallel and policy.sequence_length_round % tensor:
+        key = "policy.sequence_length_round"
+        rule_text = f"sequence parallelism splits the length over {tensor} ranks"
+        yield Violation(key, policy.sequence_length_round, rule_text, f"{key}={tensor * 64}")
+
+
+@rule(
+    "algorithm.num_prompts_per_step",
+    "algorithm.num_generations_per_prompt",
+    "policy.train_global_batch_size",
+    algorithm="grpo",
+)
 def rollout_fills_optimizer_steps(config: Config) -> Iterator[Violation]:
     samples, batch = samples_per_step(config), config.policy.train_global_batch_size
     if samples % batch:
-        sizes = f"{config.algorithm.num_prompts_per_step} prompts x {config.algorithm.num_generations_per_prompt}"
+        sizes = f"{config.grpo.num_prompts_per_step} prompts x {config.grpo.num_generations_per_prompt}"
         yield Violation(
             "policy.train_global_batch_size",
             batch,
@@ -52,12 +142,18 @@ def rollout_fills_optimizer_steps(config: Config) -> Iterator[Violation]:
         )
 
 
-@rule(*_PARALLEL, "policy.train_global_batch_size", "policy.train_micro_batch_size")
+@rule(*_PARALLEL, *_BATCHING, "policy.train_global_batch_size", "policy.train_micro_batch_size")
 def micro_batches_fill_global_batch(config: Config) -> Iterator[Violation]:
     ranks = data_parallel_size(config)
     if not ranks:
         return
-    batch, micro = config.policy.train_global_batch_size, config.policy.train_micro_batch_size
+    fixed = batch_mode(config.policy, on_gpus(config)) == "fixed"
+    batch, micro = config.policy.train_global_batch_size, config.policy.train_micro_batch_size if fixed else 1
+    if not fixed and batch % ranks:
+        rule_text = f"must be a multiple of the data-parallel size ({ranks})"
+        fix = f"policy.train_global_batch_size={-(-batch // ranks) * ranks}"
+        yield Violation("policy.train_global_batch_size", batch, rule_text, fix)
+        return
     if batch % (micro * ranks):
         yield Violation(
             "policy.train_micro_batch_size",
@@ -67,10 +163,17 @@ def micro_batches_fill_global_batch(config: Config) -> Iterator[Violation]:
         )
 
 
-@rule(*_PARALLEL, "algorithm.num_prompts_per_step", "algorithm.num_generations_per_prompt", "policy.logprob_batch_size")
+@rule(
+    *_PARALLEL,
+    *_BATCHING,
+    "algorithm.num_prompts_per_step",
+    "algorithm.num_generations_per_prompt",
+    "policy.logprob_batch_size",
+    algorithm="grpo",
+)
 def logprob_batches_fill_rollout(config: Config) -> Iterator[Violation]:
     ranks = data_parallel_size(config)
-    if not ranks:
+    if not ranks or batch_mode(config.policy, on_gpus(config)) != "fixed":
         return
     samples, micro = samples_per_step(config), config.policy.logprob_batch_size
     if samples % (micro * ranks):
@@ -98,7 +201,7 @@ def model_fits_the_layout(config: Config) -> Iterator[Violation]:
         return
     if model is None:
         return
-    prefix = "policy.megatron_cfg"
+    prefix = _PREFIX
     tensor = config.policy.megatron_cfg.tensor_model_parallel_size
     for what, count in (
         ("attention heads", model.heads),
@@ -106,7 +209,7 @@ def model_fits_the_layout(config: Config) -> Iterator[Violation]:
         ("tokens", model.vocabulary),
     ):
         if count % tensor:
-            key = f"{prefix}.tensor_model_parallel_size"
+            key = f"{_PREFIX}.tensor_model_parallel_size"
             sizes = [
                 size for size in range(1, count + 1) if _splits(model.heads, model.kv_heads, model.vocabulary, size)
             ]
@@ -119,7 +222,8 @@ def model_fits_the_layout(config: Config) -> Iterator[Violation]:
     if length > model.max_positions:
         key = "policy.max_total_sequence_length"
         yield Violation(key, length, f"the model has {model.max_positions} positions", f"{key}={model.max_positions}")
-    if config.generation.backend == "vllm" and config.cluster.gpus_per_node == 0 and model.head_dim < 32:
+    generates = config.algorithm.name == "grpo"
+    if generates and config.generation.backend == "vllm" and config.cluster.gpus_per_node == 0 and model.head_dim < 32:
         fix = "generation=transformers, or a model with a larger head_dim"
         yield Violation("policy.model_name", config.policy.model_name, "vLLM on a CPU needs head_dim >= 32", fix)
 

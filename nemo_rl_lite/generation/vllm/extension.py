@@ -1,41 +1,39 @@
-"""The part that runs inside vLLM's own worker process, as its `worker_extension_cls`."""
+"""The part that runs inside vLLM's own worker processes, as their `worker_extension_cls`."""
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.refit import group as refit_group
-from nemo_rl_lite.refit.broadcast import Receiver, RefitReport
-from nemo_rl_lite.refit.plan import RefitPlan
+from nemo_rl_lite.observability.memory import device_bytes
+from nemo_rl_lite.refit.consumer import Connection, Receiver, Source
+from nemo_rl_lite.refit.report import RefitReport
 
 
 class RefitExtension:
-    """Methods for `LLM.collective_rpc`; `self` is vLLM's worker."""
+    """Methods for `LLM.collective_rpc`; `self` is vLLM's worker, one for each tensor-parallel rank."""
 
     model_runner: Any
+    device: torch.device
+    rank: int
 
-    def refit_join(self, plan: RefitPlan, host: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
-        self._refit_plan = plan
-        self._refit_group = refit_group.join_at(host, port, rank, world_size, timeout_s)
+    def refit_join(self, sources: Sequence[Source], verify: bool, timeout_s: float) -> None:
+        """Join this rank's producer, that of `sources[rank]`."""
+        self._refit = Connection(sources[self.rank], torch.device(self.device), verify, timeout_s)
 
-    def refit_receive(self, verify: bool) -> RefitReport:
+    def refit_receive(self) -> RefitReport:
         """Receive all weights and load them.
-
-        vLLM packs linear weights on a CPU. Its layerwise reload undoes and redoes that, and puts back the old values of
-        what did not arrive; so what did not arrive is an error here.
 
         Raises:
             RefitError: weights of the engine that the producer did not send.
         """
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
         model = self.model_runner.get_model()
         wanted = {name for name, _ in model.named_parameters()}
-        receiver = Receiver(self._refit_plan, self._refit_group, verify)
-        initialize_layerwise_reload(model)
-        loaded = model.load_weights(iter(receiver))
-        finalize_layerwise_reload(model, self.model_runner.model_config)
+        on_cpu = self.device.type == "cpu"
+        receiver = self._refit.receiver(keep=on_cpu)
+        loaded = self._load_layerwise(model, receiver) if on_cpu else _load(model, receiver)
         stale = sorted(wanted - loaded) if loaded is not None else []
         if stale:
             raise RefitError(f"the refit left {len(stale)} weights of the engine as they were, such as {stale[0]}")
@@ -43,3 +41,28 @@ class RefitExtension:
 
     def set_sampling_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
+
+    def device_bytes(self) -> int:
+        """Bytes of this rank's GPU in use by all processes; 0 on a CPU."""
+        return 0 if self.device.type == "cpu" else device_bytes()
+
+    def _load_layerwise(self, model: Any, receiver: Receiver) -> set[str] | None:
+        """vLLM packs linear weights on a CPU. Its layerwise reload undoes and redoes that, and puts back the old values
+        of what did not arrive; so what did not arrive is an error here."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        initialize_layerwise_reload(model)
+        loaded = model.load_weights(chain.from_iterable(receiver))
+        finalize_layerwise_reload(model, self.model_runner.model_config)
+        return loaded
+
+
+def _load(model: Any, receiver: Receiver) -> set[str] | None:
+    """Bucket by bucket, straight into the parameters; the names loaded, or None where the model does not tell."""
+    loaded: set[str] = set()
+    told = True
+    for bucket in receiver:
+        names = model.load_weights(bucket)
+        told = told and names is not None
+        loaded |= names or set()
+    return loaded if told else None

@@ -1,44 +1,68 @@
 """A vLLM engine replica. A plain class; `cluster/` runs it in an actor."""
 
+import gc
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig, RefitConfig
 from nemo_rl_lite.generation.interface import Completion, Sampling
-from nemo_rl_lite.refit.broadcast import RefitReport
-from nemo_rl_lite.refit.plan import RefitPlan
+from nemo_rl_lite.refit.consumer import Source
+from nemo_rl_lite.refit.report import RefitReport
 
 EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
+# Weights are written anew by the refit that comes before the next generation, so nothing needs to be kept.
+SLEEP_LEVEL = 2
 
 
-def environment(config: GenerationConfig) -> dict[str, str]:
-    """What vLLM needs in the environment of its process on a CPU."""
-    return {
-        "VLLM_CPU_KVCACHE_SPACE": str(config.vllm_cfg.cpu_kv_cache_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # The engine core in this process: one process less to start, to stop and to lose.
+def environment(config: GenerationConfig, on_gpu: bool) -> dict[str, str]:
+    """What vLLM needs in the environment of its process."""
+    common = {
+        # With one GPU or none, the engine core in this process: one process less to start, to stop and to lose.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # Otherwise the sampler is compiled with a C++ compiler at the first call (6 to 37 s).
-        "TORCH_COMPILE_DISABLE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
     }
+    if on_gpu:
+        # The sampler that needs no package beside vLLM; processes of a tensor-parallel engine start anew, since CUDA
+        # does not survive a fork.
+        return common | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    return common | {
+        "VLLM_CPU_KVCACHE_SPACE": str(config.vllm_cfg.cpu_kv_cache_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Otherwise the sampler is compiled with a C++ compiler at the first call (6 to 37 s).
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+
+
+def preload() -> None:
+    """Import what takes long to import."""
+    import vllm  # noqa: F401
 
 
 class VLLMEngine:
     """vLLM with exact sampling logprobs and weights that a refit replaces."""
 
     def __init__(
-        self, generation: GenerationConfig, policy: PolicyConfig, refit: RefitConfig, model_path: str, seed: int
+        self,
+        generation: GenerationConfig,
+        policy: PolicyConfig,
+        refit: RefitConfig,
+        model_path: str,
+        seed: int,
+        on_gpu: bool,
     ):
         from vllm import LLM
 
         # Rotary tables have no weights to load; vLLM warns about them at every refit.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         self._refit = refit
-        self._verify = refit.verify != "off"
         settings = generation.vllm_cfg
+        self._sleeps = on_gpu and generation.colocated.enabled
+        # A GPU engine starts with no weights worth reading: the first refit comes before the first prompt, and one
+        # that leaves out a weight is an error.
+        gpu_only: dict[str, Any] = {"enable_sleep_mode": self._sleeps, "load_format": "dummy"} if on_gpu else {}
         self._llm: Any = LLM(
             model_path,
             dtype=policy.precision,
@@ -52,8 +76,10 @@ class VLLMEngine:
             worker_extension_cls=EXTENSION,
             skip_tokenizer_init=not generation.stop_strings,
             disable_log_stats=True,
-            **generation.vllm_kwargs,
+            **(gpu_only | generation.vllm_kwargs),
         )
+        # Hundreds of thousands of long-lived objects that every later collection would walk through.
+        gc.freeze()
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         from vllm import SamplingParams
@@ -70,25 +96,50 @@ class VLLMEngine:
             stop=list(sampling.stop_strings) or None,
             detokenize=bool(sampling.stop_strings),
             ignore_eos=False,
+            # That of the sampled token alone.
             logprobs=0,
+            flat_logprobs=True,
         )
         requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         outputs = self._llm.generate(requests, parameters, use_tqdm=False)
         return [_completion(sample) for output in outputs for sample in output.outputs]
 
-    def join_refit(self, plan: RefitPlan, host: str, port: int, rank: int, world_size: int) -> None:
-        self._llm.collective_rpc("refit_join", args=(plan, host, port, rank, world_size, self._refit.timeout_s))
+    def device_bytes(self) -> int:
+        """Bytes in use, by all processes, of the engine's fullest GPU; 0 on a CPU."""
+        return max(self._llm.collective_rpc("device_bytes"))
 
-    def receive_weights(self) -> RefitReport:
+    def sleep(self) -> None:
+        """Give the GPU's memory to the policy. Does nothing where the engine has a device of its own, or a CPU."""
+        if self._sleeps and not self._llm.llm_engine.is_sleeping():
+            self._llm.sleep(level=SLEEP_LEVEL)
+
+    def wake_weights(self) -> None:
+        """Take memory for the weights, with nothing in it yet."""
+        if self._sleeps and self._llm.llm_engine.is_sleeping():
+            self._llm.wake_up(tags=["weights"])
+
+    def wake_cache(self) -> None:
+        """Take memory for the KV cache: the engine can generate again."""
+        if self._sleeps and self._llm.llm_engine.is_sleeping():
+            self._llm.wake_up(tags=["kv_cache"])
+
+    def join_refit(self, sources: Sequence[Source]) -> None:
+        verify = self._refit.verify != "off"
+        self._llm.collective_rpc("refit_join", args=(list(sources), verify, self._refit.timeout_s))
+
+    def receive_weights(self) -> list[RefitReport]:
         started = time.perf_counter()
-        report: RefitReport = self._llm.collective_rpc("refit_receive", args=(self._verify,))[0]
+        reports: list[RefitReport] = self._llm.collective_rpc("refit_receive")
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache, which belongs to the old weights")
-        report.seconds["load"] = time.perf_counter() - started - report.seconds["transfer"]
-        return report
+        for report in reports:
+            report.seconds["load"] = time.perf_counter() - started - report.seconds["transfer"]
+        return reports
 
 
 def _completion(sample: Any) -> Completion:
     tokens = tuple(sample.token_ids)
-    logprobs = tuple(position[token].logprob for position, token in zip(sample.logprobs, tokens, strict=True))
+    logprobs = tuple(sample.logprobs.logprobs)
+    if len(logprobs) != len(tokens):
+        raise RuntimeError(f"vLLM gave {len(logprobs)} logprobs for {len(tokens)} tokens")
     return Completion(tokens, logprobs, "stop" if sample.finish_reason == "stop" else "length")

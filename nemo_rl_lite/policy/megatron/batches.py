@@ -1,38 +1,47 @@
 """Forward and backward passes over micro-batches through megatron-core's schedules (pipelined or not)."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_lite.algorithms.losses import Batch
+from nemo_rl_lite.policy.megatron.micro_batches import Layout, MicroBatch, cut
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 
 # Logprobs [b, T] of a micro-batch and the micro-batch -> its loss and metrics.
 MicroBatchLoss = Callable[[Tensor, Batch], tuple[Tensor, Any]]
+# Tokens whose logits are made float32 at a time where no gradient is wanted.
+_CHUNK = 2048
 
 
-def forward_logprobs(model: MegatronModel, tokens_BT: Tensor, micro_batch: int, temperature: float) -> Tensor | None:
-    """Logprobs [B, T] of the tokens under the model at `temperature`; None on ranks without logits.
+def forward_logprobs(
+    model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layout: Layout, temperature: float
+) -> Tensor | None:
+    """Logprobs [B, T] of the tokens under the model at `temperature`, on the CPU; None on ranks without logits.
 
-    Entry t is log p(token t | tokens before t); entry 0 is 0.
+    Entry t is log p(token t | tokens before t); entry 0 and those beyond a sequence's end are 0.
     """
     model.train_mode(False)
+    micro_batches = _agreed_cut(model, tokens_BT, lengths_B, layout)
+
+    def score(micro: MicroBatch) -> Callable[..., Tensor]:
+        return lambda logits, non_loss_data: token_logprobs(logits, micro, temperature).cpu()
+
     with torch.no_grad():
-        parts = _run(
-            model,
-            {"tokens": tokens_BT},
-            micro_batch,
-            lambda micro: lambda logits, non_loss_data: token_logprobs(logits, micro["tokens"], temperature),
-            forward_only=True,
-        )
-    return torch.cat(parts) if model.place.has_logits else None
+        parts = _run(model, micro_batches, score, forward_only=True)
+    if not model.place.has_logits:
+        return None
+    logprobs_BT = torch.zeros(tokens_BT.shape, dtype=torch.float32)
+    for micro, part in zip(micro_batches, parts, strict=True):
+        logprobs_BT[micro.rows, : micro.width] = part
+    return logprobs_BT
 
 
 def forward_backward(
-    model: MegatronModel, batch: Batch, micro_batch: int, temperature: float, loss: MicroBatchLoss
+    model: MegatronModel, batch: Batch, layout: Layout, temperature: float, loss: MicroBatchLoss
 ) -> list[Any]:
     """Accumulate the gradient of the summed micro-batch losses over all data-parallel ranks; returns the metrics.
 
@@ -40,57 +49,108 @@ def forward_backward(
     shares of the global loss, so both are multiplied back.
     """
     model.train_mode(True)
-    rows = batch["tokens"].shape[0]
-    scale = rows // micro_batch * model.place.data_size
+    micro_batches = _agreed_cut(model, batch["tokens"], batch["lengths"], layout)
+    scale = len(micro_batches) * model.place.data_size
 
-    def scaled_loss(logits: Tensor, micro: Batch) -> tuple[Tensor, Any]:
-        value, metrics = loss(token_logprobs(logits, micro["tokens"], temperature), micro)
-        return value * scale, metrics
+    def on_logits(micro: MicroBatch) -> Callable[..., tuple[Tensor, Any]]:
+        own = _rows_of(batch, micro, model.device)
 
-    return _run(model, batch, micro_batch, lambda micro: partial(scaled_loss, micro=micro), forward_only=False)
+        def scaled_loss(logits: Tensor) -> tuple[Tensor, Any]:
+            value, metrics = loss(token_logprobs(logits, micro, temperature), own)
+            return value * scale, metrics
+
+        return scaled_loss
+
+    return _run(model, micro_batches, on_logits, forward_only=False)
 
 
-def token_logprobs(logits_BTv: Tensor, tokens_BT: Tensor, temperature: float) -> Tensor:
-    """Logprobs [B, T] of `tokens_BT` from this rank's vocabulary slice of the logits, with gradient, in float32."""
+def token_logprobs(logits_nSv: Tensor, micro: MicroBatch, temperature: float) -> Tensor:
+    """Logprobs [b, T] of the micro-batch's tokens from this rank's vocabulary slice of the logits, with gradient, in
+    float32."""
+    logits_Nv, next_N = logits_nSv.flatten(0, 1), micro.tokens_nS.roll(-1, dims=1).flatten()
+    if torch.is_grad_enabled():
+        return micro.unpack(_next_token_logprobs(logits_Nv, next_N, temperature))
+    # Without a gradient nothing large need be kept: float32 logits exist for a few tokens at a time.
+    chunks = zip(logits_Nv.split(_CHUNK), next_N.split(_CHUNK), strict=True)
+    return micro.unpack(torch.cat([_next_token_logprobs(*chunk, temperature) for chunk in chunks]))
+
+
+def _next_token_logprobs(logits_Nv: Tensor, next_N: Tensor, temperature: float) -> Tensor:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    next_tokens_BT = tokens_BT.roll(-1, dims=1)
     # A copy in any case: the cross entropy works in place.
-    logprobs_BT = -vocab_parallel_cross_entropy(logits_BTv.float() / temperature, next_tokens_BT)
-    return torch.cat([torch.zeros_like(logprobs_BT[:, :1]), logprobs_BT[:, :-1]], dim=1)
+    scaled_Nv = logits_Nv.to(torch.float32, copy=True)
+    if temperature != 1:
+        scaled_Nv = scaled_Nv.div_(temperature)
+    return -vocab_parallel_cross_entropy(scaled_Nv, next_N)
+
+
+def _agreed_cut(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layout: Layout) -> list[MicroBatch]:
+    """This replica's micro-batches, as many as on every other: expert-parallel collectives come once a micro-batch."""
+    micro_batches = cut(tokens_BT, lengths_B, layout)
+    if model.place.data_size > 1 and layout.mode != "fixed":
+        most = torch.tensor(len(micro_batches), device=model.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        if len(micro_batches) < most:
+            micro_batches = cut(tokens_BT, lengths_B, layout, at_least=int(most))
+    return micro_batches
 
 
 def _run(
     model: MegatronModel,
-    batch: Batch,
-    micro_batch: int,
-    on_logits: Callable[[Batch], Callable[..., Any]],
+    micro_batches: Sequence[MicroBatch],
+    on_logits: Callable[[MicroBatch], Callable[..., Any]],
     forward_only: bool,
 ) -> list[Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    rows, length = batch["tokens"].shape
-    if rows % micro_batch:
-        raise ValueError(f"{rows} sequences do not divide into micro-batches of {micro_batch}")
-    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-    positions = torch.arange(length).expand(micro_batch, -1)
+    # megatron-core would make all logits float32 at once.
+    options = {"fp32_output": False} if model.half_precision else {}
 
-    def step(micro_batches: Iterator[Batch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
-        micro = next(micro_batches)
-        return chunk(micro["tokens"], positions, mask), on_logits(micro)
+    def step(own: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+        host = next(own)
+        micro = host.to(model.device)
+        positions = host.positions().to(model.device)
+        return chunk(micro.tokens_nS, positions, **options, **_attention(host, model.device)), on_logits(micro)
 
+    first = micro_batches[0].tokens_nS
     return get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=_slices(batch, micro_batch),
+        data_iterator=iter(micro_batches),
         model=model.chunks,
-        num_microbatches=rows // micro_batch,
-        seq_length=length,
-        micro_batch_size=micro_batch,
+        num_microbatches=len(micro_batches),
+        seq_length=first.shape[1],
+        micro_batch_size=first.shape[0],
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
 
 
-def _slices(batch: Batch, size: int) -> Iterator[Batch]:
-    for start in range(0, batch["tokens"].shape[0], size):
-        yield {name: values[start : start + size] for name, values in batch.items()}
+def _attention(micro: MicroBatch, device: torch.device) -> dict[str, Any]:
+    """What tells the model which tokens see which: a mask on a CPU, sequence boundaries for Transformer Engine, which
+    is causal by itself and needs nothing where right-padded sequences have a row each."""
+    if device.type == "cpu":
+        return {"attention_mask": micro.hidden_from()}
+    if not micro.packed:
+        return {"attention_mask": None}
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    boundaries = micro.boundaries()
+    longest = int(boundaries.diff().max())
+    boundaries = boundaries.to(device)
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    return {"attention_mask": None, "packed_seq_params": params}
+
+
+def _rows_of(batch: Batch, micro: MicroBatch, device: torch.device) -> Batch:
+    """The micro-batch's rows of everything in the batch, cut to its width."""
+    return {
+        name: (values[micro.rows, : micro.width] if values.dim() == 2 else values[micro.rows]).to(device)
+        for name, values in batch.items()
+    }

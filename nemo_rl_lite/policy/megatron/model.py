@@ -46,7 +46,8 @@ class MegatronModel:
     bridge: Any
     chunks: list[Any]
     place: ParallelPlace
-    dtype: torch.dtype
+    device: torch.device
+    half_precision: bool
 
     def parameters(self) -> list[Tensor]:
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
@@ -63,37 +64,35 @@ def torch_dtype(precision: str) -> torch.dtype:
 def build_model(config: PolicyConfig, path: str, timeout_s: float, seed: int) -> MegatronModel:
     """Start torch.distributed and model parallelism, build the model, load its weights.
 
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in the environment. Logits, loss and export agree
-    with the Hugging Face model for any tensor, pipeline and data parallel size.
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in the environment. On the GPU that this process sees, with
+    Transformer Engine's layers, or else on the CPU. Logits, loss and export agree with the Hugging Face model for any
+    tensor, pipeline and data parallel size.
     """
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
     prepare_import()
     from megatron.bridge import AutoBridge
-    from megatron.bridge.models.gpt_provider import local_layer_spec
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    dtype = torch_dtype(config.precision)
-    parallel = config.megatron_cfg
     bridge = AutoBridge.from_hf_pretrained(path)
     provider = bridge.to_megatron_provider(load_weights=False)
-    provider.transformer_layer_spec = local_layer_spec
-    provider.tensor_model_parallel_size = parallel.tensor_model_parallel_size
-    provider.pipeline_model_parallel_size = parallel.pipeline_model_parallel_size
-    provider.params_dtype = provider.pipeline_dtype = dtype
-    provider.bf16, provider.fp16 = dtype == torch.bfloat16, False
-    provider.use_cpu_initialization = True
-    provider.variable_seq_lengths = False
-    for fusion in _FUSIONS:
-        setattr(provider, fusion, False)
+    _set_layout(provider, config)
+    if on_gpu:
+        _set_gpu_kernels(provider)
+    else:
+        _set_cpu_kernels(provider)
     provider.finalize()
     provider.initialize_model_parallel(seed=seed, distributed_timeout_minutes=math.ceil(timeout_s / 60))
     ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=parallel.optimizer.use_distributed_optimizer,
+        use_distributed_optimizer=config.megatron_cfg.optimizer.use_distributed_optimizer,
         grad_reduce_in_fp32=True,
         check_for_nan_in_grad=True,
     )
-    chunks = provider.provide_distributed_model(ddp_config=ddp, wrap_with_ddp=True, use_cpu_initialization=True)
+    chunks = provider.provide_distributed_model(ddp_config=ddp, wrap_with_ddp=True, use_cpu_initialization=not on_gpu)
     bridge.load_hf_weights(chunks)
     place = ParallelPlace(
         data_rank=parallel_state.get_data_parallel_rank(),
@@ -102,4 +101,33 @@ def build_model(config: PolicyConfig, path: str, timeout_s: float, seed: int) ->
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         has_logits=parallel_state.is_pipeline_last_stage(),
     )
-    return MegatronModel(bridge, chunks, place, dtype)
+    return MegatronModel(bridge, chunks, place, device, half_precision=config.precision != "float32")
+
+
+def _set_layout(provider: Any, config: PolicyConfig) -> None:
+    parallel, dtype = config.megatron_cfg, torch_dtype(config.precision)
+    provider.tensor_model_parallel_size = parallel.tensor_model_parallel_size
+    provider.pipeline_model_parallel_size = parallel.pipeline_model_parallel_size
+    provider.expert_model_parallel_size = parallel.expert_model_parallel_size
+    provider.sequence_parallel = parallel.sequence_parallel
+    provider.params_dtype = provider.pipeline_dtype = dtype
+    provider.bf16, provider.fp16 = dtype == torch.bfloat16, False
+    # Pipeline stages tell each other the shape of each micro-batch; this way to send tokens to experts allows for it.
+    provider.variable_seq_lengths = parallel.pipeline_model_parallel_size > 1
+    provider.moe_token_dispatcher_type = "alltoall"
+    if parallel.activation_checkpointing:
+        provider.recompute_granularity, provider.recompute_method, provider.recompute_num_layers = "full", "uniform", 1
+
+
+def _set_gpu_kernels(provider: Any) -> None:
+    # megatron-core's own output layer would need Apex for it.
+    provider.gradient_accumulation_fusion = False
+
+
+def _set_cpu_kernels(provider: Any) -> None:
+    from megatron.bridge.models.gpt_provider import local_layer_spec
+
+    provider.transformer_layer_spec = local_layer_spec
+    provider.use_cpu_initialization = True
+    for fusion in _FUSIONS:
+        setattr(provider, fusion, False)

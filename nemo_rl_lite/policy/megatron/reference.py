@@ -10,28 +10,42 @@ from nemo_rl_lite.policy.megatron.model import MegatronModel
 
 
 class ReferenceWeights:
-    """A copy of a model's weights at the time of construction."""
+    """A copy of a model's weights at the time of construction, page-locked where the model is on a GPU."""
 
     def __init__(self, model: MegatronModel):
         self._model = model
-        self._weights = _copies(model)
+        self._weights = [_host_copy(parameter) for parameter in model.parameters()]
+        self._own: list[Tensor] | None = None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within the block the model has the reference weights; afterwards, also after an error, its own again."""
-        own = _copies(self._model)
+        parameters = self._model.parameters()
+        if self._own is None:
+            self._own = [_host_copy(parameter) for parameter in parameters]
+        else:
+            _fill(self._own, parameters)
+        _settle(self._model)
         try:
-            _fill(self._model, self._weights)
+            _fill(parameters, self._weights)
             yield
         finally:
-            _fill(self._model, own)
+            _fill(parameters, self._own)
+            # The next step overwrites the host copies.
+            _settle(self._model)
 
 
-def _copies(model: MegatronModel) -> list[Tensor]:
-    return [parameter.detach().to("cpu", copy=True) for parameter in model.parameters()]
+def _host_copy(parameter: Tensor) -> Tensor:
+    copy = torch.empty_like(parameter, device="cpu", requires_grad=False, pin_memory=parameter.is_cuda)
+    return copy.copy_(parameter.detach())
 
 
-def _fill(model: MegatronModel, weights: list[Tensor]) -> None:
-    with torch.no_grad():
-        for parameter, weight in zip(model.parameters(), weights, strict=True):
-            parameter.copy_(weight)
+@torch.no_grad()
+def _fill(targets: list[Tensor], sources: list[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
+
+
+def _settle(model: MegatronModel) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.current_stream().synchronize()

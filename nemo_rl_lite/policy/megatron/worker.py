@@ -10,20 +10,31 @@ import psutil
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.algorithms.losses import Batch, GRPOLoss, Normalizers, combine_metrics
+from nemo_rl_lite.algorithms.losses import Batch, Loss, Normalizers, combine_metrics
 from nemo_rl_lite.checkpoint.export import write_hf_folder
 from nemo_rl_lite.config.schema import ClusterConfig, PolicyConfig, RefitConfig
+from nemo_rl_lite.observability.memory import MemoryMeter, Peaks
 from nemo_rl_lite.offload.optimizer_states import Move, move_optimizer_states
 from nemo_rl_lite.policy.megatron.batches import forward_backward, forward_logprobs
+from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.policy.megatron.model import ParallelPlace, build_model
+from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
 from nemo_rl_lite.policy.megatron.optimizer import build_optimizer
 from nemo_rl_lite.policy.megatron.reference import ReferenceWeights
 from nemo_rl_lite.refit import group as refit_group
-from nemo_rl_lite.refit.broadcast import RefitReport, send
+from nemo_rl_lite.refit import ipc
+from nemo_rl_lite.refit.broadcast import BroadcastSender
 from nemo_rl_lite.refit.packing import dtype_name
 from nemo_rl_lite.refit.plan import RefitPlan, bucket_size, make_plan
+from nemo_rl_lite.refit.report import RefitReport
 
 log = logging.getLogger(__name__)
+
+
+def preload() -> None:
+    """Import what takes long to import."""
+    prepare_import()
+    import megatron.bridge  # noqa: F401
 
 
 class MegatronWorker:
@@ -50,14 +61,19 @@ class MegatronWorker:
         self._policy, self._refit, self._temperature = policy, refit, temperature
         self._model_path = Path(model_path)
         self._rank = int(os.environ["RANK"])
-        self._device = "cpu"
         self._model = build_model(policy, model_path, cluster.collective_timeout_s, seed)
         self._optimizer, self._scheduler = build_optimizer(policy, self._model)
         self._reference = ReferenceWeights(self._model) if keep_reference else None
+        on_gpu = self._model.device.type == "cuda"
+        self._train_layout = Layout.of(policy, "train", on_gpu)
+        self._logprob_layout = Layout.of(policy, "logprob", on_gpu)
+        log.info("micro-batches: %s for training, %s for logprobs", self._train_layout, self._logprob_layout)
+        self._memory = MemoryMeter()
         self._conversion_tasks: list[Any] | None = None
         self._plan: RefitPlan | None = None
         self._store: Any = None
-        self._group: refit_group.RefitGroup | None = None
+        self._staging: tuple[Tensor, ipc.StagingHandle] | None = None
+        self._sender: BroadcastSender | ipc.IpcSender | None = None
 
     def place(self) -> ParallelPlace:
         return self._model.place
@@ -68,90 +84,117 @@ class MegatronWorker:
 
     def prepare_for_training(self) -> Move:
         """Enter the training phase: everything training needs is on the device, wherever it was."""
-        return self._move_optimizer(self._device)
+        return self._move_optimizer(self._model.device.type)
 
-    def logprobs(self, tokens_BT: Tensor) -> np.ndarray | None:
+    def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor) -> np.ndarray | None:
         """Logprobs [B, T] of the tokens at the sampling temperature; entry t belongs to token t, entry 0 is 0."""
-        logprobs_BT = forward_logprobs(self._model, tokens_BT, self._policy.logprob_batch_size, self._temperature)
-        return logprobs_BT.cpu().numpy() if self._model.place.reports and logprobs_BT is not None else None
+        with self._memory.phase("logprob"):
+            logprobs_BT = forward_logprobs(self._model, tokens_BT, lengths_B, self._logprob_layout, self._temperature)
+        return logprobs_BT.numpy() if self._model.place.reports and logprobs_BT is not None else None
 
-    def reference_logprobs(self, tokens_BT: Tensor) -> np.ndarray | None:
+    def reference_logprobs(self, tokens_BT: Tensor, lengths_B: Tensor) -> np.ndarray | None:
         """The same under the starting weights."""
         if self._reference is None:
             raise RuntimeError("no reference weights were kept: the KL penalty was 0 at the start")
         with self._reference.in_place():
-            return self.logprobs(tokens_BT)
+            return self.logprobs(tokens_BT, lengths_B)
 
-    def train(self, batch: Batch, loss: GRPOLoss, counts: Normalizers) -> dict[str, float] | None:
+    def train(self, batch: Batch, loss: Loss, counts: Normalizers) -> dict[str, float] | None:
         """One optimizer step on this rank's share of a global batch; metrics are this replica's share, beside
         `grad_norm`, `lr` and `wd`, which are whole on every replica.
 
         Raises:
             RuntimeError: the gradient is not finite (found by megatron-core before the weights change).
         """
-        for chunk in self._model.chunks:
-            chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        parts = forward_backward(
-            self._model,
-            batch,
-            self._policy.train_micro_batch_size,
-            self._temperature,
-            lambda logprobs_BT, micro: loss(logprobs_BT, micro, counts),
-        )
-        learning_rate = self._optimizer.param_groups[0]["lr"]
-        _, grad_norm, _ = self._optimizer.step()
-        self._scheduler.step(increment=1)
+        with self._memory.phase("train"):
+            for chunk in self._model.chunks:
+                chunk.zero_grad_buffer()
+            self._optimizer.zero_grad()
+            parts = forward_backward(
+                self._model,
+                batch,
+                self._train_layout,
+                self._temperature,
+                lambda logprobs_BT, micro: loss(logprobs_BT, micro, counts),
+            )
+            learning_rate = self._optimizer.param_groups[0]["lr"]
+            _, grad_norm, _ = self._optimizer.step()
+            self._scheduler.step(increment=1)
         if not self._model.place.reports:
             return None
-        whole = {"grad_norm": grad_norm, "lr": learning_rate, "wd": self._policy.megatron_cfg.optimizer.weight_decay}
         shares = combine_metrics([{name: value.item() for name, value in part.items()} for part in parts])
+        whole = {"grad_norm": grad_norm, "lr": learning_rate, "wd": self._policy.megatron_cfg.optimizer.weight_decay}
         return shares | {name: float(value) for name, value in whole.items()}
+
+    def take_memory(self) -> Peaks:
+        """Peak memory of the phases since the last call; empty on a CPU."""
+        return self._memory.take()
 
     def plan_refit(self) -> RefitPlan | None:
         """Lay the exported weights into buckets, once; rank 0 returns the plan."""
         weights = [(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in self._export()]
-        if self._rank:
-            return None
-        memory = psutil.virtual_memory().total
+        on_gpu = self._model.device.type == "cuda"
+        memory = torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().total
         size = bucket_size(memory, self._refit.buffer_memory_ratio, self._refit.bucket_bytes)
         self._plan = make_plan(weights, size)
-        return self._plan
+        return None if self._rank else self._plan
 
-    def open_refit(self, host: str) -> int | None:
-        """Open the refit's meeting point on rank 0; returns its port."""
-        if self._rank:
-            return None
+    def open_refit(self, host: str, shared_device: bool) -> tuple[int, ipc.StagingHandle | None]:
+        """Open this rank's meeting point as a producer; its port, and for consumers on the same device the handle of
+        the buffer that weights will lie in."""
+        if self._plan is None:
+            raise RuntimeError("open_refit needs plan_refit first")
         self._store = refit_group.host_store(host, self._refit.timeout_s)
-        return self._store.port
+        if shared_device:
+            self._staging = ipc.new_staging(self._plan, self._model.device)
+        return self._store.port, self._staging[1] if self._staging else None
 
-    def join_refit(self, world_size: int) -> None:
-        """Join the refit group as its producer; returns when every consumer has joined."""
-        if self._rank == 0:
-            self._group = refit_group.join(self._store, 0, world_size, self._refit.timeout_s)
+    def join_refit(self, consumers: int) -> None:
+        """Meet this rank's consumers; returns when all have joined. A rank without consumers only exports."""
+        if self._plan is None or self._store is None:
+            raise RuntimeError("join_refit needs plan_refit and open_refit first")
+        if not consumers:
+            return
+        verify, limit = self._refit.verify != "off", self._refit.timeout_s
+        device = self._model.device if self._staging is None else torch.device("cpu")
+        group = refit_group.join(self._store, 0, 1 + consumers, device, limit)
+        if self._staging is None:
+            self._sender = BroadcastSender(self._plan, group, verify)
+        else:
+            staging, handle = self._staging
+            group.meet("the staging buffer")
+            ipc.forget(handle)
+            self._sender = ipc.IpcSender(self._plan, group, staging, verify)
 
     def send_weights(self) -> RefitReport | None:
-        """Send the current weights to every consumer (rank 0); other ranks take part in the export."""
-        if self._rank:
+        """Send the current weights to this rank's consumers; without any, take part in the export all the same."""
+        with self._memory.phase("refit"):
+            if self._sender is not None:
+                return self._sender.send(self._export())
             for _ in self._export():
                 pass
             return None
-        if self._plan is None or self._group is None:
-            raise RuntimeError("send_weights needs plan_refit, open_refit and join_refit first")
-        return send(self._plan, self._export(), self._group, verify=self._refit.verify != "off")
+
+    def release_cache(self) -> None:
+        """Give memory that torch holds for later back to the device, so that another process can have it."""
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def export_hf(self, path: str) -> None:
         """Write the model with its configuration and tokenizer in Hugging Face format to the folder `path`."""
-        weights = list(self._export())
+        weights = list(self._export(to_host=True))
         if self._rank == 0:
             write_hf_folder(weights, self._model_path, Path(path))
 
-    def _export(self) -> Any:
+    def _export(self, to_host: bool = False) -> Any:
         bridge, chunks = self._model.bridge, self._model.chunks
         if self._conversion_tasks is None:
             self._conversion_tasks = bridge.get_conversion_tasks(chunks)
         return bridge.export_hf_weights(
-            chunks, cpu=self._device == "cpu", show_progress=False, conversion_tasks=self._conversion_tasks
+            chunks,
+            cpu=to_host or self._model.device.type == "cpu",
+            show_progress=False,
+            conversion_tasks=self._conversion_tasks,
         )
 
     def _move_optimizer(self, device: str) -> Move:

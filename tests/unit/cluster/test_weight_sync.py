@@ -3,30 +3,59 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_rl_lite.cluster.weight_sync import PROBE_PROMPT, PROBE_TOKENS, ProbeSettings, WeightSync
+from nemo_rl_lite.cluster.weight_sync import PROBE_TOKENS, ProbeSettings, WeightSync, producers
+from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.interface import Completion
 
+PROMPT = [5, 6, 7]
 
-def sync_with(engine_logprobs: list[float]) -> WeightSync:
+
+def sync_with(engine_logprobs: list[list[float]]) -> WeightSync:
     """A connected refit whose policy gives every token -1 and whose engines give these."""
     sync = object.__new__(WeightSync)
-    sync._probe = ProbeSettings(temperature=1.0, tolerance=1e-3, rows=4)
-    sync._policy = SimpleNamespace(logprobs=lambda tokens: torch.full(tokens.shape, -1.0))
+    tokens = len(engine_logprobs[0])
+    sync._probe = ProbeSettings(PROMPT, tokens, temperature=1.0, tolerance=1e-3)
+
+    def logprobs(tokens_BT, lengths_B):
+        assert lengths_B.tolist() == [len(PROMPT) + tokens] * len(engine_logprobs)
+        return torch.full(tokens_BT.shape, -1.0)
 
     def generate(prompts, sampling):
-        assert prompts == [PROBE_PROMPT] * len(engine_logprobs)
-        assert sampling.top_p == 1 and sampling.top_k is None
-        return [Completion((7,) * PROBE_TOKENS, (value,) * PROBE_TOKENS, "length") for value in engine_logprobs]
+        assert prompts == [PROMPT] * len(engine_logprobs)
+        assert sampling.top_p == 1 and sampling.top_k is None and sampling.max_new_tokens == tokens
+        return [Completion((7,) * tokens, tuple(values), "length") for values in engine_logprobs]
 
+    sync._policy = SimpleNamespace(logprobs=logprobs)
     sync._generation = SimpleNamespace(group=[None] * len(engine_logprobs), generate=generate)
     return sync
 
 
-def test_a_probe_that_agrees_reports_the_difference():
-    assert sync_with([-1.0, -1.0005]).probe()["probe_logprob_diff"] == pytest.approx(5e-4, rel=1e-3)
+def test_a_probe_that_agrees_reports_the_mean_difference():
+    sync = sync_with([[-1.0, -1.0], [-1.0005, -0.9995], [-1.0, -1.0015]])
+    assert sync.probe()["probe_logprob_diff"] == pytest.approx(7.5e-4, rel=1e-3)
 
 
 def test_a_probe_that_disagrees_names_the_engine():
-    with pytest.raises(RefitError, match=r"generation rank 1 .* differ by up to 0.0100 nats"):
-        sync_with([-1.0, -1.01]).probe()
+    with pytest.raises(RefitError, match=r"generation rank 1 .* differ by 0.0100 nats on average"):
+        sync_with([[-1.0, -1.0], [-1.01, -0.99]]).probe()
+
+
+def test_the_probe_is_no_longer_than_a_response():
+    config = compose_config(["generation.max_new_tokens=6"])
+    assert ProbeSettings.of(config, PROMPT) == ProbeSettings(PROMPT, 6, config.generation.temperature, 1e-3)
+    assert (
+        ProbeSettings.of(
+            compose_config(["policy.max_total_sequence_length=64", "generation.max_new_tokens=40"]), PROMPT
+        ).tokens
+        == PROBE_TOKENS
+    )
+
+
+def test_consumers_get_their_weights_on_their_own_device_or_from_rank_0():
+    # Four policy ranks; two engines of two GPUs each share them, or have others.
+    assert producers(4, 4, shared_device=True) == [0, 1, 2, 3]
+    assert producers(4, 4, shared_device=False) == [0, 0, 0, 0]
+    # On a CPU the numbers need not match.
+    assert producers(1, 3, shared_device=True) == [0, 0, 0]
+    assert producers(2, 3, shared_device=True) == [0, 1, 0]

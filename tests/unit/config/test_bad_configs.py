@@ -108,7 +108,37 @@ CASES = {
     "generation.vllm_cfg.tensor_parallel_size=2": ["generation.data_parallel_size"],
     "+generation.vllm_kwargs.dtype=half": ["generation.vllm_kwargs.dtype", "set policy.precision instead"],
     "generation.vllm_kwargs.disable_log_stats=true": ["generation.vllm_kwargs.disable_log_stats", "remove it"],
-    "cluster.gpus_per_node=8": ["cluster.gpus_per_node", "CPUs only"],
+    "cluster.gpus_per_node=3 policy.megatron_cfg.tensor_model_parallel_size=2": ["the 3 policy ranks", "more GPUs"],
+    "cluster.gpus_per_node=1 generation.colocated.enabled=false": ["resources.gpus_per_node", "colocated.enabled=true"],
+    "cluster.gpus_per_node=4 generation.colocated.enabled=false generation.colocated.resources.gpus_per_node=4": [
+        "generation.colocated.resources.gpus_per_node = 4",
+        "one must stay",
+    ],
+    "cluster.gpus_per_node=8 cluster.num_nodes=2 generation.colocated.enabled=false "
+    "generation.colocated.resources.num_nodes=1 generation.colocated.resources.gpus_per_node=4": ["whole nodes"],
+    "cluster.gpus_per_node=4 generation.vllm_cfg.tensor_parallel_size=3": [
+        "must divide the 4 GPUs",
+        "one of [1, 2, 4]",
+    ],
+    "cluster.gpus_per_node=4 generation.data_parallel_size=3": ["generation.data_parallel_size = 3", "there are 4"],
+    "cluster.gpus_per_node=2 generation=transformers generation.vllm_cfg.tensor_parallel_size=2": ["uses one GPU"],
+    "policy.megatron_cfg.sequence_parallel=true": ["policy.megatron_cfg.sequence_parallel", "on a CPU"],
+    "cluster.gpus_per_node=1 policy.megatron_cfg.sequence_parallel=true": ["sequence_parallel", "there is one"],
+    "policy.megatron_cfg.expert_model_parallel_size=2": ["expert_model_parallel_size", "needs GPUs"],
+    "cluster.gpus_per_node=4 policy.megatron_cfg.expert_model_parallel_size=3": ["must divide the 4 ranks"],
+    "policy.sequence_packing.enabled=true policy.dynamic_batching.enabled=true": ["exclude each other"],
+    "policy.sequence_packing.enabled=true policy.sequence_packing.train_mb_tokens=16": [
+        "policy.sequence_packing.train_mb_tokens = 16",
+        "policy.sequence_packing.train_mb_tokens=32",
+        "policy.sequence_packing.logprob_mb_tokens",
+    ],
+    "cluster.gpus_per_node=1 policy.sequence_packing.enabled=true": ["bfloat16", "sequence_packing.enabled=false"],
+    "policy.sequence_packing.enabled=maybe": ["policy.sequence_packing.enabled"],
+    "cluster.gpus_per_node=8 policy=megatron_gpu policy.train_global_batch_size=4": [
+        "policy.train_global_batch_size = 4",
+        "data-parallel size (8)",
+    ],
+    "generation.vllm_kwargs.enable_sleep_mode=true": ["set generation.colocated.enabled instead"],
     "cluster.num_nodes=2": ["cluster.num_nodes", "one node"],
     "policy.max_total_sequence_length=4096": ["policy.max_total_sequence_length", "128 positions"],
     "policy.model_name=MODEL": ["policy.model_name", "head_dim >= 32"],
@@ -121,24 +151,100 @@ CASES = {
     "policy.model_name=PICKLED": ["policy.model_name", "no *.safetensors"],
     "policy.model_name=EMPTY": ["policy.model_name", "no config.json"],
     "policy.model_name=embedded:chess": ["policy.model_name", "embedded:reverse-digits"],
-    "data=jsonl": ["data.train_path", "has no value"],
-    "data=jsonl data.train_path=no.jsonl": ["data.train_path", "no such file"],
-    "data=jsonl data.train_path=DATA data.validation_path=DATA data.answer_column=solution": [
+    "data=file data.validation_path=DATA": ["data.train_path", "is null"],
+    "data=file data.train_path=no.jsonl": ["data.train_path", "no such file"],
+    "data=file data.train_path=DATA data.validation_path=DATA data.answer_column=solution": [
         "data.train_path",
         "row 1",
         "no column 'solution' (columns: prompt, answer)",
     ],
-    "data=jsonl data.train_path=BROKEN data.validation_path=DATA": ["data.train_path", "row 2", "not JSON"],
-    "data=jsonl data.train_path=BLANK data.validation_path=DATA": ["data.train_path", "no rows"],
-    "data=jsonl data.train_path=NULL data.validation_path=DATA": ["row 1", "column 'answer' is null"],
-    "data=jsonl data.train_path=LATIN data.validation_path=DATA": ["data.train_path", "cannot be read"],
-    "data=jsonl data.train_path=NESTED data.validation_path=DATA": ["row 1", "not a structure"],
-    "data=jsonl data.train_path='~nobody-here/x' data.validation_path=DATA": ["data.train_path", "cannot be read"],
-    "data=jsonl data.train_path=DATA": ["data.validation_path", "validation is on"],
-    "data.name=squad": ["data.name", "reverse_digits, jsonl"],
-    "data.task_kwargs.num_digits=1": ["data.task_kwargs.num_digits", "between 2 and 20"],
+    "data=file data.train_path=BROKEN data.validation_path=DATA": ["data.train_path", "row 2", "not JSON"],
+    "data=file data.train_path=BLANK data.validation_path=DATA": ["data.train_path", "no rows"],
+    "data=file data.train_path=NULL data.validation_path=DATA": ["row 1", "column 'answer' is null"],
+    "data=file data.train_path=LATIN data.validation_path=DATA": ["data.train_path", "cannot be read"],
+    "data=file data.train_path=NESTED data.validation_path=DATA": ["row 1", "not a structure"],
+    "data=file data.train_path='~nobody-here/x.jsonl' data.validation_path=DATA": ["data.train_path", "cannot be read"],
+    "data=file data.train_path=DATA": ["data.validation_path", "validation is on"],
+    "data.name=squad": ["data.name", "file, hub, reverse_digits, reasoning_gym"],
+    "data=file data.train_path=DATA data.validation_path=DATA data.validation_fraction=0.1": [
+        "data.validation_fraction",
+        "names the validation problems already",
+    ],
+    "data=file data.train_path=MODEL": ["data.train_path", "must end in .parquet, or in .jsonl or .json"],
+    "data=file data.train_path=TORN data.validation_path=DATA": ["data.train_path", "TORN.parquet: cannot be read"],
+    "data=file data.train_path=DATA data.validation_path=DATA data.task_kwargs.n=1": ["rows take no arguments"],
+    "data=file data.train_path=DATA data.validation_path=DATA data.prompt_template='{prompt} {hint}'": [
+        "data.train_path",
+        "row 1: no column 'hint' (columns: prompt, answer)",
+    ],
+    "data.prompt_template='{prompt.__class__}'": ["data.prompt_template", "than a column's name"],
+    "data.prompt_template='{prompt'": ["data.prompt_template", "is no template"],
+    "data.prompt_template='hello'": ["data.prompt_template", "names no column"],
+    "data.answer_pattern='(a'": ["data.answer_pattern", "no regular expression"],
+    "data.answer_pattern='a'": ["data.answer_pattern", "has no group"],
+    "data=file data.train_path=DATA data.validation_path=DATA data.answer_pattern='## (.+)'": [
+        "data.train_path",
+        "row 1: data.answer_pattern is not in column 'answer', which ends '4'",
+    ],
+    "data.too_long=cut": ["data.too_long", "'error' or 'drop'"],
+    "data.validation_fraction=1": ["data.validation_fraction", "less than 1"],
+    "data=gsm8k": ["data.train_path", "is null", "data.validation_path"],
+    "data=hub": ["data.path", "organisation/name"],
+    "data=hub data.path=''": ["data.path", "organisation/name"],
+    "data=hub data.path=a/b": ["data.validation_split", "validation is on", "data.validation_fraction=0.05"],
+    "data=reasoning_gym": ["data.task", "names no task"],
+    "data=reasoning_gym data.task=chain_sums": ["data.task", "no such task", "did you mean chain_sum"],
+    "data=reasoning_gym data.task=chain_sum data.task_kwargs.min_term=2": [
+        "data.task_kwargs.min_term",
+        "did you mean min_terms",
+    ],
+    "data=reasoning_gym data.task=chain_sum data.task_kwargs.min_terms=0": [
+        "data.task_kwargs",
+        "min_terms must be positive",
+    ],
+    "data=reasoning_gym data.task=chain_sum data.validation_fraction=0": [
+        "data.validation_fraction",
+        "holds nothing out",
+    ],
+    "data=reasoning_gym data.task=chain_sum data.prompt_template='{riddle}'": ["no column 'riddle'"],
+    "data.task_kwargs.num_digits=1": ["data.task_kwargs.num_digits", "integer between 2 and 20"],
     "+data.task_kwargs.digits=5": ["data.task_kwargs.digits", "no such argument"],
-    "reward.name=vibes": ["reward.name", "exact_match"],
+    "data.task_kwargs.num_digits=two": ["data.task_kwargs.num_digits", "integer between 2 and 20"],
+    "reward.name=vibes": ["reward.name", "exact_match, last_number, format, math, reasoning_gym"],
+    "reward=reasoning_gym": ["reward.name", "problems of data=reasoning_gym alone"],
+    "reward=format": ["reward.kwargs.pattern", "has no value"],
+    "reward=format reward.kwargs.pattern='('": ["reward.kwargs.pattern", "no regular expression"],
+    "reward=format reward.kwargs.pattern=7": ["reward.kwargs.pattern", "must be a regular expression"],
+    "reward=math reward.timeout_s=0": ["reward.timeout_s", "greater than 0"],
+    "reward=math reward.processes=0": ["reward.processes", "greater than 0"],
+    "environment=chess": ["environment", "calculator, none"],
+    "environment.name=chess": ["environment.name", "choose one of calculator"],
+    "environment.name=no_such_package.Game": ["environment.name", "no such environment"],
+    "environment.max_turns=3": ["environment.max_turns", "without an environment", "environment=calculator"],
+    "environment=calculator environment.max_turns=0": ["environment.max_turns", "greater than 0"],
+    # Algorithms: each has keys and rules of its own, and only those of the chosen one are spoken of.
+    "algorithm=sftt": ["algorithm", "did you mean algorithm=sft", "grpo, sft"],
+    "algorithm.name=sft": ["algorithm.name", "is set by the algorithm's file", "algorithm=sft"],
+    "algorithm.max_num_epochs=2": ["algorithm.max_num_epochs", "is a key of algorithm=sft only"],
+    "algorithm=sft algorithm.num_prompts_per_step=4": [
+        "algorithm.num_prompts_per_step",
+        "is a key of algorithm=grpo only",
+    ],
+    f"algorithm=sft {LOSS}.ratio_clip_min=0.1": [f"{LOSS}.ratio_clip_min", "is a key of algorithm=grpo only"],
+    "algorithm=sft algorithm.max_num_epoch=2": ["algorithm.max_num_epoch", "did you mean algorithm.max_num_epochs"],
+    "algorithm=sft algorithm.max_num_epochs=0": ["algorithm.max_num_epochs", "greater than 0", "1 problem found"],
+    "algorithm=sft algorithm.seed=abc": ["algorithm.seed", "must be an integer", "1 problem found"],
+    "algorithm=sft algorithm.val_period='???'": ["algorithm.val_period", "has no value", "1 problem found"],
+    "algorithm=sft algorithm.max_num_steps=null": ["algorithm.max_num_steps", "never ends", "=100"],
+    "algorithm=sft algorithm.max_num_steps=null algorithm.max_num_epochs=null data=file data.train_path=DATA "
+    "data.validation_path=DATA": ["algorithm.max_num_steps", "so is algorithm.max_num_epochs"],
+    "algorithm=sft data.response_column=worked": ["data.response_column", "has no such columns", "=null"],
+    "algorithm=sft policy.train_micro_batch_size=48": ["policy.train_micro_batch_size", "1 problem found"],
+    "algorithm=sft data=file data.train_path=DATA data.validation_path=DATA data.response_column=worked": [
+        "data.train_path",
+        "row 1",
+        "no column 'worked' (columns: prompt, answer)",
+    ],
     # Sweeps: every job is checked before the first one starts.
     "-m algorithm.seed=1,abc": ["algorithm.seed", "must be an integer"],
     "-m generation.temperature=0,1 algorithm.seed=1,2": ["generation.temperature", "greater than 0"],
@@ -146,6 +252,8 @@ CASES = {
     "-m policy.precision=[": ["is not an override"],
     "-m just-a-word algorithm.seed=1,2": ["just-a-word", "is not an override"],
     "-m algorithm.seed=range(1,4) policy.logprob_batch_size=48": ["policy.logprob_batch_size", "512 samples"],
+    "-m algorithm=grpo,sft algorithm.max_num_epochs=2": ["algorithm.max_num_epochs", "is a key of algorithm=sft only"],
+    "-m algorithm=grpo,dpo": ["algorithm", "no such file"],
     "-m algorithm.sed=1,2": ["algorithm.sed", "did you mean algorithm.seed"],
     "--help policy.lr=1": ["policy.lr", "did you mean"],
     "reward.name=no_such_package.reward": ["reward.name", "no such reward"],
@@ -168,6 +276,7 @@ def places(tmp_path, monkeypatch) -> dict[str, str]:
     shutil.copytree(model, pickled)
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
     (tmp_path / "LATIN.jsonl").write_bytes('{"prompt": "ä", "answer": "b"}'.encode("latin-1"))
+    (tmp_path / "TORN.parquet").write_bytes(b"PAR1 and no more")
     (tmp_path / "NESTED.jsonl").write_text(json.dumps({"prompt": "x", "answer": {"a": 1}}))
     row = json.dumps({"prompt": "2+2", "answer": "4"})
     files = {"DATA": row, "BROKEN": f"{row}\n{{", "BLANK": "\n", "NULL": json.dumps({"prompt": "x", "answer": None})}
@@ -175,7 +284,7 @@ def places(tmp_path, monkeypatch) -> dict[str, str]:
         (tmp_path / f"{name}.jsonl").write_text(content)
     folders = {"MODEL": model, "EMPTY": tmp_path / "empty", "PICKLED": pickled}
     paths = folders | {name: tmp_path / f"{name}.jsonl" for name in [*files, "LATIN", "NESTED"]}
-    return {name: str(path) for name, path in paths.items()}
+    return {name: str(path) for name, path in (paths | {"TORN": tmp_path / "TORN.parquet"}).items()}
 
 
 def test_there_are_at_least_sixty_cases():

@@ -1,10 +1,11 @@
+import shutil
 import subprocess
 import sys
 import time
 
 import pytest
 
-from nemo_rl_lite.config import compose
+from nemo_rl_lite.config import keys
 from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.train import split_arguments
@@ -63,30 +64,36 @@ def test_valid_but_unusual_overrides_are_accepted():
     assert config.run_name == "ünï-code"
 
 
-def test_every_recipe_is_valid():
-    for name in compose.groups()["recipes"]:
+def test_every_recipe_is_valid(tmp_path, monkeypatch):
+    """Also where scripts/get_smollm2.py has not run: its model is a folder under the working directory."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "models" / "smollm2-135m-instruct"
+    folder.mkdir(parents=True)
+    shape = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+    (folder / "config.json").write_text(json.dumps(shape | {"vocab_size": 49152, "max_position_embeddings": 8192}))
+    for file in ("tokenizer_config.json", "model.safetensors"):
+        (folder / file).write_text("{}")
+    for name in keys.groups()["recipes"]:
         compose_config([f"recipes={name}"])
 
 
 def test_a_recipes_keys_are_checked_too(tmp_path, monkeypatch):
-    import shutil
-
-    shutil.copytree(compose.config_dir(), tmp_path / "configs", symlinks=False)
+    shutil.copytree(keys.config_dir(), tmp_path / "configs", symlinks=False)
     recipe = tmp_path / "configs" / "recipes" / "mine.yaml"
     recipe.write_text("# @package _global_\npolicy:\n  learning_rate: 1\n  precision: half\n")
-    monkeypatch.setattr(compose, "config_dir", lambda: tmp_path / "configs")
-    compose.groups.cache_clear()
+    monkeypatch.setattr(keys, "config_dir", lambda: tmp_path / "configs")
+    keys.groups.cache_clear()
     try:
         with pytest.raises(ConfigError) as error:
             compose_config(["recipes=mine"])
     finally:
-        compose.groups.cache_clear()
+        keys.groups.cache_clear()
     assert "policy.learning_rate" in str(error.value)
 
 
 def test_every_key_has_a_comment_or_a_telling_name():
     """Keys that need explaining are explained: each YAML file of a group has comments, or fewer than four keys."""
-    for file in compose.config_dir().glob("*/*.yaml"):
+    for file in keys.config_dir().glob("*/*.yaml"):
         text = file.read_text()
         assert "#" in text or text.count(":") < 4, file
 
@@ -131,3 +138,46 @@ def test_hydras_own_flags_work(flags):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) > 10
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "reward.name=no.such.reward",
+        "generation.max_new_tokens=32",
+        "generation.stop_strings=['']",
+        "generation.vllm_cfg.tensor_parallel_size=2",
+        "policy.logprob_batch_size=48",
+        "policy.train_global_batch_size=384",
+    ],
+)
+def test_what_sft_does_not_use_is_no_error_in_sft(override):
+    assert compose_config(["algorithm=sft", override]).run_name == "sft-reverse_digits"
+    with pytest.raises(ConfigError):
+        compose_config([override])
+
+
+def test_the_algorithms_options_are_those_of_its_name():
+    sft, grpo = compose_config(["algorithm=sft", "algorithm.max_num_epochs=3"]), compose_config()
+    assert sft.sft.max_num_epochs == 3 and grpo.grpo.num_prompts_per_step == 64
+    with pytest.raises(TypeError, match="GRPOConfig expected, this run has SFTConfig"):
+        _ = sft.grpo
+
+
+def test_a_recipes_algorithm_is_spoken_of_when_a_key_of_it_is_wrong(tmp_path, monkeypatch):
+    shutil.copytree(keys.config_dir(), tmp_path / "configs", symlinks=False)
+    recipe = tmp_path / "configs" / "recipes" / "mine.yaml"
+    content = "algorithm:\n  max_num_epoch: 1\n  loss_fn: null\n"
+    recipe.write_text(f"# @package _global_\ndefaults:\n  - override /algorithm: sft\n{content}")
+    monkeypatch.setattr(keys, "config_dir", lambda: tmp_path / "configs")
+    keys.groups.cache_clear()
+    keys.known_keys.cache_clear()
+    try:
+        with pytest.raises(ConfigError) as error:
+            compose_config(["recipes=mine", "algorithm.max_num_epochs=2"])
+    finally:
+        keys.groups.cache_clear()
+        keys.known_keys.cache_clear()
+    assert [violation.key for violation in error.value.violations] == ["algorithm.max_num_epoch", "algorithm.loss_fn"]
+    assert "did you mean algorithm.max_num_epochs?" in str(error.value)
+    assert "is a key of algorithm=grpo only" in str(error.value)

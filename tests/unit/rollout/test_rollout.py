@@ -6,6 +6,7 @@ import torch
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Completion, Sampling
+from nemo_rl_lite.rewards.judge import one_by_one
 from nemo_rl_lite.rollout.rollout import RolloutCollector
 
 SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=4, stop_token_ids=(0,), stop_strings=(), samples_per_prompt=2)
@@ -37,6 +38,10 @@ class Script:
         ]
 
 
+def judged(reward):
+    return one_by_one(lambda response, problem: reward(response, problem.answer))
+
+
 def problems(*texts: str) -> list[Problem]:
     return [Problem(chat(text), text.upper()) for text in texts]
 
@@ -50,7 +55,9 @@ ANSWERS = [
 
 
 def test_sequences_masks_and_logprobs_line_up():
-    collector = RolloutCollector(Script(ANSWERS), Letters(), lambda response, answer: float(response == answer), 32)
+    collector = RolloutCollector(
+        Script(ANSWERS), Letters(), judged(lambda response, answer: float(response == answer)), 32
+    )
     rollout = collector.collect(problems("a", "xyz"), SAMPLING)
     assert rollout.tokens_BT.shape == rollout.mask_BT.shape == rollout.generation_logprobs_BT.shape == (4, 7)
     assert rollout.tokens_BT[0].tolist() == [ord("a"), ord("A"), 0, 0, 0, 0, 0]
@@ -64,13 +71,16 @@ def test_sequences_masks_and_logprobs_line_up():
     assert metrics["truncation_rate"] == 0.25 and metrics["natural_termination_rate"] == 0.75
     assert metrics["mean_prompt_length"] == 2 and metrics["mean_gen_tokens_per_sample"] == 11 / 4
     assert metrics["total_num_tokens"] == 8 + 11
+    assert rollout.lengths_B.tolist() == [3, 5, 7, 4] and rollout.lengths_B.dtype == torch.int64
+    assert metrics["avg_turns_per_sample"] == 1 and metrics["mean_env_tokens_per_sample"] == 0
+    assert rollout.completions[1].tokens == tuple(map(ord, "BBBB"))
 
 
 def test_a_reward_that_raises_is_counted_and_logged(caplog):
     def fragile(response: str, answer: str) -> float:
         return 1 / len(response)
 
-    collector = RolloutCollector(Script(ANSWERS), Letters(), fragile, 32)
+    collector = RolloutCollector(Script(ANSWERS), Letters(), judged(fragile), 32)
     with caplog.at_level(logging.WARNING):
         rollout = collector.collect(problems("a", "xyz"), SAMPLING)
     assert rollout.reward_errors == 1 and rollout.metrics()["reward_errors"] == 1
@@ -79,12 +89,12 @@ def test_a_reward_that_raises_is_counted_and_logged(caplog):
 
 @pytest.mark.parametrize("broken", [lambda response, answer: 1 / 0, lambda response: 1.0, lambda *_: float("nan")])
 def test_a_reward_that_never_works_ends_the_run(broken):
-    collector = RolloutCollector(Script(ANSWERS), Letters(), broken, 32)
+    collector = RolloutCollector(Script(ANSWERS), Letters(), judged(broken), 32)
     with pytest.raises(DataError, match="failed on all 4 samples, first with"):
         collector.collect(problems("a", "xyz"), SAMPLING)
 
 
 def test_a_prompt_without_room_is_an_error_that_names_both_limits():
-    collector = RolloutCollector(Script(ANSWERS), Letters(), lambda *_: 0.0, 6)
+    collector = RolloutCollector(Script(ANSWERS), Letters(), judged(lambda *_: 0.0), 6)
     with pytest.raises(DataError, match=r"5 tokens and generation.max_new_tokens = 4 .*max_total_sequence_length = 6"):
         collector.collect(problems("abcde"), SAMPLING)

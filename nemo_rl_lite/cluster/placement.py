@@ -1,0 +1,69 @@
+"""Which worker runs on which GPU: one Ray bundle for each GPU, shared by the policy and an engine or not."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import all_gpus, generation_gpus, on_gpus, policy_ranks
+from nemo_rl_lite.errors import WorkerError
+
+log = logging.getLogger(__name__)
+
+# Ray options of one worker's actor.
+Slot = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A slot for each policy rank and for each GPU of generation, neighbours on one node where that is possible."""
+
+    policy: list[Slot]
+    generation: list[Slot]
+
+
+def place(config: Config, engines: int) -> Placement:
+    """Reserve the run's GPUs; on CPUs there is nothing to reserve. `engines` is 0 for a run without generation.
+
+    Raises:
+        WorkerError: the cluster does not have the GPUs, or not within `cluster.start_timeout_s`.
+    """
+    ranks = policy_ranks(config)
+    if not on_gpus(config):
+        return Placement([{}] * ranks, [{}] * engines)
+    group = _reserve(all_gpus(config), config.cluster.start_timeout_s)
+    bundles = _by_node(group)
+    shared = config.generation.colocated.enabled and engines > 0
+    share = 0.5 if shared else 1.0
+    slots = [_slot(group, bundle, share) for bundle in bundles]
+    count = generation_gpus(config) if engines else 0
+    return Placement(slots[:ranks], slots[:count] if shared else slots[ranks : ranks + count])
+
+
+def _reserve(gpus: int, limit_s: float) -> PlacementGroup:
+    there = int(ray.cluster_resources().get("GPU", 0))
+    if there < gpus:
+        cause = (
+            f"the run asks for {gpus} GPUs (cluster.num_nodes x cluster.gpus_per_node) and the Ray cluster has {there}"
+        )
+        raise WorkerError("placement", "start", cause)
+    group = placement_group([{"GPU": 1}] * gpus, strategy="PACK")
+    if not group.wait(limit_s):
+        free = ray.available_resources().get("GPU", 0)
+        raise WorkerError("placement", "start", f"{gpus} GPUs did not become free within {limit_s:g} s; {free:g} are")
+    return group
+
+
+def _by_node(group: PlacementGroup) -> list[int]:
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    log.info("bundles by node: %s", nodes)
+    return sorted(nodes, key=lambda bundle: (nodes[bundle], bundle))
+
+
+def _slot(group: PlacementGroup, bundle: int, share: float) -> Slot:
+    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
+    return {"num_gpus": share, "scheduling_strategy": strategy}

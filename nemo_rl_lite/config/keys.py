@@ -1,0 +1,97 @@
+"""What `configs/` holds: its groups, their files, and every key they give."""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_rl_lite.errors import ConfigError, Violation
+
+CONFIG_NAME = "train"
+# Sections whose keys belong to somebody else: a user's reward or environment, vLLM, a task's generator.
+_OPEN_SECTIONS = ("reward.kwargs", "environment.kwargs", "generation.vllm_kwargs", "data.task_kwargs")
+
+
+def config_dir() -> Path:
+    """The folder of YAML groups: inside the package in a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def compose_files(overrides: Sequence[str]) -> DictConfig:
+    """What Hydra composes of `configs/` and `overrides`, neither resolved nor validated.
+
+    Raises:
+        ConfigError: Hydra cannot; with its reason.
+    """
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
+        try:
+            return compose(CONFIG_NAME, overrides=list(overrides))
+        except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
+            message = " ".join(str(error).split()) or type(error).__name__
+            raise ConfigError([Violation("the configuration", None, message, "see --help and --cfg job")]) from None
+
+
+@cache
+def groups() -> dict[str, list[str]]:
+    """Group -> its files' names."""
+    return {
+        folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+        for folder in sorted(config_dir().iterdir())
+        if folder.is_dir()
+    }
+
+
+@cache
+def known_keys(choices: tuple[str, ...] = ()) -> list[str]:
+    """Every key path, sections included, of the default configuration with other files chosen (`algorithm=sft`)."""
+    return list(_paths(OmegaConf.to_container(compose_files(choices), resolve=False)))
+
+
+def is_open(key: str) -> bool:
+    """Whether any key may stand there."""
+    return any(f"{key}.".startswith(f"{section}.") for section in _OPEN_SECTIONS)
+
+
+def nearest_key(key: str, known: Sequence[str]) -> str | None:
+    """The known key a misspelt or misplaced one most likely means, or None."""
+    leaf = key.rsplit(".", maxsplit=1)[-1]
+    same_leaf = [path for path in known if path.rsplit(".", maxsplit=1)[-1] == leaf]
+    if same_leaf:
+        return max(same_leaf, key=lambda path: difflib.SequenceMatcher(None, path, key).ratio())
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    if close:
+        return close[0]
+    leaves = {path.rsplit(".", maxsplit=1)[-1]: path for path in known}
+    close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.6)
+    return leaves[close[0]] if close else None
+
+
+def unknown_key(key: str, given: object, known: Sequence[str]) -> Violation:
+    """A key that is not among `known`: another file's, or a misspelt one."""
+    section = key.split(".")[0]
+    files = groups().get(section, [])
+    owners = [f"{section}={file}" for file in files if len(files) > 1 and key in known_keys((f"{section}={file}",))]
+    if owners:
+        return Violation(key, given, f"is a key of {' and '.join(owners)} only", f"remove it, or {owners[0]}")
+    siblings = [path for path in known if path.rpartition(".")[0] == key.rpartition(".")[0]]
+    nearest = nearest_key(key, siblings) or nearest_key(key, known)
+    hint = f"did you mean {nearest}?" if nearest else "remove it; the keys are listed by --cfg job"
+    return Violation(key, given, "unknown key", hint)
+
+
+def _paths(node: Any, prefix: str = "") -> Iterator[str]:
+    if not isinstance(node, dict):
+        return
+    for name, child in node.items():
+        yield f"{prefix}{name}"
+        yield from _paths(child, f"{prefix}{name}.")

@@ -1,0 +1,112 @@
+"""The command line's overrides: which of them Hydra can take, and readable errors for the others."""
+
+import difflib
+from collections.abc import Sequence
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
+from hydra.errors import HydraException
+
+from nemo_rl_lite.config.keys import groups, is_open, known_keys, unknown_key
+from nemo_rl_lite.errors import ConfigError, Violation
+
+HYDRA_PACKAGE = "hydra"
+
+
+def check_overrides(arguments: Sequence[str]) -> tuple[list[str], list[Violation]]:
+    """Split the command line's overrides into those Hydra can take, in order, and what is wrong with the others.
+
+    `+key=value` becomes `key=value` where the key exists, and the reverse where it does not and the section is open. An
+    unknown key, group or file is answered with the nearest known one.
+    """
+    violations: list[Violation] = []
+    accepted: list[str] = []
+    known = _known_keys([override for override in map(_parse, arguments) if override])
+    for argument in arguments:
+        override = _parse(argument)
+        if override is None:
+            fix = "write key.path=value or group=file; quote a value with unusual letters: \"key.path='value'\""
+            violations.append(Violation(argument, None, "is not an override", fix))
+            continue
+        problem = _override_problem(override, known)
+        if problem:
+            violations.append(problem)
+        elif override.key_or_group != "recipes" or override.value() is not None:
+            accepted.append(_as_hydra_takes_it(argument, override.key_or_group))
+    return accepted, violations
+
+
+def _parse(argument: str) -> Override | None:
+    try:
+        return OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return None
+
+
+def _known_keys(overrides: Sequence[Override]) -> list[str]:
+    """The keys of the files that are chosen; in a sweep, of all that it chooses."""
+    chosen = [override for override in overrides if _chooses_file(override) and not _group_problem(override)]
+    fixed = {override.key_or_group: _files(override)[0] for override in chosen if not override.is_sweep_override()}
+    swept = [{o.key_or_group: file} for o in chosen if o.is_sweep_override() for file in _files(o)]
+    keys: dict[str, None] = {}
+    for choice in [{}, *swept]:
+        try:
+            files = tuple(f"{group}={file}" for group, file in (fixed | choice).items() if file is not None)
+            keys |= dict.fromkeys(known_keys(files))
+        except ConfigError:  # a recipe that does not compose; the run's own composition says why
+            keys |= dict.fromkeys(known_keys())
+    return list(keys)
+
+
+def _as_hydra_takes_it(argument: str, key: str) -> str:
+    if key.startswith(HYDRA_PACKAGE):
+        return argument
+    return ("++" if is_open(key) else "") + argument.lstrip("+")
+
+
+def _override_problem(override: Override, known: Sequence[str]) -> Violation | None:
+    key = override.key_or_group
+    section = key.split(".")[0]
+    if section == HYDRA_PACKAGE or section.startswith(f"{HYDRA_PACKAGE}/"):
+        return None
+    if override.package is not None:
+        return Violation(override.input_line or key, None, "gives a package", "write key.path=value or group=file")
+    if _chooses_file(override):
+        return _group_problem(override)
+    if override.is_delete():
+        return Violation(key, None, "deletes a key, and every key is needed", "set it to null where it may be empty")
+    given = (override.input_line or "").partition("=")[2]
+    if key == "algorithm.name":
+        return Violation(key, given, "is set by the algorithm's file", f"algorithm={given}")
+    if key in known or is_open(key):
+        return None
+    return unknown_key(key, given, known)
+
+
+def _chooses_file(override: Override) -> bool:
+    return override.package is None and override.key_or_group in groups()
+
+
+def _group_problem(override: Override) -> Violation | None:
+    group = override.key_or_group
+    files = groups()[group]
+    if override.is_delete():
+        return Violation(group, None, "deletes a section, and every section is needed", f"{group}=FILE")
+    for name in _files(override):
+        if name in files or (group == "recipes" and name is None):
+            continue
+        close = difflib.get_close_matches(str(name), files, n=1, cutoff=0.4)
+        listing = ", ".join(files) or "none"
+        hint = f"did you mean {group}={close[0]}? files: {listing}" if close else f"choose one of: {listing}"
+        return Violation(group, name, f"no such file in the group '{group}'", hint)
+    return None
+
+
+def _files(override: Override) -> list[str | None]:
+    """What a `group=file` override chooses, several in a sweep."""
+    choice = override.value()
+    if isinstance(choice, Glob):
+        return list(choice.filter(groups()[override.key_or_group]))
+    if isinstance(choice, ChoiceSweep):
+        return [str(element) for element in choice.list]
+    return [None if choice is None else str(choice)]

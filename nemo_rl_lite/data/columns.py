@@ -1,0 +1,74 @@
+"""A row's columns to a problem: the prompt column or template, the answer column and its pattern."""
+
+import re
+from string import Formatter
+
+from nemo_rl_lite.config.schema import DataConfig
+from nemo_rl_lite.data.problems import Problem, chat
+from nemo_rl_lite.data.rows import Row
+from nemo_rl_lite.errors import DataError
+
+_WITH_COMMAS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
+
+
+def to_problem(config: DataConfig, row: Row, where: str) -> Problem:
+    """The problem of a row; `where` names the row in errors.
+
+    Raises:
+        DataError: the row lacks a column, or one has a wrong type or does not match `data.answer_pattern`.
+    """
+    if config.prompt_template is None:
+        prompt = _column(row, config.prompt_column, where)
+    else:
+        prompt = _fill(config.prompt_template, row, where)
+    answer = _text(row, config.answer_column, where)
+    if config.answer_pattern is not None:
+        answer = _find_answer(config, answer, where)
+    return Problem(chat(prompt, config.system_prompt, where), answer, row)
+
+
+def template_columns(template: str) -> list[str]:
+    """The columns a template names, in order.
+
+    Raises:
+        ValueError: braces that do not match, or a field that is more than a column's name.
+    """
+    columns = []
+    for _, name, specification, conversion in Formatter().parse(template):
+        if name is None:
+            continue
+        if not name or specification or conversion or any(mark in name for mark in ".["):
+            raise ValueError(f"the field {name!r} is more, or less, than a column's name")
+        columns.append(name)
+    return columns
+
+
+def _fill(template: str, row: Row, where: str) -> str:
+    """The template with each field replaced by its column. str.format would also reach into attributes."""
+    return "".join(
+        text + ("" if name is None else _text(row, name, where)) for text, name, _, _ in Formatter().parse(template)
+    )
+
+
+def _find_answer(config: DataConfig, text: str, where: str) -> str:
+    found = re.search(config.answer_pattern or "", text)
+    if not found or found[1] is None:
+        end = text[-60:]
+        raise DataError(f"{where}: data.answer_pattern is not in column '{config.answer_column}', which ends {end!r}")
+    answer = found[1].strip()
+    return answer.replace(",", "") if _WITH_COMMAS.fullmatch(answer) else answer
+
+
+def _column(row: Row, name: str, where: str) -> object:
+    if name not in row:
+        raise DataError(f"{where}: no column '{name}' (columns: {', '.join(row)})")
+    if row[name] is None:
+        raise DataError(f"{where}: column '{name}' is null")
+    return row[name]
+
+
+def _text(row: Row, name: str, where: str) -> str:
+    value = _column(row, name, where)
+    if not isinstance(value, (str, int, float)):
+        raise DataError(f"{where}: column '{name}' must be text or a number, not a structure")
+    return str(value)

@@ -1,0 +1,82 @@
+"""Rows of files and of hub datasets, each with the words that name it in an error. Imports nothing heavy by itself."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from nemo_rl_lite.config.schema import DataConfig
+from nemo_rl_lite.errors import DataError
+
+Row = Mapping[str, object]
+JSON_LINES = (".jsonl", ".json")
+PARQUET = ".parquet"
+
+
+def file_rows(path: str) -> Iterator[tuple[str, Row]]:
+    """Rows of a JSON-lines or Parquet file.
+
+    Raises:
+        DataError: the file is missing or unreadable, or a row is no JSON object.
+    """
+    suffix = Path(path).suffix
+    if suffix not in (*JSON_LINES, PARQUET):
+        raise DataError(f"{path}: the name must end in {PARQUET}, or in {' or '.join(JSON_LINES)} for JSON lines")
+    try:
+        rows = _parquet(Path(path).expanduser()) if suffix == PARQUET else _json_lines(Path(path).expanduser())
+        for number, row in rows:
+            where = f"{path}, row {number}"
+            yield where, _parse(row, where) if isinstance(row, str) else row
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except (OSError, ValueError, RuntimeError) as error:  # pyarrow's are ValueErrors
+        raise DataError(f"{path}: cannot be read: {error}") from None
+
+
+def hub_rows(config: DataConfig, split: str, key: str) -> Iterator[tuple[str, Row]]:
+    """Rows of one split of the hub dataset `data.path`. `key` is the configuration key the split is from.
+
+    Raises:
+        DataError: the hub cannot be reached, or has no such dataset, subset or split.
+    """
+    import datasets
+
+    # Progress bars of downloads would tear the run's own apart.
+    datasets.disable_progress_bars()
+    name = f"{config.path}" + (f" ({config.subset})" if config.subset else "")
+    try:
+        loaded = datasets.load_dataset(str(config.path), config.subset)
+    except Exception as error:  # huggingface_hub, requests and datasets raise a dozen kinds
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DataError(f"data.path = {name}: cannot be loaded from the hub: {cause}") from None
+    if split not in loaded:
+        raise DataError(f"{key} = {split}: {name} has no such split (splits: {', '.join(map(str, loaded))})")
+    for number, row in enumerate(loaded[split], start=1):
+        yield f"{name}, split {split}, row {number}", dict(row)
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, str]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, line
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, Row]]:
+    from pyarrow.parquet import ParquetFile
+
+    number = 0
+    with ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+
+
+def _parse(line: str, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a JSON object is needed, found {type(row).__name__}")
+    return row

@@ -1,0 +1,101 @@
+"""From `data.name` to problems: rows of files and hub datasets, and generated tasks."""
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Protocol
+
+from nemo_rl_lite.config.schema import DataConfig
+from nemo_rl_lite.data.columns import to_problem
+from nemo_rl_lite.data.gym import ReasoningGym
+from nemo_rl_lite.data.problems import FileSet, Problem, TrainingSet, is_held_out
+from nemo_rl_lite.data.reverse_digits import ReverseDigits
+from nemo_rl_lite.data.rows import Row, file_rows, hub_rows
+from nemo_rl_lite.errors import DataError
+
+
+class Task(TrainingSet, Protocol):
+    """A training set that is generated, and has held-out problems of its own."""
+
+    def validation(self, limit: int) -> list[Problem]: ...
+
+
+TASKS: dict[str, Callable[[DataConfig, int], Task]] = {
+    "reverse_digits": lambda config, seed: ReverseDigits(
+        **config.task_kwargs, seed=seed, system_prompt=config.system_prompt
+    ),
+    "reasoning_gym": ReasoningGym,
+}
+ROWS = ("file", "hub")
+
+
+def training_set(config: DataConfig, seed: int) -> TrainingSet:
+    """The training problems of a configuration, shuffled or generated from `seed`.
+
+    Raises:
+        DataError: naming file, row and what is wrong.
+    """
+    if config.name in TASKS:
+        return TASKS[config.name](config, seed)
+    problems = [to_problem(config, row, where) for where, row in _training_rows(config)]
+    fraction = config.validation_fraction
+    kept = tuple(problem for problem in problems if not is_held_out(problem, fraction))
+    if not kept:
+        raise DataError(_empty(config.train_path or config.path, len(problems), "to train on", fraction))
+    return FileSet(kept, seed, config.shuffle)
+
+
+def validation_set(config: DataConfig, limit: int) -> list[Problem]:
+    """At most `limit` held-out problems, always the same ones; empty where the configuration names none.
+
+    Raises:
+        DataError: naming file, row and what is wrong.
+    """
+    fraction = config.validation_fraction
+    if config.name in TASKS:
+        return TASKS[config.name](config, 0).validation(limit)
+    if validation_source(config) is not None:
+        rows = list(islice(_validation_rows(config), limit))
+        if not rows:
+            raise DataError(f"{validation_source(config)}: no rows")
+        return [to_problem(config, row, where) for where, row in rows]
+    if not fraction:
+        return []
+    problems = [to_problem(config, row, where) for where, row in _training_rows(config)]
+    held_out = [problem for problem in problems if is_held_out(problem, fraction)]
+    if not held_out:
+        raise DataError(_empty(config.train_path or config.path, len(problems), "held out", fraction))
+    return held_out[:limit]
+
+
+def validation_source(config: DataConfig) -> str | None:
+    """The file or split that holds the validation problems, or None."""
+    return config.validation_path if config.name == "file" else config.validation_split
+
+
+def check_file(config: DataConfig, path: str, limit: int) -> None:
+    """Raises DataError: one of the first `limit` rows of a file is no problem, or there are none."""
+    rows = list(islice(file_rows(path), limit))
+    if not rows:
+        raise DataError(f"{path}: no rows")
+    for where, row in rows:
+        to_problem(config, row, where)
+
+
+def _training_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:
+    if config.name == "hub":
+        return hub_rows(config, config.train_split, "data.train_split")
+    if config.train_path is None:
+        raise DataError("data.train_path is null: name a file")
+    return file_rows(config.train_path)
+
+
+def _validation_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:
+    if config.name == "hub":
+        return hub_rows(config, config.validation_split or "", "data.validation_split")
+    return file_rows(config.validation_path or "")
+
+
+def _empty(source: str | None, count: int, what: str, fraction: float) -> str:
+    if not count:
+        return f"{source}: no rows"
+    return f"{source}: none of the {count} problems is {what} with data.validation_fraction = {fraction}"

@@ -1,0 +1,34 @@
+"""Environments by name, or by a dotted path of the user's own."""
+
+import importlib
+
+from nemo_rl_lite.config.schema import EnvironmentConfig
+from nemo_rl_lite.environments.interface import Environment
+from nemo_rl_lite.errors import ConfigError, Violation
+
+ENVIRONMENTS = {"calculator": "nemo_rl_lite.environments.calculator.Calculator"}
+
+
+def make_environment(config: EnvironmentConfig) -> Environment | None:
+    """The configured environment; None where episodes have one turn.
+
+    Raises:
+        ConfigError: there is no such class, or it cannot be made with `environment.kwargs`.
+    """
+    if config.name is None:
+        return None
+    module_name, _, attribute = ENVIRONMENTS.get(config.name, config.name).rpartition(".")
+    try:
+        kind = getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:  # a user's module may raise anything while it is imported
+        fix = f"choose one of {', '.join(ENVIRONMENTS)}, or give package.module.Class of a class that can be imported"
+        raise ConfigError([Violation("environment.name", config.name, f"cannot be imported: {error}", fix)]) from error
+    try:
+        environment = kind(**config.kwargs)
+    except Exception as error:
+        rule, fix = f"do not fit {config.name}: {type(error).__name__}: {error}", "correct or remove them"
+        raise ConfigError([Violation("environment.kwargs", dict(config.kwargs), rule, fix)]) from error
+    if not callable(getattr(environment, "step", None)):
+        rule, fix = "has no method step(problem, conversation)", "see nemo_rl_lite/environments/interface.py"
+        raise ConfigError([Violation("environment.name", config.name, rule, fix)])
+    return environment

@@ -1,0 +1,63 @@
+"""A GRPO run: its data, its workers, the loop."""
+
+from pathlib import Path
+
+from nemo_rl_lite.algorithms.grpo import GRPO
+from nemo_rl_lite.checkpoint.source import locate_model
+from nemo_rl_lite.cluster.launch import launch
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import policy_ranks
+from nemo_rl_lite.data.sources import training_set, validation_set
+from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.environments.registry import make_environment
+from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.observability.samples import SampleLog
+from nemo_rl_lite.observability.sinks import MetricsLog
+from nemo_rl_lite.rewards.judge import make_judge
+from nemo_rl_lite.rollout.prompts import fitting_prompts
+from nemo_rl_lite.rollout.rollout import RolloutCollector
+from nemo_rl_lite.rollout.turns import Turns
+
+
+class GRPOJob:
+    """Reads and checks everything when it is made; starts workers when it runs."""
+
+    def __init__(self, config: Config, folder: Path, console: RunConsole):
+        self._config, self._folder, self._console = config, folder, console
+        self._judge = make_judge(config.reward)
+        self._environment = make_environment(config.environment)
+        training = training_set(config.data, config.algorithm.seed)
+        validation = validation_set(config.data, config.algorithm.max_val_samples)
+        self._model_path = locate_model(config, console)
+        self._tokenizer = ChatTokenizer(self._model_path)
+        with console.busy("checking that every prompt fits"):
+            fitted = fitting_prompts(training, validation, self._tokenizer, config)
+        self._training, self._validation = fitted
+
+    def run(self, metrics: MetricsLog) -> dict[str, int]:
+        """Train (Ray is up); returns the workers' peak memory in bytes, by name."""
+        config, console = self._config, self._console
+        with console.busy(f"starting {policy_ranks(config)} policy rank(s) and {config.generation.backend}"):
+            probe_prompt = self._tokenizer.prompt(self._training.problem(0).messages)
+            workers = launch(config, self._model_path, self._folder, probe_prompt)
+        max_length = config.policy.max_total_sequence_length
+        turns = Turns(self._environment, config.environment.max_turns) if self._environment else None
+        GRPO(
+            config=config.grpo,
+            policy=workers.policy,
+            generation=workers.generation,
+            refit=workers.weights.refit,
+            collector=RolloutCollector(workers.generation, self._tokenizer, self._judge, max_length, turns),
+            sampling=Sampling.of(config.generation, self._tokenizer.end_token),
+            training=self._training,
+            validation=self._validation,
+            metrics=metrics,
+            console=console,
+            mismatch_warning=config.logger.mismatch_warning,
+            ranks=policy_ranks(config),
+            on_rollout=SampleLog(self._folder, config.logger.log_samples),
+        ).run()
+        if config.checkpoint.export_hf_at_end:
+            workers.policy.export_hf(str(self._folder / "hf"))
+        return workers.peak_memory()

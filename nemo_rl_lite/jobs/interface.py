@@ -1,0 +1,32 @@
+"""One run of an algorithm, whichever it is."""
+
+from pathlib import Path
+from typing import Protocol
+
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.observability.sinks import MetricsLog
+
+
+class Job(Protocol):
+    """Has read and checked its data when it is made; starts workers when it runs."""
+
+    def run(self, metrics: MetricsLog) -> dict[str, int]:
+        """Train (Ray is up); returns the workers' peak memory in bytes, by name."""
+        ...
+
+
+def make_job(config: Config, folder: Path, console: RunConsole) -> Job:
+    """The job that `algorithm.name` means, for a run in `folder`.
+
+    Raises:
+        ConfigError: the model cannot be had, or lacks something.
+        DataError: naming file, row and what is wrong.
+    """
+    if config.algorithm.name == "grpo":
+        from nemo_rl_lite.jobs.grpo import GRPOJob
+
+        return GRPOJob(config, folder, console)
+    from nemo_rl_lite.jobs.sft import SFTJob
+
+    return SFTJob(config, folder, console)

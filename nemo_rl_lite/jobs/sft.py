@@ -1,0 +1,44 @@
+"""An SFT run: its data, its policy, the loop."""
+
+from pathlib import Path
+
+from nemo_rl_lite.algorithms.sft import SFT
+from nemo_rl_lite.checkpoint.source import locate_model
+from nemo_rl_lite.cluster.launch import launch_policy
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import policy_ranks
+from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
+from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.observability.sinks import MetricsLog
+
+
+class SFTJob:
+    """Reads and checks everything when it is made; starts workers when it runs."""
+
+    def __init__(self, config: Config, folder: Path, console: RunConsole):
+        self._config, self._folder, self._console = config, folder, console
+        self._model_path = locate_model(config, console)
+        tokenizer = ChatTokenizer(self._model_path)
+        encoder = Encoder(tokenizer, config.policy.max_total_sequence_length, config.data.too_long)
+        with console.busy("checking that every chat fits"):
+            self._training = training_examples(config, encoder)
+            self._validation = validation_examples(config, encoder)
+
+    def run(self, metrics: MetricsLog) -> dict[str, int]:
+        """Train (Ray is up); returns the workers' peak memory in bytes, by name."""
+        config, console = self._config, self._console
+        with console.busy(f"starting {policy_ranks(config)} policy rank(s)"):
+            policy = launch_policy(config, self._model_path, self._folder)
+        SFT(
+            config=config.sft,
+            policy=policy,
+            training=self._training,
+            validation=self._validation,
+            metrics=metrics,
+            console=console,
+            ranks=policy_ranks(config),
+        ).run()
+        if config.checkpoint.export_hf_at_end:
+            policy.export_hf(str(self._folder / "hf"))
+        return {f"{policy.group.name}-{rank}": size for rank, size in enumerate(policy.group.peak_memory())}

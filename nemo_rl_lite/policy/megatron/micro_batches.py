@@ -1,0 +1,168 @@
+"""Which sequences go through the model together, and how they lie in its input.
+
+Three layouts: a fixed number of right-padded sequences; as many padded sequences of similar length as fit a number of
+tokens (dynamic batching); sequences one behind the other in a single row, each attending to itself alone (sequence
+packing). Logprobs and gradients do not depend on the layout, beyond floating-point rounding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nemo_rl_lite.config.schema import PolicyConfig
+from nemo_rl_lite.config.sizes import BatchMode, batch_mode
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How batches are cut. `size` is in sequences (fixed) or in tokens of the model's input (dynamic, packed); the
+    input's length is rounded up to a multiple of `round_to` tokens."""
+
+    mode: BatchMode
+    size: int
+    round_to: int
+
+    @classmethod
+    def of(cls, config: PolicyConfig, purpose: Literal["train", "logprob"], on_gpu: bool) -> "Layout":
+        """The configured layout for training or for logprobs."""
+        mode, training = batch_mode(config, on_gpu), purpose == "train"
+        if mode == "fixed":
+            size = config.train_micro_batch_size if training else config.logprob_batch_size
+            parallel = config.megatron_cfg
+            return cls(mode, size, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+        limits = config.sequence_packing if mode == "packed" else config.dynamic_batching
+        return cls(mode, limits.train_mb_tokens if training else limits.logprob_mb_tokens, config.sequence_length_round)
+
+    def groups(self, lengths: Sequence[int], at_least: int = 1) -> list[list[int]]:
+        """Indices of the sequences of each micro-batch; never fewer than `at_least` micro-batches."""
+        if self.mode == "fixed":
+            starts = range(0, len(lengths), self.size)
+            return [list(range(start, min(start + self.size, len(lengths)))) for start in starts]
+        if self.mode == "packed":
+            return _even_packs(lengths, self.size, at_least)
+        return _similar_lengths([self.rounded(length) for length in lengths], self.size, at_least)
+
+    def rounded(self, length: int) -> int:
+        return -(-length // self.round_to) * self.round_to
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """b sequences in the model's input of n rows by S tokens."""
+
+    rows: Tensor
+    """Their indices in the batch they come from, [b]."""
+    tokens_nS: Tensor
+    lengths: Tensor
+    """Tokens of each, [b]."""
+    starts: Tensor
+    """Where each one's first token lies in `tokens_nS.flatten()`, [b]."""
+    width: int
+    """Tokens of the longest sequence."""
+    packed: bool
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same with everything but `rows` on `device`."""
+        names = ("tokens_nS", "lengths", "starts")
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+
+    def boundaries(self) -> Tensor:
+        """Cumulative lengths of the packed sequences, int32 [b + 1], or [b + 2] where padding follows as one more."""
+        ends = (self.starts + self.lengths).tolist()
+        total = self.tokens_nS.numel()
+        return torch.tensor([0, *ends, *([total] if ends[-1] < total else [])], dtype=torch.int32)
+
+    def positions(self) -> Tensor:
+        """Each token's place in its sequence, [n, S]."""
+        count = torch.arange(self.tokens_nS.shape[1])
+        if not self.packed:
+            return count.expand_as(self.tokens_nS)
+        boundaries = self.boundaries().long()
+        return (count - boundaries[:-1].repeat_interleave(boundaries.diff()))[None]
+
+    def hidden_from(self) -> Tensor:
+        """Where attention must not look: bool [1, 1, S, S], true above the diagonal and between packed sequences."""
+        length = self.tokens_nS.shape[1]
+        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+        if self.packed:
+            boundaries = self.boundaries().long()
+            sequence = torch.arange(len(boundaries) - 1).repeat_interleave(boundaries.diff())
+            hidden |= sequence[:, None] != sequence[None, :]
+        return hidden[None, None]
+
+    def unpack(self, next_token_logprobs_nS: Tensor) -> Tensor:
+        """Logprobs of the following token at each position of the input -> [b, width], entry t for token t.
+
+        Entry 0, which nothing precedes, and entries beyond a sequence's end are 0. Keeps gradients.
+        """
+        place = torch.arange(self.width, device=next_token_logprobs_nS.device)
+        index = (self.starts[:, None] + place - 1).clamp(0, next_token_logprobs_nS.numel() - 1)
+        values = next_token_logprobs_nS.flatten()[index]
+        inside = (place > 0) & (place < self.lengths[:, None])
+        return torch.where(inside, values, 0.0)
+
+
+def cut(tokens_BT: Tensor, lengths_B: Tensor, layout: Layout, at_least: int = 1) -> list[MicroBatch]:
+    """The micro-batches of right-padded sequences, in the layout's order."""
+    lengths = lengths_B.tolist()
+    lay = _pack if layout.mode == "packed" else _pad
+    return [lay(tokens_BT, lengths, group, layout) for group in layout.groups(lengths, at_least)]
+
+
+def _pad(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> MicroBatch:
+    rows = torch.tensor(group)
+    # A fixed layout keeps the batch's width: every micro-batch has one shape.
+    longest = tokens_BT.shape[1] if layout.mode == "fixed" else max(lengths[row] for row in group)
+    width = layout.rounded(longest)
+    padded = torch.nn.functional.pad(tokens_BT[rows, :width], (0, max(width - tokens_BT.shape[1], 0)))
+    own = torch.tensor([lengths[row] for row in group])
+    return MicroBatch(rows, padded, own, torch.arange(len(group)) * width, int(own.max()), packed=False)
+
+
+def _pack(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> MicroBatch:
+    own = torch.tensor([lengths[row] for row in group])
+    joined = torch.cat([tokens_BT[row, : lengths[row]] for row in group])
+    padded = torch.nn.functional.pad(joined, (0, layout.rounded(len(joined)) - len(joined)))
+    return MicroBatch(torch.tensor(group), padded[None], own, own.cumsum(0) - own, int(own.max()), packed=True)
+
+
+def _similar_lengths(lengths: Sequence[int], limit: int, at_least: int) -> list[list[int]]:
+    """Sorted by length and cut where rows x longest would exceed `limit` tokens."""
+    groups: list[list[int]] = []
+    most = -(-len(lengths) // at_least)
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        fits = groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= limit and len(groups[-1]) < most
+        if fits:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return _split_to(groups, at_least)
+
+
+def _even_packs(lengths: Sequence[int], limit: int, at_least: int) -> list[list[int]]:
+    """Packs of at most `limit` tokens and nearly equal sums: longest first, each to the emptiest pack."""
+    count = max(at_least, -(-sum(lengths) // limit))
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    while True:
+        packs: list[list[int]] = [[] for _ in range(count)]
+        sums = [0] * count
+        for index in order:
+            emptiest = sums.index(min(sums))
+            packs[emptiest].append(index)
+            sums[emptiest] += lengths[index]
+        if max(sums) <= limit or count >= len(lengths):
+            return [sorted(pack) for pack in packs if pack]
+        count += 1
+
+
+def _split_to(groups: list[list[int]], count: int) -> list[list[int]]:
+    """Halve the largest groups until there are `count`."""
+    groups = list(groups)
+    while len(groups) < count and max(map(len, groups)) > 1:
+        largest = max(range(len(groups)), key=lambda index: len(groups[index]))
+        middle = len(groups[largest]) // 2
+        groups[largest : largest + 1] = [groups[largest][:middle], groups[largest][middle:]]
+    return groups

@@ -1,0 +1,141 @@
+"""Weights between processes that share a device: a staging buffer which the producer fills and the consumers read.
+
+On a GPU it is CUDA memory opened through an IPC handle, on a CPU a file in shared memory; either is opened once. It has
+two halves: while consumers load one bucket, the producer fills the other half with the next.
+"""
+
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl_lite.refit.checksum import checksum
+from nemo_rl_lite.refit.group import RefitGroup
+from nemo_rl_lite.refit.packing import pack, unpack
+from nemo_rl_lite.refit.plan import RefitPlan
+from nemo_rl_lite.refit.report import Named, RefitReport, by_bucket
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class StagingHandle:
+    """What another process on the same device needs to open the buffer: a CUDA IPC handle, or a file."""
+
+    cuda: tuple[Any, ...] | None
+    file: str | None
+    halves: int
+    half_bytes: int
+
+    def open(self) -> Tensor:
+        """The buffer, uint8 [halves, half_bytes], in this process; a file loses its name, so that nothing is left."""
+        if self.cuda is not None:
+            rebuild, arguments = self.cuda
+            device = torch.cuda.current_device()
+            # The producer's number for the device need not be ours.
+            own = [device if index == _DEVICE_ARGUMENT else value for index, value in enumerate(arguments)]
+            return rebuild(*own)
+        if self.file is None:
+            raise ValueError("a staging handle has a CUDA handle or a file")
+        size = self.halves * self.half_bytes
+        return torch.from_file(self.file, shared=True, size=size, dtype=torch.uint8).view(self.halves, -1)
+
+
+# Where torch.multiprocessing.reductions.reduce_tensor puts the device's number.
+_DEVICE_ARGUMENT = 6
+
+
+def new_staging(plan: RefitPlan, device: torch.device) -> tuple[Tensor, StagingHandle]:
+    """A buffer for the plan's largest bucket, twice where there are several, and the handle to open it elsewhere.
+
+    The producer keeps the tensor for as long as anybody uses it, and calls `forget` on the handle when all have opened
+    it.
+    """
+    halves, half_bytes = min(2, len(plan.buckets)), max(bucket.nbytes for bucket in plan.buckets)
+    if device.type == "cuda":
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        staging = torch.empty(halves, half_bytes, dtype=torch.uint8, device=device)
+        return staging, StagingHandle(reduce_tensor(staging), None, halves, half_bytes)
+    folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    with tempfile.NamedTemporaryFile(prefix="nemo_rl_lite-", dir=folder, delete=False) as file:
+        file.truncate(halves * half_bytes)
+    handle = StagingHandle(None, file.name, halves, half_bytes)
+    return handle.open(), handle
+
+
+def forget(handle: StagingHandle) -> None:
+    """Remove a file's name once every consumer has opened it; the memory lives as long as somebody holds it."""
+    if handle.file is not None:
+        Path(handle.file).unlink(missing_ok=True)
+
+
+class IpcSender:
+    """The producer's side: `send` as often as there are new weights."""
+
+    def __init__(self, plan: RefitPlan, group: RefitGroup, staging: Tensor, verify: bool):
+        self._plan, self._group, self._staging, self._verify = plan, group, staging, verify
+
+    def send(self, tensors: Iterable[Named]) -> RefitReport:
+        """Lay `tensors`, which must come in the plan's order, into the staging buffer, bucket by bucket.
+
+        Stages timed: `iterate` (waiting for the next tensors), `pack`, `transfer` (waiting for consumers).
+
+        Raises:
+            RefitError: tensors that are not the plan's, or a consumer that did not take a bucket in time.
+        """
+        report = RefitReport()
+        self._group.announce(self._plan.digest)
+        for index, (bucket, named) in enumerate(by_bucket(self._plan, tensors, report)):
+            clock = time.perf_counter()
+            buffer = self._staging[index % len(self._staging), : bucket.nbytes]
+            pack(bucket, named, buffer)
+            if self._verify:
+                report.checksums.append(checksum(buffer))
+            _settle(buffer)
+            clock = report.add("pack", clock)
+            # Consumers come here when they have loaded the bucket before: its half may be filled next.
+            self._group.meet(bucket.describe())
+            report.add("transfer", clock)
+        clock = time.perf_counter()
+        self._group.meet("the end of the refit")
+        report.add("transfer", clock)
+        return report
+
+
+class IpcReceiver:
+    """One refit on the consumer's side: iterate over it for the named tensors of bucket after bucket.
+
+    Tensors are views into the staging buffer, good until the next bucket is asked for; with `keep` they are copies.
+    Once the iteration is over, `report` has the checksums and the seconds of `transfer`.
+    """
+
+    def __init__(self, plan: RefitPlan, group: RefitGroup, staging: Tensor, verify: bool, keep: bool):
+        self.report = RefitReport()
+        self._plan, self._group, self._staging = plan, group, staging
+        self._verify, self._keep = verify, keep
+
+    def __iter__(self) -> Iterator[list[Named]]:
+        """Raises RefitError: another plan than the producer's, or a bucket that did not arrive in time."""
+        self._group.expect(self._plan.digest)
+        for index, bucket in enumerate(self._plan.buckets):
+            clock = time.perf_counter()
+            self._group.meet(bucket.describe())
+            self.report.add("transfer", clock)
+            buffer = self._staging[index % len(self._staging), : bucket.nbytes]
+            if self._verify:
+                self.report.checksums.append(checksum(buffer))
+            yield unpack(bucket, buffer.clone() if self._keep else buffer)
+            _settle(buffer)
+        self._group.meet("the end of the refit")
+
+
+def _settle(buffer: Tensor) -> None:
+    """Wait until the device has done what was asked of it; the other process does not see our streams."""
+    if buffer.is_cuda:
+        torch.cuda.current_stream().synchronize()

@@ -1,0 +1,35 @@
+"""A whole rollout's rewards: in this process, or in others with a time limit for each sample."""
+
+from collections.abc import Callable, Sequence
+
+from nemo_rl_lite.config.schema import RewardConfig
+from nemo_rl_lite.data.problems import Problem
+from nemo_rl_lite.rewards.pool import JudgePool, RewardError, Verdict
+from nemo_rl_lite.rewards.registry import Reward, error_text, find_reward
+
+Judge = Callable[[Sequence[str], Sequence[Problem]], list[Verdict]]
+"""The verdict on each response to the problem at its place: a reward, or what kept the reward from being computed."""
+
+
+def make_judge(config: RewardConfig) -> Judge:
+    """What judges rollouts with the configured reward.
+
+    Raises:
+        ConfigError: there is no such reward, or it does not take `reward.kwargs`.
+    """
+    reward = find_reward(config.name, config.kwargs)
+    return one_by_one(reward) if config.timeout_s is None else JudgePool(config, config.timeout_s)
+
+
+def one_by_one(reward: Reward) -> Judge:
+    """Judge in this process, without a time limit."""
+
+    def verdict(response: str, problem: Problem) -> Verdict:
+        try:
+            return reward(response, problem)
+        except Exception as error:  # a user's function may raise anything
+            failure = RewardError(error_text(error))
+            failure.__cause__ = error
+            return failure
+
+    return lambda responses, problems: [verdict(*pair) for pair in zip(responses, problems, strict=True)]

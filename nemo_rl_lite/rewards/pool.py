@@ -1,0 +1,103 @@
+"""Processes that judge, each sample within a time limit that holds whatever the reward does.
+
+A reward may hang inside one long step of C code (a huge power, a regular expression), where no signal handler and no
+thread of Python gets a turn. So each process has a watchdog that ends it from outside the interpreter, and the pool
+puts another in its place.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+
+from nemo_rl_lite.config.schema import RewardConfig
+from nemo_rl_lite.data.problems import Problem
+
+
+class RewardError(Exception):
+    """A reward that could not be computed: why."""
+
+
+Verdict = float | RewardError
+
+
+@dataclass
+class _Worker:
+    """A judging process, our end of its pipe, and what it works on. It ends when our end is closed, however that
+    happens.
+    """
+
+    process: subprocess.Popen
+    pipe: Connection
+    sample: int = 0
+    since: float = 0.0
+
+
+class JudgePool:
+    """`reward.processes` processes that share a rollout's samples. They start at once and stay for the run."""
+
+    def __init__(self, config: RewardConfig, timeout_s: float):
+        self._config, self._timeout_s = config, timeout_s
+        self._workers = [self._start() for _ in range(config.processes)]
+
+    def __call__(self, responses: Sequence[str], problems: Sequence[Problem]) -> list[Verdict]:
+        """A verdict on each response, in order; a `RewardError` where it took too long."""
+        verdicts: dict[int, Verdict] = {}
+        samples = iter(enumerate(zip(responses, problems, strict=True)))
+        busy: dict[Connection, _Worker] = {}
+
+        def give(worker: _Worker) -> None:
+            for sample, pair in samples:
+                worker.sample, worker.since = sample, time.monotonic()
+                busy[worker.pipe] = worker
+                self._send(worker, pair)
+                return
+
+        for worker in self._workers:
+            give(worker)
+        while busy:
+            ready = wait(list(busy))
+            for worker in [worker for pipe, worker in busy.items() if pipe in ready]:
+                del busy[worker.pipe]
+                verdicts[worker.sample], worker = self._verdict(worker)
+                give(worker)
+        return [verdicts[sample] for sample in range(len(responses))]
+
+    def _verdict(self, worker: _Worker) -> tuple[Verdict, _Worker]:
+        """The worker's verdict, and the worker that goes on in its place."""
+        try:
+            verdict = worker.pipe.recv()
+            return (RewardError(verdict) if isinstance(verdict, str) else verdict), worker
+        except (EOFError, OSError):
+            late = time.monotonic() - worker.since >= self._timeout_s
+            status = worker.process.wait()
+            cause = (
+                f"no verdict within reward.timeout_s = {self._timeout_s:g}"
+                if late
+                else f"the judging process ended with status {status}"
+            )
+            return RewardError(cause), self._replace(worker)
+
+    def _send(self, worker: _Worker, message: object) -> None:
+        with suppress(OSError):  # It is gone; waiting for its verdict will say so.
+            worker.pipe.send(message)
+
+    def _replace(self, worker: _Worker) -> _Worker:
+        worker.pipe.close()
+        place = self._workers.index(worker)
+        self._workers[place] = self._start()
+        return self._workers[place]
+
+    def _start(self) -> _Worker:
+        ours, theirs = Pipe()
+        command = [sys.executable, "-m", "nemo_rl_lite.rewards.worker", str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+        worker = _Worker(process, ours)
+        # The user's reward may lie in a folder that only this process has on its path.
+        self._send(worker, (sys.path, self._config.name, self._config.kwargs, self._timeout_s))
+        return worker

@@ -1,0 +1,36 @@
+"""A judging process: `python -m nemo_rl_lite.rewards.worker PIPE`, started by `pool.py`."""
+
+import faulthandler
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+from nemo_rl_lite.rewards.registry import error_text, find_reward
+
+
+def main() -> None:
+    """Answer `(response, problem)` with a reward, or with an error's text, until the pipe is closed."""
+    # Ctrl-C ends the launcher, and the launcher's end ends this.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pipe = Connection(int(sys.argv[1]))
+    sys.path[:], name, kwargs, timeout_s = pipe.recv()
+    reward = find_reward(name, kwargs)
+    with open(os.devnull, "w") as nowhere:  # noqa: PTH123
+        while True:
+            try:
+                response, problem = pipe.recv()
+            except EOFError:
+                return
+            # The one timer that ends the process without the interpreter's help; it wants somewhere to write.
+            faulthandler.dump_traceback_later(timeout_s, exit=True, file=nowhere)
+            try:
+                verdict = reward(response, problem)
+            except Exception as error:  # a user's function may raise anything
+                verdict = error_text(error)
+            faulthandler.cancel_dump_traceback_later()
+            pipe.send(verdict)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Which prompts leave room for a response."""
+
+import logging
+from collections.abc import Sequence
+
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.data.problems import Problem, TrainingSet
+from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.errors import DataError
+
+log = logging.getLogger(__name__)
+
+
+def fitting_prompts(
+    training: TrainingSet, validation: Sequence[Problem], tokenizer: ChatTokenizer, config: Config
+) -> tuple[TrainingSet, list[Problem]]:
+    """Training and validation problems whose prompts leave room for the response.
+
+    Raises:
+        DataError: a prompt leaves none and `data.too_long` is `error`, or none does.
+    """
+    max_new_tokens, max_length = config.generation.max_new_tokens, config.policy.max_total_sequence_length
+    if config.data.too_long == "error":
+        for problem in [*validation, *training.finite()]:
+            check_length(problem, tokenizer.prompt(problem.messages), max_new_tokens, max_length)
+        return training, list(validation)
+
+    def fits(problem: Problem) -> bool:
+        return len(tokenizer.prompt(problem.messages)) + max_new_tokens <= max_length
+
+    kept, kept_validation = training.only(fits), [problem for problem in validation if fits(problem)]
+    _report("training", len(training.finite()), len(kept.finite()), max_length - max_new_tokens)
+    _report("validation", len(validation), len(kept_validation), max_length - max_new_tokens)
+    return kept, kept_validation
+
+
+def check_length(problem: Problem, prompt: Sequence[int], max_new_tokens: int, max_length: int) -> None:
+    """Raises DataError: `prompt` leaves no room for `max_new_tokens` within `max_length` tokens."""
+    if len(prompt) + max_new_tokens > max_length:
+        start = problem.messages[-1]["content"][:60]
+        raise DataError(
+            f"a prompt of {len(prompt)} tokens and generation.max_new_tokens = {max_new_tokens} exceed "
+            f"policy.max_total_sequence_length = {max_length}: {start!r}. Raise the limit, or data.too_long=drop."
+        )
+
+
+def _report(what: str, count: int, kept: int, room: int) -> None:
+    if kept < count:
+        log.warning("%d of %d %s problems dropped: their prompts exceed %d tokens", count - kept, count, what, room)
+    if count and not kept:
+        raise DataError(f"all {count} {what} prompts exceed {room} tokens: raise policy.max_total_sequence_length")

@@ -1,0 +1,80 @@
+"""One training run on GPUs, kept as JSON with its curves, phase times, memory, hardware and versions.
+
+python scripts/bench/gpu_run.py NAME [override ...]     writes docs/benchmarks/runs/NAME.json
+
+`NRL_BENCH_OUT` names another folder, `NRL_BENCH_COMMIT` the commit where the machine has no git. `runs.py` makes the
+benchmark records of these files.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import record
+
+RUNS = record.FOLDER / "runs"
+
+
+def main() -> None:
+    name, *overrides = sys.argv[1:]
+    target = Path(os.environ.get("NRL_BENCH_OUT", RUNS)) / f"{name}.json"
+    folder = record.ROOT / "outputs" / "bench" / f"{name}-{os.getpid()}"
+    arguments = ["-m", "nemo_rl_lite.train", *overrides]
+    started = time.time()
+    status = subprocess.run(
+        [sys.executable, *arguments, f"hydra.run.dir={folder}"], cwd=record.ROOT, check=False
+    ).returncode
+    seconds = time.time() - started
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    kept = {
+        "name": name,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": record.commit(),
+        "command": f"python {shlex.join(arguments)}",
+        "exit_status": status,
+        "hardware": record.describe_hardware(),
+        "versions": record.versions(),
+        "config": json.loads((folder / "config.json").read_text()),
+        "seconds": seconds,
+        "seconds_to_first_step": _first_step_begins(lines) - started,
+        "series": _series(lines),
+        "samples": _samples(folder / "samples.jsonl"),
+    }
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(kept) + "\n")
+    print(f"{name}: status {status}, {seconds:.0f} s, {kept['seconds_to_first_step']:.0f} s to the first step")
+    sys.exit(status)
+
+
+def _first_step_begins(lines: list[dict[str, Any]]) -> float:
+    """Time at which the first step began, in seconds since the epoch."""
+    first = next(line for line in lines if "timing/train/total_step_time" in line)
+    return first["time"] - first["timing/train/total_step_time"]
+
+
+def _series(lines: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
+    """Each metric's [step, value] pairs, six digits."""
+    series: dict[str, list[list[float]]] = {}
+    for line in lines:
+        for metric, value in line.items():
+            if metric not in ("step", "time"):
+                series.setdefault(metric, []).append([line["step"], float(f"{value:.6g}")])
+    return series
+
+
+def _samples(path: Path) -> list[dict[str, Any]]:
+    """The first and the last step's first samples."""
+    if not path.exists():
+        return []
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    return [*samples[:2], *samples[-2:]]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Supervised fine-tuning through the command line, with real Ray and Megatron."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.functional
+
+SMALL = [
+    "algorithm=sft",
+    "algorithm.max_num_steps=6",
+    "algorithm.max_num_epochs=2",
+    "policy.train_global_batch_size=16",
+    "policy.train_micro_batch_size=8",
+    "policy.megatron_cfg.optimizer.lr=2e-3",
+]
+
+
+def write_data(folder: Path) -> list[str]:
+    """Additions with a worked response; 70 rows are 4 batches of 16 and a rest."""
+    rows = [
+        {"prompt": f"{a}+{b}", "answer": str(a + b), "worked": f"{a} + {b} = {a + b}"}
+        for a in range(10)
+        for b in range(7)
+    ]
+    for name, part in (("train", rows), ("validation", rows[::5])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    paths = [f"data.{name}_path={folder / name}.jsonl" for name in ("train", "validation")]
+    return ["data=file", *paths, "data.response_column=worked"]
+
+
+def train(folder: Path, model: Path, *overrides: str) -> tuple[str, list[dict]]:
+    """Run it; the console's text and the metrics, line by line."""
+    command = [sys.executable, "-m", "nemo_rl_lite.train", f"hydra.run.dir={folder}", f"policy.model_name={model}"]
+    done = subprocess.run([*command, *SMALL, *overrides], capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:] + "".join(p.read_text()[-2000:] for p in folder.glob("logs/*"))
+    return done.stdout, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, model_folder):
+    folder = tmp_path_factory.mktemp("sft")
+    return folder / "run", *train(folder / "run", model_folder, *write_data(folder))
+
+
+def series(metrics: list[dict], name: str) -> list[float]:
+    return [line[name] for line in metrics if name in line]
+
+
+def test_the_loss_falls_in_training_and_on_held_out_chats(run):
+    _, _, metrics = run
+    losses, held_out = series(metrics, "train/loss"), series(metrics, "validation/val_loss")
+    assert len(losses) == 6 and losses[-1] < losses[0] - 0.3
+    assert len(held_out) == 2 and held_out[-1] < held_out[0] - 0.3
+    assert series(metrics, "train/epoch")[-1] == 1.5
+
+
+def test_the_losses_are_those_transformers_computes(run, model_folder):
+    """The held-out loss before the first step and after the last, from the starting and the exported weights."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, _, metrics = run
+    rows = [json.loads(line) for line in (folder.parent / "validation.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    for model_path, measured in zip((model_folder, folder / "hf"), series(metrics, "validation/val_loss"), strict=True):
+        model, total, count = AutoModelForCausalLM.from_pretrained(model_path), 0.0, 0
+        for row in rows:
+            prompt = tokenizer(f"<bos>{row['prompt']}=")["input_ids"]
+            tokens = torch.tensor([prompt + tokenizer(f"{row['worked']}<eos>")["input_ids"]])
+            labels = tokens.clone()
+            labels[0, : len(prompt)] = -100
+            with torch.no_grad():
+                total += model(tokens, labels=labels).loss.item() * (tokens.shape[1] - len(prompt))
+            count += tokens.shape[1] - len(prompt)
+        assert measured == pytest.approx(total / count, abs=1e-4)
+
+
+def test_metrics_have_nemo_rls_names(run):
+    _, _, metrics = run
+    expected = {
+        "train/loss",
+        "train/grad_norm",
+        "train/lr",
+        "train/wd",
+        "train/global_valid_seqs",
+        "train/global_valid_toks",
+        "train/total_num_tokens",
+        "timing/train/total_step_time",
+        "timing/train/data_processing",
+        "timing/train/policy_training",
+        "performance/tokens_per_sec",
+        "performance/tokens_per_sec_per_gpu",
+        "validation/val_loss",
+        "timing/validation/total_validation_time",
+    }
+    names = set().union(*metrics)
+    assert names >= expected, expected - names
+    assert not any(name.startswith(("refit/", "timing/train/generation")) for name in names)
+
+
+def test_the_run_folder_is_complete_and_nothing_generated(run):
+    folder, output, _ = run
+    for name in ("config.json", "command.txt", "metrics.jsonl", "summary.json", "plots/run.png", "hf/config.json"):
+        assert (folder / name).stat().st_size > 0, name
+    assert [path.name for path in (folder / "logs").iterdir()] == ["policy-0.log"]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["val_loss_after"] < summary["val_loss_before"] and list(summary["seconds_by_phase"]) == ["train"]
+    assert output.count("step ") >= 6 and "held-out loss" in output and "reward" not in output
+
+
+def test_four_ranks_train_as_one_does(run, tmp_path, model_folder):
+    """Tensor parallel 2 x data parallel 2, and a validation set that they do not divide."""
+    _, _, expected = run
+    layout = ["cluster.cpu_ranks=4", "policy.megatron_cfg.tensor_model_parallel_size=2"]
+    _, metrics = train(tmp_path / "run", model_folder, *write_data(tmp_path), *layout, "algorithm.max_val_samples=13")
+    assert series(metrics, "train/loss") == pytest.approx(series(expected, "train/loss"), abs=1e-4)
+
+
+def test_rows_that_are_too_long_end_the_run_before_it_starts(tmp_path, model_folder):
+    command = [sys.executable, "-m", "nemo_rl_lite.train", f"hydra.run.dir={tmp_path / 'run'}"]
+    overrides = [
+        *SMALL,
+        *write_data(tmp_path),
+        f"policy.model_name={model_folder}",
+        "policy.max_total_sequence_length=12",
+    ]
+    done = subprocess.run([*command, *overrides], capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "train.jsonl, problem 1: prompt and response are" in done.stderr and "data.too_long=drop" in done.stderr

@@ -1,0 +1,97 @@
+"""The Megatron policy with Transformer Engine in bfloat16: every batch layout gives what transformers gives."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl_lite.algorithms.losses import combine_metrics
+from tests.functional.conftest import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+RANK_SCRIPT = Path(__file__).parents[1] / "functional" / "policy_rank.py"
+COMMON = [
+    "policy=megatron_gpu",
+    "algorithm.num_prompts_per_step=2",
+    "policy.train_global_batch_size=16",
+    "policy.train_micro_batch_size=4",
+    "policy.logprob_batch_size=4",
+    "policy.sequence_length_round=16",
+    "policy.max_total_sequence_length=40",
+    "algorithm.loss_fn.reference_policy_kl_penalty=0.1",
+    "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
+]
+PACKED = ["policy.sequence_packing.train_mb_tokens=48"]
+DYNAMIC = ["policy.dynamic_batching.enabled=true", "policy.dynamic_batching.train_mb_tokens=48"]
+LAYOUTS = {
+    "fixed": (1, ["policy.sequence_packing.enabled=false"]),
+    "packed": (1, PACKED),
+    "packed, recomputed": (1, [*PACKED, "policy.megatron_cfg.activation_checkpointing=true"]),
+    "dynamic": (1, DYNAMIC),
+    "data 2": (2, PACKED),
+    "tensor 2": (2, [*PACKED, "policy.megatron_cfg.tensor_model_parallel_size=2"]),
+    "tensor 2, sequence parallel": (
+        2,
+        [*PACKED, "policy.megatron_cfg.tensor_model_parallel_size=2", "policy.megatron_cfg.sequence_parallel=true"],
+    ),
+    "pipeline 2": (2, [*PACKED, "policy.megatron_cfg.pipeline_model_parallel_size=2"]),
+    "pipeline 2, tensor 2": (
+        4,
+        [
+            *PACKED,
+            "policy.megatron_cfg.pipeline_model_parallel_size=2",
+            "policy.megatron_cfg.tensor_model_parallel_size=2",
+        ],
+    ),
+}
+
+
+def outcome(layout: str, model: Path, output: Path) -> tuple[dict, list[np.ndarray], list[dict[str, float]]]:
+    """What was saved, the logprobs (before, reference, after), and the metrics of the two steps."""
+    ranks, overrides = LAYOUTS[layout]
+    options = [*COMMON, f"cluster.gpus_per_node={ranks}", *overrides]
+    run_ranks(RANK_SCRIPT, [str(model), str(output), *options], ranks)
+    saved = torch.load(output, weights_only=False)
+    *scores, steps = zip(*saved["replicas"], strict=True)
+    whole = [
+        combine_metrics(replicas) | {"grad_norm": replicas[0]["grad_norm"]} for replicas in zip(*steps, strict=True)
+    ]
+    return saved, [np.concatenate(parts) for parts in scores], whole
+
+
+@pytest.fixture(scope="module")
+def fixed(gpu_model, tmp_path_factory):
+    return outcome("fixed", gpu_model, tmp_path_factory.mktemp("fixed") / "out")
+
+
+def test_logprobs_are_those_of_transformers(fixed, gpu_model):
+    from transformers import AutoModelForCausalLM
+
+    saved, (first, _, _), _ = fixed
+    model = AutoModelForCausalLM.from_pretrained(gpu_model, dtype=torch.float32)
+    tokens = saved["tokens"]
+    with torch.no_grad():
+        logits = model(tokens).logits / saved["temperature"]
+    expected = logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    inside = torch.arange(1, tokens.shape[1]) < saved["lengths"][:, None]
+    difference = np.abs(first[:, 1:] - torch.where(inside, expected, 0.0).numpy())
+    assert expected.std() > 0.5
+    assert difference.mean() < 0.03 and difference.max() < 0.25
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.gpu(LAYOUTS[name][0])) for name in LAYOUTS if name != "fixed"]
+)
+def test_layouts_agree_within_bfloat16(layout, fixed, gpu_model, tmp_path):
+    _, ours, steps = outcome(layout, gpu_model, tmp_path / "out")
+    _, theirs, expected = fixed
+    for values, others in zip(ours, theirs, strict=True):
+        assert np.abs(values - others).mean() < 0.03
+        assert np.abs(values - others).max() < 0.4
+    first, first_expected = steps[0], expected[0]
+    assert abs(first["kl_penalty"]) < 1e-3
+    assert first["probs_ratio"] == pytest.approx(1, abs=1e-3)
+    assert first["loss"] == pytest.approx(first_expected["loss"], abs=0.02)
+    assert first["grad_norm"] == pytest.approx(first_expected["grad_norm"], rel=0.1)

@@ -1,0 +1,66 @@
+"""What runs where, from the configuration alone."""
+
+import pytest
+
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.config.sizes import batch_mode, data_parallel_size, engines, generation_gpus, on_gpus, policy_ranks
+
+APART = "generation.colocated.enabled=false"
+RESOURCES = "generation.colocated.resources"
+TENSOR_2 = "policy.megatron_cfg.tensor_model_parallel_size=2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "gpus", "number_of_engines", "replicas"),
+    [
+        ([], 1, 0, 1, 1),
+        (["cluster.cpu_ranks=2", "generation.data_parallel_size=3"], 2, 0, 3, 2),
+        ([APART], 1, 0, 1, 1),
+        (["cluster.gpus_per_node=8"], 8, 8, 8, 8),
+        (["cluster.gpus_per_node=8", TENSOR_2, "generation.vllm_cfg.tensor_parallel_size=4"], 8, 8, 2, 4),
+        (["cluster.gpus_per_node=2", APART, f"{RESOURCES}.gpus_per_node=1"], 1, 1, 1, 1),
+        (
+            [
+                "cluster.gpus_per_node=4",
+                APART,
+                f"{RESOURCES}.gpus_per_node=2",
+                TENSOR_2,
+                "generation.vllm_cfg.tensor_parallel_size=2",
+            ],
+            2,
+            2,
+            1,
+            1,
+        ),
+        (["cluster.gpus_per_node=8", "cluster.num_nodes=4", APART, f"{RESOURCES}.num_nodes=1"], 24, 8, 8, 24),
+        (["cluster.gpus_per_node=8", "algorithm=sft", APART, f"{RESOURCES}.gpus_per_node=2"], 8, 2, 2, 8),
+    ],
+)
+def test_who_gets_how_many(overrides, ranks, gpus, number_of_engines, replicas):
+    batches = ["algorithm.num_prompts_per_step=96", "policy.train_global_batch_size=768"]
+    if "algorithm=sft" in overrides:
+        batches = []
+    micro = ["policy.train_micro_batch_size=1"]
+    config = compose_config([*overrides, *batches, *micro])
+    found = (policy_ranks(config), generation_gpus(config), engines(config), data_parallel_size(config))
+    assert found == (ranks, gpus, number_of_engines, replicas)
+    assert on_gpus(config) == any("gpus_per_node" in override for override in overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on_gpu", "mode"),
+    [
+        ([], False, "fixed"),
+        ([], True, "fixed"),
+        (["policy.precision=bfloat16"], True, "packed"),
+        (["policy.precision=bfloat16"], False, "fixed"),
+        (["policy=megatron_gpu"], True, "packed"),
+        (["policy=megatron_gpu", "policy.sequence_packing.enabled=false"], True, "fixed"),
+        (["policy=megatron_gpu", "policy.dynamic_batching.enabled=true"], True, "dynamic"),
+        (["policy.sequence_packing.enabled=true"], False, "packed"),
+        (["policy.dynamic_batching.enabled=true"], False, "dynamic"),
+    ],
+)
+def test_packing_is_the_default_where_transformer_engine_can(overrides, on_gpu, mode):
+    fits = ["policy.max_total_sequence_length=32"]
+    assert batch_mode(compose_config([*overrides, *fits, "generation.max_new_tokens=8"]).policy, on_gpu) == mode

@@ -1,0 +1,145 @@
+import json
+
+import pytest
+
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.data.examples import Encoder, TrainingExamples, training_examples, validation_examples
+from nemo_rl_lite.data.problems import Problem
+from nemo_rl_lite.data.reverse_digits import ReverseDigits
+from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.embedded.build import build_tokenizer
+from nemo_rl_lite.errors import DataError
+
+CHATML = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TURNS = (
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "2+2"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "and 12"},
+)
+
+
+def encoder(folder, template: str | None = CHATML, max_length: int = 200, too_long="error") -> Encoder:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return Encoder(ChatTokenizer(folder), max_length, too_long)
+
+
+def masked_texts(encoder: Encoder, problems: list[Problem]) -> list[str]:
+    """What each row's loss is on, as text with special tokens."""
+    batch, decode = encoder.batch(problems), build_tokenizer().decode
+    return [decode(tokens[mask > 0]) for tokens, mask in zip(batch["tokens"], batch["mask"], strict=True)]
+
+
+def test_the_loss_is_on_the_response_and_its_end_token_alone(tmp_path):
+    problems = [Problem(TURNS, "12 is a dozen"), Problem(TURNS[1:2], "4")]
+    chats = encoder(tmp_path)
+    assert masked_texts(chats, problems) == ["12 is a dozen<eos>", "4<eos>"]
+    batch = chats.batch(problems)
+    assert batch["lengths"].tolist() == [len(chats.tokenizer.prompt(p.messages)) + len(p.answer) + 1 for p in problems]
+    assert batch["tokens"].shape == batch["mask"].shape == (2, max(batch["lengths"].tolist()))
+    for row, length in enumerate(batch["lengths"].tolist()):
+        assert (batch["tokens"][row, length:] == chats.tokenizer.padding_token).all()
+        assert batch["mask"][row, length - 1] == 1 and (batch["mask"][row, length:] == 0).all()
+
+
+def test_the_tokens_are_the_beginning_of_the_whole_templated_chat(tmp_path):
+    problem = Problem(TURNS, "12 is a dozen")
+    batch = encoder(tmp_path).batch([problem])
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = CHATML
+    whole = [*TURNS, {"role": "assistant", "content": problem.answer}]
+    expected = tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"]
+    tokens = batch["tokens"][0].tolist()
+    assert tokens == expected[: len(tokens)] and len(expected) == len(tokens) + 1  # the line end after <eos>
+
+
+def test_the_response_is_what_the_template_makes_of_it(tmp_path):
+    trimming = CHATML.replace("m.content", "m.content | trim")
+    assert masked_texts(encoder(tmp_path, trimming), [Problem(TURNS, " 12 \n")]) == ["12<eos>"]
+    thinking = CHATML.replace(
+        "{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}<>{% endif %}{{ m.content }}"
+    )
+    assert masked_texts(encoder(tmp_path, thinking), [Problem(TURNS, "12")]) == ["<>12<eos>"]
+
+
+def test_without_a_template_the_response_follows_the_prompt(tmp_path):
+    assert masked_texts(encoder(tmp_path, None), [Problem(TURNS[1:2], "4")]) == ["4<eos>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (CHATML.replace("<eos>", "[end]"), "does not write the response and then its end token <eos>"),
+        (CHATML.replace("{{ m.content }}", "?"), "does not write the response"),
+        ("{{ messages | length }}" + CHATML, "writes the prompt otherwise"),
+    ],
+    ids=["other end", "no response", "other prompt"],
+)
+def test_a_template_that_cannot_be_trained_on_is_an_error(template, words, tmp_path):
+    with pytest.raises(DataError, match=words):
+        encoder(tmp_path, template).batch([Problem(TURNS[1:2], "4")])
+
+
+def sft_config(folder, rows: list[dict], *overrides: str):
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = [f"data.{kind}_path={folder / 'train.jsonl'}" for kind in ("train", "validation")]
+    return compose_config(["algorithm=sft", "data=file", *paths, *overrides])
+
+
+ROWS = [{"prompt": str(number), "answer": "7", "solution": f"it is {number}"} for number in range(10)]
+SMALL = ["policy.train_global_batch_size=4", "policy.train_micro_batch_size=4"]
+
+
+def test_the_response_column_is_trained_on(tmp_path):
+    config = sft_config(tmp_path, ROWS, *SMALL, "data.response_column=solution", "data.shuffle=false")
+    batch = training_examples(config, encoder(tmp_path)).batch(0)
+    texts = [
+        build_tokenizer().decode(tokens[mask > 0]) for tokens, mask in zip(batch["tokens"], batch["mask"], strict=True)
+    ]
+    assert texts == [f"it is {number}<eos>" for number in range(4)]
+
+
+def test_an_epoch_has_whole_batches_of_different_rows_and_steps_repeat(tmp_path):
+    data = training_examples(sft_config(tmp_path, ROWS, *SMALL), encoder(tmp_path))
+    assert data.steps_per_epoch == 2
+    epochs = [
+        [tuple(row) for step in (first, first + 1) for row in data.batch(step)["tokens"].tolist()] for first in (0, 2)
+    ]
+    assert all(len(set(epoch)) == 8 for epoch in epochs) and epochs[0] != epochs[1]
+    again = training_examples(sft_config(tmp_path, ROWS, *SMALL), encoder(tmp_path))
+    assert again.batch(3)["tokens"].tolist() == data.batch(3)["tokens"].tolist()
+
+
+def test_validation_takes_every_chat_up_to_the_limit(tmp_path):
+    batch = validation_examples(sft_config(tmp_path, ROWS, "algorithm.max_val_samples=7"), encoder(tmp_path))
+    assert len(batch["tokens"]) == 7
+
+
+def test_chats_that_are_too_long_are_errors_or_dropped(tmp_path, caplog):
+    rows = [*ROWS[:5], {"prompt": "long", "answer": "x" * 50}]
+    config = sft_config(tmp_path, rows, *SMALL)
+    with pytest.raises(DataError, match=r"train.jsonl, problem 6: prompt and response are .*data.too_long=drop"):
+        training_examples(config, encoder(tmp_path, max_length=40))
+    data = training_examples(config, encoder(tmp_path, max_length=40, too_long="drop"))
+    assert len(data.problems.finite()) == 5 and "1 of 6 chats are longer" in caplog.text
+    with pytest.raises(DataError, match="no chat is left to validate on"):
+        validation_examples(config, encoder(tmp_path, max_length=5, too_long="drop"))
+
+
+def test_too_few_rows_for_a_batch_are_an_error(tmp_path):
+    with pytest.raises(
+        DataError, match=r"train.jsonl: 3 chats do not fill a batch of policy.train_global_batch_size = 4"
+    ):
+        training_examples(sft_config(tmp_path, ROWS[:3], *SMALL), encoder(tmp_path))
+
+
+def test_generated_data_never_ends(tmp_path):
+    chats = encoder(tmp_path)
+    data = TrainingExamples(ReverseDigits(4, seed=0), chats, batch_size=3)
+    assert data.steps_per_epoch is None
+    assert data.batch(5)["tokens"].tolist() != data.batch(6)["tokens"].tolist()

@@ -1,0 +1,65 @@
+import pytest
+
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.data.sources import training_set, validation_set
+from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.rewards.registry import find_reward
+
+# Sums of two digits: about 200 questions.
+SMALL = "data.task_kwargs={min_terms:2,max_terms:2,min_digits:1,max_digits:1}"
+
+
+def config(*arguments):
+    return compose_config(["data=reasoning_gym", "data.task=chain_sum", *arguments]).data
+
+
+def questions(problems):
+    return {problem.messages[-1]["content"] for problem in problems}
+
+
+def test_a_small_task_is_never_trained_on_what_it_is_validated_on():
+    data = config(SMALL)
+    held_out = validation_set(data, limit=1000)
+    training = training_set(data, seed=3)
+    trained = questions(training.problem(position) for position in range(3000))
+    assert 8 <= len(held_out) <= 40 and len(questions(held_out)) == len(held_out)
+    assert len(trained) > 100 and trained.isdisjoint(questions(held_out))
+    assert held_out == validation_set(data, limit=1000) and held_out[:4] == validation_set(data, limit=4)
+
+
+def test_problems_depend_on_seed_and_position_alone():
+    first, again, other = (training_set(config(), seed) for seed in (1, 1, 2))
+    assert [first.problem(i) for i in (5, 3, 9)] == [again.problem(i) for i in (5, 3, 9)]
+    assert first.problem(5) != other.problem(5)
+    assert not first.finite()
+
+
+def test_templates_and_system_prompts_apply():
+    data = config("data.prompt_template='{question} Digits only.'", "data.system_prompt=Count.")
+    system, user = training_set(data, seed=0).problem(0).messages
+    assert system["content"] == "Count." and user["content"].endswith(" Digits only.")
+
+
+def test_problems_that_do_not_fit_are_skipped():
+    short = training_set(config(), seed=0).only(lambda problem: len(problem.answer) < 3)
+    assert all(len(short.problem(position).answer) < 3 for position in range(50))
+    with pytest.raises(DataError, match=r"data.task = chain_sum: 1000 draws gave no problem to train on"):
+        short.only(lambda problem: False).problem(0)
+
+
+def test_the_tasks_own_score_is_a_reward():
+    problem = training_set(config(), seed=0).problem(0)
+    whole = find_reward("reasoning_gym", {"answer_tag": None})
+    assert whole(f" {problem.answer}\n", problem) == 1.0
+    assert 0 < whole(f"It is {problem.answer}", problem) < 1
+    assert whole("", problem) == 0.0
+    tagged = find_reward("reasoning_gym", {"answer_tag": "answer"})
+    assert tagged(f"Let me see. <answer>{problem.answer}</answer>", problem) == 1.0
+    assert tagged(problem.answer, problem) == 0.0
+
+
+def test_a_task_with_many_right_answers():
+    data = compose_config(["data=reasoning_gym", "data.task=graph_color"]).data
+    problem = training_set(data, seed=0).problem(0)
+    assert problem.answer == ""
+    assert find_reward("reasoning_gym", {"answer_tag": None})("no idea", problem) < 1

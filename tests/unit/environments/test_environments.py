@@ -1,0 +1,76 @@
+import time
+
+import pytest
+
+from nemo_rl_lite.config.schema import EnvironmentConfig
+from nemo_rl_lite.data.problems import Problem, chat
+from nemo_rl_lite.environments.calculator import Calculator, calculate
+from nemo_rl_lite.environments.registry import make_environment
+from nemo_rl_lite.errors import ConfigError
+
+
+class Own:
+    """A user's own environment."""
+
+    def __init__(self, level: int):
+        self.level = level
+
+    def step(self, problem, conversation):
+        raise NotImplementedError
+
+
+def make(name, **kwargs):
+    return make_environment(EnvironmentConfig(name=name, max_turns=3, kwargs=kwargs))
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("3 * (4 + 5)", "27"),
+        ("-7 // 2", "-4"),
+        ("10 / 4", "2.5"),
+        ("9 / 3", "3"),
+        (" 0.1 + 0.2 ", "0.3"),
+        ("7 % 4", "3"),
+    ],
+)
+def test_values(expression, value):
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["9**9**9**9", "1/0", "__import__('os')", "'a' * 9", "1 +", "True + 1", "(" * 150, "9" * 190 + "*9", "1e400", "x"],
+)
+def test_anything_else_is_answered_with_words_and_at_once(expression):
+    started = time.perf_counter()
+    assert calculate(expression).startswith("error: ")
+    assert time.perf_counter() - started < 0.5
+
+
+def test_a_turn_without_a_call_is_final():
+    problem, calculator = Problem(chat("6*7?"), "42"), Calculator(role="tool")
+    call = [*problem.messages, {"role": "assistant", "content": "<calc>1</calc> or <calc>6*7</calc>"}]
+    assert calculator.step(problem, call).messages == ({"role": "tool", "content": "42"},)
+    final = calculator.step(problem, [*problem.messages, {"role": "assistant", "content": "42"}])
+    assert final.done and final.reward is None
+
+
+def test_environments_by_name_and_by_dotted_path():
+    assert make(None) is None
+    assert isinstance(make("calculator", role="user"), Calculator)
+    assert make("tests.unit.environments.test_environments.Own", level=2).level == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("tests.unit.environments.test_environments.Absent", {}, r"environment\.name.*\n.*cannot be imported"),
+        ("tests.unit.environments.test_environments.Own", {}, r"environment\.kwargs.*\n.*missing 1 required"),
+        ("calculator", {"role": "clown"}, r"environment\.kwargs.*\n.*role must be user or tool"),
+        ("builtins.dict", {}, r"environment\.name.*\n.*no method step"),
+    ],
+)
+def test_environments_that_cannot_be_made(name, kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        make(name, **kwargs)

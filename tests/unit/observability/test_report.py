@@ -1,0 +1,65 @@
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.observability.report import PICTURE, SUMMARY_FILE, report, summarize
+from nemo_rl_lite.observability.sinks import MetricsLog
+from nemo_rl_lite.observability.views import VIEWS
+
+GRPO_SECONDS = {"generation": 1.0, "policy_training": 0.5, "total_step_time": 2.0}
+
+
+def run(first: dict, steps: list[dict], seconds: dict) -> MetricsLog:
+    metrics = MetricsLog([])
+    metrics.log(0, first)
+    for step, values in enumerate(steps, start=1):
+        metrics.log(step, values | {f"timing/train/{name}": value for name, value in seconds.items()})
+    return metrics
+
+
+def reported(metrics: MetricsLog, folder, algorithm: str) -> tuple[str, dict]:
+    stream = io.StringIO()
+    report(
+        summarize(metrics, folder, {"policy-0": 7}),
+        metrics,
+        RunConsole(Console(file=stream, width=100)),
+        "title",
+        VIEWS[algorithm],
+        plots=True,
+    )
+    assert (folder / PICTURE).stat().st_size > 0
+    return stream.getvalue(), json.loads((folder / SUMMARY_FILE).read_text())
+
+
+def test_a_grpo_run_is_judged_by_accuracy_reward_and_kl(tmp_path):
+    steps = [{"train/reward": 0.25, "train/kl_penalty": 0.0}, {"train/reward": 0.5, "train/kl_penalty": 0.125}]
+    metrics = run({"validation/accuracy": 0.125}, steps, GRPO_SECONDS)
+    metrics.log(2, {"validation/accuracy": 0.75})
+    text, summary = reported(metrics, tmp_path, "grpo")
+    lines = [line.split() for line in text.splitlines()]
+    assert ["│", "held-out", "accuracy", "│", "0.125", "│", "0.750", "│"] in lines
+    assert ["│", "KL", "to", "the", "start", "│", "0.0000", "│", "0.1250", "│"] in lines
+    assert summary["accuracy_after"] == 0.75 and summary["val_loss_after"] is None
+    assert summary["seconds_by_phase"] == {"generate": 1.0, "train": 0.5}
+
+
+def test_an_sft_run_is_judged_by_its_losses_and_has_one_phase(tmp_path):
+    steps = [{"train/loss": 3.0, "train/grad_norm": 1.0}, {"train/loss": 2.0, "train/grad_norm": 0.5}]
+    metrics = run({"validation/val_loss": 3.5}, steps, {"policy_training": 0.5, "total_step_time": 0.75})
+    metrics.log(2, {"validation/val_loss": 2.5})
+    text, summary = reported(metrics, tmp_path, "sft")
+    assert "held-out loss" in text and "2.5000" in text and "reward" not in text
+    assert (summary["val_loss_before"], summary["val_loss_after"]) == (3.5, 2.5)
+    assert summary["accuracy_before"] is None and summary["seconds_by_phase"] == {"train": 0.5}
+    assert summary["steps"] == 2 and summary["seconds_a_step"] == pytest.approx(0.75)
+
+
+def test_what_was_not_measured_at_both_ends_has_no_row(tmp_path):
+    metrics = run(
+        {}, [{"train/loss": 3.0, "validation/val_loss": 2.0}], {"total_step_time": 1.0, "policy_training": 1.0}
+    )
+    text, summary = reported(metrics, tmp_path, "sft")
+    assert "held-out" not in text and summary["val_loss_before"] is None and summary["val_loss_after"] == 2.0

@@ -1,0 +1,93 @@
+"""Layouts: every sequence once, within the limit, and back again."""
+
+import random
+
+import pytest
+import torch
+
+from nemo_rl_lite.policy.megatron.micro_batches import Layout, cut
+
+MODES = pytest.mark.parametrize("layout", [Layout("fixed", 3, 1), Layout("dynamic", 48, 4), Layout("packed", 40, 8)])
+
+
+def sequences(count: int, longest: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens that tell their row and place, and lengths from 1 on."""
+    source = random.Random(seed)
+    lengths = torch.tensor([source.randint(1, longest) for _ in range(count)])
+    tokens = torch.arange(count)[:, None] * 1000 + torch.arange(longest)
+    return torch.where(torch.arange(longest) < lengths[:, None], tokens, -1), lengths
+
+
+@MODES
+@pytest.mark.parametrize("at_least", [1, 9])
+def test_every_sequence_is_in_one_micro_batch_whole_and_in_order(layout, at_least):
+    tokens, lengths = sequences(17, 20)
+    micro_batches = cut(tokens, lengths, layout, at_least)
+    assert sorted(row for micro in micro_batches for row in micro.rows.tolist()) == list(range(17))
+    assert layout.mode == "fixed" or len(micro_batches) >= at_least
+    for micro in micro_batches:
+        flat = micro.tokens_nS.flatten()
+        for row, start, length in zip(micro.rows, micro.starts, micro.lengths, strict=True):
+            assert length == lengths[row]
+            assert torch.equal(flat[start : start + length], tokens[row, :length])
+        assert micro.width == micro.lengths.max()
+
+
+@pytest.mark.parametrize("layout", [Layout("dynamic", 48, 4), Layout("packed", 40, 8)])
+def test_token_limits_hold_and_shapes_are_round(layout):
+    tokens, lengths = sequences(200, 20, seed=1)
+    micro_batches = cut(tokens, lengths, layout)
+    assert all(micro.tokens_nS.numel() <= layout.size for micro in micro_batches)
+    assert all(micro.tokens_nS.shape[1] % layout.round_to == 0 for micro in micro_batches)
+    total = int(lengths.sum())
+    assert len(micro_batches) <= (1.2 if layout.mode == "packed" else 1.6) * total / layout.size
+
+
+def test_packs_are_even():
+    tokens, lengths = sequences(300, 20, seed=2)
+    sums = [int(micro.lengths.sum()) for micro in cut(tokens, lengths, Layout("packed", 400, 1))]
+    assert max(sums) - min(sums) <= 2
+
+
+def test_a_sequence_longer_than_the_limit_has_a_pack_of_its_own():
+    tokens, lengths = torch.zeros(3, 50, dtype=torch.long), torch.tensor([50, 4, 5])
+    groups = [micro.rows.tolist() for micro in cut(tokens, lengths, Layout("packed", 40, 1))]
+    assert [0] in groups and sorted(row for group in groups for row in group) == [0, 1, 2]
+
+
+@MODES
+def test_logprobs_find_their_tokens_again(layout):
+    """A model that gives token k the logprob -k, at the position before it."""
+    tokens, lengths = sequences(11, 20, seed=3)
+    for micro in cut(tokens, lengths, layout):
+        following = micro.tokens_nS.roll(-1, dims=1).float().requires_grad_()
+        found = micro.unpack(-following)
+        for place, row in enumerate(micro.rows):
+            length = lengths[row]
+            expected = torch.zeros(micro.width)
+            expected[1:length] = -tokens[row, 1:length].float()
+            assert torch.equal(found[place], expected)
+        found.sum().backward()
+        # Every token but the first of its sequence counts once; what follows a sequence's end counts nowhere.
+        assert following.grad.sum() == -(micro.lengths - 1).sum()
+
+
+def test_packed_sequences_see_only_themselves_and_count_from_zero():
+    tokens, lengths = sequences(3, 6, seed=4)
+    (micro,) = cut(tokens, lengths, Layout("packed", 64, 16))
+    owner = torch.cat([torch.full((int(n),), i) for i, n in enumerate(micro.lengths)])
+    owner = torch.cat([owner, torch.full((micro.tokens_nS.numel() - len(owner),), 99)])
+    place = torch.arange(len(owner))
+    visible = (owner[:, None] == owner[None, :]) & (place[:, None] >= place[None, :])
+    assert torch.equal(micro.hidden_from()[0, 0], ~visible)
+    assert micro.boundaries().tolist() == [0, *micro.lengths.cumsum(0).tolist(), micro.tokens_nS.numel()]
+    starts = torch.tensor([place[owner == one].min() for one in owner])
+    assert torch.equal(micro.positions()[0], place - starts)
+
+
+def test_padded_sequences_have_rows_of_their_own():
+    tokens, lengths = sequences(4, 6, seed=5)
+    (micro,) = cut(tokens, lengths, Layout("fixed", 4, 1))
+    assert torch.equal(micro.tokens_nS, tokens)
+    assert torch.equal(micro.positions(), torch.arange(6).expand(4, -1))
+    assert torch.equal(micro.hidden_from()[0, 0], torch.ones(6, 6, dtype=torch.bool).triu(1))

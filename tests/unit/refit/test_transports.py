@@ -1,0 +1,211 @@
+"""Producer and consumers over real gloo groups, one thread a rank."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_rl_lite.errors import RefitError
+from nemo_rl_lite.refit import group as refit_group
+from nemo_rl_lite.refit import ipc
+from nemo_rl_lite.refit.broadcast import BroadcastReceiver, BroadcastSender
+from nemo_rl_lite.refit.group import Meeting, RefitGroup
+from nemo_rl_lite.refit.packing import dtype_name
+from nemo_rl_lite.refit.plan import RefitPlan, make_plan
+from nemo_rl_lite.refit.report import RefitReport, compare_checksums
+
+WEIGHTS = {
+    "matrix": torch.randn(33, 17),
+    "transposed": torch.randn(8, 5).T,
+    "scalar": torch.tensor(3.5),
+    "empty": torch.zeros(0, 4),
+    "half": torch.randn(7).bfloat16(),
+    "mask": torch.tensor([True, False, True]),
+    "large": torch.randn(5000),
+    "ids": torch.arange(9),
+}
+
+# Seconds until a rank gives up where a peer does not answer; long enough to meet on a busy machine.
+SHORT = 6.0
+CPU = torch.device("cpu")
+
+
+def plan_of(weights: dict[str, torch.Tensor], bucket_bytes: int) -> RefitPlan:
+    return make_plan([(name, tuple(t.shape), dtype_name(t.dtype)) for name, t in weights.items()], bucket_bytes)
+
+
+def run(rank_functions, timeout_s: float = 20.0) -> list:
+    """Each function gets its rank's group; the results, or the exceptions, in rank order."""
+    store = refit_group.host_store("127.0.0.1", timeout_s)
+    size = len(rank_functions)
+    # All groups live until every rank is done, as in a run: gloo crashes if one end goes while the other is busy.
+    groups = []
+
+    def rank_main(rank: int):
+        if rank == 0:
+            group = refit_group.join(store, 0, size, CPU, timeout_s)
+        else:
+            group = refit_group.join_at(Meeting("127.0.0.1", store.port, rank, size), CPU, timeout_s)
+        groups.append(group)
+        try:
+            return rank_functions[rank](group)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(rank_main, range(size)))
+
+
+class Broadcast:
+    """Both sides of a refit over the group itself."""
+
+    def __init__(self, plan: RefitPlan):
+        self._plan = plan
+
+    def send(self, group: RefitGroup, tensors) -> RefitReport:
+        return BroadcastSender(self._plan, group, verify=True).send(tensors)
+
+    def receiver(self, group: RefitGroup, plan: RefitPlan | None = None):
+        return BroadcastReceiver(plan or self._plan, group, verify=True)
+
+
+class SharedBuffer(Broadcast):
+    """Both sides of a refit through a buffer that every rank opens for itself."""
+
+    def __init__(self, plan: RefitPlan):
+        super().__init__(plan)
+        self._own, self._handle = ipc.new_staging(plan, CPU)
+        self._opened = [self._handle.open() for _ in range(2)]
+        ipc.forget(self._handle)
+
+    def send(self, group: RefitGroup, tensors) -> RefitReport:
+        return ipc.IpcSender(self._plan, group, self._own, verify=True).send(tensors)
+
+    def receiver(self, group: RefitGroup, plan: RefitPlan | None = None):
+        return ipc.IpcReceiver(plan or self._plan, group, self._opened[group.rank - 1], verify=True, keep=False)
+
+
+WAYS = pytest.mark.parametrize("way", [Broadcast, SharedBuffer])
+
+
+def consume(receiver) -> tuple[dict[str, torch.Tensor], RefitReport]:
+    """What arrives, copied as it comes: a shared buffer is filled anew."""
+    weights = {name: tensor.clone() for bucket in receiver for name, tensor in bucket}
+    return weights, receiver.report
+
+
+@WAYS
+@pytest.mark.parametrize("bucket_bytes", [1, 2048, 10**9])
+@pytest.mark.parametrize("consumers", [1, 2])
+def test_every_consumer_gets_every_weight_bit_for_bit(way, bucket_bytes, consumers):
+    plan = plan_of(WEIGHTS, bucket_bytes)
+    refit = way(plan)
+    consumer = lambda group: consume(refit.receiver(group))  # noqa: E731
+    sent, *received = run([lambda group: refit.send(group, WEIGHTS.items())] + [consumer] * consumers)
+    for weights, report in received:
+        assert list(weights) == list(WEIGHTS)
+        for name, weight in WEIGHTS.items():
+            assert weights[name].dtype == weight.dtype
+            assert torch.equal(weights[name], weight), name
+        assert report.checksums == sent.checksums
+        assert len(report.checksums) == len(plan.buckets)
+    compare_checksums(plan, sent, [report for _, report in received])
+    assert set(sent.seconds) == {"iterate", "pack", "transfer"}
+
+
+def test_a_slow_consumer_of_a_shared_buffer_reads_each_bucket_before_it_is_filled_anew():
+    """Four large buckets through two halves; the producer is always ahead."""
+    weights = {f"layer {index}": torch.full((300_000,), float(index)) for index in range(4)}
+    plan = plan_of(weights, 10**6)
+    assert len(plan.buckets) == 4
+    refit = SharedBuffer(plan)
+
+    def slow(group):
+        seen = {}
+        for bucket in refit.receiver(group):
+            time.sleep(0.05)
+            seen |= {name: tensor.clone() for name, tensor in bucket}
+        return seen
+
+    _, received = run([lambda group: refit.send(group, weights.items()), slow])
+    assert all(torch.equal(received[name], weight) for name, weight in weights.items())
+
+
+def test_a_shared_buffer_leaves_no_file_behind():
+    staging, handle = ipc.new_staging(plan_of(WEIGHTS, 2048), CPU)
+    other = handle.open()
+    ipc.forget(handle)
+    assert not Path(handle.file).exists()
+    staging[0, 0] = 7
+    assert other[0, 0] == 7
+    assert staging.shape[0] == 2
+
+
+@WAYS
+def test_a_consumer_with_another_plan_refuses_before_the_first_weight(way):
+    plan, other = plan_of(WEIGHTS, 2048), plan_of(WEIGHTS, 4096)
+    refit = way(plan)
+    producer = lambda group: refit.send(group, WEIGHTS.items())  # noqa: E731
+    _, refused = run([producer, lambda group: consume(refit.receiver(group, other))], SHORT)
+    assert isinstance(refused, RefitError)
+    assert "another plan" in str(refused)
+
+
+@WAYS
+def test_tensors_that_are_not_the_plans_are_refused(way):
+    plan = plan_of(WEIGHTS, 10**9)
+    wrong = {name: (weight.double() if name == "large" else weight) for name, weight in WEIGHTS.items()}
+    fewer = dict(list(WEIGHTS.items())[:-1])
+    more = WEIGHTS | {"extra": torch.zeros(1)}
+    for weights, message in ((wrong, "large"), (fewer, "fewer tensors"), (more, "more tensors")):
+        refit = way(plan)
+        producer = lambda group, refit=refit, weights=weights: refit.send(group, weights.items())  # noqa: E731
+        error, _ = run([producer, lambda group, refit=refit: consume(refit.receiver(group))], SHORT)
+        assert isinstance(error, RefitError)
+        assert message in str(error)
+
+
+@WAYS
+def test_a_bucket_that_does_not_arrive_is_named(way):
+    plan = plan_of(WEIGHTS, 2048)
+    gone = threading.Event()
+
+    def producer(group):
+        group.announce(plan.digest)
+        gone.wait(60)
+
+    def consumer(group):
+        try:
+            return consume(way(plan).receiver(group))
+        finally:
+            gone.set()
+
+    _, error = run([producer, consumer], SHORT)
+    assert isinstance(error, RefitError)
+    assert "matrix" in str(error) and f"limit {SHORT:g} s" in str(error)
+
+
+def test_different_bytes_are_found_and_named():
+    plan = plan_of(WEIGHTS, 2048)
+    ours = RefitReport(checksums=[1, 2, 3, 4])
+    with pytest.raises(RefitError, match=r"consumer 1 .* bucket 2 \("):
+        compare_checksums(plan, ours, [RefitReport(checksums=[1, 2, 3, 4]), RefitReport(checksums=[1, 2, 9, 4])])
+    with pytest.raises(RefitError, match="2 of 4 buckets"):
+        compare_checksums(plan, ours, [RefitReport(checksums=[1, 2])])
+
+
+@WAYS
+def test_an_error_in_the_exporter_is_not_taken_for_its_end(way):
+    plan = plan_of(WEIGHTS, 2048)
+
+    def broken_export():
+        yield from list(WEIGHTS.items())[:2]
+        raise ValueError("the exporter broke")
+
+    refit = way(plan)
+    producer = lambda group: refit.send(group, broken_export())  # noqa: E731
+    error, _ = run([producer, lambda group: consume(refit.receiver(group))], SHORT)
+    assert isinstance(error, ValueError)

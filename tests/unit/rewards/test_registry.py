@@ -1,0 +1,107 @@
+import pytest
+
+from nemo_rl_lite.data.problems import Problem, chat
+from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.rewards.registry import find_reward
+
+
+def shout(response: str, answer: str, volume: float = 1.0) -> float:
+    """A user's own reward."""
+    return volume * (response == answer.upper())
+
+
+def as_long_as_the_prompt(response: str, answer: str, problem: Problem) -> float:
+    """A reward that looks at more than the answer."""
+    return float(len(response) == len(problem.messages[0]["content"]) + problem.metadata["extra"])
+
+
+def problem(answer: str, **metadata) -> Problem:
+    return Problem(chat("why?"), answer, metadata)
+
+
+def test_arguments_that_the_reward_does_not_take_are_refused():
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'loudness'"):
+        find_reward("tests.unit.rewards.test_registry.shout", {"loudness": 3})
+
+
+def test_exact_match():
+    reward = find_reward("exact_match", {})
+    assert reward(" 42\n", problem("42")) == 1.0
+    assert reward("42.", problem("42")) == 0.0
+
+
+def test_a_users_own_reward_by_dotted_path():
+    reward = find_reward("tests.unit.rewards.test_registry.shout", {"volume": 3})
+    assert reward("HI", problem("hi")) == 3.0
+    assert isinstance(reward("x", problem("y")), float)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tests.unit.rewards.test_registry.absent", "no_such_module.function", "tests.unit.rewards.test_registry.__name__"],
+)
+def test_rewards_that_cannot_be_imported(name):
+    with pytest.raises(ConfigError, match=r"reward\.name"):
+        find_reward(name, {})
+
+
+def test_a_reward_that_asks_for_the_problem_gets_it():
+    reward = find_reward("tests.unit.rewards.test_registry.as_long_as_the_prompt", {})
+    assert reward("12345", problem("", extra=1)) == 1.0
+    assert reward("12345", problem("", extra=2)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [("<think>a\nb</think> 4", 1.0), (" <think></think>\n", 1.0), ("<think>a", 0.0), ("x <think></think>", 0.0)],
+)
+def test_format(response, expected):
+    reward = find_reward("format", {"pattern": "<think>.*</think>.*"})
+    assert reward(response, problem("")) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("So it is \\boxed{\\frac{1}{2}}.", "0.5", 1.0),
+        ("The answer is 1,234.", "1234", 1.0),
+        ("$x = \\frac12$", "\\frac{1}{2}", 1.0),
+        ("$50\\%$", "50%", 1.0),
+        ("#### 72", "72", 1.0),
+        ("3 + 4 = 7", "7", 1.0),
+        ("first 7, then 8", "7", 0.0),
+        ("$\\frac{1}{3}$", "\\frac{2}{3}", 0.0),
+        ("no idea", "42", 0.0),
+        ("", "42", 0.0),
+    ],
+)
+def test_math(response, answer, expected):
+    assert find_reward("math", {})(response, problem(answer)) == expected
+
+
+def test_an_answer_that_is_no_mathematics_is_an_error_and_no_zero():
+    with pytest.raises(ValueError, match="no mathematical expression"):
+        find_reward("math", {})("42", problem(""))
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("The final answer is 12.", "12", 1.0),
+        ("7 + 5 = 12", "12", 1.0),
+        ("12 = 7 + 5", "12", 0.0),
+        ("3 - 5 = -2", "-2", 1.0),
+        ("3-5", "-5", 0.0),
+        ("about $1,250.00 in all", "1250", 1.0),
+        ("1,2,3", "3", 1.0),
+        ("twelve", "12", 0.0),
+        ("", "12", 0.0),
+    ],
+)
+def test_last_number(response, answer, expected):
+    assert find_reward("last_number", {})(response, problem(answer)) == expected
+
+
+def test_last_number_of_an_answer_that_is_none_is_an_error():
+    with pytest.raises(ValueError, match="twelve"):
+        find_reward("last_number", {})("12", problem("twelve"))
