@@ -1,61 +1,89 @@
-"""One policy rank without Ray: logprobs, two optimizer steps, exported weights. Rank 0 writes all ranks' results."""
+"""One policy rank without Ray, in one layout after another: logprobs, two optimizer steps, exported weights.
 
+policy_rank.py MODEL_FOLDER OUTPUT_FOLDER LAYOUTS, a JSON object of overrides by layout. Rank 0 writes all ranks'
+results to a file for each.
+"""
+
+import json
 import os
 import sys
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from nemo_rl_lite.algorithms.losses import GRPOLoss, Normalizers
 from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 
-model_folder, output, *overrides = sys.argv[1:]
-config = compose_config([f"policy.model_name={model_folder}", *overrides])
-worker = MegatronWorker(
-    policy=config.policy,
-    cluster=config.cluster,
-    refit=config.refit,
-    model_path=model_folder,
-    seed=0,
-    temperature=0.7,
-    keep_reference=True,
-    threads=1,
-)
-place = worker.place()
+TEMPERATURE = 0.7
 
-source = torch.Generator().manual_seed(1)
-rows, length = 16, 12
-tokens = torch.randint(4, 60, (rows, length), generator=source)
-mask = torch.zeros(rows, length)
-mask[:, 5:] = 1
-lengths = torch.randint(7, length + 1, (rows,), generator=source)
-lengths[1] = length
-mask *= torch.arange(length) < lengths[:, None]
-advantages = torch.randn(rows, generator=source)
-own = slice(place.data_rank * rows // place.data_size, (place.data_rank + 1) * rows // place.data_size)
 
-first = worker.logprobs(tokens[own], lengths[own])
-reference = worker.reference_logprobs(tokens[own], lengths[own])
-loss = GRPOLoss(config.algorithm.loss_fn)
-steps, previous = [], first
-for _ in range(2):
-    batch = {"tokens": tokens[own], "lengths": lengths[own], "mask": mask[own], "advantages": advantages[own]}
-    # Ranks that do not report hold nothing; the loss is computed where logits are, so give every rank the same numbers.
-    gathered = [None] * int(os.environ["WORLD_SIZE"])
-    torch.distributed.all_gather_object(gathered, (place.data_rank, place.reports, previous, reference))
-    (scores,) = [(p, r) for data_rank, reports, p, r in gathered if reports and data_rank == place.data_rank]
-    batch["previous_logprobs"] = batch["generation_logprobs"] = torch.from_numpy(scores[0])
-    batch["reference_logprobs"] = torch.from_numpy(scores[1])
-    steps.append(worker.train(batch, loss, Normalizers.of(mask)))
-    previous = worker.logprobs(tokens[own], lengths[own])
+def main(model_folder: str, output_folder: str, layouts: str) -> None:
+    for name, overrides in json.loads(layouts).items():
+        run(model_folder, Path(output_folder) / name.replace(" ", "-"), overrides)
+        forget_layout()
 
-gathered = [None] * int(os.environ["WORLD_SIZE"])
-torch.distributed.all_gather_object(gathered, (place, first, reference, previous, steps))
-worker.export_hf(f"{output}.hf")
-if os.environ["RANK"] == "0":
-    replicas = sorted((entry for entry in gathered if entry[0].reports), key=lambda entry: entry[0].data_rank)
-    torch.save(
-        {"tokens": tokens, "lengths": lengths, "temperature": 0.7, "replicas": [entry[1:] for entry in replicas]},
-        output,
+
+def forget_layout() -> None:
+    """Leave megatron-core's and torch's process groups, so that another layout can begin in this process."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    # A rank that is early must not meet the store that the last layout leaves.
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+
+
+def run(model_folder: str, output: Path, overrides: list[str]) -> None:
+    config = compose_config([f"policy.model_name={model_folder}", *overrides])
+    worker = MegatronWorker(
+        policy=config.policy,
+        cluster=config.cluster,
+        refit=config.refit,
+        model_path=model_folder,
+        seed=0,
+        temperature=TEMPERATURE,
+        keep_reference=True,
+        threads=1,
     )
-torch.distributed.barrier()
+    place = worker.place()
+    source = torch.Generator().manual_seed(1)
+    rows, length = 16, 12
+    tokens = torch.randint(4, 60, (rows, length), generator=source)
+    mask = torch.zeros(rows, length)
+    mask[:, 5:] = 1
+    lengths = torch.randint(7, length + 1, (rows,), generator=source)
+    lengths[1] = length
+    mask *= torch.arange(length) < lengths[:, None]
+    advantages = torch.randn(rows, generator=source)
+    own = slice(place.data_rank * rows // place.data_size, (place.data_rank + 1) * rows // place.data_size)
+
+    first = worker.logprobs(tokens[own], lengths[own])
+    reference = worker.reference_logprobs(tokens[own], lengths[own])
+    loss = GRPOLoss(config.grpo.loss_fn)
+    steps, previous = [], first
+    for _ in range(2):
+        batch = {"tokens": tokens[own], "lengths": lengths[own], "mask": mask[own], "advantages": advantages[own]}
+        # Ranks that do not report hold nothing; the loss is computed where logits are, so give every rank the same
+        # numbers.
+        gathered = [None] * int(os.environ["WORLD_SIZE"])
+        dist.all_gather_object(gathered, (place.data_rank, place.reports, previous, reference))
+        (scores,) = [(p, r) for data_rank, reports, p, r in gathered if reports and data_rank == place.data_rank]
+        batch["previous_logprobs"] = batch["generation_logprobs"] = torch.from_numpy(scores[0])
+        batch["reference_logprobs"] = torch.from_numpy(scores[1])
+        steps.append(worker.train(batch, loss, Normalizers.of(mask)))
+        previous = worker.logprobs(tokens[own], lengths[own])
+
+    gathered = [None] * int(os.environ["WORLD_SIZE"])
+    dist.all_gather_object(gathered, (place, first, reference, previous, steps))
+    worker.export_hf(f"{output}.hf")
+    if os.environ["RANK"] == "0":
+        replicas = sorted((entry for entry in gathered if entry[0].reports), key=lambda entry: entry[0].data_rank)
+        saved = {"tokens": tokens, "lengths": lengths, "temperature": TEMPERATURE}
+        torch.save(saved | {"replicas": [entry[1:] for entry in replicas]}, output)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

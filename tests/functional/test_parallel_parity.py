@@ -1,5 +1,6 @@
 """Tensor, pipeline and data parallel policies give what one rank gives, and one rank what transformers gives."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,20 +65,15 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def outcomes(model_folder, tmp_path_factory):
-    """Each layout run once, when first asked for."""
-    folder, done = tmp_path_factory.mktemp("parity"), {}
-
-    def outcome(layout: str) -> Outcome:
-        if layout not in done:
-            output = folder / layout.replace(" ", "-")
-            overrides = LAYOUTS[layout]
-            ranks = 2 if "cluster.cpu_ranks=2" in overrides else 1
-            script = Path(__file__).with_name("policy_rank.py")
-            run_ranks(script, [str(model_folder), str(output), *BATCHES, *overrides], ranks)
-            done[layout] = _read(output)
-        return done[layout]
-
-    return outcome
+    """Each layout run once: those of one rank in one process, those of two in two."""
+    folder = tmp_path_factory.mktemp("parity")
+    for ranks in (1, 2):
+        layouts = {
+            name: BATCHES + own for name, own in LAYOUTS.items() if ("cluster.cpu_ranks=2" in own) == (ranks == 2)
+        }
+        script = Path(__file__).with_name("policy_rank.py")
+        run_ranks(script, [str(model_folder), str(folder), json.dumps(layouts)], ranks)
+    return lambda layout: _read(folder / layout.replace(" ", "-"))
 
 
 def _read(output: Path) -> Outcome:

@@ -1,5 +1,7 @@
 """The Megatron policy with Transformer Engine in bfloat16: every batch layout gives what transformers gives."""
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -48,28 +50,43 @@ LAYOUTS = {
 }
 
 
-def outcome(layout: str, model: Path, output: Path) -> tuple[dict, list[np.ndarray], list[dict[str, float]]]:
-    """What was saved, the logprobs (before, reference, after), and the metrics of the two steps."""
-    ranks, overrides = LAYOUTS[layout]
-    options = [*COMMON, f"cluster.gpus_per_node={ranks}", *overrides]
-    run_ranks(RANK_SCRIPT, [str(model), str(output), *options], ranks)
-    saved = torch.load(output, weights_only=False)
-    *scores, steps = zip(*saved["replicas"], strict=True)
-    whole = [
-        combine_metrics(replicas) | {"grad_norm": replicas[0]["grad_norm"]} for replicas in zip(*steps, strict=True)
-    ]
-    return saved, [np.concatenate(parts) for parts in scores], whole
+@dataclass
+class Outcome:
+    saved: dict
+    scores: list[np.ndarray]
+    """Logprobs [B, T]: at the start, of the reference, after two steps."""
+    steps: list[dict[str, float]]
 
 
 @pytest.fixture(scope="module")
-def fixed(gpu_model, tmp_path_factory):
-    return outcome("fixed", gpu_model, tmp_path_factory.mktemp("fixed") / "out")
+def outcomes(gpu_model, tmp_path_factory):
+    """Each layout run once, all that need as many ranks in the same processes."""
+    folder, done = tmp_path_factory.mktemp("policy"), set()
+
+    def outcome(layout: str) -> Outcome:
+        ranks, _ = LAYOUTS[layout]
+        if ranks not in done:
+            together = {
+                name: [*COMMON, f"cluster.gpus_per_node={ranks}", *own]
+                for name, (size, own) in LAYOUTS.items()
+                if size == ranks
+            }
+            run_ranks(RANK_SCRIPT, [str(gpu_model), str(folder), json.dumps(together)], ranks, timeout_s=400)
+            done.add(ranks)
+        saved = torch.load(folder / layout.replace(" ", "-"), weights_only=False)
+        *scores, steps = zip(*saved["replicas"], strict=True)
+        whole = [
+            combine_metrics(replicas) | {"grad_norm": replicas[0]["grad_norm"]} for replicas in zip(*steps, strict=True)
+        ]
+        return Outcome(saved, [np.concatenate(parts) for parts in scores], whole)
+
+    return outcome
 
 
-def test_logprobs_are_those_of_transformers(fixed, gpu_model):
+def test_logprobs_are_those_of_transformers(outcomes, gpu_model):
     from transformers import AutoModelForCausalLM
 
-    saved, (first, _, _), _ = fixed
+    saved, first = outcomes("fixed").saved, outcomes("fixed").scores[0]
     model = AutoModelForCausalLM.from_pretrained(gpu_model, dtype=torch.float32)
     tokens = saved["tokens"]
     with torch.no_grad():
@@ -84,13 +101,12 @@ def test_logprobs_are_those_of_transformers(fixed, gpu_model):
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.gpu(LAYOUTS[name][0])) for name in LAYOUTS if name != "fixed"]
 )
-def test_layouts_agree_within_bfloat16(layout, fixed, gpu_model, tmp_path):
-    _, ours, steps = outcome(layout, gpu_model, tmp_path / "out")
-    _, theirs, expected = fixed
-    for values, others in zip(ours, theirs, strict=True):
+def test_layouts_agree_within_bfloat16(layout, outcomes):
+    ours, theirs = outcomes(layout), outcomes("fixed")
+    for values, others in zip(ours.scores, theirs.scores, strict=True):
         assert np.abs(values - others).mean() < 0.03
         assert np.abs(values - others).max() < 0.4
-    first, first_expected = steps[0], expected[0]
+    first, first_expected = ours.steps[0], theirs.steps[0]
     assert abs(first["kl_penalty"]) < 1e-3
     assert first["probs_ratio"] == pytest.approx(1, abs=1e-3)
     assert first["loss"] == pytest.approx(first_expected["loss"], abs=0.02)

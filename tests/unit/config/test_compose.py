@@ -1,3 +1,4 @@
+import json
 import shutil
 import subprocess
 import sys

@@ -1,0 +1,80 @@
+"""Whole runs on GPUs through the command line: policy and engines on the same GPUs, and on different ones."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.functional.conftest import PYTHONPATH
+
+SMALL = [
+    "policy=megatron_gpu",
+    "generation=vllm_gpu",
+    "algorithm.max_num_steps=3",
+    "algorithm.num_prompts_per_step=8",
+    "algorithm.max_val_samples=20",
+    "policy.train_global_batch_size=32",
+    "policy.max_total_sequence_length=64",
+    "generation.max_new_tokens=16",
+    "generation.vllm_cfg.gpu_memory_utilization=0.3",
+    "generation.vllm_cfg.max_num_seqs=64",
+    "refit.bucket_bytes=4000000",
+]
+APART = ["generation.colocated.enabled=false", "generation.colocated.resources.gpus_per_node"]
+
+
+def train(folder: Path, model: Path, gpus: int, *overrides: str) -> list[dict]:
+    """Run it; the metrics, line by line."""
+    command = [sys.executable, "-m", "nemo_rl_lite.train", f"hydra.run.dir={folder}", f"policy.model_name={model}"]
+    whole = [*command, *SMALL, f"cluster.gpus_per_node={gpus}", *overrides]
+    environ = os.environ | {"PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(whole, capture_output=True, text=True, check=False, timeout=400, env=environ)
+    assert done.returncode == 0, done.stderr[-3000:] + "".join(p.read_text()[-3000:] for p in folder.glob("logs/*"))
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def check(metrics: list[dict]) -> None:
+    """Every refit was compared on both sides, and policy and engine agree on every step's samples."""
+    refits = [line for line in metrics if "refit/seconds" in line]
+    assert len(refits) == 4
+    for line in refits:
+        assert line["refit/buckets"] > 2
+        assert line["refit/probe_logprob_diff"] < 0.2
+    steps = [line for line in metrics if "train/loss" in line]
+    assert len(steps) == 3
+    for line in steps:
+        assert line["train/token_mult_prob_error"] < 1.1
+        assert line["train/probs_ratio"] == pytest.approx(1, abs=0.02)
+        assert line["train/grad_norm"] >= 0
+        assert line["memory/policy_peak_bytes/train"] > 0
+
+
+@pytest.mark.gpu
+def test_colocated_engines_sleep_while_the_policy_works(gpu_model, tmp_path):
+    metrics = train(tmp_path / "run", gpu_model, 1)
+    check(metrics)
+    steps = [line for line in metrics if "train/loss" in line]
+    for line in steps:
+        # The KV cache and the weights are 0.3 of the GPU; asleep, a CUDA context and graphs are left.
+        assert line["memory/device_bytes/train"] < line["memory/device_bytes/generate"] / 2
+    assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
+
+
+@pytest.mark.gpu(2)
+def test_engines_on_gpus_of_their_own_get_weights_over_nccl(gpu_model, tmp_path):
+    check(train(tmp_path / "run", gpu_model, 2, f"{APART[1]}=1", APART[0]))
+
+
+@pytest.mark.gpu(4)
+def test_tensor_parallel_policy_to_tensor_parallel_engine(gpu_model, tmp_path):
+    tensor = ["policy.megatron_cfg.tensor_model_parallel_size=2", "generation.vllm_cfg.tensor_parallel_size=2"]
+    check(train(tmp_path / "apart", gpu_model, 4, f"{APART[1]}=2", APART[0], *tensor))
+
+
+@pytest.mark.gpu(2)
+def test_tensor_parallel_colocated(gpu_model, tmp_path):
+    tensor = ["policy.megatron_cfg.tensor_model_parallel_size=2", "generation.vllm_cfg.tensor_parallel_size=2"]
+    check(train(tmp_path / "run", gpu_model, 2, *tensor))
