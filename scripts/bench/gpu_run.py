@@ -18,6 +18,7 @@ from typing import Any
 
 import record
 
+GENERATED = ("reasoning_gym", "reverse_digits")
 RUNS = record.FOLDER / "runs"
 
 
@@ -32,6 +33,7 @@ def main() -> None:
     ).returncode
     seconds = time.time() - started
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    config = json.loads((folder / "config.json").read_text())
     kept = {
         "name": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -40,11 +42,12 @@ def main() -> None:
         "exit_status": status,
         "hardware": record.describe_hardware(),
         "versions": record.versions(),
-        "config": json.loads((folder / "config.json").read_text()),
+        "config": config,
         "seconds": seconds,
         "seconds_to_first_step": _first_step_begins(lines) - started,
         "series": _series(lines),
-        "samples": _samples(folder / "samples.jsonl"),
+        # Of generated problems only: a dataset's rows are not ours to copy.
+        "samples": _samples(folder / "samples.jsonl") if config["data"]["name"] in GENERATED else [],
     }
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(kept) + "\n")
