@@ -33,6 +33,7 @@ def main() -> None:
     ).returncode
     seconds = time.time() - started
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    first = _first_step_begins(lines)
     config = json.loads((folder / "config.json").read_text())
     kept = {
         "name": name,
@@ -44,21 +45,21 @@ def main() -> None:
         "versions": record.versions(),
         "config": config,
         "seconds": seconds,
-        "seconds_to_first_step": _first_step_begins(lines) - started,
+        "seconds_to_first_step": first - started if first else None,
         "series": _series(lines),
         # Of generated problems only: a dataset's rows are not ours to copy.
         "samples": _samples(folder / "samples.jsonl") if config["data"]["name"] in GENERATED else [],
     }
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(kept) + "\n")
-    print(f"{name}: status {status}, {seconds:.0f} s, {kept['seconds_to_first_step']:.0f} s to the first step")
+    print(f"{name}: status {status}, {seconds:.0f} s, {kept['seconds_to_first_step'] or 0:.0f} s to the first step")
     sys.exit(status)
 
 
-def _first_step_begins(lines: list[dict[str, Any]]) -> float:
-    """Time at which the first step began, in seconds since the epoch."""
-    first = next(line for line in lines if "timing/train/total_step_time" in line)
-    return first["time"] - first["timing/train/total_step_time"]
+def _first_step_begins(lines: list[dict[str, Any]]) -> float | None:
+    """Time at which the first step began, in seconds since the epoch; None where none ended."""
+    steps = [line for line in lines if "timing/train/total_step_time" in line]
+    return steps[0]["time"] - steps[0]["timing/train/total_step_time"] if steps else None
 
 
 def _series(lines: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
