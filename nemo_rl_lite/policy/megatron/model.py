@@ -120,6 +120,8 @@ def _set_layout(provider: Any, config: PolicyConfig) -> None:
 
 
 def _set_gpu_kernels(provider: Any) -> None:
+    # Packed sequences would otherwise be rotated one by one, in Python.
+    provider.apply_rope_fusion = True
     # megatron-core's own output layer would need Apex for it.
     provider.gradient_accumulation_fusion = False
 
