@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -104,6 +105,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def run(config: Config, folder: Path, arguments: Sequence[str]) -> "Summary":
     """One training run in `folder`, from starting weights to report."""
+    from nemo_rl_lite.cluster.launch import reserve
     from nemo_rl_lite.cluster.runtime import ray_runtime
     from nemo_rl_lite.jobs.interface import make_job
     from nemo_rl_lite.observability.console import RunConsole
@@ -118,16 +120,16 @@ def run(config: Config, folder: Path, arguments: Sequence[str]) -> "Summary":
     whole_config = dataclasses.asdict(config)
     (folder / "config.json").write_text(json.dumps(whole_config, indent=2) + "\n")
     (folder / "command.txt").write_text(shlex.join(["python", "-m", "nemo_rl_lite.train", *arguments]) + "\n")
-    job = make_job(config, folder, console)
-    metrics = MetricsLog.open(config.logger, folder, whole_config)
-    try:
+    with ExitStack() as stack:
         with ray_runtime():
-            peak_memory = job.run(metrics)
+            # Workers import for as long as the data takes to read and check, or longer.
+            reserved = reserve(config, folder)
+            job = make_job(config, folder, console)
+            metrics = stack.enter_context(closing(MetricsLog.open(config.logger, folder, whole_config)))
+            peak_memory = job.run(metrics, reserved)
         summary = summarize(metrics, folder, peak_memory)
         report(summary, metrics, console, config.run_name, VIEWS[config.algorithm.name], config.logger.plots)
         return summary
-    finally:
-        metrics.close()
 
 
 def _guarded(config: Config, folder: Path, arguments: Sequence[str]) -> "Summary":

@@ -9,7 +9,7 @@ from typing import Any
 from nemo_rl_lite.cluster.placement import Placement, place
 from nemo_rl_lite.cluster.runtime import available_cores
 from nemo_rl_lite.cluster.weight_sync import ProbeSettings, WeightSync
-from nemo_rl_lite.cluster.workers import WorkerGroup, wait
+from nemo_rl_lite.cluster.workers import Call, WorkerGroup, wait
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import engines, on_gpus, policy_ranks
 from nemo_rl_lite.generation.remote import ENGINE_CLASSES, RemoteGeneration
@@ -37,20 +37,45 @@ class Workers:
         return _peak_memory(self.policy.group) | _peak_memory(self.generation.group)
 
 
-def launch(config: Config, model_path: Path, run_folder: Path, probe_prompt: Sequence[int]) -> Workers:
-    """Start policy ranks and generation engines (Ray is up) and connect them.
+@dataclass(frozen=True)
+class Reserved:
+    """Processes in their places that import what they will need, while the launcher reads its data."""
+
+    config: Config
+    policy: WorkerGroup
+    generation: WorkerGroup | None
+    imports: tuple[Call, ...]
+
+
+def reserve(config: Config, run_folder: Path) -> Reserved:
+    """Start a process for every policy rank and, where the algorithm generates, every engine (Ray is up).
+
+    Raises:
+        WorkerError: the GPUs are not there, or a process did not start within `cluster.start_timeout_s`.
+    """
+    generates = config.algorithm.name == "grpo"
+    placement = place(config, engines(config) if generates else 0)
+    policy = _policy_group(config, placement, run_folder)
+    generation = _generation_group(config, placement, run_folder) if generates else None
+    imports = [_load_policy(config, policy)]
+    if generation is not None:
+        imports.append(_load_generation(config, generation))
+    return Reserved(config, policy, generation, tuple(imports))
+
+
+def launch(reserved: Reserved, model_path: Path, probe_prompt: Sequence[int]) -> Workers:
+    """Start policy and engines in their processes and connect them.
 
     After each refit a continuation of `probe_prompt` (token ids) shows whether both sides compute the same.
 
     Raises:
         WorkerError: one did not start, or not within `cluster.start_timeout_s`.
     """
+    config, policy, generation = reserved.config, reserved.policy, reserved.generation
+    if generation is None:
+        raise ValueError("no processes were reserved for generation")
     limit = config.cluster.start_timeout_s
-    placement = place(config, engines(config))
-    policy = _policy_group(config, placement, run_folder)
-    generation = _generation_group(config, placement, run_folder)
-    # Importing takes as long as anything else, so all do it at the same time.
-    wait(_load_policy(config, policy), _load_generation(config, generation), timeout_s=limit)
+    wait(*reserved.imports, timeout_s=limit)
     policy_start = _policy_arguments(config, model_path)
     engine_start = {
         "generation": config.generation,
@@ -77,12 +102,11 @@ def launch(config: Config, model_path: Path, run_folder: Path, probe_prompt: Seq
     return Workers(remote_policy, remote_generation, weights)
 
 
-def launch_policy(config: Config, model_path: Path, run_folder: Path) -> RemotePolicy:
-    """Start policy ranks alone, for a run that generates nothing. Raises WorkerError as `launch` does."""
-    policy = _policy_group(config, place(config, engines=0), run_folder)
-    wait(_load_policy(config, policy), timeout_s=config.cluster.start_timeout_s)
-    arguments = _policy_arguments(config, model_path)
-    wait(policy.start([arguments] * len(policy)), timeout_s=config.cluster.start_timeout_s)
+def launch_policy(reserved: Reserved, model_path: Path) -> RemotePolicy:
+    """Start the policy alone, for a run that generates nothing. Raises WorkerError as `launch` does."""
+    config, policy, limit = reserved.config, reserved.policy, reserved.config.cluster.start_timeout_s
+    wait(*reserved.imports, timeout_s=limit)
+    wait(policy.start([_policy_arguments(config, model_path)] * len(policy)), timeout_s=limit)
     return RemotePolicy(policy, config.policy.train_global_batch_size)
 
 
@@ -102,7 +126,7 @@ def _generation_group(config: Config, placement: Placement, run_folder: Path) ->
     return WorkerGroup.create("generation", placement.generation, str(run_folder / "logs"), environment, seats)
 
 
-def _load_policy(config: Config, policy: WorkerGroup) -> Any:
+def _load_policy(config: Config, policy: WorkerGroup) -> Call:
     host, port = policy.addresses(config.cluster.start_timeout_s)[0]
     places = [
         {
@@ -118,7 +142,7 @@ def _load_policy(config: Config, policy: WorkerGroup) -> Any:
     return policy.load(WORKER_CLASS, places)
 
 
-def _load_generation(config: Config, generation: WorkerGroup) -> Any:
+def _load_generation(config: Config, generation: WorkerGroup) -> Call:
     visible = [{"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {} for gpus in generation.gpus()]
     return generation.load(ENGINE_CLASSES[config.generation.backend], visible)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from nemo_rl_lite.algorithms.grpo import GRPO
 from nemo_rl_lite.checkpoint.source import locate_model
-from nemo_rl_lite.cluster.launch import launch
+from nemo_rl_lite.cluster.launch import Reserved, launch
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import policy_ranks
 from nemo_rl_lite.data.sources import training_set, validation_set
@@ -35,12 +35,12 @@ class GRPOJob:
             fitted = fitting_prompts(training, validation, self._tokenizer, config)
         self._training, self._validation = fitted
 
-    def run(self, metrics: MetricsLog) -> dict[str, int]:
-        """Train (Ray is up); returns the workers' peak memory in bytes, by name."""
+    def run(self, metrics: MetricsLog, reserved: Reserved) -> dict[str, int]:
+        """Train in the reserved processes; returns the workers' peak memory in bytes, by name."""
         config, console = self._config, self._console
         with console.busy(f"starting {policy_ranks(config)} policy rank(s) and {config.generation.backend}"):
             probe_prompt = self._tokenizer.prompt(self._training.problem(0).messages)
-            workers = launch(config, self._model_path, self._folder, probe_prompt)
+            workers = launch(reserved, self._model_path, probe_prompt)
         max_length = config.policy.max_total_sequence_length
         turns = Turns(self._environment, config.environment.max_turns) if self._environment else None
         GRPO(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from nemo_rl_lite.algorithms.sft import SFT
 from nemo_rl_lite.checkpoint.source import locate_model
-from nemo_rl_lite.cluster.launch import launch_policy
+from nemo_rl_lite.cluster.launch import Reserved, launch_policy
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import policy_ranks
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
@@ -25,11 +25,11 @@ class SFTJob:
             self._training = training_examples(config, encoder)
             self._validation = validation_examples(config, encoder)
 
-    def run(self, metrics: MetricsLog) -> dict[str, int]:
-        """Train (Ray is up); returns the workers' peak memory in bytes, by name."""
+    def run(self, metrics: MetricsLog, reserved: Reserved) -> dict[str, int]:
+        """Train in the reserved processes; returns the workers' peak memory in bytes, by name."""
         config, console = self._config, self._console
         with console.busy(f"starting {policy_ranks(config)} policy rank(s)"):
-            policy = launch_policy(config, self._model_path, self._folder)
+            policy = launch_policy(reserved, self._model_path)
         SFT(
             config=config.sft,
             policy=policy,

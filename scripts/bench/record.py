@@ -34,19 +34,21 @@ def bar(name: str, value: float, target: float, at_least: bool) -> dict[str, Any
 
 
 def write(bench: str, results: list[dict[str, Any]], bars: list[dict[str, Any]]) -> Path:
-    """Keep the record as docs/benchmarks/<bench>-<hardware>.json."""
-    hardware = describe_hardware()
-    record = {
-        "bench": bench,
+    """Keep what was measured here and now as a record."""
+    origin = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "command": f"python {shlex.join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])}",
-        "hardware": hardware,
+        "hardware": describe_hardware(),
         "versions": versions(),
-        "results": results,
-        "bars": bars,
     }
-    path = FOLDER / f"{bench}-{hardware['name']}.json"
+    return save(bench, origin, results, bars)
+
+
+def save(bench: str, origin: dict[str, Any], results: list[dict[str, Any]], bars: list[dict[str, Any]]) -> Path:
+    """Write docs/benchmarks/<bench>-<hardware>.json; `origin` has date, commit, command, hardware and versions."""
+    record = {"bench": bench} | origin | {"results": results, "bars": bars}
+    path = FOLDER / f"{bench}-{origin['hardware']['name']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path

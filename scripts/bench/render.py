@@ -42,21 +42,30 @@ def pages(records: list[dict[str, Any]]) -> dict[Path, str]:
 def section(one: dict[str, Any]) -> list[str]:
     """One record: where, with what, what was measured, which targets were met."""
     hardware = one["hardware"]
+    note = [one["note"], ""] if "note" in one else []
     versions = ", ".join(f"{name} {number}" for name, number in one["versions"].items())
     machine = f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_gib']} GiB"
+    if "gpus" in hardware:
+        machine = f"{len(hardware['gpus'])} x {hardware['gpus'][0]['name']}; {machine}"
     commit = one["commit"].removesuffix("-dirty")[:9] + ("-dirty" if one["commit"].endswith("-dirty") else "")
     return [
         f"## {one['bench']} on {hardware['name']}",
         "",
         f"{machine}; {one['date'][:10]}, commit `{commit}`; `{one['command']}`; {versions}.",
         "",
+        *note,
         *results_table(one),
         "",
-        "| target | wanted | measured | met |",
-        "|---|---:|---:|---|",
-        *(f"| {b['name']} | {b['target']} | {b['value']:.3g} | {'yes' if b['met'] else 'no'} |" for b in one["bars"]),
-        "",
+        *bars_table(one),
     ]
+
+
+def bars_table(one: dict[str, Any]) -> list[str]:
+    """Targets, a row each; nothing where there are none."""
+    if not one["bars"]:
+        return []
+    rows = (f"| {b['name']} | {b['target']} | {b['value']:.3g} | {'yes' if b['met'] else 'no'} |" for b in one["bars"])
+    return ["| target | wanted | measured | met |", "|---|---:|---:|---|", *rows, ""]
 
 
 def results_table(one: dict[str, Any]) -> list[str]:

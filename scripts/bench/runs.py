@@ -1,0 +1,192 @@
+"""Benchmark records and the reward picture from the runs that gpu_run.py kept: python scripts/bench/runs.py"""
+
+import json
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import record
+
+RUNS = record.FOLDER / "runs"
+PICTURE = record.ROOT / "docs" / "images" / "grpo-smollm2-135m-1n1g.png"
+PHASES = {
+    "generate": ("generation",),
+    "engine sleeps": ("generation_sleep",),
+    "logprob": ("policy_and_reference_logprobs",),
+    "train": ("policy_training",),
+    "refit, engine awake again": ("prepare_for_generation/transfer_and_update_weights",),
+    "whole step": ("total_step_time",),
+}
+MEMORY = {
+    "GPU in use while generating": "memory/device_bytes/generate",
+    "GPU in use after training": "memory/device_bytes/train",
+    "policy's peak in logprob": "memory/policy_peak_bytes/logprob",
+    "policy's peak in training": "memory/policy_peak_bytes/train",
+    "policy's peak in refit": "memory/policy_peak_bytes/refit",
+}
+_SHARED = "Measured while three other runs used the machine's other GPUs and its cores: times are longer than alone."
+NOTES = {
+    ("grpo-chain-sum", "1x-h200"): _SHARED,
+    ("sft-gsm8k", "1x-h200"): _SHARED,
+    ("grpo-qwen3-1.7b", "1x-h200"): f"{_SHARED} Rotary embedding still ran sequence by sequence in Python.",
+}
+Run = dict[str, Any]
+
+
+def main() -> None:
+    runs = [json.loads(path.read_text()) for path in sorted(RUNS.glob("*.json"))]
+    benches = {
+        "grpo-chain-sum": (lambda name: name.startswith("chain-sum"), chain_sum),
+        "sft-gsm8k": (lambda name: name == "sft-gsm8k", sft),
+        "grpo-qwen3-1.7b": (lambda name: name == "qwen3-1.7b-colocated", large),
+    }
+    for bench, (belongs, measure) in benches.items():
+        write(bench, [run for run in runs if belongs(run["name"]) and run["exit_status"] == 0], measure)
+    draw([run for run in runs if run["name"].startswith("chain-sum")])
+
+
+def write(bench: str, runs: list[Run], measure: Callable[[list[Run]], tuple[list, list]]) -> None:
+    """A record for each kind of machine the runs were on."""
+    for hardware in sorted({run["hardware"]["name"] for run in runs}):
+        own = [run for run in runs if run["hardware"]["name"] == hardware]
+        results, bars = measure(own)
+        first = own[0]
+        note = {"note": NOTES[bench, hardware]} if (bench, hardware) in NOTES else {}
+        record.save(
+            bench,
+            {
+                "date": first["date"],
+                "commit": first["commit"],
+                "command": "; ".join(run["command"] for run in own),
+                "hardware": first["hardware"],
+                "versions": first["versions"],
+            }
+            | note,
+            results,
+            bars,
+        )
+
+
+def chain_sum(runs: list[Run]) -> tuple[list, list]:
+    config = f"seeds {', '.join(str(run['config']['algorithm']['seed']) for run in runs)}"
+    after = [statistics.mean(values(run, "train/reward")[-10:]) for run in runs]
+    accuracies = [values(run, "validation/accuracy") for run in runs]
+    results = [
+        record.result("reward of the first step", config, "share", [values(run, "train/reward")[0] for run in runs]),
+        record.result("mean reward of the last ten steps", config, "share", after),
+        record.result(
+            "first step from which five have mean reward 0.8", config, "step", [reaches(run, 0.8) for run in runs]
+        ),
+        record.result("held-out accuracy before", config, "share", [one[0] for one in accuracies]),
+        record.result("held-out accuracy after", config, "share", [one[-1] for one in accuracies]),
+        *steady(runs, config),
+    ]
+    bars = [
+        record.bar("least mean reward of the last ten steps", min(after), 0.8, at_least=True),
+        record.bar(
+            "largest mean absolute logprob difference of a step",
+            worst(runs, "train/logprob_abs_diff_mean"),
+            0.05,
+            False,
+        ),
+        record.bar("largest token_mult_prob_error of a step", worst(runs, "train/token_mult_prob_error"), 1.05, False),
+        record.bar("command to first step, s", max(run["seconds_to_first_step"] for run in runs), 75, False),
+    ]
+    return results, bars
+
+
+def large(runs: list[Run]) -> tuple[list, list]:
+    config = "64 prompts x 8 samples x 512 new tokens"
+    results = [
+        *steady(runs, config),
+        record.result(
+            "completion tokens a second while generating",
+            config,
+            "1/s",
+            typical(runs, "performance/generation_tokens_per_sec"),
+        ),
+        record.result("refit, transfer alone", config, "s", typical(runs, "refit/seconds")),
+    ]
+    step = statistics.median(typical(runs, "timing/train/total_step_time"))
+    bars = [
+        record.bar("step, s (TRL 1.16 on an H200: 27.3)", step, 27.3, at_least=False),
+        record.bar(
+            "largest mean absolute logprob difference of a step",
+            worst(runs, "train/logprob_abs_diff_mean"),
+            0.05,
+            False,
+        ),
+    ]
+    return results, bars
+
+
+def sft(runs: list[Run]) -> tuple[list, list]:
+    config = "2 epochs of 7,466 chats"
+    losses = [values(run, "validation/val_loss") for run in runs]
+    results = [
+        record.result("held-out loss before", config, "nats", [one[0] for one in losses]),
+        record.result("held-out loss after", config, "nats", [one[-1] for one in losses]),
+        record.result("step of 64 chats", config, "s", typical(runs, "timing/train/total_step_time")),
+        record.result("tokens a second and GPU", config, "1/s", typical(runs, "performance/tokens_per_sec_per_gpu")),
+        record.result("whole job", config, "s", [run["seconds"] for run in runs]),
+    ]
+    return results, []
+
+
+def steady(runs: list[Run], config: str) -> Iterable[dict[str, Any]]:
+    """Phase times, throughput, memory: the median of a run's steps, which leaves the slow first one out."""
+    for phase, timers in PHASES.items():
+        times = [
+            sum(column) for column in zip(*(typical(runs, f"timing/train/{timer}") for timer in timers), strict=True)
+        ]
+        yield record.result(f"{phase} (median of a run)", config, "s", times)
+    tokens = typical(runs, "performance/tokens_per_sec_per_gpu")
+    yield record.result("tokens a second and GPU, whole step", config, "1/s", tokens)
+    yield record.result("command to first step", config, "s", [run["seconds_to_first_step"] for run in runs])
+    for name, metric in MEMORY.items():
+        yield record.result(name, config, "GiB", [max(values(run, metric)) / 2**30 for run in runs])
+
+
+def values(run: Run, metric: str) -> list[float]:
+    return [value for _, value in run["series"][metric]]
+
+
+def typical(runs: list[Run], metric: str) -> list[float]:
+    return [statistics.median(values(run, metric)) for run in runs]
+
+
+def worst(runs: list[Run], metric: str) -> float:
+    return max(max(values(run, metric)) for run in runs)
+
+
+def reaches(run: Run, reward: float) -> int:
+    """The first step from which on five steps have this mean reward."""
+    rewards = values(run, "train/reward")
+    return next(step for step in range(1, len(rewards) - 3) if statistics.mean(rewards[step - 1 : step + 4]) >= reward)
+
+
+def draw(runs: list[Run]) -> None:
+    """Reward over steps, one line a seed."""
+    figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
+    for run in sorted(runs, key=lambda run: run["config"]["algorithm"]["seed"]):
+        points = run["series"]["train/reward"]
+        axes.plot(
+            *zip(*points, strict=True),
+            label=f"seed {run['config']['algorithm']['seed']}, {run['hardware']['name'][3:].upper()}",
+        )
+    axes.set(
+        xlabel="step",
+        ylabel="mean reward",
+        ylim=(0, 1.02),
+        title="SmolLM2-135M-Instruct, one-digit sums and differences",
+    )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(Path(PICTURE), dpi=130)
+
+
+if __name__ == "__main__":
+    main()
