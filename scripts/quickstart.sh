@@ -3,5 +3,5 @@
 # Arguments are overrides, for instance: bash scripts/quickstart.sh algorithm.seed=1
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-bash "$root/scripts/install.sh"
+bash "$root/scripts/install.sh" cpu
 exec "$root/.venv/bin/python" -m nemo_rl_lite.quickstart "$@"

@@ -2,7 +2,7 @@
 # Sets up this machine, checks style and types, and runs the tests. Arguments go to pytest: bash scripts/test.sh tests/unit
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash scripts/install.sh
+bash scripts/install.sh cpu
 export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 ruff format --check .

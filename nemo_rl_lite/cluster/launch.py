@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 # megatron-core compiles a few fused functions; on a CPU that takes seconds at the first batch and gains nothing.
 CPU_POLICY_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
+# A run on CPUs stays there, also on a machine that has GPUs: Ray no longer hides them from who asked for none.
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 # Kernels of one stream in order: megatron-core overlaps communication with computation by it.
 GPU_POLICY_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
@@ -111,7 +113,7 @@ def launch_policy(reserved: Reserved, model_path: Path) -> RemotePolicy:
 
 
 def _policy_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
-    environment = GPU_POLICY_ENVIRONMENT if on_gpus(config) else CPU_POLICY_ENVIRONMENT
+    environment = GPU_POLICY_ENVIRONMENT if on_gpus(config) else CPU_POLICY_ENVIRONMENT | NO_GPU
     environment = environment | {"OMP_NUM_THREADS": str(_threads(config, policy_ranks(config)))}
     log.info("environment of the policy: %s", environment)
     return WorkerGroup.create("policy", placement.policy, str(run_folder / "logs"), environment)
@@ -120,6 +122,7 @@ def _policy_group(config: Config, placement: Placement, run_folder: Path) -> Wor
 def _generation_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
     on_vllm = config.generation.backend == "vllm"
     environment = vllm_worker.environment(config.generation, on_gpus(config)) if on_vllm else {}
+    environment |= {} if on_gpus(config) else NO_GPU
     environment |= {"OMP_NUM_THREADS": str(_threads(config, engines(config)))}
     log.info("environment of the generation engines: %s", environment)
     seats = config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1
@@ -143,7 +146,10 @@ def _load_policy(config: Config, policy: WorkerGroup) -> Call:
 
 
 def _load_generation(config: Config, generation: WorkerGroup) -> Call:
-    visible = [{"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {} for gpus in generation.gpus()]
+    visible = [
+        {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+        for gpus in generation.gpus(config.cluster.start_timeout_s)
+    ]
     return generation.load(ENGINE_CLASSES[config.generation.backend], visible)
 
 
@@ -158,6 +164,7 @@ def _policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
         "temperature": config.generation.temperature if grpo else 1.0,
         "keep_reference": grpo and config.grpo.loss_fn.reference_policy_kl_penalty > 0,
         "threads": _threads(config, policy_ranks(config)),
+        "on_gpu": on_gpus(config),
     }
 
 

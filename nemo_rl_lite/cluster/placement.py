@@ -1,6 +1,7 @@
 """Which worker runs on which GPU: one Ray bundle for each GPU, shared by the policy and an engine or not."""
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ def place(config: Config, engines: int) -> Placement:
         return Placement([{}] * ranks, [{}] * engines)
     group = _reserve(all_gpus(config), config.cluster.start_timeout_s)
     bundles = _by_node(group)
+    check_nodes(list(bundles.values()), config.cluster.gpus_per_node)
     shared = config.generation.colocated.enabled and engines > 0
     share = 0.5 if shared else 1.0
     slots = [_slot(group, bundle, share) for bundle in bundles]
@@ -58,10 +60,20 @@ def _reserve(gpus: int, limit_s: float) -> PlacementGroup:
     return group
 
 
-def _by_node(group: PlacementGroup) -> list[int]:
-    nodes = placement_group_table(group)["bundles_to_node_id"]
+def _by_node(group: PlacementGroup) -> dict[int, str]:
+    """The node of each bundle, bundles of a node beside each other."""
+    nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     log.info("bundles by node: %s", nodes)
-    return sorted(nodes, key=lambda bundle: (nodes[bundle], bundle))
+    return dict(sorted(nodes.items(), key=lambda item: (item[1], item[0])))
+
+
+def check_nodes(nodes: list[str], gpus_per_node: int) -> None:
+    """Raises WorkerError: Ray found GPUs, but not as many on each node as the run's layout counts on."""
+    counts = Counter(nodes)
+    if any(count != gpus_per_node for count in counts.values()):
+        spread = " + ".join(str(count) for count in counts.values())
+        cause = f"cluster.gpus_per_node = {gpus_per_node}, but the free GPUs lie {spread} on the nodes"
+        raise WorkerError("placement", "start", cause)
 
 
 def _slot(group: PlacementGroup, bundle: int, share: float) -> Slot:

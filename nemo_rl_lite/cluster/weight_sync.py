@@ -83,8 +83,9 @@ class WeightSync:
 
         sent: list[RefitReport | None] = results[: len(self._policy.group)]
         received = [report for engine in results[len(self._policy.group) :] for report in engine]
-        for producer, report in zip(self._producers, received, strict=True):
-            compare_checksums(self._plan, _present(sent[producer]), [report])
+        for consumer, (producer, report) in enumerate(zip(self._producers, received, strict=True)):
+            engine, rank = divmod(consumer, self._ranks_per_engine)
+            compare_checksums(self._plan, _present(sent[producer]), report, f"rank {rank} of generation rank {engine}")
         metrics = _slowest("iterate", sent) | _slowest("pack", sent) | _slowest("transfer", sent)
         metrics |= _slowest("load", received) | {
             "bytes": float(self._plan.nbytes),
@@ -107,7 +108,9 @@ class WeightSync:
         engines = len(self._generation.group)
         completions = self._generation.generate([prompt] * engines, sampling)
         sequences = torch.tensor([[*prompt, *completion.tokens] for completion in completions])
-        scored = self._policy.logprobs(sequences, torch.full((engines,), sequences.shape[1]))[:, len(prompt) :]
+        lengths = torch.full((engines,), sequences.shape[1])
+        # A phase of its own: unlike in logprob inference, the engine is awake.
+        scored = self._policy.logprobs(sequences, lengths, phase="probe")[:, len(prompt) :]
         sampled = torch.tensor([completion.logprobs for completion in completions])
         differences = (scored - sampled).abs().mean(dim=1).tolist()
         for engine, difference in enumerate(differences):

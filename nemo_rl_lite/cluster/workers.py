@@ -68,7 +68,7 @@ class WorkerGroup:
         """Construct the loaded worker in every process, each with its own arguments."""
         return self._as_call("start", [h.start.remote(own) for h, own in zip(self.hosts, arguments, strict=True)])
 
-    def gpus(self) -> list[list[str]]:
+    def gpus(self, timeout_s: float) -> list[list[str]]:
         """Each worker's GPUs, those that are held for it included, as CUDA_VISIBLE_DEVICES names them."""
         seats = [*self.hosts, *self.holders]
         call = Call(
@@ -76,7 +76,7 @@ class WorkerGroup:
             "start",
             tuple(s.gpus.remote() for s in seats),
         )
-        named = wait(call)
+        named = wait(call, timeout_s=timeout_s)
         extra = len(self.holders) // max(len(self.hosts), 1)
         return [
             named[rank] + [gpu for seat in range(extra) for gpu in named[len(self.hosts) + rank * extra + seat]]

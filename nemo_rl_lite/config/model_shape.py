@@ -19,6 +19,8 @@ class ModelShape:
     head_dim: int
     vocabulary: int
     max_positions: int
+    experts: int
+    """0 in a dense model."""
 
 
 class NoModelError(LauncherError):
@@ -68,4 +70,5 @@ def _shape(config: dict) -> ModelShape:
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         vocabulary=config["vocab_size"],
         max_positions=config["max_position_embeddings"],
+        experts=config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0,
     )

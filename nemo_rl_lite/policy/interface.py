@@ -15,9 +15,9 @@ class Policy(Protocol):
         """Enter the logprob phase; what moved between device and host, where the configuration moves something."""
         ...
 
-    def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
+    def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "logprob") -> Tensor:
         """Logprobs [B, T] in nats at the sampling temperature; entry t belongs to token t, entry 0 is 0, and so are
-        entries beyond the `lengths_B` tokens of each sequence."""
+        entries beyond the `lengths_B` tokens of each sequence. `phase` is what the memory's peak is logged as."""
         ...
 
     def reference_logprobs(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:

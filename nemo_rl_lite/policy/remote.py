@@ -28,8 +28,8 @@ class RemotePolicy:
     def prepare_for_logprob(self) -> Move | None:
         return _slowest(wait(self.group.call("prepare_for_logprob")))
 
-    def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
-        return self._score("logprobs", tokens_BT, lengths_B)
+    def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "logprob") -> Tensor:
+        return self._score("logprobs", tokens_BT, lengths_B, phase)
 
     def reference_logprobs(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
         return self._score("reference_logprobs", tokens_BT, lengths_B)
@@ -59,12 +59,12 @@ class RemotePolicy:
     def release_cache(self) -> None:
         wait(self.group.call("release_cache"))
 
-    def _score(self, method: str, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
+    def _score(self, method: str, tokens_BT: Tensor, lengths_B: Tensor, *more: str) -> Tensor:
         """Any number of rows: copies of the last fill up the replicas and are left out of the result."""
         rows = tokens_BT.shape[0]
         index = torch.arange(-(-rows // self._replicas) * self._replicas).clamp(max=rows - 1)
         shards = list(zip(tokens_BT[index].chunk(self._replicas), lengths_B[index].chunk(self._replicas), strict=True))
-        call = self.group.call_each(method, [shards[place.data_rank] for place in self._places])
+        call = self.group.call_each(method, [(*shards[place.data_rank], *more) for place in self._places])
         return torch.from_numpy(np.concatenate(self._reported(wait(call)))[:rows])
 
     def _step(self, batch: Batch, *arguments: object) -> list[dict[str, float]]:

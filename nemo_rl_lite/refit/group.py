@@ -92,9 +92,13 @@ def join(store: TCPStore, rank: int, world_size: int, device: torch.device, time
         from torch.distributed import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        # NCCL's watchdog ends the process without a word of what it waited for: ours comes first.
+        options._timeout = 2 * timeout
         group = ProcessGroupNCCL(prefixed, rank, world_size, options)
-    return RefitGroup(group, rank, device, timeout)
+    joined = RefitGroup(group, rank, device, timeout)
+    # NCCL connects at the first message.
+    joined.broadcast(torch.zeros(8, dtype=torch.uint8, device=device), "a first message")
+    return joined
 
 
 def join_at(meeting: Meeting, device: torch.device, timeout_s: float) -> RefitGroup:

@@ -4,28 +4,29 @@ On a GPU it is CUDA memory opened through an IPC handle, on a CPU a file in shar
 two halves: while consumers load one bucket, the producer fills the other half with the next.
 """
 
-import tempfile
+import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.refit.checksum import checksum
 from nemo_rl_lite.refit.group import RefitGroup
 from nemo_rl_lite.refit.packing import pack, unpack
 from nemo_rl_lite.refit.plan import RefitPlan
 from nemo_rl_lite.refit.report import Named, RefitReport, by_bucket
 
-SHARED_MEMORY = Path("/dev/shm")
-
 
 @dataclass(frozen=True)
 class StagingHandle:
-    """What another process on the same device needs to open the buffer: a CUDA IPC handle, or a file."""
+    """What another process on the same device needs to open the buffer: a CUDA IPC handle, or the path of a file in
+    memory, which is the producer's own, so that nothing is left however the run ends."""
 
     cuda: tuple[Any, ...] | None
     file: str | None
@@ -33,7 +34,7 @@ class StagingHandle:
     half_bytes: int
 
     def open(self) -> Tensor:
-        """The buffer, uint8 [halves, half_bytes], in this process; a file loses its name, so that nothing is left."""
+        """The buffer, uint8 [halves, half_bytes], in this process."""
         if self.cuda is not None:
             rebuild, arguments = self.cuda
             device = torch.cuda.current_device()
@@ -55,6 +56,9 @@ def new_staging(plan: RefitPlan, device: torch.device) -> tuple[Tensor, StagingH
 
     The producer keeps the tensor for as long as anybody uses it, and calls `forget` on the handle when all have opened
     it.
+
+    Raises:
+        RefitError: the machine does not have the memory.
     """
     halves, half_bytes = min(2, len(plan.buckets)), max(bucket.nbytes for bucket in plan.buckets)
     if device.type == "cuda":
@@ -62,17 +66,23 @@ def new_staging(plan: RefitPlan, device: torch.device) -> tuple[Tensor, StagingH
 
         staging = torch.empty(halves, half_bytes, dtype=torch.uint8, device=device)
         return staging, StagingHandle(reduce_tensor(staging), None, halves, half_bytes)
-    folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-    with tempfile.NamedTemporaryFile(prefix="nemo_rl_lite-", dir=folder, delete=False) as file:
-        file.truncate(halves * half_bytes)
-    handle = StagingHandle(None, file.name, halves, half_bytes)
+    size = halves * half_bytes
+    free = psutil.virtual_memory().available
+    if size > free:
+        raise RefitError(
+            f"the refit's buffer needs {size} bytes of host memory and {free} are free; see refit.bucket_bytes"
+        )
+    # Unlike a file in /dev/shm it has no limit of its own, which containers keep small.
+    file = os.memfd_create("nemo_rl_lite-refit")
+    os.truncate(file, size)
+    handle = StagingHandle(None, f"/proc/{os.getpid()}/fd/{file}", halves, half_bytes)
     return handle.open(), handle
 
 
 def forget(handle: StagingHandle) -> None:
-    """Remove a file's name once every consumer has opened it; the memory lives as long as somebody holds it."""
+    """Close the file once every consumer has opened it; the memory lives as long as somebody has it open."""
     if handle.file is not None:
-        Path(handle.file).unlink(missing_ok=True)
+        os.close(int(Path(handle.file).name))
 
 
 class IpcSender:

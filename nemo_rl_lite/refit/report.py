@@ -47,12 +47,11 @@ def by_bucket(plan: RefitPlan, tensors: Iterable[Named], report: RefitReport) ->
         raise RefitError(f"the model gave more tensors than the plan has: {extra[0]}")
 
 
-def compare_checksums(plan: RefitPlan, sent: RefitReport, received: Iterable[RefitReport]) -> None:
-    """Raises RefitError naming the bucket: a consumer's bytes differ from the producer's."""
-    for consumer, report in enumerate(received):
-        if len(report.checksums) != len(sent.checksums):
-            raise RefitError(f"consumer {consumer} received {len(report.checksums)} of {len(sent.checksums)} buckets")
-        for index, (theirs, ours) in enumerate(zip(report.checksums, sent.checksums, strict=True)):
-            if theirs != ours:
-                where = f"bucket {index} ({plan.buckets[index].describe()})"
-                raise RefitError(f"consumer {consumer} received other bytes than were sent in {where}")
+def compare_checksums(plan: RefitPlan, sent: RefitReport, received: RefitReport, consumer: str) -> None:
+    """Raises RefitError naming `consumer` and the bucket: its bytes differ from the producer's."""
+    if len(received.checksums) != len(sent.checksums):
+        raise RefitError(f"{consumer} received {len(received.checksums)} of {len(sent.checksums)} buckets")
+    for index, (theirs, ours) in enumerate(zip(received.checksums, sent.checksums, strict=True)):
+        if theirs != ours:
+            where = f"bucket {index} ({plan.buckets[index].describe()})"
+            raise RefitError(f"{consumer} received other bytes than were sent in {where}")

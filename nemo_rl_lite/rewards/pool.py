@@ -17,6 +17,9 @@ from multiprocessing.connection import Connection, wait
 from nemo_rl_lite.config.schema import RewardConfig
 from nemo_rl_lite.data.problems import Problem
 
+# Seconds that a process may take to start and to import the reward.
+START_S = 60.0
+
 
 class RewardError(Exception):
     """A reward that could not be computed: why."""
@@ -60,7 +63,12 @@ class JudgePool:
         for worker in self._workers:
             give(worker)
         while busy:
-            ready = wait(list(busy))
+            ready = wait(list(busy), timeout=self._timeout_s + START_S)
+            if not ready:
+                # A worker ends itself when it is late, unless it never got as far as the reward: its import hangs.
+                for worker in busy.values():
+                    worker.process.kill()
+                continue
             for worker in [worker for pipe, worker in busy.items() if pipe in ready]:
                 del busy[worker.pipe]
                 verdicts[worker.sample], worker = self._verdict(worker)

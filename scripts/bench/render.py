@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,25 @@ import record
 
 PAGE = record.FOLDER / "README.md"
 README = record.ROOT / "README.md"
-START, END = "<!-- quickstart table -->\n", "<!-- /quickstart table -->"
+# Tables of the README: the mark around it, the record, and the rows it shows (all where empty).
+TABLES = {
+    "quickstart table": ("quickstart", "cpu-2cores", ()),
+    "gpu table": (
+        "grpo-chain-sum",
+        "1x-h100",
+        (
+            "mean reward of the last ten steps",
+            "held-out accuracy before",
+            "held-out accuracy after",
+            "generate (median of a run)",
+            "logprob (median of a run)",
+            "train (median of a run)",
+            "refit, engine awake again (median of a run)",
+            "whole step (median of a run)",
+            "command to first step",
+        ),
+    ),
+}
 
 
 def main() -> None:
@@ -30,13 +49,12 @@ def pages(records: list[dict[str, Any]]) -> dict[Path, str]:
         "",
     ]
     readme = README.read_text()
-    quickstart = next(one for one in records if one["bench"] == "quickstart")
-    before, after = readme.split(START)[0], readme.split(END)[1]
-    table = "\n".join(results_table(quickstart)) + "\n"
-    return {
-        PAGE: "\n".join([*head, *(line for one in records for line in section(one))]),
-        README: before + START + table + END + after,
-    }
+    for mark, (bench, hardware, rows) in TABLES.items():
+        one = next(one for one in records if (one["bench"], one["hardware"]["name"]) == (bench, hardware))
+        before, rest = readme.split(f"<!-- {mark} -->\n")
+        table = "\n".join(results_table(one, rows))
+        readme = f"{before}<!-- {mark} -->\n{table}\n<!-- /{mark} -->{rest.split(f'<!-- /{mark} -->')[1]}"
+    return {PAGE: "\n".join([*head, *(line for one in records for line in section(one))]), README: readme}
 
 
 def section(one: dict[str, Any]) -> list[str]:
@@ -68,10 +86,12 @@ def bars_table(one: dict[str, Any]) -> list[str]:
     return ["| target | wanted | measured | met |", "|---|---:|---:|---|", *rows, ""]
 
 
-def results_table(one: dict[str, Any]) -> list[str]:
-    """What was measured, a row a quantity."""
+def results_table(one: dict[str, Any], names: Sequence[str] = ()) -> list[str]:
+    """What was measured, a row a quantity; only those of `names` where it is given."""
     lines = ["| measured | median | least | most | unit | runs |", "|---|---:|---:|---:|---|---:|"]
     for row in one["results"]:
+        if names and row["name"] not in names:
+            continue
         numbers = " | ".join(f"{value:.3g}" for value in (row["median"], min(row["reps"]), max(row["reps"])))
         lines.append(f"| {row['name']} | {numbers} | {row['unit']} | {len(row['reps'])} |")
     return lines

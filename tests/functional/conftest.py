@@ -65,5 +65,5 @@ def run_ranks(script: Path, arguments: Sequence[str], ranks: int, timeout_s: flo
 @pytest.fixture(scope="session")
 def engine_environment() -> dict[str, str]:
     """The environment in which the launcher runs vLLM."""
-    own = environment(compose_config().generation)
+    own = environment(compose_config().generation, on_gpu=False)
     return dict(os.environ) | own | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}

@@ -46,6 +46,7 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
         temperature=TEMPERATURE,
         keep_reference=True,
         threads=1,
+        on_gpu=config.cluster.gpus_per_node > 0,
     )
     place = worker.place()
     source = torch.Generator().manual_seed(1)
@@ -75,8 +76,13 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
         steps.append(worker.train(batch, loss, Normalizers.of(mask)))
         previous = worker.logprobs(tokens[own], lengths[own])
 
+    # Lent for a forward pass, then the policy's own weights again.
+    reference_after = worker.reference_logprobs(tokens[own], lengths[own])
+    own_after = worker.logprobs(tokens[own], lengths[own])
+
     gathered = [None] * int(os.environ["WORLD_SIZE"])
-    dist.all_gather_object(gathered, (place, first, reference, previous, steps))
+    scores = (first, reference, previous, reference_after, own_after)
+    dist.all_gather_object(gathered, (place, *scores, steps))
     worker.export_hf(f"{output}.hf")
     if os.environ["RANK"] == "0":
         replicas = sorted((entry for entry in gathered if entry[0].reports), key=lambda entry: entry[0].data_rank)

@@ -56,6 +56,8 @@ class Outcome:
     logprobs: np.ndarray
     reference: np.ndarray
     after: np.ndarray
+    reference_after: np.ndarray
+    own_after: np.ndarray
     metrics: list[dict[str, float]]
     weights: dict[str, torch.Tensor]
     tokens: torch.Tensor
@@ -80,15 +82,13 @@ def _read(output: Path) -> Outcome:
     from safetensors.torch import load_file
 
     saved = torch.load(output, weights_only=False)
-    first, reference, after, steps = zip(*saved["replicas"], strict=True)
+    *scores, steps = zip(*saved["replicas"], strict=True)
     metrics = []
     for replicas in zip(*steps, strict=True):
         whole = {name: replicas[0][name] for name in ("grad_norm", "lr", "wd")}
         metrics.append(combine_metrics(replicas) | whole)
     return Outcome(
-        np.concatenate(first),
-        np.concatenate(reference),
-        np.concatenate(after),
+        *map(np.concatenate, scores),
         metrics,
         load_file(f"{output}.hf/model.safetensors"),
         saved["tokens"],
@@ -133,6 +133,13 @@ def test_layouts_agree_in_float32(outcomes, layout):
     # Two Adam steps of 3e-4 may go either way where a gradient is next to nothing; a wrong shard is off by far more.
     for name, weight in one.weights.items():
         np.testing.assert_allclose(other.weights[name], weight, atol=1.5e-3, err_msg=name)
+
+
+def test_the_reference_stays_and_is_only_lent(outcomes):
+    for layout in LAYOUTS:
+        outcome = outcomes(layout)
+        assert np.array_equal(outcome.reference_after, outcome.logprobs), layout
+        assert np.array_equal(outcome.own_after, outcome.after), layout
 
 
 def test_training_changes_the_weights_and_export_has_them(outcomes, model_folder):

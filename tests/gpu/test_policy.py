@@ -54,7 +54,7 @@ LAYOUTS = {
 class Outcome:
     saved: dict
     scores: list[np.ndarray]
-    """Logprobs [B, T]: at the start, of the reference, after two steps."""
+    """Logprobs [B, T]: at the start, of the reference, after two steps; then of the reference and the policy again."""
     steps: list[dict[str, float]]
 
 
@@ -96,6 +96,14 @@ def test_logprobs_are_those_of_transformers(outcomes, gpu_model):
     difference = np.abs(first[:, 1:] - torch.where(inside, expected, 0.0).numpy())
     assert expected.std() > 0.5
     assert difference.mean() < 0.03 and difference.max() < 0.25
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.gpu(LAYOUTS[name][0])) for name in LAYOUTS])
+def test_the_reference_stays_and_is_only_lent(layout, outcomes):
+    first, _, after, reference_after, own_after = outcomes(layout).scores
+    assert np.abs(reference_after - first).max() < 0.1
+    assert np.abs(own_after - after).max() < 0.1
+    assert np.abs(reference_after - after).max() > 0.1
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,14 @@ def engines_fill_their_gpus(config: Config) -> Iterator[Violation]:
         yield Violation("generation.data_parallel_size", wanted, rule_text, "generation.data_parallel_size=null")
 
 
-@rule("generation.backend", "generation.vllm_kwargs", algorithm="grpo")
+@rule("generation.backend", "generation.vllm_kwargs", "cluster.gpus_per_node", algorithm="grpo")
 def engine_is_installed(config: Config) -> Iterator[Violation]:
     if config.generation.backend == "vllm" and importlib.util.find_spec("vllm") is None:
         fix = "bash scripts/install.sh, or generation=transformers"
         yield Violation("generation.backend", "vllm", "vLLM is not installed here", fix)
+    elif not on_gpus(config) and importlib.util.find_spec("transformer_engine") is not None:
+        fix = "cluster.gpus_per_node=1 policy=megatron_gpu generation=vllm_gpu, or bash scripts/install.sh cpu"
+        yield Violation("cluster.gpus_per_node", 0, "what is installed here (install.sh gpu) runs on GPUs only", fix)
     owned = {
         "model": "policy.model_name",
         "dtype": "policy.precision",

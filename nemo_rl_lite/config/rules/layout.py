@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from nemo_rl_lite.config.model_shape import NoModelError, read_model_shape
 from nemo_rl_lite.config.rules.base import rule
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import (
@@ -16,19 +15,19 @@ from nemo_rl_lite.config.sizes import (
 )
 from nemo_rl_lite.errors import Violation
 
-_CLUSTER = (
+CLUSTER = (
     "cluster.num_nodes",
     "cluster.gpus_per_node",
     "cluster.cpu_ranks",
     "generation.colocated",
 )
-_PARALLEL = (
-    *_CLUSTER,
+PARALLEL = (
+    *CLUSTER,
     "policy.megatron_cfg.tensor_model_parallel_size",
     "policy.megatron_cfg.pipeline_model_parallel_size",
 )
 _BATCHING = ("policy.precision", "policy.sequence_packing", "policy.dynamic_batching")
-_PREFIX = "policy.megatron_cfg"
+MEGATRON = "policy.megatron_cfg"
 
 
 @rule("cluster.num_nodes", "cluster.gpus_per_node")
@@ -37,7 +36,14 @@ def cpu_runs_use_one_node(config: Config) -> Iterator[Violation]:
         yield Violation("cluster.num_nodes", config.cluster.num_nodes, "CPU runs use one node", "cluster.num_nodes=1")
 
 
-@rule(*_CLUSTER, algorithm="grpo")
+@rule(*CLUSTER, "policy.precision")
+def gpus_compute_in_bfloat16(config: Config) -> Iterator[Violation]:
+    if on_gpus(config) and config.policy.precision == "float32":
+        fix = "policy=megatron_gpu generation=vllm_gpu, or policy.precision=bfloat16"
+        yield Violation("policy.precision", "float32", "is for CPUs: GPU kernels round it or do not take it", fix)
+
+
+@rule(*CLUSTER, algorithm="grpo")
 def generation_has_gpus(config: Config) -> Iterator[Violation]:
     if not on_gpus(config) or config.generation.colocated.enabled:
         return
@@ -53,50 +59,50 @@ def generation_has_gpus(config: Config) -> Iterator[Violation]:
         yield Violation(key, gpus or None, rule_text, fix)
 
 
-@rule(*_PARALLEL, f"{_PREFIX}.expert_model_parallel_size")
+@rule(*PARALLEL, f"{MEGATRON}.expert_model_parallel_size")
 def ranks_fill_parallel_groups(config: Config) -> Iterator[Violation]:
     parallel, ranks = config.policy.megatron_cfg, policy_ranks(config)
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if ranks % (tensor * pipeline) or not ranks:
         more = "more GPUs" if on_gpus(config) else f"cluster.cpu_ranks={tensor * pipeline}"
         yield Violation(
-            f"{_PREFIX}.tensor_model_parallel_size",
+            f"{MEGATRON}.tensor_model_parallel_size",
             tensor,
             f"tensor ({tensor}) x pipeline ({pipeline}) parallel size must divide the {ranks} policy ranks",
             f"{more}, or smaller parallel sizes",
         )
     elif ranks // pipeline % parallel.expert_model_parallel_size:
-        key = f"{_PREFIX}.expert_model_parallel_size"
+        key = f"{MEGATRON}.expert_model_parallel_size"
         rule_text = f"must divide the {ranks // pipeline} ranks of a pipeline stage"
         yield Violation(key, parallel.expert_model_parallel_size, rule_text, f"{key}=1")
 
 
 @rule(
-    *_CLUSTER,
-    f"{_PREFIX}.sequence_parallel",
-    f"{_PREFIX}.tensor_model_parallel_size",
-    f"{_PREFIX}.expert_model_parallel_size",
+    *CLUSTER,
+    f"{MEGATRON}.sequence_parallel",
+    f"{MEGATRON}.tensor_model_parallel_size",
+    f"{MEGATRON}.expert_model_parallel_size",
 )
 def gpu_only_layouts(config: Config) -> Iterator[Violation]:
     parallel = config.policy.megatron_cfg
     if parallel.sequence_parallel and not on_gpus(config):
-        key = f"{_PREFIX}.sequence_parallel"
+        key = f"{MEGATRON}.sequence_parallel"
         yield Violation(key, True, "megatron-core's norms on a CPU do not split sequences", f"{key}=false")
     elif parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-        key = f"{_PREFIX}.sequence_parallel"
+        key = f"{MEGATRON}.sequence_parallel"
         yield Violation(key, True, "splits over tensor-parallel ranks, and there is one", f"{key}=false")
     if parallel.expert_model_parallel_size > 1 and not on_gpus(config):
-        key = f"{_PREFIX}.expert_model_parallel_size"
+        key = f"{MEGATRON}.expert_model_parallel_size"
         yield Violation(key, parallel.expert_model_parallel_size, "needs GPUs", f"{key}=1")
 
 
 @rule(
-    *_CLUSTER,
+    *CLUSTER,
     *_BATCHING,
     "policy.max_total_sequence_length",
     "policy.sequence_length_round",
-    f"{_PREFIX}.sequence_parallel",
-    f"{_PREFIX}.tensor_model_parallel_size",
+    f"{MEGATRON}.sequence_parallel",
+    f"{MEGATRON}.tensor_model_parallel_size",
 )
 def token_batches_hold_a_sequence(config: Config) -> Iterator[Violation]:
     policy, gpu = config.policy, on_gpus(config)
@@ -142,7 +148,7 @@ def rollout_fills_optimizer_steps(config: Config) -> Iterator[Violation]:
         )
 
 
-@rule(*_PARALLEL, *_BATCHING, "policy.train_global_batch_size", "policy.train_micro_batch_size")
+@rule(*PARALLEL, *_BATCHING, "policy.train_global_batch_size", "policy.train_micro_batch_size")
 def micro_batches_fill_global_batch(config: Config) -> Iterator[Violation]:
     ranks = data_parallel_size(config)
     if not ranks:
@@ -164,7 +170,7 @@ def micro_batches_fill_global_batch(config: Config) -> Iterator[Violation]:
 
 
 @rule(
-    *_PARALLEL,
+    *PARALLEL,
     *_BATCHING,
     "algorithm.num_prompts_per_step",
     "algorithm.num_generations_per_prompt",
@@ -183,50 +189,3 @@ def logprob_batches_fill_rollout(config: Config) -> Iterator[Violation]:
             f"micro-batch ({micro}) x data-parallel size ({ranks}) must divide the rollout's {samples} samples",
             f"policy.logprob_batch_size={samples // ranks}" if samples % ranks == 0 else "change the batch sizes",
         )
-
-
-@rule(
-    *_PARALLEL,
-    "policy.model_name",
-    "policy.max_total_sequence_length",
-    "generation.backend",
-    "generation.vllm_cfg.tensor_parallel_size",
-)
-def model_fits_the_layout(config: Config) -> Iterator[Violation]:
-    try:
-        model = read_model_shape(config.policy.model_name)
-    except (NoModelError, OSError, UnicodeDecodeError, RuntimeError) as error:
-        fix = "give a Hugging Face model folder or a hub name (organisation/model)"
-        yield Violation("policy.model_name", config.policy.model_name, str(error), fix)
-        return
-    if model is None:
-        return
-    prefix = _PREFIX
-    tensor = config.policy.megatron_cfg.tensor_model_parallel_size
-    for what, count in (
-        ("attention heads", model.heads),
-        ("key/value heads", model.kv_heads),
-        ("tokens", model.vocabulary),
-    ):
-        if count % tensor:
-            key = f"{_PREFIX}.tensor_model_parallel_size"
-            sizes = [
-                size for size in range(1, count + 1) if _splits(model.heads, model.kv_heads, model.vocabulary, size)
-            ]
-            yield Violation(key, tensor, f"must divide the model's {count} {what}", f"one of {sizes}")
-    pipeline = config.policy.megatron_cfg.pipeline_model_parallel_size
-    if model.layers % pipeline:
-        key = f"{prefix}.pipeline_model_parallel_size"
-        yield Violation(key, pipeline, f"must divide the model's {model.layers} layers", f"{key}=1")
-    length = config.policy.max_total_sequence_length
-    if length > model.max_positions:
-        key = "policy.max_total_sequence_length"
-        yield Violation(key, length, f"the model has {model.max_positions} positions", f"{key}={model.max_positions}")
-    generates = config.algorithm.name == "grpo"
-    if generates and config.generation.backend == "vllm" and config.cluster.gpus_per_node == 0 and model.head_dim < 32:
-        fix = "generation=transformers, or a model with a larger head_dim"
-        yield Violation("policy.model_name", config.policy.model_name, "vLLM on a CPU needs head_dim >= 32", fix)
-
-
-def _splits(heads: int, kv_heads: int, vocabulary: int, size: int) -> bool:
-    return not (heads % size or kv_heads % size or vocabulary % size)

@@ -93,6 +93,8 @@ def _agreed_cut(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layo
         dist.all_reduce(most, dist.ReduceOp.MAX)
         if len(micro_batches) < most:
             micro_batches = cut(tokens_BT, lengths_B, layout, at_least=int(most))
+        if len(micro_batches) != most:
+            raise RuntimeError(f"{len(lengths_B)} sequences make {len(micro_batches)} micro-batches, not {int(most)}")
     return micro_batches
 
 

@@ -130,12 +130,10 @@ def _pack(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layou
 
 
 def _similar_lengths(lengths: Sequence[int], limit: int, at_least: int) -> list[list[int]]:
-    """Sorted by length and cut where rows x longest would exceed `limit` tokens."""
+    """Sorted by length and cut where rows x longest would exceed `limit` tokens; then halved to `at_least` groups."""
     groups: list[list[int]] = []
-    most = -(-len(lengths) // at_least)
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        fits = groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= limit and len(groups[-1]) < most
-        if fits:
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= limit:
             groups[-1].append(index)
         else:
             groups.append([index])

@@ -61,15 +61,14 @@ def torch_dtype(precision: str) -> torch.dtype:
     return getattr(torch, precision)
 
 
-def build_model(config: PolicyConfig, path: str, timeout_s: float, seed: int) -> MegatronModel:
+def build_model(config: PolicyConfig, path: str, on_gpu: bool, timeout_s: float, seed: int) -> MegatronModel:
     """Start torch.distributed and model parallelism, build the model, load its weights.
 
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in the environment. On the GPU that this process sees, with
-    Transformer Engine's layers, or else on the CPU. Logits, loss and export agree with the Hugging Face model for any
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in the environment. On the first GPU that this process sees,
+    with Transformer Engine's layers, or on the CPU. Logits, loss and export agree with the Hugging Face model for any
     tensor, pipeline and data parallel size.
     """
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    on_gpu = device.type == "cuda"
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
@@ -115,6 +114,10 @@ def _set_layout(provider: Any, config: PolicyConfig) -> None:
     # Pipeline stages tell each other the shape of each micro-batch; this way to send tokens to experts allows for it.
     provider.variable_seq_lengths = parallel.pipeline_model_parallel_size > 1
     provider.moe_token_dispatcher_type = "alltoall"
+    # A tensor-parallel group does not split single experts; whole experts are spread.
+    provider.expert_tensor_parallel_size = 1
+    # The loss is the algorithm's alone: the pretraining recipe's auxiliary loss would be added to its gradient, unseen.
+    provider.moe_router_load_balancing_type, provider.moe_aux_loss_coeff = "none", 0.0
     if parallel.activation_checkpointing:
         provider.recompute_granularity, provider.recompute_method, provider.recompute_num_layers = "full", "uniform", 1
 

@@ -55,16 +55,16 @@ class MegatronWorker:
         temperature: float,
         keep_reference: bool,
         threads: int,
+        on_gpu: bool,
     ):
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
         self._policy, self._refit, self._temperature = policy, refit, temperature
         self._model_path = Path(model_path)
         self._rank = int(os.environ["RANK"])
-        self._model = build_model(policy, model_path, cluster.collective_timeout_s, seed)
+        self._model = build_model(policy, model_path, on_gpu, cluster.collective_timeout_s, seed)
         self._optimizer, self._scheduler = build_optimizer(policy, self._model)
         self._reference = ReferenceWeights(self._model) if keep_reference else None
-        on_gpu = self._model.device.type == "cuda"
         self._train_layout = Layout.of(policy, "train", on_gpu)
         self._logprob_layout = Layout.of(policy, "logprob", on_gpu)
         log.info("micro-batches: %s for training, %s for logprobs", self._train_layout, self._logprob_layout)
@@ -86,9 +86,9 @@ class MegatronWorker:
         """Enter the training phase: everything training needs is on the device, wherever it was."""
         return self._move_optimizer(self._model.device.type)
 
-    def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor) -> np.ndarray | None:
+    def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "logprob") -> np.ndarray | None:
         """Logprobs [B, T] of the tokens at the sampling temperature; entry t belongs to token t, entry 0 is 0."""
-        with self._memory.phase("logprob"):
+        with self._memory.phase(phase):
             logprobs_BT = forward_logprobs(self._model, tokens_BT, lengths_B, self._logprob_layout, self._temperature)
         return logprobs_BT.numpy() if self._model.place.reports and logprobs_BT is not None else None
 

@@ -17,7 +17,7 @@ def sync_with(engine_logprobs: list[list[float]]) -> WeightSync:
     tokens = len(engine_logprobs[0])
     sync._probe = ProbeSettings(PROMPT, tokens, temperature=1.0, tolerance=1e-3)
 
-    def logprobs(tokens_BT, lengths_B):
+    def logprobs(tokens_BT, lengths_B, phase):
         assert lengths_B.tolist() == [len(PROMPT) + tokens] * len(engine_logprobs)
         return torch.full(tokens_BT.shape, -1.0)
 

@@ -133,6 +133,17 @@ CASES = {
         "policy.sequence_packing.logprob_mb_tokens",
     ],
     "cluster.gpus_per_node=1 policy.sequence_packing.enabled=true": ["bfloat16", "sequence_packing.enabled=false"],
+    "cluster.gpus_per_node=1": ["policy.precision = 'float32'", "policy=megatron_gpu generation=vllm_gpu"],
+    f"policy.model_name=MOE cluster.gpus_per_node=8 policy=megatron_gpu {TP}=2": [
+        "policy.megatron_cfg.sequence_parallel=true",
+    ],
+    "policy.model_name=MOE cluster.gpus_per_node=16 policy=megatron_gpu "
+    "policy.megatron_cfg.expert_model_parallel_size=16": ["must divide the model's 8 experts"],
+    "policy.model_name=MODEL cluster.gpus_per_node=2 policy=megatron_gpu "
+    "policy.megatron_cfg.expert_model_parallel_size=2": ["the model has no experts"],
+    "policy.model_name=MOE cluster.gpus_per_node=8 policy=megatron_gpu generation.vllm_cfg.tensor_parallel_size=8": [
+        "must divide the model's 4 attention heads",
+    ],
     "policy.sequence_packing.enabled=maybe": ["policy.sequence_packing.enabled"],
     "cluster.gpus_per_node=8 policy=megatron_gpu policy.train_global_batch_size=4": [
         "policy.train_global_batch_size = 4",
@@ -271,6 +282,10 @@ def places(tmp_path, monkeypatch) -> dict[str, str]:
     (model / "config.json").write_text(json.dumps(MODEL))
     (model / "tokenizer_config.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"")
+    experts = tmp_path / "experts"
+    shutil.copytree(model, experts)
+    own = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 8, "vocab_size": 128}
+    (experts / "config.json").write_text(json.dumps(MODEL | own))
     (tmp_path / "empty").mkdir()
     pickled = tmp_path / "pickled"
     shutil.copytree(model, pickled)
@@ -282,7 +297,7 @@ def places(tmp_path, monkeypatch) -> dict[str, str]:
     files = {"DATA": row, "BROKEN": f"{row}\n{{", "BLANK": "\n", "NULL": json.dumps({"prompt": "x", "answer": None})}
     for name, content in files.items():
         (tmp_path / f"{name}.jsonl").write_text(content)
-    folders = {"MODEL": model, "EMPTY": tmp_path / "empty", "PICKLED": pickled}
+    folders = {"MODEL": model, "MOE": experts, "EMPTY": tmp_path / "empty", "PICKLED": pickled}
     paths = folders | {name: tmp_path / f"{name}.jsonl" for name in [*files, "LATIN", "NESTED"]}
     return {name: str(path) for name, path in (paths | {"TORN": tmp_path / "TORN.parquet"}).items()}
 

@@ -40,7 +40,7 @@ def test_who_gets_how_many(overrides, ranks, gpus, number_of_engines, replicas):
     batches = ["algorithm.num_prompts_per_step=96", "policy.train_global_batch_size=768"]
     if "algorithm=sft" in overrides:
         batches = []
-    micro = ["policy.train_micro_batch_size=1"]
+    micro = ["policy.train_micro_batch_size=1", "policy.precision=bfloat16"]
     config = compose_config([*overrides, *batches, *micro])
     found = (policy_ranks(config), generation_gpus(config), engines(config), data_parallel_size(config))
     assert found == (ranks, gpus, number_of_engines, replicas)

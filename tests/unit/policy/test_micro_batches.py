@@ -24,7 +24,8 @@ def test_every_sequence_is_in_one_micro_batch_whole_and_in_order(layout, at_leas
     tokens, lengths = sequences(17, 20)
     micro_batches = cut(tokens, lengths, layout, at_least)
     assert sorted(row for micro in micro_batches for row in micro.rows.tolist()) == list(range(17))
-    assert layout.mode == "fixed" or len(micro_batches) >= at_least
+    own = len(cut(tokens, lengths, layout))
+    assert len(micro_batches) == (own if layout.mode == "fixed" else max(own, at_least))
     for micro in micro_batches:
         flat = micro.tokens_nS.flatten()
         for row, start, length in zip(micro.rows, micro.starts, micro.lengths, strict=True):
@@ -41,6 +42,19 @@ def test_token_limits_hold_and_shapes_are_round(layout):
     assert all(micro.tokens_nS.shape[1] % layout.round_to == 0 for micro in micro_batches)
     total = int(lengths.sum())
     assert len(micro_batches) <= (1.2 if layout.mode == "packed" else 1.6) * total / layout.size
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "packed"])
+def test_replicas_can_agree_on_a_number_of_micro_batches(mode):
+    """Expert-parallel collectives come once a micro-batch: one more on one replica would hang the run."""
+    source = random.Random(7)
+    for _ in range(50):
+        replicas = [
+            [source.choice((source.randint(1, 60), source.randint(200, 256))) for _ in range(16)] for _ in range(4)
+        ]
+        layout = Layout(mode, 256, 4)
+        most = max(len(layout.groups(lengths)) for lengths in replicas)
+        assert {len(layout.groups(lengths, most)) for lengths in replicas} == {most}
 
 
 def test_packs_are_even():

@@ -112,7 +112,8 @@ def test_every_consumer_gets_every_weight_bit_for_bit(way, bucket_bytes, consume
             assert torch.equal(weights[name], weight), name
         assert report.checksums == sent.checksums
         assert len(report.checksums) == len(plan.buckets)
-    compare_checksums(plan, sent, [report for _, report in received])
+    for _, report in received:
+        compare_checksums(plan, sent, report, "a consumer")
     assert set(sent.seconds) == {"iterate", "pack", "transfer"}
 
 
@@ -134,7 +135,13 @@ def test_a_slow_consumer_of_a_shared_buffer_reads_each_bucket_before_it_is_fille
     assert all(torch.equal(received[name], weight) for name, weight in weights.items())
 
 
-def test_a_shared_buffer_leaves_no_file_behind():
+def test_a_shared_buffer_that_the_machine_cannot_hold_is_an_error():
+    huge = make_plan([("huge", (2**50,), "uint8")], 1)
+    with pytest.raises(RefitError, match=f"needs {2**50} bytes of host memory .* refit.bucket_bytes"):
+        ipc.new_staging(huge, CPU)
+
+
+def test_a_shared_buffer_is_one_memory_and_leaves_no_file_behind():
     staging, handle = ipc.new_staging(plan_of(WEIGHTS, 2048), CPU)
     other = handle.open()
     ipc.forget(handle)
@@ -191,10 +198,11 @@ def test_a_bucket_that_does_not_arrive_is_named(way):
 def test_different_bytes_are_found_and_named():
     plan = plan_of(WEIGHTS, 2048)
     ours = RefitReport(checksums=[1, 2, 3, 4])
-    with pytest.raises(RefitError, match=r"consumer 1 .* bucket 2 \("):
-        compare_checksums(plan, ours, [RefitReport(checksums=[1, 2, 3, 4]), RefitReport(checksums=[1, 2, 9, 4])])
-    with pytest.raises(RefitError, match="2 of 4 buckets"):
-        compare_checksums(plan, ours, [RefitReport(checksums=[1, 2])])
+    compare_checksums(plan, ours, RefitReport(checksums=[1, 2, 3, 4]), "engine 0")
+    with pytest.raises(RefitError, match=r"engine 1 .* bucket 2 \("):
+        compare_checksums(plan, ours, RefitReport(checksums=[1, 2, 9, 4]), "engine 1")
+    with pytest.raises(RefitError, match="engine 1 received 2 of 4 buckets"):
+        compare_checksums(plan, ours, RefitReport(checksums=[1, 2]), "engine 1")
 
 
 @WAYS
