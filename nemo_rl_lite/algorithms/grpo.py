@@ -38,7 +38,8 @@ class GRPO:
     metrics: MetricsLog
     console: RunConsole
     mismatch_warning: float
-    ranks: int
+    devices: int
+    """GPUs of the run, or its policy ranks on CPUs: what throughput is divided by."""
     on_rollout: Callable[[int, Rollout], None] = lambda step, rollout: None
 
     def run(self) -> None:
@@ -157,7 +158,7 @@ class GRPO:
             "policy_training_tokens_per_sec": tokens / seconds["policy_training"],
             "policy_and_reference_logprobs_tokens_per_sec": tokens / seconds["policy_and_reference_logprobs"],
             "generation_tokens_per_sec": rollout.mask_BT.sum().item() / seconds["generation"],
-            "tokens_per_sec_per_gpu": tokens / total / self.ranks,
+            "tokens_per_sec_per_gpu": tokens / total / self.devices,
         }
 
 

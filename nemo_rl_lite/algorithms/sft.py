@@ -22,7 +22,8 @@ class SFT:
     validation: Batch | None
     metrics: MetricsLog
     console: RunConsole
-    ranks: int
+    devices: int
+    """GPUs of the run, or its policy ranks on CPUs: what throughput is divided by."""
 
     def run(self) -> None:
         steps = self.steps()
@@ -85,7 +86,7 @@ class SFT:
             "samples_per_sec": samples / total,
             "tokens_per_sec": tokens / total,
             "policy_training_tokens_per_sec": tokens / seconds["policy_training"],
-            "tokens_per_sec_per_gpu": tokens / total / self.ranks,
+            "tokens_per_sec_per_gpu": tokens / total / self.devices,
         }
 
 

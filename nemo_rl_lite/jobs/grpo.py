@@ -6,7 +6,7 @@ from nemo_rl_lite.algorithms.grpo import GRPO
 from nemo_rl_lite.checkpoint.source import locate_model
 from nemo_rl_lite.cluster.launch import Reserved, launch
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import policy_ranks
+from nemo_rl_lite.config.sizes import all_gpus, policy_ranks
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.environments.registry import make_environment
@@ -55,7 +55,7 @@ class GRPOJob:
             metrics=metrics,
             console=console,
             mismatch_warning=config.logger.mismatch_warning,
-            ranks=policy_ranks(config),
+            devices=all_gpus(config) or policy_ranks(config),
             on_rollout=SampleLog(self._folder, config.logger.log_samples),
         ).run()
         if config.checkpoint.export_hf_at_end:

@@ -37,7 +37,7 @@ class SFTJob:
             validation=self._validation,
             metrics=metrics,
             console=console,
-            ranks=policy_ranks(config),
+            devices=policy_ranks(config),
         ).run()
         if config.checkpoint.export_hf_at_end:
             policy.export_hf(str(self._folder / "hf"))

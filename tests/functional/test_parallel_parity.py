@@ -75,10 +75,10 @@ def outcomes(model_folder, tmp_path_factory):
         }
         script = Path(__file__).with_name("policy_rank.py")
         run_ranks(script, [str(model_folder), str(folder), json.dumps(layouts)], ranks)
-    return lambda layout: _read(folder / layout.replace(" ", "-"))
+    return lambda layout: read(folder / layout.replace(" ", "-"))
 
 
-def _read(output: Path) -> Outcome:
+def read(output: Path) -> Outcome:
     from safetensors.torch import load_file
 
     saved = torch.load(output, weights_only=False)

@@ -91,9 +91,6 @@ def gpu_only_layouts(config: Config) -> Iterator[Violation]:
     elif parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         key = f"{MEGATRON}.sequence_parallel"
         yield Violation(key, True, "splits over tensor-parallel ranks, and there is one", f"{key}=false")
-    if parallel.expert_model_parallel_size > 1 and not on_gpus(config):
-        key = f"{MEGATRON}.expert_model_parallel_size"
-        yield Violation(key, parallel.expert_model_parallel_size, "needs GPUs", f"{key}=1")
 
 
 @rule(

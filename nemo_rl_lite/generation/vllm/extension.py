@@ -20,7 +20,15 @@ class RefitExtension:
     rank: int
 
     def refit_join(self, sources: Sequence[Source], verify: bool, timeout_s: float) -> None:
-        """Join this rank's producer, that of `sources[rank]`."""
+        """Join this rank's producer, that of `sources[rank]`.
+
+        Raises:
+            RefitError: a model whose layers compute with tensors that vLLM derives from its weights once, at the start.
+        """
+        if self.model_runner.model_config.use_mla:
+            raise RefitError(
+                "models with multi-head latent attention cannot be refitted: vLLM absorbs weights at start"
+            )
         self._refit = Connection(sources[self.rank], torch.device(self.device), verify, timeout_s)
 
     def refit_receive(self) -> RefitReport:

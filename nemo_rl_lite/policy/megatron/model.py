@@ -20,6 +20,8 @@ _FUSIONS = (
     "bias_dropout_fusion",
     "gradient_accumulation_fusion",
     "persist_layer_norm",
+    "moe_permute_fusion",
+    "moe_grouped_gemm",
 )
 
 

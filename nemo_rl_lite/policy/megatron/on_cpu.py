@@ -33,6 +33,11 @@ _RULES = tuple(
         # The optimizers compare `param.type()` with these strings.
         (r"""(["'])torch\.cuda\.(\w*Tensor)\1""", r"\1torch.\2\1"),
         (r"torch\.cuda\.empty_cache\(\)", "None"),
+        # A CPU stream records nothing; its events are always done.
+        (r"self\.cuda_dtoh_stream\.record_event\(\)", "torch.cpu.Event()"),
+        # Experts' token counts become numpy arrays on their way to the host: here they are there already.
+        (r"torch\.is_tensor\(tensor\) and tensor\.is_cuda", "torch.is_tensor(tensor)"),
+        (r"tensor\.record_stream\(torch\.cpu\.current_stream\(\)\)", "None"),
         (r"\.cuda\(\)", ".cpu()"),
         (r"model_module\.cuda\(torch\.cpu\.current_device\(\)\)", "model_module.cpu()"),
         (r"""init_process_group\((["'])nccl\1""", r"init_process_group(\1gloo\1"),

@@ -63,7 +63,7 @@ class Data(TrainingExamples):
 
 def sft(validation=BATCH, steps_per_epoch=3, **changes) -> SFT:
     config = dataclasses.replace(CONFIG, **changes)
-    return SFT(config, NotingPolicy(), Data(steps_per_epoch), validation, MetricsLog([]), RunConsole(), ranks=1)
+    return SFT(config, NotingPolicy(), Data(steps_per_epoch), validation, MetricsLog([]), RunConsole(), devices=1)
 
 
 @pytest.mark.parametrize(

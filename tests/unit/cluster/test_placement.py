@@ -6,7 +6,7 @@ from nemo_rl_lite.errors import WorkerError
 
 
 def test_on_cpus_nothing_is_reserved():
-    config = compose_config(["cluster.cpu_ranks=2"])
+    config = compose_config(["cluster.cpu_ranks=2", "policy.train_micro_batch_size=64"])
     assert place(config, engines=3) == Placement([{}, {}], [{}, {}, {}])
 
 

@@ -124,7 +124,7 @@ CASES = {
     "cluster.gpus_per_node=2 generation=transformers generation.vllm_cfg.tensor_parallel_size=2": ["uses one GPU"],
     "policy.megatron_cfg.sequence_parallel=true": ["policy.megatron_cfg.sequence_parallel", "on a CPU"],
     "cluster.gpus_per_node=1 policy.megatron_cfg.sequence_parallel=true": ["sequence_parallel", "there is one"],
-    "policy.megatron_cfg.expert_model_parallel_size=2": ["expert_model_parallel_size", "needs GPUs"],
+    "policy.megatron_cfg.expert_model_parallel_size=2": ["expert_model_parallel_size", "must divide the 1 ranks"],
     "cluster.gpus_per_node=4 policy.megatron_cfg.expert_model_parallel_size=3": ["must divide the 4 ranks"],
     "policy.sequence_packing.enabled=true policy.dynamic_batching.enabled=true": ["exclude each other"],
     "policy.sequence_packing.enabled=true policy.sequence_packing.train_mb_tokens=16": [
