@@ -31,6 +31,8 @@ WEIGHTS = {
 # Seconds until a rank gives up where a peer does not answer; long enough to meet on a busy machine.
 SHORT = 6.0
 CPU = torch.device("cpu")
+# Groups live on after their test: gloo crashes if one is destroyed while a message that timed out is still under way.
+GROUPS = []
 
 
 def plan_of(weights: dict[str, torch.Tensor], bucket_bytes: int) -> RefitPlan:
@@ -41,15 +43,13 @@ def run(rank_functions, timeout_s: float = 20.0) -> list:
     """Each function gets its rank's group; the results, or the exceptions, in rank order."""
     store = refit_group.host_store("127.0.0.1", timeout_s)
     size = len(rank_functions)
-    # All groups live until every rank is done, as in a run: gloo crashes if one end goes while the other is busy.
-    groups = []
 
     def rank_main(rank: int):
         if rank == 0:
             group = refit_group.join(store, 0, size, CPU, timeout_s)
         else:
             group = refit_group.join_at(Meeting("127.0.0.1", store.port, rank, size), CPU, timeout_s)
-        groups.append(group)
+        GROUPS.append(group)
         try:
             return rank_functions[rank](group)
         except Exception as error:
