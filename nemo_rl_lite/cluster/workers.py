@@ -33,8 +33,7 @@ class WorkerGroup:
     """Workers of one kind, ranks 0, 1, ..., each in a process of its own."""
 
     name: str
-    hosts: list[Any]
-    holders: list[Any]
+    places: list[list[Any]]
 
     @classmethod
     def create(
@@ -47,16 +46,21 @@ class WorkerGroup:
         """
         actor: Any = Host
         runtime = {"runtime_env": {"env_vars": environment}}
-        hosts, holders = [], []
+        processes = []
         for index, slot in enumerate(slots):
             rank, seat = divmod(index, seats)
-            suffix = f"-seat-{seat}" if seat else ""
-            host = actor.options(**runtime, **slot).remote(f"{log_folder}/{name}-{rank}{suffix}.log")
-            (holders if seat else hosts).append(host)
-        return cls(name, hosts, holders)
+            log_file = f"{log_folder}/{name}-{rank}{f'-seat-{seat}' if seat else ''}.log"
+            processes.append(actor.options(**runtime, **slot).remote(log_file))
+        places = [processes[start : start + seats] for start in range(0, len(processes), seats)]
+        return cls(name, places)
+
+    @property
+    def hosts(self) -> list[Any]:
+        """The worker of each place: the process in its first seat."""
+        return [place[0] for place in self.places]
 
     def __len__(self) -> int:
-        return len(self.hosts)
+        return len(self.places)
 
     def load(self, class_path: str, environments: Sequence[dict[str, str]]) -> Call:
         """Import the worker `class_path` in every process, each with its own environment."""
@@ -70,18 +74,13 @@ class WorkerGroup:
 
     def gpus(self, timeout_s: float) -> list[list[str]]:
         """Each worker's GPUs, those that are held for it included, as CUDA_VISIBLE_DEVICES names them."""
-        seats = [*self.hosts, *self.holders]
-        call = Call(
-            tuple(f"{self.name} seat {seat}" for seat in range(len(seats))),
-            "start",
-            tuple(s.gpus.remote() for s in seats),
-        )
-        named = wait(call, timeout_s=timeout_s)
-        extra = len(self.holders) // max(len(self.hosts), 1)
-        return [
-            named[rank] + [gpu for seat in range(extra) for gpu in named[len(self.hosts) + rank * extra + seat]]
-            for rank in range(len(self.hosts))
-        ]
+        seats = [(rank, seat) for rank, place in enumerate(self.places) for seat in place]
+        names = tuple(f"{self.name} rank {rank}" for rank, _ in seats)
+        named = wait(Call(names, "start", tuple(seat.gpus.remote() for _, seat in seats)), timeout_s=timeout_s)
+        gpus: list[list[str]] = [[] for _ in self.places]
+        for (rank, _), own in zip(seats, named, strict=True):
+            gpus[rank] += own
+        return gpus
 
     def call(self, method: str, *arguments: Any, phase: str = "") -> Call:
         """The same call on every worker."""

@@ -32,6 +32,8 @@ def main() -> None:
         [sys.executable, *arguments, f"hydra.run.dir={folder}"], cwd=record.ROOT, check=False
     ).returncode
     seconds = time.time() - started
+    if not (folder / "metrics.jsonl").exists():
+        sys.exit(f"{name}: the run ended with status {status} before it had any metrics; see its output above")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     first = _first_step_begins(lines)
     config = json.loads((folder / "config.json").read_text())

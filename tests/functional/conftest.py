@@ -1,5 +1,6 @@
 """What functional tests share: a small untrained model and a way to run ranks as processes."""
 
+import json
 import os
 import socket
 import subprocess
@@ -60,6 +61,17 @@ def run_ranks(script: Path, arguments: Sequence[str], ranks: int, timeout_s: flo
             process.wait()
     outputs = {rank: (folder / str(rank)).read_text()[-4000:] for rank in range(ranks) if processes[rank].returncode}
     assert not outputs, "\n".join(f"rank {rank}:\n{text}" for rank, text in outputs.items())
+
+
+def train(folder: Path, model: Path, *overrides: str, timeout_s: float = 200) -> tuple[str, list[dict]]:
+    """A whole run through the command line; the console's text and the metrics, line by line."""
+    command = [sys.executable, "-m", "nemo_rl_lite.train", f"hydra.run.dir={folder}", f"policy.model_name={model}"]
+    environ = os.environ | {"PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(
+        [*command, *overrides], capture_output=True, text=True, check=False, timeout=timeout_s, env=environ
+    )
+    assert done.returncode == 0, done.stderr[-3000:] + "".join(p.read_text()[-2000:] for p in folder.glob("logs/*"))
+    return done.stdout, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="session")

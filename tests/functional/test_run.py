@@ -3,21 +3,14 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from tests.functional.conftest import train
 
 pytestmark = pytest.mark.functional
 
 SMALL = ["algorithm.max_num_steps=2", "algorithm.num_prompts_per_step=8", "algorithm.max_val_samples=40"]
-
-
-def train(folder: Path, model: Path, *overrides: str) -> tuple[str, list[dict]]:
-    """Run it; the console's text and the metrics, line by line."""
-    command = [sys.executable, "-m", "nemo_rl_lite.train", f"hydra.run.dir={folder}", f"policy.model_name={model}"]
-    done = subprocess.run([*command, *SMALL, *overrides], capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:] + "".join(p.read_text()[-2000:] for p in folder.glob("logs/*"))
-    return done.stdout, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +26,7 @@ def run(tmp_path_factory, model_folder):
         "refit.bucket_bytes=500000",
         "reward.name=tests.functional.rewards.share_of_digits",
     ]
-    return folder, *train(folder, model_folder, *overrides)
+    return folder, *train(folder, model_folder, *SMALL, *overrides)
 
 
 def test_step_one_is_exactly_on_policy(run):
@@ -168,7 +161,7 @@ def test_four_policy_ranks_and_two_transformers_engines(tmp_path, model_folder):
         "algorithm.val_at_end=false",
         "checkpoint.export_hf_at_end=false",
     ]
-    _, metrics = train(tmp_path / "run", model_folder, *overrides)
+    _, metrics = train(tmp_path / "run", model_folder, *SMALL, *overrides)
     steps = [line for line in metrics if "train/loss" in line]
     assert [line["train/token_mult_prob_error"] for line in steps] == pytest.approx([1, 1], abs=1e-5)
     assert steps[0]["train/kl_penalty"] == 0 and steps[0]["train/probs_ratio_max"] == 1

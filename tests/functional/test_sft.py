@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.functional.conftest import train
+
 pytestmark = pytest.mark.functional
 
 SMALL = [
@@ -32,18 +34,10 @@ def write_data(folder: Path) -> list[str]:
     return ["data=file", *paths, "data.response_column=worked"]
 
 
-def train(folder: Path, model: Path, *overrides: str) -> tuple[str, list[dict]]:
-    """Run it; the console's text and the metrics, line by line."""
-    command = [sys.executable, "-m", "nemo_rl_lite.train", f"hydra.run.dir={folder}", f"policy.model_name={model}"]
-    done = subprocess.run([*command, *SMALL, *overrides], capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:] + "".join(p.read_text()[-2000:] for p in folder.glob("logs/*"))
-    return done.stdout, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, model_folder):
     folder = tmp_path_factory.mktemp("sft")
-    return folder / "run", *train(folder / "run", model_folder, *write_data(folder))
+    return folder / "run", *train(folder / "run", model_folder, *SMALL, *write_data(folder))
 
 
 def series(metrics: list[dict], name: str) -> list[float]:
@@ -116,7 +110,9 @@ def test_four_ranks_train_as_one_does(run, tmp_path, model_folder):
     """Tensor parallel 2 x data parallel 2, and a validation set that they do not divide."""
     _, _, expected = run
     layout = ["cluster.cpu_ranks=4", "policy.megatron_cfg.tensor_model_parallel_size=2"]
-    _, metrics = train(tmp_path / "run", model_folder, *write_data(tmp_path), *layout, "algorithm.max_val_samples=13")
+    _, metrics = train(
+        tmp_path / "run", model_folder, *SMALL, *write_data(tmp_path), *layout, "algorithm.max_val_samples=13"
+    )
     assert series(metrics, "train/loss") == pytest.approx(series(expected, "train/loss"), abs=1e-4)
 
 
