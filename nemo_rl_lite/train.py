@@ -111,6 +111,7 @@ def run(config: Config, folder: Path, arguments: Sequence[str]) -> "Summary":
     from nemo_rl_lite.observability.console import RunConsole
     from nemo_rl_lite.observability.report import report, summarize
     from nemo_rl_lite.observability.sinks import METRICS_FILE, MetricsLog
+    from nemo_rl_lite.observability.timer import Timer
     from nemo_rl_lite.observability.views import VIEWS
 
     if (folder / METRICS_FILE).exists():
@@ -120,11 +121,14 @@ def run(config: Config, folder: Path, arguments: Sequence[str]) -> "Summary":
     whole_config = dataclasses.asdict(config)
     (folder / "config.json").write_text(json.dumps(whole_config, indent=2) + "\n")
     (folder / "command.txt").write_text(shlex.join(["python", "-m", "nemo_rl_lite.train", *arguments]) + "\n")
+    setup = Timer()
     with ExitStack() as stack:
         with ray_runtime():
             # Workers import for as long as the data takes to read and check, or longer.
-            reserved = reserve(config, folder)
-            job = make_job(config, folder, console)
+            with setup("processes"):
+                reserved = reserve(config, folder, setup)
+            with setup("data"):
+                job = make_job(config, folder, console)
             metrics = stack.enter_context(closing(MetricsLog.open(config.logger, folder, whole_config)))
             peak_memory = job.run(metrics, reserved)
         summary = summarize(metrics, folder, peak_memory)

@@ -14,6 +14,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import engines, on_gpus, policy_ranks
 from nemo_rl_lite.generation.remote import ENGINE_CLASSES, RemoteGeneration
 from nemo_rl_lite.generation.vllm import worker as vllm_worker
+from nemo_rl_lite.observability.timer import Timer, seconds_since_command
 from nemo_rl_lite.policy.remote import WORKER_CLASS, RemotePolicy
 
 log = logging.getLogger(__name__)
@@ -47,10 +48,16 @@ class Reserved:
     policy: WorkerGroup
     generation: WorkerGroup | None
     imports: tuple[Call, ...]
+    setup: Timer
+
+    def setup_seconds(self) -> dict[str, float]:
+        """Where the time since the command went; `total` is all of it, with Ray and the launcher's own start."""
+        return self.setup.take() | {"total": seconds_since_command()}
 
 
-def reserve(config: Config, run_folder: Path) -> Reserved:
-    """Start a process for every policy rank and, where the algorithm generates, every engine (Ray is up).
+def reserve(config: Config, run_folder: Path, setup: Timer) -> Reserved:
+    """Start a process for every policy rank and, where the algorithm generates, every engine (Ray is up). `setup` times
+    what happens until the first step.
 
     Raises:
         WorkerError: the GPUs are not there, or a process did not start within `cluster.start_timeout_s`.
@@ -62,7 +69,7 @@ def reserve(config: Config, run_folder: Path) -> Reserved:
     imports = [_load_policy(config, policy)]
     if generation is not None:
         imports.append(_load_generation(config, generation))
-    return Reserved(config, policy, generation, tuple(imports))
+    return Reserved(config, policy, generation, tuple(imports), setup)
 
 
 def launch(reserved: Reserved, model_path: Path, probe_prompt: Sequence[int]) -> Workers:
@@ -73,11 +80,12 @@ def launch(reserved: Reserved, model_path: Path, probe_prompt: Sequence[int]) ->
     Raises:
         WorkerError: one did not start, or not within `cluster.start_timeout_s`.
     """
-    config, policy, generation = reserved.config, reserved.policy, reserved.generation
+    config, policy, generation, setup = reserved.config, reserved.policy, reserved.generation, reserved.setup
     if generation is None:
         raise ValueError("no processes were reserved for generation")
     limit = config.cluster.start_timeout_s
-    wait(*reserved.imports, timeout_s=limit)
+    with setup("import"):
+        wait(*reserved.imports, timeout_s=limit)
     policy_start = _policy_arguments(config, model_path)
     engine_start = {
         "generation": config.generation,
@@ -90,25 +98,31 @@ def launch(reserved: Reserved, model_path: Path, probe_prompt: Sequence[int]) ->
     remote_generation = RemoteGeneration(generation)
     if on_gpus(config) and config.generation.colocated.enabled:
         # An engine measures the GPU while it starts, so nobody else may move in meanwhile; then it makes room.
-        wait(generation.start([engine_start] * len(generation)), timeout_s=limit)
-        remote_generation.finish_generation()
-        wait(policy.start([policy_start] * len(policy)), timeout_s=limit)
+        with setup("generation_init"):
+            wait(generation.start([engine_start] * len(generation)), timeout_s=limit)
+            remote_generation.finish_generation()
+        with setup("policy_init"):
+            wait(policy.start([policy_start] * len(policy)), timeout_s=limit)
     else:
-        wait(
-            policy.start([policy_start] * len(policy)),
-            generation.start([engine_start] * len(generation)),
-            timeout_s=limit,
-        )
+        with setup("policy_and_generation_init"):
+            wait(
+                policy.start([policy_start] * len(policy)),
+                generation.start([engine_start] * len(generation)),
+                timeout_s=limit,
+            )
     remote_policy = RemotePolicy(policy, config.policy.train_global_batch_size)
-    weights = WeightSync(remote_policy, remote_generation, config, ProbeSettings.of(config, probe_prompt))
+    with setup("connect"):
+        weights = WeightSync(remote_policy, remote_generation, config, ProbeSettings.of(config, probe_prompt))
     return Workers(remote_policy, remote_generation, weights)
 
 
 def launch_policy(reserved: Reserved, model_path: Path) -> RemotePolicy:
     """Start the policy alone, for a run that generates nothing. Raises WorkerError as `launch` does."""
     config, policy, limit = reserved.config, reserved.policy, reserved.config.cluster.start_timeout_s
-    wait(*reserved.imports, timeout_s=limit)
-    wait(policy.start([_policy_arguments(config, model_path)] * len(policy)), timeout_s=limit)
+    with reserved.setup("import"):
+        wait(*reserved.imports, timeout_s=limit)
+    with reserved.setup("policy_init"):
+        wait(policy.start([_policy_arguments(config, model_path)] * len(policy)), timeout_s=limit)
     return RemotePolicy(policy, config.policy.train_global_batch_size)
 
 

@@ -13,7 +13,7 @@ from nemo_rl_lite.environments.registry import make_environment
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.samples import SampleLog
-from nemo_rl_lite.observability.sinks import MetricsLog
+from nemo_rl_lite.observability.sinks import MetricsLog, under
 from nemo_rl_lite.rewards.judge import make_judge
 from nemo_rl_lite.rollout.prompts import fitting_prompts
 from nemo_rl_lite.rollout.rollout import RolloutCollector
@@ -41,6 +41,7 @@ class GRPOJob:
         with console.busy(f"starting {policy_ranks(config)} policy rank(s) and {config.generation.backend}"):
             probe_prompt = self._tokenizer.prompt(self._training.problem(0).messages)
             workers = launch(reserved, self._model_path, probe_prompt)
+        metrics.log(0, under("timing/setup", reserved.setup_seconds()))
         max_length = config.policy.max_total_sequence_length
         turns = Turns(self._environment, config.environment.max_turns) if self._environment else None
         GRPO(

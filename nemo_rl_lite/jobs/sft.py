@@ -10,7 +10,7 @@ from nemo_rl_lite.config.sizes import policy_ranks
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.sinks import MetricsLog
+from nemo_rl_lite.observability.sinks import MetricsLog, under
 
 
 class SFTJob:
@@ -30,6 +30,7 @@ class SFTJob:
         config, console = self._config, self._console
         with console.busy(f"starting {policy_ranks(config)} policy rank(s)"):
             policy = launch_policy(reserved, self._model_path)
+        metrics.log(0, under("timing/setup", reserved.setup_seconds()))
         SFT(
             config=config.sft,
             policy=policy,

@@ -58,7 +58,16 @@ class WeightsAndBiases:
             self._run = self._start(config, folder, whole_config)
         except wandb.errors.Error as error:
             raise LauncherError(f"W&B could not start: {error}. Offline works: logger.wandb.mode=offline") from error
-        for prefix in ("train", "timing/train", "performance", "refit", "offload", "validation", "timing/validation"):
+        for prefix in (
+            "train",
+            "timing/train",
+            "performance",
+            "refit",
+            "offload",
+            "validation",
+            "timing/validation",
+            "timing/setup",
+        ):
             self._run.define_metric(f"{prefix}/*", step_metric="step")
 
     @staticmethod

@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
+
 
 class Timer:
     """Adds up seconds by name within a step: `with timer("generation"): ...`, then `take()`."""
@@ -23,3 +25,8 @@ class Timer:
         """Seconds by name since the last `take`."""
         taken, self._seconds = self._seconds, {}
         return taken
+
+
+def seconds_since_command() -> float:
+    """Seconds since this process was started."""
+    return time.time() - psutil.Process().create_time()

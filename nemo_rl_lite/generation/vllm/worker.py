@@ -1,9 +1,11 @@
 """A vLLM engine replica. A plain class; `cluster/` runs it in an actor."""
 
 import gc
+import json
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig, RefitConfig
@@ -59,6 +61,7 @@ class VLLMEngine:
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         self._refit = refit
         settings = generation.vllm_cfg
+        _import_model_class(Path(model_path))
         self._sleeps = on_gpu and generation.colocated.enabled
         # A GPU engine starts with no weights worth reading: the first refit comes before the first prompt, and one
         # that leaves out a weight is an error.
@@ -135,6 +138,17 @@ class VLLMEngine:
         for report in reports:
             report.seconds["load"] = time.perf_counter() - started - report.seconds["transfer"]
         return reports
+
+
+def _import_model_class(model_path: Path) -> None:
+    """Import vLLM's class of the model into this process, which needs it soon. vLLM would start another process to look
+    at it first, which imports everything again (24 s on a machine that has not read those files lately)."""
+    from vllm import ModelRegistry
+
+    for architecture in json.loads((model_path / "config.json").read_text()).get("architectures", []):
+        registered = ModelRegistry.models.get(architecture)
+        if registered is not None:
+            ModelRegistry.register_model(architecture, registered.load_model_cls())
 
 
 def _completion(sample: Any) -> Completion:
