@@ -23,7 +23,7 @@ def environment(config: GenerationConfig, on_gpu: bool) -> dict[str, str]:
     common = {
         # With one GPU or none, the engine core in this process: one process less to start, to stop and to lose.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_NO_USAGE_STATS": "1",
     }
     if on_gpu:
@@ -66,11 +66,14 @@ class VLLMEngine:
         # A GPU engine starts with no weights worth reading: the first refit comes before the first prompt, and one
         # that leaves out a weight is an error.
         gpu_only: dict[str, Any] = {"enable_sleep_mode": self._sleeps, "load_format": "dummy"} if on_gpu else {}
+        ranks = settings.tensor_parallel_size
         self._llm: Any = LLM(
             model_path,
             dtype=policy.precision,
             max_model_len=policy.max_total_sequence_length,
-            tensor_parallel_size=settings.tensor_parallel_size,
+            tensor_parallel_size=ranks,
+            # Inside a placement group vLLM would ask Ray for workers, and wait for GPUs that its own seats hold.
+            distributed_executor_backend="mp" if ranks > 1 else "uni",
             enforce_eager=settings.enforce_eager,
             max_num_seqs=settings.max_num_seqs,
             gpu_memory_utilization=settings.gpu_memory_utilization,

@@ -1,0 +1,51 @@
+"""A tensor-parallel vLLM engine starts in a process of Ray's placement group, whose seats are all taken."""
+
+import dataclasses
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nemo_rl_lite.cluster.host import Host
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.generation.vllm import worker
+
+pytestmark = pytest.mark.functional
+
+
+def test_ranks_of_an_engine_ask_ray_for_nothing(model_folder, tmp_path):
+    config = compose_config()
+    settings = dataclasses.replace(config.generation.vllm_cfg, tensor_parallel_size=2)
+    arguments = {
+        "generation": dataclasses.replace(config.generation, vllm_cfg=settings),
+        "policy": config.policy,
+        "refit": config.refit,
+        "model_path": str(model_folder),
+        "seed": 1,
+        "on_gpu": False,
+    }
+    sampling = Sampling(1.0, 1.0, None, max_new_tokens=4, stop_token_ids=(), stop_strings=(), seed=1)
+    environment = worker.environment(config.generation, on_gpu=False) | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    ray.init(include_dashboard=False, log_to_driver=False, resources={"seat": 2})
+    try:
+        group = placement_group([{"seat": 1}, {"seat": 1}])
+        ray.get(group.ready())
+        engine, _ = (
+            Host.options(
+                resources={"seat": 1},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=seat),
+                runtime_env={"env_vars": environment},
+            ).remote(str(tmp_path / f"{seat}.log"))
+            for seat in range(2)
+        )
+        ray.get(engine.load.remote("nemo_rl_lite.generation.vllm.worker.VLLMEngine", {}), timeout=60)
+        ray.get(engine.start.remote(arguments), timeout=90)
+        (completion,) = ray.get(engine.call.remote("generate", [[1, 2, 3]], sampling), timeout=60)
+    finally:
+        ray.shutdown()
+    assert len(completion.tokens) == len(completion.logprobs) == 4
