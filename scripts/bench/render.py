@@ -25,7 +25,6 @@ TABLES = {
             "train (median of a run)",
             "refit, engine awake again (median of a run)",
             "whole step (median of a run)",
-            "command to first step",
         ),
     ),
 }

@@ -26,11 +26,17 @@ MEMORY = {
     "policy's peak in training": "memory/policy_peak_bytes/train",
     "policy's peak in refit": "memory/policy_peak_bytes/refit",
 }
+SEEDS = ("chain-sum-seed1", "chain-sum-seed2", "chain-sum-seed42")
+STARTS = {"qwen3-1.7b-colocated": "1.7 B, first run", "chain-sum-start": "SmolLM2, later run"}
 _SHARED = "Measured while three other runs used the machine's other GPUs and its cores: times are longer than alone."
 NOTES = {
     ("grpo-chain-sum", "1x-h200"): _SHARED,
     ("sft-gsm8k", "1x-h200"): _SHARED,
-    ("grpo-qwen3-1.7b", "1x-h200"): f"{_SHARED} Rotary embedding still ran sequence by sequence in Python.",
+    ("grpo-gsm8k", "1x-h200"): f"{_SHARED} Starts from the model that the SFT run left.",
+    (
+        "start-up",
+        "1x-h100",
+    ): "The first run on a fresh machine, after torch and transformers had been imported once; and a later one.",
 }
 Run = dict[str, Any]
 
@@ -38,13 +44,16 @@ Run = dict[str, Any]
 def main() -> None:
     runs = [json.loads(path.read_text()) for path in sorted(RUNS.glob("*.json"))]
     benches = {
-        "grpo-chain-sum": (lambda name: name.startswith("chain-sum"), chain_sum),
-        "sft-gsm8k": (lambda name: name == "sft-gsm8k", sft),
-        "grpo-qwen3-1.7b": (lambda name: name == "qwen3-1.7b-colocated", large),
+        "grpo-chain-sum": (SEEDS, chain_sum),
+        "sft-gsm8k": (("sft-gsm8k",), sft),
+        "grpo-gsm8k": (("grpo-gsm8k",), gsm8k),
+        "grpo-qwen3-1.7b": (("qwen3-1.7b-colocated",), large),
+        "grpo-qwen3-1.7b-noncolocated": (("qwen3-1.7b-noncolocated-1-1", "qwen3-1.7b-noncolocated-tp2-tp2"), apart),
+        "start-up": (tuple(STARTS), start),
     }
-    for bench, (belongs, measure) in benches.items():
-        write(bench, [run for run in runs if belongs(run["name"]) and run["exit_status"] == 0], measure)
-    draw([run for run in runs if run["name"].startswith("chain-sum")])
+    for bench, (names, measure) in benches.items():
+        write(bench, [run for run in runs if run["name"] in names and run["exit_status"] == 0], measure)
+    draw([run for run in runs if run["name"] in SEEDS])
 
 
 def write(bench: str, runs: list[Run], measure: Callable[[list[Run]], tuple[list, list]]) -> None:
@@ -92,7 +101,6 @@ def chain_sum(runs: list[Run]) -> tuple[list, list]:
             False,
         ),
         record.bar("largest token_mult_prob_error of a step", worst(runs, "train/token_mult_prob_error"), 1.05, False),
-        record.bar("command to first step, s", max(run["seconds_to_first_step"] for run in runs), 75, False),
     ]
     return results, bars
 
@@ -122,6 +130,56 @@ def large(runs: list[Run]) -> tuple[list, list]:
     return results, bars
 
 
+def apart(runs: list[Run]) -> tuple[list, list]:
+    config = "64 prompts x 8 samples x 32 new tokens"
+    bars = [
+        record.bar(
+            "largest mean absolute logprob difference of a step",
+            worst(runs, "train/logprob_abs_diff_mean"),
+            0.05,
+            False,
+        ),
+        record.bar("largest token_mult_prob_error of a step", worst(runs, "train/token_mult_prob_error"), 1.05, False),
+    ]
+    transfer = [
+        record.result("weights sent in a refit", config, "GB", [x / 1e9 for x in typical(runs, "refit/bytes")]),
+        record.result("refit, transfer alone", config, "s", typical(runs, "refit/seconds")),
+        record.result("refit, transfer alone: rate", config, "GB/s", typical(runs, "refit/gb_per_s")),
+    ]
+    return [*steady(runs, config), *transfer], bars
+
+
+def gsm8k(runs: list[Run]) -> tuple[list, list]:
+    questions = runs[0]["config"]["algorithm"]["max_val_samples"]
+    sampling = f"{questions} test questions, one sample each, temperature 1, at most 300 tokens"
+    accuracies = [values(run, "validation/accuracy") for run in runs]
+    training = "64 prompts x 8 samples, 25 steps"
+    return [
+        record.result("test accuracy after SFT", sampling, "share", [one[0] for one in accuracies]),
+        record.result("test accuracy after SFT and GRPO", sampling, "share", [one[-1] for one in accuracies]),
+        record.result(
+            "mean training reward, all steps",
+            training,
+            "share",
+            [statistics.mean(values(run, "train/reward")) for run in runs],
+        ),
+        *steady(runs, training),
+    ], []
+
+
+def start(runs: list[Run]) -> tuple[list, list]:
+    results = []
+    for run in runs:
+        config = STARTS[run["name"]]
+        for metric in sorted(run["series"]):
+            if metric.startswith("timing/setup/"):
+                results.append(record.result(f"{config}: {metric}", config, "s", values(run, metric)))
+        whole = [run["seconds_to_first_step"]]
+        results.append(record.result(f"{config}: command to first step", config, "s", whole))
+    slowest = max(run["seconds_to_first_step"] for run in runs)
+    return results, [record.bar("command to first step, s", slowest, 75, at_least=False)]
+
+
 def sft(runs: list[Run]) -> tuple[list, list]:
     config = "2 epochs of 7,466 chats"
     losses = [values(run, "validation/val_loss") for run in runs]
@@ -144,7 +202,6 @@ def steady(runs: list[Run], config: str) -> Iterable[dict[str, Any]]:
         yield record.result(f"{phase} (median of a run)", config, "s", times)
     tokens = typical(runs, "performance/tokens_per_sec_per_gpu")
     yield record.result("tokens a second and GPU, whole step", config, "1/s", tokens)
-    yield record.result("command to first step", config, "s", [run["seconds_to_first_step"] for run in runs])
     for name, metric in MEMORY.items():
         yield record.result(name, config, "GiB", [max(values(run, metric)) / 2**30 for run in runs])
 
