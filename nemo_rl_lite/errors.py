@@ -46,6 +46,12 @@ class DataError(LauncherError):
     exit_status = 2
 
 
+class HostMemoryError(LauncherError):
+    """Too little host memory for what is to leave the device: says what is needed and what is free."""
+
+    exit_status = 5
+
+
 class RefitError(LauncherError):
     """New weights did not arrive whole: names the bucket and its tensors."""
 

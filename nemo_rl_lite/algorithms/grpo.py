@@ -12,14 +12,16 @@ from nemo_rl_lite.config.schema import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, TrainingSet
 from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.observability.memory import with_rest
 from nemo_rl_lite.observability.sinks import MetricsLog, under
 from nemo_rl_lite.observability.timer import Timer
-from nemo_rl_lite.offload.optimizer_states import Move
+from nemo_rl_lite.offload.mover import move_metrics
 from nemo_rl_lite.policy.interface import Policy
 from nemo_rl_lite.rollout.rollout import Rollout, RolloutCollector
 
 log = logging.getLogger(__name__)
 
+# New weights for the engines, and the check that they compute the same with them; both return metrics.
 Refit = Callable[[], dict[str, float]]
 
 
@@ -31,6 +33,7 @@ class GRPO:
     policy: Policy
     generation: Generation
     refit: Refit
+    check_refit: Refit
     collector: RolloutCollector
     sampling: Sampling
     training: TrainingSet
@@ -56,6 +59,9 @@ class GRPO:
             last = step == self.config.max_num_steps
             if (self.config.val_at_end and last) or (self.config.val_period and step % self.config.val_period == 0):
                 self.validate(step)
+        self.generation.finish_generation()
+        self.policy.prepare_for_logprob()
+        self.metrics.log(self.config.max_num_steps, under("refit", self.check_refit()))
 
     def step(self, step: int) -> None:
         """One rollout and the optimizer steps on it."""
@@ -74,11 +80,13 @@ class GRPO:
                     rewards_PG, config.use_leave_one_out_baseline, config.normalize_rewards
                 )
             with timer("logprob_inference_prep"):
-                offloaded = self.policy.prepare_for_logprob()
+                self.policy.prepare_for_logprob()
+            with timer("refit_check"):
+                checked = self.check_refit()
             with timer("policy_and_reference_logprobs"):
                 batch = self._batch(rollout, advantages_PG)
             with timer("training_prep"):
-                restored = self.policy.prepare_for_training()
+                self.policy.prepare_for_training()
             with timer("policy_training"):
                 trained = self.policy.train(batch, GRPOLoss(config.loss_fn))
             with timer("prepare_for_generation/transfer_and_update_weights"):
@@ -92,9 +100,9 @@ class GRPO:
             | under("train", _counts(rollout))
             | under("timing/train", seconds)
             | under("performance", self._throughput(rollout, seconds))
-            | under("refit", refitted)
-            | under("offload", _move_metrics(offloaded, restored))
-            | under("memory", memory | self.policy.take_memory()),
+            | under("refit", refitted | checked)
+            | under("offload", move_metrics(self.policy.take_moves()))
+            | under("memory", with_rest("generate", memory | self.policy.take_memory())),
         )
         shown = {"reward": rollout.rewards_B.mean().item(), "loss": trained["loss"]}
         if "kl_penalty" in trained:
@@ -166,12 +174,3 @@ def _counts(rollout: Rollout) -> dict[str, float]:
     sequences = (rollout.mask_BT.sum(dim=1) > 0).sum().item()
     tokens = rollout.mask_BT.sum().item()
     return {"global_valid_seqs": sequences, "global_valid_toks": tokens, "num_valid_samples": sequences}
-
-
-def _move_metrics(offloaded: Move | None, restored: Move) -> dict[str, float]:
-    moves = {"restore_optimizer": restored} | ({"offload_optimizer": offloaded} if offloaded else {})
-    return {
-        f"{name}_{unit}": value
-        for name, move in moves.items()
-        for unit, value in (("bytes", float(move.nbytes)), ("s", move.seconds))
-    }

@@ -9,6 +9,7 @@ from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.sinks import MetricsLog, under
 from nemo_rl_lite.observability.timer import Timer
+from nemo_rl_lite.offload.mover import move_metrics
 from nemo_rl_lite.policy.interface import Policy
 
 
@@ -57,6 +58,7 @@ class SFT:
             under("train", trained | _counts(batch) | {"epoch": self._epoch(step)})
             | under("timing/train", seconds)
             | under("performance", self._throughput(batch, seconds))
+            | under("offload", move_metrics(self.policy.take_moves()))
             | under("memory", self.policy.take_memory()),
         )
         tokens_per_sec = batch["lengths"].sum().item() / seconds["total_step_time"]

@@ -15,6 +15,8 @@ from nemo_rl_lite.config.sizes import engines, on_gpus, policy_ranks
 from nemo_rl_lite.generation.remote import ENGINE_CLASSES, RemoteGeneration
 from nemo_rl_lite.generation.vllm import worker as vllm_worker
 from nemo_rl_lite.observability.timer import Timer, seconds_since_command
+from nemo_rl_lite.offload import activations
+from nemo_rl_lite.offload.residency import Residency
 from nemo_rl_lite.policy.remote import WORKER_CLASS, RemotePolicy
 
 log = logging.getLogger(__name__)
@@ -129,6 +131,7 @@ def launch_policy(reserved: Reserved, model_path: Path) -> RemotePolicy:
 def _policy_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
     environment = GPU_POLICY_ENVIRONMENT if on_gpus(config) else CPU_POLICY_ENVIRONMENT | NO_GPU
     environment = environment | {"OMP_NUM_THREADS": str(_threads(config, policy_ranks(config)))}
+    environment |= activations.environment(config.policy.megatron_cfg)
     log.info("environment of the policy: %s", environment)
     return WorkerGroup.create("policy", placement.policy, str(run_folder / "logs"), environment)
 
@@ -179,6 +182,7 @@ def _policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
         "keep_reference": grpo and config.grpo.loss_fn.reference_policy_kl_penalty > 0,
         "threads": _threads(config, policy_ranks(config)),
         "on_gpu": on_gpus(config),
+        "residency": Residency.of(config),
     }
 
 

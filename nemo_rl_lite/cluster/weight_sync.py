@@ -10,7 +10,7 @@ from nemo_rl_lite.cluster.workers import wait
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.generation.remote import RemoteGeneration
 from nemo_rl_lite.policy.remote import RemotePolicy
 from nemo_rl_lite.refit.consumer import Source
@@ -51,6 +51,7 @@ class WeightSync:
     def __init__(self, policy: RemotePolicy, generation: RemoteGeneration, config: Config, probe: ProbeSettings):
         self._policy, self._generation, self._probe = policy, generation, probe
         self._verify = config.refit.verify != "off"
+        self._probed: list[Completion] = []
         self._limit_s = config.cluster.start_timeout_s
         self._ranks_per_engine = config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1
         self._shared_device = config.generation.colocated.enabled
@@ -61,23 +62,24 @@ class WeightSync:
         self._connect()
 
     def refit(self) -> dict[str, float]:
-        """Bring the policy's weights to every engine and compare the two sides; returns metrics.
+        """Bring the policy's weights to every engine and compare the checksums of both sides; returns metrics.
 
-        Engines that slept take memory for weights before, and for the KV cache after.
+        Engines that slept take memory for weights before, and for the KV cache after, when the policy has entered its
+        generation phase.
 
         Raises:
-            RefitError: a consumer received other bytes than were sent, or computes something else with them.
+            RefitError: a consumer received other bytes than were sent.
             WorkerError: a bucket did not get through.
         """
         started = time.perf_counter()
-        self._policy.release_cache()
+        self._policy.prepare_for_refit()
         self._generation.wake_weights()
         transfer_started = time.perf_counter()
         send = self._policy.group.call("send_weights", phase="refit")
         receive = self._generation.group.call("receive_weights", phase="refit")
         results = wait(send, receive)
         seconds = time.perf_counter() - transfer_started
-        self._policy.release_cache()
+        self._policy.prepare_for_generation()
         self._generation.wake_cache()
         woken = time.perf_counter() - started - seconds
 
@@ -94,22 +96,24 @@ class WeightSync:
             "gb_per_s": self._plan.nbytes / seconds / 1e9,
             "wake_s": woken,
         }
-        return metrics | (self.probe() if self._verify else {})
+        if self._verify:
+            self._sample_probe()
+        return metrics
 
-    def probe(self) -> dict[str, float]:
-        """Let every engine sample a short sequence and the policy score it: the logprobs must agree.
+    def check(self) -> dict[str, float]:
+        """Let the policy, in its logprob phase, score what every engine sampled after the last refit: the logprobs must
+        agree. Empty where there is nothing to check.
 
         Raises:
             RefitError: naming the engine and the difference.
         """
+        if not self._probed:
+            return {}
         started = time.perf_counter()
-        prompt, tokens = self._probe.prompt, self._probe.tokens
-        sampling = Sampling(self._probe.temperature, 1.0, None, tokens, stop_token_ids=(), stop_strings=(), seed=1)
-        engines = len(self._generation.group)
-        completions = self._generation.generate([prompt] * engines, sampling)
+        prompt, completions = self._probe.prompt, self._probed
+        self._probed = []
         sequences = torch.tensor([[*prompt, *completion.tokens] for completion in completions])
-        lengths = torch.full((engines,), sequences.shape[1])
-        # A phase of its own: unlike in logprob inference, the engine is awake.
+        lengths = torch.full((len(completions),), sequences.shape[1])
         scored = self._policy.logprobs(sequences, lengths, phase="probe")[:, len(prompt) :]
         sampled = torch.tensor([completion.logprobs for completion in completions])
         differences = (scored - sampled).abs().mean(dim=1).tolist()
@@ -121,6 +125,14 @@ class WeightSync:
                     "refit.probe_tolerance)"
                 )
         return {"probe_logprob_diff": max(differences), "probe_s": time.perf_counter() - started}
+
+    def _sample_probe(self) -> None:
+        """Let every engine sample a short sequence with its new weights, for `check`: the policy's own weights may be
+        on the host by now, so it scores the sequences when it has them again."""
+        prompt, tokens = self._probe.prompt, self._probe.tokens
+        sampling = Sampling(self._probe.temperature, 1.0, None, tokens, stop_token_ids=(), stop_strings=(), seed=1)
+        engines = len(self._generation.group)
+        self._probed = self._generation.generate([prompt] * engines, sampling)
 
     def _connect(self) -> None:
         trainers, generators, limit = self._policy.group, self._generation.group, self._limit_s

@@ -1,4 +1,5 @@
-"""What rules need to know of a model, from its Hugging Face config.json alone. Imports nothing heavy."""
+"""What rules and memory predictions need to know of a model, from its Hugging Face config.json alone. Imports nothing
+heavy."""
 
 import json
 import re
@@ -13,7 +14,12 @@ from nemo_rl_lite.errors import LauncherError
 class ModelShape:
     """Sizes from config.json. `max_positions` is in tokens."""
 
+    family: str
+    """Hugging Face's `model_type`."""
     layers: int
+    hidden: int
+    ffn: int
+    """Width of a dense layer's MLP."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -21,6 +27,18 @@ class ModelShape:
     max_positions: int
     experts: int
     """0 in a dense model."""
+    experts_per_token: int
+    expert_ffn: int
+    """Width of one expert's MLP."""
+    shared_ffn: int
+    """Width of the expert that every token goes through; 0 where there is none."""
+    dense_layers: int
+    """Layers without experts."""
+    tied_embeddings: bool
+    """The output layer is the embedding."""
+    qkv_bias: bool
+    qk_norm: bool
+    """Queries and keys are normalised head by head."""
 
 
 class NoModelError(LauncherError):
@@ -62,13 +80,34 @@ def read_model_shape(name: str) -> ModelShape | None:
 
 
 def _shape(config: dict) -> ModelShape:
-    heads = config["num_attention_heads"]
+    heads, layers, family = config["num_attention_heads"], config["num_hidden_layers"], config.get("model_type", "")
+    experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
+    # GPT-2 and its kin do not write what is four times the hidden size.
+    ffn = config.get("intermediate_size") or 4 * config["hidden_size"]
     return ModelShape(
-        layers=config["num_hidden_layers"],
+        family=family,
+        layers=layers,
+        hidden=config["hidden_size"],
+        ffn=ffn,
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         vocabulary=config["vocab_size"],
         max_positions=config["max_position_embeddings"],
-        experts=config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0,
+        experts=experts,
+        experts_per_token=config.get("num_experts_per_tok") or 0,
+        expert_ffn=config.get("moe_intermediate_size") or ffn,
+        shared_ffn=config.get("shared_expert_intermediate_size") or 0,
+        dense_layers=_dense_layers(config, layers) if experts else layers,
+        tied_embeddings=bool(config.get("tie_word_embeddings")),
+        # Qwen2's bias is in its code, not in its configuration.
+        qkv_bias=bool(config.get("attention_bias", family.startswith("qwen2"))),
+        qk_norm=family.startswith("qwen3"),
     )
+
+
+def _dense_layers(config: dict, layers: int) -> int:
+    """How many layers of a model with experts have none, by the keys of Qwen and DeepSeek."""
+    listed, period = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
+    first = config.get("first_k_dense_replace") or 0
+    return sum(layer in listed or layer < first or (layer + 1) % period != 0 for layer in range(layers))

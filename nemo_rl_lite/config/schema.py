@@ -19,6 +19,10 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Precision = Literal["float32", "bfloat16"]
+# Parts of a layer whose inputs can wait for the backward pass in host memory.
+OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
+# What can leave the GPU while the engines generate.
+OffloadedComponent = Literal["parameters", "gradients", "optimizer_states"]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -76,6 +80,9 @@ class OptimizerConfig:
     adam_eps: PositiveFloat
     sgd_momentum: Annotated[float, Field(ge=0, lt=1)]
     use_distributed_optimizer: bool
+    optimizer_cpu_offload: bool
+    optimizer_offload_fraction: Annotated[float, Field(ge=0, le=1)]
+    overlap_cpu_optimizer_d2h_h2d: bool
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -93,6 +100,8 @@ class MegatronConfig:
     expert_model_parallel_size: PositiveInt
     sequence_parallel: bool
     activation_checkpointing: bool
+    fine_grained_activation_offloading: bool
+    offload_modules: list[OffloadModule] | None
     optimizer: OptimizerConfig
     scheduler: SchedulerConfig
 
@@ -124,6 +133,9 @@ class PolicyConfig:
     max_total_sequence_length: PositiveInt
     max_grad_norm: PositiveFloat | None
     offload_optimizer_states_for_logprob: bool
+    offload_for_generation: list[OffloadedComponent]
+    use_pinned_optimizer_offload: bool
+    overlap_offload: bool
     megatron_cfg: MegatronConfig
 
 
@@ -221,6 +233,7 @@ class ClusterConfig:
     gpus_per_node: NonNegativeInt
     cpu_ranks: PositiveInt
     threads_per_worker: PositiveInt | None
+    numa_binding: bool
     start_timeout_s: PositiveFloat
     collective_timeout_s: PositiveFloat
 

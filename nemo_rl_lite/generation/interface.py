@@ -68,8 +68,9 @@ class Engine(Protocol):
         """Take memory for the KV cache; afterwards the engine can generate."""
         ...
 
-    def device_bytes(self) -> int:
-        """Bytes of the engine's fullest GPU in use by all processes; 0 on a CPU."""
+    def memory(self) -> dict[str, int]:
+        """Bytes of the engine's fullest GPU: `device`, in use by all processes, and of these the engine's own
+        `generation_weights` and `kv_cache`. Empty on a CPU."""
         ...
 
     def join_refit(self, sources: Sequence[Source]) -> None:

@@ -1,5 +1,6 @@
 """Generation engines in Ray actors: replicas share the prompts."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -30,12 +31,23 @@ class RemoteGeneration:
 
     def finish_generation(self) -> dict[str, float]:
         """Engines that share a GPU with the policy fall asleep; metrics of what their devices held before."""
-        used = max(wait(self.group.call("device_bytes")))
+        held = max(wait(self.group.call("memory")), key=lambda own: own.get("device", 0))
         wait(self.group.call("sleep"))
-        return {"device_bytes/generate": float(used)} if used else {}
+        return engine_memory(held) if held else {}
 
     def wake_weights(self) -> None:
         wait(self.group.call("wake_weights"))
 
     def wake_cache(self) -> None:
         wait(self.group.call("wake_cache"))
+
+
+def engine_memory(held: Mapping[str, int]) -> dict[str, float]:
+    """An engine's `memory()` as metrics: of the generation phase all, of the refit phase the weights."""
+    weights = float(held["generation_weights"])
+    return {
+        "device_bytes/generate": float(held["device"]),
+        "measured/generate/generation_weights": weights,
+        "measured/generate/kv_cache": float(held["kv_cache"]),
+        "measured/refit/generation_weights": weights,
+    }

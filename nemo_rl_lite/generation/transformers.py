@@ -51,8 +51,8 @@ class TransformersEngine:
             completions += self._generate(rows[start : start + self._batch_size], sampling)
         return completions
 
-    def device_bytes(self) -> int:
-        return 0
+    def memory(self) -> dict[str, int]:
+        return {}
 
     def sleep(self) -> None:
         """Stays as it is: the reference engine keeps its weights and has no cache between calls."""

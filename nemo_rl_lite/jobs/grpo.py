@@ -49,6 +49,7 @@ class GRPOJob:
             policy=workers.policy,
             generation=workers.generation,
             refit=workers.weights.refit,
+            check_refit=workers.weights.check,
             collector=RolloutCollector(workers.generation, self._tokenizer, self._judge, max_length, turns),
             sampling=Sampling.of(config.generation, self._tokenizer.end_token),
             training=self._training,

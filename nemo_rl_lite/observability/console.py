@@ -18,6 +18,8 @@ PHASES = {
     "refit": (("prepare_for_generation/transfer_and_update_weights",), "magenta"),
 }
 BAR_CELLS = 6
+# Columns of a table where there is no terminal to fit; rich would take 80.
+PLAIN_WIDTH = 100
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -25,7 +27,7 @@ class RunConsole:
     """Progress on stdout, plain lines where that is no terminal; the same lines go to the run's log."""
 
     def __init__(self, console: Console | None = None):
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or _standard_console()
 
     def say(self, message: str) -> None:
         log.info(message)
@@ -63,6 +65,13 @@ class RunConsole:
         for row in rows:
             table.add_row(*row)
         self.console.print(table)
+
+
+def _standard_console() -> Console:
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    return console
 
 
 def phases_in(timers: Iterable[str]) -> dict[str, tuple[tuple[str, ...], str]]:

@@ -7,12 +7,14 @@ from pathlib import Path
 from statistics import median
 
 from nemo_rl_lite.observability.console import RunConsole, phases_in
+from nemo_rl_lite.observability.memory_plot import plot_memory
 from nemo_rl_lite.observability.plots import plot_run
 from nemo_rl_lite.observability.sinks import MetricsLog
 from nemo_rl_lite.observability.views import Curve, View
 
 SUMMARY_FILE = "summary.json"
 PICTURE = Path("plots") / "run.png"
+MEMORY_PICTURE = Path("plots") / "memory.png"
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, i
 
 
 def report(summary: Summary, metrics: MetricsLog, console: RunConsole, title: str, view: View, plots: bool) -> None:
-    """Print the table, draw the picture, write summary.json."""
+    """Print the table, draw the pictures, write summary.json."""
     folder = Path(summary.run_folder)
     (folder / SUMMARY_FILE).write_text(json.dumps(asdict(summary), indent=2) + "\n")
     rows = [row for panel in view for curve in panel.curves if (row := _row(curve, metrics))]
@@ -65,6 +67,8 @@ def report(summary: Summary, metrics: MetricsLog, console: RunConsole, title: st
     if plots:
         plot_run(metrics, folder / PICTURE, title, view)
         console.say(f"picture  {folder / PICTURE}")
+        if plot_memory(metrics, folder / MEMORY_PICTURE, title):
+            console.say(f"memory   {folder / MEMORY_PICTURE}")
     console.say(f"run      {folder}")
 
 

@@ -1,44 +1,21 @@
-"""Move an optimizer's states between the device and the host."""
+"""The tensors an optimizer holds beside the model: master weights and states."""
 
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-DEVICES = ("cpu", "cuda")
+
+def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer], model: Iterable[Tensor]) -> list[Tensor]:
+    """What the optimizers step and what they remember, without what shares memory with the tensors of `model`: an
+    optimizer without master weights steps the model's own."""
+    own = {tensor.untyped_storage()._cdata for tensor in model}
+    return [tensor for tensor in _held(optimizers) if tensor.untyped_storage()._cdata not in own]
 
 
-@dataclass(frozen=True)
-class Move:
-    """What a move did: bytes that changed place (0 where they were there already) and seconds it took."""
-
-    nbytes: int
-    seconds: float
-
-
-def move_optimizer_states(optimizers: Iterable[torch.optim.Optimizer], device: str) -> Move:
-    """Move every tensor of the optimizers' states to `device` ("cpu" or "cuda"); those already there stay as they are.
-
-    Raises:
-        ValueError: another device, also where there is nothing to move.
-    """
-    if device not in DEVICES:
-        raise ValueError(f"optimizer states can go to {' or '.join(DEVICES)}, not to {device!r}")
-    started = time.perf_counter()
-    moved = 0
+def _held(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[Tensor]:
     for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
         for state in optimizer.state.values():
-            moved += _move(state, device)
-    return Move(moved, time.perf_counter() - started)
-
-
-def _move(state: dict[str, Any], device: str) -> int:
-    moved = 0
-    for name, value in state.items():
-        if isinstance(value, Tensor) and value.device.type != device:
-            state[name] = value.to(device)
-            moved += value.nbytes
-    return moved
+            yield from (value for value in state.values() if isinstance(value, Tensor))

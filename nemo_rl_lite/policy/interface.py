@@ -5,14 +5,15 @@ from typing import Protocol
 from torch import Tensor
 
 from nemo_rl_lite.algorithms.losses import Batch, Loss
-from nemo_rl_lite.offload.optimizer_states import Move
+from nemo_rl_lite.offload.mover import Move
 
 
 class Policy(Protocol):
     """All policy ranks, as the loop sees them. B sequences of T tokens, right-padded."""
 
-    def prepare_for_logprob(self) -> Move | None:
-        """Enter the logprob phase; what moved between device and host, where the configuration moves something."""
+    def prepare_for_logprob(self) -> None:
+        """Enter the logprob phase, from any other: parameters, gradients and optimizer states are where the residency
+        table has them."""
         ...
 
     def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "logprob") -> Tensor:
@@ -24,7 +25,7 @@ class Policy(Protocol):
         """The same under the weights the run started from."""
         ...
 
-    def prepare_for_training(self) -> Move:
+    def prepare_for_training(self) -> None:
         """Enter the training phase, from any other."""
         ...
 
@@ -34,7 +35,12 @@ class Policy(Protocol):
         ...
 
     def take_memory(self) -> dict[str, float]:
-        """Peak memory of each phase since the last call, in bytes; empty on CPUs."""
+        """Memory of each phase since the last call, in bytes, the fullest rank's (`MemoryMeter`)."""
+        ...
+
+    def take_moves(self) -> dict[str, Move]:
+        """What has moved between device and host since the last call, by "<component>/to_host" or "/to_device": bytes
+        of all ranks, times of the slowest."""
         ...
 
     def export_hf(self, path: str) -> None:

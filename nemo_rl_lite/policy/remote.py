@@ -1,5 +1,6 @@
 """The policy in Ray actors: splits batches over data-parallel ranks and puts results together."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from nemo_rl_lite.algorithms.losses import Batch, Loss, Normalizers, combine_metrics
 from nemo_rl_lite.cluster.workers import WorkerGroup, wait
-from nemo_rl_lite.offload.optimizer_states import Move
+from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.policy.megatron.model import ParallelPlace
 
 WORKER_CLASS = "nemo_rl_lite.policy.megatron.worker.MegatronWorker"
@@ -25,8 +26,8 @@ class RemotePolicy:
         self._places: list[ParallelPlace] = wait(group.call("place"))
         self._replicas = self._places[0].data_size
 
-    def prepare_for_logprob(self) -> Move | None:
-        return _slowest(wait(self.group.call("prepare_for_logprob")))
+    def prepare_for_logprob(self) -> None:
+        wait(self.group.call("prepare_for_logprob"))
 
     def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "logprob") -> Tensor:
         return self._score("logprobs", tokens_BT, lengths_B, phase)
@@ -34,8 +35,16 @@ class RemotePolicy:
     def reference_logprobs(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
         return self._score("reference_logprobs", tokens_BT, lengths_B)
 
-    def prepare_for_training(self) -> Move:
-        return _slowest(wait(self.group.call("prepare_for_training"))) or Move(0, 0.0)
+    def prepare_for_training(self) -> None:
+        wait(self.group.call("prepare_for_training"))
+
+    def prepare_for_refit(self) -> None:
+        """Enter the refit phase; what leaves the device may still be leaving while the engines wake."""
+        wait(self.group.call("prepare_for_refit"))
+
+    def prepare_for_generation(self) -> None:
+        """Enter the generation phase."""
+        wait(self.group.call("prepare_for_generation"))
 
     def train(self, batch: Batch, loss: Loss) -> dict[str, float]:
         steps = []
@@ -56,8 +65,8 @@ class RemotePolicy:
         names = sorted({name for peaks in ranks for name in peaks})
         return {name: max(peaks.get(name, 0.0) for peaks in ranks) for name in names}
 
-    def release_cache(self) -> None:
-        wait(self.group.call("release_cache"))
+    def take_moves(self) -> dict[str, Move]:
+        return combine_moves(wait(self.group.call("take_moves")))
 
     def _score(self, method: str, tokens_BT: Tensor, lengths_B: Tensor, *more: str) -> Tensor:
         """Any number of rows: copies of the last fill up the replicas and are left out of the result."""
@@ -82,9 +91,14 @@ class RemotePolicy:
         return [reporting[replica] for replica in range(self._replicas)]
 
 
-def _slowest(moves: list[Move | None]) -> Move | None:
-    """The ranks move at the same time: bytes add up, the slowest sets the time."""
-    done = [move for move in moves if move is not None]
-    if not done:
-        return None
-    return Move(sum(move.nbytes for move in done), max(move.seconds for move in done))
+def combine_moves(ranks: Sequence[Sequence[tuple[str, Move]]]) -> dict[str, Move]:
+    """Moves by name: a rank's moves of one name come one after the other, the ranks move at the same time."""
+    combined: dict[str, Move] = {}
+    for name in sorted({name for moves in ranks for name, _ in moves}):
+        by_rank = [[move for own, move in moves if own == name] for moves in ranks]
+        combined[name] = Move(
+            sum(move.nbytes for moves in by_rank for move in moves),
+            max(sum(move.transfer_s for move in moves) for moves in by_rank),
+            max(sum(move.exposed_s for move in moves) for moves in by_rank),
+        )
+    return combined

@@ -46,9 +46,10 @@ def write(bench: str, results: list[dict[str, Any]], bars: list[dict[str, Any]])
 
 
 def save(bench: str, origin: dict[str, Any], results: list[dict[str, Any]], bars: list[dict[str, Any]]) -> Path:
-    """Write docs/benchmarks/<bench>-<hardware>.json; `origin` has date, commit, command, hardware and versions."""
+    """Write docs/benchmarks/<bench>-<hardware>.json, or to the folder `NRL_BENCH_OUT`; `origin` has date, commit,
+    command, hardware and versions."""
     record = {"bench": bench} | origin | {"results": results, "bars": bars}
-    path = FOLDER / f"{bench}-{origin['hardware']['name']}.json"
+    path = Path(os.environ.get("NRL_BENCH_OUT", FOLDER)) / f"{bench}-{origin['hardware']['name']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from nemo_rl_lite.algorithms.losses import GRPOLoss, Normalizers
 from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.offload.residency import Residency
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 
 TEMPERATURE = 0.7
@@ -47,6 +48,7 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
         keep_reference=True,
         threads=1,
         on_gpu=config.cluster.gpus_per_node > 0,
+        residency=Residency.of(config),
     )
     place = worker.place()
     source = torch.Generator().manual_seed(1)
@@ -60,6 +62,10 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
     advantages = torch.randn(rows, generator=source)
     own = slice(place.data_rank * rows // place.data_size, (place.data_rank + 1) * rows // place.data_size)
 
+    # The phases of a GRPO step, in its order.
+    worker.prepare_for_refit()
+    worker.prepare_for_generation()
+    worker.prepare_for_logprob()
     first = worker.logprobs(tokens[own], lengths[own])
     reference = worker.reference_logprobs(tokens[own], lengths[own])
     loss = GRPOLoss(config.grpo.loss_fn)
@@ -73,7 +79,11 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
         (scores,) = [(p, r) for data_rank, reports, p, r in gathered if reports and data_rank == place.data_rank]
         batch["previous_logprobs"] = batch["generation_logprobs"] = torch.from_numpy(scores[0])
         batch["reference_logprobs"] = torch.from_numpy(scores[1])
+        worker.prepare_for_training()
         steps.append(worker.train(batch, loss, Normalizers.of(mask)))
+        worker.prepare_for_refit()
+        worker.prepare_for_generation()
+        worker.prepare_for_logprob()
         previous = worker.logprobs(tokens[own], lengths[own])
 
     # Lent for a forward pass, then the policy's own weights again.

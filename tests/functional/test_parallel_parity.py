@@ -25,6 +25,7 @@ BATCHES = [
 ROUNDED = ["policy.sequence_length_round=8"]
 PACKED = ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=40", *ROUNDED]
 DYNAMIC = ["policy.dynamic_batching.enabled=true", "policy.dynamic_batching.train_mb_tokens=40", *ROUNDED]
+OFFLOADED = ["offload=pinned", "policy.offload_optimizer_states_for_logprob=true"]
 LAYOUTS = {
     "one rank": [],
     "tensor 2": ["cluster.cpu_ranks=2", "policy.megatron_cfg.tensor_model_parallel_size=2"],
@@ -41,6 +42,15 @@ LAYOUTS = {
     "pipeline 2, dynamic": ["cluster.cpu_ranks=2", "policy.megatron_cfg.pipeline_model_parallel_size=2", *DYNAMIC],
     "data 2, packed": ["cluster.cpu_ranks=2", *PACKED],
     "bfloat16": ["policy.precision=bfloat16"],
+    "one rank, offloaded": OFFLOADED,
+    "one rank, offloaded one after the other": ["offload=colocated"],
+    "bfloat16, offloaded": ["policy.precision=bfloat16", *OFFLOADED],
+    "data 2, offloaded": ["cluster.cpu_ranks=2", *OFFLOADED],
+    "tensor 2, states offloaded for logprobs": [
+        "cluster.cpu_ranks=2",
+        "policy.megatron_cfg.tensor_model_parallel_size=2",
+        "offload=logprob",
+    ],
     "clipped": [
         "policy.megatron_cfg.optimizer.optimizer=sgd",
         "policy.megatron_cfg.optimizer.use_distributed_optimizer=false",
@@ -120,7 +130,29 @@ def test_before_the_first_step_the_ratio_is_exactly_one_and_the_kl_exactly_zero(
         assert outcome.metrics[1]["kl_penalty"] > 0, layout
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("one rank", "bfloat16", "clipped")])
+@pytest.mark.parametrize(
+    ("moved", "still"),
+    [
+        ("one rank, offloaded", "one rank"),
+        ("one rank, offloaded one after the other", "one rank"),
+        ("bfloat16, offloaded", "bfloat16"),
+        ("data 2, offloaded", "data 2"),
+        ("tensor 2, states offloaded for logprobs", "tensor 2"),
+    ],
+)
+def test_what_moves_between_phases_stays_the_same_to_the_bit(outcomes, moved, still):
+    ours, theirs = outcomes(moved), outcomes(still)
+    assert ours.metrics == theirs.metrics
+    for name in ("logprobs", "reference", "after", "reference_after", "own_after"):
+        assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
+    for name, weight in theirs.weights.items():
+        assert torch.equal(ours.weights[name], weight), name
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [name for name in LAYOUTS if name not in ("one rank", "clipped") and not name.startswith("bfloat16")],
+)
 def test_layouts_agree_in_float32(outcomes, layout):
     one, other = outcomes("one rank"), outcomes(layout)
     np.testing.assert_allclose(other.logprobs, one.logprobs, atol=1e-5)

@@ -41,9 +41,10 @@ def test_engine_and_policy_agree_after_every_refit(run):
     _, _, metrics = run
     steps = [line for line in metrics if "train/loss" in line]
     assert len(steps) == 2
-    for line in metrics:
-        if "refit/seconds" in line:
-            assert 0 <= line["refit/probe_logprob_diff"] < 1e-4
+    probed = [line["refit/probe_logprob_diff"] for line in metrics if "refit/probe_logprob_diff" in line]
+    # Each step checks the refit before it; the last refit is checked at the end.
+    assert len(probed) == sum("refit/seconds" in line for line in metrics) == 3
+    assert all(0 <= difference < 1e-4 for difference in probed)
     for line in steps:
         assert line["train/token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
         assert line["train/logprob_abs_diff_max"] < 1e-4
@@ -116,8 +117,10 @@ def test_metrics_have_nemo_rls_names(run):
         "validation/accuracy",
         "validation/avg_length",
         "timing/validation/total_validation_time",
-        "offload/offload_optimizer_bytes",
-        "offload/restore_optimizer_s",
+        "offload/optimizer_states/to_host_bytes",
+        "offload/optimizer_states/to_device_s",
+        "offload/optimizer_states/to_device_exposed_s",
+        "memory/measured/train/optimizer_states",
     }
     assert names.issuperset(expected), expected - names
 
@@ -128,8 +131,6 @@ def test_the_run_folder_is_complete(run):
         assert (folder / name).stat().st_size > 0, name
     assert json.loads((folder / "config.json").read_text())["policy"]["offload_optimizer_states_for_logprob"] is True
     assert list(folder.glob("tensorboard/events*")) and list(folder.glob("wandb/offline-run-*/*.wandb"))
-    policy_log = (folder / "logs" / "policy-0.log").read_text()
-    assert "optimizer states to cpu: 0 bytes moved" in policy_log
     lines = [line for line in output.splitlines() if line.startswith("step ")]
     assert len(lines) == 2 and all("generate" in line and "refit" in line for line in lines)
     assert "Traceback" not in output and "held-out accuracy" in output

@@ -32,6 +32,11 @@ LAYOUTS = {
     "packed": (1, PACKED),
     "packed, recomputed": (1, [*PACKED, "policy.megatron_cfg.activation_checkpointing=true"]),
     "dynamic": (1, DYNAMIC),
+    "packed, offloaded": (
+        1,
+        [*PACKED, "offload=pinned", "policy.offload_optimizer_states_for_logprob=true"],
+    ),
+    "packed, offloaded one after the other": (1, [*PACKED, "offload=colocated"]),
     "data 2": (2, PACKED),
     "tensor 2": (2, [*PACKED, "policy.megatron_cfg.tensor_model_parallel_size=2"]),
     "tensor 2, sequence parallel": (

@@ -50,9 +50,16 @@ class RefitExtension:
     def set_sampling_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def device_bytes(self) -> int:
-        """Bytes of this rank's GPU in use by all processes; 0 on a CPU."""
-        return 0 if self.device.type == "cpu" else device_bytes()
+    def memory(self) -> dict[str, int]:
+        """Bytes of this rank's GPU: in use by all processes, weights, KV cache; empty on a CPU."""
+        if self.device.type == "cpu":
+            return {}
+        cache = self.model_runner.kv_cache_config.kv_cache_tensors
+        return {
+            "device": device_bytes(),
+            "generation_weights": int(self.model_runner.model_memory_usage),
+            "kv_cache": sum(tensor.size for tensor in cache),
+        }
 
     def _load_layerwise(self, model: Any, receiver: Receiver) -> set[str] | None:
         """vLLM packs linear weights on a CPU. Its layerwise reload undoes and redoes that, and puts back the old values

@@ -110,9 +110,9 @@ class VLLMEngine:
         outputs = self._llm.generate(requests, parameters, use_tqdm=False)
         return [_completion(sample) for output in outputs for sample in output.outputs]
 
-    def device_bytes(self) -> int:
-        """Bytes in use, by all processes, of the engine's fullest GPU; 0 on a CPU."""
-        return max(self._llm.collective_rpc("device_bytes"))
+    def memory(self) -> dict[str, int]:
+        """Bytes of the engine's fullest GPU: in use by all processes, weights, KV cache; empty on a CPU."""
+        return max(self._llm.collective_rpc("memory"), key=lambda held: held.get("device", 0))
 
     def sleep(self) -> None:
         """Give the GPU's memory to the policy. Does nothing where the engine has a device of its own, or a CPU."""

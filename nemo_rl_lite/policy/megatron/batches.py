@@ -8,21 +8,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_lite.algorithms.losses import Batch
+from nemo_rl_lite.offload import activations
 from nemo_rl_lite.policy.megatron.micro_batches import Layout, MicroBatch, cut
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 
 # Logprobs [b, T] of a micro-batch and the micro-batch -> its loss and metrics.
 MicroBatchLoss = Callable[[Tensor, Batch], tuple[Tensor, Any]]
+Before = Callable[[int], None] | None
 # Tokens whose logits are made float32 at a time where no gradient is wanted.
 _CHUNK = 2048
 
 
 def forward_logprobs(
-    model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layout: Layout, temperature: float
+    model: MegatronModel,
+    tokens_BT: Tensor,
+    lengths_B: Tensor,
+    layout: Layout,
+    temperature: float,
+    before: Before = None,
 ) -> Tensor | None:
     """Logprobs [B, T] of the tokens under the model at `temperature`, on the CPU; None on ranks without logits.
 
-    Entry t is log p(token t | tokens before t); entry 0 and those beyond a sequence's end are 0.
+    Entry t is log p(token t | tokens before t); entry 0 and those beyond a sequence's end are 0. `before` is called
+    before each micro-batch with the number of those that have not run.
     """
     model.train_mode(False)
     micro_batches = _agreed_cut(model, tokens_BT, lengths_B, layout)
@@ -30,8 +38,8 @@ def forward_logprobs(
     def score(micro: MicroBatch) -> Callable[..., Tensor]:
         return lambda logits, non_loss_data: token_logprobs(logits, micro, temperature).cpu()
 
-    with torch.no_grad():
-        parts = _run(model, micro_batches, score, forward_only=True)
+    with torch.no_grad(), activations.suspended(model.chunks):
+        parts = _run(model, micro_batches, score, forward_only=True, before=before)
     if not model.place.has_logits:
         return None
     logprobs_BT = torch.zeros(tokens_BT.shape, dtype=torch.float32)
@@ -61,7 +69,8 @@ def forward_backward(
 
         return scaled_loss
 
-    return _run(model, micro_batches, on_logits, forward_only=False)
+    with activations.training_pass(model.chunks, len(micro_batches)):
+        return _run(model, micro_batches, on_logits, forward_only=False)
 
 
 def token_logprobs(logits_nSv: Tensor, micro: MicroBatch, temperature: float) -> Tensor:
@@ -103,6 +112,7 @@ def _run(
     micro_batches: Sequence[MicroBatch],
     on_logits: Callable[[MicroBatch], Callable[..., Any]],
     forward_only: bool,
+    before: Before = None,
 ) -> list[Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -118,7 +128,7 @@ def _run(
     first = micro_batches[0].tokens_nS
     return get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(micro_batches),
+        data_iterator=_announced(micro_batches, before),
         model=model.chunks,
         num_microbatches=len(micro_batches),
         seq_length=first.shape[1],
@@ -126,6 +136,13 @@ def _run(
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+
+
+def _announced(micro_batches: Sequence[MicroBatch], before: Before) -> Iterator[MicroBatch]:
+    for index, micro in enumerate(micro_batches):
+        if before is not None:
+            before(len(micro_batches) - index)
+        yield micro
 
 
 def _attention(micro: MicroBatch, device: torch.device) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_lite.config.schema import PolicyConfig
+from nemo_rl_lite.offload import activations
 from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
 
 # Fused kernels of Apex and Transformer Engine; the local layer spec has plain torch in their place.
@@ -122,6 +123,7 @@ def _set_layout(provider: Any, config: PolicyConfig) -> None:
     provider.moe_router_load_balancing_type, provider.moe_aux_loss_coeff = "none", 0.0
     if parallel.activation_checkpointing:
         provider.recompute_granularity, provider.recompute_method, provider.recompute_num_layers = "full", "uniform", 1
+    activations.set_fields(provider, parallel)
 
 
 def _set_gpu_kernels(provider: Any) -> None:

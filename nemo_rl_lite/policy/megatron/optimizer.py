@@ -4,13 +4,15 @@ import math
 from typing import Any
 
 from nemo_rl_lite.config.schema import PolicyConfig
+from nemo_rl_lite.offload import cpu_optimizer
 from nemo_rl_lite.policy.megatron.model import MegatronModel, torch_dtype
 
 
 def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, Any]:
     """The optimizer over the model's chunks and its scheduler, which counts optimizer steps.
 
-    The gradient's norm is computed and reported also where `max_grad_norm` is null.
+    The gradient's norm is computed and reported also where `max_grad_norm` is null. Float32 master weights are copies
+    of the model's weights as they are now, so those are loaded before.
     """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -33,9 +35,12 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
             bf16=config.precision == "bfloat16",
             params_dtype=dtype,
             use_distributed_optimizer=settings.use_distributed_optimizer,
+            **cpu_optimizer.megatron_options(settings),
         ),
         model.chunks,
     )
+    if settings.optimizer_cpu_offload:
+        cpu_optimizer.release_copies_of_construction()
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=schedule.lr_warmup_init,

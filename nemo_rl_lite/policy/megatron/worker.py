@@ -14,8 +14,12 @@ from nemo_rl_lite.algorithms.losses import Batch, Loss, Normalizers, combine_met
 from nemo_rl_lite.checkpoint.export import write_hf_folder
 from nemo_rl_lite.config.schema import ClusterConfig, PolicyConfig, RefitConfig
 from nemo_rl_lite.observability.memory import MemoryMeter, Peaks
-from nemo_rl_lite.offload.optimizer_states import Move, move_optimizer_states
+from nemo_rl_lite.offload import numa
+from nemo_rl_lite.offload.cpu_optimizer import stays_on_host, step_threads
+from nemo_rl_lite.offload.mover import Move
+from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.policy.megatron.batches import forward_backward, forward_logprobs
+from nemo_rl_lite.policy.megatron.memory import phase_memory
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.policy.megatron.model import ParallelPlace, build_model
 from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
@@ -56,7 +60,11 @@ class MegatronWorker:
         keep_reference: bool,
         threads: int,
         on_gpu: bool,
+        residency: Residency,
     ):
+        # First, so that threads and page-locked memory are on the GPU's side of the machine.
+        if on_gpu and cluster.numa_binding:
+            log.info("%s", numa.bind(numa.gpu_address()).describe())
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
         self._policy, self._refit, self._temperature = policy, refit, temperature
@@ -64,11 +72,14 @@ class MegatronWorker:
         self._rank = int(os.environ["RANK"])
         self._model = build_model(policy, model_path, on_gpu, cluster.collective_timeout_s, seed)
         self._optimizer, self._scheduler = build_optimizer(policy, self._model)
+        if stays_on_host(policy.megatron_cfg.optimizer) and cluster.threads_per_worker is None:
+            torch.set_num_threads(step_threads())
         self._reference = ReferenceWeights(self._model) if keep_reference else None
         self._train_layout = Layout.of(policy, "train", on_gpu)
         self._logprob_layout = Layout.of(policy, "logprob", on_gpu)
         log.info("micro-batches: %s for training, %s for logprobs", self._train_layout, self._logprob_layout)
-        self._memory = MemoryMeter()
+        self._phases = phase_memory(policy, self._model, self._optimizer, residency)
+        self._memory = MemoryMeter(self._phases.device_bytes)
         self._conversion_tasks: list[Any] | None = None
         self._plan: RefitPlan | None = None
         self._store: Any = None
@@ -78,26 +89,43 @@ class MegatronWorker:
     def place(self) -> ParallelPlace:
         return self._model.place
 
-    def prepare_for_logprob(self) -> Move | None:
-        """Enter the logprob phase: optimizer states leave the device where the configuration asks for it."""
-        return self._move_optimizer("cpu") if self._policy.offload_optimizer_states_for_logprob else None
+    def prepare_for_logprob(self) -> None:
+        """Enter the logprob phase; every `prepare_for_...` may come after any other, and again."""
+        self._phases.enter(Phase.LOGPROB)
 
-    def prepare_for_training(self) -> Move:
-        """Enter the training phase: everything training needs is on the device, wherever it was."""
-        return self._move_optimizer(self._model.device.type)
+    def prepare_for_training(self) -> None:
+        """Enter the training phase: everything that training needs is on the device, wherever it was."""
+        self._phases.enter(Phase.TRAIN)
+
+    def prepare_for_refit(self) -> None:
+        """Enter the refit phase. What leaves may do so while the engines wake, if they have room for their weights."""
+        engine_bytes = self._plan.nbytes if self._plan else 0
+        self._phases.enter(Phase.REFIT, beside=engine_bytes)
+
+    def prepare_for_generation(self) -> None:
+        """Enter the generation phase: the engines have the room that the residency gives them."""
+        self._phases.enter(Phase.GENERATE)
+        self._memory.note("generate")
+
+    def take_moves(self) -> list[tuple[str, Move]]:
+        """What has moved between device and host since the last call: "<component>/to_host" or "/to_device"."""
+        return self._phases.take_moves()
 
     def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "logprob") -> np.ndarray | None:
-        """Logprobs [B, T] of the tokens at the sampling temperature; entry t belongs to token t, entry 0 is 0."""
-        with self._memory.phase(phase):
-            logprobs_BT = forward_logprobs(self._model, tokens_BT, lengths_B, self._logprob_layout, self._temperature)
-        return logprobs_BT.numpy() if self._model.place.reports and logprobs_BT is not None else None
+        """Logprobs [B, T] of the tokens at the sampling temperature; entry t belongs to token t, entry 0 is 0.
+
+        `phase` is "logprob", or "probe" for a few sequences between the phases.
+        """
+        then_train = phase == "logprob" and self._reference is None
+        return self._score(tokens_BT, lengths_B, phase, then_train)
 
     def reference_logprobs(self, tokens_BT: Tensor, lengths_B: Tensor) -> np.ndarray | None:
         """The same under the starting weights."""
         if self._reference is None:
             raise RuntimeError("no reference weights were kept: the KL penalty was 0 at the start")
+        self._phases.require(Component.PARAMETERS)
         with self._reference.in_place():
-            return self.logprobs(tokens_BT, lengths_B)
+            return self._score(tokens_BT, lengths_B, "logprob", then_train=True)
 
     def train(self, batch: Batch, loss: Loss, counts: Normalizers) -> dict[str, float] | None:
         """One optimizer step on this rank's share of a global batch; metrics are this replica's share, beside
@@ -106,7 +134,8 @@ class MegatronWorker:
         Raises:
             RuntimeError: the gradient is not finite (found by megatron-core before the weights change).
         """
-        with self._memory.phase("train"):
+        self._phases.require(Component.PARAMETERS, Component.OPTIMIZER_STATES)
+        with self._memory.phase("train"), self._phases.gradients.accumulating():
             for chunk in self._model.chunks:
                 chunk.zero_grad_buffer()
             self._optimizer.zero_grad()
@@ -175,11 +204,6 @@ class MegatronWorker:
                 pass
             return None
 
-    def release_cache(self) -> None:
-        """Give memory that torch holds for later back to the device, so that another process can have it."""
-        if self._model.device.type == "cuda":
-            torch.cuda.empty_cache()
-
     def export_hf(self, path: str) -> None:
         """Write the model with its configuration and tokenizer in Hugging Face format to the folder `path`."""
         weights = list(self._export(to_host=True))
@@ -187,6 +211,7 @@ class MegatronWorker:
             write_hf_folder(weights, self._model_path, Path(path))
 
     def _export(self, to_host: bool = False) -> Any:
+        self._phases.require(Component.PARAMETERS)
         bridge, chunks = self._model.bridge, self._model.chunks
         if self._conversion_tasks is None:
             self._conversion_tasks = bridge.get_conversion_tasks(chunks)
@@ -197,13 +222,14 @@ class MegatronWorker:
             conversion_tasks=self._conversion_tasks,
         )
 
-    def _move_optimizer(self, device: str) -> Move:
-        move = move_optimizer_states(_torch_optimizers(self._optimizer), device)
-        log.info("optimizer states to %s: %d bytes moved in %.3f s", device, move.nbytes, move.seconds)
-        return move
-
-
-def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The torch optimizers inside a megatron-core optimizer, chained or not."""
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part.optimizer for part in chained if part.optimizer is not None]
+    def _score(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str, then_train: bool) -> np.ndarray | None:
+        self._phases.require(Component.PARAMETERS)
+        working_bytes = self._memory.working_bytes(phase)
+        prefetch = None
+        if then_train and working_bytes is not None:
+            prefetch = self._phases.prefetch(Phase.TRAIN, working_bytes)
+        with self._memory.phase(phase):
+            logprobs_BT = forward_logprobs(
+                self._model, tokens_BT, lengths_B, self._logprob_layout, self._temperature, prefetch
+            )
+        return logprobs_BT.numpy() if self._model.place.reports and logprobs_BT is not None else None

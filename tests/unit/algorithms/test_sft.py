@@ -10,7 +10,7 @@ from nemo_rl_lite.config.schema import SFTConfig
 from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.sinks import MetricsLog
-from nemo_rl_lite.offload.optimizer_states import Move
+from nemo_rl_lite.offload.mover import Move
 
 CONFIG = SFTConfig(
     name="sft",
@@ -38,7 +38,9 @@ class NotingPolicy:
 
     def prepare_for_training(self):
         self.calls.append("training")
-        return Move(0, 0.0)
+
+    def take_moves(self):
+        return {"parameters/to_host": Move(8, 1.0, 0.5)}
 
     def logprobs(self, tokens_BT, lengths_B):
         return torch.full(tokens_BT.shape, -0.5)

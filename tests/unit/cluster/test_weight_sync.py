@@ -26,19 +26,24 @@ def sync_with(engine_logprobs: list[list[float]]) -> WeightSync:
         assert sampling.top_p == 1 and sampling.top_k is None and sampling.max_new_tokens == tokens
         return [Completion((7,) * tokens, tuple(values), "length") for values in engine_logprobs]
 
+    sync._probed = []
     sync._policy = SimpleNamespace(logprobs=logprobs)
     sync._generation = SimpleNamespace(group=[None] * len(engine_logprobs), generate=generate)
     return sync
 
 
-def test_a_probe_that_agrees_reports_the_mean_difference():
+def test_a_probe_that_agrees_reports_the_mean_difference_once():
     sync = sync_with([[-1.0, -1.0], [-1.0005, -0.9995], [-1.0, -1.0015]])
-    assert sync.probe()["probe_logprob_diff"] == pytest.approx(7.5e-4, rel=1e-3)
+    sync._sample_probe()
+    assert sync.check()["probe_logprob_diff"] == pytest.approx(7.5e-4, rel=1e-3)
+    assert sync.check() == {}
 
 
 def test_a_probe_that_disagrees_names_the_engine():
+    sync = sync_with([[-1.0, -1.0], [-1.01, -0.99]])
+    sync._sample_probe()
     with pytest.raises(RefitError, match=r"generation rank 1 .* differ by 0.0100 nats on average"):
-        sync_with([[-1.0, -1.0], [-1.01, -0.99]]).probe()
+        sync.check()
 
 
 def test_the_probe_is_no_longer_than_a_response():

@@ -21,6 +21,12 @@ MODEL = {
 OPTIMIZER, SCHEDULER = "policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler"
 TP, PP = "policy.megatron_cfg.tensor_model_parallel_size", "policy.megatron_cfg.pipeline_model_parallel_size"
 LOSS = "algorithm.loss_fn"
+ACTIVATIONS = "policy.megatron_cfg.fine_grained_activation_offloading"
+MODULES = "policy.megatron_cfg.offload_modules"
+GPU = (
+    "cluster.gpus_per_node=1 policy=megatron_gpu generation=transformers policy.max_total_sequence_length=64 "
+    "generation.max_new_tokens=16"
+)
 
 # Arguments -> what the message must say: the key first, then words of the rule or the fix.
 CASES = {
@@ -38,7 +44,10 @@ CASES = {
     "policy=megatro": ["policy", "did you mean policy=megatron"],
     "generation=sglang": ["generation", "no such file", "transformers, vllm"],
     "recipes=nothing-like-this": ["recipes", "no such file"],
-    "offload=everything": ["offload", "logprob, none"],
+    "offload=pinned generation.colocated.enabled=false": ["policy.offload_for_generation", "policy's GPUs"],
+    "policy.offload_for_generation=[parameters,parameters]": ["policy.offload_for_generation", "twice"],
+    "policy.offload_for_generation=[weights]": ["policy.offload_for_generation", "parameters"],
+    "offload=everything": ["offload", "logprob, max_memory, none"],
     "policy@other=megatron": ["gives a package"],
     # References that lead nowhere.
     "policy.precision='${nope}'": ["policy.precision", "cannot be resolved"],
@@ -154,6 +163,71 @@ CASES = {
     "policy.max_total_sequence_length=4096": ["policy.max_total_sequence_length", "128 positions"],
     "policy.model_name=MODEL": ["policy.model_name", "head_dim >= 32"],
     "logger.wandb_enabled=true": ["logger.wandb.mode", "wandb login", "offline"],
+    # What leaves the GPU. GPU stands for a run on one, MOE for a model with experts.
+    "offload=cpu_optimizer": [f"{OPTIMIZER}.optimizer_cpu_offload = True", "in host memory already", "1 problem found"],
+    f"{OPTIMIZER}.optimizer_offload_fraction=1.5": [
+        f"{OPTIMIZER}.optimizer_offload_fraction",
+        "less than or equal to 1",
+    ],
+    f"{GPU} offload=cpu_optimizer {OPTIMIZER}.optimizer_offload_fraction=0.0": [
+        f"{OPTIMIZER}.optimizer_offload_fraction = 0.0",
+        "greater than 0",
+        "1 problem found",
+    ],
+    f"{GPU} offload=cpu_optimizer {OPTIMIZER}.use_distributed_optimizer=false": [
+        f"{OPTIMIZER}.use_distributed_optimizer = False",
+        "sharded states",
+        "1 problem found",
+    ],
+    f"{GPU} offload=cpu_optimizer {OPTIMIZER}.optimizer=sgd {OPTIMIZER}.use_distributed_optimizer=false": [
+        f"{OPTIMIZER}.optimizer = 'sgd'",
+        f"{OPTIMIZER}.optimizer=adam",
+        "1 problem found",
+    ],
+    f"{GPU} {OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=true": [
+        f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d = True",
+        "which is off",
+        "1 problem found",
+    ],
+    f"{GPU} offload=cpu_optimizer policy.offload_optimizer_states_for_logprob=true": [
+        "policy.offload_optimizer_states_for_logprob = True",
+        "no phase moves optimizer states",
+        "1 problem found",
+    ],
+    f"{GPU} offload=cpu_optimizer {OPTIMIZER}.optimizer_offload_fraction=0.5 "
+    "policy.offload_for_generation=[gradients,optimizer_states]": [
+        "policy.offload_for_generation = ['gradients', 'optimizer_states']",
+        "policy.offload_for_generation=[gradients]",
+        "1 problem found",
+    ],
+    "offload=activations": [f"{ACTIVATIONS} = True", "in host memory already", "1 problem found"],
+    f"{GPU} {ACTIVATIONS}=true": [f"{MODULES} = 'null'", f"{MODULES}=[core_attn]", "1 problem found"],
+    f"{GPU} {ACTIVATIONS}=true {MODULES}=[]": [f"{MODULES} = []", "must name modules", "1 problem found"],
+    f"{MODULES}=[attention]": [f"{MODULES}.0", "'core_attn'"],
+    f"{GPU} {ACTIVATIONS}=true {MODULES}=[core_attn,qkv_linear,core_attn]": [
+        "names a module twice",
+        f"{MODULES}=[core_attn,qkv_linear]",
+        "1 problem found",
+    ],
+    f"{GPU} {ACTIVATIONS}=true {MODULES}=[attn_proj]": [
+        "attn_proj needs core_attn",
+        f"{MODULES}=[core_attn,attn_proj]",
+        "1 problem found",
+    ],
+    f"{GPU} {ACTIVATIONS}=true {MODULES}=[core_attn,moe_act,expert_fc1]": [
+        "has no moe_act and no expert_fc1",
+        f"{MODULES}=[core_attn]",
+        "1 problem found",
+    ],
+    f"{GPU} {ACTIVATIONS}=true {MODULES}=[attn_norm,mlp_norm]": ["nothing to offload", "attn_norm and mlp_norm"],
+    f"{GPU} policy.model_name=MOE {ACTIVATIONS}=true {MODULES}=[attn_norm]": ["nothing to offload", "1 problem found"],
+    f"{GPU} policy.model_name=MOE cluster.gpus_per_node=3 {PP}=3 policy.train_global_batch_size=96 "
+    f"{ACTIVATIONS}=true {MODULES}=[core_attn,qkv_linear]": ["more than one layer", f"{MODULES}=[core_attn]"],
+    f"{GPU} offload=activations policy.megatron_cfg.activation_checkpointing=true": [
+        "policy.megatron_cfg.activation_checkpointing = True",
+        "nothing to offload",
+        "1 problem found",
+    ],
     # Models, data and rewards that are not there or not usable.
     "policy.model_name=./no/such/model": ["policy.model_name", "no such folder"],
     "policy.model_name=~nobody-here/x": ["is not an override", "quote a value"],

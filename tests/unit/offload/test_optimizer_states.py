@@ -1,26 +1,34 @@
-import pytest
 import torch
 
-from nemo_rl_lite.offload.optimizer_states import move_optimizer_states
+from nemo_rl_lite.offload.optimizer_states import optimizer_tensors
 
 
-def stepped_optimizer() -> torch.optim.Optimizer:
-    weight = torch.nn.Parameter(torch.ones(10))
-    optimizer = torch.optim.AdamW([weight])
-    weight.grad = torch.ones(10)
+def stepped(*weights: torch.Tensor) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(weights)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
     optimizer.step()
     return optimizer
 
 
-def test_states_that_are_there_already_do_not_move():
-    optimizer = stepped_optimizer()
-    before = [value for state in optimizer.state.values() for value in state.values()]
-    assert move_optimizer_states([optimizer], "cpu").nbytes == 0
-    after = [value for state in optimizer.state.values() for value in state.values()]
-    assert all(one is other for one, other in zip(before, after, strict=True))
+def test_states_and_master_weights_are_the_optimizers_own():
+    model, master = torch.ones(10, dtype=torch.bfloat16), torch.nn.Parameter(torch.ones(10))
+    optimizer = stepped(master)
+    held = optimizer_tensors([optimizer], [model])
+    state = optimizer.state[master]
+    assert {id(tensor) for tensor in held} == {
+        id(tensor) for tensor in (master, state["exp_avg"], state["exp_avg_sq"], state["step"])
+    }
 
 
-@pytest.mark.parametrize("optimizers", [[], [stepped_optimizer()]])
-def test_an_unknown_device_is_an_error_also_with_nothing_to_move(optimizers):
-    with pytest.raises(ValueError, match="'disk'"):
-        move_optimizer_states(optimizers, "disk")
+def test_what_shares_memory_with_the_model_is_the_models():
+    buffer = torch.zeros(10)
+    shard = torch.nn.Parameter(buffer[:5])
+    held = optimizer_tensors([stepped(shard)], [buffer])
+    assert len(held) == 3 and not any(tensor is shard for tensor in held)
+
+
+def test_an_optimizer_before_its_first_step_holds_its_weights_alone():
+    weight = torch.nn.Parameter(torch.ones(3))
+    assert [id(tensor) for tensor in optimizer_tensors([torch.optim.AdamW([weight])], [])] == [id(weight)]
+    assert optimizer_tensors([], []) == []

@@ -1,0 +1,146 @@
+"""Host memory that device memory is copied to and from: exact in size, page-locked, kept from step to step.
+
+Page-locked memory is what the device's copy engines read and write by themselves, at the link's speed. torch's own
+(`pin_memory=True`) rounds sizes up to a power of two and takes six times as long to get; here the pages are touched by
+many threads first and then registered with the driver.
+"""
+
+import logging
+import mmap
+import resource
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+import torch
+from torch import Tensor
+
+from nemo_rl_lite.errors import HostMemoryError
+
+log = logging.getLogger(__name__)
+
+CGROUP = Path("/sys/fs/cgroup")
+GIB = 2**30
+
+
+class LockError(RuntimeError):
+    """The driver did not register the memory."""
+
+
+class Registrar(Protocol):
+    """What locks memory and makes it known to the device's driver."""
+
+    def lock(self, address: int, nbytes: int) -> None:
+        """Raises LockError, with nothing locked."""
+        ...
+
+    def unlock(self, address: int) -> None: ...
+
+
+class CudaRegistrar:
+    """The CUDA driver (`cudaHostRegister`)."""
+
+    def __init__(self) -> None:
+        self._runtime: Any = torch.cuda.cudart()
+
+    def lock(self, address: int, nbytes: int) -> None:
+        status = self._runtime.cudaHostRegister(address, nbytes, 0)
+        if int(status) != 0:
+            # The runtime remembers the error, and the next kernel launch would be blamed for it.
+            with suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
+            raise LockError(f"cudaHostRegister: {self._runtime.cudaGetErrorString(status)}")
+
+    def unlock(self, address: int) -> None:
+        torch.cuda.check_error(self._runtime.cudaHostUnregister(address))
+
+
+class HostArena:
+    """One buffer of host memory for `purpose`. It is taken when first reserved, kept until `release`, and taken anew
+    only when more is needed. Its pages lie beside the CPUs that this process runs on."""
+
+    def __init__(self, purpose: str, registrar: Registrar | None):
+        self._purpose, self._registrar = purpose, registrar
+        self._buffer: Tensor | None = None
+        self.locked = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        return 0 if self._buffer is None else self._buffer.numel()
+
+    def reserve(self, nbytes: int) -> Tensor:
+        """The first `nbytes` of the buffer, as uint8 [nbytes]. What was in it is gone where it had to grow.
+
+        Raises:
+            HostMemoryError: there is less free host memory than this takes.
+        """
+        if self._buffer is None or self._buffer.numel() < nbytes:
+            self.release()
+            _check_free(self._purpose, nbytes)
+            self._buffer = _touched(nbytes)
+            self._lock(self._buffer)
+        return self._buffer[:nbytes]
+
+    def release(self) -> None:
+        """Give the memory back. Tensors from `reserve` must not be used any more."""
+        if self._buffer is not None and self.locked and self._registrar is not None:
+            self._registrar.unlock(self._buffer.data_ptr())
+        self._buffer, self.locked = None, False
+
+    def _lock(self, buffer: Tensor) -> None:
+        if self._registrar is None or not buffer.numel():
+            return
+        try:
+            self._registrar.lock(buffer.data_ptr(), buffer.numel())
+            self.locked = True
+            log.info("%.2f GiB of host memory page-locked for %s", buffer.numel() / GIB, self._purpose)
+        except LockError as error:
+            # The driver is not bound by this limit everywhere, so it is no reason not to try.
+            limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+            shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / GIB:.2f} GiB"
+            # Not to be tried, and said, again at every growth.
+            self._registrar = None
+            log.warning(
+                "%.2f GiB of host memory for %s could not be page-locked (%s; RLIMIT_MEMLOCK is %s), so its copies are "
+                "pageable, several times slower. Raise the limit (ulimit -l unlimited; docker run --ulimit "
+                "memlock=-1), or set policy.use_pinned_optimizer_offload=false",
+                buffer.numel() / GIB,
+                self._purpose,
+                error,
+                shown,
+            )
+
+
+def free_host_bytes(cgroup: Path = CGROUP) -> int:
+    """Bytes that this process could still take: what the machine has available, or its control group allows if less."""
+    available = psutil.virtual_memory().available
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        cached = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return available
+    if limit == "max":
+        return available
+    return min(available, int(limit) - used + int(cached.get("inactive_file", 0)))
+
+
+def _check_free(purpose: str, nbytes: int) -> None:
+    free = free_host_bytes()
+    if nbytes > free:
+        raise HostMemoryError(
+            f"{purpose} need {nbytes / GIB:.2f} GiB of host memory on this rank and {free / GIB:.2f} GiB are free. "
+            "Give the job more memory, offload less (policy.offload_for_generation, "
+            "policy.offload_optimizer_states_for_logprob), or use fewer ranks a node"
+        )
+
+
+def _touched(nbytes: int) -> Tensor:
+    """Memory of exactly this size whose pages are there: written by all of torch's threads."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8).zero_()

@@ -1,0 +1,245 @@
+"""Tensors that leave their device for host memory and come back, in place: every view of them survives.
+
+The memory behind a tensor is freed by resizing its storage to nothing and taken again by resizing it back, so the
+tensor objects that a model and its optimizer hold stay the same. A move is begun and settled: between the two, copies
+run on streams of their own beside whatever the device computes.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from nemo_rl_lite.offload.arena import HostArena
+
+# Until a move has shown the link's rate.
+ASSUMED_BYTES_PER_S = 20e9
+# Bytes to which each tensor's place in host memory is aligned.
+ALIGNMENT = 512
+
+
+@dataclass(frozen=True)
+class Move:
+    """What a move did: bytes, seconds the copies took, and seconds for which this process had to wait for them."""
+
+    nbytes: int
+    transfer_s: float
+    exposed_s: float
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.nbytes / self.transfer_s / 1e9 if self.transfer_s else 0.0
+
+
+def move_metrics(moves: Mapping[str, Move]) -> dict[str, float]:
+    """`<component>/<direction>_bytes`, `_s` (the transfer), `_exposed_s` (waited for) and `_gb_per_s`."""
+    return {
+        f"{name}_{unit}": value
+        for name, move in moves.items()
+        for unit, value in (
+            ("bytes", float(move.nbytes)),
+            ("s", move.transfer_s),
+            ("exposed_s", move.exposed_s),
+            ("gb_per_s", move.gb_per_s),
+        )
+    }
+
+
+@dataclass(frozen=True)
+class _Parked:
+    """A storage whose contents are, or are about to be, in host memory."""
+
+    storage: UntypedStorage
+    start: int
+    nbytes: int
+
+
+@dataclass
+class _Flight:
+    """A move that was begun: where to, its storages, seconds that beginning it took, and what it is over with."""
+
+    to_host: bool
+    parked: list[_Parked]
+    begun_s: float
+    copies: "_Copies"
+
+
+class Movable:
+    """The tensors of one component, e.g. all optimizer states.
+
+    `tensors` is asked whenever a move out begins, so that it may return more each time (an optimizer may make its
+    states at the first step). Not thread-safe.
+    """
+
+    def __init__(
+        self, name: str, tensors: Callable[[], Iterable[Tensor]], arena: HostArena, device: torch.device
+    ) -> None:
+        self.name = name
+        self._tensors, self._arena, self._device = tensors, arena, device
+        self._parked: list[_Parked] = []
+        self._flight: _Flight | None = None
+        self._moves: list[tuple[str, Move]] = []
+        self._rate = ASSUMED_BYTES_PER_S
+        on_gpu = device.type == "cuda"
+        self._streams = {to_host: torch.cuda.Stream(device) if on_gpu else None for to_host in (True, False)}
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the contents are in host memory alone."""
+        return bool(self._parked) and self._flight is None
+
+    @property
+    def moving(self) -> bool:
+        """Whether a move has begun and not settled."""
+        return self._flight is not None
+
+    def device_bytes(self) -> int:
+        """Bytes of device memory that the tensors take now."""
+        return sum(storage.nbytes() for storage in self._storages())
+
+    def parked_bytes(self) -> int:
+        """Bytes in host memory: the device memory that coming back takes."""
+        return sum(one.nbytes for one in self._parked)
+
+    def seconds_to_return(self) -> float:
+        """How long coming back will take, by the last move's rate."""
+        return self.parked_bytes() / self._rate
+
+    def leave(self) -> None:
+        """Begin to copy everything to the host; does nothing where it is there already. Device memory is freed when the
+        move settles; until then the tensors may be read, not written.
+
+        Raises:
+            HostMemoryError: there is too little host memory; the tensors are as before.
+        """
+        self.settle()
+        if self._parked:
+            return
+        began = time.perf_counter()
+        parked = _laid_out(self._storages())
+        host = self._arena.reserve(parked[-1].start + parked[-1].nbytes if parked else 0)
+        with _copying(self._streams[True]) as copies:
+            for one in parked:
+                host[one.start : one.start + one.nbytes].copy_(_bytes(one.storage), non_blocking=True)
+        self._flight = _Flight(True, parked, time.perf_counter() - began, copies)
+
+    def come_back(self) -> None:
+        """Begin to copy everything back to the device; does nothing where it is there already. The tensors may be used
+        when the move has settled.
+
+        Raises:
+            torch.OutOfMemoryError: the device is too full; the contents stay in host memory.
+        """
+        self.settle()
+        if not self._parked:
+            return
+        began = time.perf_counter()
+        try:
+            for one in self._parked:
+                one.storage.resize_(one.nbytes)
+        except BaseException:
+            _free(self._parked)
+            raise
+        host = self._arena.reserve(self._parked[-1].start + self._parked[-1].nbytes)
+        with _copying(self._streams[False]) as copies:
+            for one in self._parked:
+                _bytes(one.storage).copy_(host[one.start : one.start + one.nbytes], non_blocking=True)
+        self._flight = _Flight(False, self._parked, time.perf_counter() - began, copies)
+
+    def settle(self) -> None:
+        """Wait until the move that has begun, if any, is done."""
+        if self._flight is None:
+            return
+        flight, waiting = self._flight, time.perf_counter()
+        flight.copies.wait()
+        if flight.to_host:
+            _free(flight.parked)
+        self._parked, self._flight = (flight.parked if flight.to_host else []), None
+        nbytes = sum(one.nbytes for one in flight.parked)
+        exposed_s = flight.begun_s + time.perf_counter() - waiting
+        if nbytes:
+            move = Move(nbytes, flight.copies.seconds(), exposed_s)
+            self._moves.append((f"{self.name}/{'to_host' if flight.to_host else 'to_device'}", move))
+            self._rate = nbytes / move.transfer_s if move.transfer_s else self._rate
+
+    def take_moves(self) -> list[tuple[str, Move]]:
+        """What has settled since the last call: "<name>/to_host" or "<name>/to_device", and the move."""
+        taken, self._moves = self._moves, []
+        return taken
+
+    def release(self) -> None:
+        """Give the host memory back.
+
+        Raises:
+            RuntimeError: the only copy of the contents is there.
+        """
+        self.settle()
+        if self._parked:
+            raise RuntimeError(f"{self.name} are in host memory only: come back before it is released")
+        self._arena.release()
+
+    def _storages(self) -> list[UntypedStorage]:
+        """Storages with memory on the device, each once, in the tensors' order."""
+        found: dict[int, UntypedStorage] = {}
+        for tensor in self._tensors():
+            storage = tensor.untyped_storage()
+            if storage.device.type == self._device.type and storage.nbytes():
+                found.setdefault(storage._cdata, storage)
+        return list(found.values())
+
+
+class _Copies:
+    """Copies that were issued, on a stream or at once; their duration."""
+
+    def __init__(self) -> None:
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._began, self._seconds = time.perf_counter(), 0.0
+
+    def issued(self, events: "tuple[torch.cuda.Event, torch.cuda.Event] | None") -> None:
+        self._events, self._seconds = events, time.perf_counter() - self._began
+
+    def wait(self) -> None:
+        if self._events is not None:
+            self._events[1].synchronize()
+
+    def seconds(self) -> float:
+        return self._events[0].elapsed_time(self._events[1]) / 1e3 if self._events else self._seconds
+
+
+@contextmanager
+def _copying(stream: "torch.cuda.Stream | None") -> Iterator[_Copies]:
+    """Copies of the block go to `stream`, behind what the current stream was given before: memory that was taken or
+    written there is ready by then."""
+    copies = _Copies()
+    if stream is None:
+        yield copies
+        copies.issued(None)
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        events[0].record()
+        yield copies
+        events[1].record()
+    copies.issued(events)
+
+
+def _laid_out(storages: list[UntypedStorage]) -> list[_Parked]:
+    parked, end = [], 0
+    for storage in storages:
+        parked.append(_Parked(storage, end, storage.nbytes()))
+        end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+    return parked
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    """The storage's memory as uint8 [bytes]."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _free(parked: list[_Parked]) -> None:
+    for one in parked:
+        one.storage.resize_(0)

@@ -1,0 +1,28 @@
+"""When to begin bringing something back while the last micro-batches of a pass still run."""
+
+import time
+from collections.abc import Callable
+
+
+class Prefetch:
+    """Called before each micro-batch; calls `begin` once: when the micro-batches that are left take about as long as
+    the transfer, at the pace so far, and before the last one in any case. Memory is taken no earlier than that."""
+
+    def __init__(self, transfer_s: float, begin: Callable[[], None]):
+        self._transfer_s, self._begin = transfer_s, begin
+        self._first: tuple[float, int] | None = None
+        self._begun = False
+
+    def __call__(self, remaining: int) -> None:
+        """`remaining` micro-batches have not run, the one about to begin included."""
+        now = time.perf_counter()
+        if self._first is None:
+            self._first = now, remaining
+        if not self._begun and (remaining == 1 or self._seconds_left(now, remaining) <= self._transfer_s):
+            self._begun = True
+            self._begin()
+
+    def _seconds_left(self, now: float, remaining: int) -> float:
+        started, count = self._first or (now, remaining)
+        done = count - remaining
+        return remaining * (now - started) / done if done else float("inf")

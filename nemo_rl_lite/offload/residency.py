@@ -1,0 +1,131 @@
+"""What lives where in which phase, from the configuration alone: the table that drives the moves, is printed at start,
+and is what memory is measured against. Imports nothing heavy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import on_gpus
+
+
+class Phase(StrEnum):
+    """Of one step, in the order in which a GRPO step goes through them."""
+
+    GENERATE = "generate"
+    LOGPROB = "logprob"
+    TRAIN = "train"
+    REFIT = "refit"
+
+
+class Component(StrEnum):
+    """What takes memory."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATES = "optimizer_states"
+    ACTIVATIONS = "activations"
+    GENERATION_WEIGHTS = "generation_weights"
+    KV_CACHE = "kv_cache"
+
+
+class Place(StrEnum):
+    """Where it is. The device of a run on CPUs is the host's memory as well."""
+
+    DEVICE = "device"
+    HOST = "host"
+    RELEASED = "released"
+
+
+# What the policy moves between phases; activations come and go with the computation, engines look after themselves.
+POLICY_COMPONENTS = (Component.PARAMETERS, Component.GRADIENTS, Component.OPTIMIZER_STATES)
+ENGINE_COMPONENTS = (Component.GENERATION_WEIGHTS, Component.KV_CACHE)
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Phases are those of the run's algorithm. Components are those on the policy's device: the engines' are among them
+    where `engines_share_device`."""
+
+    places: Mapping[Phase, Mapping[Component, Place]]
+    engines_share_device: bool
+    offloads_activations: bool
+    """Part of what training keeps on the device for its backward pass waits in host memory instead."""
+
+    @classmethod
+    def of(cls, config: Config) -> "Residency":
+        generates = config.algorithm.name == "grpo"
+        shared = generates and config.generation.colocated.enabled
+        phases = tuple(Phase) if generates else (Phase.LOGPROB, Phase.TRAIN)
+        table = {phase: _policy(config, phase, shared) for phase in phases}
+        if shared:
+            sleeps = on_gpus(config) and config.generation.backend == "vllm"
+            table = {phase: row | _engine(phase, sleeps) for phase, row in table.items()}
+        return cls(table, shared, config.policy.megatron_cfg.fine_grained_activation_offloading)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return tuple(self.places)
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        return tuple(next(iter(self.places.values())))
+
+    def place(self, phase: Phase, component: Component) -> Place:
+        """Raises ValueError: the run has no such phase, or no such component on the policy's device."""
+        if component not in self._row(phase):
+            raise ValueError(f"{component} are not on the policy's device in this run; {_listed(self.components)} are")
+        return self._row(phase)[component]
+
+    def policy_places(self, phase: Phase) -> dict[Component, Place]:
+        """Of the three components that the policy moves. Raises ValueError: the run has no such phase."""
+        row = self._row(phase)
+        return {component: row[component] for component in POLICY_COMPONENTS}
+
+    def moves(self, before: Phase, after: Phase) -> dict[Component, Place]:
+        """Which of them change place between two phases, and where to. Raises ValueError as `policy_places` does."""
+        old, new = self.policy_places(before), self.policy_places(after)
+        return {component: new[component] for component in POLICY_COMPONENTS if new[component] != old[component]}
+
+    def _row(self, phase: Phase) -> Mapping[Component, Place]:
+        if phase not in self.places:
+            raise ValueError(f"this run has no phase {phase}; it has {_listed(self.phases)}")
+        return self.places[phase]
+
+
+def _policy(config: Config, phase: Phase, shared: bool) -> dict[Component, Place]:
+    # Where engines have devices of their own, nobody needs the room: offloading for generation has no effect.
+    leaves = frozenset(config.policy.offload_for_generation if shared else ())
+    return {
+        Component.PARAMETERS: _leaving(Place.HOST, phase is Phase.GENERATE and Component.PARAMETERS in leaves),
+        # They hold nothing between an optimizer step and the next training, and nothing before it brings them back.
+        Component.GRADIENTS: _leaving(Place.RELEASED, phase is not Phase.TRAIN and Component.GRADIENTS in leaves),
+        Component.OPTIMIZER_STATES: _leaving(Place.HOST, _states_away(config, phase, leaves)),
+        Component.ACTIVATIONS: _leaving(Place.RELEASED, phase not in (Phase.LOGPROB, Phase.TRAIN)),
+    }
+
+
+def _states_away(config: Config, phase: Phase, leaves: frozenset[str]) -> bool:
+    if config.policy.megatron_cfg.optimizer.optimizer_cpu_offload:
+        return True
+    if phase is Phase.TRAIN:
+        return False
+    # What left before the generation stays away until training; the logprob phase alone is the weaker wish.
+    away = Component.OPTIMIZER_STATES in leaves
+    return away or (phase is Phase.LOGPROB and config.policy.offload_optimizer_states_for_logprob)
+
+
+def _engine(phase: Phase, sleeps: bool) -> dict[Component, Place]:
+    """A sleeping engine keeps nothing: its weights come back with the refit, its KV cache after it."""
+    return {
+        Component.GENERATION_WEIGHTS: _leaving(Place.RELEASED, sleeps and phase in (Phase.LOGPROB, Phase.TRAIN)),
+        Component.KV_CACHE: _leaving(Place.RELEASED, sleeps and phase is not Phase.GENERATE),
+    }
+
+
+def _leaving(to: Place, leaves: bool) -> Place:
+    return to if leaves else Place.DEVICE
+
+
+def _listed(names: tuple[StrEnum, ...]) -> str:
+    return ", ".join(name.value for name in names)

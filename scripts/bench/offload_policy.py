@@ -1,0 +1,234 @@
+"""What each offload feature costs and saves in the policy's phases: offload_policy.py MODEL [TABLE ...]
+
+One policy rank in this process, no engine. Each setting goes through the phases of several GRPO steps on the same
+random sequences; the first step is left out. TABLEs: prepare, activations, cpu_optimizer (all by default).
+"""
+
+import gc
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import record
+import torch
+import torch.distributed as dist
+
+from nemo_rl_lite.algorithms.losses import Batch, GRPOLoss, Normalizers
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.errors import LauncherError
+from nemo_rl_lite.offload.mover import move_metrics
+from nemo_rl_lite.offload.residency import Residency
+
+ON_GPU = torch.cuda.is_available()
+SEQUENCES, PROMPT, LENGTH = 64, 46, 558
+COMMON = [
+    "algorithm.loss_fn.reference_policy_kl_penalty=0",
+    "algorithm.num_prompts_per_step=8",
+    "algorithm.num_generations_per_prompt=8",
+    f"policy.train_global_batch_size={SEQUENCES}",
+    "policy.train_micro_batch_size=32",
+    "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
+    "cluster.collective_timeout_s=120",
+]
+GPU = ["policy=megatron_gpu", "generation=vllm_gpu", "cluster.gpus_per_node=1", "policy.max_total_sequence_length=640"]
+PACKED = [f"policy.sequence_packing.{phase}_mb_tokens=8192" for phase in ("train", "logprob")]
+LOGPROB = "policy.offload_optimizer_states_for_logprob=true"
+OPTIMIZER, ACTIVATIONS = "policy.megatron_cfg.optimizer", "policy.megatron_cfg"
+CPU_OPTIMIZER = f"{OPTIMIZER}.optimizer_cpu_offload=true"
+
+
+def modules(*names: str) -> list[str]:
+    chosen = f"{ACTIVATIONS}.offload_modules=[{','.join(names)}]"
+    return [f"{ACTIVATIONS}.fine_grained_activation_offloading=true", chosen]
+
+
+def fraction(share: float, overlap: bool) -> list[str]:
+    overlapped = f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d={str(overlap).lower()}"
+    return [CPU_OPTIMIZER, f"{OPTIMIZER}.optimizer_offload_fraction={share}", overlapped]
+
+
+# Table -> setting -> overrides; the first setting is what the others are compared with.
+TABLES: dict[str, dict[str, list[str]]] = {
+    "prepare": {
+        "states stay": [],
+        "states leave, page-locked": [LOGPROB],
+        "states leave, page-locked, beside the work": [LOGPROB, "policy.overlap_offload=true"],
+        "offload=pinned": ["offload=pinned"],
+        "states leave, pageable": [LOGPROB, "policy.use_pinned_optimizer_offload=false"],
+    },
+    "activations": {
+        "none": [],
+        "core_attn": modules("core_attn"),
+        "qkv_linear": modules("qkv_linear"),
+        "core_attn, attn_proj": modules("core_attn", "attn_proj"),
+        "qkv_linear, core_attn, attn_proj": modules("qkv_linear", "core_attn", "attn_proj"),
+        "recomputed instead": [f"{ACTIVATIONS}.activation_checkpointing=true"],
+    },
+    "cpu_optimizer": {
+        "on the GPU": [],
+        "half, overlapped": fraction(0.5, overlap=True),
+        "half": fraction(0.5, overlap=False),
+        "all, overlapped": fraction(1.0, overlap=True),
+        "all": fraction(1.0, overlap=False),
+    },
+}
+STEPS = {"prepare": 4, "activations": 3, "cpu_optimizer": 3}
+
+
+def main() -> None:
+    model, *tables = sys.argv[1:]
+    # Before Transformer Engine is imported; without offloaded activations it changes nothing.
+    os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    for table in tables or TABLES:
+        results, medians = [], {}
+        for setting, overrides in TABLES[table].items():
+            started = time.time()
+            try:
+                measured = measure(model, overrides, STEPS[table])
+            except (RuntimeError, LauncherError) as error:
+                # A setting that does not run is a result as well, and the others are still to come.
+                print(f"{table}, {setting}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                forget()
+                continue
+            medians[setting] = {name: sorted(reps)[len(reps) // 2] for name, (_, reps) in measured.items()}
+            results += [record.result(name, setting, unit, reps) for name, (unit, reps) in measured.items()]
+            shown = {name: round(value, 3) for name, value in medians[setting].items()}
+            print(f"{table}, {setting}: {time.time() - started:.0f} s: {shown}", flush=True)
+            record.write(f"offload-{table.replace('_', '-')}", results, bars(table, medians))
+
+
+def measure(model: str, overrides: list[str], steps: int) -> dict[str, tuple[str, list[float]]]:
+    """Name -> unit and one value a step."""
+    from nemo_rl_lite.policy.megatron.worker import MegatronWorker
+
+    config = compose_config(
+        [f"policy.model_name={model}", *COMMON, *(GPU + PACKED if ON_GPU else []), *overrides],
+    )
+    for name, value in place().items():
+        os.environ[name] = value
+    worker = MegatronWorker(
+        policy=config.policy,
+        cluster=config.cluster,
+        refit=config.refit,
+        model_path=model,
+        seed=0,
+        temperature=1.0,
+        keep_reference=False,
+        threads=len(os.sched_getaffinity(0)),
+        on_gpu=ON_GPU,
+        residency=Residency.of(config),
+    )
+    tokens, mask, batch = random_batch()
+    loss, counts, collected = GRPOLoss(config.grpo.loss_fn), Normalizers.of(mask), {}
+    for step in range(steps + 1):
+        times: dict[str, float] = {}
+        with timed(times, "refit preparation"):
+            worker.prepare_for_refit()
+        with timed(times, "generation preparation"):
+            worker.prepare_for_generation()
+        with timed(times, "logprob preparation"):
+            worker.prepare_for_logprob()
+        with timed(times, "logprob"):
+            scored = worker.logprobs(tokens, batch["lengths"])
+        with timed(times, "training preparation"):
+            worker.prepare_for_training()
+        batch["previous_logprobs"] = batch["generation_logprobs"] = torch.from_numpy(scored)
+        with timed(times, "train"):
+            trained = worker.train(batch, loss, counts)
+        values = {name: ("s", value) for name, value in times.items()}
+        values["logprob and training preparation"] = (
+            "s",
+            times["logprob preparation"] + times["training preparation"],
+        )
+        moves: dict[str, list] = {}
+        for name, move in worker.take_moves():
+            moves.setdefault(name, []).append(move)
+        for name, (move, *_) in moves.items():
+            for metric, value in move_metrics({name: move}).items():
+                values[metric] = (unit_of(metric), value)
+        for name, value in worker.take_memory().items():
+            values[name] = ("GiB", value / 2**30)
+        values["gradient norm"] = ("", trained["grad_norm"])
+        if step:
+            for name, (unit, value) in values.items():
+                collected.setdefault(name, (unit, []))[1].append(value)
+    del worker, trained
+    forget()
+    return collected
+
+
+def random_batch() -> tuple[torch.Tensor, torch.Tensor, Batch]:
+    source = torch.Generator().manual_seed(1)
+    count, length, prompt = (SEQUENCES, LENGTH, PROMPT) if ON_GPU else (SEQUENCES, 30, 5)
+    tokens = torch.randint(4, 60, (count, length), generator=source)
+    mask = torch.ones(count, length)
+    mask[:, :prompt] = 0
+    batch = {
+        "tokens": tokens,
+        "mask": mask,
+        "lengths": torch.full((count,), length),
+        "advantages": torch.randn(count, generator=source),
+    }
+    return tokens, mask, batch
+
+
+def bars(table: str, medians: dict[str, dict[str, float]]) -> list[dict]:
+    if table == "prepare" and (beside := medians.get("states leave, page-locked, beside the work")):
+        moved = [name for name in beside if name.endswith("_exposed_s")]
+        exposed = sum(beside[name] for name in moved)
+        transfer = sum(beside[name.replace("_exposed_s", "_s")] for name in moved)
+        return [record.bar("page-locked, beside the work: exposed share", exposed / transfer, 0.25, at_least=False)]
+    if table == "activations" and len(medians) > 1:
+        peak, plain = "policy_peak_bytes/train", medians["none"]
+        sets = {name: one for name, one in medians.items() if name not in ("none", "recomputed instead")}
+        cheap = [one for one in sets.values() if one["train"] <= 1.10 * plain["train"]]
+        best = min((one[peak] for one in cheap), default=plain[peak])
+        return [
+            record.bar("peak saved at 10 % more time, best set", 1 - best / plain[peak], 0.20, at_least=True),
+        ]
+    return []
+
+
+def unit_of(metric: str) -> str:
+    return "GB/s" if metric.endswith("gb_per_s") else "bytes" if metric.endswith("bytes") else "s"
+
+
+@contextmanager
+def timed(times: dict[str, float], name: str) -> Iterator[None]:
+    _synchronize()
+    started = time.perf_counter()
+    yield
+    _synchronize()
+    times[name] = time.perf_counter() - started
+
+
+def place() -> dict[str, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def forget() -> None:
+    """Leave megatron-core's and torch's groups, and give back the memory of the last setting."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.empty_cache()
+
+
+def _synchronize() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

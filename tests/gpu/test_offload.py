@@ -1,0 +1,79 @@
+"""Moves between a GPU and page-locked host memory."""
+
+import pytest
+import torch
+
+from nemo_rl_lite.offload.arena import CudaRegistrar, HostArena, LockError
+from nemo_rl_lite.offload.mover import Movable
+
+pytestmark = pytest.mark.gpu
+
+
+def tensors() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = [(1 << 20,), (7, 333), (), (0,), (4097,)]
+    floats = [torch.randn(shape, device="cuda") for shape in shapes]
+    return [*floats, floats[0].to(torch.bfloat16), floats[0].to(torch.float16), torch.arange(99, device="cuda")]
+
+
+@pytest.mark.parametrize("registrar", [CudaRegistrar, lambda: None], ids=["page-locked", "pageable"])
+def test_round_trips_are_exact_and_free_the_memory(registrar):
+    held = tensors()
+    expected = [tensor.cpu() for tensor in held]
+    own = Movable("states", lambda: held, HostArena("states", registrar()), torch.device("cuda", 0))
+    before, size = torch.cuda.memory_allocated(), own.device_bytes()
+    for _ in range(3):
+        own.leave()
+        own.settle()
+        assert own.device_bytes() == 0 and torch.cuda.memory_allocated() <= before - size
+        own.come_back()
+        own.settle()
+        for tensor, value in zip(held, expected, strict=True):
+            assert torch.equal(tensor.cpu(), value)
+    for _, move in own.take_moves():
+        assert move.nbytes == size and move.transfer_s > 0
+    own.release()
+
+
+def test_moves_begin_behind_the_work_that_was_given_before():
+    weights = torch.zeros(1 << 26, device="cuda")
+    own = Movable("weights", lambda: [weights], HostArena("weights", CudaRegistrar()), torch.device("cuda", 0))
+    for turn in range(1, 4):
+        # Still running when the move begins.
+        torch.cuda._sleep(50_000_000)
+        weights += 1
+        own.leave()
+        # Reading is fine meanwhile.
+        assert float(weights[5]) == turn
+        own.settle()
+        own.come_back()
+        own.settle()
+        weights *= 1
+        assert bool((weights == turn).all())
+
+
+def test_a_full_device_leaves_the_contents_on_the_host():
+    free, _ = torch.cuda.mem_get_info()
+    weights = torch.full((free // 4 // 4,), 3.0, device="cuda")
+    own = Movable("weights", lambda: [weights], HostArena("weights", CudaRegistrar()), torch.device("cuda", 0))
+    own.leave()
+    own.settle()
+    torch.cuda.empty_cache()
+    hog = torch.empty(int(torch.cuda.mem_get_info()[0] * 0.97), dtype=torch.uint8, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError):
+        own.come_back()
+    assert own.on_host
+    del hog
+    own.come_back()
+    own.settle()
+    assert bool((weights == 3).all())
+
+
+def test_a_refused_lock_is_an_error_that_leaves_nothing_behind():
+    registrar, buffer = CudaRegistrar(), torch.zeros(1 << 20, dtype=torch.uint8)
+    registrar.lock(buffer.data_ptr(), buffer.numel())
+    with pytest.raises(LockError, match="already"):
+        registrar.lock(buffer.data_ptr(), buffer.numel())
+    # The next kernel is not blamed for it.
+    assert float(torch.ones(4, device="cuda").sum()) == 4
+    registrar.unlock(buffer.data_ptr())

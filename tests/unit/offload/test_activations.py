@@ -1,0 +1,190 @@
+"""megatron-core's own manager, on a CPU: it keeps its books as on a GPU, and offloads nothing."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.offload import activations
+from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
+
+MODULES = ("core_attn", "mlp_norm")
+LAYERS = 2
+
+
+def settings(*arguments: str):
+    gpu = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=transformers"]
+    sizes = ["policy.max_total_sequence_length=64", "generation.max_new_tokens=16"]
+    return compose_config([*gpu, *sizes, *arguments]).policy.megatron_cfg
+
+
+class Event:
+    """torch.cpu's takes no arguments."""
+
+    def __init__(self, external: bool = False):
+        pass
+
+    def record(self, stream: object = None) -> None:
+        pass
+
+
+class Model(torch.nn.Module):
+    """Tells the manager what megatron-core's models and layers do."""
+
+    def __init__(self, interface):
+        super().__init__()
+        self.config = SimpleNamespace(fine_grained_activation_offloading=True)
+        self.layer = torch.nn.Module()
+        self.layer.config = self.config
+        self._interface = interface
+
+    def forward(self, x):
+        if self.config.fine_grained_activation_offloading:
+            self._interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+        for _ in range(LAYERS):
+            for module in MODULES:
+                offload = self._interface(module != "core_attn" or self.training, x, module)
+                with offload as x:
+                    x = x.sin()
+                x = offload.group_offload(x)
+        return x
+
+    def run(self, micro_batches: int, forward_only: bool = False) -> None:
+        """A pass as megatron-core's schedules do it; checks the gradients."""
+        self.train(not forward_only)
+        for _ in range(micro_batches):
+            x = torch.ones(3, requires_grad=not forward_only)
+            out = self(x)
+            if not forward_only:
+                out.sum().backward()
+                expected, value = 1.0, torch.tensor(1.0)
+                for _ in range(LAYERS * len(MODULES)):
+                    expected, value = expected * value.cos().item(), value.sin()
+                torch.testing.assert_close(x.grad, torch.full((3,), expected))
+        if self.config.fine_grained_activation_offloading:
+            self._interface.reset()
+
+
+@pytest.fixture
+def model(monkeypatch):
+    prepare_import()
+    import megatron.core.extensions.transformer_engine as extension
+    from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
+
+    monkeypatch.setattr(torch.cpu, "Event", Event)
+    monkeypatch.setattr(extension, "cpu_offload", SimpleNamespace(CPUOffloadEnabled=False))
+    monkeypatch.setattr(offload, "print_offload_summary_table", lambda _: None)
+    monkeypatch.setattr(offload.PipelineOffloadManager, "OFFLOAD_MGR", None)
+    waited = []
+    monkeypatch.setattr(activations, "_wait_for_copies_out", lambda *_: waited.append(True))
+    model = Model(offload.FineGrainedActivationOffloadingInterface)
+    model.manager, model.waited = offload.PipelineOffloadManager.get_instance, waited
+    return model
+
+
+def train(model, micro_batches: int) -> None:
+    with activations.training_pass([model], micro_batches):
+        model.run(micro_batches)
+
+
+def score(model, micro_batches: int) -> None:
+    with torch.no_grad(), activations.suspended([model]):
+        model.run(micro_batches, forward_only=True)
+
+
+def test_the_environment_is_transformer_engines_first_version_where_it_is_on():
+    assert activations.environment(settings("offload=activations")) == {"NVTE_CPU_OFFLOAD_V1": "1"}
+    assert activations.environment(settings()) == {}
+
+
+def test_the_provider_gets_the_modules(monkeypatch):
+    provider = SimpleNamespace(fine_grained_activation_offloading=False, offload_modules=[])
+    activations.set_fields(provider, settings())
+    assert not provider.fine_grained_activation_offloading
+    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
+    activations.set_fields(provider, settings("offload=activations"))
+    assert provider.fine_grained_activation_offloading and provider.offload_modules == ["core_attn", "mlp_norm"]
+
+
+def test_a_process_without_the_environment_is_an_error(monkeypatch):
+    monkeypatch.delenv("NVTE_CPU_OFFLOAD_V1", raising=False)
+    with pytest.raises(RuntimeError, match="NVTE_CPU_OFFLOAD_V1=1"):
+        activations.set_fields(SimpleNamespace(), settings("offload=activations"))
+
+
+def test_passes_without_gradients_are_not_the_pattern(model):
+    score(model, 3)
+    assert not model.manager()._cached_chunks_forward
+    train(model, 2)
+    assert len(model.manager()._cached_chunks_forward) == 2
+    assert all(len(chunk.offload_groups) == LAYERS * len(MODULES) for chunk in model.manager()._cached_chunks_forward)
+    manager = model.manager()
+    score(model, 5)
+    assert model.manager() is manager and manager._cached_chunks_index_forward == 0
+    train(model, 2)
+    assert model.manager() is manager
+
+
+def test_a_longer_pass_becomes_the_pattern_and_a_shorter_one_does_not(model):
+    train(model, 2)
+    first = model.manager()
+    assert len(model.waited) == 2
+    train(model, 1)
+    assert model.manager() is first and len(model.waited) == 2
+    train(model, 3)
+    assert model.manager() is not first and len(model.manager()._cached_chunks_forward) == 3
+    assert len(model.waited) == 5
+    assert isinstance(model.manager().cpu_tensor_pool, activations.HostBuffers)
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_without_a_pause_a_pass_without_gradients_would_end_the_offload(paused, model):
+    """Should megatron-core mend that, this fails, and `suspended` can go."""
+    if paused:
+        score(model, 1)
+    else:
+        with torch.no_grad():
+            model.run(1, forward_only=True)
+    model.train()
+    model(torch.ones(3, requires_grad=True))
+    assert (model.manager().cur_forward_chunk() is not None) == paused
+
+
+@pytest.mark.parametrize(("known", "micro_batches", "offloads"), [(2, 2, True), (2, 1, True), (2, 3, False)])
+def test_beyond_its_pattern_megatron_core_offloads_nothing(known, micro_batches, offloads, model):
+    """Should megatron-core mend that, this fails, and `training_pass` can go."""
+    train(model, known)
+    for _ in range(micro_batches):
+        model(torch.ones(3, requires_grad=True)).sum().backward()
+    assert (model.manager().cur_forward_chunk() is not None) == offloads
+
+
+def test_after_an_error_all_is_as_before(model):
+    train(model, 1)
+    with pytest.raises(KeyError), activations.suspended([model]):
+        assert not model.config.fine_grained_activation_offloading
+        assert not model.manager().do_offload
+        raise KeyError
+    assert model.config.fine_grained_activation_offloading and model.manager().do_offload
+    assert all(chunk.do_offload for chunk in model.manager()._cached_chunks_forward)
+    with pytest.raises(KeyError), activations.training_pass([model], 2):
+        raise KeyError
+    assert not model._forward_hooks
+    train(model, 2)
+
+
+def test_within_a_pause_another_ends_with_the_outer_one(model):
+    with activations.suspended([model]):
+        score(model, 1)
+        assert not model.config.fine_grained_activation_offloading
+    assert model.config.fine_grained_activation_offloading
+
+
+def test_a_model_without_it_is_left_alone(model):
+    model.config.fine_grained_activation_offloading = False
+    before = model.manager()
+    score(model, 1)
+    with activations.training_pass([model], 2):
+        pass
+    assert model.manager() is before and not model.config.fine_grained_activation_offloading

@@ -1,0 +1,93 @@
+import logging
+
+import psutil
+import pytest
+
+from nemo_rl_lite.errors import HostMemoryError
+from nemo_rl_lite.offload import arena as arena_module
+from nemo_rl_lite.offload.arena import HostArena, LockError, free_host_bytes
+
+
+class FakeRegistrar:
+    """Remembers what is locked; refuses where it is told to."""
+
+    def __init__(self, refuses: bool = False):
+        self.refuses = refuses
+        self.tried = 0
+        self.locked: dict[int, int] = {}
+
+    def lock(self, address: int, nbytes: int) -> None:
+        self.tried += 1
+        if self.refuses:
+            raise LockError("not permitted")
+        self.locked[address] = nbytes
+
+    def unlock(self, address: int) -> None:
+        del self.locked[address]
+
+
+def test_memory_is_exact_locked_once_and_reused():
+    registrar = FakeRegistrar()
+    arena = HostArena("states", registrar)
+    buffer = arena.reserve(3_000_001)
+    assert registrar.locked == {buffer.data_ptr(): 3_000_001}
+    assert arena.locked and arena.nbytes == 3_000_001
+    buffer.fill_(7)
+    again = arena.reserve(1000)
+    assert again.data_ptr() == buffer.data_ptr() and again.numel() == 1000 and again[999] == 7
+    assert registrar.tried == 1
+
+
+def test_growth_unlocks_the_old_memory_first():
+    registrar = FakeRegistrar()
+    arena = HostArena("states", registrar)
+    arena.reserve(4096)
+    buffer = arena.reserve(8192)
+    assert registrar.locked == {buffer.data_ptr(): 8192}
+
+
+def test_release_pairs_with_the_lock_and_may_come_twice():
+    registrar = FakeRegistrar()
+    arena = HostArena("states", registrar)
+    arena.reserve(4096)
+    arena.release()
+    arena.release()
+    assert not registrar.locked and not arena.locked and arena.nbytes == 0
+
+
+def test_memory_that_cannot_be_locked_is_pageable_with_one_warning(caplog):
+    registrar = FakeRegistrar(refuses=True)
+    arena = HostArena("optimizer states", registrar)
+    with caplog.at_level(logging.WARNING):
+        arena.reserve(4096).fill_(1)
+        arena.reserve(8192).fill_(1)
+    assert not arena.locked and registrar.tried == 1
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "optimizer states" in message and "not permitted" in message and "RLIMIT_MEMLOCK" in message
+    assert "policy.use_pinned_optimizer_offload=false" in message
+    arena.release()
+
+
+def test_nothing_is_taken_where_too_little_is_free(monkeypatch):
+    monkeypatch.setattr(arena_module, "free_host_bytes", lambda: 2**30)
+    arena = HostArena("optimizer states", FakeRegistrar())
+    with pytest.raises(HostMemoryError, match=r"optimizer states need 2.00 GiB .* 1.00 GiB are free"):
+        arena.reserve(2**31)
+    assert arena.nbytes == 0
+
+
+def test_nothing_may_be_reserved():
+    arena = HostArena("states", FakeRegistrar())
+    assert arena.reserve(0).numel() == 0
+    arena.release()
+
+
+def test_a_control_group_limits_what_is_free(tmp_path):
+    assert free_host_bytes(tmp_path) == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("600000\n")
+    (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 50000\n")
+    assert free_host_bytes(tmp_path) == 450_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_host_bytes(tmp_path) > 450_000

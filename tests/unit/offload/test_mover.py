@@ -1,0 +1,187 @@
+"""Round trips through host memory, on the CPU: the same code that runs on a GPU, where copies have streams."""
+
+import pytest
+import torch
+
+from nemo_rl_lite.errors import HostMemoryError
+from nemo_rl_lite.offload import arena as arena_module
+from nemo_rl_lite.offload.arena import HostArena
+from nemo_rl_lite.offload.mover import ALIGNMENT, Movable, Move, move_metrics
+
+CPU = torch.device("cpu")
+
+
+def movable(*tensors: torch.Tensor) -> Movable:
+    return Movable("states", lambda: tensors, HostArena("states", None), CPU)
+
+
+def samples() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    floats = torch.randn(1000, generator=generator)
+    return [
+        floats,
+        floats[:300].to(torch.bfloat16),
+        floats[:77].to(torch.float16),
+        torch.arange(41),
+        torch.tensor(7.0),
+        torch.tensor([True, False, True]),
+        torch.empty(0),
+    ]
+
+
+def test_every_kind_of_tensor_comes_back_bit_for_bit():
+    tensors = samples()
+    expected = [tensor.clone() for tensor in tensors]
+    own = movable(*tensors)
+    held = own.device_bytes()
+    for _ in range(3):
+        own.leave()
+        own.settle()
+        assert own.on_host and own.device_bytes() == 0 and own.parked_bytes() == held
+        own.come_back()
+        own.settle()
+        assert not own.on_host and own.device_bytes() == held and own.parked_bytes() == 0
+        for tensor, value in zip(tensors, expected, strict=True):
+            assert tensor.dtype == value.dtype and torch.equal(tensor, value)
+
+
+def test_views_survive_and_shared_memory_moves_once():
+    whole = torch.arange(100.0)
+    view, transposed = whole[10:20], whole.view(10, 10).t()
+    own = movable(view, transposed, whole)
+    assert own.device_bytes() == 400
+    own.leave()
+    own.settle()
+    assert whole.untyped_storage().nbytes() == 0
+    own.come_back()
+    own.settle()
+    assert torch.equal(view, torch.arange(10.0, 20.0)) and transposed[3, 2] == 23
+    view += 1
+    assert whole[10] == 11
+
+
+def test_moves_are_idempotent_and_reported_once():
+    own = movable(torch.ones(1000))
+    own.come_back()
+    own.settle()
+    assert own.take_moves() == []
+    for _ in range(2):
+        own.leave()
+        own.settle()
+    for _ in range(2):
+        own.come_back()
+        own.settle()
+    names, moves = zip(*own.take_moves(), strict=True)
+    assert names == ("states/to_host", "states/to_device")
+    assert all(move.nbytes == 4000 and 0 < move.transfer_s <= move.exposed_s for move in moves)
+    assert own.take_moves() == []
+
+
+def test_nothing_to_move_is_no_move():
+    own = movable()
+    own.leave()
+    own.settle()
+    assert not own.on_host and own.take_moves() == []
+
+
+def test_the_next_move_waits_for_the_last():
+    weights = torch.ones(10)
+    own = movable(weights)
+    own.leave()
+    assert own.moving and weights.untyped_storage().nbytes() == 40
+    own.come_back()
+    assert weights.untyped_storage().nbytes() == 40
+    own.leave()
+    own.settle()
+    assert own.on_host
+    own.come_back()
+    own.settle()
+    assert torch.equal(weights, torch.ones(10))
+
+
+def test_states_made_later_move_as_well_and_the_arena_grows():
+    tensors = [torch.ones(1000)]
+    arena = HostArena("states", None)
+    own = Movable("states", lambda: tensors, arena, CPU)
+    own.leave()
+    own.come_back()
+    own.settle()
+    small = arena.nbytes
+    tensors.append(torch.full((5000,), 2.0))
+    own.leave()
+    own.settle()
+    # Exact but for the alignment of each tensor's place.
+    assert small == 4000 and 24000 <= arena.nbytes < 24000 + ALIGNMENT
+    own.come_back()
+    own.settle()
+    assert torch.equal(tensors[1], torch.full((5000,), 2.0))
+    own.leave()
+    assert 24000 <= arena.nbytes < 24000 + ALIGNMENT
+
+
+def test_a_release_never_loses_the_only_copy():
+    weights = torch.ones(10)
+    arena = HostArena("states", None)
+    own = Movable("states", lambda: [weights], arena, CPU)
+    own.leave()
+    own.settle()
+    with pytest.raises(RuntimeError, match="states are in host memory only"):
+        own.release()
+    own.come_back()
+    own.release()
+    assert arena.nbytes == 0 and torch.equal(weights, torch.ones(10))
+    own.leave()
+    own.settle()
+    own.come_back()
+    own.settle()
+    assert torch.equal(weights, torch.ones(10))
+
+
+def test_too_little_host_memory_leaves_everything_in_place(monkeypatch):
+    weights = torch.ones(10)
+    own = movable(weights)
+    monkeypatch.setattr(arena_module, "free_host_bytes", lambda: 39)
+    with pytest.raises(HostMemoryError, match="states need"):
+        own.leave()
+    own.settle()
+    assert not own.on_host and torch.equal(weights, torch.ones(10))
+
+
+def test_a_device_that_is_full_leaves_everything_on_the_host(monkeypatch):
+    weights, more = torch.ones(10), torch.full((10,), 2.0)
+    own = movable(weights, more)
+    own.leave()
+    own.settle()
+
+    class Full:
+        """The second storage, on a device without room for it."""
+
+        def __init__(self, storage):
+            self.storage = storage
+
+        def resize_(self, nbytes):
+            if nbytes:
+                raise torch.OutOfMemoryError("full")
+
+        def __getattr__(self, name):
+            return getattr(self.storage, name)
+
+    first, second = own._parked
+    own._parked = [first, type(second)(Full(second.storage), second.start, second.nbytes)]
+    with pytest.raises(torch.OutOfMemoryError):
+        own.come_back()
+    assert own.on_host and weights.untyped_storage().nbytes() == 0
+    own._parked = [first, second]
+    own.come_back()
+    own.settle()
+    assert torch.equal(weights, torch.ones(10)) and torch.equal(more, torch.full((10,), 2.0))
+
+
+def test_metrics_of_moves():
+    metrics = move_metrics({"states/to_host": Move(nbytes=2_000_000_000, transfer_s=0.5, exposed_s=0.25)})
+    assert metrics == {
+        "states/to_host_bytes": 2e9,
+        "states/to_host_s": 0.5,
+        "states/to_host_exposed_s": 0.25,
+        "states/to_host_gb_per_s": 4.0,
+    }

@@ -1,0 +1,175 @@
+"""A policy of a few tensors goes through the phases of a step."""
+
+import pytest
+import torch
+
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.offload.arena import HostArena
+from nemo_rl_lite.offload.gradients import GradientBuffers
+from nemo_rl_lite.offload.mover import Movable
+from nemo_rl_lite.offload.phases import PhaseMemory
+from nemo_rl_lite.offload.prefetch import Prefetch
+from nemo_rl_lite.offload.residency import Component, Phase, Residency
+
+CPU = torch.device("cpu")
+STEP = (Phase.REFIT, Phase.GENERATE, Phase.LOGPROB, Phase.TRAIN)
+HELD = {"parameters": 400, "optimizer_states": 800, "gradients": 400}
+
+
+class Policy:
+    """Parameters, gradients and optimizer states, and the device they think they are on."""
+
+    def __init__(self, *overrides: str, total: int = 10_000):
+        config = compose_config(list(overrides))
+        self.parameters, self.states = torch.arange(100.0), torch.arange(200.0)
+        self.gradients = torch.ones(100)
+        self.free, self.trimmed = total, 0
+        self.memory = PhaseMemory(
+            Residency.of(config),
+            Movable("parameters", lambda: [self.parameters], HostArena("parameters", None), CPU),
+            Movable("optimizer_states", lambda: [self.states], HostArena("states", None), CPU),
+            GradientBuffers([self.gradients]),
+            overlap=config.policy.overlap_offload,
+            total_bytes=total,
+            free_bytes=lambda: self.free,
+            trim=self.trim,
+        )
+
+    def trim(self) -> None:
+        self.trimmed += 1
+
+    def held(self) -> tuple[int, int, int]:
+        held = self.memory.device_bytes()
+        return held["parameters"], held["gradients"], held["optimizer_states"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], [(400, 400, 800)] * 4),
+        (["offload=logprob"], [(400, 400, 800), (400, 400, 800), (400, 400, 0), (400, 400, 800)]),
+        (["offload=colocated"], [(400, 0, 0), (0, 0, 0), (400, 0, 0), (400, 400, 800)]),
+        (
+            ["policy.offload_for_generation=[optimizer_states]"],
+            [(400, 400, 0), (400, 400, 0), (400, 400, 0), (400, 400, 800)],
+        ),
+        (["policy.offload_for_generation=[gradients]"], [(400, 0, 800)] * 3 + [(400, 400, 800)]),
+    ],
+)
+def test_each_phase_has_what_the_table_says(overrides, expected):
+    policy = Policy(*overrides)
+    for _ in range(2):
+        for phase, held in zip(STEP, expected, strict=True):
+            for _ in range(2):
+                policy.memory.enter(phase)
+            assert policy.held() == held, phase
+    assert torch.equal(policy.parameters, torch.arange(100.0)) and torch.equal(policy.states, torch.arange(200.0))
+    assert policy.trimmed == 8
+
+
+def test_every_phase_may_follow_every_other():
+    policy = Policy("offload=colocated", "policy.offload_optimizer_states_for_logprob=true")
+    for before in STEP:
+        for after in STEP:
+            policy.memory.enter(before)
+            policy.memory.enter(after)
+            policy.memory.enter(Phase.TRAIN)
+            assert policy.held() == (400, 400, 800)
+            assert torch.equal(policy.parameters, torch.arange(100.0))
+
+
+def test_what_leaves_may_do_so_while_the_engine_wakes():
+    policy = Policy("offload=pinned")
+    policy.memory.enter(Phase.REFIT, beside=9_000)
+    assert policy.held() == (400, 0, 800)
+    with pytest.raises(RuntimeError, match="optimizer_states are not on the device"):
+        policy.memory.require(Component.OPTIMIZER_STATES)
+    policy.memory.enter(Phase.GENERATE)
+    assert policy.held() == (0, 0, 0)
+
+
+def test_it_does_not_where_both_would_not_fit():
+    policy = Policy("offload=pinned")
+    # Five hundredths of the device stay free.
+    policy.memory.enter(Phase.REFIT, beside=9_500)
+    assert policy.held() == (400, 0, 0)
+
+
+def test_it_does_not_where_moves_are_to_come_one_after_the_other():
+    policy = Policy("offload=colocated")
+    policy.memory.enter(Phase.REFIT, beside=0)
+    assert policy.held() == (400, 0, 0)
+
+
+def test_states_come_back_before_the_last_micro_batch():
+    policy = Policy("offload=pinned")
+    for phase in (Phase.REFIT, Phase.GENERATE, Phase.LOGPROB):
+        policy.memory.enter(phase)
+    prefetch = policy.memory.prefetch(Phase.TRAIN, working_bytes=1000)
+    assert prefetch is not None
+    prefetch(1)
+    assert policy.held() == (400, 0, 800)
+    policy.memory.enter(Phase.TRAIN)
+    assert policy.held() == (400, 400, 800) and torch.equal(policy.states, torch.arange(200.0))
+    assert policy.memory.prefetch(Phase.TRAIN, working_bytes=0) is None
+
+
+def test_states_wait_where_they_would_not_fit_beside_the_work():
+    policy = Policy("offload=pinned")
+    for phase in (Phase.REFIT, Phase.GENERATE, Phase.LOGPROB):
+        policy.memory.enter(phase)
+    prefetch = policy.memory.prefetch(Phase.TRAIN, working_bytes=8_700)
+    assert prefetch is not None
+    prefetch(1)
+    assert policy.held() == (400, 0, 0)
+    policy.memory.enter(Phase.TRAIN)
+    assert policy.held() == (400, 400, 800)
+
+
+def test_a_prefetch_begins_when_what_is_left_takes_as_long_as_the_transfer(monkeypatch):
+    now, begun = [0.0], []
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    prefetch = Prefetch(transfer_s=2.5, begin=lambda: begun.append(now[0]))
+    for remaining in range(10, 0, -1):
+        prefetch(remaining)
+        now[0] += 1.0
+    # With two left, two seconds are.
+    assert begun == [8.0]
+
+
+def test_a_prefetch_begins_with_the_only_micro_batch():
+    begun = []
+    Prefetch(transfer_s=0.0, begin=lambda: begun.append(1))(1)
+    assert begun == [1]
+
+
+def test_gradients_that_accumulate_stop_a_change_of_phase():
+    policy = Policy("offload=colocated")
+    with policy.memory.gradients.accumulating(), pytest.raises(RuntimeError, match="being accumulated"):
+        policy.memory.enter(Phase.REFIT)
+    assert policy.held() == (400, 400, 800)
+
+
+def test_an_unknown_phase_is_an_error_also_where_nothing_moves():
+    with pytest.raises(ValueError, match="sleep"):
+        Policy().memory.enter("sleep")
+    with pytest.raises(ValueError, match="generate"):
+        Policy("algorithm=sft").memory.enter(Phase.GENERATE)
+
+
+def test_host_memory_is_released_once_everything_is_back():
+    policy = Policy("offload=colocated")
+    policy.memory.enter(Phase.GENERATE)
+    with pytest.raises(RuntimeError, match="in host memory only"):
+        policy.memory.release()
+    policy.memory.enter(Phase.TRAIN)
+    policy.memory.release()
+
+
+def test_moves_are_named_by_component_and_direction():
+    policy = Policy("offload=logprob")
+    policy.memory.enter(Phase.LOGPROB)
+    policy.memory.enter(Phase.TRAIN)
+    names = [name for name, _ in policy.memory.take_moves()]
+    assert names == ["optimizer_states/to_host", "optimizer_states/to_device"]
+    assert policy.memory.take_moves() == []

@@ -1,0 +1,93 @@
+"""Where everything is in each phase, from the configuration alone."""
+
+import subprocess
+import sys
+
+import pytest
+
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
+
+GPU = ["cluster.gpus_per_node=2", "policy=megatron_gpu", "generation=vllm_gpu"]
+GPU += ["policy.max_total_sequence_length=64", "generation.max_new_tokens=16"]
+APART = ["generation.colocated.enabled=false", "generation.colocated.resources.gpus_per_node=1"]
+D, H, R = Place.DEVICE, Place.HOST, Place.RELEASED
+
+
+def residency(*overrides: str) -> Residency:
+    return Residency.of(compose_config(list(overrides)))
+
+
+def row(table: Residency, component: Component) -> tuple[Place, ...]:
+    """In generate, logprob, train, refit."""
+    return tuple(table.place(phase, component) for phase in Phase)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parameters", "gradients", "optimizer_states"),
+    [
+        (["offload=none"], (D, D, D, D), (D, D, D, D), (D, D, D, D)),
+        (["offload=logprob"], (D, D, D, D), (D, D, D, D), (D, H, D, D)),
+        (["offload=colocated"], (H, D, D, D), (R, R, D, R), (H, H, D, H)),
+        (["offload=pinned"], (H, D, D, D), (R, R, D, R), (H, H, D, H)),
+        (["offload=cpu_optimizer"], (D, D, D, D), (D, D, D, D), (H, H, H, H)),
+        (["offload=max_memory"], (H, D, D, D), (R, R, D, R), (H, H, H, H)),
+        (["policy.offload_for_generation=[gradients]"], (D, D, D, D), (R, R, D, R), (D, D, D, D)),
+    ],
+)
+def test_what_the_policy_holds_where(overrides, parameters, gradients, optimizer_states):
+    table = residency(*GPU, *overrides)
+    assert row(table, Component.PARAMETERS) == parameters
+    assert row(table, Component.GRADIENTS) == gradients
+    assert row(table, Component.OPTIMIZER_STATES) == optimizer_states
+    assert row(table, Component.ACTIVATIONS) == (R, D, D, R)
+    assert table.offloads_activations == (overrides == ["offload=max_memory"])
+
+
+def test_engines_sleep_where_they_share_a_gpu():
+    table = residency(*GPU)
+    assert table.engines_share_device
+    assert row(table, Component.GENERATION_WEIGHTS) == (D, R, R, D)
+    assert row(table, Component.KV_CACHE) == (D, R, R, R)
+
+
+@pytest.mark.parametrize("overrides", [[], ["generation=transformers"]])
+def test_engines_on_cpus_stay_awake(overrides):
+    table = residency(*overrides)
+    assert row(table, Component.GENERATION_WEIGHTS) == row(table, Component.KV_CACHE) == (D, D, D, D)
+
+
+def test_engines_on_gpus_of_their_own_are_not_in_the_table_and_nothing_leaves_for_them():
+    engines = ["policy.train_global_batch_size=128", *APART]
+    table = residency(*GPU, *engines, "offload=logprob")
+    assert not table.engines_share_device
+    assert table.components == tuple(Component)[:4]
+    assert row(table, Component.OPTIMIZER_STATES) == (D, H, D, D)
+    with pytest.raises(ValueError, match="kv_cache are not on the policy's device"):
+        table.place(Phase.TRAIN, Component.KV_CACHE)
+
+
+def test_sft_has_two_phases_and_no_engines():
+    table = residency("algorithm=sft", "offload=logprob")
+    assert table.phases == (Phase.LOGPROB, Phase.TRAIN) and table.components == tuple(Component)[:4]
+    assert table.policy_places(Phase.LOGPROB) == {
+        Component.PARAMETERS: D,
+        Component.GRADIENTS: D,
+        Component.OPTIMIZER_STATES: H,
+    }
+    with pytest.raises(ValueError, match="no phase generate; it has logprob, train"):
+        table.policy_places(Phase.GENERATE)
+
+
+def test_moves_are_what_changes_place():
+    table = residency(*GPU, "offload=colocated")
+    assert table.moves(Phase.GENERATE, Phase.LOGPROB) == {Component.PARAMETERS: D}
+    assert table.moves(Phase.LOGPROB, Phase.TRAIN) == {Component.GRADIENTS: D, Component.OPTIMIZER_STATES: D}
+    assert table.moves(Phase.TRAIN, Phase.REFIT) == {Component.GRADIENTS: R, Component.OPTIMIZER_STATES: H}
+    assert table.moves(Phase.REFIT, Phase.GENERATE) == {Component.PARAMETERS: H}
+
+
+def test_predicting_imports_nothing_heavy():
+    heavy = "{'torch', 'ray', 'vllm', 'megatron', 'transformers'} & set(sys.modules)"
+    code = f"import sys, nemo_rl_lite.offload.memory_table; print(*({heavy}))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
