@@ -14,8 +14,8 @@ class MemoryMeter:
     the policy takes of the device now.
 
     - `measured/<phase>/<component>`, at the end of the phase
-    - where there is a GPU, `measured/<phase>/activations`: what the allocator handed out beyond that at the peak;
-      `measured/<phase>/other`: what other processes, CUDA itself and torch's cache held of the device;
+    - where there is a GPU, `measured/<phase>/activations`: what the allocator handed out during the phase, at the peak;
+      `measured/<phase>/other`: what buffers, other processes, CUDA itself and torch's cache held of the device;
       `policy_peak_bytes/<phase>` and `device_bytes/<phase>`: the allocator's peak, and what all held at the end
     """
 
@@ -28,6 +28,8 @@ class MemoryMeter:
     def phase(self, name: str) -> Iterator[None]:
         """Measures the block."""
         on_gpu = torch.cuda.is_available()
+        held_before = sum(self._components().values())
+        allocated = torch.cuda.memory_allocated() if on_gpu else held_before
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         try:
@@ -35,12 +37,14 @@ class MemoryMeter:
         finally:
             held = self.note(name)
             peak = torch.cuda.max_memory_allocated() if on_gpu else held
-            # What comes back early makes `held` larger than it was at the peak, so the largest difference counts.
-            self._working[name] = max(peak - held, self._working.get(name, 0))
+            # What came back during the phase is no working memory.
+            working = max(peak - allocated - max(held - held_before, 0), 0)
+            # It may have come after the peak, so that the largest value seen counts.
+            self._working[name] = max(working, self._working.get(name, 0))
             if on_gpu:
                 used = device_bytes()
-                self._keep(f"measured/{name}/activations", max(peak - held, 0))
-                self._keep(f"measured/{name}/other", max(used - peak, 0))
+                self._keep(f"measured/{name}/activations", working)
+                self._keep(f"measured/{name}/other", max(used - held - working, 0))
                 self._keep(f"policy_peak_bytes/{name}", peak)
                 self._keep(f"device_bytes/{name}", used)
 

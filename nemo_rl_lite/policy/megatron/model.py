@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_rl_lite.config.schema import PolicyConfig
@@ -129,6 +130,8 @@ def _set_layout(provider: Any, config: PolicyConfig) -> None:
 def _set_gpu_kernels(provider: Any) -> None:
     # Packed sequences would otherwise be rotated one by one, in Python.
     provider.apply_rope_fusion = True
+    # megatron-bridge sets it for some models only; apart, the MLP's activation keeps two more copies of its input.
+    provider.bias_activation_fusion = provider.gated_linear_unit and provider.activation_func is F.silu
     # megatron-core's own output layer would need Apex for it.
     provider.gradient_accumulation_fusion = False
 
