@@ -3,10 +3,14 @@
 import importlib
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
+
+# Above Ray's own and below what kernels hand out for outgoing connections.
+LASTING_PORTS = range(20_000, 32_000)
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
@@ -24,12 +28,16 @@ class Host:
         self._worker: Any = None
 
     def free_port(self) -> tuple[str, int]:
-        """This host's address and a port that is free on it now."""
+        """This host's address and a port that is free on it now, and not one of those that the kernel hands out: it is
+        used a while later."""
+        import random
         import socket
 
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        for port in [*random.sample(LASTING_PORTS, 20), 0]:
+            with socket.socket() as probe, suppress(OSError):
+                probe.bind(("", port))
+                return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        raise OSError("no free port on this host")
 
     def gpus(self) -> list[str]:
         """The GPUs that Ray has given this process, as CUDA_VISIBLE_DEVICES names them."""

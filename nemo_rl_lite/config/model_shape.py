@@ -14,7 +14,6 @@ from nemo_rl_lite.errors import LauncherError
 class ModelShape:
     """Sizes from config.json. `max_positions` is in tokens."""
 
-    family: str
     """Hugging Face's `model_type`."""
     layers: int
     hidden: int
@@ -85,7 +84,6 @@ def _shape(config: dict) -> ModelShape:
     # GPT-2 and its kin do not write what is four times the hidden size.
     ffn = config.get("intermediate_size") or 4 * config["hidden_size"]
     return ModelShape(
-        family=family,
         layers=layers,
         hidden=config["hidden_size"],
         ffn=ffn,

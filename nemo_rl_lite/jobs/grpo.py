@@ -11,6 +11,7 @@ from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.environments.registry import make_environment
 from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.jobs.memory_plan import show_memory_plan
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.samples import SampleLog
 from nemo_rl_lite.observability.sinks import MetricsLog, under
@@ -38,6 +39,7 @@ class GRPOJob:
     def run(self, metrics: MetricsLog, reserved: Reserved) -> dict[str, int]:
         """Train in the reserved processes; returns the workers' peak memory in bytes, by name."""
         config, console = self._config, self._console
+        show_memory_plan(config, self._model_path, console, metrics)
         with console.busy(f"starting {policy_ranks(config)} policy rank(s) and {config.generation.backend}"):
             probe_prompt = self._tokenizer.prompt(self._training.problem(0).messages)
             workers = launch(reserved, self._model_path, probe_prompt)

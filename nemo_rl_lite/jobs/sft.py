@@ -9,6 +9,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import policy_ranks
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.jobs.memory_plan import show_memory_plan
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.sinks import MetricsLog, under
 
@@ -28,6 +29,7 @@ class SFTJob:
     def run(self, metrics: MetricsLog, reserved: Reserved) -> dict[str, int]:
         """Train in the reserved processes; returns the workers' peak memory in bytes, by name."""
         config, console = self._config, self._console
+        show_memory_plan(config, self._model_path, console, metrics)
         with console.busy(f"starting {policy_ranks(config)} policy rank(s)"):
             policy = launch_policy(reserved, self._model_path)
         metrics.log(0, under("timing/setup", reserved.setup_seconds()))

@@ -10,6 +10,18 @@ from nemo_rl_lite.config.schema import LoggerConfig
 from nemo_rl_lite.errors import LauncherError
 
 METRICS_FILE = "metrics.jsonl"
+# What metrics' names begin with.
+PREFIXES = (
+    "train",
+    "timing/train",
+    "timing/validation",
+    "timing/setup",
+    "performance",
+    "refit",
+    "offload",
+    "memory",
+    "validation",
+)
 Metrics = Mapping[str, float]
 
 
@@ -58,16 +70,7 @@ class WeightsAndBiases:
             self._run = self._start(config, folder, whole_config)
         except wandb.errors.Error as error:
             raise LauncherError(f"W&B could not start: {error}. Offline works: logger.wandb.mode=offline") from error
-        for prefix in (
-            "train",
-            "timing/train",
-            "performance",
-            "refit",
-            "offload",
-            "validation",
-            "timing/validation",
-            "timing/setup",
-        ):
+        for prefix in PREFIXES:
             self._run.define_metric(f"{prefix}/*", step_metric="step")
 
     @staticmethod

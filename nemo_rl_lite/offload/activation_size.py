@@ -8,10 +8,10 @@ hidden size, q and k the widths of all queries and of all keys, and f the MLP's 
     inputs and outputs of the two norms          4 h
     queries, keys and values as attended to      q + 2 k     and q + k more where they are normalised
     attention's output                           q
-    gated MLP                                    3 f fused, 5 f where megatron-core computes it step by step
+    gated MLP                                    3 f fused, 5 f on CPUs, where it is computed step by step
 
-A token of SmolLM2-135M and one of a Qwen3 of 1.7 B take within 2 % of this (docs/benchmarks). Not measured: experts,
-recomputation, pipeline stages, offloaded activations, and CPUs.
+A token of SmolLM2-135M and one of a Qwen3 of 1.7 B take within 3 % of this (docs/benchmarks). Not measured: experts,
+pipeline stages, offloaded activations, and CPUs.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,6 @@ from nemo_rl_lite.config.model_shape import ModelShape
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import batch_mode, data_parallel_size, on_gpus, samples_per_step
 
-# Families for which megatron-bridge asks for the fused gated MLP. The others also keep the gate's activation and a copy
-# of the linear half.
-_FUSED_MLP = ("llama",)
 # Tokens whose logits are float32 at a time where no gradient is wanted (policy/megatron/batches.py).
 LOGPROB_CHUNK = 2048
 
@@ -82,7 +79,7 @@ def layer_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> dict[st
     mlp = elements * ((1 - sparse) * shape.ffn + sparse * shape.shared_ffn)
     # Under tensor parallelism experts come with a split sequence: each rank sends out its own tokens.
     dispatched = sparse * shape.experts_per_token
-    fused = on_gpus(config) and shape.family in _FUSED_MLP
+    fused = on_gpus(config)
     # Flash attention keeps one number a token and head, megatron-core's own attention all scores, both in float32.
     scores = batch.tokens * 4 * shape.heads / tensor * (1 if on_gpus(config) else batch.row)
     return {

@@ -8,6 +8,7 @@ many threads first and then registered with the driver.
 import logging
 import mmap
 import resource
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -88,6 +89,11 @@ class HostArena:
         if self._buffer is not None and self.locked and self._registrar is not None:
             self._registrar.unlock(self._buffer.data_ptr())
         self._buffer, self.locked = None, False
+
+    def __del__(self) -> None:
+        # Memory that goes while the driver still knows it makes a later mapping at its address fail.
+        if not sys.is_finalizing():
+            self.release()
 
     def _lock(self, buffer: Tensor) -> None:
         if self._registrar is None or not buffer.numel():

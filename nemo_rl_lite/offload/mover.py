@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from nemo_rl_lite.offload.arena import HostArena
+from nemo_rl_lite.offload.storages import Span, host_bytes, lay_out, storages_of
 
 # Until a move has shown the link's rate.
 ASSUMED_BYTES_PER_S = 20e9
-# Bytes to which each tensor's place in host memory is aligned.
-ALIGNMENT = 512
 
 
 @dataclass(frozen=True)
@@ -48,21 +47,12 @@ def move_metrics(moves: Mapping[str, Move]) -> dict[str, float]:
     }
 
 
-@dataclass(frozen=True)
-class _Parked:
-    """A storage whose contents are, or are about to be, in host memory."""
-
-    storage: UntypedStorage
-    start: int
-    nbytes: int
-
-
 @dataclass
 class _Flight:
     """A move that was begun: where to, its storages, seconds that beginning it took, and what it is over with."""
 
     to_host: bool
-    parked: list[_Parked]
+    parked: list[Span]
     begun_s: float
     copies: "_Copies"
 
@@ -79,7 +69,7 @@ class Movable:
     ) -> None:
         self.name = name
         self._tensors, self._arena, self._device = tensors, arena, device
-        self._parked: list[_Parked] = []
+        self._parked: list[Span] = []
         self._flight: _Flight | None = None
         self._moves: list[tuple[str, Move]] = []
         self._rate = ASSUMED_BYTES_PER_S
@@ -98,15 +88,16 @@ class Movable:
 
     def device_bytes(self) -> int:
         """Bytes of device memory that the tensors take now."""
-        return sum(storage.nbytes() for storage in self._storages())
+        return sum(storage.nbytes() for storage in storages_of(self._tensors(), self._device))
 
-    def parked_bytes(self) -> int:
-        """Bytes in host memory: the device memory that coming back takes."""
-        return sum(one.nbytes for one in self._parked)
+    def host_bytes(self) -> int:
+        """Bytes that are, or will be when a move out settles, in host memory: what coming back takes of the device."""
+        parked = self._parked if self._flight is None else self._flight.parked if self._flight.to_host else []
+        return sum(one.nbytes for one in parked)
 
     def seconds_to_return(self) -> float:
         """How long coming back will take, by the last move's rate."""
-        return self.parked_bytes() / self._rate
+        return self.host_bytes() / self._rate
 
     def leave(self) -> None:
         """Begin to copy everything to the host; does nothing where it is there already. Device memory is freed when the
@@ -119,11 +110,11 @@ class Movable:
         if self._parked:
             return
         began = time.perf_counter()
-        parked = _laid_out(self._storages())
-        host = self._arena.reserve(parked[-1].start + parked[-1].nbytes if parked else 0)
+        parked = lay_out(storages_of(self._tensors(), self._device))
+        host = self._arena.reserve(host_bytes(parked))
         with _copying(self._streams[True]) as copies:
             for one in parked:
-                host[one.start : one.start + one.nbytes].copy_(_bytes(one.storage), non_blocking=True)
+                one.of(host).copy_(one.device_bytes(), non_blocking=True)
         self._flight = _Flight(True, parked, time.perf_counter() - began, copies)
 
     def come_back(self) -> None:
@@ -143,10 +134,10 @@ class Movable:
         except BaseException:
             _free(self._parked)
             raise
-        host = self._arena.reserve(self._parked[-1].start + self._parked[-1].nbytes)
+        host = self._arena.reserve(host_bytes(self._parked))
         with _copying(self._streams[False]) as copies:
             for one in self._parked:
-                _bytes(one.storage).copy_(host[one.start : one.start + one.nbytes], non_blocking=True)
+                one.device_bytes().copy_(one.of(host), non_blocking=True)
         self._flight = _Flight(False, self._parked, time.perf_counter() - began, copies)
 
     def settle(self) -> None:
@@ -165,6 +156,11 @@ class Movable:
             self._moves.append((f"{self.name}/{'to_host' if flight.to_host else 'to_device'}", move))
             self._rate = nbytes / move.transfer_s if move.transfer_s else self._rate
 
+    def settle_if_done(self) -> None:
+        """Settle, if that means no waiting."""
+        if self._flight is not None and self._flight.copies.done():
+            self.settle()
+
     def take_moves(self) -> list[tuple[str, Move]]:
         """What has settled since the last call: "<name>/to_host" or "<name>/to_device", and the move."""
         taken, self._moves = self._moves, []
@@ -181,15 +177,6 @@ class Movable:
             raise RuntimeError(f"{self.name} are in host memory only: come back before it is released")
         self._arena.release()
 
-    def _storages(self) -> list[UntypedStorage]:
-        """Storages with memory on the device, each once, in the tensors' order."""
-        found: dict[int, UntypedStorage] = {}
-        for tensor in self._tensors():
-            storage = tensor.untyped_storage()
-            if storage.device.type == self._device.type and storage.nbytes():
-                found.setdefault(storage._cdata, storage)
-        return list(found.values())
-
 
 class _Copies:
     """Copies that were issued, on a stream or at once; their duration."""
@@ -200,6 +187,9 @@ class _Copies:
 
     def issued(self, events: "tuple[torch.cuda.Event, torch.cuda.Event] | None") -> None:
         self._events, self._seconds = events, time.perf_counter() - self._began
+
+    def done(self) -> bool:
+        return self._events is None or self._events[1].query()
 
     def wait(self) -> None:
         if self._events is not None:
@@ -227,19 +217,6 @@ def _copying(stream: "torch.cuda.Stream | None") -> Iterator[_Copies]:
     copies.issued(events)
 
 
-def _laid_out(storages: list[UntypedStorage]) -> list[_Parked]:
-    parked, end = [], 0
-    for storage in storages:
-        parked.append(_Parked(storage, end, storage.nbytes()))
-        end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
-    return parked
-
-
-def _bytes(storage: UntypedStorage) -> Tensor:
-    """The storage's memory as uint8 [bytes]."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def _free(parked: list[_Parked]) -> None:
+def _free(parked: list[Span]) -> None:
     for one in parked:
         one.storage.resize_(0)

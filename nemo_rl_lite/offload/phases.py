@@ -36,6 +36,12 @@ class PhaseMemory:
     ):
         self._residency, self._overlap = residency, overlap
         self._movable = {Component.PARAMETERS: parameters, Component.OPTIMIZER_STATES: optimizer_states}
+        # What has one place throughout, such as the states of an optimizer on the CPU, is nothing to move.
+        self._stays = {
+            component
+            for component in self._movable
+            if len({residency.place(phase, component) for phase in residency.phases}) == 1
+        }
         self.gradients = gradients
         self._margin = int(MARGIN * total_bytes)
         self._free_bytes, self._trim = free_bytes, trim
@@ -53,36 +59,46 @@ class PhaseMemory:
         self.settle()
         if places[Component.GRADIENTS] is not Place.DEVICE:
             self.gradients.drop()
-        for component, own in self._movable.items():
-            if places[component] is Place.HOST:
-                own.leave()
-        if beside is None or not self._fits(beside):
+        makes_room = self._residency.engines_share_device and phase in (Phase.GENERATE, Phase.REFIT)
+        in_background = beside is not None and self._fits(beside)
+        if makes_room and in_background:
+            # Giving memory back waits for all copies, so it comes before them.
+            self._trim()
+        for own in self._going_to(Place.HOST, phase):
+            own.leave()
+        if not in_background:
             self.settle()
-        returning = [own for component, own in self._movable.items() if places[component] is Place.DEVICE]
+        returning = self._going_to(Place.DEVICE, phase)
         for own in returning:
             own.come_back()
         for own in returning:
             own.settle()
         if places[Component.GRADIENTS] is Place.DEVICE:
             self.gradients.bring_back()
-        if self._residency.engines_share_device and phase in (Phase.GENERATE, Phase.REFIT):
+        if makes_room and not in_background:
             self._trim()
 
-    def prefetch(self, phase: Phase, working_bytes: int) -> Prefetch | None:
-        """What to call before each micro-batch of the work that comes before `phase`, so that what `phase` will want
-        comes back beside the last ones; None where nothing will. It begins only where it fits with the `working_bytes`
-        that the work takes. `enter` waits for it."""
-        places = self._residency.policy_places(phase)
-        absent = [own for part, own in self._movable.items() if places[part] is Place.DEVICE and own.on_host]
-        if not self._overlap or not absent:
+    def between_micro_batches(self, before: Phase, working_bytes: int) -> Callable[[int], None] | None:
+        """What to call before each micro-batch of the work that comes before the phase `before`: frees what has left by
+        then, and brings back beside the last micro-batches what that phase will want, if it fits with the
+        `working_bytes` that the work takes. None where moves come one after the other."""
+        if not self._overlap:
             return None
+        wanted = self._going_to(Place.DEVICE, before)
 
         def begin() -> None:
-            for own in absent:
-                if self._fits(own.parked_bytes() + working_bytes):
+            for own in wanted:
+                if own.on_host and self._fits(own.host_bytes() + working_bytes):
                     _try_to_return(own)
 
-        return Prefetch(sum(own.seconds_to_return() for own in absent), begin)
+        prefetch = Prefetch(sum(own.seconds_to_return() for own in wanted), begin)
+
+        def call(remaining: int) -> None:
+            for own in self._movable.values():
+                own.settle_if_done()
+            prefetch(remaining)
+
+        return call
 
     def settle(self) -> None:
         """Wait for everything that moves."""
@@ -93,7 +109,7 @@ class PhaseMemory:
         """Raises RuntimeError where one of them is not on the device."""
         for component in components:
             own = self._movable[component]
-            if own.on_host or own.moving:
+            if component not in self._stays and (own.on_host or own.moving):
                 raise RuntimeError(
                     f"{component.value} are not on the device in this phase: a prepare_for_... is missing"
                 )
@@ -111,6 +127,10 @@ class PhaseMemory:
         """Give host memory back; everything must be on the device."""
         for own in self._movable.values():
             own.release()
+
+    def _going_to(self, place: Place, phase: Phase) -> list[Movable]:
+        places = self._residency.policy_places(phase)
+        return [own for part, own in self._movable.items() if places[part] is place and part not in self._stays]
 
     def _fits(self, nbytes: int) -> bool:
         return self._overlap and self._free_bytes() - nbytes > self._margin

@@ -199,10 +199,11 @@ def unit_of(metric: str) -> str:
 
 @contextmanager
 def timed(times: dict[str, float], name: str) -> Iterator[None]:
+    """Seconds until the call returns: what still moves beside other work then is that work's company, and in
+    `..._exposed_s` where somebody waits for it."""
     _synchronize()
     started = time.perf_counter()
     yield
-    _synchronize()
     times[name] = time.perf_counter() - started
 
 
@@ -216,7 +217,10 @@ def place() -> dict[str, str]:
 def forget() -> None:
     """Leave megatron-core's and torch's groups, and give back the memory of the last setting."""
     from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 
+    # One a process, with the pattern of the last model's passes.
+    PipelineOffloadManager.reset_instance()
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,8 +1,12 @@
-"""Render docs/benchmarks/*.json into docs/benchmarks/README.md and README.md. --check fails where one is stale."""
+"""Render docs/benchmarks/*.json into docs/benchmarks/README.md, README.md and docs/memory.md.
+
+--check fails where one is stale.
+"""
 
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +14,26 @@ import record
 
 PAGE = record.FOLDER / "README.md"
 README = record.ROOT / "README.md"
-# Tables of the README: the mark around it, the record, and the rows it shows (all where empty).
+MEMORY = record.ROOT / "docs" / "memory.md"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Of a page's table: the record it shows, and of that the rows (all where empty). With `columns` a row is a setting
+    and shows the medians of these quantities."""
+
+    page: Path
+    bench: str
+    hardware: str
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+
+
+# By the mark around the table.
 TABLES = {
-    "quickstart table": ("quickstart", "cpu-2cores", ()),
-    "gpu table": (
+    "quickstart table": Table(README, "quickstart", "cpu-2cores"),
+    "gpu table": Table(
+        README,
         "grpo-chain-sum",
         "1x-h100",
         (
@@ -25,6 +45,21 @@ TABLES = {
             "train (median of a run)",
             "refit, engine awake again (median of a run)",
             "whole step (median of a run)",
+        ),
+    ),
+    "copies table": Table(MEMORY, "offload-copies", "1x-h100"),
+    "prepare table": Table(
+        MEMORY,
+        "offload-prepare",
+        "1x-h100",
+        columns=(
+            "refit preparation",
+            "generation preparation",
+            "logprob preparation",
+            "logprob",
+            "training preparation",
+            "train",
+            "policy_peak_bytes/logprob",
         ),
     ),
 }
@@ -47,13 +82,14 @@ def pages(records: list[dict[str, Any]]) -> dict[Path, str]:
         "Rendered by `python scripts/bench/render.py` from the JSON files beside it, with all repetitions.",
         "",
     ]
-    readme = README.read_text()
-    for mark, (bench, hardware, rows) in TABLES.items():
-        one = next(one for one in records if (one["bench"], one["hardware"]["name"]) == (bench, hardware))
-        before, rest = readme.split(f"<!-- {mark} -->\n")
-        table = "\n".join(results_table(one, rows))
-        readme = f"{before}<!-- {mark} -->\n{table}\n<!-- /{mark} -->{rest.split(f'<!-- /{mark} -->')[1]}"
-    return {PAGE: "\n".join([*head, *(line for one in records for line in section(one))]), README: readme}
+    texts = {path: path.read_text() for path in dict.fromkeys(table.page for table in TABLES.values())}
+    for mark, table in TABLES.items():
+        one = next(one for one in records if (one["bench"], one["hardware"]["name"]) == (table.bench, table.hardware))
+        before, rest = texts[table.page].split(f"<!-- {mark} -->\n")
+        lines = settings_table(one, table.columns) if table.columns else results_table(one, table.rows)
+        after = rest.split(f"<!-- /{mark} -->")[1]
+        texts[table.page] = "\n".join([f"{before}<!-- {mark} -->", *lines, f"<!-- /{mark} -->{after}"])
+    return {PAGE: "\n".join([*head, *(line for one in records for line in section(one))])} | texts
 
 
 def section(one: dict[str, Any]) -> list[str]:
@@ -86,13 +122,28 @@ def bars_table(one: dict[str, Any]) -> list[str]:
 
 
 def results_table(one: dict[str, Any], names: Sequence[str] = ()) -> list[str]:
-    """What was measured, a row a quantity; only those of `names` where it is given."""
-    lines = ["| measured | median | least | most | unit | runs |", "|---|---:|---:|---:|---|---:|"]
+    """What was measured, a row a quantity and setting; only those of `names` where it is given."""
+    several = len({row["config"] for row in one["results"]}) > 1
+    setting, line = (" setting |", "---|") if several else ("", "")
+    lines = [f"| measured |{setting} median | least | most | unit | runs |", f"|---|{line}---:|---:|---:|---|---:|"]
     for row in one["results"]:
         if names and row["name"] not in names:
             continue
         numbers = " | ".join(f"{value:.3g}" for value in (row["median"], min(row["reps"]), max(row["reps"])))
-        lines.append(f"| {row['name']} | {numbers} | {row['unit']} | {len(row['reps'])} |")
+        which = f" {row['config']} |" if several else ""
+        lines.append(f"| {row['name']} |{which} {numbers} | {row['unit']} | {len(row['reps'])} |")
+    return lines
+
+
+def settings_table(one: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """A row a setting, with the medians of the quantities `names`."""
+    units = {row["name"]: row["unit"] for row in one["results"]}
+    medians = {(row["config"], row["name"]): row["median"] for row in one["results"]}
+    head = " | ".join(f"{name}, {units[name]}" for name in names)
+    lines = [f"| setting | {head} |", f"|---|{'---:|' * len(names)}"]
+    for setting in dict.fromkeys(config for config, _ in medians):
+        cells = (f"{medians[setting, name]:.3g}" if (setting, name) in medians else "" for name in names)
+        lines.append(f"| {setting} | {' | '.join(cells)} |")
     return lines
 
 

@@ -2,12 +2,14 @@
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -30,11 +32,23 @@ def model_folder(tmp_path_factory) -> Path:
     return folder
 
 
+def free_ports(count: int = 40) -> int:
+    """The first of `count` ports in a row that nobody has: below those that the kernel hands out and above Ray's, so
+    that nobody comes to have them soon."""
+    for first in random.sample(range(20_000, 32_000, count), 20):
+        with ExitStack() as probes:
+            try:
+                for port in range(first, first + count):
+                    probes.enter_context(socket.socket()).bind(("", port))
+            except OSError:
+                continue
+            return first
+    raise RuntimeError("no free ports")
+
+
 def run_ranks(script: Path, arguments: Sequence[str], ranks: int, timeout_s: float = 200) -> None:
     """Run `script` once a rank, with torch.distributed's environment; fails with what the ranks that failed printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_ports()
     processes, folder = [], Path(tempfile.mkdtemp())
     try:
         for rank in range(ranks):

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.config.schema import PolicyConfig
-from nemo_rl_lite.offload.arena import CudaRegistrar, HostArena
-from nemo_rl_lite.offload.cpu_optimizer import stays_on_host
+from nemo_rl_lite.offload.arena import CudaRegistrar, HostArena, Registrar
 from nemo_rl_lite.offload.gradients import GradientBuffers
 from nemo_rl_lite.offload.mover import Movable
 from nemo_rl_lite.offload.optimizer_states import optimizer_tensors
@@ -21,12 +20,10 @@ from nemo_rl_lite.policy.megatron.model import MegatronModel
 def phase_memory(config: PolicyConfig, model: MegatronModel, optimizer: Any, residency: Residency) -> PhaseMemory:
     """This rank's parameters, gradients and optimizer states, ready to move."""
     device, on_gpu = model.device, model.device.type == "cuda"
-    registrar = CudaRegistrar() if on_gpu and config.use_pinned_optimizer_offload else None
+    registrar = host_registrar(model) if config.use_pinned_optimizer_offload else None
     gradients = [buffer.grad_data for buffer in _ddp_buffers(model)]
 
     def states() -> list[Tensor]:
-        if stays_on_host(config.megatron_cfg.optimizer):
-            return []
         return optimizer_tensors(torch_optimizers(optimizer), [*model.parameters(), *gradients])
 
     return PhaseMemory(
@@ -39,6 +36,11 @@ def phase_memory(config: PolicyConfig, model: MegatronModel, optimizer: Any, res
         free_bytes=free_device_bytes if on_gpu else lambda: psutil.virtual_memory().available,
         trim=torch.cuda.empty_cache if on_gpu else lambda: None,
     )
+
+
+def host_registrar(model: MegatronModel) -> Registrar | None:
+    """What page-locks host memory for the model's device; None on a CPU, where nothing needs it."""
+    return CudaRegistrar() if model.device.type == "cuda" else None
 
 
 def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

@@ -3,49 +3,27 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-from torch import Tensor
-
+from nemo_rl_lite.offload.arena import HostArena, Registrar
+from nemo_rl_lite.offload.host_copy import HostCopy
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 
 
 class ReferenceWeights:
-    """A copy of a model's weights at the time of construction, page-locked where the model is on a GPU."""
+    """A copy of a model's weights at the time of construction. Page-locked where there is a `registrar`."""
 
-    def __init__(self, model: MegatronModel):
-        self._model = model
-        self._weights = [_host_copy(parameter) for parameter in model.parameters()]
-        self._own: list[Tensor] | None = None
+    def __init__(self, model: MegatronModel, registrar: Registrar | None):
+        self._starting, self._own = (
+            HostCopy(model.parameters, HostArena(purpose, registrar), model.device)
+            for purpose in ("the reference policy's weights", "the policy's weights while it has the reference's")
+        )
+        self._starting.take()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within the block the model has the reference weights; afterwards, also after an error, its own again."""
-        parameters = self._model.parameters()
-        if self._own is None:
-            self._own = [_host_copy(parameter) for parameter in parameters]
-        else:
-            _fill(self._own, parameters)
-        _settle(self._model)
+        self._own.take()
         try:
-            _fill(parameters, self._weights)
+            self._starting.put()
             yield
         finally:
-            _fill(parameters, self._own)
-            # The next step overwrites the host copies.
-            _settle(self._model)
-
-
-def _host_copy(parameter: Tensor) -> Tensor:
-    copy = torch.empty_like(parameter, device="cpu", requires_grad=False, pin_memory=parameter.is_cuda)
-    return copy.copy_(parameter.detach())
-
-
-@torch.no_grad()
-def _fill(targets: list[Tensor], sources: list[Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source, non_blocking=True)
-
-
-def _settle(model: MegatronModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.current_stream().synchronize()
+            self._own.put()

@@ -19,7 +19,7 @@ from nemo_rl_lite.offload.cpu_optimizer import stays_on_host, step_threads
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.policy.megatron.batches import forward_backward, forward_logprobs
-from nemo_rl_lite.policy.megatron.memory import phase_memory
+from nemo_rl_lite.policy.megatron.memory import host_registrar, phase_memory
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.policy.megatron.model import ParallelPlace, build_model
 from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
@@ -74,7 +74,7 @@ class MegatronWorker:
         self._optimizer, self._scheduler = build_optimizer(policy, self._model)
         if stays_on_host(policy.megatron_cfg.optimizer) and cluster.threads_per_worker is None:
             torch.set_num_threads(step_threads())
-        self._reference = ReferenceWeights(self._model) if keep_reference else None
+        self._reference = ReferenceWeights(self._model, host_registrar(self._model)) if keep_reference else None
         self._train_layout = Layout.of(policy, "train", on_gpu)
         self._logprob_layout = Layout.of(policy, "logprob", on_gpu)
         log.info("micro-batches: %s for training, %s for logprobs", self._train_layout, self._logprob_layout)
@@ -91,7 +91,7 @@ class MegatronWorker:
 
     def prepare_for_logprob(self) -> None:
         """Enter the logprob phase; every `prepare_for_...` may come after any other, and again."""
-        self._phases.enter(Phase.LOGPROB)
+        self._phases.enter(Phase.LOGPROB, beside=self._memory.working_bytes("logprob"))
 
     def prepare_for_training(self) -> None:
         """Enter the training phase: everything that training needs is on the device, wherever it was."""
@@ -224,12 +224,11 @@ class MegatronWorker:
 
     def _score(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str, then_train: bool) -> np.ndarray | None:
         self._phases.require(Component.PARAMETERS)
-        working_bytes = self._memory.working_bytes(phase)
-        prefetch = None
+        working_bytes, between = self._memory.working_bytes(phase), None
         if then_train and working_bytes is not None:
-            prefetch = self._phases.prefetch(Phase.TRAIN, working_bytes)
+            between = self._phases.between_micro_batches(Phase.TRAIN, working_bytes)
         with self._memory.phase(phase):
             logprobs_BT = forward_logprobs(
-                self._model, tokens_BT, lengths_B, self._logprob_layout, self._temperature, prefetch
+                self._model, tokens_BT, lengths_B, self._logprob_layout, self._temperature, between
             )
         return logprobs_BT.numpy() if self._model.place.reports and logprobs_BT is not None else None

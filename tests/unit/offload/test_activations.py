@@ -104,7 +104,7 @@ def test_the_provider_gets_the_modules(monkeypatch):
     assert not provider.fine_grained_activation_offloading
     monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
     activations.set_fields(provider, settings("offload=activations"))
-    assert provider.fine_grained_activation_offloading and provider.offload_modules == ["core_attn", "mlp_norm"]
+    assert provider.fine_grained_activation_offloading and provider.offload_modules == ["core_attn", "attn_proj"]
 
 
 def test_a_process_without_the_environment_is_an_error(monkeypatch):

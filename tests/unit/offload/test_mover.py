@@ -6,7 +6,8 @@ import torch
 from nemo_rl_lite.errors import HostMemoryError
 from nemo_rl_lite.offload import arena as arena_module
 from nemo_rl_lite.offload.arena import HostArena
-from nemo_rl_lite.offload.mover import ALIGNMENT, Movable, Move, move_metrics
+from nemo_rl_lite.offload.mover import Movable, Move, move_metrics
+from nemo_rl_lite.offload.storages import ALIGNMENT
 
 CPU = torch.device("cpu")
 
@@ -37,10 +38,10 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit():
     for _ in range(3):
         own.leave()
         own.settle()
-        assert own.on_host and own.device_bytes() == 0 and own.parked_bytes() == held
+        assert own.on_host and own.device_bytes() == 0 and own.host_bytes() == held
         own.come_back()
         own.settle()
-        assert not own.on_host and own.device_bytes() == held and own.parked_bytes() == 0
+        assert not own.on_host and own.device_bytes() == held and own.host_bytes() == 0
         for tensor, value in zip(tensors, expected, strict=True):
             assert tensor.dtype == value.dtype and torch.equal(tensor, value)
 

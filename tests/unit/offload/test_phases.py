@@ -105,22 +105,56 @@ def test_states_come_back_before_the_last_micro_batch():
     policy = Policy("offload=pinned")
     for phase in (Phase.REFIT, Phase.GENERATE, Phase.LOGPROB):
         policy.memory.enter(phase)
-    prefetch = policy.memory.prefetch(Phase.TRAIN, working_bytes=1000)
-    assert prefetch is not None
-    prefetch(1)
+    between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=1000)
+    between(2)
+    assert policy.held() == (400, 0, 0)
+    between(1)
     assert policy.held() == (400, 0, 800)
     policy.memory.enter(Phase.TRAIN)
     assert policy.held() == (400, 400, 800) and torch.equal(policy.states, torch.arange(200.0))
-    assert policy.memory.prefetch(Phase.TRAIN, working_bytes=0) is None
+
+
+def test_states_leave_beside_the_first_micro_batches_and_come_back_beside_the_last():
+    policy = Policy("offload=logprob", "policy.overlap_offload=true")
+    policy.memory.enter(Phase.LOGPROB, beside=1000)
+    assert policy.held() == (400, 400, 800)
+    between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=1000)
+    between(3)
+    assert policy.held() == (400, 400, 0)
+    between(1)
+    policy.memory.enter(Phase.TRAIN)
+    assert policy.held() == (400, 400, 800) and torch.equal(policy.states, torch.arange(200.0))
+    assert [name for name, _ in policy.memory.take_moves()] == [
+        "optimizer_states/to_host",
+        "optimizer_states/to_device",
+    ]
+
+
+def test_nothing_is_done_between_micro_batches_where_moves_come_one_after_the_other():
+    assert Policy("offload=colocated").memory.between_micro_batches(Phase.TRAIN, working_bytes=0) is None
+
+
+def test_what_has_one_place_throughout_never_moves():
+    policy = Policy(
+        "cluster.gpus_per_node=1",
+        "policy=megatron_gpu",
+        "generation=vllm_gpu",
+        "policy.model_name=a/b",
+        "offload=cpu_optimizer",
+    )
+    for phase in STEP:
+        policy.memory.enter(phase)
+        assert policy.held() == (400, 400, 800)
+        policy.memory.require(Component.OPTIMIZER_STATES)
+    assert policy.memory.take_moves() == []
 
 
 def test_states_wait_where_they_would_not_fit_beside_the_work():
     policy = Policy("offload=pinned")
     for phase in (Phase.REFIT, Phase.GENERATE, Phase.LOGPROB):
         policy.memory.enter(phase)
-    prefetch = policy.memory.prefetch(Phase.TRAIN, working_bytes=8_700)
-    assert prefetch is not None
-    prefetch(1)
+    between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=8_700)
+    between(1)
     assert policy.held() == (400, 0, 0)
     policy.memory.enter(Phase.TRAIN)
     assert policy.held() == (400, 400, 800)
@@ -133,8 +167,8 @@ def test_a_prefetch_begins_when_what_is_left_takes_as_long_as_the_transfer(monke
     for remaining in range(10, 0, -1):
         prefetch(remaining)
         now[0] += 1.0
-    # With two left, two seconds are.
-    assert begun == [8.0]
+    # With two left, two seconds are. What could not begin then is tried again.
+    assert begun == [8.0, 9.0]
 
 
 def test_a_prefetch_begins_with_the_only_micro_batch():

@@ -1,0 +1,68 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.jobs import memory_plan
+from nemo_rl_lite.observability.console import RunConsole
+
+ON_A_GPU = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gpu", "policy.model_name=a/b"]
+
+
+class Log:
+    def __init__(self):
+        self.logged = []
+
+    def log(self, step, metrics):
+        self.logged.append((step, metrics))
+
+
+@pytest.fixture
+def shown(monkeypatch, tmp_path):
+    """What is printed, and the log, for overrides and the size of a GPU."""
+    from nemo_rl_lite.config.model_shape import _shape
+    from nemo_rl_lite.embedded.reverse_digits import MODEL_CONFIG
+
+    monkeypatch.setattr(memory_plan, "read_model_shape", lambda name: _shape(MODEL_CONFIG))
+
+    def show(overrides, gpu):
+        monkeypatch.setattr(memory_plan, "gpu_bytes", lambda: gpu)
+        output, log = io.StringIO(), Log()
+        console = RunConsole(Console(file=output, width=100))
+        memory_plan.show_memory_plan(compose_config(overrides), tmp_path, console, log)
+        return output.getvalue(), log.logged
+
+    return show
+
+
+def test_the_table_and_its_metrics_come_first(shown):
+    text, [(step, metrics)] = shown([*ON_A_GPU, "offload=pinned"], 80 * 2**30)
+    assert "a GPU of 80.0 GiB" in text and "optimizer states" in text and "host" in text
+    assert step == 0
+    assert metrics["memory/predicted/generate/optimizer_states"] == 0
+    assert metrics["memory/predicted/train/optimizer_states"] > 0
+    assert metrics["memory/predicted/generate/kv_cache"] > 0
+
+
+def test_a_phase_that_will_hardly_fit_is_said(shown):
+    text, _ = shown(ON_A_GPU, 8 * 2**30)
+    assert "phase generate will hardly fit: 4.0 GiB of a GPU of 8.0 GiB" in " ".join(text.split())
+    assert "offload=pinned" in text
+    assert "hardly" not in shown(ON_A_GPU, 80 * 2**30)[0]
+
+
+def test_a_run_on_cpus_has_a_table_as_well(shown):
+    text, logged = shown([], None)
+    assert "on a CPU" in text and len(logged) == 1
+
+
+def test_without_the_size_of_a_shared_gpu_there_is_a_line_instead(shown):
+    text, logged = shown(ON_A_GPU, None)
+    assert "nvidia-smi" in text and logged == []
+
+
+def test_engines_elsewhere_need_no_size(shown):
+    apart = ["generation.colocated.enabled=false", "generation.colocated.resources.gpus_per_node=1"]
+    text, logged = shown([*ON_A_GPU, "cluster.gpus_per_node=2", *apart], None)
+    assert "kv cache" not in text and len(logged) == 1
