@@ -1,16 +1,19 @@
-"""Write a model of a known shape with random weights: random_model.py SHAPE TOKENIZER_FOLDER TARGET
+"""Write a model of a known shape with random weights: random_model.py SHAPE[:LAYERS] TOKENIZER_FOLDER TARGET
 
 For measuring speed and memory where no weights can be had. The tokenizer may have fewer tokens than the model.
 """
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
-SHAPES = {
+VOCABULARY = 151936
+SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
+        "model_type": "qwen3",
         "hidden_size": 1024,
         "intermediate_size": 3072,
         "num_hidden_layers": 28,
@@ -18,33 +21,64 @@ SHAPES = {
         "num_key_value_heads": 8,
     },
     "qwen3-1.7b": {
+        "model_type": "qwen3",
         "hidden_size": 2048,
         "intermediate_size": 6144,
         "num_hidden_layers": 28,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
     },
+    "qwen3-4b": {
+        "model_type": "qwen3",
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    # 1.5 B parameters, of which a token meets 0.5 B.
+    "qwen3-moe-1.5b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
 }
+
+
+def model_config(shape: str, **tokens: Any) -> PretrainedConfig:
+    """The Hugging Face configuration of SHAPE or SHAPE:LAYERS. Raises KeyError: no such shape."""
+    name, _, layers = shape.partition(":")
+    sizes = SHAPES[name] | ({"num_hidden_layers": int(layers)} if layers else {})
+    return AutoConfig.for_model(
+        vocab_size=VOCABULARY,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rope_theta=1_000_000.0,
+        tie_word_embeddings=True,
+        **sizes,
+        **tokens,
+    )
 
 
 def main() -> None:
     shape, tokenizer_folder, target = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(Path(tokenizer_folder))
-    config = Qwen3Config(
-        **SHAPES[shape],
-        vocab_size=151936,
-        head_dim=128,
-        max_position_embeddings=40960,
-        rope_theta=1_000_000.0,
-        tie_word_embeddings=True,
+    config = model_config(
+        shape,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen3ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.cpu().save_pretrained(target)
     tokenizer.save_pretrained(target)
     print(f"{shape}: {sum(weight.numel() for weight in model.parameters()) / 1e9:.2f} B parameters in {target}")

@@ -62,6 +62,16 @@ TABLES = {
             "policy_peak_bytes/logprob",
         ),
     ),
+    "largest table": Table(
+        MEMORY,
+        "largest-model-predicted",
+        "cpu-2cores",
+        columns=(
+            "largest model, predicted",
+            "its layers",
+            "largest gpu_memory_utilization with 24 layers",
+        ),
+    ),
 }
 
 
@@ -139,7 +149,7 @@ def settings_table(one: dict[str, Any], names: Sequence[str]) -> list[str]:
     """A row a setting, with the medians of the quantities `names`."""
     units = {row["name"]: row["unit"] for row in one["results"]}
     medians = {(row["config"], row["name"]): row["median"] for row in one["results"]}
-    head = " | ".join(f"{name}, {units[name]}" for name in names)
+    head = " | ".join(f"{name}, {units[name]}" if units[name] else name for name in names)
     lines = [f"| setting | {head} |", f"|---|{'---:|' * len(names)}"]
     for setting in dict.fromkeys(config for config, _ in medians):
         cells = (f"{medians[setting, name]:.3g}" if (setting, name) in medians else "" for name in names)

@@ -1,0 +1,110 @@
+"""The largest model of a family that trains colocated on one GPU, by offload preset.
+
+largest_model.py predict                     how many layers fit by the prediction; writes a record
+largest_model.py run PRESET LAYERS TOKENIZER  tries it: a random model, two GRPO steps through the launcher (gpu_run.py)
+
+The family is Qwen3-4B's width with more or fewer layers. The engine gets its weights and `CACHE` for its KV cache.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import random_model
+import record
+
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.config.model_shape import ModelShape, _shape
+from nemo_rl_lite.offload.model_size import parameter_count
+from nemo_rl_lite.offload.prediction import predict, totals
+
+FAMILY = "qwen3-4b"
+COMMON_LAYERS = 24
+GPU_BYTES = int(79.2 * 2**30)
+CACHE = 6 * 2**30
+# Contexts, captured graphs and the refit's buffer, as docs/gpus.md has them.
+OVERHEAD = 8 * 2**30
+PRESETS = ("none", "logprob", "colocated", "pinned", "cpu_optimizer", "activations", "max_memory")
+RUN = [
+    "recipes=grpo-smollm2-135m-1n1g",
+    "policy.sequence_packing.train_mb_tokens=4096",
+    "policy.sequence_packing.logprob_mb_tokens=4096",
+    "policy.train_global_batch_size=512",
+    "generation.vllm_cfg.max_num_seqs=128",
+    "refit.bucket_bytes=500000000",
+    "algorithm.max_num_steps=2",
+    "algorithm.val_at_start=false",
+    "algorithm.val_at_end=false",
+    "checkpoint.export_hf_at_end=false",
+]
+
+
+def main() -> None:
+    match sys.argv[1:]:
+        case ["predict"]:
+            write_prediction()
+        case ["run", preset, layers, tokenizer]:
+            run(preset, int(layers), tokenizer)
+        case _:
+            sys.exit(__doc__)
+
+
+def write_prediction() -> None:
+    results = []
+    for preset in PRESETS:
+        layers = largest(preset)
+        billions = parameter_count(shape_of(layers)) / 1e9
+        results.append(record.result("largest model, predicted", preset, "B parameters", [billions]))
+        results.append(record.result("its layers", preset, "", [layers]))
+        share = largest_share(preset)
+        what = f"largest gpu_memory_utilization with {COMMON_LAYERS} layers"
+        results.append(record.result(what, preset, "", [share]))
+    print(record.write("largest-model-predicted", results, []).read_text())
+
+
+def largest(preset: str) -> int:
+    """Layers of the largest model whose every phase fits."""
+    layers = 1
+    while peak(preset, layers + 1) + OVERHEAD <= GPU_BYTES:
+        layers += 1
+    return layers
+
+
+def largest_share(preset: str) -> float:
+    """The most of the GPU that the engine can have beside a model that every preset trains."""
+    percent = 99
+    while percent and peak(preset, COMMON_LAYERS, percent / 100) + OVERHEAD > GPU_BYTES:
+        percent -= 1
+    return percent / 100
+
+
+def peak(preset: str, layers: int, share: float | None = None) -> int:
+    """Predicted bytes of the fullest phase."""
+    overrides = [*settings(preset, layers), "policy.model_name=a/model"]
+    overrides += [f"generation.vllm_cfg.gpu_memory_utilization={share}"] if share else []
+    config = compose_config(overrides)
+    return max(phase.device for phase in totals(predict(config, shape_of(layers), GPU_BYTES)).values())
+
+
+def settings(preset: str, layers: int) -> list[str]:
+    share = (2 * parameter_count(shape_of(layers)) + CACHE) / GPU_BYTES
+    return [*RUN, f"offload={preset}", f"generation.vllm_cfg.gpu_memory_utilization={min(share, 1):.3f}"]
+
+
+def shape_of(layers: int) -> ModelShape:
+    return _shape(random_model.model_config(f"{FAMILY}:{layers}").to_dict())
+
+
+def run(preset: str, layers: int, tokenizer: str) -> None:
+    folder = f"models/{FAMILY}-{layers}-layers"
+    here = Path(__file__).parent
+    if not Path(folder).exists():
+        command = [sys.executable, str(here / "random_model.py"), f"{FAMILY}:{layers}", tokenizer, folder]
+        subprocess.run(command, check=True)
+    name = f"largest-{preset}-{layers}-layers"
+    overrides = [*settings(preset, layers), f"policy.model_name={folder}"]
+    sys.exit(subprocess.run([sys.executable, str(here / "gpu_run.py"), name, *overrides], check=False).returncode)
+
+
+if __name__ == "__main__":
+    main()
