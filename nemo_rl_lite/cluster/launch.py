@@ -97,7 +97,7 @@ def launch(reserved: Reserved, model_path: Path, probe_prompt: Sequence[int]) ->
         "seed": config.algorithm.seed,
         "on_gpu": on_gpus(config),
     }
-    remote_generation = RemoteGeneration(generation)
+    remote_generation = RemoteGeneration(generation, config.generation.colocated.enabled)
     if on_gpus(config) and config.generation.colocated.enabled:
         # An engine measures the GPU while it starts, so nobody else may move in meanwhile; then it makes room.
         with setup("generation_init"):

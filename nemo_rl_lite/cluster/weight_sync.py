@@ -72,7 +72,7 @@ class WeightSync:
             WorkerError: a bucket did not get through.
         """
         started = time.perf_counter()
-        self._policy.prepare_for_refit()
+        self._policy.prepare_for_refit(self._plan.nbytes // self._ranks_per_engine if self._shared_device else 0)
         self._generation.wake_weights()
         transfer_started = time.perf_counter()
         send = self._policy.group.call("send_weights", phase="refit")

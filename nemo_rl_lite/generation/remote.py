@@ -16,8 +16,8 @@ ENGINE_CLASSES = {
 class RemoteGeneration:
     """`Generation` over a group of started engines."""
 
-    def __init__(self, group: WorkerGroup):
-        self.group = group
+    def __init__(self, group: WorkerGroup, shares_device: bool):
+        self.group, self._shares_device = group, shares_device
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         """Prompts are split into contiguous shares; each replica samples with a seed of its own."""
@@ -33,7 +33,7 @@ class RemoteGeneration:
         """Engines that share a GPU with the policy fall asleep; metrics of what their devices held before."""
         held = max(wait(self.group.call("memory")), key=lambda own: own.get("device", 0))
         wait(self.group.call("sleep"))
-        return engine_memory(held) if held else {}
+        return engine_memory(held, self._shares_device) if held else {}
 
     def wake_weights(self) -> None:
         wait(self.group.call("wake_weights"))
@@ -42,8 +42,11 @@ class RemoteGeneration:
         wait(self.group.call("wake_cache"))
 
 
-def engine_memory(held: Mapping[str, int]) -> dict[str, float]:
-    """An engine's `memory()` as metrics: of the generation phase all, of the refit phase the weights."""
+def engine_memory(held: Mapping[str, int], shares_device: bool) -> dict[str, float]:
+    """An engine's `memory()` as metrics: of the generation phase all, of the refit phase the weights, beside what the
+    policy has there. Those of a device of its own are apart, as `engine/<what>`."""
+    if not shares_device:
+        return {f"engine/{name}": float(nbytes) for name, nbytes in held.items()}
     weights = float(held["generation_weights"])
     return {
         "device_bytes/generate": float(held["device"]),

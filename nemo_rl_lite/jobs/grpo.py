@@ -62,6 +62,7 @@ class GRPOJob:
             devices=all_gpus(config) or policy_ranks(config),
             on_rollout=SampleLog(self._folder, config.logger.log_samples),
         ).run()
+        workers.policy.release_host_memory()
         if config.checkpoint.export_hf_at_end:
             workers.policy.export_hf(str(self._folder / "hf"))
         return workers.peak_memory()

@@ -42,6 +42,7 @@ class SFTJob:
             console=console,
             devices=policy_ranks(config),
         ).run()
+        policy.release_host_memory()
         if config.checkpoint.export_hf_at_end:
             policy.export_hf(str(self._folder / "hf"))
         return {f"{policy.group.name}-{rank}": size for rank, size in enumerate(policy.group.peak_memory())}

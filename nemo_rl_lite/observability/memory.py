@@ -13,7 +13,7 @@ class MemoryMeter:
     """Collects what was measured in named phases until it is taken. `components` tells the bytes that each component of
     the policy takes of the device now.
 
-    - `measured/<phase>/<component>`, at the end of the phase
+    - `measured/<phase>/<component>`: what it took throughout the phase; what was on its way at one end is not in it
     - where there is a GPU, `measured/<phase>/activations`: what the allocator handed out during the phase, at the peak;
       `measured/<phase>/other`: what buffers, other processes, CUDA itself and torch's cache held of the device;
       `policy_peak_bytes/<phase>` and `device_bytes/<phase>`: the allocator's peak, and what all held at the end
@@ -23,37 +23,44 @@ class MemoryMeter:
         self._components = components
         self._peaks: Peaks = {}
         self._working: dict[str, int] = {}
+        # Of the phase that is measured: bytes beside components, of components, and the peaks so far.
+        self._beside = self._held = self._peak = self._most = 0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measures the block."""
-        on_gpu = torch.cuda.is_available()
-        held_before = sum(self._components().values())
-        allocated = torch.cuda.memory_allocated() if on_gpu else held_before
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
+        before = dict(self._components())
+        self._beside = _allocated(sum(before.values())) - sum(before.values())
+        self._peak = self._most = 0
+        self._begin_segment()
         try:
             yield
         finally:
-            held = self.note(name)
-            peak = torch.cuda.max_memory_allocated() if on_gpu else held
-            # What came back during the phase is no working memory.
-            working = max(peak - allocated - max(held - held_before, 0), 0)
-            # It may have come after the peak, so that the largest value seen counts.
-            self._working[name] = max(working, self._working.get(name, 0))
-            if on_gpu:
+            self._end_segment()
+            after = self._components()
+            throughout = {component: min(nbytes, after[component]) for component, nbytes in before.items()}
+            for component, nbytes in throughout.items():
+                self._keep(f"measured/{name}/{component}", nbytes)
+            self._working[name] = max(self._most, self._working.get(name, 0))
+            if torch.cuda.is_available():
                 used = device_bytes()
-                self._keep(f"measured/{name}/activations", working)
-                self._keep(f"measured/{name}/other", max(used - held - working, 0))
-                self._keep(f"policy_peak_bytes/{name}", peak)
+                self._keep(f"measured/{name}/activations", self._most)
+                self._keep(f"measured/{name}/other", max(used - sum(throughout.values()) - self._most, 0))
+                self._keep(f"policy_peak_bytes/{name}", self._peak)
                 self._keep(f"device_bytes/{name}", used)
 
-    def note(self, phase: str) -> int:
-        """Measures the components alone; returns their sum in bytes."""
-        held = self._components()
-        for component, nbytes in held.items():
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Around what moves components within a phase, so that they are not taken for working memory, nor the other way
+        round."""
+        self._end_segment()
+        yield
+        self._begin_segment()
+
+    def note(self, phase: str) -> None:
+        """Measures the components alone, as they are now."""
+        for component, nbytes in self._components().items():
             self._keep(f"measured/{phase}/{component}", nbytes)
-        return sum(held.values())
 
     def working_bytes(self, phase: str) -> int | None:
         """The most that the phase has taken beyond the components; None before it was measured."""
@@ -64,13 +71,27 @@ class MemoryMeter:
         taken, self._peaks = self._peaks, {}
         return taken
 
+    def _begin_segment(self) -> None:
+        self._held = sum(self._components().values())
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def _end_segment(self) -> None:
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else self._held + self._beside
+        self._peak = max(self._peak, peak)
+        self._most = max(self._most, peak - self._held - self._beside)
+
     def _keep(self, name: str, value: float) -> None:
         self._peaks[name] = max(value, self._peaks.get(name, 0.0))
 
 
+def _allocated(on_a_cpu: int) -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else on_a_cpu
+
+
 def with_rest(phase: str, memory: Mapping[str, float]) -> dict[str, float]:
     """The metrics and, where the whole device was measured in `phase`, what none of its components accounts for, as
-    `measured/<phase>/other`. Where the policy's ranks have other GPUs than the engines, theirs is not part of it."""
+    `measured/<phase>/other`."""
     whole = memory.get(f"device_bytes/{phase}")
     if whole is None:
         return dict(memory)

@@ -20,7 +20,7 @@ from nemo_rl_lite.config.model_shape import ModelShape
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import batch_mode, data_parallel_size, on_gpus, samples_per_step
 
-# Tokens whose logits are float32 at a time where no gradient is wanted (policy/megatron/batches.py).
+# Tokens whose logits are float32 at a time where no gradient is wanted.
 LOGPROB_CHUNK = 2048
 
 

@@ -21,7 +21,6 @@ from nemo_rl_lite.errors import HostMemoryError
 
 log = logging.getLogger(__name__)
 
-CGROUP = Path("/sys/fs/cgroup")
 GIB = 2**30
 
 
@@ -119,18 +118,41 @@ class HostArena:
             )
 
 
-def free_host_bytes(cgroup: Path = CGROUP) -> int:
-    """Bytes that this process could still take: what the machine has available, or its control group allows if less."""
-    available = psutil.virtual_memory().available
+def free_host_bytes(system: Path = Path("/")) -> int:
+    """Bytes that this process could still take: what the machine has available, or less where its control groups (of
+    either version, its own or one above) allow less. `system` is where /proc and /sys are."""
+    free = psutil.virtual_memory().available
     try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-        cached = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return available
-    if limit == "max":
-        return available
-    return min(available, int(limit) - used + int(cached.get("inactive_file", 0)))
+        groups = (system / "proc/self/cgroup").read_text().split()
+    except OSError:
+        return free
+    mounted = system / "sys/fs/cgroup"
+    for group in groups:
+        _, controllers, path = group.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = mounted / controllers
+        own = root / path.lstrip("/")
+        for folder in [own, *own.parents]:
+            if folder.is_relative_to(root):
+                free = min(free, _allowed(folder, free))
+    return free
+
+
+def _allowed(group: Path, unlimited: int) -> int:
+    """Bytes that a control group still allows; `unlimited` where it sets no limit or is not to be read."""
+    for limit, used, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            most, now = int((group / limit).read_text()), int((group / used).read_text())
+            kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            # Not there, or "max".
+            continue
+        return most - now + int(kept.get(cached, 0))
+    return unlimited
 
 
 def _check_free(purpose: str, nbytes: int) -> None:
@@ -138,8 +160,9 @@ def _check_free(purpose: str, nbytes: int) -> None:
     if nbytes > free:
         raise HostMemoryError(
             f"{purpose} need {nbytes / GIB:.2f} GiB of host memory on this rank and {free / GIB:.2f} GiB are free. "
-            "Give the job more memory, offload less (policy.offload_for_generation, "
-            "policy.offload_optimizer_states_for_logprob), or use fewer ranks a node"
+            "Give the job more memory, use fewer ranks a node, or keep less there: policy.offload_for_generation and "
+            "policy.offload_optimizer_states_for_logprob move parameters and optimizer states, a KL penalty "
+            "(algorithm.loss_fn.reference_policy_kl_penalty) keeps two copies of the weights"
         )
 
 
@@ -148,5 +171,7 @@ def _touched(nbytes: int) -> Tensor:
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):
+        # Fewer, larger pages are quicker to touch, where the kernel has them.
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8).zero_()

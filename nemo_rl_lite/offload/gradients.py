@@ -15,10 +15,6 @@ class GradientBuffers:
         self._accumulating = False
         self._dropped = False
 
-    @property
-    def dropped(self) -> bool:
-        return self._dropped
-
     def device_bytes(self) -> int:
         """Bytes of device memory that the buffers take now."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -14,14 +15,29 @@ log = logging.getLogger(__name__)
 
 # The share of the device that a move beside other work leaves free for that work's ups and downs.
 MARGIN = 0.05
+GIB = 2**30
+
+
+class DeviceMemory(Protocol):
+    """The device's memory, as this process sees it, in bytes."""
+
+    total: int
+
+    def free_here(self) -> int:
+        """What this process could take, that included which torch keeps for later."""
+        ...
+
+    def free_elsewhere(self) -> int:
+        """What another process could take."""
+        ...
+
+    def trim(self) -> None:
+        """Hand what torch keeps for later to other processes. Waits for everything that runs on the device."""
+        ...
 
 
 class PhaseMemory:
-    """Where this rank's policy is. `enter` is idempotent; after an error in it, it can be called again.
-
-    `free_bytes` tells how much device memory could be taken now and `trim` hands what torch keeps for later to other
-    processes; `total_bytes` is the device's size.
-    """
+    """Where this rank's policy is. `enter` is idempotent; after an error in it, it can be called again."""
 
     def __init__(
         self,
@@ -30,11 +46,9 @@ class PhaseMemory:
         optimizer_states: Movable,
         gradients: GradientBuffers,
         overlap: bool,
-        total_bytes: int,
-        free_bytes: Callable[[], int],
-        trim: Callable[[], None],
+        device: DeviceMemory,
     ):
-        self._residency, self._overlap = residency, overlap
+        self._residency, self._overlap, self._device = residency, overlap, device
         self._movable = {Component.PARAMETERS: parameters, Component.OPTIMIZER_STATES: optimizer_states}
         # What has one place throughout, such as the states of an optimizer on the CPU, is nothing to move.
         self._stays = {
@@ -43,12 +57,12 @@ class PhaseMemory:
             if len({residency.place(phase, component) for phase in residency.phases}) == 1
         }
         self.gradients = gradients
-        self._margin = int(MARGIN * total_bytes)
-        self._free_bytes, self._trim = free_bytes, trim
+        self._refused: set[str] = set()
 
     def enter(self, phase: Phase, beside: int | None = None) -> None:
         """Move what `phase` wants elsewhere. With `beside`, what leaves may still be leaving when this returns, if so
-        many bytes of the device are free meanwhile; the next `enter` waits for it.
+        many bytes of the device are free meanwhile: for the engine, where the phase makes room for it, and otherwise
+        for this process. The next `enter` waits for it.
 
         Raises:
             ValueError: no such phase in this run.
@@ -60,35 +74,33 @@ class PhaseMemory:
         if places[Component.GRADIENTS] is not Place.DEVICE:
             self.gradients.drop()
         makes_room = self._residency.engines_share_device and phase in (Phase.GENERATE, Phase.REFIT)
-        in_background = beside is not None and self._fits(beside)
-        if makes_room and in_background:
-            # Giving memory back waits for all copies, so it comes before them.
-            self._trim()
-        for own in self._going_to(Place.HOST, phase):
+        if makes_room:
+            # Before copies are on their way, since it would wait for them.
+            self._device.trim()
+        leaving, returning = self._going_to(Place.HOST, phase), self._going_to(Place.DEVICE, phase)
+        in_background = self._overlap and beside is not None and self._fits(phase, beside, returning, makes_room)
+        for own in leaving:
             own.leave()
         if not in_background:
             self.settle()
-        returning = self._going_to(Place.DEVICE, phase)
-        for own in returning:
-            own.come_back()
-        for own in returning:
-            own.settle()
+        self._bring_back(returning)
         if places[Component.GRADIENTS] is Place.DEVICE:
             self.gradients.bring_back()
-        if makes_room and not in_background:
-            self._trim()
+        if makes_room and leaving and not in_background:
+            self._device.trim()
 
-    def between_micro_batches(self, before: Phase, working_bytes: int) -> Callable[[int], None] | None:
-        """What to call before each micro-batch of the work that comes before the phase `before`: frees what has left by
-        then, and brings back beside the last micro-batches what that phase will want, if it fits with the
-        `working_bytes` that the work takes. None where moves come one after the other."""
+    def between_micro_batches(self, before: Phase, working_bytes: int | None) -> Callable[[int], None] | None:
+        """What to call before each micro-batch of work before the phase `before`: frees what has left by then and, with
+        the `working_bytes` that the work takes, brings back beside the last micro-batches what that phase will want,
+        where it fits. None where moves come one after the other."""
         if not self._overlap:
             return None
-        wanted = self._going_to(Place.DEVICE, before)
+        wanted = self._going_to(Place.DEVICE, before) if working_bytes is not None else []
 
         def begin() -> None:
-            for own in wanted:
-                if own.on_host and self._fits(own.host_bytes() + working_bytes):
+            absent = [own for own in wanted if own.on_host]
+            if absent and self._fits(before, working_bytes or 0, absent, for_others=False):
+                for own in absent:
                     _try_to_return(own)
 
         prefetch = Prefetch(sum(own.seconds_to_return() for own in wanted), begin)
@@ -132,8 +144,37 @@ class PhaseMemory:
         places = self._residency.policy_places(phase)
         return [own for part, own in self._movable.items() if places[part] is place and part not in self._stays]
 
-    def _fits(self, nbytes: int) -> bool:
-        return self._overlap and self._free_bytes() - nbytes > self._margin
+    def _bring_back(self, returning: list[Movable]) -> None:
+        for own in returning:
+            try:
+                own.come_back()
+            except torch.OutOfMemoryError:
+                if not any(other.moving for other in self._movable.values()):
+                    raise
+                # What is still leaving takes the room.
+                self.settle()
+                own.come_back()
+        for own in returning:
+            own.settle()
+
+    def _fits(self, phase: Phase, working_bytes: int, returning: list[Movable], for_others: bool) -> bool:
+        """Whether work that takes so many bytes can go on beside a move, with these coming back."""
+        free = self._device.free_elsewhere() if for_others else self._device.free_here()
+        needed = working_bytes + sum(own.host_bytes() for own in returning)
+        margin = int(MARGIN * self._device.total)
+        if free - needed > margin:
+            return True
+        if phase.value not in self._refused:
+            self._refused.add(phase.value)
+            log.info(
+                "moves for the %s phase come one after the other at least once: beside the work they would need %.2f "
+                "GiB, %.2f are free and %.2f stay free",
+                phase.value,
+                needed / GIB,
+                free / GIB,
+                margin / GIB,
+            )
+        return False
 
 
 def _try_to_return(own: Movable) -> None:

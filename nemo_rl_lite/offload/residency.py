@@ -49,8 +49,6 @@ class Residency:
 
     places: Mapping[Phase, Mapping[Component, Place]]
     engines_share_device: bool
-    offloads_activations: bool
-    """Part of what training keeps on the device for its backward pass waits in host memory instead."""
 
     @classmethod
     def of(cls, config: Config) -> "Residency":
@@ -61,7 +59,7 @@ class Residency:
         if shared:
             sleeps = on_gpus(config) and config.generation.backend == "vllm"
             table = {phase: row | _engine(phase, sleeps) for phase, row in table.items()}
-        return cls(table, shared, config.policy.megatron_cfg.fine_grained_activation_offloading)
+        return cls(table, shared)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -81,11 +79,6 @@ class Residency:
         """Of the three components that the policy moves. Raises ValueError: the run has no such phase."""
         row = self._row(phase)
         return {component: row[component] for component in POLICY_COMPONENTS}
-
-    def moves(self, before: Phase, after: Phase) -> dict[Component, Place]:
-        """Which of them change place between two phases, and where to. Raises ValueError as `policy_places` does."""
-        old, new = self.policy_places(before), self.policy_places(after)
-        return {component: new[component] for component in POLICY_COMPONENTS if new[component] != old[component]}
 
     def _row(self, phase: Phase) -> Mapping[Component, Place]:
         if phase not in self.places:

@@ -39,8 +39,8 @@ class Policy(Protocol):
         ...
 
     def take_moves(self) -> dict[str, Move]:
-        """What has moved between device and host since the last call, by "<component>/to_host" or "/to_device": bytes
-        of all ranks, times of the slowest."""
+        """What has moved between device and host since the last call, by "<component>/to_host" or "/to_device", the
+        slowest rank's."""
         ...
 
     def export_hf(self, path: str) -> None:

@@ -1,6 +1,7 @@
 """The policy in Ray actors: splits batches over data-parallel ranks and puts results together."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,9 +39,10 @@ class RemotePolicy:
     def prepare_for_training(self) -> None:
         wait(self.group.call("prepare_for_training"))
 
-    def prepare_for_refit(self) -> None:
-        """Enter the refit phase; what leaves the device may still be leaving while the engines wake."""
-        wait(self.group.call("prepare_for_refit"))
+    def prepare_for_refit(self, engine_bytes: int) -> None:
+        """Enter the refit phase; what leaves the device may still be leaving while engines on the same devices take
+        `engine_bytes` of each for their weights."""
+        wait(self.group.call("prepare_for_refit", engine_bytes))
 
     def prepare_for_generation(self) -> None:
         """Enter the generation phase."""
@@ -64,6 +66,10 @@ class RemotePolicy:
         ranks = wait(self.group.call("take_memory"))
         names = sorted({name for peaks in ranks for name in peaks})
         return {name: max(peaks.get(name, 0.0) for peaks in ranks) for name in names}
+
+    def release_host_memory(self) -> None:
+        """Give back the host memory that moves between phases have kept, at the end of a run."""
+        wait(self.group.call("release_host_memory"))
 
     def take_moves(self) -> dict[str, Move]:
         return combine_moves(wait(self.group.call("take_moves")))
@@ -92,13 +98,19 @@ class RemotePolicy:
 
 
 def combine_moves(ranks: Sequence[Sequence[tuple[str, Move]]]) -> dict[str, Move]:
-    """Moves by name: a rank's moves of one name come one after the other, the ranks move at the same time."""
+    """Moves by name, those of the slowest rank: ranks move at the same time, a rank's moves of one name come one after
+    the other. What is waited for is the most that any rank waited."""
     combined: dict[str, Move] = {}
     for name in sorted({name for moves in ranks for name, _ in moves}):
-        by_rank = [[move for own, move in moves if own == name] for moves in ranks]
-        combined[name] = Move(
-            sum(move.nbytes for moves in by_rank for move in moves),
-            max(sum(move.transfer_s for move in moves) for moves in by_rank),
-            max(sum(move.exposed_s for move in moves) for moves in by_rank),
-        )
+        of_ranks = [_in_turn([move for own, move in moves if own == name]) for moves in ranks]
+        slowest = max(of_ranks, key=lambda move: move.transfer_s)
+        combined[name] = replace(slowest, exposed_s=max(move.exposed_s for move in of_ranks))
     return combined
+
+
+def _in_turn(moves: Sequence[Move]) -> Move:
+    return Move(
+        sum(move.nbytes for move in moves),
+        sum(move.transfer_s for move in moves),
+        sum(move.exposed_s for move in moves),
+    )

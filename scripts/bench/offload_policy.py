@@ -84,21 +84,23 @@ def main() -> None:
     os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     for table in tables or TABLES:
-        results, medians = [], {}
+        results, medians, failed = [], {}, []
         for setting, overrides in TABLES[table].items():
             started = time.time()
             try:
                 measured = measure(model, overrides, STEPS[table])
             except (RuntimeError, LauncherError) as error:
                 # A setting that does not run is a result as well, and the others are still to come.
-                print(f"{table}, {setting}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                failed.append(f"{setting}: {type(error).__name__}: {str(error).splitlines()[0]}")
+                print(f"{table}, {failed[-1]}", flush=True)
                 forget()
                 continue
             medians[setting] = {name: sorted(reps)[len(reps) // 2] for name, (_, reps) in measured.items()}
             results += [record.result(name, setting, unit, reps) for name, (unit, reps) in measured.items()]
             shown = {name: round(value, 3) for name, value in medians[setting].items()}
             print(f"{table}, {setting}: {time.time() - started:.0f} s: {shown}", flush=True)
-            record.write(f"offload-{table.replace('_', '-')}", results, bars(table, medians))
+            note = f"Did not run: {'; '.join(failed)}" if failed else None
+            record.write(f"offload-{table.replace('_', '-')}", results, bars(table, medians), note)
 
 
 def measure(model: str, overrides: list[str], steps: int) -> dict[str, tuple[str, list[float]]]:
@@ -126,8 +128,10 @@ def measure(model: str, overrides: list[str], steps: int) -> dict[str, tuple[str
     loss, counts, collected = GRPOLoss(config.grpo.loss_fn), Normalizers.of(mask), {}
     for step in range(steps + 1):
         times: dict[str, float] = {}
+        _synchronize()
+        began = time.perf_counter()
         with timed(times, "refit preparation"):
-            worker.prepare_for_refit()
+            worker.prepare_for_refit(engine_bytes=0)
         with timed(times, "generation preparation"):
             worker.prepare_for_generation()
         with timed(times, "logprob preparation"):
@@ -139,6 +143,8 @@ def measure(model: str, overrides: list[str], steps: int) -> dict[str, tuple[str
         batch["previous_logprobs"] = batch["generation_logprobs"] = torch.from_numpy(scored)
         with timed(times, "train"):
             trained = worker.train(batch, loss, counts)
+        _synchronize()
+        times["whole step"] = time.perf_counter() - began
         values = {name: ("s", value) for name, value in times.items()}
         values["logprob and training preparation"] = (
             "s",
@@ -199,9 +205,8 @@ def unit_of(metric: str) -> str:
 
 @contextmanager
 def timed(times: dict[str, float], name: str) -> Iterator[None]:
-    """Seconds until the call returns: what still moves beside other work then is that work's company, and in
-    `..._exposed_s` where somebody waits for it."""
-    _synchronize()
+    """Seconds until the call returns. What still runs on the device then is part of the phase that waits for it, and of
+    the whole step."""
     started = time.perf_counter()
     yield
     times[name] = time.perf_counter() - started

@@ -33,15 +33,15 @@ def bar(name: str, value: float, target: float, at_least: bool) -> dict[str, Any
     return {"name": name, "value": value, "target": f"{'>=' if at_least else '<='} {target:g}", "met": met}
 
 
-def write(bench: str, results: list[dict[str, Any]], bars: list[dict[str, Any]]) -> Path:
-    """Keep what was measured here and now as a record."""
+def write(bench: str, results: list[dict[str, Any]], bars: list[dict[str, Any]], note: str | None = None) -> Path:
+    """Keep what was measured here and now as a record, with a note on it where there is one to make."""
     origin = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "command": f"python {shlex.join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])}",
         "hardware": describe_hardware(),
         "versions": versions(),
-    }
+    } | ({"note": note} if note else {})
     return save(bench, origin, results, bars)
 
 

@@ -63,7 +63,7 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
     own = slice(place.data_rank * rows // place.data_size, (place.data_rank + 1) * rows // place.data_size)
 
     # The phases of a GRPO step, in its order.
-    worker.prepare_for_refit()
+    worker.prepare_for_refit(engine_bytes=0)
     worker.prepare_for_generation()
     worker.prepare_for_logprob()
     first = worker.logprobs(tokens[own], lengths[own])
@@ -81,7 +81,7 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
         batch["reference_logprobs"] = torch.from_numpy(scores[1])
         worker.prepare_for_training()
         steps.append(worker.train(batch, loss, Normalizers.of(mask)))
-        worker.prepare_for_refit()
+        worker.prepare_for_refit(engine_bytes=0)
         worker.prepare_for_generation()
         worker.prepare_for_logprob()
         previous = worker.logprobs(tokens[own], lengths[own])

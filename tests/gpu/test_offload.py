@@ -52,6 +52,43 @@ def test_moves_begin_behind_the_work_that_was_given_before():
         assert bool((weights == turn).all())
 
 
+def test_both_directions_move_beside_kernels_that_reuse_freed_memory():
+    device, size = torch.device("cuda", 0), 1 << 24
+    going, coming = torch.full((size,), 1.0, device="cuda"), torch.full((size,), 2.0, device="cuda")
+    out = Movable("going", lambda: [going], HostArena("going", CudaRegistrar()), device)
+    back = Movable("coming", lambda: [coming], HostArena("coming", CudaRegistrar()), device)
+    back.leave()
+    back.settle()
+    noise = torch.randn(size, device="cuda")
+    expected = noise * 3 + 1
+    for turn in range(20):
+        out.leave()
+        back.come_back()
+        # Work on the default stream that takes and frees memory of the same size all the while.
+        for _ in range(5):
+            result = noise * 3
+            result = result + 1
+        out.settle()
+        filler = torch.full((size,), 7.0, device="cuda")
+        back.settle()
+        assert torch.equal(result, expected) and bool((filler == 7).all()), turn
+        assert bool((coming == 2).all()), turn
+        del filler, result
+        back.leave()
+        out.come_back()
+        back.settle()
+        out.settle()
+        assert bool((going == 1).all()), turn
+
+
+def test_an_arena_that_goes_leaves_its_address_usable():
+    for _ in range(3):
+        arena = HostArena("states", CudaRegistrar())
+        arena.reserve(1 << 26)
+        del arena
+    assert float(torch.ones(4, device="cuda").sum()) == 4
+
+
 def test_a_full_device_leaves_the_contents_on_the_host():
     free, _ = torch.cuda.mem_get_info()
     weights = torch.full((free // 4 // 4,), 3.0, device="cuda")

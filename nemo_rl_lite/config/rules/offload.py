@@ -71,12 +71,15 @@ def cpu_optimizer_states_never_move(config: Config) -> Iterator[Violation]:
         yield Violation(key, policy.offload_for_generation, rule_text, f"'{key}=[{others}]'")
 
 
-@rule(*CLUSTER, "policy.offload_for_generation", algorithm="grpo")
+@rule(*CLUSTER, "policy.offload_for_generation")
 def somebody_needs_the_room(config: Config) -> Iterator[Violation]:
     leaving, key = config.policy.offload_for_generation, "policy.offload_for_generation"
-    if leaving and not config.generation.colocated.enabled:
+    if leaving and config.algorithm.name != "grpo":
+        rule_text = f"makes room for engines that generate, and {config.algorithm.name} generates nothing"
+        yield Violation(key, leaving, rule_text, f"'{key}=[]', or offload=none")
+    elif leaving and not config.generation.colocated.enabled:
         rule_text = "makes room for engines on the policy's GPUs, and generation.colocated.enabled is off"
-        yield Violation(key, leaving, rule_text, f"'{key}=[]'")
+        yield Violation(key, leaving, rule_text, f"'{key}=[]', or offload=none")
     if len(set(leaving)) < len(leaving):
         yield Violation(key, leaving, "names a component twice", f"'{key}=[{','.join(dict.fromkeys(leaving))}]'")
 

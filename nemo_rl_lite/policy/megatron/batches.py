@@ -9,14 +9,13 @@ from torch import Tensor
 
 from nemo_rl_lite.algorithms.losses import Batch
 from nemo_rl_lite.offload import activations
+from nemo_rl_lite.offload.activation_size import LOGPROB_CHUNK
 from nemo_rl_lite.policy.megatron.micro_batches import Layout, MicroBatch, cut
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 
 # Logprobs [b, T] of a micro-batch and the micro-batch -> its loss and metrics.
 MicroBatchLoss = Callable[[Tensor, Batch], tuple[Tensor, Any]]
 Before = Callable[[int], None] | None
-# Tokens whose logits are made float32 at a time where no gradient is wanted.
-_CHUNK = 2048
 
 
 def forward_logprobs(
@@ -80,7 +79,7 @@ def token_logprobs(logits_nSv: Tensor, micro: MicroBatch, temperature: float) ->
     if torch.is_grad_enabled():
         return micro.unpack(_next_token_logprobs(logits_Nv, next_N, temperature))
     # Without a gradient nothing large need be kept: float32 logits exist for a few tokens at a time.
-    chunks = zip(logits_Nv.split(_CHUNK), next_N.split(_CHUNK), strict=True)
+    chunks = zip(logits_Nv.split(LOGPROB_CHUNK), next_N.split(LOGPROB_CHUNK), strict=True)
     return micro.unpack(torch.cat([_next_token_logprobs(*chunk, temperature) for chunk in chunks]))
 
 

@@ -20,7 +20,7 @@ from nemo_rl_lite.policy.megatron.model import MegatronModel
 def phase_memory(config: PolicyConfig, model: MegatronModel, optimizer: Any, residency: Residency) -> PhaseMemory:
     """This rank's parameters, gradients and optimizer states, ready to move."""
     device, on_gpu = model.device, model.device.type == "cuda"
-    registrar = host_registrar(model) if config.use_pinned_optimizer_offload else None
+    registrar = host_registrar(config, model)
     gradients = [buffer.grad_data for buffer in _ddp_buffers(model)]
 
     def states() -> list[Tensor]:
@@ -32,15 +32,13 @@ def phase_memory(config: PolicyConfig, model: MegatronModel, optimizer: Any, res
         Movable("optimizer_states", states, HostArena("optimizer states", registrar), device),
         GradientBuffers(gradients),
         overlap=config.overlap_offload,
-        total_bytes=torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().total,
-        free_bytes=free_device_bytes if on_gpu else lambda: psutil.virtual_memory().available,
-        trim=torch.cuda.empty_cache if on_gpu else lambda: None,
+        device=GPUMemory() if on_gpu else CPUMemory(),
     )
 
 
-def host_registrar(model: MegatronModel) -> Registrar | None:
-    """What page-locks host memory for the model's device; None on a CPU, where nothing needs it."""
-    return CudaRegistrar() if model.device.type == "cuda" else None
+def host_registrar(config: PolicyConfig, model: MegatronModel) -> Registrar | None:
+    """What page-locks host memory for copies of the model's device; None where it is not wanted, or on a CPU."""
+    return CudaRegistrar() if config.use_pinned_optimizer_offload and model.device.type == "cuda" else None
 
 
 def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -49,9 +47,36 @@ def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     return [part.optimizer for part in chained if part.optimizer is not None]
 
 
-def free_device_bytes() -> int:
-    """Bytes of the current GPU that this process could take, those included that torch keeps for later."""
-    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+class GPUMemory:
+    """Memory of the current GPU."""
+
+    def __init__(self) -> None:
+        self.total = torch.cuda.mem_get_info()[1]
+
+    def free_here(self) -> int:
+        return self.free_elsewhere() + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+    def free_elsewhere(self) -> int:
+        return torch.cuda.mem_get_info()[0]
+
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
+
+
+class CPUMemory:
+    """The host's memory, where that is the device."""
+
+    def __init__(self) -> None:
+        self.total = psutil.virtual_memory().total
+
+    def free_here(self) -> int:
+        return psutil.virtual_memory().available
+
+    def free_elsewhere(self) -> int:
+        return psutil.virtual_memory().available
+
+    def trim(self) -> None:
+        """Freed memory goes back by itself."""
 
 
 def _ddp_buffers(model: MegatronModel) -> Iterator[Any]:

@@ -74,7 +74,7 @@ class MegatronWorker:
         self._optimizer, self._scheduler = build_optimizer(policy, self._model)
         if stays_on_host(policy.megatron_cfg.optimizer) and cluster.threads_per_worker is None:
             torch.set_num_threads(step_threads())
-        self._reference = ReferenceWeights(self._model, host_registrar(self._model)) if keep_reference else None
+        self._reference = ReferenceWeights(self._model, host_registrar(policy, self._model)) if keep_reference else None
         self._train_layout = Layout.of(policy, "train", on_gpu)
         self._logprob_layout = Layout.of(policy, "logprob", on_gpu)
         log.info("micro-batches: %s for training, %s for logprobs", self._train_layout, self._logprob_layout)
@@ -97,15 +97,20 @@ class MegatronWorker:
         """Enter the training phase: everything that training needs is on the device, wherever it was."""
         self._phases.enter(Phase.TRAIN)
 
-    def prepare_for_refit(self) -> None:
-        """Enter the refit phase. What leaves may do so while the engines wake, if they have room for their weights."""
-        engine_bytes = self._plan.nbytes if self._plan else 0
+    def prepare_for_refit(self, engine_bytes: int) -> None:
+        """Enter the refit phase. What leaves may do so while an engine on this device takes `engine_bytes` for its
+        weights, if there is room."""
         self._phases.enter(Phase.REFIT, beside=engine_bytes)
 
     def prepare_for_generation(self) -> None:
         """Enter the generation phase: the engines have the room that the residency gives them."""
         self._phases.enter(Phase.GENERATE)
         self._memory.note("generate")
+
+    def release_host_memory(self) -> None:
+        """Give back the host memory that moves have kept, when none will follow; everything is on the device then."""
+        self._phases.enter(Phase.TRAIN)
+        self._phases.release()
 
     def take_moves(self) -> list[tuple[str, Move]]:
         """What has moved between device and host since the last call: "<component>/to_host" or "/to_device"."""
@@ -224,9 +229,14 @@ class MegatronWorker:
 
     def _score(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str, then_train: bool) -> np.ndarray | None:
         self._phases.require(Component.PARAMETERS)
-        working_bytes, between = self._memory.working_bytes(phase), None
-        if then_train and working_bytes is not None:
-            between = self._phases.between_micro_batches(Phase.TRAIN, working_bytes)
+        working_bytes = self._memory.working_bytes(phase) if then_train else None
+        move = self._phases.between_micro_batches(Phase.TRAIN, working_bytes)
+
+        def between(remaining: int) -> None:
+            if move is not None:
+                with self._memory.moving():
+                    move(remaining)
+
         with self._memory.phase(phase):
             logprobs_BT = forward_logprobs(
                 self._model, tokens_BT, lengths_B, self._logprob_layout, self._temperature, between

@@ -45,6 +45,7 @@ CASES = {
     "generation=sglang": ["generation", "no such file", "transformers, vllm"],
     "recipes=nothing-like-this": ["recipes", "no such file"],
     "offload=pinned generation.colocated.enabled=false": ["policy.offload_for_generation", "policy's GPUs"],
+    "algorithm=sft offload=pinned": ["policy.offload_for_generation", "sft generates nothing"],
     "policy.offload_for_generation=[parameters,parameters]": ["policy.offload_for_generation", "twice"],
     "policy.offload_for_generation=[weights]": ["policy.offload_for_generation", "parameters"],
     "offload=everything": ["offload", "logprob, max_memory, none"],

@@ -1,4 +1,5 @@
 import logging
+from pathlib import Path
 
 import psutil
 import pytest
@@ -83,11 +84,30 @@ def test_nothing_may_be_reserved():
     arena.release()
 
 
-def test_a_control_group_limits_what_is_free(tmp_path):
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / f"memory.{name}").write_text(text)
+
+
+def test_without_control_groups_the_machine_is_the_limit(tmp_path):
     assert free_host_bytes(tmp_path) == pytest.approx(psutil.virtual_memory().available, rel=0.2)
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("600000\n")
-    (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 50000\n")
+
+
+def test_the_tightest_of_a_process_control_groups_counts(tmp_path):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/slurm/job_7/step_0\n")
+    groups = tmp_path / "sys/fs/cgroup"
+    write(groups / "slurm/job_7", max="1000000\n", current="600000\n", stat="anon 100\ninactive_file 50000\n")
+    write(groups / "slurm/job_7/step_0", max="max\n", current="600000\n", stat="anon 100\n")
     assert free_host_bytes(tmp_path) == 450_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert free_host_bytes(tmp_path) > 450_000
+    write(groups / "slurm", max="700000\n", current="690000\n", stat="")
+    assert free_host_bytes(tmp_path) == 10_000
+
+
+def test_control_groups_of_the_first_version_count_as_well(tmp_path):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("5:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n")
+    group = tmp_path / "sys/fs/cgroup/memory/docker/x"
+    write(group, limit_in_bytes="1000000", usage_in_bytes="900000", stat="total_inactive_file 1\n")
+    assert free_host_bytes(tmp_path) == 100_001

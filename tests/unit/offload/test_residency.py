@@ -41,7 +41,6 @@ def test_what_the_policy_holds_where(overrides, parameters, gradients, optimizer
     assert row(table, Component.GRADIENTS) == gradients
     assert row(table, Component.OPTIMIZER_STATES) == optimizer_states
     assert row(table, Component.ACTIVATIONS) == (R, D, D, R)
-    assert table.offloads_activations == (overrides == ["offload=max_memory"])
 
 
 def test_engines_sleep_where_they_share_a_gpu():
@@ -77,14 +76,6 @@ def test_sft_has_two_phases_and_no_engines():
     }
     with pytest.raises(ValueError, match="no phase generate; it has logprob, train"):
         table.policy_places(Phase.GENERATE)
-
-
-def test_moves_are_what_changes_place():
-    table = residency(*GPU, "offload=colocated")
-    assert table.moves(Phase.GENERATE, Phase.LOGPROB) == {Component.PARAMETERS: D}
-    assert table.moves(Phase.LOGPROB, Phase.TRAIN) == {Component.GRADIENTS: D, Component.OPTIMIZER_STATES: D}
-    assert table.moves(Phase.TRAIN, Phase.REFIT) == {Component.GRADIENTS: R, Component.OPTIMIZER_STATES: H}
-    assert table.moves(Phase.REFIT, Phase.GENERATE) == {Component.PARAMETERS: H}
 
 
 def test_predicting_imports_nothing_heavy():
