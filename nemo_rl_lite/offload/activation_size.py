@@ -120,10 +120,7 @@ def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple
 
 
 def logprob_activations(config: Config, shape: ModelShape, stage: int) -> int:
-    """Bytes at the peak of logprob inference on pipeline stage `stage`.
-
-    megatron-core's schedule holds a micro-batch's logits until it has the next one's.
-    """
+    """Bytes at the peak of logprob inference on pipeline stage `stage`: within a layer, or where logits turn float32."""
     parallel, batch = config.policy.megatron_cfg, micro_batch(config, training=False)
     working = sum(layer_bytes(config, shape, batch).values())
     if stage < parallel.pipeline_model_parallel_size - 1:
@@ -131,7 +128,7 @@ def logprob_activations(config: Config, shape: ModelShape, stage: int) -> int:
     elements = logits_elements(config, shape, batch)
     logits = elements * item_bytes(config)
     chunk = 4 * elements * min(LOGPROB_CHUNK, batch.tokens) / batch.tokens
-    return int(logits + max(logits + chunk, working))
+    return int(max(logits + chunk, working))
 
 
 def logits_elements(config: Config, shape: ModelShape, batch: MicroBatch) -> float:

@@ -35,7 +35,13 @@ def forward_logprobs(
     micro_batches = _agreed_cut(model, tokens_BT, lengths_B, layout)
 
     def score(micro: MicroBatch) -> Callable[..., Tensor]:
-        return lambda logits, non_loss_data: token_logprobs(logits, micro, temperature).cpu()
+        def logprobs(logits: Tensor, non_loss_data: bool) -> Tensor:
+            scored = token_logprobs(logits, micro, temperature).cpu()
+            # megatron-core's schedule holds them until it has the next micro-batch's: twice the memory, for nothing.
+            logits.untyped_storage().resize_(0)
+            return scored
+
+        return logprobs
 
     with torch.no_grad(), activations.suspended(model.chunks):
         parts = _run(model, micro_batches, score, forward_only=True, before=before)
