@@ -120,7 +120,7 @@ def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple
 
 
 def logprob_activations(config: Config, shape: ModelShape, stage: int) -> int:
-    """Bytes at the peak of logprob inference on pipeline stage `stage`: within a layer, or where logits turn float32."""
+    """Bytes at the peak of logprob inference on pipeline stage `stage`: in a layer, or as logits turn float32."""
     parallel, batch = config.policy.megatron_cfg, micro_batch(config, training=False)
     working = sum(layer_bytes(config, shape, batch).values())
     if stage < parallel.pipeline_model_parallel_size - 1:
