@@ -12,7 +12,7 @@ PREDICTED, MEASURED = "memory/predicted/", "memory/measured/"
 LAST_STEPS = 5
 # What was measured and belongs to no component: CUDA contexts, captured graphs, buffers, engines asleep.
 OTHER = "other"
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 _WIDTH = 0.38
 
 # Phase -> component -> bytes.
@@ -22,9 +22,16 @@ Stacks = Mapping[str, Mapping[str, float]]
 def plot_memory(metrics: MetricsLog, path: Path, title: str) -> bool:
     """Two stacked bars a phase, predicted and measured, as a PNG at `path`. Draws nothing and returns False where
     nothing was measured."""
-    predicted, measured = stacks(metrics, PREDICTED), stacks(metrics, MEASURED)
+    measured = stacks(metrics, MEASURED)
     if not measured:
         return False
+    # On CPUs engines and activations are not measured: their predictions would have nothing beside them.
+    known = {component for parts in measured.values() for component in parts}
+    predicted = {
+        phase: {name: nbytes for name, nbytes in parts.items() if name in known}
+        for phase, parts in stacks(metrics, PREDICTED).items()
+    }
+    unit, scale = ("GiB", GIB) if _largest(predicted, measured) >= GIB else ("MiB", MIB)
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -38,12 +45,12 @@ def plot_memory(metrics: MetricsLog, path: Path, title: str) -> bool:
         for place, phase in enumerate(phases):
             bottom = 0.0
             for component, colour in colours.items():
-                height = bars.get(phase, {}).get(component, 0.0) / GIB
+                height = bars.get(phase, {}).get(component, 0.0) / scale
                 x = place + half * _WIDTH / 2
                 axis.bar(x, height, _WIDTH, bottom=bottom, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5)
                 bottom += height
     axis.set_xticks(range(len(phases)), phases)
-    axis.set(title=f"{title}: device memory, predicted (hatched) and measured", ylabel="GiB")
+    axis.set(title=f"{title}: device memory, predicted (hatched) and measured", ylabel=unit)
     # The order of the stack, from above.
     handles = [Patch(color=colour, label=name.replace("_", " ")) for name, colour in reversed(colours.items())]
     figure.legend(handles=handles, loc="outside right upper", fontsize="small")
@@ -62,6 +69,11 @@ def stacks(metrics: MetricsLog, prefix: str) -> dict[str, dict[str, float]]:
         _, values = metrics.series(name)
         found.setdefault(phase, {})[component] = mean(values[-LAST_STEPS:])
     return found
+
+
+def _largest(*bars: Stacks) -> float:
+    """Bytes of the tallest stack."""
+    return max((sum(parts.values()) for phases in bars for parts in phases.values()), default=0.0)
 
 
 def _colours(*bars: Stacks) -> dict[str, str]:
