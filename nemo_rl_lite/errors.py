@@ -49,8 +49,6 @@ class DataError(LauncherError):
 class HostMemoryError(LauncherError):
     """Too little host memory for what is to leave the device: says what is needed and what is free."""
 
-    exit_status = 5
-
 
 class RefitError(LauncherError):
     """New weights did not arrive whole: names the bucket and its tensors."""

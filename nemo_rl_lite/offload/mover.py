@@ -73,6 +73,7 @@ class Movable:
         self._flight: _Flight | None = None
         self._moves: list[tuple[str, Move]] = []
         self._rate = ASSUMED_BYTES_PER_S
+        self._counted: int | None = None
         on_gpu = device.type == "cuda"
         self._streams = {to_host: torch.cuda.Stream(device) if on_gpu else None for to_host in (True, False)}
 
@@ -86,9 +87,20 @@ class Movable:
         """Whether a move has begun and not settled."""
         return self._flight is not None
 
+    @property
+    def moved(self) -> bool:
+        """Whether a move has begun and only `settle` is missing, which would not wait."""
+        return self._flight is not None and self._flight.copies.done()
+
     def device_bytes(self) -> int:
-        """Bytes of device memory that the tensors take now."""
-        return sum(storage.nbytes() for storage in storages_of(self._tensors(), self._device))
+        """Bytes of device memory that the tensors take. Counted anew after a move and after `recount`."""
+        if self._counted is None:
+            self._counted = sum(storage.nbytes() for storage in storages_of(self._tensors(), self._device))
+        return self._counted
+
+    def recount(self) -> None:
+        """To be called when there may be more tensors, or larger ones, than before."""
+        self._counted = None
 
     def host_bytes(self) -> int:
         """Bytes that are, or will be when a move out settles, in host memory: what coming back takes of the device."""
@@ -139,6 +151,7 @@ class Movable:
             for one in self._parked:
                 one.device_bytes().copy_(one.of(host), non_blocking=True)
         self._flight = _Flight(False, self._parked, time.perf_counter() - began, copies)
+        self.recount()
 
     def settle(self) -> None:
         """Wait until the move that has begun, if any, is done."""
@@ -149,17 +162,13 @@ class Movable:
         if flight.to_host:
             _free(flight.parked)
         self._parked, self._flight = (flight.parked if flight.to_host else []), None
+        self.recount()
         nbytes = sum(one.nbytes for one in flight.parked)
         exposed_s = flight.begun_s + time.perf_counter() - waiting
         if nbytes:
             move = Move(nbytes, flight.copies.seconds(), exposed_s)
             self._moves.append((f"{self.name}/{'to_host' if flight.to_host else 'to_device'}", move))
             self._rate = nbytes / move.transfer_s if move.transfer_s else self._rate
-
-    def settle_if_done(self) -> None:
-        """Settle, if that means no waiting."""
-        if self._flight is not None and self._flight.copies.done():
-            self.settle()
 
     def take_moves(self) -> list[tuple[str, Move]]:
         """What has settled since the last call: "<name>/to_host" or "<name>/to_device", and the move."""

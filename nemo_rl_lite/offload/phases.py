@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -89,10 +90,12 @@ class PhaseMemory:
         if makes_room and leaving and not in_background:
             self._device.trim()
 
-    def between_micro_batches(self, before: Phase, working_bytes: int | None) -> Callable[[int], None] | None:
+    def between_micro_batches(
+        self, before: Phase, working_bytes: int | None, around: Callable[[], AbstractContextManager[None]]
+    ) -> Callable[[int], None] | None:
         """What to call before each micro-batch of work before the phase `before`: frees what has left by then and, with
         the `working_bytes` that the work takes, brings back beside the last micro-batches what that phase will want,
-        where it fits. None where moves come one after the other."""
+        where it fits, both within `around()`. None where moves come one after the other."""
         if not self._overlap:
             return None
         wanted = self._going_to(Place.DEVICE, before) if working_bytes is not None else []
@@ -100,14 +103,18 @@ class PhaseMemory:
         def begin() -> None:
             absent = [own for own in wanted if own.on_host]
             if absent and self._fits(before, working_bytes or 0, absent, for_others=False):
-                for own in absent:
-                    _try_to_return(own)
+                with around():
+                    for own in absent:
+                        _try_to_return(own)
 
         prefetch = Prefetch(sum(own.seconds_to_return() for own in wanted), begin)
 
         def call(remaining: int) -> None:
-            for own in self._movable.values():
-                own.settle_if_done()
+            moved = [own for own in self._movable.values() if own.moved]
+            if moved:
+                with around():
+                    for own in moved:
+                        own.settle()
             prefetch(remaining)
 
         return call
@@ -125,6 +132,11 @@ class PhaseMemory:
                 raise RuntimeError(
                     f"{component.value} are not on the device in this phase: a prepare_for_... is missing"
                 )
+
+    def recount(self) -> None:
+        """To be called when the optimizer may have made states."""
+        for own in self._movable.values():
+            own.recount()
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes that each component takes of the device now, by the component's name."""

@@ -154,6 +154,7 @@ class MegatronWorker:
             learning_rate = self._optimizer.param_groups[0]["lr"]
             _, grad_norm, _ = self._optimizer.step()
             self._scheduler.step(increment=1)
+            self._phases.recount()
         if not self._model.place.reports:
             return None
         shares = combine_metrics([{name: value.item() for name, value in part.items()} for part in parts])
@@ -230,13 +231,7 @@ class MegatronWorker:
     def _score(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str, then_train: bool) -> np.ndarray | None:
         self._phases.require(Component.PARAMETERS)
         working_bytes = self._memory.working_bytes(phase) if then_train else None
-        move = self._phases.between_micro_batches(Phase.TRAIN, working_bytes)
-
-        def between(remaining: int) -> None:
-            if move is not None:
-                with self._memory.moving():
-                    move(remaining)
-
+        between = self._phases.between_micro_batches(Phase.TRAIN, working_bytes, self._memory.moving)
         with self._memory.phase(phase):
             logprobs_BT = forward_logprobs(
                 self._model, tokens_BT, lengths_B, self._logprob_layout, self._temperature, between

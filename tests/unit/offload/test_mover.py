@@ -108,7 +108,10 @@ def test_states_made_later_move_as_well_and_the_arena_grows():
     own.come_back()
     own.settle()
     small = arena.nbytes
+    assert own.device_bytes() == 4000
     tensors.append(torch.full((5000,), 2.0))
+    own.recount()
+    assert own.device_bytes() == 24_000
     own.leave()
     own.settle()
     # Exact but for the alignment of each tensor's place.
@@ -149,33 +152,25 @@ def test_too_little_host_memory_leaves_everything_in_place(monkeypatch):
 
 
 def test_a_device_that_is_full_leaves_everything_on_the_host(monkeypatch):
-    weights, more = torch.ones(10), torch.full((10,), 2.0)
+    weights, more = torch.ones(10), torch.full((20,), 2.0)
     own = movable(weights, more)
     own.leave()
     own.settle()
+    resize = torch.UntypedStorage.resize_
 
-    class Full:
-        """The second storage, on a device without room for it."""
+    def without_room_for_the_second(storage, nbytes):
+        if nbytes == 80:
+            raise torch.OutOfMemoryError("full")
+        return resize(storage, nbytes)
 
-        def __init__(self, storage):
-            self.storage = storage
-
-        def resize_(self, nbytes):
-            if nbytes:
-                raise torch.OutOfMemoryError("full")
-
-        def __getattr__(self, name):
-            return getattr(self.storage, name)
-
-    first, second = own._parked
-    own._parked = [first, type(second)(Full(second.storage), second.start, second.nbytes)]
-    with pytest.raises(torch.OutOfMemoryError):
-        own.come_back()
-    assert own.on_host and weights.untyped_storage().nbytes() == 0
-    own._parked = [first, second]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "resize_", without_room_for_the_second)
+        with pytest.raises(torch.OutOfMemoryError):
+            own.come_back()
+        assert own.on_host and own.device_bytes() == 0
     own.come_back()
     own.settle()
-    assert torch.equal(weights, torch.ones(10)) and torch.equal(more, torch.full((10,), 2.0))
+    assert torch.equal(weights, torch.ones(10)) and torch.equal(more, torch.full((20,), 2.0))
 
 
 def test_metrics_of_moves():

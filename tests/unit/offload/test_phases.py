@@ -1,5 +1,7 @@
 """A policy of a few tensors goes through the phases of a step."""
 
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 
@@ -157,7 +159,7 @@ def test_states_come_back_before_the_last_micro_batch():
     policy = Policy("offload=pinned")
     for phase in (Phase.REFIT, Phase.GENERATE, Phase.LOGPROB):
         policy.memory.enter(phase)
-    between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=1000)
+    between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=1000, around=nullcontext)
     between(2)
     assert policy.held() == (400, 0, 0)
     between(1)
@@ -170,7 +172,7 @@ def test_states_leave_beside_the_first_micro_batches_and_come_back_beside_the_la
     policy = Policy("offload=logprob", "policy.overlap_offload=true")
     policy.memory.enter(Phase.LOGPROB, beside=1000)
     assert policy.held() == (400, 400, 800)
-    between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=1000)
+    between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=1000, around=nullcontext)
     between(3)
     assert policy.held() == (400, 400, 0)
     between(1)
@@ -182,16 +184,36 @@ def test_states_leave_beside_the_first_micro_batches_and_come_back_beside_the_la
     ]
 
 
+def test_what_moves_between_micro_batches_is_wrapped_and_nothing_else():
+    policy, held = Policy("offload=logprob", "policy.overlap_offload=true"), []
+
+    @contextmanager
+    def around():
+        before = policy.held()
+        yield
+        held.append((before, policy.held()))
+
+    policy.memory.enter(Phase.LOGPROB, beside=1000)
+    between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=1000, around=around)
+    for remaining in (4, 3, 2, 1):
+        between(remaining)
+    assert held[0] == ((400, 400, 800), (400, 400, 0)) and held[-1] == ((400, 400, 0), (400, 400, 800))
+    assert len(held) == 2
+
+
 def test_before_a_pass_that_no_training_follows_what_has_left_is_freed_and_nothing_returns():
     policy = Policy("offload=logprob", "policy.overlap_offload=true")
     policy.memory.enter(Phase.LOGPROB, beside=1000)
-    between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=None)
+    between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=None, around=nullcontext)
     between(1)
     assert policy.held() == (400, 400, 0)
 
 
 def test_nothing_is_done_between_micro_batches_where_moves_come_one_after_the_other():
-    assert Policy("offload=colocated").memory.between_micro_batches(Phase.TRAIN, working_bytes=0) is None
+    assert (
+        Policy("offload=colocated").memory.between_micro_batches(Phase.TRAIN, working_bytes=0, around=nullcontext)
+        is None
+    )
 
 
 def test_what_has_one_place_throughout_never_moves():
@@ -214,7 +236,7 @@ def test_states_wait_where_they_would_not_fit_beside_the_work():
     for phase in (Phase.REFIT, Phase.GENERATE, Phase.LOGPROB):
         policy.memory.enter(phase)
     # 9600 bytes are free, 500 stay free.
-    between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=8_300)
+    between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=8_300, around=nullcontext)
     between(1)
     assert policy.held() == (400, 0, 0)
     policy.memory.enter(Phase.TRAIN)
