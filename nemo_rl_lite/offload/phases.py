@@ -79,7 +79,9 @@ class PhaseMemory:
             # Before copies are on their way, since it would wait for them.
             self._device.trim()
         leaving, returning = self._going_to(Place.HOST, phase), self._going_to(Place.DEVICE, phase)
-        in_background = self._overlap and beside is not None and self._fits(phase, beside, returning, makes_room)
+        in_background = False
+        if leaving and self._overlap and beside is not None:
+            in_background = self._fits(phase, beside, returning, makes_room)
         for own in leaving:
             own.leave()
         if not in_background:

@@ -108,6 +108,14 @@ def test_it_does_not_where_both_would_not_fit(caplog):
     assert sum("one after the other" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_nothing_is_said_where_nothing_leaves(caplog):
+    policy = Policy("policy.overlap_offload=true", total=1_700)
+    with caplog.at_level("INFO"):
+        for phase in STEP:
+            policy.memory.enter(phase, beside=1_000)
+    assert not caplog.records
+
+
 def test_memory_that_torch_keeps_for_later_is_handed_to_the_engine_first():
     policy = Policy("offload=pinned")
     policy.cached = 8_000
