@@ -1,8 +1,9 @@
-"""Producer and consumers over real gloo groups, one thread a rank."""
+"""Producer and consumers over real gloo groups, one process a rank."""
 
-import threading
+import multiprocessing
+import os
+import pickle
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,8 @@ WEIGHTS = {
 # Seconds until a rank gives up where a peer does not answer; long enough to meet on a busy machine.
 SHORT = 6.0
 CPU = torch.device("cpu")
-# Groups live on after their test: gloo crashes if one is destroyed while a message that timed out is still under way.
-GROUPS = []
+# Several ranks as threads of one process make gloo crash now and then; forked, they need no imports of their own.
+FORK = multiprocessing.get_context("fork")
 
 
 def plan_of(weights: dict[str, torch.Tensor], bucket_bytes: int) -> RefitPlan:
@@ -42,21 +43,38 @@ def plan_of(weights: dict[str, torch.Tensor], bucket_bytes: int) -> RefitPlan:
 def run(rank_functions, timeout_s: float = 20.0) -> list:
     """Each function gets its rank's group; the results, or the exceptions, in rank order."""
     store = refit_group.host_store("127.0.0.1", timeout_s)
-    size = len(rank_functions)
+    size, all_done = len(rank_functions), FORK.Event()
+    pipes = [FORK.Pipe(duplex=False) for _ in rank_functions]
 
-    def rank_main(rank: int):
-        if rank == 0:
-            group = refit_group.join(store, 0, size, CPU, timeout_s)
-        else:
-            group = refit_group.join_at(Meeting("127.0.0.1", store.port, rank, size), CPU, timeout_s)
-        GROUPS.append(group)
+    def rank_main(rank: int) -> None:
+        # The threads that compute in parallel did not come along.
+        torch.set_num_threads(1)
         try:
-            return rank_functions[rank](group)
+            if rank == 0:
+                group = refit_group.join(store, 0, size, CPU, timeout_s)
+            else:
+                group = refit_group.join_at(Meeting("127.0.0.1", store.port, rank, size), CPU, timeout_s)
+            result = rank_functions[rank](group)
         except Exception as error:
-            return error
+            result = error
+        pipes[rank][1].send_bytes(pickle.dumps(result))
+        # A connection that ends early would be a peer's error.
+        all_done.wait(60)
+        os._exit(0)
 
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(rank_main, range(size)))
+    processes = [FORK.Process(target=rank_main, args=(rank,), daemon=True) for rank in range(size)]
+    try:
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + 3 * timeout_s
+        for rank, (receiving, _) in enumerate(pipes):
+            assert receiving.poll(deadline - time.monotonic()), f"rank {rank} gave no result"
+        return [pickle.loads(receiving.recv_bytes()) for receiving, _ in pipes]
+    finally:
+        all_done.set()
+        for process in processes:
+            process.join(5)
+            process.kill()
 
 
 class Broadcast:
@@ -178,7 +196,7 @@ def test_tensors_that_are_not_the_plans_are_refused(way):
 @WAYS
 def test_a_bucket_that_does_not_arrive_is_named(way):
     plan = plan_of(WEIGHTS, 2048)
-    gone = threading.Event()
+    gone = FORK.Event()
 
     def producer(group):
         group.announce(plan.digest)
