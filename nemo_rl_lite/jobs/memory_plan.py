@@ -66,7 +66,7 @@ def _device_warnings(config: Config, prediction: Prediction, device_bytes: int |
 
 def _host_warnings(config: Config, prediction: Prediction) -> Iterator[str]:
     """Of host memory, by this machine's: ranks check for themselves when they take it, but one after the other."""
-    ranks = -(-policy_ranks(config) // config.cluster.num_nodes)
+    ranks = min(policy_ranks(config), config.cluster.gpus_per_node or policy_ranks(config))
     needed, free = ranks * max(nbytes.host for nbytes in totals(prediction).values()), free_host_bytes()
     if needed > free:
         yield (

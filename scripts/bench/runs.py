@@ -94,13 +94,7 @@ def chain_sum(runs: list[Run]) -> tuple[list, list]:
     ]
     bars = [
         record.bar("least mean reward of the last ten steps", min(after), 0.8, at_least=True),
-        record.bar(
-            "largest mean absolute logprob difference of a step",
-            worst(runs, "train/logprob_abs_diff_mean"),
-            0.05,
-            False,
-        ),
-        record.bar("largest token_mult_prob_error of a step", worst(runs, "train/token_mult_prob_error"), 1.05, False),
+        *mismatch_bars(runs),
     ]
     return results, bars
 
@@ -120,27 +114,14 @@ def large(runs: list[Run]) -> tuple[list, list]:
     step = statistics.median(typical(runs, "timing/train/total_step_time"))
     bars = [
         record.bar("step, s (TRL 1.16 on an H200: 27.3)", step, 27.3, at_least=False),
-        record.bar(
-            "largest mean absolute logprob difference of a step",
-            worst(runs, "train/logprob_abs_diff_mean"),
-            0.05,
-            False,
-        ),
+        *mismatch_bars(runs),
     ]
     return results, bars
 
 
 def apart(runs: list[Run]) -> tuple[list, list]:
     config = "64 prompts x 8 samples x 32 new tokens"
-    bars = [
-        record.bar(
-            "largest mean absolute logprob difference of a step",
-            worst(runs, "train/logprob_abs_diff_mean"),
-            0.05,
-            False,
-        ),
-        record.bar("largest token_mult_prob_error of a step", worst(runs, "train/token_mult_prob_error"), 1.05, False),
-    ]
+    bars = mismatch_bars(runs)
     transfer = [
         record.result("weights sent in a refit", config, "GB", [x / 1e9 for x in typical(runs, "refit/bytes")]),
         record.result("refit, transfer alone", config, "s", typical(runs, "refit/seconds")),
@@ -204,6 +185,15 @@ def steady(runs: list[Run], config: str) -> Iterable[dict[str, Any]]:
     yield record.result("tokens a second and GPU, whole step", config, "1/s", tokens)
     for name, metric in MEMORY.items():
         yield record.result(name, config, "GiB", [max(values(run, metric)) / 2**30 for run in runs])
+
+
+def mismatch_bars(runs: list[Run]) -> list[dict[str, Any]]:
+    """How far policy and engine may be apart."""
+    difference, factor = worst(runs, "train/logprob_abs_diff_mean"), worst(runs, "train/token_mult_prob_error")
+    return [
+        record.bar("largest mean absolute logprob difference of a step", difference, 0.05, at_least=False),
+        record.bar("largest token_mult_prob_error of a step", factor, 1.05, at_least=False),
+    ]
 
 
 def values(run: Run, metric: str) -> list[float]:
