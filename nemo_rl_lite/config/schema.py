@@ -20,7 +20,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Precision = Literal["float32", "bfloat16"]
 # Parts of a layer whose inputs can wait for the backward pass in host memory.
-OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
+OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp", "expert_fc1", "moe_act"]
 # What can leave the GPU while the engines generate.
 OffloadedComponent = Literal["parameters", "gradients", "optimizer_states"]
 
@@ -102,6 +102,7 @@ class MegatronConfig:
     activation_checkpointing: bool
     fine_grained_activation_offloading: bool
     offload_modules: list[OffloadModule] | None
+    activation_offload_fraction: Fraction
     optimizer: OptimizerConfig
     scheduler: SchedulerConfig
 

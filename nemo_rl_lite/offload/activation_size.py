@@ -76,7 +76,7 @@ def layer_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> dict[st
     elements = batch.tokens * item / tensor
     queries, keys = elements * shape.heads * shape.head_dim, elements * shape.kv_heads * shape.head_dim
     sparse = 1 - shape.dense_layers / shape.layers
-    mlp = elements * ((1 - sparse) * shape.ffn + sparse * shape.shared_ffn)
+    shared = sparse * elements * shape.shared_ffn
     # Under tensor parallelism experts come with a split sequence: each rank sends out its own tokens.
     dispatched = sparse * shape.experts_per_token
     fused = on_gpus(config)
@@ -89,10 +89,11 @@ def layer_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> dict[st
         "core_attn": queries + 2 * keys,
         "attn_proj": queries,
         "mlp_norm": sparse * hidden,
+        "mlp": 2 * (1 - sparse) * hidden + (3 if fused else 5) * (1 - sparse) * elements * shape.ffn,
         "expert_fc1": dispatched * hidden,
         # The gate's probability multiplies what the expert's activation gives: one product more.
         "moe_act": dispatched * elements * (3 if fused else 6) * shape.expert_ffn,
-        "rest": (2 - sparse) * hidden + (3 if fused else 5) * mlp + scores + sparse * 8 * batch.tokens * shape.experts,
+        "rest": sparse * (hidden + 8 * batch.tokens * shape.experts) + (3 if fused else 5) * shared + scores,
     }
 
 
@@ -113,7 +114,8 @@ def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple
     waiting = 0.0
     if parallel.fine_grained_activation_offloading and not parallel.activation_checkpointing:
         # The last layer's inputs stay: they are wanted at once.
-        waiting = (layers * in_flight - 1) * sum(layer[module] for module in parallel.offload_modules or ())
+        chosen = parallel.activation_offload_fraction * sum(layer[module] for module in parallel.offload_modules or ())
+        waiting = (layers * in_flight - 1) * chosen
     # Once the head's gradient is computed, that of a layer takes about as much again as the layer kept.
     device = layers * in_flight * kept - waiting + max(head, sum(layer.values()))
     return int(device), int(waiting)

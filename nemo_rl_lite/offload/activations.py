@@ -19,6 +19,8 @@ from nemo_rl_lite.config.schema import MegatronConfig
 # Transformer Engine >= 2.10 would otherwise offload on its own account, weights included. It is read while that is
 # imported.
 _ENVIRONMENT = {"NVTE_CPU_OFFLOAD_V1": "1"}
+# Of `offload_modules`, the one that megatron-core does not have.
+MLP = "mlp"
 
 
 def environment(config: MegatronConfig) -> dict[str, str]:
@@ -38,7 +40,43 @@ def set_fields(provider: Any, config: MegatronConfig) -> None:
     if missing:
         raise RuntimeError(f"fine_grained_activation_offloading needs {', '.join(missing)} from a process' start")
     provider.fine_grained_activation_offloading = True
-    provider.offload_modules = list(config.offload_modules or [])
+    # megatron-core does not know `mlp`, and wants at least one name; mlp_norm is nothing of its own in such a layer.
+    provider.offload_modules = [name for name in config.offload_modules or [] if name != MLP] or ["mlp_norm"]
+    provider.activation_offload_fraction = config.activation_offload_fraction
+
+
+def add_mlps(chunks: Sequence[Any], config: MegatronConfig) -> None:
+    """Offload what MLPs without experts keep, the largest part of such a layer and none of megatron-core's modules."""
+    if not config.fine_grained_activation_offloading or MLP not in (config.offload_modules or []):
+        return
+    from megatron.core.transformer.mlp import MLP as DenseMLP
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TransformerLayer)]
+    for layer in layers:
+        if isinstance(layer.mlp, DenseMLP):
+            watch(layer.mlp)
+
+
+def watch(module: Any) -> None:
+    """Let megatron-core's manager offload what `module` keeps; its first argument and first result are tensors."""
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+        FineGrainedActivationOffloadingInterface as Group,
+    )
+
+    groups: list[Any] = []
+
+    def begin(_: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        groups.append(Group(module.config.fine_grained_activation_offloading, arguments[0], MLP))
+        return (groups[-1].__enter__(), *arguments[1:])
+
+    def end(_: Any, __: Any, result: Any) -> Any:
+        group = groups.pop()
+        group.__exit__()
+        return group.group_offload(result)
+
+    module.register_forward_pre_hook(begin)
+    module.register_forward_hook(end)
 
 
 @contextmanager

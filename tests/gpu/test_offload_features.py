@@ -55,6 +55,8 @@ CPU_OPTIMIZERS = {
 OFFLOADED = {
     "activations": ["offload=activations"],
     "activations, attention whole": ["offload=activations", f"{MODULES}=[qkv_linear,core_attn,attn_proj]"],
+    "activations, MLP alone": ["offload=activations", f"{MODULES}=[mlp]"],
+    "activations, all": ["offload=activations", f"{MODULES}=[qkv_linear,core_attn,attn_proj,mlp]"],
 }
 VARIANTS = {"plain": [], **CPU_OPTIMIZERS, **OFFLOADED}
 

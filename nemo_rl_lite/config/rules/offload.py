@@ -127,13 +127,16 @@ def offload_modules_are_in_the_model(config: Config) -> Iterator[Violation]:
     modules, model = parallel.offload_modules, _model(config)
     if not parallel.fine_grained_activation_offloading or not modules or model is None:
         return
-    absent = [name for name in modules if name in _EXPERT_MODULES] if not model.experts else []
+    missing = () if model.experts else _EXPERT_MODULES
+    missing += () if model.dense_layers else ("mlp",)
+    absent = [name for name in modules if name in missing]
     # Transformer Engine computes these norms within the linear layer behind them; megatron-core skips them silently.
     fused = ("attn_norm",) if model.experts else ("attn_norm", "mlp_norm")
     others = [name for name in modules if name not in (*absent, *fused)]
     fix = f"'{_MODULES}=[{','.join(others or ['core_attn'])}]'"
     if absent:
-        yield Violation(_MODULES, modules, f"the model has no experts, so it has no {' and no '.join(absent)}", fix)
+        why = "has only layers with experts" if model.experts else "has no experts"
+        yield Violation(_MODULES, modules, f"the model {why}, so it has no {' and no '.join(absent)}", fix)
     elif not others:
         rule_text = f"nothing to offload: in this model {' and '.join(modules)} is part of a linear layer"
         yield Violation(_MODULES, modules, rule_text, fix)

@@ -97,6 +97,7 @@ def build_model(config: PolicyConfig, path: str, on_gpu: bool, timeout_s: float,
     )
     chunks = provider.provide_distributed_model(ddp_config=ddp, wrap_with_ddp=True, use_cpu_initialization=not on_gpu)
     bridge.load_hf_weights(chunks)
+    activations.add_mlps(chunks, config.megatron_cfg)
     place = ParallelPlace(
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),

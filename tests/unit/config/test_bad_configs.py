@@ -23,6 +23,7 @@ TP, PP = "policy.megatron_cfg.tensor_model_parallel_size", "policy.megatron_cfg.
 LOSS = "algorithm.loss_fn"
 ACTIVATIONS = "policy.megatron_cfg.fine_grained_activation_offloading"
 MODULES = "policy.megatron_cfg.offload_modules"
+SHARE = "policy.megatron_cfg.activation_offload_fraction"
 GPU = (
     "cluster.gpus_per_node=1 policy=megatron_gpu generation=transformers policy.max_total_sequence_length=64 "
     "generation.max_new_tokens=16"
@@ -220,6 +221,12 @@ CASES = {
         f"{MODULES}=[core_attn]",
         "1 problem found",
     ],
+    f"{GPU} policy.model_name=MOE {ACTIVATIONS}=true {MODULES}=[mlp]": [
+        "has only layers with experts, so it has no mlp",
+        f"{MODULES}=[core_attn]",
+        "1 problem found",
+    ],
+    f"{SHARE}=0.0": [SHARE, "greater than 0"],
     f"{GPU} {ACTIVATIONS}=true {MODULES}=[attn_norm,mlp_norm]": ["nothing to offload", "attn_norm and mlp_norm"],
     f"{GPU} policy.model_name=MOE {ACTIVATIONS}=true {MODULES}=[attn_norm]": ["nothing to offload", "1 problem found"],
     f"{GPU} policy.model_name=MOE cluster.gpus_per_node=3 {PP}=3 policy.train_global_batch_size=96 "

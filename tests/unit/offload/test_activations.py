@@ -107,6 +107,56 @@ def test_the_provider_gets_the_modules(monkeypatch):
     assert provider.fine_grained_activation_offloading and provider.offload_modules == ["core_attn", "attn_proj"]
 
 
+@pytest.mark.parametrize(("chosen", "given"), [("mlp", ["mlp_norm"]), ("core_attn,mlp", ["core_attn"])])
+def test_megatron_core_is_not_told_of_the_module_that_is_ours(chosen, given, monkeypatch):
+    provider = SimpleNamespace()
+    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
+    names = f"policy.megatron_cfg.offload_modules=[{chosen}]"
+    activations.set_fields(provider, settings("offload=activations", names))
+    assert provider.offload_modules == given and provider.activation_offload_fraction == 1.0
+
+
+class MLP(torch.nn.Module):
+    """Its result and bias, as megatron-core's MLP gives them."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def forward(self, x):
+        return x.exp().cos(), None
+
+
+def test_a_watched_module_is_a_group_of_its_own_with_the_same_gradients(model):
+    mlp = MLP(model.config)
+    model.layer.mlp = mlp
+    activations.watch(mlp)
+
+    class Watched(Model):
+        def forward(self, x):
+            if self.config.fine_grained_activation_offloading:
+                self._interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+            return self.layer.mlp(x)[0]
+
+        def run(self, micro_batches, forward_only=False):
+            for _ in range(micro_batches):
+                x = torch.rand(3, requires_grad=not forward_only)
+                out = self(x)
+                if not forward_only:
+                    out.sum().backward()
+                    torch.testing.assert_close(x.grad, -x.exp().sin() * x.exp())
+            if self.config.fine_grained_activation_offloading:
+                self._interface.reset()
+
+    model.__class__ = Watched
+    train(model, 2)
+    chunks = model.manager()._cached_chunks_forward
+    assert [[group._name for group in chunk.offload_groups] for chunk in chunks] == [[activations.MLP]] * 2
+    score(model, 3)
+    train(model, 2)
+    assert model.manager()._cached_chunks_forward is chunks
+
+
 def test_a_process_without_the_environment_is_an_error(monkeypatch):
     monkeypatch.delenv("NVTE_CPU_OFFLOAD_V1", raising=False)
     with pytest.raises(RuntimeError, match="NVTE_CPU_OFFLOAD_V1=1"):
