@@ -25,8 +25,10 @@ log = logging.getLogger(__name__)
 CPU_POLICY_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
 # A run on CPUs stays there, also on a machine that has GPUs: Ray no longer hides them from who asked for none.
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-# Kernels of one stream in order: megatron-core overlaps communication with computation by it.
-GPU_POLICY_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+# How many queues of work the GPU takes from a process. In a single one, a copy that waits for the copy before it holds
+# up all kernels given later, so that nothing runs beside moves; tensor parallelism in megatron-core needs just that
+# order, to overlap its communication with computation.
+ONE_QUEUE, MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,10 @@ def launch_policy(reserved: Reserved, model_path: Path) -> RemotePolicy:
 
 
 def _policy_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
-    environment = GPU_POLICY_ENVIRONMENT if on_gpus(config) else CPU_POLICY_ENVIRONMENT | NO_GPU
+    tensor_parallel = config.policy.megatron_cfg.tensor_model_parallel_size > 1
+    environment = (
+        (ONE_QUEUE if tensor_parallel else MANY_QUEUES) if on_gpus(config) else CPU_POLICY_ENVIRONMENT | NO_GPU
+    )
     environment = environment | {"OMP_NUM_THREADS": str(_threads(config, policy_ranks(config)))}
     environment |= activations.environment(config.policy.megatron_cfg)
     log.info("environment of the policy: %s", environment)

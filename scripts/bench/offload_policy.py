@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import record
 import torch
 import torch.distributed as dist
 
 from nemo_rl_lite.algorithms.losses import Batch, GRPOLoss, Normalizers
+from nemo_rl_lite.cluster.launch import MANY_QUEUES
 from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.offload.mover import move_metrics
@@ -66,6 +68,7 @@ TABLES: dict[str, dict[str, list[str]]] = {
         "qkv_linear, core_attn, attn_proj, mlp": modules("qkv_linear", "core_attn", "attn_proj", "mlp"),
         "recomputed instead": [f"{ACTIVATIONS}.activation_checkpointing=true"],
         "CPU optimizer": [CPU_OPTIMIZER, OVERLAPPED],
+        "CPU optimizer; mlp": [CPU_OPTIMIZER, OVERLAPPED, *modules("mlp")],
         "CPU optimizer; core_attn, attn_proj, mlp": [
             *(CPU_OPTIMIZER, OVERLAPPED),
             *modules("core_attn", "attn_proj", "mlp"),
@@ -98,7 +101,7 @@ def main() -> None:
     model, *tables = sys.argv[1:]
     # Before Transformer Engine is imported; without offloaded activations it changes nothing.
     os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    os.environ.update(MANY_QUEUES)
     for table in tables or ("prepare", "activations", "cpu_optimizer"):
         results, medians, failed = [], {}, []
         sequences = LONG if table.startswith("activations") else SHORT
@@ -149,8 +152,17 @@ def measure(
         on_gpu=ON_GPU,
         residency=Residency.of(config),
     )
+    try:
+        return steps_of(worker, GRPOLoss(config.grpo.loss_fn), steps, count, length)
+    finally:
+        empty(worker)
+        del worker
+        forget()
+
+
+def steps_of(worker: Any, loss: GRPOLoss, steps: int, count: int, length: int) -> dict[str, tuple[str, list[float]]]:
     tokens, mask, batch = random_batch(count, length)
-    loss, counts, collected = GRPOLoss(config.grpo.loss_fn), Normalizers.of(mask), {}
+    counts, collected = Normalizers.of(mask), {}
     for step in range(steps + 1):
         times: dict[str, float] = {}
         _synchronize()
@@ -187,9 +199,20 @@ def measure(
         if step:
             for name, (unit, value) in values.items():
                 collected.setdefault(name, (unit, []))[1].append(value)
-    del worker, trained
-    forget()
     return collected
+
+
+def empty(worker: Any) -> None:
+    """megatron-core's hooks keep a model alive that nobody else has any more; take its memory away from it."""
+    from nemo_rl_lite.offload.optimizer_states import optimizer_tensors
+    from nemo_rl_lite.policy.megatron.memory import torch_optimizers
+
+    gradients = [buffer.grad_data for chunk in worker._model.chunks for buffer in chunk.expert_parallel_buffers]
+    gradients += [buffer.grad_data for chunk in worker._model.chunks for buffer in chunk.buffers]
+    states = optimizer_tensors(torch_optimizers(worker._optimizer), [])
+    for tensor in [*gradients, *states, *worker._model.parameters()]:
+        if tensor.is_cuda:
+            tensor.untyped_storage().resize_(0)
 
 
 def random_batch(count: int, length: int) -> tuple[torch.Tensor, torch.Tensor, Batch]:

@@ -132,7 +132,11 @@ def test_a_rank_says_what_became_of_its_numa_binding(results):
 
 def main(model_folder: str, output_folder: str) -> None:
     # Transformer Engine reads it while it is imported; it does nothing where nothing is offloaded.
-    os.environ.update(activations.environment(compose_config([*COMMON, "offload=activations"]).policy.megatron_cfg))
+    os.environ.update(
+        activations.environment(
+            compose_config([f"policy.model_name={model_folder}", *COMMON, "offload=activations"]).policy.megatron_cfg
+        )
+    )
     for name, overrides in VARIANTS.items():
         torch.save(run(model_folder, [*COMMON, *overrides]), Path(output_folder) / name)
         forget_layout()
