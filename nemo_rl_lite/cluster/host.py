@@ -28,16 +28,8 @@ class Host:
         self._worker: Any = None
 
     def free_port(self) -> tuple[str, int]:
-        """This host's address and a port that is free on it now, and not one of those that the kernel hands out: it is
-        used a while later."""
-        import random
-        import socket
-
-        for port in [*random.sample(LASTING_PORTS, 20), 0]:
-            with socket.socket() as probe, suppress(OSError):
-                probe.bind(("", port))
-                return ray.util.get_node_ip_address(), probe.getsockname()[1]
-        raise OSError("no free port on this host")
+        """This host's address and a port that is free on it now."""
+        return ray.util.get_node_ip_address(), free_port()
 
     def gpus(self) -> list[str]:
         """The GPUs that Ray has given this process, as CUDA_VISIBLE_DEVICES names them."""
@@ -67,3 +59,19 @@ class Host:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def free_port() -> int:
+    """A port that is free on this machine now, and not one that the kernel hands out: it is used a while later.
+
+    Raises:
+        OSError: there is none.
+    """
+    import random
+    import socket
+
+    for port in [*random.sample(LASTING_PORTS, 20), 0]:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return probe.getsockname()[1]
+    raise OSError("no free port on this host")

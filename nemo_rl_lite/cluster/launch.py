@@ -90,7 +90,7 @@ def launch(reserved: Reserved, model_path: Path, probe_prompt: Sequence[int]) ->
     limit = config.cluster.start_timeout_s
     with setup("import"):
         wait(*reserved.imports, timeout_s=limit)
-    policy_start = _policy_arguments(config, model_path)
+    policy_start = policy_arguments(config, model_path)
     engine_start = {
         "generation": config.generation,
         "policy": config.policy,
@@ -126,7 +126,7 @@ def launch_policy(reserved: Reserved, model_path: Path) -> RemotePolicy:
     with reserved.setup("import"):
         wait(*reserved.imports, timeout_s=limit)
     with reserved.setup("policy_init"):
-        wait(policy.start([_policy_arguments(config, model_path)] * len(policy)), timeout_s=limit)
+        wait(policy.start([policy_arguments(config, model_path)] * len(policy)), timeout_s=limit)
     return RemotePolicy(policy, config.policy.train_global_batch_size)
 
 
@@ -175,7 +175,8 @@ def _load_generation(config: Config, generation: WorkerGroup) -> Call:
     return generation.load(ENGINE_CLASSES[config.generation.backend], visible)
 
 
-def _policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
+def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
+    """What `MegatronWorker` is made with, on every rank the same."""
     grpo = config.algorithm.name == "grpo"
     return {
         "policy": config.policy,

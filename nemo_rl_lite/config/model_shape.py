@@ -58,7 +58,7 @@ def read_model_shape(name: str) -> ModelShape | None:
         NoModelError: saying what is missing.
     """
     if name == reverse_digits.NAME:
-        return _shape(reverse_digits.MODEL_CONFIG)
+        return model_shape(reverse_digits.MODEL_CONFIG)
     if name.startswith("embedded:"):
         raise NoModelError(f"there is no such embedded model; the one there is: {reverse_digits.NAME}")
     if is_hub_name(name):
@@ -73,12 +73,13 @@ def read_model_shape(name: str) -> ModelShape | None:
     if not any(folder.glob("*.safetensors")):
         raise NoModelError("the folder has no *.safetensors weights")
     try:
-        return _shape(json.loads((folder / "config.json").read_text()))
+        return model_shape(json.loads((folder / "config.json").read_text()))
     except (json.JSONDecodeError, KeyError, TypeError, ZeroDivisionError) as error:
         raise NoModelError(f"config.json is unusable: {type(error).__name__}: {error}") from None
 
 
-def _shape(config: dict) -> ModelShape:
+def model_shape(config: dict) -> ModelShape:
+    """The shape that a config.json's keys give."""
     heads, layers, family = config["num_attention_heads"], config["num_hidden_layers"], config.get("model_type", "")
     experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
     # GPT-2 and its kin do not write what is four times the hidden size.

@@ -14,7 +14,7 @@ import random_model
 import record
 
 from nemo_rl_lite.config.compose import compose_config
-from nemo_rl_lite.config.model_shape import ModelShape, _shape
+from nemo_rl_lite.config.model_shape import ModelShape, model_shape
 from nemo_rl_lite.offload.model_size import parameter_count
 from nemo_rl_lite.offload.prediction import predict, totals
 
@@ -92,7 +92,7 @@ def settings(preset: str, layers: int) -> list[str]:
 
 
 def shape_of(layers: int) -> ModelShape:
-    return _shape(random_model.model_config(f"{FAMILY}:{layers}").to_dict())
+    return model_shape(random_model.model_config(f"{FAMILY}:{layers}").to_dict())
 
 
 def run(preset: str, layers: int, tokenizer: str) -> None:

@@ -7,11 +7,11 @@ prepare, activations, cpu_optimizer (by default) and, for a model with experts, 
 
 import gc
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import record
@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_lite.algorithms.losses import Batch, GRPOLoss, Normalizers
-from nemo_rl_lite.cluster.launch import MANY_QUEUES
+from nemo_rl_lite.cluster.host import free_port
+from nemo_rl_lite.cluster.launch import MANY_QUEUES, policy_arguments
 from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.offload.mover import move_metrics
-from nemo_rl_lite.offload.residency import Residency
 
 ON_GPU = torch.cuda.is_available()
 PROMPT = 46
@@ -140,18 +140,7 @@ def measure(
     config = compose_config([f"policy.model_name={model}", *COMMON, *sizes, *layout, *overrides])
     for name, value in place().items():
         os.environ[name] = value
-    worker = MegatronWorker(
-        policy=config.policy,
-        cluster=config.cluster,
-        refit=config.refit,
-        model_path=model,
-        seed=0,
-        temperature=1.0,
-        keep_reference=False,
-        threads=len(os.sched_getaffinity(0)),
-        on_gpu=ON_GPU,
-        residency=Residency.of(config),
-    )
+    worker = MegatronWorker(**policy_arguments(config, Path(model)))
     try:
         return steps_of(worker, GRPOLoss(config.grpo.loss_fn), steps, count, length)
     finally:
@@ -264,10 +253,13 @@ def timed(times: dict[str, float], name: str) -> Iterator[None]:
 
 
 def place() -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
 
 
 def forget() -> None:

@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import random_model
 import record
+
+from nemo_rl_lite.config.model_shape import model_shape
+from nemo_rl_lite.offload.model_size import parameter_count
 
 RUNS = record.FOLDER / "runs"
 PICTURE = record.ROOT / "docs" / "images" / "grpo-smollm2-135m-1n1g.png"
@@ -19,6 +23,10 @@ PHASES = {
     "refit, engine awake again": ("prepare_for_generation/transfer_and_update_weights",),
     "whole step": ("total_step_time",),
 }
+PREPARATION = {
+    "logprob, preparation": ("logprob_inference_prep",),
+    "training, preparation": ("training_prep",),
+}
 MEMORY = {
     "GPU in use while generating": "memory/device_bytes/generate",
     "GPU in use after training": "memory/device_bytes/train",
@@ -28,6 +36,7 @@ MEMORY = {
 }
 SEEDS = ("chain-sum-seed1", "chain-sum-seed2", "chain-sum-seed42")
 STARTS = {"qwen3-1.7b-colocated": "1.7 B, first run", "chain-sum-start": "SmolLM2, later run"}
+PRESETS = ("none", "logprob", "colocated", "pinned", "cpu_optimizer", "activations", "max_memory")
 _SHARED = "Measured while three other runs used the machine's other GPUs and its cores: times are longer than alone."
 NOTES = {
     ("grpo-chain-sum", "1x-h200"): _SHARED,
@@ -50,6 +59,8 @@ def main() -> None:
         "grpo-qwen3-1.7b": (("qwen3-1.7b-colocated",), large),
         "grpo-qwen3-1.7b-noncolocated": (("qwen3-1.7b-noncolocated-1-1", "qwen3-1.7b-noncolocated-tp2-tp2"), apart),
         "start-up": (tuple(STARTS), start),
+        "offload-presets": (tuple(f"preset-{name}" for name in PRESETS), presets),
+        "largest-model": (tuple(run["name"] for run in runs if run["name"].startswith("largest-")), largest),
     }
     for bench, (names, measure) in benches.items():
         write(bench, [run for run in runs if run["name"] in names and run["exit_status"] == 0], measure)
@@ -128,6 +139,53 @@ def apart(runs: list[Run]) -> tuple[list, list]:
         record.result("refit, transfer alone: rate", config, "GB/s", typical(runs, "refit/gb_per_s")),
     ]
     return [*steady(runs, config), *transfer], bars
+
+
+def presets(runs: list[Run]) -> tuple[list, list]:
+    """Steps after the first, in which the optimizer makes its states. Each setting is a preset."""
+    results, bars = [], []
+    for run in sorted(runs, key=lambda run: PRESETS.index(_preset(run))):
+        preset = _preset(run)
+        for phase, timers in (PHASES | PREPARATION).items():
+            series = (values(run, f"timing/train/{timer}")[1:] for timer in timers)
+            times = [sum(step) for step in zip(*series, strict=True)]
+            results.append(record.result(phase, preset, "s", times))
+        for name, metric in MEMORY.items():
+            results.append(record.result(name, preset, "GiB", [value / 2**30 for value in values(run, metric)[1:]]))
+        exposed, transfer = (_moves(run, ending) for ending in ("_exposed_s", "_s"))
+        if transfer:
+            results.append(record.result("moves, all copies of a step", preset, "s", transfer))
+            results.append(record.result("moves, waited for in a step", preset, "s", exposed))
+        if preset == "pinned":
+            share = statistics.median(waited / copied for waited, copied in zip(exposed, transfer, strict=True))
+            bars.append(record.bar("pinned, waited for, share of its copies", share, 0.25, at_least=False))
+    return results, bars
+
+
+def _preset(run: Run) -> str:
+    return run["name"].removeprefix("preset-")
+
+
+def _moves(run: Run, ending: str) -> list[float]:
+    """Seconds over all components and both directions, of each step after the first."""
+    names = [name for name in run["series"] if name.startswith("offload/") and name.endswith(f"to_host{ending}")]
+    names += [name.replace("to_host", "to_device") for name in names]
+    return [sum(step) for step in zip(*(values(run, name)[1:] for name in names), strict=True)]
+
+
+def largest(runs: list[Run]) -> tuple[list, list]:
+    results = []
+    for run in runs:
+        _, preset, layers, _ = run["name"].split("-")
+        family = random_model.model_config(f"qwen3-4b:{layers}").to_dict()
+        billions = parameter_count(model_shape(family)) / 1e9
+        results.append(record.result("model that trained", preset, "B parameters", [billions]))
+        results.append(record.result("its layers", preset, "", [int(layers)]))
+        for name, metric in (("whole step", "total_step_time"), ("train", "policy_training")):
+            results.append(record.result(name, preset, "s", values(run, f"timing/train/{metric}")[1:]))
+        peak = max(values(run, "memory/policy_peak_bytes/train")) / 2**30
+        results.append(record.result("policy's peak in training", preset, "GiB", [peak]))
+    return results, []
 
 
 def gsm8k(runs: list[Run]) -> tuple[list, list]:

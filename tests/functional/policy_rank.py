@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_lite.algorithms.losses import GRPOLoss, Normalizers
+from nemo_rl_lite.cluster.launch import policy_arguments
 from nemo_rl_lite.config.compose import compose_config
-from nemo_rl_lite.offload.residency import Residency
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 
 TEMPERATURE = 0.7
@@ -38,18 +38,8 @@ def forget_layout() -> None:
 
 def run(model_folder: str, output: Path, overrides: list[str]) -> None:
     config = compose_config([f"policy.model_name={model_folder}", *overrides])
-    worker = MegatronWorker(
-        policy=config.policy,
-        cluster=config.cluster,
-        refit=config.refit,
-        model_path=model_folder,
-        seed=0,
-        temperature=TEMPERATURE,
-        keep_reference=True,
-        threads=1,
-        on_gpu=config.cluster.gpus_per_node > 0,
-        residency=Residency.of(config),
-    )
+    own = {"temperature": TEMPERATURE, "keep_reference": True, "threads": 1}
+    worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | own)
     place = worker.place()
     source = torch.Generator().manual_seed(1)
     rows, length = 16, 12

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from nemo_rl_lite.algorithms.losses import Normalizers
 from nemo_rl_lite.algorithms.sft_loss import SFTLoss
+from nemo_rl_lite.cluster.launch import policy_arguments
 from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.offload import activations, cpu_optimizer, numa
-from nemo_rl_lite.offload.residency import Residency
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from tests.functional.conftest import run_ranks
 from tests.functional.policy_rank import forget_layout
@@ -146,18 +146,7 @@ def main(model_folder: str, output_folder: str) -> None:
 def run(model_folder: str, overrides: list[str]) -> dict[str, Any]:
     config = compose_config([f"policy.model_name={model_folder}", *overrides])
     binding = numa.bind(numa.gpu_address())
-    worker = MegatronWorker(
-        policy=config.policy,
-        cluster=config.cluster,
-        refit=config.refit,
-        model_path=model_folder,
-        seed=0,
-        temperature=1.0,
-        keep_reference=False,
-        threads=4,
-        on_gpu=True,
-        residency=Residency.of(config),
-    )
+    worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | {"threads": 4})
     source = torch.Generator().manual_seed(1)
     tokens_BT = torch.randint(4, 60, (ROWS, LENGTH), generator=source)
     lengths_B = torch.randint(300, LENGTH + 1, (ROWS,), generator=source)

@@ -22,10 +22,10 @@ class Log:
 @pytest.fixture
 def shown(monkeypatch, tmp_path):
     """What is printed, and the log, for overrides and the size of a GPU."""
-    from nemo_rl_lite.config.model_shape import _shape
+    from nemo_rl_lite.config.model_shape import model_shape
     from nemo_rl_lite.embedded.reverse_digits import MODEL_CONFIG
 
-    monkeypatch.setattr(memory_plan, "read_model_shape", lambda name: _shape(MODEL_CONFIG))
+    monkeypatch.setattr(memory_plan, "read_model_shape", lambda name: model_shape(MODEL_CONFIG))
 
     def show(overrides, gpu, host=2**40):
         monkeypatch.setattr(memory_plan, "gpu_bytes", lambda: gpu)

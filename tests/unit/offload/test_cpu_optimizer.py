@@ -41,7 +41,8 @@ def built(monkeypatch):
 
 
 def test_megatron_core_is_told_all_that_its_cpu_optimizer_needs(built):
-    options, then = built(*ON_HOST, f"{OPTIMIZER}.optimizer_offload_fraction=0.5")
+    overlapped = f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=true"
+    options, then = built(*ON_HOST, f"{OPTIMIZER}.optimizer_offload_fraction=0.5", overlapped)
     assert then == "released"
     assert options.optimizer_cpu_offload and options.overlap_cpu_optimizer_d2h_h2d
     assert options.optimizer_offload_fraction == 0.5

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from nemo_rl_lite.config.compose import compose_config
-from nemo_rl_lite.config.model_shape import ModelShape, _shape
+from nemo_rl_lite.config.model_shape import ModelShape, model_shape
 from nemo_rl_lite.embedded.reverse_digits import MODEL_CONFIG
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.offload.activation_size import item_bytes, logits_elements, micro_batch
@@ -30,7 +30,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def shape_of(model_type: str, **config: object) -> ModelShape:
-    return _shape({"model_type": model_type} | config)
+    return model_shape({"model_type": model_type} | config)
 
 
 SMOLLM2 = shape_of(
@@ -78,7 +78,7 @@ def test_parameters_are_counted_as_transformers_builds_them(model_type, config):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(built)
     count = sum(parameter.numel() for parameter in model.parameters())
-    assert parameter_count(_shape({"model_type": model_type} | config)) == count
+    assert parameter_count(model_shape({"model_type": model_type} | config)) == count
 
 
 def test_parameters_of_known_models():
@@ -140,6 +140,13 @@ MEASURED = {
         14.5,
     ),
 }
+# Each kind of place is in its table.
+EVERYWHERE = [
+    "offload=max_memory",
+    f"{MEGATRON}.activation_checkpointing=false",
+    f"{MEGATRON}.fine_grained_activation_offloading=true",
+    f"{MEGATRON}.offload_modules=[core_attn,attn_proj]",
+]
 BATCH = ["algorithm.num_prompts_per_step=64", "algorithm.num_generations_per_prompt=8"]
 BATCH += ["policy.train_global_batch_size=256", "policy.model_name=a/model"]
 
@@ -159,7 +166,7 @@ def test_predictions_agree_with_what_was_measured(name):
 
 
 def tiny(*overrides: str, shape: ModelShape | None = None, device_bytes: int | None = None):
-    return predict(compose_config(list(overrides)), shape or _shape(MODEL_CONFIG), device_bytes)
+    return predict(compose_config(list(overrides)), shape or model_shape(MODEL_CONFIG), device_bytes)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +182,7 @@ def tiny(*overrides: str, shape: ModelShape | None = None, device_bytes: int | N
 )
 def test_optimizer_states_are_sharded_over_replicas_and_follow_the_precision(overrides, bytes_a_parameter):
     states = tiny(*overrides)[Phase.TRAIN, Component.OPTIMIZER_STATES]
-    assert states == Bytes(bytes_a_parameter * parameter_count(_shape(MODEL_CONFIG)))
+    assert states == Bytes(bytes_a_parameter * parameter_count(model_shape(MODEL_CONFIG)))
 
 
 def test_a_part_of_the_optimizer_can_live_on_the_host():
@@ -211,11 +218,11 @@ def test_recomputation_and_offloading_keep_less_on_the_device():
 
 
 def test_the_fullest_stage_of_a_pipeline_is_taken():
-    wide = replace(_shape(MODEL_CONFIG), vocabulary=10**6)
+    wide = replace(model_shape(MODEL_CONFIG), vocabulary=10**6)
     first_fullest = tiny("cluster.cpu_ranks=2", f"{PIPELINE}=2")
     last_fullest = tiny("cluster.cpu_ranks=2", f"{PIPELINE}=2", shape=wide)
     parallel = compose_config(["cluster.cpu_ranks=2", f"{PIPELINE}=2"]).policy.megatron_cfg
-    for prediction, shape, stage in ((first_fullest, _shape(MODEL_CONFIG), 0), (last_fullest, wide, 1)):
+    for prediction, shape, stage in ((first_fullest, model_shape(MODEL_CONFIG), 0), (last_fullest, wide, 1)):
         held = rank_parameters(shape, parallel, stage).total
         assert prediction[Phase.REFIT, Component.PARAMETERS] == Bytes(4 * held)
 
@@ -234,11 +241,11 @@ def test_metrics_are_the_device_bytes_under_phase_and_component():
     prediction = tiny()
     metrics = predicted_metrics(prediction)
     assert len(metrics) == len(Phase) * len(Component)
-    assert metrics["memory/predicted/train/parameters"] == 4 * parameter_count(_shape(MODEL_CONFIG))
+    assert metrics["memory/predicted/train/parameters"] == 4 * parameter_count(model_shape(MODEL_CONFIG))
 
 
 def test_the_table_says_how_much_is_where():
-    config = compose_config([*ONE_GPU, *BATCH, "policy.max_total_sequence_length=128", "offload=max_memory"])
+    config = compose_config([*ONE_GPU, *BATCH, "policy.max_total_sequence_length=128", *EVERYWHERE])
     table = Residency.of(config)
     rows = {row[0]: row[1:] for row in render(table, predict(config, SMOLLM2, H100))}
     assert rows["parameters"] == ["257 MiB host", "257 MiB device", "257 MiB device", "257 MiB device"]
@@ -249,7 +256,7 @@ def test_the_table_says_how_much_is_where():
 
 
 def test_the_table_fits_a_hundred_columns():
-    config = compose_config([*ONE_GPU, *BATCH, "policy.max_total_sequence_length=128", "offload=max_memory"])
+    config = compose_config([*ONE_GPU, *BATCH, "policy.max_total_sequence_length=128", *EVERYWHERE])
     table, stream = Residency.of(config), io.StringIO()
     console = RunConsole(Console(file=stream, width=100))
     console.table(title(config, SMOLLM2, H100), headers(table), render(table, predict(config, SMOLLM2, H100)))

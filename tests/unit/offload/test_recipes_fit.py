@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_lite.config.compose import compose_config
-from nemo_rl_lite.config.model_shape import _shape
+from nemo_rl_lite.config.model_shape import model_shape
 from nemo_rl_lite.jobs.memory_plan import OVERHEAD
 from nemo_rl_lite.offload.prediction import predict, totals
 
@@ -32,7 +32,7 @@ NAMES = [path.stem for path in sorted(RECIPES.glob("*.yaml")) if any(name in pat
 
 def fullest(recipe: str, *overrides: str) -> int:
     """Predicted bytes of the recipe's fullest phase, contexts and graphs included."""
-    shape = _shape(next(config for name, config in MODELS.items() if name in recipe))
+    shape = model_shape(next(config for name, config in MODELS.items() if name in recipe))
     prediction = predict(compose_config([f"recipes={recipe}", *overrides]), shape, GPU_BYTES)
     return max(phase.device for phase in totals(prediction).values()) + OVERHEAD
 
