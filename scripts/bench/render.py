@@ -29,6 +29,7 @@ class Table:
     columns: tuple[str, ...] = ()
 
 
+TRAINING = ("train", "policy_peak_bytes/train", "device_bytes/train")
 # By the mark around the table.
 TABLES = {
     "quickstart table": Table(README, "quickstart", "cpu-2cores"),
@@ -59,9 +60,26 @@ TABLES = {
             "logprob",
             "training preparation",
             "train",
+            "whole step",
             "policy_peak_bytes/logprob",
         ),
     ),
+    "presets table": Table(
+        MEMORY,
+        "offload-presets",
+        "1x-h100",
+        columns=(
+            "whole step",
+            "GPU in use while generating",
+            "policy's peak in logprob",
+            "policy's peak in training",
+            "moves, all copies of a step",
+            "moves, waited for in a step",
+        ),
+    ),
+    "cpu optimizer table": Table(MEMORY, "offload-cpu-optimizer", "1x-h100", columns=TRAINING),
+    "activations table": Table(MEMORY, "offload-activations", "1x-h100", columns=TRAINING),
+    "experts table": Table(MEMORY, "offload-activations-of-experts", "1x-h100", columns=TRAINING),
     "largest table": Table(
         MEMORY,
         "largest-model-predicted",
