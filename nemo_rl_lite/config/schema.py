@@ -186,7 +186,8 @@ class ProbeTolerance:
 class RefitConfig:
     buffer_memory_ratio: Fraction
     bucket_bytes: PositiveInt | None
-    verify: Literal["off", "full"]
+    num_buffers: Annotated[int, Field(ge=1, le=8)]
+    verify: Literal["off", "sample", "full"]
     probe_tolerance: ProbeTolerance
     timeout_s: PositiveFloat
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig, RefitConfig
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.interface import Completion, Sampling
-from nemo_rl_lite.refit.consumer import Connection, Source
+from nemo_rl_lite.refit.consumer import Connection, Receiver, Source, Wholeness
 from nemo_rl_lite.refit.report import RefitReport
 
 
@@ -32,7 +32,7 @@ class TransformersEngine:
         from transformers import GenerationConfig as Defaults
 
         torch.manual_seed(seed)
-        self._refit = refit
+        self._refit, self._weights = refit, Wholeness()
         self._device = torch.device("cuda" if on_gpu else "cpu")
         loaded: Any = AutoModelForCausalLM.from_pretrained(Path(model_path), dtype=getattr(torch, policy.precision))
         self._model = loaded.to(self._device).eval()
@@ -44,6 +44,7 @@ class TransformersEngine:
         self._connection: Connection | None = None
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
+        self._weights.require()
         torch.manual_seed(sampling.seed)
         rows = [prompt for prompt in prompts for _ in range(sampling.samples_per_prompt)]
         completions = []
@@ -64,19 +65,21 @@ class TransformersEngine:
         """Was never asleep."""
 
     def join_refit(self, sources: Sequence[Source]) -> None:
-        verify = self._refit.verify != "off"
-        self._connection = Connection(sources[0], self._device, verify, self._refit.timeout_s)
+        self._connection = Connection(sources[0], self._device, self._refit)
 
     @torch.no_grad()
     def receive_weights(self) -> list[RefitReport]:
         if self._connection is None:
             raise RuntimeError("receive_weights needs join_refit first")
+        with self._weights.replaced():
+            return [self._receive(self._connection.receiver(keep=False))]
+
+    def _receive(self, receiver: Receiver) -> RefitReport:
         started = time.perf_counter()
-        receiver = self._connection.receiver(keep=False)
         parameters = dict(self._model.named_parameters())
         own = dict(self._model.named_parameters(remove_duplicate=False)) | dict(self._model.named_buffers())
         received = set()
-        for name, weight in chain.from_iterable(receiver):
+        for name, weight in chain.from_iterable(arrived.named() for arrived in receiver):
             if name not in own:
                 raise RefitError(f"the transformers model has no weight named {name}")
             own[name].copy_(weight)
@@ -85,7 +88,7 @@ class TransformersEngine:
         if stale:
             raise RefitError(f"the refit left {len(stale)} weights of the engine as they were, such as {stale[0]}")
         receiver.report.seconds["load"] = time.perf_counter() - started - receiver.report.seconds["transfer"]
-        return [receiver.report]
+        return receiver.report
 
     @torch.no_grad()
     def _generate(self, rows: list[list[int]], sampling: Sampling) -> list[Completion]:

@@ -1,65 +1,94 @@
-"""Weights from one producer to every consumer over a process group, bucket by bucket."""
+"""Weights from one producer to every consumer over a process group, several buckets on their way at a time.
+
+While bucket k is sent, the producer exports and packs bucket k + 1 and the consumers load bucket k - 1. The order of
+work is that of each side's current stream and of the group's one communicator: a buffer is filled anew behind the
+broadcast from it on the producer's side, and behind the loading from it on a consumer's.
+"""
 
 import time
 from collections.abc import Iterable, Iterator
 
-from nemo_rl_lite.refit.checksum import checksum
-from nemo_rl_lite.refit.group import RefitGroup
-from nemo_rl_lite.refit.packing import new_buffer, pack, unpack
+from torch import Tensor
+
+from nemo_rl_lite.refit.checksum import Checksums, Verify
+from nemo_rl_lite.refit.group import Flight, RefitGroup
+from nemo_rl_lite.refit.packing import Arrived, new_buffers, pack
 from nemo_rl_lite.refit.plan import Bucket, RefitPlan
 from nemo_rl_lite.refit.report import Named, RefitReport, by_bucket
 
 
 class BroadcastSender:
-    """The producer's side: `send` as often as there are new weights."""
+    """The producer's side: `send` as often as there are new weights. Takes its `buffers` once."""
 
-    def __init__(self, plan: RefitPlan, group: RefitGroup, verify: bool):
+    def __init__(self, plan: RefitPlan, group: RefitGroup, verify: Verify, buffers: int):
         self._plan, self._group, self._verify = plan, group, verify
+        self._buffers = new_buffers(plan, buffers, group.device)
 
     def send(self, tensors: Iterable[Named]) -> RefitReport:
         """Send `tensors`, which must come in the plan's order, to every consumer of the group.
 
-        Stages timed: `iterate` (waiting for the next tensors), `pack`, `transfer`.
+        Stages timed, as this process meets them: `iterate` (until the next tensors are there), `pack`, `transfer` (what
+        it waits for broadcasts).
 
         Raises:
             RefitError: tensors that are not the plan's, or a bucket that did not get through in time.
         """
-        report = RefitReport()
+        report, checksums, flights = RefitReport(), Checksums(self._verify), list[Flight]()
         self._group.announce(self._plan.digest)
-        for bucket, named in by_bucket(self._plan, tensors, report):
+        for index, (bucket, named) in enumerate(by_bucket(self._plan, tensors, report)):
             clock = time.perf_counter()
-            buffer = new_buffer(bucket, self._group.device)
+            if index >= len(self._buffers):
+                flights[index - len(self._buffers)].wait()
+            clock = report.add("transfer", clock)
+            buffer = self._buffers[index % len(self._buffers), : bucket.nbytes]
             pack(bucket, named, buffer)
-            if self._verify:
-                report.checksums.append(checksum(buffer))
-            clock = report.add("pack", clock)
-            self._group.broadcast(buffer, _described(bucket))
-            report.add("transfer", clock)
+            checksums.add(buffer)
+            report.add("pack", clock)
+            flights.append(self._group.start(buffer, _described(bucket)))
+        clock = time.perf_counter()
+        for flight in flights:
+            flight.finish()
+        report.add("transfer", clock)
+        report.checksums = checksums.values()
         return report
 
 
 class BroadcastReceiver:
-    """One refit on the consumer's side: iterate over it for the named tensors of bucket after bucket.
+    """One refit on the consumer's side: iterate over it for bucket after bucket, in `buffers` (of `new_buffers`) or,
+    with `keep`, in memory of its own.
 
-    Every bucket has memory of its own, because an engine may keep tensors until it has all parts of a layer. Once the
-    iteration is over, `report` has the checksums and the seconds of `transfer`.
+    Once the iteration is over, `report` has the checksums and the seconds of `transfer`.
     """
 
-    def __init__(self, plan: RefitPlan, group: RefitGroup, verify: bool):
+    def __init__(self, plan: RefitPlan, group: RefitGroup, buffers: Tensor, verify: Verify, keep: bool):
         self.report = RefitReport()
-        self._plan, self._group, self._verify = plan, group, verify
+        self._plan, self._group, self._buffers, self._verify, self._keep = plan, group, buffers, verify, keep
 
-    def __iter__(self) -> Iterator[list[Named]]:
+    def __iter__(self) -> Iterator[Arrived]:
         """Raises RefitError: another plan than the producer's, or a bucket that did not arrive in time."""
+        checksums, buckets = Checksums(self._verify), self._plan.buckets
         self._group.expect(self._plan.digest)
-        for bucket in self._plan.buckets:
+        flights = [self._start(index) for index in range(len(self._buffers))]
+        for index, bucket in enumerate(buckets):
             clock = time.perf_counter()
-            buffer = new_buffer(bucket, self._group.device)
-            self._group.broadcast(buffer, _described(bucket))
+            flights[index].wait()
             self.report.add("transfer", clock)
-            if self._verify:
-                self.report.checksums.append(checksum(buffer))
-            yield unpack(bucket, buffer)
+            buffer = self._buffer(index)
+            checksums.add(buffer)
+            yield Arrived(index, bucket, buffer.clone() if self._keep else buffer)
+            if index + len(self._buffers) < len(buckets):
+                flights.append(self._start(index + len(self._buffers)))
+        clock = time.perf_counter()
+        for flight in flights:
+            flight.finish()
+        self.report.add("transfer", clock)
+        self.report.checksums = checksums.values()
+
+    def _start(self, index: int) -> Flight:
+        return self._group.start(self._buffer(index), _described(self._plan.buckets[index]))
+
+    def _buffer(self, index: int) -> Tensor:
+        return self._buffers[index % len(self._buffers), : self._plan.buckets[index].nbytes]
 
 
 def _described(bucket: Bucket) -> str:

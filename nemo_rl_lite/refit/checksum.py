@@ -1,10 +1,33 @@
 """One number for the bytes of a buffer, cheap on any device, that changes when bytes change or move."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 _WORDS = 1 << 20
 _ODD = -7046029254386353131  # 2^64 divided by the golden ratio
+# Of a sampled buffer one chunk in so many is looked at, the first among them.
+_SAMPLED = 16
+
+Verify = Literal["off", "sample", "full"]
+
+
+class Checksums:
+    """Those of buffer after buffer, computed on the buffers' device and read from it once, by `values`."""
+
+    def __init__(self, verify: Verify):
+        self._every = {"off": 0, "sample": _SAMPLED, "full": 1}[verify]
+        self._sums: list[Tensor] = []
+
+    def add(self, buffer: Tensor) -> None:
+        """The buffer may change afterwards as whatever its device's current stream does next."""
+        if self._every:
+            self._sums.append(_sum(buffer, self._every))
+
+    def values(self) -> list[int]:
+        """A number a buffer, in order; none where nothing is verified."""
+        return [number & (2**64 - 1) for number in torch.stack(self._sums).tolist()] if self._sums else []
 
 
 def checksum(buffer: Tensor) -> int:
@@ -16,13 +39,18 @@ def checksum(buffer: Tensor) -> int:
     Raises:
         ValueError: another dtype, layout or length.
     """
+    return int(_sum(buffer, every=1).item()) & (2**64 - 1)
+
+
+def _sum(buffer: Tensor, every: int) -> Tensor:
+    """The checksum of one chunk in `every`, a number on the buffer's device."""
     if buffer.dtype != torch.uint8 or not buffer.is_contiguous() or buffer.numel() % 8:
         raise ValueError(f"a contiguous uint8 tensor of 8n bytes is needed, got {buffer.dtype}, {buffer.numel()} bytes")
     words = buffer.view(-1).view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=buffer.device)
-    for start in range(0, words.numel(), _WORDS):
+    for start in range(0, words.numel(), every * _WORDS):
         chunk = words[start : start + _WORDS]
         position = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=buffer.device)
         mixed = (chunk ^ (chunk >> 31)) * (position * _ODD | 1)
         total += ((mixed ^ (mixed >> 29)) * _ODD).sum()
-    return int(total.item()) & (2**64 - 1)
+    return total

@@ -1,14 +1,18 @@
 """A consumer's connection to its producer, whichever way the weights come."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from nemo_rl_lite.config.schema import RefitConfig
+from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.refit import group as refit_group
 from nemo_rl_lite.refit.broadcast import BroadcastReceiver
 from nemo_rl_lite.refit.group import Meeting, RefitGroup
 from nemo_rl_lite.refit.ipc import IpcReceiver, StagingHandle
+from nemo_rl_lite.refit.packing import new_buffers
 from nemo_rl_lite.refit.plan import RefitPlan
 
 Receiver = BroadcastReceiver | IpcReceiver
@@ -26,20 +30,41 @@ class Source:
 class Connection:
     """Joins the producer's group once; `receiver()` for each refit."""
 
-    def __init__(self, source: Source, device: torch.device, verify: bool, timeout_s: float):
+    def __init__(self, source: Source, device: torch.device, config: RefitConfig):
         """Returns when the producer and all its consumers have joined. `device`: where the engine's weights are."""
-        self._plan, self._verify = source.plan, verify
+        self._plan, self._verify = source.plan, config.verify
         self._device = device
         # Next to a shared buffer only small messages travel.
         group_device = device if source.staging is None else torch.device("cpu")
-        self._group: RefitGroup = refit_group.join_at(source.meeting, group_device, timeout_s)
-        self._staging: Tensor | None = None
+        self._group: RefitGroup = refit_group.join_at(source.meeting, group_device, config.timeout_s)
+        self._shared = source.staging is not None
         if source.staging is not None:
-            self._staging = source.staging.open()
+            self._buffers = source.staging.open()
             self._group.meet("the staging buffer")
+        else:
+            self._buffers = new_buffers(source.plan, config.num_buffers, device)
 
     def receiver(self, keep: bool) -> Receiver:
         """One refit. With `keep` the tensors stay good after the next bucket is asked for."""
-        if self._staging is None:
-            return BroadcastReceiver(self._plan, self._group, self._verify)
-        return IpcReceiver(self._plan, self._group, self._staging, self._verify, keep)
+        kind = IpcReceiver if self._shared else BroadcastReceiver
+        return kind(self._plan, self._group, self._buffers, self._verify, keep)
+
+
+class Wholeness:
+    """Whether an engine's weights are all of one refit. Between the first and the last bucket they are not, nor after a
+    refit that failed, until one has succeeded."""
+
+    def __init__(self) -> None:
+        self._whole = True
+
+    @contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Around a refit."""
+        self._whole = False
+        yield
+        self._whole = True
+
+    def require(self) -> None:
+        """Raises RefitError: the weights are neither the old nor the new ones."""
+        if not self._whole:
+            raise RefitError("the last refit did not finish: this engine has weights of two policies, refit it again")

@@ -1,6 +1,8 @@
 """A process group of the refit's own: rank 0 sends, ranks 1.. receive."""
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -35,13 +37,22 @@ class RefitGroup:
     device: torch.device
     timeout: timedelta
 
+    def start(self, tensor: Tensor, what: str) -> "Flight":
+        """Begin to send (rank 0) or fill (others) `tensor` on `device`, in place, behind what the current stream was
+        given before. Broadcasts that were started go one after the other, in the same order on every rank.
+
+        Raises:
+            RefitError: a peer is gone.
+        """
+        return self._begin(lambda: self.group.broadcast(tensor, 0), f"broadcast {what}")
+
     def broadcast(self, tensor: Tensor, what: str) -> None:
-        """Send (rank 0) or fill (others) `tensor` on `device`, in place.
+        """The same, and done when this returns.
 
         Raises:
             RefitError: not done within the timeout, or a peer is gone.
         """
-        self._finish(lambda: self.group.broadcast(tensor, 0), f"broadcast {what}")
+        self.start(tensor, what).finish()
 
     def announce(self, digest: bytes) -> None:
         """Tell consumers the hash of the plan that is about to be sent by."""
@@ -56,25 +67,65 @@ class RefitGroup:
 
     def meet(self, what: str) -> None:
         """Return when every rank has come here. Raises RefitError: one did not within the timeout, or is gone."""
-        self._finish(lambda: self.group.allreduce(torch.zeros(1)), f"agree on {what}")
+        self._begin(lambda: self.group.allreduce(torch.zeros(1)), f"agree on {what}").finish()
 
-    def _finish(self, start: Any, action: str) -> None:
-        limit = self.timeout.total_seconds()
+    def _begin(self, start: Callable[[], Any], action: str) -> "Flight":
+        with self.naming(action):
+            return Flight(self, start(), action)
+
+    @contextmanager
+    def naming(self, action: str) -> Iterator[None]:
+        """What the backend raises in the block is a RefitError that says what this rank was about to do."""
         try:
-            work = start()
-            if self.device.type == "cpu":
-                work.wait(self.timeout)
-                return
-            # NCCL's own wait only orders streams, and its watchdog would end the process.
-            deadline = time.monotonic() + limit
-            while not work.is_completed():
-                if time.monotonic() > deadline:
-                    raise RuntimeError("timed out")
-                time.sleep(_POLL_S)
-            work.wait()
+            yield
         except RuntimeError as error:
-            cause = str(error).splitlines()[0]
+            limit, cause = self.timeout.total_seconds(), str(error).splitlines()[0]
             raise RefitError(f"rank {self.rank} could not {action} (limit {limit:g} s): {cause}") from error
+
+
+@dataclass
+class Flight:
+    """A collective operation on its way."""
+
+    _group: RefitGroup
+    _work: Any
+    _action: str
+    _done: bool = False
+
+    def wait(self) -> None:
+        """Let what the current stream does next come after it; on a CPU, return when it is done.
+
+        Raises:
+            RefitError: on a CPU, not done within the timeout, or a peer is gone.
+        """
+        if self._group.device.type == "cpu":
+            self.finish()
+        else:
+            self._work.wait()
+
+    def finish(self) -> None:
+        """Return when it is done.
+
+        Raises:
+            RefitError: not done within the timeout, or a peer is gone.
+        """
+        if self._done:
+            return
+        with self._group.naming(self._action):
+            if self._group.device.type == "cpu":
+                self._work.wait(self._group.timeout)
+            else:
+                self._poll()
+        self._done = True
+
+    def _poll(self) -> None:
+        # NCCL's own wait only orders streams, and its watchdog would end the process.
+        deadline = time.monotonic() + self._group.timeout.total_seconds()
+        while not self._work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError("timed out")
+            time.sleep(_POLL_S)
+        self._work.wait()
 
 
 def host_store(host: str, timeout_s: float) -> TCPStore:

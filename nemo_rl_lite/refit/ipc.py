@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.refit.checksum import checksum
+from nemo_rl_lite.refit.checksum import Checksums, Verify
 from nemo_rl_lite.refit.group import RefitGroup
-from nemo_rl_lite.refit.packing import pack, unpack
+from nemo_rl_lite.refit.packing import Arrived, new_buffers, pack
 from nemo_rl_lite.refit.plan import RefitPlan
 from nemo_rl_lite.refit.report import Named, RefitReport, by_bucket
 
@@ -64,7 +64,7 @@ def new_staging(plan: RefitPlan, device: torch.device) -> tuple[Tensor, StagingH
     if device.type == "cuda":
         from torch.multiprocessing.reductions import reduce_tensor
 
-        staging = torch.empty(halves, half_bytes, dtype=torch.uint8, device=device)
+        staging = new_buffers(plan, 2, device)
         return staging, StagingHandle(reduce_tensor(staging), None, halves, half_bytes)
     size = halves * half_bytes
     free = psutil.virtual_memory().available
@@ -88,7 +88,7 @@ def forget(handle: StagingHandle) -> None:
 class IpcSender:
     """The producer's side: `send` as often as there are new weights."""
 
-    def __init__(self, plan: RefitPlan, group: RefitGroup, staging: Tensor, verify: bool):
+    def __init__(self, plan: RefitPlan, group: RefitGroup, staging: Tensor, verify: Verify):
         self._plan, self._group, self._staging, self._verify = plan, group, staging, verify
 
     def send(self, tensors: Iterable[Named]) -> RefitReport:
@@ -99,14 +99,13 @@ class IpcSender:
         Raises:
             RefitError: tensors that are not the plan's, or a consumer that did not take a bucket in time.
         """
-        report = RefitReport()
+        report, checksums = RefitReport(), Checksums(self._verify)
         self._group.announce(self._plan.digest)
         for index, (bucket, named) in enumerate(by_bucket(self._plan, tensors, report)):
             clock = time.perf_counter()
             buffer = self._staging[index % len(self._staging), : bucket.nbytes]
             pack(bucket, named, buffer)
-            if self._verify:
-                report.checksums.append(checksum(buffer))
+            checksums.add(buffer)
             _settle(buffer)
             clock = report.add("pack", clock)
             # Consumers come here when they have loaded the bucket before: its half may be filled next.
@@ -115,34 +114,36 @@ class IpcSender:
         clock = time.perf_counter()
         self._group.meet("the end of the refit")
         report.add("transfer", clock)
+        report.checksums = checksums.values()
         return report
 
 
 class IpcReceiver:
-    """One refit on the consumer's side: iterate over it for the named tensors of bucket after bucket.
+    """One refit on the consumer's side: iterate over it for bucket after bucket, in the staging buffer or, with `keep`,
+    in memory of its own.
 
-    Tensors are views into the staging buffer, good until the next bucket is asked for; with `keep` they are copies.
     Once the iteration is over, `report` has the checksums and the seconds of `transfer`.
     """
 
-    def __init__(self, plan: RefitPlan, group: RefitGroup, staging: Tensor, verify: bool, keep: bool):
+    def __init__(self, plan: RefitPlan, group: RefitGroup, staging: Tensor, verify: Verify, keep: bool):
         self.report = RefitReport()
         self._plan, self._group, self._staging = plan, group, staging
         self._verify, self._keep = verify, keep
 
-    def __iter__(self) -> Iterator[list[Named]]:
+    def __iter__(self) -> Iterator[Arrived]:
         """Raises RefitError: another plan than the producer's, or a bucket that did not arrive in time."""
+        checksums = Checksums(self._verify)
         self._group.expect(self._plan.digest)
         for index, bucket in enumerate(self._plan.buckets):
             clock = time.perf_counter()
             self._group.meet(bucket.describe())
             self.report.add("transfer", clock)
             buffer = self._staging[index % len(self._staging), : bucket.nbytes]
-            if self._verify:
-                self.report.checksums.append(checksum(buffer))
-            yield unpack(bucket, buffer.clone() if self._keep else buffer)
+            checksums.add(buffer)
+            yield Arrived(index, bucket, buffer.clone() if self._keep else buffer)
             _settle(buffer)
         self._group.meet("the end of the refit")
+        self.report.checksums = checksums.values()
 
 
 def _settle(buffer: Tensor) -> None:

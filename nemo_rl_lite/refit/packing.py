@@ -1,20 +1,36 @@
 """Tensors into a bucket's bytes and back."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.refit.plan import Bucket, Slot
+from nemo_rl_lite.refit.plan import Bucket, RefitPlan, Slot
+from nemo_rl_lite.refit.report import Named
 
 
-def new_buffer(bucket: Bucket, device: torch.device) -> Tensor:
-    """A zeroed buffer for one bucket (the padding is part of the checksum): uint8, [bucket.nbytes]."""
-    return torch.zeros(bucket.nbytes, dtype=torch.uint8, device=device)
+@dataclass(frozen=True)
+class Arrived:
+    """A bucket whose bytes lie in `buffer`, uint8 [bucket.nbytes], until the next one is asked for."""
+
+    index: int
+    bucket: Bucket
+    buffer: Tensor
+
+    def named(self) -> list[Named]:
+        """Its tensors by name: views into the buffer, no copies."""
+        return [(slot.name, view(self.buffer, slot)) for slot in self.bucket.slots]
 
 
-def pack(bucket: Bucket, tensors: Sequence[tuple[str, Tensor]], buffer: Tensor) -> None:
+def new_buffers(plan: RefitPlan, count: int, device: torch.device) -> Tensor:
+    """Room for so many of the plan's buckets at a time, of which it may have fewer: uint8 [count, bytes]."""
+    largest = max(bucket.nbytes for bucket in plan.buckets)
+    return torch.zeros(min(count, len(plan.buckets)), largest, dtype=torch.uint8, device=device)
+
+
+def pack(bucket: Bucket, tensors: Sequence[Named], buffer: Tensor) -> None:
     """Copy named tensors (any device and layout) to their places in `buffer`.
 
     Raises:
@@ -25,12 +41,7 @@ def pack(bucket: Bucket, tensors: Sequence[tuple[str, Tensor]], buffer: Tensor) 
         if found != (slot.name, slot.shape, slot.dtype):
             planned = f"{slot.name} {list(slot.shape)} {slot.dtype}"
             raise RefitError(f"the plan expects {planned}, the model gave {found[0]} {list(found[1])} {found[2]}")
-        view(buffer, slot).copy_(tensor)
-
-
-def unpack(bucket: Bucket, buffer: Tensor) -> list[tuple[str, Tensor]]:
-    """Named views into `buffer`, no copies."""
-    return [(slot.name, view(buffer, slot)) for slot in bucket.slots]
+    torch._foreach_copy_([view(buffer, slot) for slot in bucket.slots], [tensor for _, tensor in tensors])
 
 
 def view(buffer: Tensor, slot: Slot) -> Tensor:

@@ -50,4 +50,10 @@ try:
     refit(".partial")
 except RefitError as error:
     seen["partial"] = str(error)
+try:
+    engine.generate(prompts, sampling)
+except RefitError as error:
+    seen["after partial"] = str(error)
+refit(".whole")
+seen["whole again"] = engine.generate(prompts, sampling)
 Path(output).write_bytes(pickle.dumps(seen))

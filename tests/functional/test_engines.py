@@ -44,7 +44,12 @@ def seen(request, model_folder, new_model, engine_environment, tmp_path_factory)
     old = [(name, weight.detach()) for name, weight in load(model_folder).named_parameters()]
     assert len(plan_of(weights).buckets) > 3
     # As policy ranks do: on the same device through a shared buffer, and over sockets.
-    refits = [Producer("", weights, shared=True), Producer(".broadcast", old), Producer(".partial", partial)]
+    refits = [
+        Producer("", weights, shared=True),
+        Producer(".broadcast", old),
+        Producer(".partial", partial),
+        Producer(".whole", old),
+    ]
     for producer in refits:
         (folder / f"source{producer.name}").write_bytes(pickle.dumps(producer.source))
     script = Path(__file__).with_name("engine_process.py")
@@ -73,10 +78,10 @@ class Producer:
     def send(self) -> RefitReport:
         group = refit_group.join(self._store, 0, 2, CPU, 90)
         if self._staging is None:
-            return BroadcastSender(self._plan, group, verify=True).send(self._weights)
+            return BroadcastSender(self._plan, group, "full", 2).send(self._weights)
         group.meet("the staging buffer")
         ipc.forget(self.source.staging)
-        return ipc.IpcSender(self._plan, group, self._staging, verify=True).send(self._weights)
+        return ipc.IpcSender(self._plan, group, self._staging, "full").send(self._weights)
 
 
 def load(folder: Path):
@@ -153,3 +158,8 @@ def test_a_broadcast_brings_the_old_model_back(seen):
 def test_a_weight_that_the_producer_left_out_is_an_error(seen):
     assert "left 1 weights of the engine as they were" in seen["partial"]
     assert LEFT_OUT in seen["partial"]
+
+
+def test_an_engine_with_weights_of_two_policies_generates_nothing_until_the_next_refit(seen):
+    assert "refit it again" in seen["after partial"]
+    assert seen["whole again"] == seen["sampled"]

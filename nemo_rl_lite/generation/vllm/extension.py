@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from nemo_rl_lite.config.schema import RefitConfig
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.observability.memory import device_bytes
 from nemo_rl_lite.refit.consumer import Connection, Receiver, Source
+from nemo_rl_lite.refit.destinations import Destinations
 from nemo_rl_lite.refit.report import RefitReport
 
 
@@ -19,7 +21,7 @@ class RefitExtension:
     device: torch.device
     rank: int
 
-    def refit_join(self, sources: Sequence[Source], verify: bool, timeout_s: float) -> None:
+    def refit_join(self, sources: Sequence[Source], config: RefitConfig) -> None:
         """Join this rank's producer, that of `sources[rank]`.
 
         Raises:
@@ -29,10 +31,12 @@ class RefitExtension:
             raise RefitError(
                 "models with multi-head latent attention cannot be refitted: vLLM absorbs weights at start"
             )
-        self._refit = Connection(sources[self.rank], torch.device(self.device), verify, timeout_s)
+        self._refit = Connection(sources[self.rank], torch.device(self.device), config)
+        self._destinations = Destinations(self.model_runner.get_model().load_weights)
 
     def refit_receive(self) -> RefitReport:
-        """Receive all weights and load them.
+        """Receive all weights and load them: the first time through the model's own loader, then straight into its
+        parameters.
 
         Raises:
             RefitError: weights of the engine that the producer did not send.
@@ -41,7 +45,13 @@ class RefitExtension:
         wanted = {name for name, _ in model.named_parameters()}
         on_cpu = self.device.type == "cpu"
         receiver = self._refit.receiver(keep=on_cpu)
-        loaded = self._load_layerwise(model, receiver) if on_cpu else _load(model, receiver)
+        if on_cpu:
+            loaded = self._load_layerwise(model, receiver)
+        else:
+            for arrived in receiver:
+                self._destinations.fill(arrived)
+            torch.cuda.current_stream().synchronize()
+            loaded = self._destinations.filled
         stale = sorted(wanted - loaded) if loaded is not None else []
         if stale:
             raise RefitError(f"the refit left {len(stale)} weights of the engine as they were, such as {stale[0]}")
@@ -67,17 +77,6 @@ class RefitExtension:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         initialize_layerwise_reload(model)
-        loaded = model.load_weights(chain.from_iterable(receiver))
+        loaded = model.load_weights(chain.from_iterable(arrived.named() for arrived in receiver))
         finalize_layerwise_reload(model, self.model_runner.model_config)
         return loaded
-
-
-def _load(model: Any, receiver: Receiver) -> set[str] | None:
-    """Bucket by bucket, straight into the parameters; the names loaded, or None where the model does not tell."""
-    loaded: set[str] = set()
-    told = True
-    for bucket in receiver:
-        names = model.load_weights(bucket)
-        told = told and names is not None
-        loaded |= names or set()
-    return loaded if told else None

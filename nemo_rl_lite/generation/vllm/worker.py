@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig, RefitConfig
 from nemo_rl_lite.generation.interface import Completion, Sampling
-from nemo_rl_lite.refit.consumer import Source
+from nemo_rl_lite.refit.consumer import Source, Wholeness
 from nemo_rl_lite.refit.report import RefitReport
 
 EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
@@ -59,7 +59,7 @@ class VLLMEngine:
 
         # Rotary tables have no weights to load; vLLM warns about them at every refit.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-        self._refit = refit
+        self._refit, self._weights = refit, Wholeness()
         settings = generation.vllm_cfg
         _import_model_class(Path(model_path))
         self._sleeps = on_gpu and generation.colocated.enabled
@@ -91,6 +91,7 @@ class VLLMEngine:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
+        self._weights.require()
         self._llm.collective_rpc("set_sampling_seed", args=(sampling.seed,))
         parameters = SamplingParams(
             n=sampling.samples_per_prompt,
@@ -130,14 +131,14 @@ class VLLMEngine:
             self._llm.wake_up(tags=["kv_cache"])
 
     def join_refit(self, sources: Sequence[Source]) -> None:
-        verify = self._refit.verify != "off"
-        self._llm.collective_rpc("refit_join", args=(list(sources), verify, self._refit.timeout_s))
+        self._llm.collective_rpc("refit_join", args=(list(sources), self._refit))
 
     def receive_weights(self) -> list[RefitReport]:
         started = time.perf_counter()
-        reports: list[RefitReport] = self._llm.collective_rpc("refit_receive")
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM kept its prefix cache, which belongs to the old weights")
+        with self._weights.replaced():
+            reports: list[RefitReport] = self._llm.collective_rpc("refit_receive")
+            if not self._llm.reset_prefix_cache():
+                raise RuntimeError("vLLM kept its prefix cache, which belongs to the old weights")
         for report in reports:
             report.seconds["load"] = time.perf_counter() - started - report.seconds["transfer"]
         return reports

@@ -190,11 +190,11 @@ class MegatronWorker:
             raise RuntimeError("join_refit needs plan_refit and open_refit first")
         if not consumers:
             return
-        verify, limit = self._refit.verify != "off", self._refit.timeout_s
+        verify, limit = self._refit.verify, self._refit.timeout_s
         device = self._model.device if self._staging is None else torch.device("cpu")
         group = refit_group.join(self._store, 0, 1 + consumers, device, limit)
         if self._staging is None:
-            self._sender = BroadcastSender(self._plan, group, verify)
+            self._sender = BroadcastSender(self._plan, group, verify, self._refit.num_buffers)
         else:
             staging, handle = self._staging
             group.meet("the staging buffer")

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from nemo_rl_lite.refit.checksum import _WORDS, checksum
+from nemo_rl_lite.refit.checksum import _SAMPLED, _WORDS, Checksums, checksum
 
 
 def random_bytes(size: int) -> torch.Tensor:
@@ -42,3 +42,30 @@ def test_the_empty_buffer_and_zeros():
 def test_other_buffers_are_refused(buffer):
     with pytest.raises(ValueError, match="uint8"):
         checksum(buffer)
+
+
+def test_all_buffers_at_once_give_what_each_gives_also_when_they_are_filled_anew():
+    buffers, sums = [random_bytes(size) for size in (512, 1024)], Checksums("full")
+    expected = [checksum(buffer) for buffer in buffers]
+    for buffer in buffers:
+        sums.add(buffer)
+        buffer.zero_()
+    assert sums.values() == expected
+
+
+def test_nothing_is_computed_where_nothing_is_verified():
+    sums = Checksums("off")
+    # It would be refused.
+    sums.add(torch.zeros(7, dtype=torch.uint8))
+    assert sums.values() == []
+
+
+def test_a_sample_sees_its_chunks_and_no_others():
+    buffer = random_bytes(8 * _WORDS * (_SAMPLED + 1))
+    for index, seen in ((0, True), (8 * _WORDS, False), (8 * _WORDS * _SAMPLED, True)):
+        sums = Checksums("sample")
+        sums.add(buffer)
+        buffer[index] ^= 1
+        sums.add(buffer)
+        before, after = sums.values()
+        assert (before != after) == seen

@@ -14,7 +14,7 @@ from nemo_rl_lite.refit import group as refit_group
 from nemo_rl_lite.refit import ipc
 from nemo_rl_lite.refit.broadcast import BroadcastReceiver, BroadcastSender
 from nemo_rl_lite.refit.group import Meeting, RefitGroup
-from nemo_rl_lite.refit.packing import dtype_name
+from nemo_rl_lite.refit.packing import dtype_name, new_buffers
 from nemo_rl_lite.refit.plan import RefitPlan, make_plan
 from nemo_rl_lite.refit.report import RefitReport, compare_checksums
 
@@ -80,14 +80,17 @@ def run(rank_functions, timeout_s: float = 20.0) -> list:
 class Broadcast:
     """Both sides of a refit over the group itself."""
 
+    buffers = 2
+
     def __init__(self, plan: RefitPlan):
         self._plan = plan
 
     def send(self, group: RefitGroup, tensors) -> RefitReport:
-        return BroadcastSender(self._plan, group, verify=True).send(tensors)
+        return BroadcastSender(self._plan, group, "full", self.buffers).send(tensors)
 
     def receiver(self, group: RefitGroup, plan: RefitPlan | None = None):
-        return BroadcastReceiver(plan or self._plan, group, verify=True)
+        plan = plan or self._plan
+        return BroadcastReceiver(plan, group, new_buffers(plan, self.buffers, CPU), "full", keep=False)
 
 
 class SharedBuffer(Broadcast):
@@ -100,10 +103,18 @@ class SharedBuffer(Broadcast):
         ipc.forget(self._handle)
 
     def send(self, group: RefitGroup, tensors) -> RefitReport:
-        return ipc.IpcSender(self._plan, group, self._own, verify=True).send(tensors)
+        return ipc.IpcSender(self._plan, group, self._own, "full").send(tensors)
 
     def receiver(self, group: RefitGroup, plan: RefitPlan | None = None):
-        return ipc.IpcReceiver(plan or self._plan, group, self._opened[group.rank - 1], verify=True, keep=False)
+        return ipc.IpcReceiver(plan or self._plan, group, self._opened[group.rank - 1], "full", keep=False)
+
+
+class OneBuffer(Broadcast):
+    buffers = 1
+
+
+class ThreeBuffers(Broadcast):
+    buffers = 3
 
 
 WAYS = pytest.mark.parametrize("way", [Broadcast, SharedBuffer])
@@ -111,11 +122,11 @@ WAYS = pytest.mark.parametrize("way", [Broadcast, SharedBuffer])
 
 def consume(receiver) -> tuple[dict[str, torch.Tensor], RefitReport]:
     """What arrives, copied as it comes: a shared buffer is filled anew."""
-    weights = {name: tensor.clone() for bucket in receiver for name, tensor in bucket}
+    weights = {name: tensor.clone() for arrived in receiver for name, tensor in arrived.named()}
     return weights, receiver.report
 
 
-@WAYS
+@pytest.mark.parametrize("way", [Broadcast, OneBuffer, ThreeBuffers, SharedBuffer])
 @pytest.mark.parametrize("bucket_bytes", [1, 2048, 10**9])
 @pytest.mark.parametrize("consumers", [1, 2])
 def test_every_consumer_gets_every_weight_bit_for_bit(way, bucket_bytes, consumers):
@@ -144,12 +155,43 @@ def test_a_slow_consumer_of_a_shared_buffer_reads_each_bucket_before_it_is_fille
 
     def slow(group):
         seen = {}
-        for bucket in refit.receiver(group):
+        for arrived in refit.receiver(group):
             time.sleep(0.05)
-            seen |= {name: tensor.clone() for name, tensor in bucket}
+            seen |= {name: tensor.clone() for name, tensor in arrived.named()}
         return seen
 
     _, received = run([lambda group: refit.send(group, weights.items()), slow])
+    assert all(torch.equal(received[name], weight) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_the_producer_goes_on_while_a_consumer_loads(buffers):
+    """Buckets are exported and sent into each free buffer while the first is being loaded."""
+    weights = {f"layer {index}": torch.full((1000,), float(index)) for index in range(8)}
+    plan = plan_of(weights, 1)
+    ahead = FORK.Event()
+
+    class Way(Broadcast):
+        pass
+
+    Way.buffers = buffers
+    refit = Way(plan)
+
+    def exported():
+        for index, named in enumerate(weights.items()):
+            if index == 2 * buffers - 1:
+                ahead.set()
+            yield named
+
+    def loading(group):
+        seen, gone_on = {}, []
+        for arrived in refit.receiver(group):
+            gone_on.append(ahead.wait(SHORT))
+            seen |= {name: tensor.clone() for name, tensor in arrived.named()}
+        return gone_on[0], seen
+
+    _, (gone_on, received) = run([lambda group: refit.send(group, exported()), loading])
+    assert gone_on
     assert all(torch.equal(received[name], weight) for name, weight in weights.items())
 
 
