@@ -31,17 +31,25 @@ def new_buffers(plan: RefitPlan, count: int, device: torch.device) -> Tensor:
 
 
 def pack(bucket: Bucket, tensors: Sequence[Named], buffer: Tensor) -> None:
-    """Copy named tensors (any device and layout) to their places in `buffer`.
+    """Copy named tensors (any device and layout) to their places in `buffer`. A tensor's first dimension may be in two.
 
     Raises:
         RefitError: the tensors are not those of the plan.
     """
+    places = []
     for slot, (name, tensor) in zip(bucket.slots, tensors, strict=True):
-        found = (name, tuple(tensor.shape), dtype_name(tensor.dtype))
-        if found != (slot.name, slot.shape, slot.dtype):
+        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+        joined = (shape[0] * shape[1], *shape[2:]) if len(shape) == len(slot.shape) + 1 else shape
+        if (name, joined, dtype) != (slot.name, slot.shape, slot.dtype):
             planned = f"{slot.name} {list(slot.shape)} {slot.dtype}"
-            raise RefitError(f"the plan expects {planned}, the model gave {found[0]} {list(found[1])} {found[2]}")
-    torch._foreach_copy_([view(buffer, slot) for slot in bucket.slots], [tensor for _, tensor in tensors])
+            raise RefitError(f"the plan expects {planned}, the model gave {name} {list(shape)} {dtype}")
+        places.append(view(buffer, slot).view(shape))
+    torch._foreach_copy_(places, [tensor for _, tensor in tensors])
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one dtype and shape are equal to the bit, NaNs included."""
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
 
 
 def view(buffer: Tensor, slot: Slot) -> Tensor:

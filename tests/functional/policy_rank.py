@@ -38,8 +38,8 @@ def forget_layout() -> None:
 
 def run(model_folder: str, output: Path, overrides: list[str]) -> None:
     config = compose_config([f"policy.model_name={model_folder}", *overrides])
-    own = {"temperature": TEMPERATURE, "keep_reference": True, "threads": 1}
-    worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | own)
+    changed = {"temperature": TEMPERATURE, "keep_reference": True, "threads": 1}
+    worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | changed)
     place = worker.place()
     source = torch.Generator().manual_seed(1)
     rows, length = 16, 12
@@ -54,6 +54,7 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
 
     # The phases of a GRPO step, in its order.
     worker.prepare_for_refit(engine_bytes=0)
+    worker.plan_refit()
     worker.prepare_for_generation()
     worker.prepare_for_logprob()
     first = worker.logprobs(tokens[own], lengths[own])
@@ -83,12 +84,25 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
     gathered = [None] * int(os.environ["WORLD_SIZE"])
     scores = (first, reference, previous, reference_after, own_after)
     dist.all_gather_object(gathered, (place, *scores, steps))
+    views = views_are_the_export(worker)
     worker.export_hf(f"{output}.hf")
     if os.environ["RANK"] == "0":
         replicas = sorted((entry for entry in gathered if entry[0].reports), key=lambda entry: entry[0].data_rank)
-        saved = {"tokens": tokens, "lengths": lengths, "temperature": TEMPERATURE}
+        saved = {"tokens": tokens, "lengths": lengths, "temperature": TEMPERATURE, "views": views}
         torch.save(saved | {"replicas": [entry[1:] for entry in replicas]}, output)
     dist.barrier()
+
+
+def views_are_the_export(worker: MegatronWorker) -> bool | None:
+    """Whether what is sent at a refit is what megatron-bridge exports now; None where that itself is sent."""
+    if worker._views is None:
+        return None
+    exported = list(worker._export())
+    assert [name for name, _ in exported] == [name for name, _ in worker._views]
+    return all(
+        torch.equal(view.reshape(tensor.shape), tensor)
+        for (_, view), (_, tensor) in zip(worker._views, exported, strict=True)
+    )
 
 
 if __name__ == "__main__":

@@ -73,6 +73,7 @@ class Outcome:
     tokens: torch.Tensor
     lengths: torch.Tensor
     temperature: float
+    views: bool | None
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,7 @@ def read(output: Path) -> Outcome:
         saved["tokens"],
         saved["lengths"],
         saved["temperature"],
+        saved["views"],
     )
 
 
@@ -199,3 +201,9 @@ def test_the_gradient_is_clipped_to_its_limit(outcomes, model_folder):
     assert all(metrics["grad_norm"] > 0.1 for metrics in outcome.metrics)
     moved = sum((outcome.weights[name] - before[name]).square().sum() for name in before).sqrt().item()
     assert 0.005 < moved <= 0.0201
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_with_the_whole_model_sends_views_that_follow_training_and_moves(layout, outcomes):
+    gathers = layout.startswith(("tensor", "pipeline"))
+    assert outcomes(layout).views is (None if gathers else True)

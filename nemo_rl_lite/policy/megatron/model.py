@@ -29,13 +29,14 @@ _FUSIONS = (
 
 @dataclass(frozen=True)
 class ParallelPlace:
-    """Where this rank stands: its indices and whether logits appear here."""
+    """Where this rank stands: its indices, whether logits appear here and whether it has the whole model."""
 
     data_rank: int
     data_size: int
     tensor_rank: int
     pipeline_rank: int
     has_logits: bool
+    is_whole: bool
 
     @property
     def reports(self) -> bool:
@@ -72,7 +73,7 @@ def build_model(config: PolicyConfig, path: str, on_gpu: bool, timeout_s: float,
     with Transformer Engine's layers, or on the CPU. Logits, loss and export agree with the Hugging Face model for any
     tensor, pipeline and data parallel size.
     """
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    parallel, device = config.megatron_cfg, torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
@@ -91,19 +92,22 @@ def build_model(config: PolicyConfig, path: str, on_gpu: bool, timeout_s: float,
     provider.finalize()
     provider.initialize_model_parallel(seed=seed, distributed_timeout_minutes=math.ceil(timeout_s / 60))
     ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=config.megatron_cfg.optimizer.use_distributed_optimizer,
+        use_distributed_optimizer=parallel.optimizer.use_distributed_optimizer,
         grad_reduce_in_fp32=True,
         check_for_nan_in_grad=True,
     )
     chunks = provider.provide_distributed_model(ddp_config=ddp, wrap_with_ddp=True, use_cpu_initialization=not on_gpu)
     bridge.load_hf_weights(chunks)
-    activations.add_mlps(chunks, config.megatron_cfg)
+    activations.add_mlps(chunks, parallel)
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    experts = parallel.expert_model_parallel_size
     place = ParallelPlace(
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         has_logits=parallel_state.is_pipeline_last_stage(),
+        is_whole=tensor * pipeline * experts == 1,
     )
     return MegatronModel(bridge, chunks, place, device, half_precision=config.precision != "float32")
 

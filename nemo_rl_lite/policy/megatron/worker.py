@@ -19,6 +19,7 @@ from nemo_rl_lite.offload.cpu_optimizer import stays_on_host, step_threads
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.policy.megatron.batches import forward_backward, forward_logprobs
+from nemo_rl_lite.policy.megatron.export_views import ExportViews
 from nemo_rl_lite.policy.megatron.memory import host_registrar, phase_memory
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.policy.megatron.model import ParallelPlace, build_model
@@ -30,7 +31,7 @@ from nemo_rl_lite.refit import ipc
 from nemo_rl_lite.refit.broadcast import BroadcastSender
 from nemo_rl_lite.refit.packing import dtype_name
 from nemo_rl_lite.refit.plan import RefitPlan, bucket_size, make_plan
-from nemo_rl_lite.refit.report import RefitReport
+from nemo_rl_lite.refit.report import Named, RefitReport
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class MegatronWorker:
         self._memory = MemoryMeter(self._phases.device_bytes)
         self._conversion_tasks: list[Any] | None = None
         self._plan: RefitPlan | None = None
+        self._views: list[Named] | None = None
         self._store: Any = None
         self._staging: tuple[Tensor, ipc.StagingHandle] | None = None
         self._sender: BroadcastSender | ipc.IpcSender | None = None
@@ -167,7 +169,13 @@ class MegatronWorker:
 
     def plan_refit(self) -> RefitPlan | None:
         """Lay the exported weights into buckets, once; rank 0 returns the plan."""
-        weights = [(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in self._export()]
+        views = ExportViews(self._model.parameters(), self._tasks()) if self._model.place.is_whole else None
+        weights = []
+        for name, tensor in self._export():
+            weights.append((name, tuple(tensor.shape), dtype_name(tensor.dtype)))
+            if views is not None:
+                views.show(name, tensor)
+        self._views = views.take() if views is not None else None
         on_gpu = self._model.device.type == "cuda"
         memory = torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().total
         size = bucket_size(memory, self._refit.buffer_memory_ratio, self._refit.bucket_bytes)
@@ -204,10 +212,12 @@ class MegatronWorker:
     def send_weights(self) -> RefitReport | None:
         """Send the current weights to this rank's consumers; without any, take part in the export all the same."""
         with self._memory.phase("refit"):
+            self._phases.require(Component.PARAMETERS)
             if self._sender is not None:
-                return self._sender.send(self._export())
-            for _ in self._export():
-                pass
+                return self._sender.send(self._export() if self._views is None else self._views)
+            if not self._model.place.is_whole:
+                for _ in self._export():
+                    pass
             return None
 
     def export_hf(self, path: str) -> None:
@@ -218,15 +228,15 @@ class MegatronWorker:
 
     def _export(self, to_host: bool = False) -> Any:
         self._phases.require(Component.PARAMETERS)
-        bridge, chunks = self._model.bridge, self._model.chunks
-        if self._conversion_tasks is None:
-            self._conversion_tasks = bridge.get_conversion_tasks(chunks)
-        return bridge.export_hf_weights(
-            chunks,
-            cpu=to_host or self._model.device.type == "cpu",
-            show_progress=False,
-            conversion_tasks=self._conversion_tasks,
+        on_host = to_host or self._model.device.type == "cpu"
+        return self._model.bridge.export_hf_weights(
+            self._model.chunks, cpu=on_host, show_progress=False, conversion_tasks=self._tasks()
         )
+
+    def _tasks(self) -> list[Any]:
+        if self._conversion_tasks is None:
+            self._conversion_tasks = self._model.bridge.get_conversion_tasks(self._model.chunks)
+        return self._conversion_tasks
 
     def _score(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str, then_train: bool) -> np.ndarray | None:
         self._phases.require(Component.PARAMETERS)

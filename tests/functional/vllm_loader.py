@@ -1,0 +1,62 @@
+"""vLLM's own model class with its own loader, before it packs anything: vllm_loader.py MODEL_FOLDER OTHER_MODEL_FOLDER
+
+Watched copies must bring the other model's weights where the loader brings them. Exits 0 where they do.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from vllm.config import set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model
+
+from nemo_rl_lite.cluster.host import free_port
+from nemo_rl_lite.refit.destinations import Destinations
+from nemo_rl_lite.refit.packing import Arrived, dtype_name, new_buffers, pack
+from nemo_rl_lite.refit.plan import make_plan
+
+CPU = torch.device("cpu")
+
+
+def main(folder: str, other: str) -> None:
+    config = EngineArgs(
+        model=folder, dtype="float32", enforce_eager=True, skip_tokenizer_init=True
+    ).create_engine_config()
+    first, second = weights(folder), weights(other)
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, "gloo")
+        initialize_model_parallel(1)
+        model = initialize_model(config)
+    model.load_weights(second.items())
+    expected = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    destinations = Destinations(model.load_weights)
+    for values in (first, second):
+        refit(destinations, values)
+    assert destinations.filled == set(expected), set(expected) ^ destinations.filled
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+    copied, left = destinations.copied
+    sys.stdout.write(f"{copied} copies for {len(first)} tensors, {left} left to the loader\n")
+    assert copied == len(first) and not left
+
+
+def weights(folder: str) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor for file in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
+
+
+def refit(destinations: Destinations, values: dict[str, torch.Tensor]) -> None:
+    plan = make_plan([(name, tuple(one.shape), dtype_name(one.dtype)) for name, one in values.items()], 100_000)
+    memory, tensors = new_buffers(plan, 2, CPU), iter(values.items())
+    for index, bucket in enumerate(plan.buckets):
+        buffer = memory[index % len(memory), : bucket.nbytes]
+        pack(bucket, [next(tensors) for _ in bucket.slots], buffer)
+        destinations.fill(Arrived(index, bucket, buffer))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
