@@ -94,7 +94,6 @@ def launch(reserved: Reserved, model_path: Path, probe_prompt: Sequence[int]) ->
     engine_start = {
         "generation": config.generation,
         "policy": config.policy,
-        "refit": config.refit,
         "model_path": str(model_path),
         "seed": config.algorithm.seed,
         "on_gpu": on_gpus(config),
@@ -181,7 +180,6 @@ def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
     return {
         "policy": config.policy,
         "cluster": config.cluster,
-        "refit": config.refit,
         "model_path": str(model_path),
         "seed": config.algorithm.seed,
         "temperature": config.generation.temperature if grpo else 1.0,

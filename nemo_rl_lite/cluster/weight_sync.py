@@ -50,7 +50,7 @@ class WeightSync:
 
     def __init__(self, policy: RemotePolicy, generation: RemoteGeneration, config: Config, probe: ProbeSettings):
         self._policy, self._generation, self._probe = policy, generation, probe
-        self._verify = config.refit.verify != "off"
+        self._config = config.refit
         self._probed: list[Completion] = []
         self._limit_s = config.cluster.start_timeout_s
         self._ranks_per_engine = config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1
@@ -58,7 +58,7 @@ class WeightSync:
         self._producers = producers(
             len(policy.group), len(generation.group) * self._ranks_per_engine, self._shared_device
         )
-        self._plan: RefitPlan = wait(policy.group.call("plan_refit"), timeout_s=self._limit_s)[0]
+        self._plan: RefitPlan = wait(policy.group.call("plan_refit", config.refit), timeout_s=self._limit_s)[0]
         self._connect()
 
     def refit(self) -> dict[str, float]:
@@ -96,7 +96,7 @@ class WeightSync:
             "gb_per_s": self._plan.nbytes / seconds / 1e9,
             "wake_s": woken,
         }
-        if self._verify:
+        if self._config.verify != "off":
             self._sample_probe()
         return metrics
 
@@ -147,7 +147,7 @@ class WeightSync:
             joined[producer] += 1
             port, staging = opened[producer]
             meeting = Meeting(hosts[producer], port, rank=joined[producer], world_size=1 + consumers[producer])
-            sources.append(Source(self._plan, meeting, staging))
+            sources.append(Source(self._plan, self._config, meeting, staging))
         size = self._ranks_per_engine
         of_engines = [(sources[start : start + size],) for start in range(0, len(sources), size)]
         wait(

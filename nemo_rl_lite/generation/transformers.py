@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig, RefitConfig
+from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.refit.consumer import Connection, Receiver, Source, Wholeness
@@ -23,7 +23,6 @@ class TransformersEngine:
         self,
         generation: GenerationConfig,
         policy: PolicyConfig,
-        refit: RefitConfig,
         model_path: str,
         seed: int,
         on_gpu: bool,
@@ -32,7 +31,7 @@ class TransformersEngine:
         from transformers import GenerationConfig as Defaults
 
         torch.manual_seed(seed)
-        self._refit, self._weights = refit, Wholeness()
+        self._weights = Wholeness()
         self._device = torch.device("cuda" if on_gpu else "cpu")
         loaded: Any = AutoModelForCausalLM.from_pretrained(Path(model_path), dtype=getattr(torch, policy.precision))
         self._model = loaded.to(self._device).eval()
@@ -65,7 +64,7 @@ class TransformersEngine:
         """Was never asleep."""
 
     def join_refit(self, sources: Sequence[Source]) -> None:
-        self._connection = Connection(sources[0], self._device, self._refit)
+        self._connection = Connection(sources[0], self._device)
 
     @torch.no_grad()
     def receive_weights(self) -> list[RefitReport]:

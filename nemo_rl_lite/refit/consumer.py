@@ -20,9 +20,10 @@ Receiver = BroadcastReceiver | IpcReceiver
 
 @dataclass(frozen=True)
 class Source:
-    """Where one consumer gets its weights: the producer's meeting point and, on the same device, its buffer."""
+    """Where one consumer gets its weights, and how. `staging`: of a producer on the same device, its buffer."""
 
     plan: RefitPlan
+    config: RefitConfig
     meeting: Meeting
     staging: StagingHandle | None
 
@@ -30,8 +31,9 @@ class Source:
 class Connection:
     """Joins the producer's group once; `receiver()` for each refit."""
 
-    def __init__(self, source: Source, device: torch.device, config: RefitConfig):
+    def __init__(self, source: Source, device: torch.device):
         """Returns when the producer and all its consumers have joined. `device`: where the engine's weights are."""
+        config = source.config
         self._plan, self._verify = source.plan, config.verify
         self._device = device
         # Next to a shared buffer only small messages travel.

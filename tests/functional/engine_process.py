@@ -14,10 +14,10 @@ from nemo_rl_lite.refit.report import RefitReport
 
 backend, model_folder, source_file, output = sys.argv[1:]
 overrides = [f"generation={backend}", f"policy.model_name={model_folder}", "generation.stop_strings=['zz']"]
-config = compose_config([*overrides, "refit.timeout_s=60"])
+config = compose_config(overrides)
 module_name, _, class_name = ENGINE_CLASSES[backend].rpartition(".")
 engine_class = getattr(importlib.import_module(module_name), class_name)
-engine = engine_class(config.generation, config.policy, config.refit, model_folder, seed=0, on_gpu=False)
+engine = engine_class(config.generation, config.policy, model_folder, seed=0, on_gpu=False)
 
 prompts = [[1, 5, 6, 7, 8, 41], [1, 9, 41], [1, 4, 4, 4, 4, 4, 4, 41]]
 sampling = Sampling(0.8, 1.0, None, 8, stop_token_ids=(2,), stop_strings=(), samples_per_prompt=4, seed=11)

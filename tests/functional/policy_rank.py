@@ -54,7 +54,7 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
 
     # The phases of a GRPO step, in its order.
     worker.prepare_for_refit(engine_bytes=0)
-    worker.plan_refit()
+    worker.plan_refit(config.refit)
     worker.prepare_for_generation()
     worker.prepare_for_logprob()
     first = worker.logprobs(tokens[own], lengths[own])

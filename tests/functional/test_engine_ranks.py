@@ -21,7 +21,6 @@ def test_ranks_of_an_engine_ask_ray_for_nothing(model_folder, tmp_path):
     arguments = {
         "generation": dataclasses.replace(config.generation, vllm_cfg=settings),
         "policy": config.policy,
-        "refit": config.refit,
         "model_path": str(model_folder),
         "seed": 1,
         "on_gpu": False,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.refit import group as refit_group
 from nemo_rl_lite.refit import ipc
@@ -73,7 +74,8 @@ class Producer:
         self.name, self._weights, self._plan = name, weights, plan_of(weights)
         self._store = refit_group.host_store("127.0.0.1", 90)
         self._staging, handle = ipc.new_staging(self._plan, CPU) if shared else (None, None)
-        self.source = Source(self._plan, Meeting("127.0.0.1", self._store.port, rank=1, world_size=2), handle)
+        settings = compose_config(["refit.timeout_s=60"]).refit
+        self.source = Source(self._plan, settings, Meeting("127.0.0.1", self._store.port, rank=1, world_size=2), handle)
 
     def send(self) -> RefitReport:
         group = refit_group.join(self._store, 0, 2, CPU, 90)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from nemo_rl_lite.config.schema import RefitConfig
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.observability.memory import device_bytes
 from nemo_rl_lite.refit.consumer import Connection, Receiver, Source
@@ -21,7 +20,7 @@ class RefitExtension:
     device: torch.device
     rank: int
 
-    def refit_join(self, sources: Sequence[Source], config: RefitConfig) -> None:
+    def refit_join(self, sources: Sequence[Source]) -> None:
         """Join this rank's producer, that of `sources[rank]`.
 
         Raises:
@@ -31,7 +30,7 @@ class RefitExtension:
             raise RefitError(
                 "models with multi-head latent attention cannot be refitted: vLLM absorbs weights at start"
             )
-        self._refit = Connection(sources[self.rank], torch.device(self.device), config)
+        self._refit = Connection(sources[self.rank], torch.device(self.device))
         self._destinations = Destinations(self.model_runner.get_model().load_weights)
 
     def refit_receive(self) -> RefitReport:

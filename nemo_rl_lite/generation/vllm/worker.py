@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig, RefitConfig
+from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.refit.consumer import Source, Wholeness
 from nemo_rl_lite.refit.report import RefitReport
@@ -50,7 +50,6 @@ class VLLMEngine:
         self,
         generation: GenerationConfig,
         policy: PolicyConfig,
-        refit: RefitConfig,
         model_path: str,
         seed: int,
         on_gpu: bool,
@@ -59,7 +58,7 @@ class VLLMEngine:
 
         # Rotary tables have no weights to load; vLLM warns about them at every refit.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-        self._refit, self._weights = refit, Wholeness()
+        self._weights = Wholeness()
         settings = generation.vllm_cfg
         _import_model_class(Path(model_path))
         self._sleeps = on_gpu and generation.colocated.enabled
@@ -131,7 +130,7 @@ class VLLMEngine:
             self._llm.wake_up(tags=["kv_cache"])
 
     def join_refit(self, sources: Sequence[Source]) -> None:
-        self._llm.collective_rpc("refit_join", args=(list(sources), self._refit))
+        self._llm.collective_rpc("refit_join", args=(list(sources),))
 
     def receive_weights(self) -> list[RefitReport]:
         started = time.perf_counter()

@@ -54,7 +54,6 @@ class MegatronWorker:
         self,
         policy: PolicyConfig,
         cluster: ClusterConfig,
-        refit: RefitConfig,
         model_path: str,
         seed: int,
         temperature: float,
@@ -68,7 +67,7 @@ class MegatronWorker:
             log.info("%s", numa.bind(numa.gpu_address()).describe())
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
-        self._policy, self._refit, self._temperature = policy, refit, temperature
+        self._policy, self._temperature = policy, temperature
         self._model_path = Path(model_path)
         self._rank = int(os.environ["RANK"])
         self._model = build_model(policy, model_path, on_gpu, cluster.collective_timeout_s, seed)
@@ -82,6 +81,7 @@ class MegatronWorker:
         self._phases = phase_memory(policy, self._model, self._optimizer, residency)
         self._memory = MemoryMeter(self._phases.device_bytes)
         self._conversion_tasks: list[Any] | None = None
+        self._refit: RefitConfig | None = None
         self._plan: RefitPlan | None = None
         self._views: list[Named] | None = None
         self._store: Any = None
@@ -167,8 +167,9 @@ class MegatronWorker:
         """Peak memory of the phases since the last call; empty on a CPU."""
         return self._memory.take()
 
-    def plan_refit(self) -> RefitPlan | None:
+    def plan_refit(self, config: RefitConfig) -> RefitPlan | None:
         """Lay the exported weights into buckets, once; rank 0 returns the plan."""
+        self._refit = config
         views = ExportViews(self._model.parameters(), self._tasks()) if self._model.place.is_whole else None
         weights = []
         for name, tensor in self._export():
@@ -178,14 +179,14 @@ class MegatronWorker:
         self._views = views.take() if views is not None else None
         on_gpu = self._model.device.type == "cuda"
         memory = torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().total
-        size = bucket_size(memory, self._refit.buffer_memory_ratio, self._refit.bucket_bytes)
+        size = bucket_size(memory, config.buffer_memory_ratio, config.bucket_bytes)
         self._plan = make_plan(weights, size)
         return None if self._rank else self._plan
 
     def open_refit(self, host: str, shared_device: bool) -> tuple[int, ipc.StagingHandle | None]:
         """Open this rank's meeting point as a producer; its port, and for consumers on the same device the handle of
         the buffer that weights will lie in."""
-        if self._plan is None:
+        if self._plan is None or self._refit is None:
             raise RuntimeError("open_refit needs plan_refit first")
         self._store = refit_group.host_store(host, self._refit.timeout_s)
         if shared_device:
@@ -194,7 +195,7 @@ class MegatronWorker:
 
     def join_refit(self, consumers: int) -> None:
         """Meet this rank's consumers; returns when all have joined. A rank without consumers only exports."""
-        if self._plan is None or self._store is None:
+        if self._plan is None or self._refit is None or self._store is None:
             raise RuntimeError("join_refit needs plan_refit and open_refit first")
         if not consumers:
             return

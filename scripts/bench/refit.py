@@ -1,0 +1,330 @@
+"""Whole refits, against the same steps one after the other and against vLLM's own transfer, in one run.
+
+refit.py apart MODEL [OVERRIDE ...]     policy on GPU 0, engine on GPU 1: broadcast
+refit.py shared MODEL [OVERRIDE ...]    both on GPU 0: a buffer that both have open
+
+A policy rank and a vLLM engine in processes of their own, without Ray. A repetition is the time from the command to
+both until both are done, devices included. On CPUs (to try the script) only what vLLM can do there is run.
+"""
+
+import multiprocessing
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import record
+import torch
+
+from nemo_rl_lite.cluster.host import free_port
+from nemo_rl_lite.cluster.launch import MANY_QUEUES, policy_arguments
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.config.schema import Config, RefitConfig
+from nemo_rl_lite.refit.consumer import Source
+from nemo_rl_lite.refit.group import Meeting
+
+ON_GPU = torch.cuda.device_count() > 0
+REPETITIONS, WARM_UP = 5, 2
+RAW_BYTES, RAW_REPETITIONS = 2**30 if ON_GPU else 2**22, 10
+HOST = "127.0.0.1"
+GPU = ["policy=megatron_gpu", "generation=vllm_gpu", "cluster.gpus_per_node=2", "generation.colocated.enabled=false"]
+GPU += ["generation.colocated.resources.gpus_per_node=1", "generation.vllm_cfg.enforce_eager=true"]
+SHARED = ["policy=megatron_gpu", "generation=vllm_gpu", "cluster.gpus_per_node=1"]
+BUCKETS = {"256 MB": 256 * 10**6, "1 GB": 10**9} if ON_GPU else {"300 kB": 300_000, "1 MB": 10**6}
+
+
+class Producer:
+    """The policy's process."""
+
+    def __init__(self, config: Config, model: str):
+        from nemo_rl_lite.policy.megatron.worker import MegatronWorker
+
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": HOST}
+        os.environ.update(place | {"MASTER_PORT": str(free_port())})
+        self.worker = MegatronWorker(**policy_arguments(config, Path(model)) | {"keep_reference": False})
+        self.worker.prepare_for_refit(engine_bytes=0)
+        self._views: Any = None
+
+    def plan(self, config: RefitConfig) -> Any:
+        plan = self.worker.plan_refit(config)
+        self._views = self.worker._views
+        return plan
+
+    def open(self, shared: bool) -> Any:
+        return self.worker.open_refit(HOST, shared)
+
+    def join(self) -> None:
+        self.worker.join_refit(consumers=1)
+
+    def ours(self) -> dict[str, float]:
+        return self.worker.send_weights().seconds
+
+    def loader(self) -> dict[str, float]:
+        """With megatron-bridge's export each time."""
+        self.worker._views = None
+        try:
+            return self.worker.send_weights().seconds
+        finally:
+            self.worker._views = self._views
+
+    def serial(self) -> dict[str, float]:
+        group = self.worker._sender._group
+        for name, tensor in self.worker._export():
+            group.start(tensor.contiguous(), name).wait()
+        return {}
+
+    def wire(self) -> dict[str, float]:
+        send_buckets(self.worker._plan, self.worker._sender._group, self.worker._sender._buffers)
+        return {}
+
+    def raw(self) -> list[float]:
+        return broadcast_raw(self.worker._sender._group)
+
+    def packed_join(self, port: int) -> None:
+        self._packed = packed_group(port, 0)
+
+    def packed(self) -> dict[str, float]:
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        packed_nccl_broadcast_producer(iter(self.worker._export()), self._packed, 0, lambda item: item[1])
+        return {}
+
+
+class Consumer:
+    """The engine's process."""
+
+    def __init__(self, config: Config, model: str):
+        from nemo_rl_lite.generation.vllm.worker import VLLMEngine, environment
+
+        os.environ.update(environment(config.generation, ON_GPU))
+        self.engine = VLLMEngine(config.generation, config.policy, model, seed=0, on_gpu=ON_GPU)
+        (self.vllm,) = self.engine._llm.collective_rpc(lambda worker: [worker])[0]
+
+    def join(self, source: Source) -> None:
+        self.source = source
+        self.engine.join_refit([source])
+
+    def ours(self) -> dict[str, float]:
+        return self.engine.receive_weights()[0].seconds
+
+    def loader(self) -> dict[str, float]:
+        """With the model's own loader each time."""
+        receiver = self.vllm._refit.receiver(keep=False)
+        for arrived in receiver:
+            self.vllm.model_runner.get_model().load_weights(arrived.named())
+        return receiver.report.seconds
+
+    def serial(self) -> dict[str, float]:
+        model, group = self.vllm.model_runner.get_model(), self.vllm._refit._group
+        for name, shape, dtype in self._expected():
+            tensor = torch.empty(shape, dtype=dtype, device=group.device)
+            group.start(tensor, name).wait()
+            model.load_weights([(name, tensor)])
+        return {}
+
+    def wire(self) -> dict[str, float]:
+        send_buckets(self.source.plan, self.vllm._refit._group, self.vllm._refit._buffers)
+        return {}
+
+    def raw(self) -> list[float]:
+        return broadcast_raw(self.vllm._refit._group)
+
+    def packed_join(self, port: int) -> None:
+        self._packed = packed_group(port, 1)
+
+    def packed(self) -> dict[str, float]:
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
+
+        expected = ((name, (list(shape), dtype)) for name, shape, dtype in self._expected())
+        load = self.vllm.model_runner.get_model().load_weights
+        packed_nccl_broadcast_consumer(expected, self._packed, 0, load)
+        return {}
+
+    def _expected(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        slots = (slot for bucket in self.source.plan.buckets for slot in bucket.slots)
+        return [(slot.name, slot.shape, getattr(torch, slot.dtype)) for slot in slots]
+
+
+def send_buckets(plan: Any, group: Any, buffers: torch.Tensor) -> None:
+    """All buckets' bytes, with nothing packed and nothing loaded."""
+    flights = []
+    for index, bucket in enumerate(plan.buckets):
+        flights.append(group.start(buffers[index % len(buffers), : bucket.nbytes], "a bucket"))
+    for flight in flights:
+        flight.finish()
+
+
+def broadcast_raw(group: Any) -> list[float]:
+    """GB/s of one large broadcast after another."""
+    buffer, rates = torch.zeros(RAW_BYTES, dtype=torch.uint8, device=group.device), []
+    for _ in range(RAW_REPETITIONS + WARM_UP):
+        synchronize()
+        started = time.perf_counter()
+        group.start(buffer, "raw bytes").wait()
+        synchronize()
+        rates.append(RAW_BYTES / (time.perf_counter() - started) / 1e9)
+    return rates[WARM_UP:]
+
+
+def packed_group(port: int, rank: int) -> Any:
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+    return NCCLWeightTransferEngine._stateless_init_process_group(HOST, port, rank, 2, 0)
+
+
+def synchronize() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def serve(side: type, environment: dict[str, str], connection: Any) -> None:
+    """A process: calls come as (method, arguments), answers go as (result, None) or (None, error)."""
+    os.environ.update(environment)
+    made: Any = None
+    while True:
+        try:
+            method, arguments = connection.recv()
+        except EOFError:
+            # The parent has all it wanted.
+            return
+        try:
+            if method == "make":
+                made, result = side(*arguments), None
+            else:
+                result = getattr(made, method)(*arguments)
+                synchronize()
+            connection.send((result, None))
+        except Exception as error:
+            connection.send((None, f"{side.__name__}.{method}: {type(error).__name__}: {error}"))
+
+
+class Pair:
+    """Both processes."""
+
+    def __init__(self, shared: bool):
+        spawn = multiprocessing.get_context("spawn")
+        self._pipes, self.shared = [], shared
+        for index, side in enumerate((Producer, Consumer)):
+            ours, theirs = spawn.Pipe()
+            device = {"CUDA_VISIBLE_DEVICES": str(0 if shared else index)} if ON_GPU else {}
+            environment = device | MANY_QUEUES | {"TORCH_COMPILE_DISABLE": "0" if ON_GPU else "1"}
+            spawn.Process(target=serve, args=(side, environment, theirs), daemon=True).start()
+            self._pipes.append(ours)
+
+    def both(self, method: str, *arguments: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((method, arguments))
+        return [self._answer(side) for side in (0, 1)]
+
+    def one(self, side: int, method: str, *arguments: Any) -> Any:
+        self._pipes[side].send((method, arguments))
+        return self._answer(side)
+
+    def connect(self, config: RefitConfig) -> int:
+        """With these settings from now on; bytes of a refit."""
+        plan = self.one(0, "plan", config)
+        port, staging = self.one(0, "open", self.shared)
+        self._pipes[0].send(("join", ()))
+        self._pipes[1].send(("join", (Source(plan, config, Meeting(HOST, port, 1, 2), staging),)))
+        for side in (0, 1):
+            self._answer(side)
+        return plan.nbytes
+
+    def times(self, method: str) -> tuple[list[float], dict[str, list[float]]]:
+        """Seconds of each repetition, and of each stage as the two sides saw it."""
+        whole, stages = [], dict[str, list[float]]()
+        for repetition in range(WARM_UP + REPETITIONS):
+            started = time.perf_counter()
+            sides = self.both(method)
+            seconds = time.perf_counter() - started
+            if repetition < WARM_UP:
+                continue
+            whole.append(seconds)
+            for side, seen in zip(("producer", "consumer"), sides, strict=True):
+                for stage, value in seen.items():
+                    stages.setdefault(f"{side}, {stage}", []).append(value)
+        return whole, stages
+
+    def _answer(self, side: int) -> Any:
+        result, error = self._pipes[side].recv()
+        if error:
+            sys.exit(error)
+        return result
+
+
+def main() -> None:
+    where, model, *overrides = sys.argv[1:]
+    shared = where == "shared"
+    layout = (SHARED if shared else GPU) if ON_GPU else []
+    config = compose_config([f"policy.model_name={model}", *layout, *overrides])
+    pair = Pair(shared)
+    pair.one(1, "make", config, model)
+    pair.one(0, "make", config, model)
+    results, medians = [], {}
+
+    def keep(name: str, setting: str, unit: str, values: list[float]) -> None:
+        one = record.result(name, setting, unit, values)
+        results.append(one)
+        medians[name, setting] = one["median"]
+        sys.stderr.write(f"{setting}: {name}: {one['median']:.4g} {unit}\n")
+
+    base = replace(config.refit, verify="off")
+    for bucket, size in BUCKETS.items():
+        for count in (2,) if shared else (1, 2, 3):
+            setting = f"{bucket} buckets, {count} buffers"
+            nbytes = pair.connect(replace(base, bucket_bytes=size, num_buffers=count))
+            whole, stages = pair.times("ours")
+            keep("whole refit", setting, "s", whole)
+            for stage, values in stages.items():
+                keep(stage, setting, "s", values)
+            if not shared:
+                keep("transfer alone", setting, "GB/s", [nbytes / 1e9 / one for one in pair.times("wire")[0]])
+    last = setting
+    for verify in ("sample", "full"):
+        pair.connect(replace(base, bucket_bytes=size, verify=verify))
+        keep("whole refit", f"{bucket} buckets, 2 buffers, verify={verify}", "s", pair.times("ours")[0])
+    pair.connect(replace(base, bucket_bytes=size))
+    if ON_GPU:
+        keep("whole refit", "bridge's export and the engine's loader", "s", pair.times("loader")[0])
+    if not shared:
+        keep("repeated raw broadcast", f"{RAW_BYTES} bytes", "GB/s", pair.both("raw")[0])
+    if ON_GPU and not shared:
+        keep("whole refit", "tensor by tensor, one step after the other", "s", pair.times("serial")[0])
+        pair.both("packed_join", free_port())
+        keep("whole refit", "vLLM's packed transfer", "s", pair.times("packed")[0])
+    keep("bytes of a refit", last, "GB", [nbytes / 1e9])
+    found = bars(medians, nbytes / 1e9, shared) if ON_GPU else []
+    name = f"refit-{where}-{Path(model).name}"
+    sys.stdout.write(record.write(name, results, found).read_text())
+
+
+def bars(medians: dict[tuple[str, str], float], gigabytes: float, shared: bool) -> list[dict]:
+    ours = {
+        setting: value for (name, setting), value in medians.items() if name == "whole refit" and "buffers" in setting
+    }
+    plain = {setting: value for setting, value in ours.items() if "verify" not in setting}
+    best = min(plain.values())
+    loader = medians["whole refit", "bridge's export and the engine's loader"]
+    if shared:
+        return [
+            record.bar("whole refit, s", best, 0.15, at_least=False),
+            record.bar("times faster than export and loader", loader / best, 3, at_least=True),
+        ]
+    serial = medians["whole refit", "tensor by tensor, one step after the other"]
+    one = min(value for setting, value in plain.items() if ", 1 buffers" in setting)
+    raw = medians["repeated raw broadcast", f"{RAW_BYTES} bytes"]
+    wire = max(value for (name, _), value in medians.items() if name == "transfer alone")
+    packed = medians["whole refit", "vLLM's packed transfer"]
+    return [
+        record.bar("times faster than the same steps one after the other", serial / best, 2.4, at_least=True),
+        record.bar("times faster than with one buffer", one / best, 1.5, at_least=True),
+        record.bar("transfer alone, share of the raw rate", wire / raw, 0.90, at_least=True),
+        record.bar("whole refit, share of the raw rate", gigabytes / best / raw, 0.50, at_least=True),
+        record.bar("times faster than vLLM's packed transfer", packed / best, 1, at_least=True),
+    ]
+
+
+if __name__ == "__main__":
+    main()
