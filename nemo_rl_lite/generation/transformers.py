@@ -31,7 +31,7 @@ class TransformersEngine:
         from transformers import GenerationConfig as Defaults
 
         torch.manual_seed(seed)
-        self._weights = Wholeness()
+        self._weights = Wholeness(whole=True)
         self._device = torch.device("cuda" if on_gpu else "cpu")
         loaded: Any = AutoModelForCausalLM.from_pretrained(Path(model_path), dtype=getattr(torch, policy.precision))
         self._model = loaded.to(self._device).eval()

@@ -40,8 +40,9 @@ def set_fields(provider: Any, config: MegatronConfig) -> None:
     if missing:
         raise RuntimeError(f"fine_grained_activation_offloading needs {', '.join(missing)} from a process' start")
     provider.fine_grained_activation_offloading = True
-    # megatron-core does not know `mlp`, and wants at least one name; mlp_norm is nothing of its own in such a layer.
-    provider.offload_modules = [name for name in config.offload_modules or [] if name != MLP] or ["mlp_norm"]
+    # megatron-core does not know `mlp`, and wants at least one name; Transformer Engine leaves attn_norm nothing of its
+    # own.
+    provider.offload_modules = [name for name in config.offload_modules or [] if name != MLP] or ["attn_norm"]
     provider.activation_offload_fraction = config.activation_offload_fraction
 
 
@@ -73,10 +74,11 @@ def watch(module: Any) -> None:
     def end(_: Any, __: Any, result: Any) -> Any:
         group = groups.pop()
         group.__exit__()
-        return group.group_offload(result)
+        # After an error there is none.
+        return None if result is None else group.group_offload(result)
 
     module.register_forward_pre_hook(begin)
-    module.register_forward_hook(end)
+    module.register_forward_hook(end, always_call=True)
 
 
 @contextmanager

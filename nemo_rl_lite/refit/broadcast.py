@@ -1,8 +1,8 @@
 """Weights from one producer to every consumer over a process group, several buckets on their way at a time.
 
-While bucket k is sent, the producer exports and packs bucket k + 1 and the consumers load bucket k - 1. The order of
-work is that of each side's current stream and of the group's one communicator: a buffer is filled anew behind the
-broadcast from it on the producer's side, and behind the loading from it on a consumer's.
+While bucket k is sent, the producer exports and packs bucket k + 1 and the consumers load bucket k - 1. A side waits
+for the broadcast from or into a buffer, and only for that; on a GPU what a consumer loads is ordered by its current
+stream, behind which the buffer is filled anew.
 """
 
 import time
@@ -38,7 +38,7 @@ class BroadcastSender:
         for index, (bucket, named) in enumerate(by_bucket(self._plan, tensors, report)):
             clock = time.perf_counter()
             if index >= len(self._buffers):
-                flights[index - len(self._buffers)].wait()
+                flights[index - len(self._buffers)].finish()
             clock = report.add("transfer", clock)
             buffer = self._buffers[index % len(self._buffers), : bucket.nbytes]
             pack(bucket, named, buffer)
@@ -71,17 +71,13 @@ class BroadcastReceiver:
         flights = [self._start(index) for index in range(len(self._buffers))]
         for index, bucket in enumerate(buckets):
             clock = time.perf_counter()
-            flights[index].wait()
+            flights[index].finish()
             self.report.add("transfer", clock)
             buffer = self._buffer(index)
             checksums.add(buffer)
             yield Arrived(index, bucket, buffer.clone() if self._keep else buffer)
             if index + len(self._buffers) < len(buckets):
                 flights.append(self._start(index + len(self._buffers)))
-        clock = time.perf_counter()
-        for flight in flights:
-            flight.finish()
-        self.report.add("transfer", clock)
         self.report.checksums = checksums.values()
 
     def _start(self, index: int) -> Flight:

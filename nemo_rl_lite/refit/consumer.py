@@ -35,7 +35,6 @@ class Connection:
         """Returns when the producer and all its consumers have joined. `device`: where the engine's weights are."""
         config = source.config
         self._plan, self._verify = source.plan, config.verify
-        self._device = device
         # Next to a shared buffer only small messages travel.
         group_device = device if source.staging is None else torch.device("cpu")
         self._group: RefitGroup = refit_group.join_at(source.meeting, group_device, config.timeout_s)
@@ -53,11 +52,11 @@ class Connection:
 
 
 class Wholeness:
-    """Whether an engine's weights are all of one refit. Between the first and the last bucket they are not, nor after a
-    refit that failed, until one has succeeded."""
+    """Whether an engine's weights are all of one refit. They are not before the first one, where the engine has started
+    with none worth reading, between a refit's first and last bucket, nor after one that failed, until one succeeds."""
 
-    def __init__(self) -> None:
-        self._whole = True
+    def __init__(self, whole: bool) -> None:
+        self._whole = whole
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
@@ -66,7 +65,13 @@ class Wholeness:
         yield
         self._whole = True
 
+    def lose(self) -> None:
+        """To be called when the memory behind the weights is given away."""
+        self._whole = False
+
     def require(self) -> None:
-        """Raises RefitError: the weights are neither the old nor the new ones."""
+        """Raises RefitError: the weights are not those of one policy."""
         if not self._whole:
-            raise RefitError("the last refit did not finish: this engine has weights of two policies, refit it again")
+            raise RefitError(
+                "this engine has no policy's weights: none came since it started or slept, or the last refit failed"
+            )

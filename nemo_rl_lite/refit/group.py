@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from nemo_rl_lite.errors import RefitError
 
-_POLL_S = 0.0005
+_POLL_S = 0.0002
 _HASH = "the plan's hash"
 
 
@@ -39,7 +39,7 @@ class RefitGroup:
 
     def start(self, tensor: Tensor, what: str) -> "Flight":
         """Begin to send (rank 0) or fill (others) `tensor` on `device`, in place, behind what the current stream was
-        given before. Broadcasts that were started go one after the other, in the same order on every rank.
+        given before. Every rank starts the same broadcasts in the same order; several may be on their way.
 
         Raises:
             RefitError: a peer is gone.
@@ -92,19 +92,8 @@ class Flight:
     _action: str
     _done: bool = False
 
-    def wait(self) -> None:
-        """Let what the current stream does next come after it; on a CPU, return when it is done.
-
-        Raises:
-            RefitError: on a CPU, not done within the timeout, or a peer is gone.
-        """
-        if self._group.device.type == "cpu":
-            self.finish()
-        else:
-            self._work.wait()
-
     def finish(self) -> None:
-        """Return when it is done.
+        """Return when it is done; nothing is left to do where it was finished before.
 
         Raises:
             RefitError: not done within the timeout, or a peer is gone.
@@ -125,6 +114,10 @@ class Flight:
             if time.monotonic() > deadline:
                 raise RuntimeError("timed out")
             time.sleep(_POLL_S)
+        # Work that failed is completed as well.
+        failure = self._work.exception()
+        if failure:
+            raise RuntimeError(str(failure))
         self._work.wait()
 
 

@@ -64,7 +64,7 @@ def new_staging(plan: RefitPlan, device: torch.device) -> tuple[Tensor, StagingH
     if device.type == "cuda":
         from torch.multiprocessing.reductions import reduce_tensor
 
-        staging = new_buffers(plan, 2, device)
+        staging = new_buffers(plan, halves, device)
         return staging, StagingHandle(reduce_tensor(staging), None, halves, half_bytes)
     size = halves * half_bytes
     free = psutil.virtual_memory().available

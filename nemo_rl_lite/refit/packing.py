@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
+from operator import not_
 
 import torch
 from torch import Tensor
@@ -44,7 +46,19 @@ def pack(bucket: Bucket, tensors: Sequence[Named], buffer: Tensor) -> None:
             planned = f"{slot.name} {list(slot.shape)} {slot.dtype}"
             raise RefitError(f"the plan expects {planned}, the model gave {name} {list(shape)} {dtype}")
         places.append(view(buffer, slot).view(shape))
-    torch._foreach_copy_(places, [tensor for _, tensor in tensors])
+    copy_all(places, [tensor for _, tensor in tensors])
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target. On a GPU contiguous tensors go in a few kernels; one that is not would make
+    torch copy all of them one by one."""
+    pairs = list(zip(targets, sources, strict=True))
+    together = [target.is_contiguous() and source.is_contiguous() for target, source in pairs]
+    if any(together):
+        into, out_of = zip(*compress(pairs, together), strict=True)
+        torch._foreach_copy_(list(into), list(out_of))
+    for target, source in compress(pairs, map(not_, together)):
+        target.copy_(source)
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:

@@ -72,7 +72,7 @@ class Producer:
     def serial(self) -> dict[str, float]:
         group = self.worker._sender._group
         for name, tensor in self.worker._export():
-            group.start(tensor.contiguous(), name).wait()
+            group.start(tensor.contiguous(), name)._work.wait()
         return {}
 
     def wire(self) -> dict[str, float]:
@@ -120,7 +120,7 @@ class Consumer:
         model, group = self.vllm.model_runner.get_model(), self.vllm._refit._group
         for name, shape, dtype in self._expected():
             tensor = torch.empty(shape, dtype=dtype, device=group.device)
-            group.start(tensor, name).wait()
+            group.start(tensor, name)._work.wait()
             model.load_weights([(name, tensor)])
         return {}
 
@@ -162,7 +162,7 @@ def broadcast_raw(group: Any) -> list[float]:
     for _ in range(RAW_REPETITIONS + WARM_UP):
         synchronize()
         started = time.perf_counter()
-        group.start(buffer, "raw bytes").wait()
+        group.start(buffer, "raw bytes").finish()
         synchronize()
         rates.append(RAW_BYTES / (time.perf_counter() - started) / 1e9)
     return rates[WARM_UP:]

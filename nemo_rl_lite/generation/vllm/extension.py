@@ -26,12 +26,23 @@ class RefitExtension:
         Raises:
             RefitError: a model whose layers compute with tensors that vLLM derives from its weights once, at the start.
         """
-        if self.model_runner.model_config.use_mla:
+        model, config = self.model_runner.get_model(), self.model_runner.model_config
+        if config.use_mla:
             raise RefitError(
                 "models with multi-head latent attention cannot be refitted: vLLM absorbs weights at start"
             )
+        if config.quantization is not None:
+            raise RefitError(
+                f"quantised models ({config.quantization}) cannot be refitted: vLLM packs weights at start"
+            )
+        for backend in _experts_backends(model) if self.device.type == "cuda" else ():
+            if backend not in ("TRITON", "BATCHED_TRITON"):
+                raise RefitError(
+                    f"experts on vLLM's backend {backend} cannot be refitted, since it lays weights out anew at start; "
+                    "set +generation.vllm_kwargs.moe_backend=triton"
+                )
         self._refit = Connection(sources[self.rank], torch.device(self.device))
-        self._destinations = Destinations(self.model_runner.get_model().load_weights)
+        self._destinations = Destinations(model.load_weights, [*model.parameters(), *model.buffers()])
 
     def refit_receive(self) -> RefitReport:
         """Receive all weights and load them: the first time through the model's own loader, then straight into its
@@ -44,12 +55,16 @@ class RefitExtension:
         wanted = {name for name, _ in model.named_parameters()}
         on_cpu = self.device.type == "cpu"
         receiver = self._refit.receiver(keep=on_cpu)
+        is_first = not self._destinations.filled
         if on_cpu:
             loaded = self._load_layerwise(model, receiver)
         else:
             for arrived in receiver:
                 self._destinations.fill(arrived)
             torch.cuda.current_stream().synchronize()
+            if is_first:
+                # It took memory for trials, which the policy or the cache may want.
+                torch.cuda.empty_cache()
             loaded = self._destinations.filled
         stale = sorted(wanted - loaded) if loaded is not None else []
         if stale:
@@ -79,3 +94,10 @@ class RefitExtension:
         loaded = model.load_weights(chain.from_iterable(arrived.named() for arrived in receiver))
         finalize_layerwise_reload(model, self.model_runner.model_config)
         return loaded
+
+
+def _experts_backends(model: torch.nn.Module) -> set[str]:
+    """Names of what vLLM computes unquantised experts with."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    backends = (getattr(method, "unquantized_backend", None) for method in methods)
+    return {backend.name for backend in backends if backend is not None}

@@ -58,12 +58,12 @@ class VLLMEngine:
 
         # Rotary tables have no weights to load; vLLM warns about them at every refit.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-        self._weights = Wholeness()
+        # A GPU engine starts with no weights worth reading: the first refit comes before the first prompt, and one that
+        # leaves out a weight is an error.
+        self._weights = Wholeness(whole=not on_gpu)
         settings = generation.vllm_cfg
         _import_model_class(Path(model_path))
         self._sleeps = on_gpu and generation.colocated.enabled
-        # A GPU engine starts with no weights worth reading: the first refit comes before the first prompt, and one
-        # that leaves out a weight is an error.
         gpu_only: dict[str, Any] = {"enable_sleep_mode": self._sleeps, "load_format": "dummy"} if on_gpu else {}
         ranks = settings.tensor_parallel_size
         self._llm: Any = LLM(
@@ -117,6 +117,7 @@ class VLLMEngine:
     def sleep(self) -> None:
         """Give the GPU's memory to the policy. Does nothing where the engine has a device of its own, or a CPU."""
         if self._sleeps and not self._llm.llm_engine.is_sleeping():
+            self._weights.lose()
             self._llm.sleep(level=SLEEP_LEVEL)
 
     def wake_weights(self) -> None:

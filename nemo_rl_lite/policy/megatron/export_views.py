@@ -7,6 +7,7 @@ resized in place.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,10 @@ class ExportViews:
     def __init__(self, parameters: Sequence[Tensor], tasks: Sequence[Any]):
         """`tasks`: megatron-bridge's conversion tasks."""
         self._storages = {parameter.untyped_storage()._cdata for parameter in parameters}
-        self._tasks = {name: task for task in tasks if task is not None for name in _names(task)}
+        named = [(name, task) for task in tasks if task is not None for name in _names(task)]
+        counts = Counter(name for name, _ in named)
+        # Of several tasks, such as those of experts in one tensor, none gives the weight alone.
+        self._tasks = {name: task for name, task in named if counts[name] == 1}
         self._indices: dict[str, Tensor] = {}
         self._views: list[Named] | None = []
 
@@ -35,7 +39,7 @@ class ExportViews:
             return
         view = exported.detach() if self._is_parameter(exported) else self._part(name, exported)
         if view is None:
-            log.info("weights are exported by megatron-bridge each time: %s is no view of a parameter", name)
+            log.warning("weights are exported by megatron-bridge each time: %s is no view of a parameter", name)
             self._views = None
         else:
             self._views.append((name, view))
@@ -62,7 +66,8 @@ class ExportViews:
             # Where each element comes from: the same conversion of the elements' own places.
             places = torch.arange(parameter.numel(), device=parameter.device).view_as(parameter)
             self._indices |= task.mapping.megatron_to_hf(places, task.megatron_module)
-        layout = strided(self._indices.pop(name), exported.shape)
+        index = self._indices.pop(name, None)
+        layout = None if index is None or index.shape != exported.shape else strided(index, parameter.numel())
         if layout is None:
             return None
         sizes, strides, offset = layout
@@ -70,10 +75,10 @@ class ExportViews:
         return view if same_bytes(view.reshape(exported.shape), exported) else None
 
 
-def strided(index: Tensor, shape: Sequence[int]) -> tuple[list[int], list[int], int] | None:
-    """Sizes, strides and offset of the view that has the elements `index` (of `shape`) of a flat tensor, its first
-    dimension in two where there is a jump; None where it is not so regular."""
-    if not index.dim() or not index.numel():
+def strided(index: Tensor, elements: int) -> tuple[list[int], list[int], int] | None:
+    """Sizes, strides and offset of the view that has the elements `index` of a flat tensor of so many elements, its
+    first dimension in two where there is a jump; None where it is not so regular."""
+    if not index.dim() or not index.numel() or int(index.min()) < 0 or int(index.max()) >= elements:
         return None
     flat, row = index.flatten(), index[0].numel()
     steps = flat[1:] - flat[:-1]
@@ -90,9 +95,9 @@ def strided(index: Tensor, shape: Sequence[int]) -> tuple[list[int], list[int], 
     expected = expected + torch.arange(block, device=flat.device)
     if not torch.equal(flat.view(blocks, block), expected):
         return None
-    inner = list(torch.empty(tuple(shape), device="meta").stride())
+    shape, inner = list(index.shape), list(torch.empty(index.shape, device="meta").stride())
     if blocks == 1:
-        return list(shape), inner, int(begins[0])
+        return shape, inner, int(begins[0])
     return [blocks, block // row, *shape[1:]], [step, *inner], int(begins[0])
 
 

@@ -107,7 +107,7 @@ def test_the_provider_gets_the_modules(monkeypatch):
     assert provider.fine_grained_activation_offloading and provider.offload_modules == ["core_attn", "attn_proj"]
 
 
-@pytest.mark.parametrize(("chosen", "given"), [("mlp", ["mlp_norm"]), ("core_attn,mlp", ["core_attn"])])
+@pytest.mark.parametrize(("chosen", "given"), [("mlp", ["attn_norm"]), ("core_attn,mlp", ["core_attn"])])
 def test_megatron_core_is_not_told_of_the_module_that_is_ours(chosen, given, monkeypatch):
     provider = SimpleNamespace()
     monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")

@@ -217,6 +217,19 @@ def test_recomputation_and_offloading_keep_less_on_the_device():
     assert offloaded.host > 0 and offloaded.device + offloaded.host == plain.device
 
 
+# offload-activations-1x-h100: one sequence of 8192 tokens a micro-batch; GiB of the peak that a set of modules saves.
+SAVED = {"core_attn,attn_proj": 2.53, "mlp": 9.27, "qkv_linear,core_attn,attn_proj,mlp": 14.75}
+
+
+@pytest.mark.parametrize("modules", SAVED)
+def test_offloaded_activations_are_what_was_measured(modules):
+    long = ["policy.max_total_sequence_length=8192", "policy.sequence_packing.train_mb_tokens=8192"]
+    chosen = ["offload=activations", f"{MEGATRON}.offload_modules=[{modules}]"]
+    config = compose_config([*ONE_GPU, *BATCH, *long, *chosen, "generation.vllm_cfg.gpu_memory_utilization=0.3"])
+    offloaded = predict(config, QWEN3, H100)[Phase.TRAIN, Component.ACTIVATIONS].host
+    assert offloaded / GIB == pytest.approx(SAVED[modules], rel=0.01)
+
+
 def test_the_fullest_stage_of_a_pipeline_is_taken():
     wide = replace(model_shape(MODEL_CONFIG), vocabulary=10**6)
     first_fullest = tiny("cluster.cpu_ranks=2", f"{PIPELINE}=2")

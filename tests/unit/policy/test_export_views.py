@@ -40,7 +40,7 @@ def test_views_of_a_fused_parameter_follow_its_values(shape):
 
 def test_one_group_is_one_block():
     index = torch.arange(12).view(4, 3) + 24
-    assert strided(index, (4, 3)) == ([4, 3], [3, 1], 24)
+    assert strided(index, 36) == ([4, 3], [3, 1], 24)
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,14 @@ def test_one_group_is_one_block():
         torch.arange(12).view(4, 3).flip(0),
         torch.arange(12).view(3, 4).t(),
         torch.tensor([[0, 1], [4, 5], [6, 7]]),
+        torch.arange(12).view(4, 3) + 1,
         torch.arange(0),
         torch.tensor(3),
     ],
-    ids=["backwards", "transposed", "irregular", "empty", "a number"],
+    ids=["backwards", "transposed", "irregular", "beyond", "empty", "a number"],
 )
 def test_what_is_less_regular_is_no_view(index):
-    assert strided(index, index.shape) is None
+    assert strided(index, 12) is None
 
 
 @pytest.mark.parametrize(
@@ -75,4 +76,19 @@ def test_a_weight_of_no_task_leaves_the_export_to_the_bridge():
     norm = torch.zeros(2)
     views = ExportViews([norm], [])
     views.show("lm_head", torch.ones(2))
+    assert views.take() is None
+
+
+def test_experts_of_one_exported_tensor_leave_the_export_to_the_bridge():
+    experts = [torch.randn(2, 3), torch.randn(2, 3)]
+    tasks = [task(one, lambda fused, _=None: {"experts": fused.clone()}, ["experts"]) for one in experts]
+    views = ExportViews(experts, tasks)
+    views.show("experts", torch.stack(experts))
+    assert views.take() is None
+
+
+def test_a_weight_that_its_conversion_does_not_name_leaves_the_export_to_the_bridge():
+    fused = torch.randn(4, 4)
+    views = ExportViews([fused], [task(fused, lambda fused, _=None: {"other": fused.clone()}, ["q"])])
+    views.show("q", fused.clone())
     assert views.take() is None

@@ -97,7 +97,7 @@ def refit(destinations: Destinations, values: dict[str, torch.Tensor], bucket_by
 @pytest.mark.parametrize("rank", [0, 1])
 def test_later_refits_give_what_the_loader_gives(rank, bucket_bytes):
     engine, expected = Engine(rank), Engine(rank)
-    destinations = Destinations(engine.load)
+    destinations = Destinations(engine.load, engine.parameters.values())
     for seed in range(3):
         refit(destinations, weights(seed), bucket_bytes)
         expected.load(list(weights(seed).items()))
@@ -108,43 +108,83 @@ def test_later_refits_give_what_the_loader_gives(rank, bucket_bytes):
 
 def test_only_what_the_loader_computes_with_is_left_to_it():
     engine = Engine()
-    destinations = Destinations(engine.load)
+    destinations = Destinations(engine.load, engine.parameters.values())
     refit(destinations, weights(0), 10**6)
     assert engine.calls == [list(weights(0))]
     refit(destinations, weights(1), 10**6)
     assert engine.calls[1:] == [["scale", "cast"]]
-    assert destinations.copied == (7, 2)
+    assert destinations.left == {"scale", "cast"}
 
 
 def test_buffers_in_another_place_do_as_well():
     """A connection that was made anew has other memory."""
     engine, expected = Engine(), Engine()
-    destinations = Destinations(engine.load)
+    destinations = Destinations(engine.load, engine.parameters.values())
     refit(destinations, weights(0), 1024, buffers=1)
     refit(destinations, weights(1), 1024, buffers=3)
     expected.load(list(weights(1).items()))
     assert all(torch.equal(engine.parameters[name], value) for name, value in expected.parameters.items())
 
 
-def test_a_loader_that_copies_do_not_describe_is_called_each_time(caplog):
-    class Shuffles(Engine):
-        def load_norm(self, name, tensor):
-            super().load_norm(name, tensor)
-            # Afterwards, and out of sight: not computed with what came.
-            self.parameters["norm"].data.mul_(3)
+class InPlace(Engine):
+    """Changes what came, before it copies that."""
 
-    engine, expected = Shuffles(), Shuffles()
-    destinations = Destinations(engine.load)
-    refit(destinations, weights(0), 1)
-    assert "so it is called" in caplog.text
-    refit(destinations, weights(1), 1)
-    assert engine.calls[-3:] == [["norm"], ["scale"], ["cast"]]
-    expected.load(list(weights(1).items()))
-    assert all(torch.equal(engine.parameters[name], value) for name, value in expected.parameters.items())
+    def load_norm(self, name, tensor):
+        self.parameters["norm"].data.copy_(tensor.add_(1))
+
+
+class Afterwards(Engine):
+    """Out of sight: not computed with what came."""
+
+    def load_norm(self, name, tensor):
+        super().load_norm(name, tensor)
+        self.parameters["norm"].data.mul_(3)
+
+
+class ThroughATemporary(Engine):
+    def load_norm(self, name, tensor):
+        between = torch.empty(HIDDEN)
+        between.copy_(tensor)
+        self.parameters["norm"].data.copy_(between)
+
+
+class Derived(Engine):
+    """A parameter from another, once that has come."""
+
+    def __init__(self, rank: int = 0):
+        super().__init__(rank)
+        self.parameters["twice"] = torch.nn.Parameter(torch.zeros(HIDDEN))
+
+    def load(self, named):
+        filled = super().load(named)
+        if "norm" in filled:
+            self.parameters["twice"].data.copy_(self.parameters["norm"].data * 2)
+        return filled
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
+@pytest.mark.parametrize("kind", [InPlace, Afterwards, ThroughATemporary, Derived])
+def test_a_loader_that_does_more_than_copy_is_called_each_time(kind, bucket_bytes):
+    engine, expected = kind(), kind()
+    destinations = Destinations(engine.load, engine.parameters.values())
+    for seed in range(3):
+        refit(destinations, weights(seed), bucket_bytes)
+        expected.load(list(weights(seed).items()))
+        assert all(torch.equal(engine.parameters[name], value) for name, value in expected.parameters.items()), seed
+    assert "norm" in destinations.left
+    if bucket_bytes == 1:
+        assert destinations.left == {"norm", "scale", "cast"}
+
+
+def test_numbers_that_are_none_are_copied_as_well():
+    engine = Engine()
+    destinations = Destinations(engine.load, engine.parameters.values())
+    refit(destinations, weights(0) | {"norm": torch.full((HIDDEN,), float("nan")).bfloat16()}, 1)
+    assert "norm" not in destinations.left
 
 
 def test_a_loader_that_does_not_say_what_it_filled():
     engine = Engine()
-    destinations = Destinations(lambda named: (engine.load(named), None)[1])
+    destinations = Destinations(lambda named: (engine.load(named), None)[1], engine.parameters.values())
     refit(destinations, weights(0), 1024)
     assert destinations.filled is None

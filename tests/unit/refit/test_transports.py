@@ -4,7 +4,9 @@ import multiprocessing
 import os
 import pickle
 import time
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.refit import group as refit_group
 from nemo_rl_lite.refit import ipc
 from nemo_rl_lite.refit.broadcast import BroadcastReceiver, BroadcastSender
-from nemo_rl_lite.refit.group import Meeting, RefitGroup
+from nemo_rl_lite.refit.group import Flight, Meeting, RefitGroup
 from nemo_rl_lite.refit.packing import dtype_name, new_buffers
 from nemo_rl_lite.refit.plan import RefitPlan, make_plan
 from nemo_rl_lite.refit.report import RefitReport, compare_checksums
@@ -146,25 +148,27 @@ def test_every_consumer_gets_every_weight_bit_for_bit(way, bucket_bytes, consume
     assert set(sent.seconds) == {"iterate", "pack", "transfer"}
 
 
-def test_a_slow_consumer_of_a_shared_buffer_reads_each_bucket_before_it_is_filled_anew():
-    """Four large buckets through two halves; the producer is always ahead."""
-    weights = {f"layer {index}": torch.full((300_000,), float(index)) for index in range(4)}
+@pytest.mark.parametrize("way", [OneBuffer, Broadcast, ThreeBuffers, SharedBuffer])
+def test_a_slow_consumer_reads_each_bucket_before_its_memory_is_filled_anew(way):
+    """Eight large buckets through fewer buffers; the producer is always ahead, and one consumer of the other."""
+    weights = {f"layer {index}": torch.full((300_000,), float(index)) for index in range(8)}
     plan = plan_of(weights, 10**6)
-    assert len(plan.buckets) == 4
-    refit = SharedBuffer(plan)
+    assert len(plan.buckets) == 8
+    refit = way(plan)
 
     def slow(group):
         seen = {}
         for arrived in refit.receiver(group):
-            time.sleep(0.05)
+            time.sleep(0.05 * group.rank)
             seen |= {name: tensor.clone() for name, tensor in arrived.named()}
         return seen
 
-    _, received = run([lambda group: refit.send(group, weights.items()), slow])
-    assert all(torch.equal(received[name], weight) for name, weight in weights.items())
+    _, *received = run([lambda group: refit.send(group, weights.items()), slow, slow])
+    for seen in received:
+        assert all(torch.equal(seen[name], weight) for name, weight in weights.items())
 
 
-@pytest.mark.parametrize("buffers", [1, 2, 3])
+@pytest.mark.parametrize("buffers", [2, 3])
 def test_the_producer_goes_on_while_a_consumer_loads(buffers):
     """Buckets are exported and sent into each free buffer while the first is being loaded."""
     weights = {f"layer {index}": torch.full((1000,), float(index)) for index in range(8)}
@@ -277,3 +281,46 @@ def test_an_error_in_the_exporter_is_not_taken_for_its_end(way):
     producer = lambda group: refit.send(group, broken_export())  # noqa: E731
     error, _ = run([producer, lambda group: consume(refit.receiver(group))], SHORT)
     assert isinstance(error, ValueError)
+
+
+class Work:
+    """NCCL's, on a GPU: done after so many looks, or never, or with an error."""
+
+    def __init__(self, looks: float, failure: Exception | None = None):
+        self._looks, self._failure, self.waited = looks, failure, False
+
+    def is_completed(self) -> bool:
+        self._looks -= 1
+        return self._looks < 0
+
+    def exception(self) -> Exception | None:
+        return self._failure
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+def on_gpu(work: Work) -> Flight:
+    group = RefitGroup(
+        SimpleNamespace(broadcast=lambda tensor, root: work), 1, torch.device("cuda"), timedelta(seconds=0.2)
+    )
+    return group.start(torch.zeros(1), "layers.0 ... layers.3 (4 tensors), 512 bytes")
+
+
+def test_on_a_gpu_a_broadcast_is_looked_at_until_it_is_done():
+    work = Work(3)
+    flight = on_gpu(work)
+    flight.finish()
+    assert work.waited
+    # Nothing is left to do.
+    flight.finish()
+
+
+def test_on_a_gpu_a_broadcast_that_is_never_done_is_named_within_the_limit():
+    with pytest.raises(RefitError, match=r"rank 1 could not broadcast layers.0 .* \(limit 0.2 s\): timed out"):
+        on_gpu(Work(float("inf"))).finish()
+
+
+def test_on_a_gpu_a_broadcast_that_failed_is_an_error():
+    with pytest.raises(RefitError, match=r"could not broadcast layers.0 .*: NCCL error: remote process exited"):
+        on_gpu(Work(0, RuntimeError("NCCL error: remote process exited"))).finish()
