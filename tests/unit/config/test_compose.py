@@ -44,17 +44,24 @@ def test_scientific_notation_and_whole_numbers_are_numbers():
     assert config.refit.timeout_s == 60
 
 
-def test_environment_variable_sets_the_bucket_size_and_bad_values_are_errors(monkeypatch):
-    monkeypatch.setenv("NRL_REFIT_BUFFER_MEMORY_RATIO", "0.5")
-    assert compose_config().refit.buffer_memory_ratio == 0.5
-    monkeypatch.setenv("NRL_REFIT_BUFFER_MEMORY_RATIO", "half")
-    with pytest.raises(ConfigError, match=r"refit.buffer_memory_ratio = 'half'\n.*must be a number"):
+@pytest.mark.parametrize(
+    ("variable", "key", "good", "bad", "complaint"),
+    [
+        ("NRL_REFIT_BUFFER_MEMORY_RATIO", "buffer_memory_ratio", 0.5, "half", "must be a number"),
+        ("NRL_REFIT_NUM_BUFFERS", "num_buffers", 3, "two", "must be an integer"),
+    ],
+)
+def test_environment_variables_of_the_refit_are_read_and_bad_values_are_errors(
+    variable, key, good, bad, complaint, monkeypatch
+):
+    monkeypatch.setenv(variable, str(good))
+    assert getattr(compose_config().refit, key) == good
+    monkeypatch.setenv(variable, bad)
+    with pytest.raises(ConfigError, match=rf"refit.{key} = '{bad}'\n.*{complaint}"):
         compose_config()
-
-
-def test_an_empty_environment_variable_is_a_readable_error(monkeypatch):
-    monkeypatch.setenv("NRL_REFIT_BUFFER_MEMORY_RATIO", "")
-    with pytest.raises(ConfigError, match="buffer_memory_ratio"):
+    # What is empty is no number either.
+    monkeypatch.setenv(variable, "")
+    with pytest.raises(ConfigError, match=key):
         compose_config()
 
 
