@@ -293,11 +293,10 @@ class Work:
         self._looks -= 1
         return self._looks < 0
 
-    def exception(self) -> Exception | None:
-        return self._failure
-
     def wait(self) -> None:
         self.waited = True
+        if self._failure is not None:
+            raise self._failure
 
 
 def on_gpu(work: Work) -> Flight:
