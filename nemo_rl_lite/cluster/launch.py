@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 CPU_POLICY_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
 # A run on CPUs stays there, also on a machine that has GPUs: Ray no longer hides them from who asked for none.
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-# How many queues of work the GPU takes from a process. In a single one, a copy that waits for the copy before it may hold
-# up kernels given later; tensor parallelism in megatron-core needs just that order, to overlap its communication with
-# computation.
+# How many queues of work the GPU takes from a process. In a single one, a copy that waits for the copy before it may
+# hold up kernels given later; tensor parallelism in megatron-core needs just that order, to overlap its communication
+# with computation.
 ONE_QUEUE, MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
