@@ -130,10 +130,10 @@ def launch_policy(reserved: Reserved, model_path: Path) -> RemotePolicy:
 
 
 def _policy_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
-    tensor_parallel = config.policy.megatron_cfg.tensor_model_parallel_size > 1
-    environment = (
-        (ONE_QUEUE if tensor_parallel else MANY_QUEUES) if on_gpus(config) else CPU_POLICY_ENVIRONMENT | NO_GPU
-    )
+    if not on_gpus(config):
+        environment = CPU_POLICY_ENVIRONMENT | NO_GPU
+    else:
+        environment = ONE_QUEUE if config.policy.megatron_cfg.tensor_model_parallel_size > 1 else MANY_QUEUES
     environment = environment | {"OMP_NUM_THREADS": str(_threads(config, policy_ranks(config)))}
     environment |= activations.environment(config.policy.megatron_cfg)
     log.info("environment of the policy: %s", environment)

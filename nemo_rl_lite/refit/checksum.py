@@ -21,7 +21,12 @@ class Checksums:
         self._sums: list[Tensor] = []
 
     def add(self, buffer: Tensor) -> None:
-        """The buffer may change afterwards as whatever its device's current stream does next."""
+        """Of a contiguous uint8 tensor whose length is a multiple of 8. What the device's current stream does next may
+        change it.
+
+        Raises:
+            ValueError: another dtype, layout or length.
+        """
         if self._every:
             self._sums.append(_sum(buffer, self._every))
 
@@ -30,20 +35,12 @@ class Checksums:
         return [number & (2**64 - 1) for number in torch.stack(self._sums).tolist()] if self._sums else []
 
 
-def checksum(buffer: Tensor) -> int:
-    """A 64-bit checksum of a contiguous uint8 tensor whose length is a multiple of 8.
+def _sum(buffer: Tensor, every: int) -> Tensor:
+    """The checksum of one chunk in `every`, a number on the buffer's device.
 
     Sum modulo 2^64 of the 64-bit words, each mixed with its position by steps that can be undone, so a single changed
     word always changes it; words that change or change places together do but for chance (2^-64). Not cryptographic.
-
-    Raises:
-        ValueError: another dtype, layout or length.
     """
-    return int(_sum(buffer, every=1).item()) & (2**64 - 1)
-
-
-def _sum(buffer: Tensor, every: int) -> Tensor:
-    """The checksum of one chunk in `every`, a number on the buffer's device."""
     if buffer.dtype != torch.uint8 or not buffer.is_contiguous() or buffer.numel() % 8:
         raise ValueError(f"a contiguous uint8 tensor of 8n bytes is needed, got {buffer.dtype}, {buffer.numel()} bytes")
     words = buffer.view(-1).view(torch.int64)

@@ -35,8 +35,45 @@ SHARED = ["policy=megatron_gpu", "generation=vllm_gpu", "cluster.gpus_per_node=1
 BUCKETS = {"256 MB": 256 * 10**6, "1 GB": 10**9} if ON_GPU else {"300 kB": 300_000, "1 MB": 10**6}
 
 
-class Producer:
+class Side:
+    """What both processes do alike. `plan`, `group` and `buffers` are those of the connection."""
+
+    rank: int
+    plan: Any
+    group: Any
+    buffers: torch.Tensor
+
+    def wire(self) -> dict[str, float]:
+        """All buckets' bytes, with nothing packed and nothing loaded."""
+        flights = []
+        for index, bucket in enumerate(self.plan.buckets):
+            buffer = self.buffers[index % len(self.buffers), : bucket.nbytes]
+            flights.append(self.group.start(buffer, "a bucket"))
+        for flight in flights:
+            flight.finish()
+        return {}
+
+    def raw(self) -> list[float]:
+        """GB/s of one large broadcast after another."""
+        buffer, rates = torch.zeros(RAW_BYTES, dtype=torch.uint8, device=self.group.device), []
+        for _ in range(RAW_REPETITIONS + WARM_UP):
+            synchronize()
+            started = time.perf_counter()
+            self.group.broadcast(buffer, "raw bytes")
+            synchronize()
+            rates.append(RAW_BYTES / (time.perf_counter() - started) / 1e9)
+        return rates[WARM_UP:]
+
+    def packed_join(self, port: int) -> None:
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        self._packed = NCCLWeightTransferEngine._stateless_init_process_group(HOST, port, self.rank, 2, 0)
+
+
+class Producer(Side):
     """The policy's process."""
+
+    rank = 0
 
     def __init__(self, config: Config, model: str):
         from nemo_rl_lite.policy.megatron.worker import MegatronWorker
@@ -47,7 +84,7 @@ class Producer:
         self.worker.prepare_for_refit(engine_bytes=0)
         self._views: Any = None
 
-    def plan(self, config: RefitConfig) -> Any:
+    def lay_out(self, config: RefitConfig) -> Any:
         plan = self.worker.plan_refit(config)
         self._views = self.worker._views
         return plan
@@ -57,6 +94,9 @@ class Producer:
 
     def join(self) -> None:
         self.worker.join_refit(consumers=1)
+        sender: Any = self.worker._sender
+        self.plan, self.group = self.worker._plan, sender._group
+        self.buffers = sender._staging if hasattr(sender, "_staging") else sender._buffers
 
     def ours(self) -> dict[str, float]:
         return self.worker.send_weights().seconds
@@ -70,20 +110,9 @@ class Producer:
             self.worker._views = self._views
 
     def serial(self) -> dict[str, float]:
-        group = self.worker._sender._group
         for name, tensor in self.worker._export():
-            group.start(tensor.contiguous(), name)._work.wait()
+            self.group.start(tensor.contiguous(), name)._work.wait()
         return {}
-
-    def wire(self) -> dict[str, float]:
-        send_buckets(self.worker._plan, self.worker._sender._group, self.worker._sender._buffers)
-        return {}
-
-    def raw(self) -> list[float]:
-        return broadcast_raw(self.worker._sender._group)
-
-    def packed_join(self, port: int) -> None:
-        self._packed = packed_group(port, 0)
 
     def packed(self) -> dict[str, float]:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
@@ -92,8 +121,10 @@ class Producer:
         return {}
 
 
-class Consumer:
+class Consumer(Side):
     """The engine's process."""
+
+    rank = 1
 
     def __init__(self, config: Config, model: str):
         from nemo_rl_lite.generation.vllm.worker import VLLMEngine, environment
@@ -103,8 +134,8 @@ class Consumer:
         (self.vllm,) = self.engine._llm.collective_rpc(lambda worker: [worker])[0]
 
     def join(self, source: Source) -> None:
-        self.source = source
         self.engine.join_refit([source])
+        self.plan, self.group, self.buffers = source.plan, self.vllm._refit._group, self.vllm._refit._buffers
 
     def ours(self) -> dict[str, float]:
         return self.engine.receive_weights()[0].seconds
@@ -117,22 +148,12 @@ class Consumer:
         return receiver.report.seconds
 
     def serial(self) -> dict[str, float]:
-        model, group = self.vllm.model_runner.get_model(), self.vllm._refit._group
+        model = self.vllm.model_runner.get_model()
         for name, shape, dtype in self._expected():
-            tensor = torch.empty(shape, dtype=dtype, device=group.device)
-            group.start(tensor, name)._work.wait()
+            tensor = torch.empty(shape, dtype=dtype, device=self.group.device)
+            self.group.start(tensor, name)._work.wait()
             model.load_weights([(name, tensor)])
         return {}
-
-    def wire(self) -> dict[str, float]:
-        send_buckets(self.source.plan, self.vllm._refit._group, self.vllm._refit._buffers)
-        return {}
-
-    def raw(self) -> list[float]:
-        return broadcast_raw(self.vllm._refit._group)
-
-    def packed_join(self, port: int) -> None:
-        self._packed = packed_group(port, 1)
 
     def packed(self) -> dict[str, float]:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
@@ -143,35 +164,8 @@ class Consumer:
         return {}
 
     def _expected(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        slots = (slot for bucket in self.source.plan.buckets for slot in bucket.slots)
+        slots = (slot for bucket in self.plan.buckets for slot in bucket.slots)
         return [(slot.name, slot.shape, getattr(torch, slot.dtype)) for slot in slots]
-
-
-def send_buckets(plan: Any, group: Any, buffers: torch.Tensor) -> None:
-    """All buckets' bytes, with nothing packed and nothing loaded."""
-    flights = []
-    for index, bucket in enumerate(plan.buckets):
-        flights.append(group.start(buffers[index % len(buffers), : bucket.nbytes], "a bucket"))
-    for flight in flights:
-        flight.finish()
-
-
-def broadcast_raw(group: Any) -> list[float]:
-    """GB/s of one large broadcast after another."""
-    buffer, rates = torch.zeros(RAW_BYTES, dtype=torch.uint8, device=group.device), []
-    for _ in range(RAW_REPETITIONS + WARM_UP):
-        synchronize()
-        started = time.perf_counter()
-        group.start(buffer, "raw bytes").finish()
-        synchronize()
-        rates.append(RAW_BYTES / (time.perf_counter() - started) / 1e9)
-    return rates[WARM_UP:]
-
-
-def packed_group(port: int, rank: int) -> Any:
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
-    return NCCLWeightTransferEngine._stateless_init_process_group(HOST, port, rank, 2, 0)
 
 
 def synchronize() -> None:
@@ -224,7 +218,7 @@ class Pair:
 
     def connect(self, config: RefitConfig) -> int:
         """With these settings from now on; bytes of a refit."""
-        plan = self.one(0, "plan", config)
+        plan = self.one(0, "lay_out", config)
         port, staging = self.one(0, "open", self.shared)
         self._pipes[0].send(("join", ()))
         self._pipes[1].send(("join", (Source(plan, config, Meeting(HOST, port, 1, 2), staging),)))
@@ -281,7 +275,6 @@ def main() -> None:
                 keep(stage, setting, "s", values)
             if not shared:
                 keep("transfer alone", setting, "GB/s", [nbytes / 1e9 / one for one in pair.times("wire")[0]])
-    last = setting
     for verify in ("sample", "full"):
         pair.connect(replace(base, bucket_bytes=size, verify=verify))
         keep("whole refit", f"{bucket} buckets, 2 buffers, verify={verify}", "s", pair.times("ours")[0])
@@ -294,29 +287,27 @@ def main() -> None:
         keep("whole refit", "tensor by tensor, one step after the other", "s", pair.times("serial")[0])
         pair.both("packed_join", free_port())
         keep("whole refit", "vLLM's packed transfer", "s", pair.times("packed")[0])
-    keep("bytes of a refit", last, "GB", [nbytes / 1e9])
+    keep("bytes of a refit", setting, "GB", [nbytes / 1e9])
     found = bars(medians, nbytes / 1e9, shared) if ON_GPU else []
     name = f"refit-{where}-{Path(model).name}"
     sys.stdout.write(record.write(name, results, found).read_text())
 
 
 def bars(medians: dict[tuple[str, str], float], gigabytes: float, shared: bool) -> list[dict]:
-    ours = {
-        setting: value for (name, setting), value in medians.items() if name == "whole refit" and "buffers" in setting
-    }
-    plain = {setting: value for setting, value in ours.items() if "verify" not in setting}
+    whole = {setting: value for (name, setting), value in medians.items() if name == "whole refit"}
+    plain = {setting: value for setting, value in whole.items() if setting.endswith("buffers")}
     best = min(plain.values())
-    loader = medians["whole refit", "bridge's export and the engine's loader"]
+    loader = whole["bridge's export and the engine's loader"]
     if shared:
         return [
             record.bar("whole refit, s", best, 0.15, at_least=False),
             record.bar("times faster than export and loader", loader / best, 3, at_least=True),
         ]
-    serial = medians["whole refit", "tensor by tensor, one step after the other"]
+    serial = whole["tensor by tensor, one step after the other"]
     one = min(value for setting, value in plain.items() if ", 1 buffers" in setting)
     raw = medians["repeated raw broadcast", f"{RAW_BYTES} bytes"]
     wire = max(value for (name, _), value in medians.items() if name == "transfer alone")
-    packed = medians["whole refit", "vLLM's packed transfer"]
+    packed = whole["vLLM's packed transfer"]
     return [
         record.bar("times faster than the same steps one after the other", serial / best, 2.4, at_least=True),
         record.bar("times faster than with one buffer", one / best, 1.5, at_least=True),

@@ -15,10 +15,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 
 from nemo_rl_lite.cluster.host import free_port
 from nemo_rl_lite.refit.destinations import Destinations
-from nemo_rl_lite.refit.packing import Arrived, dtype_name, new_buffers, pack
-from nemo_rl_lite.refit.plan import make_plan
-
-CPU = torch.device("cpu")
+from tests.unit.refit.test_destinations import refit
 
 
 def main(folder: str, other: str) -> None:
@@ -34,7 +31,7 @@ def main(folder: str, other: str) -> None:
     expected = {name: parameter.clone() for name, parameter in model.named_parameters()}
     destinations = Destinations(model.load_weights, [*model.parameters(), *model.buffers()])
     for values in (first, second):
-        refit(destinations, values)
+        refit(destinations, values, bucket_bytes=100_000)
     assert destinations.filled == set(expected), set(expected) ^ destinations.filled
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected[name]), name
@@ -45,15 +42,6 @@ def weights(folder: str) -> dict[str, torch.Tensor]:
     return {
         name: tensor for file in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(file).items()
     }
-
-
-def refit(destinations: Destinations, values: dict[str, torch.Tensor]) -> None:
-    plan = make_plan([(name, tuple(one.shape), dtype_name(one.dtype)) for name, one in values.items()], 100_000)
-    memory, tensors = new_buffers(plan, 2, CPU), iter(values.items())
-    for index, bucket in enumerate(plan.buckets):
-        buffer = memory[index % len(memory), : bucket.nbytes]
-        pack(bucket, [next(tensors) for _ in bucket.slots], buffer)
-        destinations.fill(Arrived(index, bucket, buffer))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,18 @@
 import pytest
 import torch
 
-from nemo_rl_lite.refit.checksum import _SAMPLED, _WORDS, Checksums, checksum
+from nemo_rl_lite.refit.checksum import _SAMPLED, _WORDS, Checksums
 
 
 def random_bytes(size: int) -> torch.Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+
+
+def checksum(buffer: torch.Tensor) -> int:
+    sums = Checksums("full")
+    sums.add(buffer)
+    (value,) = sums.values()
+    return value
 
 
 def test_equal_bytes_have_equal_checksums_and_any_changed_byte_shows():
