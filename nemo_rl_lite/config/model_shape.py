@@ -14,7 +14,6 @@ from nemo_rl_lite.errors import LauncherError
 class ModelShape:
     """Sizes from config.json. `max_positions` is in tokens."""
 
-    """Hugging Face's `model_type`."""
     layers: int
     hidden: int
     ffn: int

@@ -36,6 +36,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
     # 1.5 B parameters, of which a token meets 0.5 B.
     "qwen3-moe-1.5b": {
         "model_type": "qwen3_moe",
@@ -55,13 +64,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 def model_config(shape: str, **tokens: Any) -> PretrainedConfig:
     """The Hugging Face configuration of SHAPE or SHAPE:LAYERS. Raises KeyError: no such shape."""
     name, _, layers = shape.partition(":")
-    sizes = SHAPES[name] | ({"num_hidden_layers": int(layers)} if layers else {})
+    sizes = {"tie_word_embeddings": True} | SHAPES[name] | ({"num_hidden_layers": int(layers)} if layers else {})
     return AutoConfig.for_model(
         vocab_size=VOCABULARY,
         head_dim=128,
         max_position_embeddings=40960,
         rope_theta=1_000_000.0,
-        tie_word_embeddings=True,
         **sizes,
         **tokens,
     )

@@ -19,7 +19,7 @@ import record
 import torch
 
 from nemo_rl_lite.cluster.host import free_port
-from nemo_rl_lite.cluster.launch import MANY_QUEUES, policy_arguments
+from nemo_rl_lite.cluster.launch import MANY_QUEUES
 from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.config.schema import Config, RefitConfig
 from nemo_rl_lite.refit.consumer import Source
@@ -70,58 +70,60 @@ class Side:
         self._packed = NCCLWeightTransferEngine._stateless_init_process_group(HOST, port, self.rank, 2, 0)
 
 
-class Producer(Side):
+class PolicySide(Side):
     """The policy's process."""
 
     rank = 0
 
     def __init__(self, config: Config, model: str):
-        from nemo_rl_lite.policy.megatron.worker import MegatronWorker
+        from nemo_rl_lite.policy.megatron.model import build_model
+        from nemo_rl_lite.policy.megatron.producer import Producer
 
         place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": HOST}
         os.environ.update(place | {"MASTER_PORT": str(free_port())})
-        self.worker = MegatronWorker(**policy_arguments(config, Path(model)) | {"keep_reference": False})
-        self.worker.prepare_for_refit(engine_bytes=0)
-        self._views: Any = None
+        cluster = config.cluster
+        self.producer = Producer(build_model(config.policy, model, ON_GPU, cluster.collective_timeout_s, seed=0))
 
     def lay_out(self, config: RefitConfig) -> Any:
-        plan = self.worker.plan_refit(config)
-        self._views = self.worker._views
-        return plan
+        return self.producer.plan(config)
 
     def open(self, shared: bool) -> Any:
-        return self.worker.open_refit(HOST, shared)
+        return self.producer.open(HOST, shared)
 
     def join(self) -> None:
-        self.worker.join_refit(consumers=1)
-        sender: Any = self.worker._sender
-        self.plan, self.group = self.worker._plan, sender._group
+        self.producer.join(consumers=1)
+        sender: Any = self.producer.sender
+        self.plan, self.group = sender._plan, sender._group
         self.buffers = sender._staging if hasattr(sender, "_staging") else sender._buffers
 
     def ours(self) -> dict[str, float]:
-        return self.worker.send_weights().seconds
+        return self._sent()
 
     def loader(self) -> dict[str, float]:
         """With megatron-bridge's export each time."""
-        self.worker._views = None
+        views, self.producer.views = self.producer.views, None
         try:
-            return self.worker.send_weights().seconds
+            return self._sent()
         finally:
-            self.worker._views = self._views
+            self.producer.views = views
 
     def serial(self) -> dict[str, float]:
-        for name, tensor in self.worker._export():
+        for name, tensor in self.producer.export():
             self.group.start(tensor.contiguous(), name)._work.wait()
         return {}
 
     def packed(self) -> dict[str, float]:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
-        packed_nccl_broadcast_producer(iter(self.worker._export()), self._packed, 0, lambda item: item[1])
+        packed_nccl_broadcast_producer(iter(self.producer.export()), self._packed, 0, lambda item: item[1])
         return {}
 
+    def _sent(self) -> dict[str, float]:
+        report = self.producer.send()
+        return report.seconds if report else {}
 
-class Consumer(Side):
+
+class EngineSide(Side):
     """The engine's process."""
 
     rank = 1
@@ -200,7 +202,7 @@ class Pair:
     def __init__(self, shared: bool):
         spawn = multiprocessing.get_context("spawn")
         self._pipes, self.shared = [], shared
-        for index, side in enumerate((Producer, Consumer)):
+        for index, side in enumerate((PolicySide, EngineSide)):
             ours, theirs = spawn.Pipe()
             device = {"CUDA_VISIBLE_DEVICES": str(0 if shared else index)} if ON_GPU else {}
             environment = device | MANY_QUEUES | {"TORCH_COMPILE_DISABLE": "0" if ON_GPU else "1"}
@@ -254,8 +256,12 @@ def main() -> None:
     layout = (SHARED if shared else GPU) if ON_GPU else []
     config = compose_config([f"policy.model_name={model}", *layout, *overrides])
     pair = Pair(shared)
-    pair.one(1, "make", config, model)
-    pair.one(0, "make", config, model)
+    if shared:
+        # An engine measures the GPU while it starts.
+        pair.one(1, "make", config, model)
+        pair.one(0, "make", config, model)
+    else:
+        pair.both("make", config, model)
     results, medians = [], {}
 
     def keep(name: str, setting: str, unit: str, values: list[float]) -> None:

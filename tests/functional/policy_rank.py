@@ -95,13 +95,13 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
 
 def views_are_the_export(worker: MegatronWorker) -> bool | None:
     """Whether what is sent at a refit is what megatron-bridge exports now; None where that itself is sent."""
-    if worker._views is None:
+    if worker._producer.views is None:
         return None
-    exported = list(worker._export())
-    assert [name for name, _ in exported] == [name for name, _ in worker._views]
+    exported = list(worker._producer.export())
+    assert [name for name, _ in exported] == [name for name, _ in worker._producer.views]
     return all(
         torch.equal(view.reshape(tensor.shape), tensor)
-        for (_, view), (_, tensor) in zip(worker._views, exported, strict=True)
+        for (_, view), (_, tensor) in zip(worker._producer.views, exported, strict=True)
     )
 
 

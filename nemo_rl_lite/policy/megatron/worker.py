@@ -3,10 +3,8 @@
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -19,19 +17,16 @@ from nemo_rl_lite.offload.cpu_optimizer import stays_on_host, step_threads
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.policy.megatron.batches import forward_backward, forward_logprobs
-from nemo_rl_lite.policy.megatron.export_views import ExportViews
 from nemo_rl_lite.policy.megatron.memory import host_registrar, phase_memory
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.policy.megatron.model import ParallelPlace, build_model
 from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
 from nemo_rl_lite.policy.megatron.optimizer import build_optimizer
+from nemo_rl_lite.policy.megatron.producer import Producer
 from nemo_rl_lite.policy.megatron.reference import ReferenceWeights
-from nemo_rl_lite.refit import group as refit_group
-from nemo_rl_lite.refit import ipc
-from nemo_rl_lite.refit.broadcast import BroadcastSender
-from nemo_rl_lite.refit.packing import dtype_name
-from nemo_rl_lite.refit.plan import RefitPlan, bucket_size, make_plan
-from nemo_rl_lite.refit.report import Named, RefitReport
+from nemo_rl_lite.refit.ipc import StagingHandle
+from nemo_rl_lite.refit.plan import RefitPlan
+from nemo_rl_lite.refit.report import RefitReport
 
 log = logging.getLogger(__name__)
 
@@ -80,13 +75,7 @@ class MegatronWorker:
         log.info("micro-batches: %s for training, %s for logprobs", self._train_layout, self._logprob_layout)
         self._phases = phase_memory(policy, self._model, self._optimizer, residency)
         self._memory = MemoryMeter(self._phases.device_bytes)
-        self._conversion_tasks: list[Any] | None = None
-        self._refit: RefitConfig | None = None
-        self._plan: RefitPlan | None = None
-        self._views: list[Named] | None = None
-        self._store: Any = None
-        self._staging: tuple[Tensor, ipc.StagingHandle] | None = None
-        self._sender: BroadcastSender | ipc.IpcSender | None = None
+        self._producer = Producer(self._model)
 
     def place(self) -> ParallelPlace:
         return self._model.place
@@ -169,75 +158,30 @@ class MegatronWorker:
 
     def plan_refit(self, config: RefitConfig) -> RefitPlan | None:
         """Lay the exported weights into buckets, once; rank 0 returns the plan."""
-        self._refit = config
-        views = ExportViews(self._model.parameters(), self._tasks()) if self._model.place.is_whole else None
-        weights = []
-        for name, tensor in self._export():
-            weights.append((name, tuple(tensor.shape), dtype_name(tensor.dtype)))
-            if views is not None:
-                views.show(name, tensor)
-        self._views = views.take() if views is not None else None
-        on_gpu = self._model.device.type == "cuda"
-        memory = torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().total
-        size = bucket_size(memory, config.buffer_memory_ratio, config.bucket_bytes)
-        self._plan = make_plan(weights, size)
-        return None if self._rank else self._plan
+        self._phases.require(Component.PARAMETERS)
+        plan = self._producer.plan(config)
+        return None if self._rank else plan
 
-    def open_refit(self, host: str, shared_device: bool) -> tuple[int, ipc.StagingHandle | None]:
-        """Open this rank's meeting point as a producer; its port, and for consumers on the same device the handle of
-        the buffer that weights will lie in."""
-        if self._plan is None or self._refit is None:
-            raise RuntimeError("open_refit needs plan_refit first")
-        self._store = refit_group.host_store(host, self._refit.timeout_s)
-        if shared_device:
-            self._staging = ipc.new_staging(self._plan, self._model.device)
-        return self._store.port, self._staging[1] if self._staging else None
+    def open_refit(self, host: str, shared_device: bool) -> tuple[int, StagingHandle | None]:
+        """See `Producer.open`."""
+        return self._producer.open(host, shared_device)
 
     def join_refit(self, consumers: int) -> None:
-        """Meet this rank's consumers; returns when all have joined. A rank without consumers only exports."""
-        if self._plan is None or self._refit is None or self._store is None:
-            raise RuntimeError("join_refit needs plan_refit and open_refit first")
-        if not consumers:
-            return
-        verify, limit = self._refit.verify, self._refit.timeout_s
-        device = self._model.device if self._staging is None else torch.device("cpu")
-        group = refit_group.join(self._store, 0, 1 + consumers, device, limit)
-        if self._staging is None:
-            self._sender = BroadcastSender(self._plan, group, verify, self._refit.num_buffers)
-        else:
-            staging, handle = self._staging
-            group.meet("the staging buffer")
-            ipc.forget(handle)
-            self._sender = ipc.IpcSender(self._plan, group, staging, verify)
+        """See `Producer.join`."""
+        self._producer.join(consumers)
 
     def send_weights(self) -> RefitReport | None:
-        """Send the current weights to this rank's consumers; without any, take part in the export all the same."""
+        """Send the current weights to this rank's consumers, if it has any."""
         with self._memory.phase("refit"):
             self._phases.require(Component.PARAMETERS)
-            if self._sender is not None:
-                return self._sender.send(self._export() if self._views is None else self._views)
-            if not self._model.place.is_whole:
-                for _ in self._export():
-                    pass
-            return None
+            return self._producer.send()
 
     def export_hf(self, path: str) -> None:
         """Write the model with its configuration and tokenizer in Hugging Face format to the folder `path`."""
-        weights = list(self._export(to_host=True))
+        self._phases.require(Component.PARAMETERS)
+        weights = list(self._producer.export(to_host=True))
         if self._rank == 0:
             write_hf_folder(weights, self._model_path, Path(path))
-
-    def _export(self, to_host: bool = False) -> Any:
-        self._phases.require(Component.PARAMETERS)
-        on_host = to_host or self._model.device.type == "cpu"
-        return self._model.bridge.export_hf_weights(
-            self._model.chunks, cpu=on_host, show_progress=False, conversion_tasks=self._tasks()
-        )
-
-    def _tasks(self) -> list[Any]:
-        if self._conversion_tasks is None:
-            self._conversion_tasks = self._model.bridge.get_conversion_tasks(self._model.chunks)
-        return self._conversion_tasks
 
     def _score(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str, then_train: bool) -> np.ndarray | None:
         self._phases.require(Component.PARAMETERS)
