@@ -6,14 +6,14 @@ run on streams of their own beside whatever the device computes.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nemo_rl_lite.offload.arena import HostArena
+from nemo_rl_lite.offload.copies import Copies
 from nemo_rl_lite.offload.storages import Span, host_bytes, lay_out, storages_of
 
 # Until a move has shown the link's rate.
@@ -54,7 +54,7 @@ class _Flight:
     to_host: bool
     parked: list[Span]
     begun_s: float
-    copies: "_Copies"
+    copies: Copies
 
 
 class Movable:
@@ -124,9 +124,7 @@ class Movable:
         began = time.perf_counter()
         parked = lay_out(storages_of(self._tensors(), self._device))
         host = self._arena.reserve(host_bytes(parked))
-        with _copying(self._streams[True]) as copies:
-            for one in parked:
-                one.of(host).copy_(one.device_bytes(), non_blocking=True)
+        copies = Copies([(one.of(host), one.device_bytes()) for one in parked], self._streams[True])
         self._flight = _Flight(True, parked, time.perf_counter() - began, copies)
 
     def come_back(self) -> None:
@@ -147,9 +145,7 @@ class Movable:
             _free(self._parked)
             raise
         host = self._arena.reserve(host_bytes(self._parked))
-        with _copying(self._streams[False]) as copies:
-            for one in self._parked:
-                one.device_bytes().copy_(one.of(host), non_blocking=True)
+        copies = Copies([(one.device_bytes(), one.of(host)) for one in self._parked], self._streams[False])
         self._flight = _Flight(False, self._parked, time.perf_counter() - began, copies)
         self.recount()
 
@@ -185,45 +181,6 @@ class Movable:
         if self._parked:
             raise RuntimeError(f"{self.name} are in host memory only: come back before it is released")
         self._arena.release()
-
-
-class _Copies:
-    """Copies that were issued, on a stream or at once; their duration."""
-
-    def __init__(self) -> None:
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self._began, self._seconds = time.perf_counter(), 0.0
-
-    def issued(self, events: "tuple[torch.cuda.Event, torch.cuda.Event] | None") -> None:
-        self._events, self._seconds = events, time.perf_counter() - self._began
-
-    def done(self) -> bool:
-        return self._events is None or self._events[1].query()
-
-    def wait(self) -> None:
-        if self._events is not None:
-            self._events[1].synchronize()
-
-    def seconds(self) -> float:
-        return self._events[0].elapsed_time(self._events[1]) / 1e3 if self._events else self._seconds
-
-
-@contextmanager
-def _copying(stream: "torch.cuda.Stream | None") -> Iterator[_Copies]:
-    """Copies of the block go to `stream`, behind what the current stream was given before: memory that was taken or
-    written there is ready by then."""
-    copies = _Copies()
-    if stream is None:
-        yield copies
-        copies.issued(None)
-        return
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        events[0].record()
-        yield copies
-        events[1].record()
-    copies.issued(events)
 
 
 def _free(parked: list[Span]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_rl_lite.refit.checksum import Checksums, Verify
 from nemo_rl_lite.refit.group import Flight, RefitGroup
-from nemo_rl_lite.refit.packing import Arrived, new_buffers, pack
+from nemo_rl_lite.refit.packing import Arrived, Packer, new_buffers
 from nemo_rl_lite.refit.plan import Bucket, RefitPlan
 from nemo_rl_lite.refit.report import Named, RefitReport, by_bucket
 
@@ -23,6 +23,7 @@ class BroadcastSender:
     def __init__(self, plan: RefitPlan, group: RefitGroup, verify: Verify, buffers: int):
         self._plan, self._group, self._verify = plan, group, verify
         self._buffers = new_buffers(plan, buffers, group.device)
+        self._packer = Packer(plan, self._buffers)
 
     def send(self, tensors: Iterable[Named]) -> RefitReport:
         """Send `tensors`, which must come in the plan's order, to every consumer of the group.
@@ -40,8 +41,7 @@ class BroadcastSender:
             if index >= len(self._buffers):
                 flights[index - len(self._buffers)].finish()
             clock = report.add("transfer", clock)
-            buffer = self._buffers[index % len(self._buffers), : bucket.nbytes]
-            pack(bucket, named, buffer)
+            buffer = self._packer.pack(index, named)
             checksums.add(buffer)
             report.add("pack", clock)
             flights.append(self._group.start(buffer, _described(bucket)))

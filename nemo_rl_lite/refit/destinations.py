@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nemo_rl_lite.refit.packing import Arrived, copy_all, same_bytes
+from nemo_rl_lite.refit.packing import Arrived, CopyList, same_bytes
 from nemo_rl_lite.refit.report import Named
 
 log = logging.getLogger(__name__)
@@ -50,9 +50,14 @@ class _Route:
 
     copies: list[_Copy]
     left: set[str]
+    _ready: tuple[int, CopyList] | None = None
 
     def copy(self, buffer: Tensor) -> None:
-        copy_all([one.target for one in self.copies], [one.source(buffer) for one in self.copies])
+        """A bucket mostly comes in the same memory, so the views of it are kept."""
+        if self._ready is None or self._ready[0] != buffer.data_ptr():
+            sources = [one.source(buffer) for one in self.copies]
+            self._ready = buffer.data_ptr(), CopyList([one.target for one in self.copies], sources)
+        self._ready[1].run()
 
 
 class Destinations:

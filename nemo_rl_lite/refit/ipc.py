@@ -18,7 +18,7 @@ from torch import Tensor
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.refit.checksum import Checksums, Verify
 from nemo_rl_lite.refit.group import RefitGroup
-from nemo_rl_lite.refit.packing import Arrived, new_buffers, pack
+from nemo_rl_lite.refit.packing import Arrived, Packer, new_buffers
 from nemo_rl_lite.refit.plan import RefitPlan
 from nemo_rl_lite.refit.report import Named, RefitReport, by_bucket
 
@@ -90,6 +90,7 @@ class IpcSender:
 
     def __init__(self, plan: RefitPlan, group: RefitGroup, staging: Tensor, verify: Verify):
         self._plan, self._group, self._staging, self._verify = plan, group, staging, verify
+        self._packer = Packer(plan, staging)
 
     def send(self, tensors: Iterable[Named]) -> RefitReport:
         """Lay `tensors`, which must come in the plan's order, into the staging buffer, bucket by bucket.
@@ -103,8 +104,7 @@ class IpcSender:
         self._group.announce(self._plan.digest)
         for index, (bucket, named) in enumerate(by_bucket(self._plan, tensors, report)):
             clock = time.perf_counter()
-            buffer = self._staging[index % len(self._staging), : bucket.nbytes]
-            pack(bucket, named, buffer)
+            buffer = self._packer.pack(index, named)
             checksums.add(buffer)
             _settle(buffer)
             clock = report.add("pack", clock)

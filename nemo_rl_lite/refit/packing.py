@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
-from operator import not_
 
 import torch
 from torch import Tensor
@@ -32,33 +30,60 @@ def new_buffers(plan: RefitPlan, count: int, device: torch.device) -> Tensor:
     return torch.zeros(min(count, len(plan.buckets)), largest, dtype=torch.uint8, device=device)
 
 
-def pack(bucket: Bucket, tensors: Sequence[Named], buffer: Tensor) -> None:
-    """Copy named tensors (any device and layout) to their places in `buffer`. A tensor's first dimension may be in two.
+class Packer:
+    """Puts the tensors of bucket after bucket into `buffers` (of `new_buffers`) in turn. Finds once where each goes."""
 
-    Raises:
-        RefitError: the tensors are not those of the plan.
-    """
-    places = []
-    for slot, (name, tensor) in zip(bucket.slots, tensors, strict=True):
-        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
-        joined = (shape[0] * shape[1], *shape[2:]) if len(shape) == len(slot.shape) + 1 else shape
-        if (name, joined, dtype) != (slot.name, slot.shape, slot.dtype):
-            planned = f"{slot.name} {list(slot.shape)} {slot.dtype}"
-            raise RefitError(f"the plan expects {planned}, the model gave {name} {list(shape)} {dtype}")
-        places.append(view(buffer, slot).view(shape))
-    copy_all(places, [tensor for _, tensor in tensors])
+    def __init__(self, plan: RefitPlan, buffers: Tensor):
+        self._buckets, self._buffers = plan.buckets, buffers
+        self._places: dict[int, list[Tensor]] = {}
+
+    def buffer(self, index: int) -> Tensor:
+        """The bytes of bucket `index`, uint8 [nbytes]."""
+        return self._buffers[index % len(self._buffers), : self._buckets[index].nbytes]
+
+    def pack(self, index: int, tensors: Sequence[Named]) -> Tensor:
+        """Copy named tensors (any device and layout) to bucket `index`, which is returned. A tensor's first dimension
+        may be in two.
+
+        Raises:
+            RefitError: the tensors are not those of the plan.
+        """
+        slots = self._buckets[index].slots
+        if index not in self._places:
+            self._places[index] = [view(self.buffer(index), slot) for slot in slots]
+        targets = []
+        for slot, place, (name, tensor) in zip(slots, self._places[index], tensors, strict=True):
+            shape = tensor.shape
+            if len(shape) == len(slot.shape) + 1:
+                shape = torch.Size((shape[0] * shape[1], *shape[2:]))
+            if name != slot.name or shape != place.shape or tensor.dtype != place.dtype:
+                planned = f"{slot.name} {list(slot.shape)} {slot.dtype}"
+                given = f"{name} {list(tensor.shape)} {dtype_name(tensor.dtype)}"
+                raise RefitError(f"the plan expects {planned}, the model gave {given}")
+            targets.append(place if place.shape == tensor.shape else place.view(tensor.shape))
+        CopyList(targets, [tensor for _, tensor in tensors]).run()
+        return self.buffer(index)
 
 
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target. On a GPU contiguous tensors go in a few kernels; one that is not would make
-    torch copy all of them one by one."""
-    pairs = list(zip(targets, sources, strict=True))
-    together = [target.is_contiguous() and source.is_contiguous() for target, source in pairs]
-    if any(together):
-        into, out_of = zip(*compress(pairs, together), strict=True)
-        torch._foreach_copy_(list(into), list(out_of))
-    for target, source in compress(pairs, map(not_, together)):
-        target.copy_(source)
+class CopyList:
+    """Copies from tensors to tensors, to be made any number of times. On a GPU contiguous ones go in a few kernels; one
+    that is not would make torch copy all of them one by one."""
+
+    def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]):
+        self._into, self._out_of = list[Tensor](), list[Tensor]()
+        self._single = list[tuple[Tensor, Tensor]]()
+        for target, source in zip(targets, sources, strict=True):
+            if target.is_contiguous() and source.is_contiguous():
+                self._into.append(target)
+                self._out_of.append(source)
+            else:
+                self._single.append((target, source))
+
+    def run(self) -> None:
+        if self._into:
+            torch._foreach_copy_(self._into, self._out_of)
+        for target, source in self._single:
+            target.copy_(source)
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:

@@ -1,5 +1,7 @@
 """Moves between a GPU and page-locked host memory."""
 
+import time
+
 import pytest
 import torch
 
@@ -114,3 +116,23 @@ def test_a_refused_lock_is_an_error_that_leaves_nothing_behind():
     # The next kernel is not blamed for it.
     assert float(torch.ones(4, device="cuda").sum()) == 4
     registrar.unlock(buffer.data_ptr())
+
+
+def test_a_small_copy_does_not_wait_for_a_large_move():
+    weights = torch.ones(2 << 30, dtype=torch.uint8, device="cuda")
+    own = Movable("weights", lambda: [weights], HostArena("weights", CudaRegistrar()), torch.device("cuda", 0))
+    own.leave()
+    own.settle()
+    own.come_back()
+    own.settle()
+    own.take_moves()
+    small = torch.zeros(8, device="cuda")
+    own.leave()
+    began = time.perf_counter()
+    copied = small.cpu()
+    waited = time.perf_counter() - began
+    own.settle()
+    ((_, move),) = own.take_moves()
+    assert bool((copied == 0).all())
+    # A page-locked move of 2 GiB takes some 40 ms.
+    assert waited < move.transfer_s / 2

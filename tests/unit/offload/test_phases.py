@@ -1,5 +1,6 @@
 """A policy of a few tensors goes through the phases of a step."""
 
+import time
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -49,6 +50,14 @@ class Policy:
     def held(self) -> tuple[int, int, int]:
         held = self.memory.device_bytes()
         return held["parameters"], held["gradients"], held["optimizer_states"]
+
+    def enter_with_copies_done(self, phase: Phase) -> None:
+        """Enter the phase beside other work, and return when copies are made, but nothing has settled."""
+        self.memory.enter(phase, beside=1000)
+        moving = [own for own in self.memory._movable.values() if own.moving]
+        assert moving
+        while not all(own.moved for own in moving):
+            time.sleep(0.001)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +187,7 @@ def test_states_come_back_before_the_last_micro_batch():
 
 def test_states_leave_beside_the_first_micro_batches_and_come_back_beside_the_last():
     policy = Policy("offload=logprob", "policy.overlap_offload=true")
-    policy.memory.enter(Phase.LOGPROB, beside=1000)
+    policy.enter_with_copies_done(Phase.LOGPROB)
     assert policy.held() == (400, 400, 800)
     between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=1000, around=nullcontext)
     between(3)
@@ -201,7 +210,7 @@ def test_what_moves_between_micro_batches_is_wrapped_and_nothing_else():
         yield
         held.append((before, policy.held()))
 
-    policy.memory.enter(Phase.LOGPROB, beside=1000)
+    policy.enter_with_copies_done(Phase.LOGPROB)
     between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=1000, around=around)
     for remaining in (4, 3, 2, 1):
         between(remaining)
@@ -211,7 +220,7 @@ def test_what_moves_between_micro_batches_is_wrapped_and_nothing_else():
 
 def test_before_a_pass_that_no_training_follows_what_has_left_is_freed_and_nothing_returns():
     policy = Policy("offload=logprob", "policy.overlap_offload=true")
-    policy.memory.enter(Phase.LOGPROB, beside=1000)
+    policy.enter_with_copies_done(Phase.LOGPROB)
     between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=None, around=nullcontext)
     between(1)
     assert policy.held() == (400, 400, 0)

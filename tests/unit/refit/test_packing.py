@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.refit.packing import Arrived, new_buffers, pack, same_bytes
+from nemo_rl_lite.refit.packing import Arrived, Packer, new_buffers, same_bytes
 from nemo_rl_lite.refit.plan import make_plan
 
 PLAN = make_plan([("weight", (6, 4), "float32"), ("scalar", (), "int64"), ("empty", (0, 3), "bool")], 10**6)
@@ -13,8 +13,10 @@ CPU = torch.device("cpu")
 def packed(**changed: torch.Tensor) -> dict[str, torch.Tensor]:
     buffers = new_buffers(PLAN, 2, CPU)
     assert len(buffers) == len(PLAN.buckets) == 1
-    pack(PLAN.buckets[0], list((VALUES | changed).items()), buffers[0])
-    return dict(Arrived(0, PLAN.buckets[0], buffers[0]).named())
+    packer = Packer(PLAN, buffers)
+    for values in (VALUES, VALUES | changed):
+        buffer = packer.pack(0, list(values.items()))
+    return dict(Arrived(0, PLAN.buckets[0], buffer).named())
 
 
 @pytest.mark.parametrize("split", [(2, 3, 4), (6, 1, 4), (1, 6, 4)])
