@@ -44,6 +44,10 @@ def _sum(buffer: Tensor, every: int) -> Tensor:
     if buffer.dtype != torch.uint8 or not buffer.is_contiguous() or buffer.numel() % 8:
         raise ValueError(f"a contiguous uint8 tensor of 8n bytes is needed, got {buffer.dtype}, {buffer.numel()} bytes")
     words = buffer.view(-1).view(torch.int64)
+    if buffer.is_cuda:
+        from nemo_rl_lite.refit.checksum_kernel import sum_words
+
+        return sum_words(words, every, _WORDS, _ODD)
     total = torch.zeros((), dtype=torch.int64, device=buffer.device)
     for start in range(0, words.numel(), every * _WORDS):
         chunk = words[start : start + _WORDS]

@@ -310,13 +310,13 @@ def bars(medians: dict[tuple[str, str], float], gigabytes: float, shared: bool) 
             record.bar("times faster than export and loader", loader / best, 3, at_least=True),
         ]
     serial = whole["tensor by tensor, one step after the other"]
-    one = min(value for setting, value in plain.items() if ", 1 buffers" in setting)
+    overlap = max(plain[f"{bucket} buckets, 1 buffers"] / plain[f"{bucket} buckets, 2 buffers"] for bucket in BUCKETS)
     raw = medians["repeated raw broadcast", f"{RAW_BYTES} bytes"]
     wire = max(value for (name, _), value in medians.items() if name == "transfer alone")
     packed = whole["vLLM's packed transfer"]
     return [
         record.bar("times faster than the same steps one after the other", serial / best, 2.4, at_least=True),
-        record.bar("times faster than with one buffer", one / best, 1.5, at_least=True),
+        record.bar("two buffers: times faster than one of that size", overlap, 1.5, at_least=True),
         record.bar("transfer alone, share of the raw rate", wire / raw, 0.90, at_least=True),
         record.bar("whole refit, share of the raw rate", gigabytes / best / raw, 0.50, at_least=True),
         record.bar("times faster than vLLM's packed transfer", packed / best, 1, at_least=True),
