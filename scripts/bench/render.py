@@ -1,4 +1,5 @@
-"""Render docs/benchmarks/*.json into docs/benchmarks/README.md, README.md and docs/memory.md.
+"""Render docs/benchmarks/*.json into docs/benchmarks/README.md, README.md, docs/memory.md and
+docs/refit.md.
 
 --check fails where one is stale.
 """
@@ -15,6 +16,7 @@ import record
 PAGE = record.FOLDER / "README.md"
 README = record.ROOT / "README.md"
 MEMORY = record.ROOT / "docs" / "memory.md"
+REFIT = record.ROOT / "docs" / "refit.md"
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,30 @@ TABLES = {
     "cpu optimizer table": Table(MEMORY, "offload-cpu-optimizer", "1x-h100", columns=TRAINING),
     "activations table": Table(MEMORY, "offload-activations", "1x-h100", columns=TRAINING),
     "experts table": Table(MEMORY, "offload-activations-of-experts", "1x-h100", columns=TRAINING),
+    "apart table": Table(
+        REFIT, "refit-apart-qwen3-8b", "2x-h200", ("whole refit", "transfer alone", "repeated raw broadcast")
+    ),
+    "shared table": Table(REFIT, "refit-shared-qwen3-8b", "1x-h100", ("whole refit",)),
+    "experts refit table": Table(REFIT, "refit-shared-qwen3-moe-1.5b", "1x-h200", ("whole refit",)),
+    "layouts table": Table(
+        REFIT,
+        "refit-layouts",
+        "2x-h200",
+        columns=("seconds", "iterate", "pack", "transfer", "load", "weights of a refit"),
+    ),
+    "cost table": Table(
+        REFIT,
+        "refit-cost-predicted",
+        "cpu-2cores",
+        columns=(
+            "weights",
+            "tensors",
+            "megatron-bridge's export",
+            "broadcast inside a host",
+            "broadcast between hosts",
+            "shard to shard between hosts",
+        ),
+    ),
     "largest table": Table(
         MEMORY,
         "largest-model-predicted",

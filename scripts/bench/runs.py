@@ -37,6 +37,7 @@ MEMORY = {
 SEEDS = ("chain-sum-seed1", "chain-sum-seed2", "chain-sum-seed42")
 STARTS = {"qwen3-1.7b-colocated": "1.7 B, first run", "chain-sum-start": "SmolLM2, later run"}
 PRESETS = ("none", "logprob", "colocated", "pinned", "cpu_optimizer", "activations", "max_memory")
+LAYOUTS = {"refit-tp2-tp2": "TP 2 -> TP 2", "refit-pp2-tp2": "PP 2 -> TP 2", "refit-dp2-2": "DP 2 -> 2 replicas"}
 _SHARED = "Measured while three other runs used the machine's other GPUs and its cores: times are longer than alone."
 NOTES = {
     ("grpo-chain-sum", "1x-h200"): _SHARED,
@@ -60,6 +61,7 @@ def main() -> None:
         "grpo-qwen3-1.7b-noncolocated": (("qwen3-1.7b-noncolocated-1-1", "qwen3-1.7b-noncolocated-tp2-tp2"), apart),
         "start-up": (tuple(STARTS), start),
         "offload-presets": (tuple(f"preset-{name}" for name in PRESETS), presets),
+        "refit-layouts": (tuple(LAYOUTS), layouts),
         "largest-model": (tuple(run["name"] for run in runs if run["name"].startswith("largest-")), largest),
     }
     for bench, (names, measure) in benches.items():
@@ -160,6 +162,18 @@ def presets(runs: list[Run]) -> tuple[list, list]:
             share = statistics.median(waited / copied for waited, copied in zip(exposed, transfer, strict=True))
             bars.append(record.bar("pinned, waited for, share of its copies", share, 0.25, at_least=False))
     return results, bars
+
+
+def layouts(runs: list[Run]) -> tuple[list, list]:
+    """Refits after the first, which goes through the engine's loader."""
+    results = []
+    for run in sorted(runs, key=lambda run: tuple(LAYOUTS).index(run["name"])):
+        for name in ("seconds", "iterate_s", "pack_s", "transfer_s", "load_s"):
+            seconds = values(run, f"refit/{name}")[1:]
+            results.append(record.result(name.removesuffix("_s"), LAYOUTS[run["name"]], "s", seconds))
+        (nbytes,) = set(values(run, "refit/bytes"))
+        results.append(record.result("weights of a refit", LAYOUTS[run["name"]], "GB", [nbytes / 1e9]))
+    return results, mismatch_bars(runs)
 
 
 def _preset(run: Run) -> str:
