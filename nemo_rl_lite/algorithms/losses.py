@@ -37,6 +37,10 @@ class Loss(Protocol):
         """Loss (scalar, with gradient) and metrics of one micro-batch, each its share of the global batch's."""
         ...
 
+    def counts(self, batch: Batch) -> Normalizers:
+        """What it divides by, of a global batch."""
+        ...
+
 
 @dataclass(frozen=True)
 class GRPOLoss:
@@ -48,6 +52,9 @@ class GRPOLoss:
     """
 
     config: LossConfig
+
+    def counts(self, batch: Batch) -> Normalizers:
+        return Normalizers.of(batch["mask"])
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
         """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value).

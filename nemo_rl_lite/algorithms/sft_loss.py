@@ -11,6 +11,9 @@ from nemo_rl_lite.algorithms.losses import Batch, Metrics, Normalizers, masked_s
 class SFTLoss:
     """Mean negative log likelihood of the global batch's response tokens, in nats a token."""
 
+    def counts(self, batch: Batch) -> Normalizers:
+        return Normalizers.of(batch["mask"])
+
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
         """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value).
 

@@ -10,8 +10,14 @@ from nemo_rl_lite.cluster.placement import Placement, place
 from nemo_rl_lite.cluster.runtime import available_cores
 from nemo_rl_lite.cluster.weight_sync import ProbeSettings, WeightSync
 from nemo_rl_lite.cluster.workers import Call, WorkerGroup, wait
-from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import engines, on_gpus, policy_ranks
+from nemo_rl_lite.config.schema import Config, GRPOConfig
+from nemo_rl_lite.config.sizes import (
+    engines,
+    on_gpus,
+    policy_ranks,
+    sequences_per_optimizer_step,
+    sequences_together,
+)
 from nemo_rl_lite.generation.remote import ENGINE_CLASSES, RemoteGeneration
 from nemo_rl_lite.generation.vllm import worker as vllm_worker
 from nemo_rl_lite.observability.timer import Timer, seconds_since_command
@@ -113,7 +119,7 @@ def launch(reserved: Reserved, model_path: Path, probe_prompt: Sequence[int]) ->
                 generation.start([engine_start] * len(generation)),
                 timeout_s=limit,
             )
-    remote_policy = RemotePolicy(policy, config.policy.train_global_batch_size)
+    remote_policy = RemotePolicy(policy, sequences_per_optimizer_step(config))
     with setup("connect"):
         weights = WeightSync(remote_policy, remote_generation, config, ProbeSettings.of(config, probe_prompt))
     return Workers(remote_policy, remote_generation, weights)
@@ -126,7 +132,7 @@ def launch_policy(reserved: Reserved, model_path: Path) -> RemotePolicy:
         wait(*reserved.imports, timeout_s=limit)
     with reserved.setup("policy_init"):
         wait(policy.start([policy_arguments(config, model_path)] * len(policy)), timeout_s=limit)
-    return RemotePolicy(policy, config.policy.train_global_batch_size)
+    return RemotePolicy(policy, sequences_per_optimizer_step(config))
 
 
 def _policy_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
@@ -176,14 +182,17 @@ def _load_generation(config: Config, generation: WorkerGroup) -> Call:
 
 def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
     """What `MegatronWorker` is made with, on every rank the same."""
-    grpo = config.algorithm.name == "grpo"
+    algorithm, compared = config.algorithm, config.algorithm.name == "dpo"
+    if isinstance(algorithm, GRPOConfig):
+        compared = algorithm.loss_fn.reference_policy_kl_penalty > 0
     return {
         "policy": config.policy,
         "cluster": config.cluster,
         "model_path": str(model_path),
         "seed": config.algorithm.seed,
-        "temperature": config.generation.temperature if grpo else 1.0,
-        "keep_reference": grpo and config.grpo.loss_fn.reference_policy_kl_penalty > 0,
+        "temperature": config.generation.temperature if algorithm.name == "grpo" else 1.0,
+        "keep_reference": compared,
+        "sequences_together": sequences_together(config),
         "threads": _threads(config, policy_ranks(config)),
         "on_gpu": on_gpus(config),
         "residency": Residency.of(config),

@@ -58,8 +58,9 @@ class GRPOConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class SFTConfig:
-    name: Literal["sft"]
+class SupervisedConfig:
+    """What SFT and DPO have in common."""
+
     seed: Seed
     max_num_epochs: PositiveInt | None
     max_num_steps: PositiveInt | None
@@ -67,6 +68,24 @@ class SFTConfig:
     val_at_start: bool
     val_at_end: bool
     max_val_samples: PositiveInt
+    early_stop_patience: PositiveInt | None
+
+
+@dataclass(frozen=True, config=STRICT)
+class SFTConfig(SupervisedConfig):
+    name: Literal["sft"]
+
+
+@dataclass(frozen=True, config=STRICT)
+class DPOConfig(SupervisedConfig):
+    name: Literal["dpo"]
+    preference_loss: Literal["dpo", "ipo"]
+    reference_policy_kl_penalty: PositiveFloat
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]
+    preference_average_log_probs: bool
+    preference_loss_weight: PositiveFloat
+    sft_loss_weight: NonNegativeFloat
+    sft_average_log_probs: bool
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -209,9 +228,14 @@ class DataConfig:
     answer_column: str
     answer_pattern: str | None
     response_column: str | None
+    messages_column: str | None
+    tools_column: str | None
+    train_on: Literal["all", "last"]
+    chosen_column: str
+    rejected_column: str
     system_prompt: str | None
     shuffle: bool
-    too_long: Literal["error", "drop"]
+    too_long: Literal["error", "drop", "truncate"]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -266,7 +290,7 @@ class CheckpointConfig:
 @dataclass(frozen=True, config=STRICT)
 class Config:
     run_name: str
-    algorithm: Annotated[GRPOConfig | SFTConfig, Field(discriminator="name")]
+    algorithm: Annotated[GRPOConfig | SFTConfig | DPOConfig, Field(discriminator="name")]
     policy: PolicyConfig
     generation: GenerationConfig
     refit: RefitConfig
@@ -283,12 +307,13 @@ class Config:
         return _checked(self.algorithm, GRPOConfig)
 
     @property
-    def sft(self) -> SFTConfig:
-        """The algorithm's options, where it is known to be SFT. Raises TypeError where it is not."""
-        return _checked(self.algorithm, SFTConfig)
+    def supervised(self) -> SFTConfig | DPOConfig:
+        """The algorithm's options, where it is known to be SFT or DPO. Raises TypeError where it is not."""
+        return _checked(self.algorithm, SFTConfig | DPOConfig)
 
 
-def _checked[T](options: object, kind: type[T]) -> T:
+def _checked(options: Any, kind: Any) -> Any:
     if not isinstance(options, kind):
-        raise TypeError(f"{kind.__name__} expected, this run has {type(options).__name__}")
+        expected = getattr(kind, "__name__", kind)
+        raise TypeError(f"{expected} expected, this run has {type(options).__name__}")
     return options

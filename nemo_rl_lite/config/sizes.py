@@ -54,6 +54,15 @@ def batch_mode(policy: PolicyConfig, on_gpu: bool) -> BatchMode:
     return "packed" if packs else "dynamic" if policy.dynamic_batching.enabled else "fixed"
 
 
+def sequences_together(config: Config) -> int:
+    """Sequences that a loss compares, and that so must be in one micro-batch: two of a preference pair."""
+    return 2 if config.algorithm.name == "dpo" else 1
+
+
+def sequences_per_optimizer_step(config: Config) -> int:
+    return config.policy.train_global_batch_size * sequences_together(config)
+
+
 def samples_per_step(config: Config) -> int:
     """Sequences a rollout."""
     return config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt

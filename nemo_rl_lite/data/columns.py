@@ -18,7 +18,7 @@ def to_problem(config: DataConfig, row: Row, where: str) -> Problem:
         DataError: the row lacks a column, or one has a wrong type or does not match `data.answer_pattern`.
     """
     if config.prompt_template is None:
-        prompt = _column(row, config.prompt_column, where)
+        prompt = column(row, config.prompt_column, where)
     else:
         prompt = _fill(config.prompt_template, row, where)
     answer = _text(row, config.answer_column, where)
@@ -43,6 +43,15 @@ def template_columns(template: str) -> list[str]:
     return columns
 
 
+def column(row: Row, name: str, where: str) -> object:
+    """The value of a column. Raises DataError: there is none."""
+    if name not in row:
+        raise DataError(f"{where}: no column '{name}' (columns: {', '.join(row)})")
+    if row[name] is None:
+        raise DataError(f"{where}: column '{name}' is null")
+    return row[name]
+
+
 def _fill(template: str, row: Row, where: str) -> str:
     """The template with each field replaced by its column. str.format would also reach into attributes."""
     return "".join(
@@ -59,16 +68,8 @@ def _find_answer(config: DataConfig, text: str, where: str) -> str:
     return answer.replace(",", "") if _WITH_COMMAS.fullmatch(answer) else answer
 
 
-def _column(row: Row, name: str, where: str) -> object:
-    if name not in row:
-        raise DataError(f"{where}: no column '{name}' (columns: {', '.join(row)})")
-    if row[name] is None:
-        raise DataError(f"{where}: column '{name}' is null")
-    return row[name]
-
-
 def _text(row: Row, name: str, where: str) -> str:
-    value = _column(row, name, where)
+    value = column(row, name, where)
     if not isinstance(value, (str, int, float)):
         raise DataError(f"{where}: column '{name}' must be text or a number, not a structure")
     return str(value)

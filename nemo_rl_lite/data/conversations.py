@@ -1,11 +1,144 @@
-"""Problems as supervised training reads them: the whole response in the answer's place. Imports nothing heavy."""
+"""Chats to train on, from rows and from problems. Imports nothing heavy."""
 
 import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from nemo_rl_lite.config.schema import DataConfig
+from nemo_rl_lite.data.columns import column, to_problem
+from nemo_rl_lite.data.problems import Message, Problem
+from nemo_rl_lite.data.rows import Row
+from nemo_rl_lite.errors import DataError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A chat that ends with the assistant, whose messages from `first_trained` on are trained on. `tools`: what the
+    assistant may call, as JSON schemas that chat templates know."""
+
+    messages: tuple[Message, ...]
+    first_trained: int
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+    def trained(self) -> list[int]:
+        """The indices of the messages that are trained on."""
+        later = range(self.first_trained, len(self.messages))
+        return [index for index in later if self.messages[index]["role"] == "assistant"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """What is trained on together: one conversation, or the chosen and the rejected one of a pair. `where` names it in
+    errors: a file and a row."""
+
+    conversations: tuple[Conversation, ...]
+    where: str
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """What is asked."""
+        first = self.conversations[0]
+        return first.messages[: first.first_trained]
+
+
+def to_chat(config: DataConfig, row: Row, where: str) -> Example:
+    """The example of a row: the messages of `data.messages_column`, or a prompt and its response; `where` names the row
+    in errors.
+
+    Raises:
+        DataError: the row lacks a column, one has a wrong type, or nobody could be trained on it.
+    """
+    if config.messages_column is None:
+        return chat_of(to_problem(with_responses(config), row, where), where)
+    value = column(row, config.messages_column, where)
+    messages = with_system(config, read_messages(value, f"{where}, column '{config.messages_column}'"))
+    spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not spoken:
+        raise DataError(f"{where}: column '{config.messages_column}' has no message of the assistant to train on")
+    first = spoken[0 if config.train_on == "all" else -1]
+    return Example((Conversation(messages[: spoken[-1] + 1], first, _tools(config, row, where)),), where)
+
+
+def chat_of(problem: Problem, where: str = "a problem of the task") -> Example:
+    """A problem whose answer is the assistant's response."""
+    return Example((answered(problem.messages, problem.answer),), where)
+
+
+def answered(messages: Sequence[Message], response: str) -> Conversation:
+    """What is asked, and the response that is trained on."""
+    return Conversation((*messages, {"role": "assistant", "content": response}), len(messages))
 
 
 def with_responses(config: DataConfig) -> DataConfig:
     """The same data with the whole text of `data.response_column` for the answer."""
-    column = config.response_column or config.answer_column
-    return dataclasses.replace(config, answer_column=column, answer_pattern=None)
+    name = config.response_column or config.answer_column
+    return dataclasses.replace(config, answer_column=name, answer_pattern=None)
+
+
+def with_system(config: DataConfig, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The messages behind `data.system_prompt`, unless they have a system message of their own."""
+    if config.system_prompt is None or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return ({"role": "system", "content": config.system_prompt}, *messages)
+
+
+def read_messages(value: object, where: str) -> tuple[Message, ...]:
+    """Messages in OpenAI's format: a role, content (text, or parts that are text) and, of the assistant, tool calls.
+
+    Raises:
+        DataError: something else.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise DataError(f"{where}: a list of {{role, content}} messages is needed, found {type(value).__name__}")
+    return tuple(_message(one, f"{where}, message {number}") for number, one in enumerate(value, start=1))
+
+
+def _message(value: object, where: str) -> Message:
+    if not isinstance(value, Mapping) or value.get("role") not in ROLES:
+        role = value.get("role") if isinstance(value, Mapping) else None
+        raise DataError(f"{where}: its role must be one of {', '.join(ROLES)}, found {role!r}")
+    content, calls = value.get("content"), value.get("tool_calls") or ()
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = "".join(_text_part(part, where) for part in content)
+    if calls and value["role"] == "assistant":
+        called = [_call(call, where) for call in calls]
+        return {"role": "assistant", "content": content or "", "tool_calls": called}
+    if not isinstance(content, str):
+        raise DataError(f"{where}: its content must be text, found {type(content).__name__}")
+    # Of a tool's answer, which tool and which call it is for.
+    more = {key: value[key] for key in ("name", "tool_call_id") if value.get(key) is not None}
+    return {"role": value["role"], "content": content, **more}
+
+
+def _text_part(part: object, where: str) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    raise DataError(f"{where}: only parts of the type text can be trained on, found {part!r:.80}")
+
+
+def _call(call: object, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"{where}: a tool call needs the name of a function, found {call!r:.80}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        # OpenAI writes them as text, chat templates want them as an object.
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: the arguments of {function['name']} are not JSON ({error.msg})") from None
+    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _tools(config: DataConfig, row: Row, where: str) -> tuple[Mapping[str, Any], ...]:
+    if config.tools_column is None or row.get(config.tools_column) is None:
+        return ()
+    value = row[config.tools_column]
+    tools = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(f"{where}: column '{config.tools_column}' must be a list of tools as JSON schemas")
+    return tuple(tools)

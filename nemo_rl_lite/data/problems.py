@@ -10,11 +10,12 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from nemo_rl_lite.errors import DataError
 
-Message = dict[str, str]
+# Role and content; of the assistant also tool calls, of a tool which call it answers.
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -29,37 +30,61 @@ class Problem:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-class TrainingSet(Protocol):
-    """Problems in training order."""
+class Asked(Protocol):
+    """What a run trains on, by what is asked in it."""
 
-    def problem(self, position: int) -> Problem: ...
+    @property
+    def messages(self) -> tuple[Message, ...]: ...
 
-    def finite(self) -> Sequence[Problem]:
+
+class TrainingSet[T: Asked](Protocol):
+    """Problems, or what else is trained on, in training order."""
+
+    def problem(self, position: int) -> T: ...
+
+    def finite(self) -> Sequence[T]:
         """All of them, where they are a list; none where they are generated without end."""
         ...
 
-    def only(self, fits: Callable[[Problem], bool]) -> Self:
-        """The same problems in the same order, without those that do not fit."""
+    def only(self, fits: Callable[[T], bool]) -> "TrainingSet[T]":
+        """The same in the same order, without those that do not fit."""
         ...
 
 
 @dataclass(frozen=True)
-class FileSet:
+class FileSet[T: Asked]:
     """A finite list, in an order that is shuffled anew each epoch from `(seed, epoch)`."""
 
-    problems: tuple[Problem, ...]
+    problems: tuple[T, ...]
     seed: int
     shuffle: bool
 
-    def problem(self, position: int) -> Problem:
+    def problem(self, position: int) -> T:
         epoch, place = divmod(position, len(self.problems))
         return self.problems[_shuffled(len(self.problems), f"{self.seed}/{epoch}")[place] if self.shuffle else place]
 
-    def finite(self) -> Sequence[Problem]:
+    def finite(self) -> Sequence[T]:
         return self.problems
 
-    def only(self, fits: Callable[[Problem], bool]) -> Self:
+    def only(self, fits: Callable[[T], bool]) -> "FileSet[T]":
         return replace(self, problems=tuple(filter(fits, self.problems)))
+
+
+@dataclass(frozen=True)
+class Derived[T: Asked]:
+    """A generated task's problems as something else that is trained on."""
+
+    task: TrainingSet[Problem]
+    derive: Callable[[Problem], T]
+
+    def problem(self, position: int) -> T:
+        return self.derive(self.task.problem(position))
+
+    def finite(self) -> Sequence[T]:
+        return ()
+
+    def only(self, fits: Callable[[T], bool]) -> "Derived[T]":
+        return replace(self, task=self.task.only(lambda problem: fits(self.derive(problem))))
 
 
 @lru_cache(maxsize=2)
@@ -80,8 +105,8 @@ def chat(prompt: object, system_prompt: str | None = None, where: str = "prompt"
     return (*([{"role": "system", "content": system_prompt}] if system_prompt else []), *messages)
 
 
-def is_held_out(problem: Problem, fraction: float) -> bool:
-    """Whether a problem is among the `fraction` of all possible ones that is kept for validation.
+def is_held_out(problem: Asked, fraction: float) -> bool:
+    """Whether a problem, or what else is trained on, is among the `fraction` of all that is kept for validation.
 
     Its messages decide, but for the system prompt, and nothing else: not the seed, its place or the other problems. So
     two rows that ask the same are on the same side.

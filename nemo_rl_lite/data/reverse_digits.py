@@ -47,4 +47,12 @@ class ReverseDigits:
         return "".join(source.choices("0123456789", k=self.num_digits))
 
     def _as_problem(self, digits: str) -> Problem:
-        return Problem(chat(digits, self.system_prompt), digits[::-1])
+        return Problem(chat(digits, self.system_prompt), digits[::-1], {"mistake": _mistake(digits[::-1])})
+
+
+def _mistake(answer: str) -> str:
+    """The answer with the first two neighbours that differ exchanged."""
+    for place in range(len(answer) - 1):
+        if answer[place] != answer[place + 1]:
+            return answer[:place] + answer[place + 1] + answer[place] + answer[place + 2 :]
+    return answer[:-1] + str((int(answer[-1]) + 1) % 10)

@@ -5,15 +5,15 @@ from itertools import islice
 from typing import Protocol
 
 from nemo_rl_lite.config.schema import DataConfig
-from nemo_rl_lite.data.columns import to_problem
 from nemo_rl_lite.data.gym import ReasoningGym
-from nemo_rl_lite.data.problems import FileSet, Problem, TrainingSet, is_held_out
+from nemo_rl_lite.data.kinds import Kind
+from nemo_rl_lite.data.problems import Asked, Derived, FileSet, Problem, TrainingSet, is_held_out
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.rows import Row, file_rows, hub_rows
 from nemo_rl_lite.errors import DataError
 
 
-class Task(TrainingSet, Protocol):
+class Task(TrainingSet[Problem], Protocol):
     """A training set that is generated, and has held-out problems of its own."""
 
     def validation(self, limit: int) -> list[Problem]: ...
@@ -28,15 +28,15 @@ TASKS: dict[str, Callable[[DataConfig, int], Task]] = {
 ROWS = ("file", "hub")
 
 
-def training_set(config: DataConfig, seed: int) -> TrainingSet:
-    """The training problems of a configuration, shuffled or generated from `seed`.
+def training_set[T: Asked](config: DataConfig, seed: int, kind: Kind[T]) -> TrainingSet[T]:
+    """What a configuration trains on, shuffled or generated from `seed`.
 
     Raises:
         DataError: naming file, row and what is wrong.
     """
     if config.name in TASKS:
-        return TASKS[config.name](config, seed)
-    problems = [to_problem(config, row, where) for where, row in _training_rows(config)]
+        return Derived(TASKS[config.name](config, seed), kind.from_problem)
+    problems = [kind.from_row(config, row, where) for where, row in _training_rows(config)]
     fraction = config.validation_fraction
     kept = tuple(problem for problem in problems if not is_held_out(problem, fraction))
     if not kept:
@@ -44,23 +44,23 @@ def training_set(config: DataConfig, seed: int) -> TrainingSet:
     return FileSet(kept, seed, config.shuffle)
 
 
-def validation_set(config: DataConfig, limit: int) -> list[Problem]:
-    """At most `limit` held-out problems, always the same ones; empty where the configuration names none.
+def validation_set[T: Asked](config: DataConfig, limit: int, kind: Kind[T]) -> list[T]:
+    """At most `limit` that are held out, always the same ones; empty where the configuration names none.
 
     Raises:
         DataError: naming file, row and what is wrong.
     """
     fraction = config.validation_fraction
     if config.name in TASKS:
-        return TASKS[config.name](config, 0).validation(limit)
+        return list(map(kind.from_problem, TASKS[config.name](config, 0).validation(limit)))
     if validation_source(config) is not None:
         rows = list(islice(_validation_rows(config), limit))
         if not rows:
             raise DataError(f"{validation_source(config)}: no rows")
-        return [to_problem(config, row, where) for where, row in rows]
+        return [kind.from_row(config, row, where) for where, row in rows]
     if not fraction:
         return []
-    problems = [to_problem(config, row, where) for where, row in _training_rows(config)]
+    problems = [kind.from_row(config, row, where) for where, row in _training_rows(config)]
     held_out = [problem for problem in problems if is_held_out(problem, fraction)]
     if not held_out:
         raise DataError(_empty(config.train_path or config.path, len(problems), "held out", fraction))
@@ -72,13 +72,13 @@ def validation_source(config: DataConfig) -> str | None:
     return config.validation_path if config.name == "file" else config.validation_split
 
 
-def check_file(config: DataConfig, path: str, limit: int) -> None:
-    """Raises DataError: one of the first `limit` rows of a file is no problem, or there are none."""
+def check_file(config: DataConfig, path: str, limit: int, kind: Kind) -> None:
+    """Raises DataError: one of the first `limit` rows of a file is not of this kind, or there are none."""
     rows = list(islice(file_rows(path), limit))
     if not rows:
         raise DataError(f"{path}: no rows")
     for where, row in rows:
-        to_problem(config, row, where)
+        kind.from_row(config, row, where)
 
 
 def _training_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:
@@ -98,4 +98,4 @@ def _validation_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:
 def _empty(source: str | None, count: int, what: str, fraction: float) -> str:
     if not count:
         return f"{source}: no rows"
-    return f"{source}: none of the {count} problems is {what} with data.validation_fraction = {fraction}"
+    return f"{source}: none of the {count} rows is {what} with data.validation_fraction = {fraction}"

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_lite.data.conversations import Conversation
 from nemo_rl_lite.data.problems import Message
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
 
@@ -41,31 +42,34 @@ class ChatTokenizer:
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a chat, up to where the assistant's turn begins."""
         if self._tokenizer.chat_template is None:
-            return self._tokenizer("\n".join(message["content"] for message in messages))["input_ids"]
+            return self._tokenizer(_joined(messages, self._tokenizer.eos_token))["input_ids"]
         encoded = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
 
-    def reply(self, messages: Sequence[Message], response: str) -> list[int]:
-        """Token ids of what the assistant says to `prompt(messages)`: the response as the chat template writes it, and
-        the end token.
+    def conversation(self, said: Conversation) -> tuple[list[int], list[bool]]:
+        """Token ids of a chat up to the end of its last message, and for each whether it is trained on: what the
+        chat template writes for a trained message, and the end token behind it.
 
         Raises:
-            DataError: the template does not write the whole chat as the prompt, the response and the end token.
+            DataError: the template does not write the chat as prompts, responses and end tokens.
         """
-        if self._tokenizer.chat_template is None:
-            return [*self._tokens(response), self.end_token]
-        prompt = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        answered = [*messages, {"role": "assistant", "content": response}]
-        whole = self._tokenizer.apply_chat_template(answered, tokenize=False)
-        end = self._tokenizer.eos_token
-        turn, found, _ = whole[len(prompt) :].rpartition(end)
-        if not whole.startswith(prompt):
-            raise DataError(f"with the response, the model's chat template writes the prompt otherwise: {whole!r}")
-        if not found or response.strip() not in turn:
-            raise DataError(
-                f"the model's chat template does not write the response and then its end token {end}: {whole!r}"
-            )
-        return [*self._tokens(turn), self.end_token]
+        tokens, trained = list[int](), list[bool]()
+        done = ""
+        for index in said.trained():
+            before = self._rendered(said, index, prompt=True)
+            turn = self._turn(said, index, before)
+            if not before.startswith(done):
+                raise DataError(
+                    "the model's chat template writes the assistant's earlier turns otherwise when a turn follows "
+                    f"(data.train_on=last trains on the last alone): {before!r}"
+                )
+            # A model without a template has special tokens of its own at the begin.
+            asked = self._tokenizer(before[len(done) :], add_special_tokens=not done and not self._has_template)
+            response = [*self._tokens(turn), self.end_token]
+            tokens += [*asked["input_ids"], *response]
+            trained += [False] * len(asked["input_ids"]) + [True] * len(response)
+            done = before + turn + self._tokenizer.eos_token
+        return tokens, trained
 
     def between_turns(self, messages: Sequence[Message], last_token: int) -> list[int]:
         """Token ids from the end of an assistant's turn, through `messages`, to where its next turn begins. What was
@@ -91,5 +95,44 @@ class ChatTokenizer:
         """Text of a response, special tokens left out."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
+    @property
+    def _has_template(self) -> bool:
+        return self._tokenizer.chat_template is not None
+
+    def _rendered(self, said: Conversation, count: int, prompt: bool) -> str:
+        """The text of the first messages; with `prompt` up to where the assistant's next turn begins."""
+        messages = list(said.messages[:count])
+        if not self._has_template:
+            return _joined(messages, self._tokenizer.eos_token)
+        return self._tokenizer.apply_chat_template(
+            messages, tools=list(said.tools) or None, add_generation_prompt=prompt, tokenize=False
+        )
+
+    def _turn(self, said: Conversation, index: int, before: str) -> str:
+        """What stands between `before`, the prompt, and the end token of the message `index`."""
+        message, end = said.messages[index], self._tokenizer.eos_token
+        if not self._has_template:
+            return message["content"]
+        whole = self._rendered(said, index + 1, prompt=False)
+        if not whole.startswith(before):
+            raise DataError(f"with the response, the model's chat template writes the prompt otherwise: {whole!r}")
+        turn, found, _ = whole[len(before) :].rpartition(end)
+        if not found or message["content"].strip() not in turn:
+            raise DataError(
+                f"the model's chat template does not write the response and then its end token {end}: {whole!r}"
+            )
+        return turn
+
     def _tokens(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _joined(messages: Sequence[Message], end: str) -> str:
+    """Messages of a model without a chat template: each on a line of its own, but for the assistant's, which follow
+    what they answer and end with the end token."""
+    spoken = [message["role"] == "assistant" for message in messages]
+    between = ["", *("" if assistant else "\n" for assistant in spoken[1:])]
+    ends = (end if assistant else "" for assistant in spoken)
+    return "".join(
+        before + message["content"] + after for before, message, after in zip(between, messages, ends, strict=True)
+    )

@@ -7,6 +7,7 @@ from nemo_rl_lite.checkpoint.source import locate_model
 from nemo_rl_lite.cluster.launch import Reserved, launch
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import all_gpus, policy_ranks
+from nemo_rl_lite.data.kinds import PROBLEMS
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.environments.registry import make_environment
@@ -28,8 +29,8 @@ class GRPOJob:
         self._config, self._folder, self._console = config, folder, console
         self._judge = make_judge(config.reward)
         self._environment = make_environment(config.environment)
-        training = training_set(config.data, config.algorithm.seed)
-        validation = validation_set(config.data, config.algorithm.max_val_samples)
+        training = training_set(config.data, config.algorithm.seed, PROBLEMS)
+        validation = validation_set(config.data, config.algorithm.max_val_samples, PROBLEMS)
         self._model_path = locate_model(config, console)
         self._tokenizer = ChatTokenizer(self._model_path)
         with console.busy("checking that every prompt fits"):

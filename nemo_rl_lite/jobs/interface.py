@@ -28,6 +28,6 @@ def make_job(config: Config, folder: Path, console: RunConsole) -> Job:
         from nemo_rl_lite.jobs.grpo import GRPOJob
 
         return GRPOJob(config, folder, console)
-    from nemo_rl_lite.jobs.sft import SFTJob
+    from nemo_rl_lite.jobs.supervised import SupervisedJob
 
-    return SFTJob(config, folder, console)
+    return SupervisedJob(config, folder, console)

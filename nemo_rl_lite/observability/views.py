@@ -44,6 +44,24 @@ VIEWS: dict[str, View] = {
             (Curve("train/kl_penalty", "KL to the start", 4, "tab:red"),),
         ),
     ),
+    "dpo": (
+        Panel(
+            "preference accuracy",
+            (
+                Curve("validation/accuracy", "held-out accuracy", 3, "tab:orange"),
+                Curve("train/accuracy", "training accuracy", 3, "tab:blue"),
+            ),
+            limits=(0, 1.02),
+        ),
+        Panel(
+            "loss",
+            (
+                Curve("validation/val_loss", "held-out loss", 4, "tab:orange"),
+                Curve("train/loss", "training loss", 4, "tab:blue"),
+            ),
+        ),
+        Panel("reward margin", (Curve("train/rewards_margin_mean", "reward margin", 3, "tab:green"),)),
+    ),
     "sft": (
         Panel(
             "loss (nats a response token)",

@@ -18,7 +18,14 @@ from dataclasses import dataclass
 
 from nemo_rl_lite.config.model_shape import ModelShape
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import batch_mode, data_parallel_size, on_gpus, samples_per_step
+from nemo_rl_lite.config.sizes import (
+    batch_mode,
+    data_parallel_size,
+    on_gpus,
+    samples_per_step,
+    sequences_per_optimizer_step,
+    sequences_together,
+)
 
 # Tokens whose logits are float32 at a time where no gradient is wanted.
 LOGPROB_CHUNK = 2048
@@ -36,11 +43,13 @@ def micro_batch(config: Config, training: bool) -> MicroBatch:
     """The largest micro-batch that training, or logprob inference, can meet."""
     policy = config.policy
     longest, mode = policy.max_total_sequence_length, batch_mode(policy, on_gpus(config))
+    together = sequences_together(config) if training else 1
     if mode == "fixed":
-        return MicroBatch((policy.train_micro_batch_size if training else policy.logprob_batch_size) * longest, longest)
+        size = policy.train_micro_batch_size * together if training else policy.logprob_batch_size
+        return MicroBatch(size * longest, longest)
     limits = policy.sequence_packing if mode == "packed" else policy.dynamic_batching
-    # A longer sequence has a row of its own.
-    tokens = max(limits.train_mb_tokens if training else limits.logprob_mb_tokens, longest)
+    # A longer sequence, or pair, has a micro-batch of its own.
+    tokens = max(limits.train_mb_tokens if training else limits.logprob_mb_tokens, together * longest)
     share = _sequences(config, training)
     if share is not None:
         tokens = min(tokens, share * longest)
@@ -51,7 +60,7 @@ def micro_batch(config: Config, training: bool) -> MicroBatch:
 def _sequences(config: Config, training: bool) -> int | None:
     """Sequences of a replica in one go; None where that is not known (a validation set's)."""
     if training:
-        return -(-config.policy.train_global_batch_size // data_parallel_size(config))
+        return -(-sequences_per_optimizer_step(config) // data_parallel_size(config))
     return -(-samples_per_step(config) // data_parallel_size(config)) if config.algorithm.name == "grpo" else None
 
 

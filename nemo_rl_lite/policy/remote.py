@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.algorithms.losses import Batch, Loss, Normalizers, combine_metrics
+from nemo_rl_lite.algorithms.losses import Batch, Loss, combine_metrics
 from nemo_rl_lite.cluster.workers import WorkerGroup, wait
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.policy.megatron.model import ParallelPlace
@@ -21,9 +21,9 @@ WHOLE_METRICS = ("grad_norm", "lr", "wd")
 class RemotePolicy:
     """`Policy` over a group of started `MegatronWorker`s."""
 
-    def __init__(self, group: WorkerGroup, train_global_batch_size: int):
-        self.group = group
-        self._global_batch = train_global_batch_size
+    def __init__(self, group: WorkerGroup, global_batch: int):
+        """`global_batch`: sequences of an optimizer step."""
+        self.group, self._global_batch = group, global_batch
         self._places: list[ParallelPlace] = wait(group.call("place"))
         self._replicas = self._places[0].data_size
 
@@ -52,7 +52,7 @@ class RemotePolicy:
         steps = []
         for start in range(0, batch["tokens"].shape[0], self._global_batch):
             part = {name: values[start : start + self._global_batch] for name, values in batch.items()}
-            replicas = self._step(part, loss, Normalizers.of(part["mask"]))
+            replicas = self._step(part, loss, loss.counts(part))
             combined = combine_metrics(replicas)
             steps.append(combined | {name: replicas[0][name] for name in WHOLE_METRICS})
         totals = combine_metrics(steps)

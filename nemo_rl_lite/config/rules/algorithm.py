@@ -33,14 +33,38 @@ def loss_options_agree(config: Config) -> Iterator[Violation]:
         yield Violation(key, loss.ratio_clip_c, f"must exceed 1 + ratio_clip_max = {limit:g}", f"{key}=3.0")
 
 
-@rule("algorithm.max_num_epochs", "algorithm.max_num_steps", "data.name", algorithm="sft")
+@rule("algorithm.max_num_epochs", "algorithm.max_num_steps", "data.name", algorithm=("sft", "dpo"))
 def training_ends(config: Config) -> Iterator[Violation]:
     key, endless = "algorithm.max_num_steps", config.data.name in TASKS
-    if config.sft.max_num_steps is None and endless:
+    if config.supervised.max_num_steps is None and endless:
         yield Violation(key, None, f"is null, and the data of {config.data.name} never ends", f"{key}=100")
-    elif config.sft.max_num_steps is None and config.sft.max_num_epochs is None:
+    elif config.supervised.max_num_steps is None and config.supervised.max_num_epochs is None:
         fix = f"{key}=100, or algorithm.max_num_epochs=1"
         yield Violation(key, None, "is null, and so is algorithm.max_num_epochs: training would not end", fix)
+
+
+@rule("data.name", algorithm="dpo")
+def tasks_know_mistakes(config: Config) -> Iterator[Violation]:
+    if config.data.name == "reasoning_gym":
+        rule_text = "has right answers only, and a preference pair needs a wrong one as well"
+        yield Violation("data.name", config.data.name, rule_text, "data=file or data=hub, with pairs")
+
+
+@rule("data.too_long", algorithm="grpo")
+def prompts_are_not_cut(config: Config) -> Iterator[Violation]:
+    if config.data.too_long == "truncate":
+        fix = "data.too_long=drop, or a larger policy.max_total_sequence_length"
+        yield Violation("data.too_long", "truncate", "would cut off a prompt's end, which is what it asks", fix)
+
+
+@rule("data.name", "data.messages_column", algorithm="sft")
+def chats_are_in_rows(config: Config) -> Iterator[Violation]:
+    data, key = config.data, "data.messages_column"
+    if data.name in TASKS and data.messages_column is not None:
+        yield Violation(key, data.messages_column, f"{data.name} has no such columns", f"{key}=null")
+    if data.messages_column is not None and data.response_column is not None:
+        rule_text = "the responses are in the messages already"
+        yield Violation("data.response_column", data.response_column, rule_text, "data.response_column=null")
 
 
 @rule("data.name", "data.response_column", algorithm="sft")

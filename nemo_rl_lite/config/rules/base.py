@@ -17,17 +17,19 @@ Check = Callable[[Config], Iterator[Violation]]
 class Rule:
     keys: tuple[str, ...]
     check: Check
-    algorithm: str | None
+    algorithms: tuple[str, ...]
+    """All where empty."""
 
 
 RULES: list[Rule] = []
 
 
-def rule(*keys: str, algorithm: str | None = None) -> Callable[[Check], Check]:
-    """Register a check with the keys (or sections) it reads; for one `algorithm` or for all."""
+def rule(*keys: str, algorithm: str | tuple[str, ...] = ()) -> Callable[[Check], Check]:
+    """Register a check with the keys (or sections) it reads; for one `algorithm`, several, or all."""
+    algorithms = (algorithm,) if isinstance(algorithm, str) else algorithm
 
     def register(check: Check) -> Check:
-        RULES.append(Rule(keys, check, algorithm))
+        RULES.append(Rule(keys, check, algorithms))
         return check
 
     return register
@@ -39,8 +41,11 @@ def check_rules(config: Config, unusable: frozenset[str] = frozenset()) -> list[
     return [
         violation
         for rule in RULES
-        if rule.algorithm in (None, config.algorithm.name)
-        and not any(_overlap(key, bad) for key in rule.keys for bad in unusable)
+        if not rule.algorithms
+        or (
+            config.algorithm.name in rule.algorithms
+            and not any(_overlap(key, bad) for key in rule.keys for bad in unusable)
+        )
         for violation in rule.check(config)
     ]
 

@@ -8,7 +8,7 @@ from nemo_rl_lite.config.rules.base import rule
 from nemo_rl_lite.config.schema import Config, DataConfig
 from nemo_rl_lite.data import gym
 from nemo_rl_lite.data.columns import template_columns
-from nemo_rl_lite.data.conversations import with_responses
+from nemo_rl_lite.data.kinds import KINDS
 from nemo_rl_lite.data.sources import ROWS, TASKS, check_file, validation_source
 from nemo_rl_lite.errors import DataError, Violation
 
@@ -48,7 +48,7 @@ def answer_pattern_has_a_group(config: Config) -> Iterator[Violation]:
 
 @rule("data")
 def files_can_be_read(config: Config) -> Iterator[Violation]:
-    data = with_responses(config.data) if config.algorithm.name == "sft" else config.data
+    data = config.data
     if data.name != "file" or [*template_is_plain(config), *answer_pattern_has_a_group(config)]:
         return
     if data.train_path is None:
@@ -57,7 +57,7 @@ def files_can_be_read(config: Config) -> Iterator[Violation]:
         if path is None:
             continue
         try:
-            check_file(data, path, limit=100)
+            check_file(data, path, 100, KINDS[config.algorithm.name])
         except DataError as error:
             yield Violation(key, path, str(error), "correct the path, or the columns, template or pattern of data")
 

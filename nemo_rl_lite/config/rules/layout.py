@@ -12,6 +12,7 @@ from nemo_rl_lite.config.sizes import (
     on_gpus,
     policy_ranks,
     samples_per_step,
+    sequences_together,
 )
 from nemo_rl_lite.errors import Violation
 
@@ -116,9 +117,11 @@ def token_batches_hold_a_sequence(config: Config) -> Iterator[Violation]:
     name = "sequence_packing" if mode == "packed" else "dynamic_batching"
     limits = policy.sequence_packing if mode == "packed" else policy.dynamic_batching
     for key, tokens in (("train_mb_tokens", limits.train_mb_tokens), ("logprob_mb_tokens", limits.logprob_mb_tokens)):
-        longest = policy.max_total_sequence_length
+        together = sequences_together(config) if key == "train_mb_tokens" else 1
+        longest = together * policy.max_total_sequence_length
         if tokens < longest:
-            rule_text = f"must hold one sequence of policy.max_total_sequence_length = {longest} tokens"
+            held = "one sequence" if together == 1 else "a pair of sequences"
+            rule_text = f"must hold {held} of policy.max_total_sequence_length = {longest // together} tokens"
             yield Violation(f"policy.{name}.{key}", tokens, rule_text, f"policy.{name}.{key}={longest}")
     tensor = policy.megatron_cfg.tensor_model_parallel_size
     if policy.megatron_cfg.sequence_parallel and policy.sequence_length_round % tensor:

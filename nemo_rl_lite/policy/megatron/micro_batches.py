@@ -24,26 +24,36 @@ class Layout:
     mode: BatchMode
     size: int
     round_to: int
+    together: int = 1
+    """Neighbours that stay in one micro-batch; of these `size` is a number (fixed), or tokens hold them all."""
 
     @classmethod
-    def of(cls, config: PolicyConfig, purpose: Literal["train", "logprob"], on_gpu: bool) -> "Layout":
+    def of(
+        cls, config: PolicyConfig, purpose: Literal["train", "logprob"], on_gpu: bool, together: int = 1
+    ) -> "Layout":
         """The configured layout for training or for logprobs."""
         mode, training = batch_mode(config, on_gpu), purpose == "train"
         if mode == "fixed":
             size = config.train_micro_batch_size if training else config.logprob_batch_size
             parallel = config.megatron_cfg
-            return cls(mode, size, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+            return cls(mode, size, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1, together)
         limits = config.sequence_packing if mode == "packed" else config.dynamic_batching
-        return cls(mode, limits.train_mb_tokens if training else limits.logprob_mb_tokens, config.sequence_length_round)
+        tokens = limits.train_mb_tokens if training else limits.logprob_mb_tokens
+        return cls(mode, tokens, config.sequence_length_round, together)
 
     def groups(self, lengths: Sequence[int], at_least: int = 1) -> list[list[int]]:
-        """Indices of the sequences of each micro-batch; never fewer than `at_least` micro-batches."""
+        """Indices of the sequences of each micro-batch; never fewer than `at_least` micro-batches, if there are as many
+        sequences, or as many that stay together."""
+        each = [lengths[start : start + self.together] for start in range(0, len(lengths), self.together)]
         if self.mode == "fixed":
-            starts = range(0, len(lengths), self.size)
-            return [list(range(start, min(start + self.size, len(lengths)))) for start in starts]
-        if self.mode == "packed":
-            return _even_packs(lengths, self.size, at_least)
-        return _similar_lengths([self.rounded(length) for length in lengths], self.size, at_least)
+            starts = range(0, len(each), self.size)
+            groups = [list(range(start, min(start + self.size, len(each)))) for start in starts]
+        elif self.mode == "packed":
+            groups = _even_packs([sum(one) for one in each], self.size, at_least)
+        else:
+            # Padded to the longest.
+            groups = _similar_lengths([len(one) * self.rounded(max(one)) for one in each], self.size, at_least)
+        return [[item * self.together + place for item in group for place in range(self.together)] for group in groups]
 
     def rounded(self, length: int) -> int:
         return -(-length // self.round_to) * self.round_to

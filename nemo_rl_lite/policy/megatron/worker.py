@@ -53,6 +53,7 @@ class MegatronWorker:
         seed: int,
         temperature: float,
         keep_reference: bool,
+        sequences_together: int,
         threads: int,
         on_gpu: bool,
         residency: Residency,
@@ -70,7 +71,7 @@ class MegatronWorker:
         if stays_on_host(policy.megatron_cfg.optimizer) and cluster.threads_per_worker is None:
             torch.set_num_threads(step_threads())
         self._reference = ReferenceWeights(self._model, host_registrar(policy, self._model)) if keep_reference else None
-        self._train_layout = Layout.of(policy, "train", on_gpu)
+        self._train_layout = Layout.of(policy, "train", on_gpu, sequences_together)
         self._logprob_layout = Layout.of(policy, "logprob", on_gpu)
         log.info("micro-batches: %s for training, %s for logprobs", self._train_layout, self._logprob_layout)
         self._phases = phase_memory(policy, self._model, self._optimizer, residency)

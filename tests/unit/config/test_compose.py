@@ -167,7 +167,7 @@ def test_what_sft_does_not_use_is_no_error_in_sft(override):
 
 def test_the_algorithms_options_are_those_of_its_name():
     sft, grpo = compose_config(["algorithm=sft", "algorithm.max_num_epochs=3"]), compose_config()
-    assert sft.sft.max_num_epochs == 3 and grpo.grpo.num_prompts_per_step == 64
+    assert sft.supervised.max_num_epochs == 3 and grpo.grpo.num_prompts_per_step == 64
     with pytest.raises(TypeError, match="GRPOConfig expected, this run has SFTConfig"):
         _ = sft.grpo
 

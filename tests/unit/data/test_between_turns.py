@@ -2,6 +2,7 @@
 
 import pytest
 
+from nemo_rl_lite.data.conversations import answered
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.embedded.build import build_tokenizer
 from nemo_rl_lite.errors import DataError
@@ -32,7 +33,8 @@ def make(tmp_path):
 @pytest.mark.parametrize("template", [CHATML, build_tokenizer().chat_template])
 def test_prompt_turn_and_what_follows_are_the_templates_own_rendering(make, template):
     tokenizer = make(template)
-    turn = tokenizer.reply(QUESTION, "7")
+    tokens, trained = tokenizer.conversation(answered(QUESTION, "7"))
+    turn = [token for token, mark in zip(tokens, trained, strict=True) if mark]
     whole = tokenizer.prompt([*QUESTION, {"role": "assistant", "content": "7"}, *REPLY])
     assert [*tokenizer.prompt(QUESTION), *turn, *tokenizer.between_turns(REPLY, turn[-1])] == whole
 

@@ -3,8 +3,9 @@ import json
 import pytest
 
 from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.data.conversations import chat_of
 from nemo_rl_lite.data.examples import Encoder, TrainingExamples, training_examples, validation_examples
-from nemo_rl_lite.data.problems import Problem
+from nemo_rl_lite.data.problems import Derived, Problem
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.embedded.build import build_tokenizer
@@ -31,7 +32,7 @@ def encoder(folder, template: str | None = CHATML, max_length: int = 200, too_lo
 
 def masked_texts(encoder: Encoder, problems: list[Problem]) -> list[str]:
     """What each row's loss is on, as text with special tokens."""
-    batch, decode = encoder.batch(problems), build_tokenizer().decode
+    batch, decode = encoder.batch(list(map(chat_of, problems))), build_tokenizer().decode
     return [decode(tokens[mask > 0]) for tokens, mask in zip(batch["tokens"], batch["mask"], strict=True)]
 
 
@@ -39,7 +40,7 @@ def test_the_loss_is_on_the_response_and_its_end_token_alone(tmp_path):
     problems = [Problem(TURNS, "12 is a dozen"), Problem(TURNS[1:2], "4")]
     chats = encoder(tmp_path)
     assert masked_texts(chats, problems) == ["12 is a dozen<eos>", "4<eos>"]
-    batch = chats.batch(problems)
+    batch = chats.batch(list(map(chat_of, problems)))
     assert batch["lengths"].tolist() == [len(chats.tokenizer.prompt(p.messages)) + len(p.answer) + 1 for p in problems]
     assert batch["tokens"].shape == batch["mask"].shape == (2, max(batch["lengths"].tolist()))
     for row, length in enumerate(batch["lengths"].tolist()):
@@ -49,7 +50,7 @@ def test_the_loss_is_on_the_response_and_its_end_token_alone(tmp_path):
 
 def test_the_tokens_are_the_beginning_of_the_whole_templated_chat(tmp_path):
     problem = Problem(TURNS, "12 is a dozen")
-    batch = encoder(tmp_path).batch([problem])
+    batch = encoder(tmp_path).batch([chat_of(problem)])
     tokenizer = build_tokenizer()
     tokenizer.chat_template = CHATML
     whole = [*TURNS, {"role": "assistant", "content": problem.answer}]
@@ -82,7 +83,7 @@ def test_without_a_template_the_response_follows_the_prompt(tmp_path):
 )
 def test_a_template_that_cannot_be_trained_on_is_an_error(template, words, tmp_path):
     with pytest.raises(DataError, match=words):
-        encoder(tmp_path, template).batch([Problem(TURNS[1:2], "4")])
+        encoder(tmp_path, template).batch([chat_of(Problem(TURNS[1:2], "4"))])
 
 
 def sft_config(folder, rows: list[dict], *overrides: str):
@@ -123,11 +124,11 @@ def test_validation_takes_every_chat_up_to_the_limit(tmp_path):
 def test_chats_that_are_too_long_are_errors_or_dropped(tmp_path, caplog):
     rows = [*ROWS[:5], {"prompt": "long", "answer": "x" * 50}]
     config = sft_config(tmp_path, rows, *SMALL)
-    with pytest.raises(DataError, match=r"train.jsonl, problem 6: prompt and response are .*data.too_long=drop"):
+    with pytest.raises(DataError, match=r"train.jsonl, row 6: prompt and response are .*data.too_long=drop"):
         training_examples(config, encoder(tmp_path, max_length=40))
     data = training_examples(config, encoder(tmp_path, max_length=40, too_long="drop"))
-    assert len(data.problems.finite()) == 5 and "1 of 6 chats are longer" in caplog.text
-    with pytest.raises(DataError, match="no chat is left to validate on"):
+    assert len(data.examples.finite()) == 5 and "1 of 6 chats are longer" in caplog.text
+    with pytest.raises(DataError, match="none of the chats is left to validate on"):
         validation_examples(config, encoder(tmp_path, max_length=5, too_long="drop"))
 
 
@@ -140,6 +141,6 @@ def test_too_few_rows_for_a_batch_are_an_error(tmp_path):
 
 def test_generated_data_never_ends(tmp_path):
     chats = encoder(tmp_path)
-    data = TrainingExamples(ReverseDigits(4, seed=0), chats, batch_size=3)
+    data = TrainingExamples(Derived(ReverseDigits(4, seed=0), chat_of), chats, batch_size=3)
     assert data.steps_per_epoch is None
     assert data.batch(5)["tokens"].tolist() != data.batch(6)["tokens"].tolist()

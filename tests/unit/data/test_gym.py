@@ -1,6 +1,7 @@
 import pytest
 
 from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.data.kinds import PROBLEMS
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.rewards.registry import find_reward
@@ -19,16 +20,18 @@ def questions(problems):
 
 def test_a_small_task_is_never_trained_on_what_it_is_validated_on():
     data = config(SMALL)
-    held_out = validation_set(data, limit=1000)
-    training = training_set(data, seed=3)
+    held_out = validation_set(data, limit=1000, kind=PROBLEMS)
+    training = training_set(data, seed=3, kind=PROBLEMS)
     trained = questions(training.problem(position) for position in range(3000))
     assert 8 <= len(held_out) <= 40 and len(questions(held_out)) == len(held_out)
     assert len(trained) > 100 and trained.isdisjoint(questions(held_out))
-    assert held_out == validation_set(data, limit=1000) and held_out[:4] == validation_set(data, limit=4)
+    assert held_out == validation_set(data, limit=1000, kind=PROBLEMS) and held_out[:4] == validation_set(
+        data, limit=4, kind=PROBLEMS
+    )
 
 
 def test_problems_depend_on_seed_and_position_alone():
-    first, again, other = (training_set(config(), seed) for seed in (1, 1, 2))
+    first, again, other = (training_set(config(), seed, PROBLEMS) for seed in (1, 1, 2))
     assert [first.problem(i) for i in (5, 3, 9)] == [again.problem(i) for i in (5, 3, 9)]
     assert first.problem(5) != other.problem(5)
     assert not first.finite()
@@ -36,19 +39,19 @@ def test_problems_depend_on_seed_and_position_alone():
 
 def test_templates_and_system_prompts_apply():
     data = config("data.prompt_template='{question} Digits only.'", "data.system_prompt=Count.")
-    system, user = training_set(data, seed=0).problem(0).messages
+    system, user = training_set(data, seed=0, kind=PROBLEMS).problem(0).messages
     assert system["content"] == "Count." and user["content"].endswith(" Digits only.")
 
 
 def test_problems_that_do_not_fit_are_skipped():
-    short = training_set(config(), seed=0).only(lambda problem: len(problem.answer) < 3)
+    short = training_set(config(), seed=0, kind=PROBLEMS).only(lambda problem: len(problem.answer) < 3)
     assert all(len(short.problem(position).answer) < 3 for position in range(50))
     with pytest.raises(DataError, match=r"data.task = chain_sum: 1000 draws gave no problem to train on"):
         short.only(lambda problem: False).problem(0)
 
 
 def test_the_tasks_own_score_is_a_reward():
-    problem = training_set(config(), seed=0).problem(0)
+    problem = training_set(config(), seed=0, kind=PROBLEMS).problem(0)
     whole = find_reward("reasoning_gym", {"answer_tag": None})
     assert whole(f" {problem.answer}\n", problem) == 1.0
     assert 0 < whole(f"It is {problem.answer}", problem) < 1
@@ -60,6 +63,6 @@ def test_the_tasks_own_score_is_a_reward():
 
 def test_a_task_with_many_right_answers():
     data = compose_config(["data=reasoning_gym", "data.task=graph_color"]).data
-    problem = training_set(data, seed=0).problem(0)
+    problem = training_set(data, seed=0, kind=PROBLEMS).problem(0)
     assert problem.answer == ""
     assert find_reward("reasoning_gym", {"answer_tag": None})("no idea", problem) < 1

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.data.kinds import PROBLEMS
 from nemo_rl_lite.data.problems import chat
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.sources import training_set, validation_set
@@ -35,12 +36,12 @@ def test_problems_depend_on_seed_and_position_alone():
 
 def test_a_file_is_shuffled_anew_each_epoch_and_complete_in_each(tmp_path):
     rows = [{"prompt": str(i), "answer": i} for i in range(10)]
-    data = training_set(file_config(tmp_path, rows), seed=0)
+    data = training_set(file_config(tmp_path, rows), seed=0, kind=PROBLEMS)
     epochs = [[data.problem(epoch * 10 + place).answer for place in range(10)] for epoch in range(3)]
     assert all(sorted(epoch, key=int) == [str(i) for i in range(10)] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
     assert [data.problem(i).answer for i in range(10)] == epochs[0]
-    in_order = training_set(file_config(tmp_path, rows, shuffle="false"), seed=0)
+    in_order = training_set(file_config(tmp_path, rows, shuffle="false"), seed=0, kind=PROBLEMS)
     assert [in_order.problem(i).answer for i in range(12)] == [str(i % 10) for i in range(12)]
 
 
@@ -52,7 +53,7 @@ def test_columns_system_prompt_and_chats(tmp_path):
     ]
     rows = [{"question": messages, "solution": "d"}]
     keys = {"prompt_column": "question", "answer_column": "solution", "system_prompt": "Be brief."}
-    (problem,) = validation_set(file_config(tmp_path, rows, **keys), limit=5)
+    (problem,) = validation_set(file_config(tmp_path, rows, **keys), limit=5, kind=PROBLEMS)
     assert [message["role"] for message in problem.messages] == ["system", "user", "assistant", "user"]
     assert problem.answer == "d"
 
@@ -60,7 +61,7 @@ def test_columns_system_prompt_and_chats(tmp_path):
 def test_a_bad_row_far_down_is_named(tmp_path):
     rows = [{"prompt": "x", "answer": "y"}] * 150 + [{"prompt": 7, "answer": "y"}]
     with pytest.raises(DataError, match=r"problems.jsonl, row 151: the prompt must be text"):
-        training_set(file_config(tmp_path, rows), seed=0)
+        training_set(file_config(tmp_path, rows), seed=0, kind=PROBLEMS)
 
 
 @pytest.mark.parametrize("prompt", [None, 3, [], ["text"], [{"role": "user"}]])

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.data.kinds import PROBLEMS
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.errors import DataError
 
@@ -32,44 +33,46 @@ def split(tmp_path, ending, rows=ROWS, fraction=0.1):
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".parquet"])
 def test_a_fraction_is_held_out_and_never_trained_on(tmp_path, ending):
     data = split(tmp_path, ending)
-    held_out = {problem.messages[0]["content"] for problem in validation_set(data, limit=1000)}
-    trained = {problem.messages[0]["content"] for problem in training_set(data, seed=0).finite()}
+    held_out = {problem.messages[0]["content"] for problem in validation_set(data, limit=1000, kind=PROBLEMS)}
+    trained = {problem.messages[0]["content"] for problem in training_set(data, seed=0, kind=PROBLEMS).finite()}
     assert 20 <= len(held_out) <= 60
     assert held_out.isdisjoint(trained) and len(held_out | trained) == 400
-    assert validation_set(data, limit=5) == validation_set(data, limit=1000)[:5]
+    assert validation_set(data, limit=5, kind=PROBLEMS) == validation_set(data, limit=1000, kind=PROBLEMS)[:5]
 
 
 def test_rows_that_ask_the_same_are_on_the_same_side(tmp_path):
     data = split(tmp_path, ".jsonl", [{"prompt": f"{i % 20}", "answer": i} for i in range(400)], fraction=0.3)
-    held_out = {problem.messages[0]["content"] for problem in validation_set(data, limit=1000)}
-    assert held_out.isdisjoint(problem.messages[0]["content"] for problem in training_set(data, seed=0).finite())
+    held_out = {problem.messages[0]["content"] for problem in validation_set(data, limit=1000, kind=PROBLEMS)}
+    assert held_out.isdisjoint(
+        problem.messages[0]["content"] for problem in training_set(data, seed=0, kind=PROBLEMS).finite()
+    )
 
 
 def test_what_is_held_out_depends_on_neither_seed_nor_the_other_rows(tmp_path):
     data, other = split(tmp_path, ".jsonl"), split(tmp_path, ".json", ROWS[::-1][:200])
-    held_out = {problem.messages[0]["content"] for problem in validation_set(data, limit=1000)}
-    assert {problem.messages[0]["content"] for problem in validation_set(other, limit=1000)} < held_out
-    first, second = training_set(data, seed=1), training_set(data, seed=2)
+    held_out = {problem.messages[0]["content"] for problem in validation_set(data, limit=1000, kind=PROBLEMS)}
+    assert {problem.messages[0]["content"] for problem in validation_set(other, limit=1000, kind=PROBLEMS)} < held_out
+    first, second = training_set(data, seed=1, kind=PROBLEMS), training_set(data, seed=2, kind=PROBLEMS)
     assert set(map(str, first.finite())) == set(map(str, second.finite()))
 
 
 def test_too_few_rows_to_hold_one_out(tmp_path):
     data = split(tmp_path, ".jsonl", ROWS[:3], fraction=0.001)
-    with pytest.raises(DataError, match=r"none of the 3 problems is held out with data.validation_fraction = 0.001"):
-        validation_set(data, limit=10)
+    with pytest.raises(DataError, match=r"none of the 3 rows is held out with data.validation_fraction = 0.001"):
+        validation_set(data, limit=10, kind=PROBLEMS)
 
 
 def test_parquet_rows_are_numbered_from_one(tmp_path):
     data = split(tmp_path, ".parquet", [*ROWS, {"prompt": None, "answer": 1}])
     with pytest.raises(DataError, match=r"rows.parquet, row 401: column 'prompt' is null"):
-        training_set(data, seed=0)
+        training_set(data, seed=0, kind=PROBLEMS)
 
 
 def test_parquet_holds_chats_too(tmp_path):
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     path = write(tmp_path / "chats.parquet", [{"prompt": chat, "answer": "d"}])
     data = config("data=file", f"data.train_path={path}", f"data.validation_path={path}")
-    assert training_set(data, seed=0).problem(0).messages == tuple(chat)
+    assert training_set(data, seed=0, kind=PROBLEMS).problem(0).messages == tuple(chat)
 
 
 @pytest.fixture
@@ -85,18 +88,20 @@ def hub(tmp_path, monkeypatch):
 
 def test_splits_of_a_hub_dataset(hub):
     data = config(*hub, "data.validation_split=test", "data.shuffle=false")
-    assert training_set(data, seed=0).problem(1).answer == "2"
-    assert len(validation_set(data, limit=100)) == 7
+    assert training_set(data, seed=0, kind=PROBLEMS).problem(1).answer == "2"
+    assert len(validation_set(data, limit=100, kind=PROBLEMS)) == 7
     with pytest.raises(DataError, match=r"data.train_split = all: .* has no such split \(splits: train, test\)"):
-        training_set(config(*hub, "data.validation_split=test", "data.train_split=all"), seed=0)
+        training_set(config(*hub, "data.validation_split=test", "data.train_split=all"), seed=0, kind=PROBLEMS)
     with pytest.raises(DataError, match=r"split train, row 1: no column 'question' \(columns: prompt, answer\)"):
-        training_set(config(*hub, "data.validation_split=test", "data.prompt_column=question"), seed=0)
+        training_set(config(*hub, "data.validation_split=test", "data.prompt_column=question"), seed=0, kind=PROBLEMS)
 
 
 def test_a_fraction_of_a_hub_split_is_held_out(hub):
     data = config(*hub, "data.validation_fraction=0.2")
-    held_out = {problem.answer for problem in validation_set(data, limit=1000)}
-    assert held_out and held_out.isdisjoint(problem.answer for problem in training_set(data, seed=0).finite())
+    held_out = {problem.answer for problem in validation_set(data, limit=1000, kind=PROBLEMS)}
+    assert held_out and held_out.isdisjoint(
+        problem.answer for problem in training_set(data, seed=0, kind=PROBLEMS).finite()
+    )
 
 
 def test_a_hub_that_cannot_be_reached_names_the_dataset(monkeypatch):
@@ -108,7 +113,7 @@ def test_a_hub_that_cannot_be_reached_names_the_dataset(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     data = config("data=hub", "data.path=openai/gsm8k", "data.subset=main", "data.validation_split=test")
     with pytest.raises(DataError, match=r"data.path = openai/gsm8k \(main\): cannot be loaded from the hub: Conn"):
-        training_set(data, seed=0)
+        training_set(data, seed=0, kind=PROBLEMS)
 
 
 def test_the_gsm8k_preset_serves_files_and_the_hub(monkeypatch):
@@ -118,5 +123,8 @@ def test_the_gsm8k_preset_serves_files_and_the_hub(monkeypatch):
     splits = {"train": [{"question": "1 + 1?", "answer": "#### 2"}], "test": [{"question": "0?", "answer": "#### 0"}]}
     monkeypatch.setattr(datasets, "load_dataset", lambda *names: seen.append(names) or splits)
     data = config("data=gsm8k", "data.name=hub")
-    assert training_set(data, seed=0).problem(0).answer == "2" and validation_set(data, 5)[0].answer == "0"
+    assert (
+        training_set(data, seed=0, kind=PROBLEMS).problem(0).answer == "2"
+        and validation_set(data, 5, kind=PROBLEMS)[0].answer == "0"
+    )
     assert seen == [("openai/gsm8k", "main")] * 2

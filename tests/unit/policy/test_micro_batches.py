@@ -105,3 +105,25 @@ def test_padded_sequences_have_rows_of_their_own():
     assert torch.equal(micro.tokens_nS, tokens)
     assert torch.equal(micro.positions(), torch.arange(6).expand(4, -1))
     assert torch.equal(micro.hidden_from()[0, 0], torch.ones(6, 6, dtype=torch.bool).triu(1))
+
+
+@pytest.mark.parametrize("mode", ["fixed", "dynamic", "packed"])
+@pytest.mark.parametrize("at_least", [1, 6])
+def test_pairs_stay_together_and_within_the_limit(mode, at_least):
+    size = 3 if mode == "fixed" else 60
+    layout = Layout(mode, size, 4, together=2)
+    tokens, lengths = sequences(20, 20, seed=2)
+    micro_batches = cut(tokens, lengths, layout, at_least)
+    rows = [row for micro in micro_batches for row in micro.rows.tolist()]
+    assert sorted(rows) == list(range(20))
+    assert all(even % 2 == 0 and odd == even + 1 for even, odd in zip(rows[::2], rows[1::2], strict=True))
+    for micro in micro_batches:
+        assert len(micro.rows) % 2 == 0
+        assert len(micro.rows) <= 2 * size if mode == "fixed" else micro.tokens_nS.numel() <= size
+    assert mode == "fixed" or len(micro_batches) >= at_least
+
+
+def test_a_pair_that_is_longer_than_the_limit_has_a_micro_batch_of_its_own():
+    tokens, lengths = torch.zeros(4, 20, dtype=torch.int64), torch.tensor([20, 20, 3, 4])
+    micro_batches = cut(tokens, lengths, Layout("packed", 30, 1, together=2))
+    assert sorted(sorted(micro.rows.tolist()) for micro in micro_batches) == [[0, 1], [2, 3]]

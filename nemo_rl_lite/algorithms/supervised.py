@@ -1,10 +1,10 @@
-"""Supervised fine-tuning, top to bottom: data -> train."""
+"""Training on a data set, top to bottom: data -> (reference logprobs) -> train. What SFT and DPO share is all but the
+loss."""
 
 from dataclasses import dataclass
 
-from nemo_rl_lite.algorithms.losses import Batch, Normalizers
-from nemo_rl_lite.algorithms.sft_loss import SFTLoss
-from nemo_rl_lite.config.schema import SFTConfig
+from nemo_rl_lite.algorithms.losses import Batch, Loss
+from nemo_rl_lite.config.schema import SupervisedConfig
 from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.sinks import MetricsLog, under
@@ -14,10 +14,15 @@ from nemo_rl_lite.policy.interface import Policy
 
 
 @dataclass
-class SFT:
+class Supervised:
     """Everything one run is made of. `run()` is the algorithm."""
 
-    config: SFTConfig
+    config: SupervisedConfig
+    loss: Loss
+    with_reference: bool
+    """Whether the loss compares with the policy that the run started from."""
+    shown: tuple[str, ...]
+    """Metrics of the loss that are worth a place on the terminal."""
     policy: Policy
     training: TrainingExamples
     validation: Batch | None
@@ -35,6 +40,8 @@ class SFT:
             last = step == steps
             if (self.config.val_at_end and last) or (self.config.val_period and step % self.config.val_period == 0):
                 self.validate(step)
+                if not last and self._has_stopped_improving():
+                    break
 
     def steps(self) -> int:
         """Optimizer steps of the run: as many as its epochs have, or `max_num_steps` where that is fewer."""
@@ -48,10 +55,15 @@ class SFT:
         with timer("total_step_time"):
             with timer("data_processing"):
                 batch = self.training.batch(step - 1)
+            if self.with_reference:
+                with timer("logprob_inference_prep"):
+                    self.policy.prepare_for_logprob()
+                with timer("policy_and_reference_logprobs"):
+                    batch = self._compared(batch)
             with timer("training_prep"):
                 self.policy.prepare_for_training()
             with timer("policy_training"):
-                trained = self.policy.train(batch, SFTLoss())
+                trained = self.policy.train(batch, self.loss)
         seconds = timer.take()
         self.metrics.log(
             step,
@@ -62,20 +74,43 @@ class SFT:
             | under("memory", self.policy.take_memory()),
         )
         tokens_per_sec = batch["lengths"].sum().item() / seconds["total_step_time"]
-        self.console.step(step, steps, {"loss": trained["loss"], "tokens/s": tokens_per_sec}, seconds)
+        shown = {name: trained[name] for name in ("loss", *self.shown)}
+        self.console.step(step, steps, shown | {"tokens/s": tokens_per_sec}, seconds)
 
     def validate(self, step: int) -> None:
-        """Loss on the held-out chats, in nats a response token."""
+        """The loss and its metrics on what is held out."""
         if self.validation is None:
             return
         batch, timer = self.validation, Timer()
         with timer("total_validation_time"), self.console.busy(f"validating on {len(batch['tokens'])} held-out chats"):
             self.policy.prepare_for_logprob()
+            if self.with_reference and "reference_logprobs" not in batch:
+                # They stay the same.
+                batch = self.validation = self._compared(batch)
             logprobs_BT = self.policy.logprobs(batch["tokens"], batch["lengths"])
-            loss, _ = SFTLoss()(logprobs_BT, batch, Normalizers.of(batch["mask"]))
-        measured = {"val_loss": loss.item()}
-        self.metrics.log(step, under("validation", measured) | under("timing/validation", timer.take()))
-        self.console.say(f"validation after step {step}: loss {loss.item():.4f}")
+            _, measured = self.loss(logprobs_BT, batch, self.loss.counts(batch))
+        values = {"val_loss" if name == "loss" else name: value.item() for name, value in measured.items()}
+        self.metrics.log(step, under("validation", values) | under("timing/validation", timer.take()))
+        more = "".join(f", {name} {values[name]:.4f}" for name in self.shown)
+        self.console.say(f"validation after step {step}: loss {values['val_loss']:.4f}{more}")
+
+    def _compared(self, batch: Batch) -> Batch:
+        """The batch with each response's logprob under the reference policy."""
+        logprobs_BT = self.policy.reference_logprobs(batch["tokens"], batch["lengths"])
+        return batch | {"reference_logprobs": (logprobs_BT * batch["mask"]).sum(dim=1)}
+
+    def _has_stopped_improving(self) -> bool:
+        """Whether so many validations in a row were no better than the best before them."""
+        patience = self.config.early_stop_patience
+        steps, losses = self.metrics.series("validation/val_loss")
+        if patience is None or len(losses) <= patience or min(losses[-patience:]) < min(losses[:-patience]):
+            return False
+        best = min(losses[:-patience])
+        self.console.say(
+            f"stopped after step {steps[-1]}: {patience} validations in a row were no better than {best:.4f} "
+            "(algorithm.early_stop_patience)"
+        )
+        return True
 
     def _epoch(self, step: int) -> float:
         """Passes over the data that are done after `step`; 0 where the data has no end."""

@@ -1,11 +1,13 @@
-"""An SFT run: its data, its policy, the loop."""
+"""A run of SFT or DPO: its data, its policy, the loop."""
 
 from pathlib import Path
 
-from nemo_rl_lite.algorithms.sft import SFT
+from nemo_rl_lite.algorithms.dpo_loss import DPOLoss
+from nemo_rl_lite.algorithms.sft_loss import SFTLoss
+from nemo_rl_lite.algorithms.supervised import Supervised
 from nemo_rl_lite.checkpoint.source import locate_model
 from nemo_rl_lite.cluster.launch import Reserved, launch_policy
-from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.schema import Config, DPOConfig
 from nemo_rl_lite.config.sizes import policy_ranks
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
@@ -14,7 +16,7 @@ from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.sinks import MetricsLog, under
 
 
-class SFTJob:
+class SupervisedJob:
     """Reads and checks everything when it is made; starts workers when it runs."""
 
     def __init__(self, config: Config, folder: Path, console: RunConsole):
@@ -33,8 +35,13 @@ class SFTJob:
         with console.busy(f"starting {policy_ranks(config)} policy rank(s)"):
             policy = launch_policy(reserved, self._model_path)
         metrics.log(0, under("timing/setup", reserved.setup_seconds()))
-        SFT(
-            config=config.sft,
+        options = config.supervised
+        compares = isinstance(options, DPOConfig)
+        Supervised(
+            config=options,
+            loss=DPOLoss(options) if isinstance(options, DPOConfig) else SFTLoss(),
+            with_reference=compares,
+            shown=("accuracy", "rewards_margin_mean") if compares else (),
             policy=policy,
             training=self._training,
             validation=self._validation,

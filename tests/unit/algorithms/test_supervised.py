@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from nemo_rl_lite.algorithms.sft import SFT
+from nemo_rl_lite.algorithms.sft_loss import SFTLoss
+from nemo_rl_lite.algorithms.supervised import Supervised
 from nemo_rl_lite.config.schema import SFTConfig
 from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.observability.console import RunConsole
@@ -21,6 +22,7 @@ CONFIG = SFTConfig(
     val_at_start=True,
     val_at_end=True,
     max_val_samples=10,
+    early_stop_patience=None,
 )
 BATCH = {
     "tokens": torch.ones(2, 4, dtype=torch.int64),
@@ -63,9 +65,19 @@ class Data(TrainingExamples):
         return BATCH
 
 
-def sft(validation=BATCH, steps_per_epoch=3, **changes) -> SFT:
-    config = dataclasses.replace(CONFIG, **changes)
-    return SFT(config, NotingPolicy(), Data(steps_per_epoch), validation, MetricsLog([]), RunConsole(), devices=1)
+def sft(validation=BATCH, steps_per_epoch=3, **changes) -> Supervised:
+    return Supervised(
+        config=dataclasses.replace(CONFIG, **changes),
+        loss=SFTLoss(),
+        with_reference=False,
+        shown=(),
+        policy=NotingPolicy(),
+        training=Data(steps_per_epoch),
+        validation=validation,
+        metrics=MetricsLog([]),
+        console=RunConsole(),
+        devices=1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,3 +105,34 @@ def test_without_held_out_chats_nothing_is_validated():
     job = sft(validation=None)
     job.run()
     assert "logprob" not in job.policy.calls and len(job.policy.calls) == 12
+
+
+@pytest.mark.parametrize(("patience", "stopped_at"), [(1, 4), (2, 6), (None, 12)])
+def test_a_run_stops_when_validations_no_longer_improve(patience, stopped_at):
+    """Validations after steps 0, 2, 4, ...: the second is better, those after it are not."""
+    losses = iter([-0.9, -0.5, -0.5, -0.6, *[-0.7] * 9])
+    job = sft(max_num_steps=12, max_num_epochs=None, early_stop_patience=patience)
+    job.policy.logprobs = lambda tokens_BT, lengths_B: torch.full(tokens_BT.shape, next(losses))
+    job.run()
+    assert job.metrics.series("train/loss")[0][-1] == stopped_at
+
+
+def test_the_reference_scores_each_batch_before_training_and_held_out_ones_once():
+    job = sft(max_num_steps=3)
+    job.with_reference, scored = True, []
+
+    def reference(tokens_BT, lengths_B):
+        scored.append(len(job.policy.calls))
+        return torch.full(tokens_BT.shape, -0.25)
+
+    def train(batch, loss):
+        job.policy.calls.append("train")
+        assert batch["reference_logprobs"].tolist() == [-0.5, -0.25]
+        return {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1, "wd": 0.0}
+
+    job.policy.reference_logprobs, job.policy.train = reference, train
+    job.run()
+    step = ["logprob", "training", "train"]
+    assert job.policy.calls == ["logprob", *step * 2, "logprob", *step, "logprob"]
+    assert len(scored) == 4
+    assert "timing/train/policy_and_reference_logprobs" in set().union(*job.metrics.history)

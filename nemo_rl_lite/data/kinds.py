@@ -1,0 +1,27 @@
+"""What an algorithm trains on, and how it is read. Imports nothing heavy."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nemo_rl_lite.config.schema import DataConfig
+from nemo_rl_lite.data.columns import to_problem
+from nemo_rl_lite.data.conversations import Example, chat_of, to_chat
+from nemo_rl_lite.data.pairs import pair_of, to_pair
+from nemo_rl_lite.data.problems import Asked, Problem
+from nemo_rl_lite.data.rows import Row
+
+
+@dataclass(frozen=True)
+class Kind[T: Asked]:
+    """`name` in plural; how to read one from a row, which the text names in errors, and from a task's problem."""
+
+    name: str
+    from_row: Callable[[DataConfig, Row, str], T]
+    from_problem: Callable[[Problem], T]
+
+
+PROBLEMS = Kind[Problem]("problems", to_problem, lambda problem: problem)
+CHATS = Kind[Example]("chats", to_chat, chat_of)
+PAIRS = Kind[Example]("pairs", to_pair, pair_of)
+# By algorithm.
+KINDS: dict[str, Kind] = {"grpo": PROBLEMS, "sft": CHATS, "dpo": PAIRS}

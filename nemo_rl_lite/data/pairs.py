@@ -1,0 +1,108 @@
+"""Preference pairs: a prompt, a chosen and a rejected continuation. Imports nothing heavy.
+
+Layouts of published datasets, told apart by their columns:
+
+- prompt, chosen, rejected: the prompt text or messages, each continuation text or messages;
+- chosen, rejected: whole chats that begin with the same messages (UltraFeedback binarized, HH-RLHF as messages);
+- context, completions: completions with ranks, of which the lowest is the best (NeMo-RL);
+- context, response1, response2, overall_preference: negative where the first is better (HelpSteer3).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_rl_lite.config.schema import DataConfig
+from nemo_rl_lite.data.columns import column
+from nemo_rl_lite.data.conversations import Conversation, Example, answered, read_messages, with_system
+from nemo_rl_lite.data.problems import Message, Problem, chat
+from nemo_rl_lite.data.rows import Row
+from nemo_rl_lite.errors import DataError
+
+
+def to_pair(config: DataConfig, row: Row, where: str) -> Example:
+    """The pair of a row; `where` names the row in errors.
+
+    Raises:
+        DataError: the row is of no known layout, a column has a wrong type, or nothing tells the two apart.
+    """
+    chosen, rejected = config.chosen_column, config.rejected_column
+    if chosen in row and rejected in row:
+        two = column(row, chosen, where), column(row, rejected, where)
+        if row.get(config.prompt_column) is None:
+            pair = _whole_chats(read_messages(two[0], where), read_messages(two[1], where), where)
+        else:
+            pair = _continued(_asked(row[config.prompt_column], where), two, where)
+    elif "context" in row and "completions" in row:
+        pair = _continued(_asked(row["context"], where), _ranked(row["completions"], where), where)
+    elif "context" in row and "overall_preference" in row:
+        pair = _continued(_asked(row["context"], where), _judged(row, where), where)
+    else:
+        raise DataError(
+            f"{where}: no columns of a preference pair (needed: '{chosen}' and '{rejected}', or context and "
+            f"completions, or context, response1, response2 and overall_preference; columns: {', '.join(row)})"
+        )
+    if pair[0].messages == pair[1].messages:
+        raise DataError(f"{where}: the chosen and the rejected are the same")
+    return Example(tuple(_with_system(config, one) for one in pair), where)
+
+
+def pair_of(problem: Problem) -> Example:
+    """A problem whose task knows a mistake to make."""
+    if "mistake" not in problem.metadata:
+        raise DataError("this task has right answers only: preference pairs need data=file or data=hub")
+    responses = problem.answer, problem.metadata["mistake"]
+    return Example(tuple(answered(problem.messages, response) for response in responses), "a problem of the task")
+
+
+def _asked(prompt: object, where: str) -> tuple[Message, ...]:
+    return chat(prompt) if isinstance(prompt, str) else read_messages(prompt, where)
+
+
+def _continued(asked: tuple[Message, ...], two: tuple[object, object], where: str) -> list[Conversation]:
+    pair = []
+    for value in two:
+        if isinstance(value, str):
+            pair.append(answered(asked, value))
+            continue
+        said = read_messages(value, where)
+        # Some repeat the prompt in front of each continuation.
+        said = said[len(asked) :] if said[: len(asked)] == asked else said
+        pair.append(_ending_with_the_assistant((*asked, *said), len(asked), where))
+    return pair
+
+
+def _whole_chats(chosen: tuple[Message, ...], rejected: tuple[Message, ...], where: str) -> list[Conversation]:
+    common = 0
+    while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
+        common += 1
+    if not common:
+        raise DataError(f"{where}: the two chats do not begin with the same message")
+    return [_ending_with_the_assistant(one, common, where) for one in (chosen, rejected)]
+
+
+def _ending_with_the_assistant(messages: tuple[Message, ...], first: int, where: str) -> Conversation:
+    if len(messages) <= first or messages[-1]["role"] != "assistant":
+        raise DataError(f"{where}: each of the two must end with a message of the assistant's own")
+    return Conversation(messages, first)
+
+
+def _ranked(completions: object, where: str) -> tuple[object, object]:
+    ranked = completions if isinstance(completions, Sequence) and not isinstance(completions, str) else ()
+    known = [one for one in ranked if isinstance(one, Mapping) and "rank" in one and "completion" in one]
+    if len(known) != len(ranked) or len({one["rank"] for one in known}) < 2:
+        raise DataError(f"{where}: column 'completions' must have completions of two ranks, each {{rank, completion}}")
+    in_order = sorted(known, key=lambda one: one["rank"])
+    return in_order[0]["completion"], in_order[-1]["completion"]
+
+
+def _judged(row: Mapping[str, Any], where: str) -> tuple[object, object]:
+    preference = row["overall_preference"]
+    if not isinstance(preference, int | float) or not preference:
+        raise DataError(f"{where}: overall_preference is {preference!r}: neither response is better")
+    two = column(row, "response1", where), column(row, "response2", where)
+    return two if preference < 0 else (two[1], two[0])
+
+
+def _with_system(config: DataConfig, one: Conversation) -> Conversation:
+    messages = with_system(config, one.messages)
+    return Conversation(messages, one.first_trained + len(messages) - len(one.messages), one.tools)

@@ -1,0 +1,98 @@
+"""Preference pairs of every published layout that is known."""
+
+import dataclasses
+
+import pytest
+
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.data.pairs import pair_of, to_pair
+from nemo_rl_lite.data.problems import Problem, chat
+from nemo_rl_lite.data.reverse_digits import ReverseDigits
+from nemo_rl_lite.errors import DataError
+from tests.unit.data.test_conversations import said
+from tests.unit.data.test_examples import encoder
+
+ASKED = said("u:2+2")
+GOOD, BAD = said("a:4"), said("a:5")
+
+
+def pair(row: dict, **changes: object):
+    config = dataclasses.replace(compose_config(["algorithm=dpo"]).data, **changes)
+    return to_pair(config, row, "f.jsonl, row 2")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2+2", "chosen": "4", "rejected": "5"},
+        {"prompt": ASKED, "chosen": GOOD, "rejected": BAD},
+        {"prompt": "2+2", "chosen": [*ASKED, *GOOD], "rejected": [*ASKED, *BAD]},
+        {"chosen": [*ASKED, *GOOD], "rejected": [*ASKED, *BAD]},
+        {"prompt": None, "chosen": [*ASKED, *GOOD], "rejected": [*ASKED, *BAD]},
+        {"context": ASKED, "completions": [{"rank": 1, "completion": BAD}, {"rank": 0, "completion": GOOD}]},
+        {"context": ASKED, "response1": "4", "response2": "5", "overall_preference": -2},
+        {"context": "2+2", "response1": "5", "response2": "4", "overall_preference": 1},
+    ],
+    ids=["text", "messages", "repeated prompt", "whole chats", "null prompt", "NeMo-RL", "HelpSteer3", "HelpSteer3, 2"],
+)
+def test_the_same_pair_in_every_layout(row):
+    found = pair(row)
+    assert found.messages == tuple(ASKED) and found.where == "f.jsonl, row 2"
+    assert [said.messages for said in found.conversations] == [(*ASKED, *GOOD), (*ASKED, *BAD)]
+    assert [said.trained() for said in found.conversations] == [[1], [1]]
+
+
+def test_columns_and_the_system_prompt_can_be_named():
+    row = {"question": "2+2", "good": "4", "bad": "5"}
+    found = pair(row, prompt_column="question", chosen_column="good", rejected_column="bad", system_prompt="brief")
+    assert [message["content"] for message in found.messages] == ["brief", "2+2"]
+    assert all(said.trained() == [2] for said in found.conversations)
+
+
+def test_a_longer_common_beginning_is_what_is_asked(tmp_path):
+    """Both chats share a turn of the assistant, which nobody is trained on, and the begin of their last turns."""
+    turns = [*ASKED, *said("a:4", "u:and 1")]
+    found = pair({"chosen": [*turns, *said("a:5 of course")], "rejected": [*turns, *said("a:5 or 6")]})
+    assert found.messages == tuple(turns)
+    batch = encoder(tmp_path).batch([found])
+    assert batch["tokens"].shape[0] == 2
+    prompt = len(encoder(tmp_path).tokenizer.prompt(turns))
+    for row, text in enumerate(("5 of course", "5 or 6")):
+        assert batch["mask"][row].tolist()[:prompt] == [0.0] * prompt
+        assert batch["mask"][row].sum() == len(text) + 1
+
+
+def test_an_empty_response_can_be_the_worse_one(tmp_path):
+    batch = encoder(tmp_path).batch([pair({"prompt": "2+2", "chosen": "4", "rejected": ""})])
+    assert batch["mask"].sum(dim=1).tolist() == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "1"}, "no columns of a preference pair .*columns: prompt"),
+        ({"prompt": "1", "chosen": "2", "rejected": "2"}, "the chosen and the rejected are the same"),
+        ({"prompt": "1", "chosen": None, "rejected": "2"}, "column 'chosen' is null"),
+        ({"chosen": "whole text", "rejected": "other"}, "a list of {role, content} messages is needed, found str"),
+        ({"chosen": said("u:1", "a:2"), "rejected": said("u:3", "a:2")}, "do not begin with the same message"),
+        ({"prompt": "1", "chosen": said("u:1"), "rejected": said("a:2")}, "must end with a message of the assistant"),
+        ({"context": "1", "completions": [{"rank": 0, "completion": "2"}]}, "completions of two ranks"),
+        ({"context": "1", "completions": "2"}, "completions of two ranks"),
+        ({"context": "1", "response1": "2", "response2": "3", "overall_preference": 0}, "neither response is better"),
+    ],
+)
+def test_rows_that_are_no_pair_are_named(row, words):
+    with pytest.raises(DataError, match=rf"^f.jsonl, row 2.*{words}"):
+        pair(row)
+
+
+@pytest.mark.parametrize("digits", ["1234", "1112", "7777"])
+def test_the_embedded_task_makes_a_mistake_for_each_answer(digits):
+    found = pair_of(ReverseDigits(4, seed=0)._as_problem(digits))
+    right, wrong = (said.messages[-1]["content"] for said in found.conversations)
+    assert right == digits[::-1] != wrong and len(wrong) == len(right)
+
+
+def test_a_task_of_right_answers_has_no_pairs():
+    with pytest.raises(DataError, match="data=file or data=hub"):
+        pair_of(Problem(chat("1+1"), "2"))
