@@ -21,6 +21,8 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 Precision = Literal["float32", "bfloat16"]
 # Parts of a layer whose inputs can wait for the backward pass in host memory.
 OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp", "expert_fc1", "moe_act"]
+# Linear layers that can have an adapter.
+LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 # What can leave the GPU while the engines generate.
 OffloadedComponent = Literal["parameters", "gradients", "optimizer_states"]
 
@@ -113,6 +115,15 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class LoraConfig:
+    enabled: bool
+    dim: PositiveInt
+    alpha: PositiveInt
+    dropout: Annotated[float, Field(ge=0, lt=1)]
+    target_modules: Annotated[list[LoraTarget], Field(min_length=1)]
+
+
+@dataclass(frozen=True, config=STRICT)
 class MegatronConfig:
     tensor_model_parallel_size: PositiveInt
     pipeline_model_parallel_size: PositiveInt
@@ -122,6 +133,7 @@ class MegatronConfig:
     fine_grained_activation_offloading: bool
     offload_modules: list[OffloadModule] | None
     activation_offload_fraction: Fraction
+    peft: LoraConfig
     optimizer: OptimizerConfig
     scheduler: SchedulerConfig
 

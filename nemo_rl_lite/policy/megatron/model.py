@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.offload import activations
+from nemo_rl_lite.policy.megatron import lora
 from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
 
 # Fused kernels of Apex and Transformer Engine; the local layer spec has plain torch in their place.
@@ -53,6 +54,8 @@ class MegatronModel:
     place: ParallelPlace
     device: torch.device
     half_precision: bool
+    lora: Any = None
+    """megatron-bridge's description of the adapters, where there are any."""
 
     def parameters(self) -> list[Tensor]:
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
@@ -96,8 +99,16 @@ def build_model(config: PolicyConfig, path: str, on_gpu: bool, timeout_s: float,
         grad_reduce_in_fp32=True,
         check_for_nan_in_grad=True,
     )
-    chunks = provider.provide_distributed_model(ddp_config=ddp, wrap_with_ddp=True, use_cpu_initialization=not on_gpu)
-    bridge.load_hf_weights(chunks)
+    adapted = lora.adapters(parallel.peft) if parallel.peft.enabled else None
+
+    def load(bare: list[Any]) -> list[Any]:
+        bridge.load_hf_weights(bare)
+        # Frozen weights have no gradient buffer, so before those are made.
+        return bare if adapted is None else adapted(bare)
+
+    chunks = provider.provide_distributed_model(
+        ddp_config=ddp, wrap_with_ddp=True, use_cpu_initialization=not on_gpu, pre_wrap_hook=load
+    )
     activations.add_mlps(chunks, parallel)
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     experts = parallel.expert_model_parallel_size
@@ -109,7 +120,7 @@ def build_model(config: PolicyConfig, path: str, on_gpu: bool, timeout_s: float,
         has_logits=parallel_state.is_pipeline_last_stage(),
         is_whole=tensor * pipeline * experts == 1,
     )
-    return MegatronModel(bridge, chunks, place, device, half_precision=config.precision != "float32")
+    return MegatronModel(bridge, chunks, place, device, half_precision=config.precision != "float32", lora=adapted)
 
 
 def _set_layout(provider: Any, config: PolicyConfig) -> None:

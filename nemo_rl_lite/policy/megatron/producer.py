@@ -39,7 +39,7 @@ class Producer:
     def plan(self, config: RefitConfig) -> RefitPlan:
         """Lay the exported weights into buckets; the same plan on every rank."""
         self._config = config
-        views = ExportViews(self._model.parameters(), self._tasks()) if self._model.place.is_whole else None
+        views = ExportViews(self._model.parameters(), self._tasks()) if self._as_it_is else None
         weights = []
         for name, tensor in self.export():
             weights.append((name, tuple(tensor.shape), dtype_name(tensor.dtype)))
@@ -96,6 +96,11 @@ class Producer:
         return self._model.bridge.export_hf_weights(
             self._model.chunks, cpu=on_host, show_progress=False, conversion_tasks=self._tasks()
         )
+
+    @property
+    def _as_it_is(self) -> bool:
+        """Whether weights are exported as they are in this rank's memory."""
+        return self._model.place.is_whole and self._model.lora is None
 
     def _tasks(self) -> list[Any]:
         if self._conversion_tasks is None:

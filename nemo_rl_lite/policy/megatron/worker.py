@@ -17,6 +17,7 @@ from nemo_rl_lite.offload.cpu_optimizer import stays_on_host, step_threads
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.policy.megatron.batches import forward_backward, forward_logprobs
+from nemo_rl_lite.policy.megatron.lora import WithoutAdapters
 from nemo_rl_lite.policy.megatron.memory import host_registrar, phase_memory
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.policy.megatron.model import ParallelPlace, build_model
@@ -70,7 +71,7 @@ class MegatronWorker:
         self._optimizer, self._scheduler = build_optimizer(policy, self._model)
         if stays_on_host(policy.megatron_cfg.optimizer) and cluster.threads_per_worker is None:
             torch.set_num_threads(step_threads())
-        self._reference = ReferenceWeights(self._model, host_registrar(policy, self._model)) if keep_reference else None
+        self._reference = self._kept_reference() if keep_reference else None
         self._train_layout = Layout.of(policy, "train", on_gpu, sequences_together)
         self._logprob_layout = Layout.of(policy, "logprob", on_gpu)
         log.info("micro-batches: %s for training, %s for logprobs", self._train_layout, self._logprob_layout)
@@ -183,6 +184,11 @@ class MegatronWorker:
         weights = list(self._producer.export(to_host=True))
         if self._rank == 0:
             write_hf_folder(weights, self._model_path, Path(path))
+
+    def _kept_reference(self) -> ReferenceWeights | WithoutAdapters:
+        if self._model.lora is not None:
+            return WithoutAdapters(self._model.chunks, self._model.lora)
+        return ReferenceWeights(self._model, host_registrar(self._policy, self._model))
 
     def _score(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str, then_train: bool) -> np.ndarray | None:
         self._phases.require(Component.PARAMETERS)

@@ -1,0 +1,29 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) through megatron-bridge: the weights are frozen, and small matrices beside
+linear layers are trained. The bridge merges them into the weights it exports, for engines and folders alike."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nemo_rl_lite.config.schema import LoraConfig
+
+
+def adapters(config: LoraConfig) -> Any:
+    """megatron-bridge's own description of the adapters."""
+    from megatron.bridge.peft.lora import LoRA
+
+    return LoRA(target_modules=list(config.target_modules), dim=config.dim, alpha=config.alpha, dropout=config.dropout)
+
+
+class WithoutAdapters:
+    """The reference policy of a model with adapters: the same weights without them."""
+
+    def __init__(self, chunks: list[Any], adapted: Any):
+        """`adapted`: what `adapters` gave, after it was applied to the chunks."""
+        self._chunks, self._adapted = chunks, adapted
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within the block the model is the reference; afterwards, also after an error, the policy again."""
+        with self._adapted.disable_adapter(self._chunks):
+            yield
