@@ -44,6 +44,29 @@ def rank_parameters(shape: ModelShape, parallel: MegatronConfig, stage: int) -> 
     return Parameters(dense, experts)
 
 
+def trained_parameters(shape: ModelShape, parallel: MegatronConfig, stage: int) -> Parameters:
+    """Those that have gradients: all, or with LoRA the adapters'. One adapter is for all experts of a rank."""
+    if not parallel.peft.enabled:
+        return rank_parameters(shape, parallel, stage)
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+
+    def of_mlp(width: int) -> dict[str, int]:
+        return {"linear_fc1": shape.hidden + 2 * width, "linear_fc2": width + shape.hidden}
+
+    attention = {"linear_qkv": shape.hidden + queries + 2 * keys, "linear_proj": queries + shape.hidden}
+    sparse = shape.layers - shape.dense_layers
+    widths = [(shape.layers, attention), (shape.dense_layers, of_mlp(shape.ffn))]
+    widths += [(sparse, of_mlp(shape.shared_ffn))] if shape.shared_ffn else []
+    dense, experts = (
+        sum(layers * sizes.get(name, 0) for layers, sizes in kinds for name in parallel.peft.target_modules)
+        for kinds in (widths, [(sparse, of_mlp(shape.expert_ffn))])
+    )
+    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    return Parameters(
+        dense * parallel.peft.dim // split, experts * parallel.peft.dim // parallel.pipeline_model_parallel_size
+    )
+
+
 def _layers_of_stage(shape: ModelShape, tensor: int, pipeline: int, expert: int) -> tuple[int, int]:
     """A stage's share of all layers' parameters, on one of its ranks: outside of experts and in them."""
     hidden, sparse = shape.hidden, shape.layers - shape.dense_layers

@@ -8,7 +8,7 @@ from nemo_rl_lite.config.model_shape import ModelShape
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import data_parallel_size, engines, on_gpus, samples_per_step
 from nemo_rl_lite.offload.activation_size import item_bytes, logprob_activations, training_activations
-from nemo_rl_lite.offload.model_size import Parameters, parameter_count, rank_parameters
+from nemo_rl_lite.offload.model_size import Parameters, parameter_count, rank_parameters, trained_parameters
 from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
 
 # Gradients are summed, over micro-batches and ranks, in float32.
@@ -63,10 +63,12 @@ def predicted_metrics(prediction: Prediction) -> dict[str, float]:
 def _of_stage(
     config: Config, shape: ModelShape, residency: Residency, device_bytes: int | None, stage: int
 ) -> dict[tuple[Phase, Component], Bytes]:
-    parameters = rank_parameters(shape, config.policy.megatron_cfg, stage)
+    parallel = config.policy.megatron_cfg
+    parameters, trained = rank_parameters(shape, parallel, stage), trained_parameters(shape, parallel, stage)
+    held = parameters.total + (trained.total if parallel.peft.enabled else 0)
     sizes = {
-        Component.PARAMETERS: parameters.total * item_bytes(config),
-        Component.GRADIENTS: parameters.total * GRADIENT_BYTES,
+        Component.PARAMETERS: held * item_bytes(config),
+        Component.GRADIENTS: trained.total * GRADIENT_BYTES,
     }
     if residency.engines_share_device:
         weights = _engine_weights(config, shape)
@@ -76,7 +78,7 @@ def _of_stage(
     def cell(phase: Phase, component: Component) -> Bytes:
         place = residency.place(phase, component)
         if component is Component.OPTIMIZER_STATES:
-            return _optimizer_states(config, parameters, place)
+            return _optimizer_states(config, trained, place)
         if component is Component.ACTIVATIONS:
             return _activations(config, shape, phase, stage)
         return _at(place, sizes[component])

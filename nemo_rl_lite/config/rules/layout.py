@@ -148,6 +148,19 @@ def rollout_fills_optimizer_steps(config: Config) -> Iterator[Violation]:
         )
 
 
+@rule(f"{MEGATRON}.peft", f"{MEGATRON}.tensor_model_parallel_size")
+def adapters_can_be_split(config: Config) -> Iterator[Violation]:
+    peft, tensor = config.policy.megatron_cfg.peft, config.policy.megatron_cfg.tensor_model_parallel_size
+    if peft.enabled and peft.dim % tensor:
+        key = f"{MEGATRON}.peft.dim"
+        fix = f"{key}={-(-peft.dim // tensor) * tensor}"
+        yield Violation(key, peft.dim, f"is split over tensor-parallel ranks ({tensor})", fix)
+    if peft.enabled and len(set(peft.target_modules)) < len(peft.target_modules):
+        key = f"{MEGATRON}.peft.target_modules"
+        once = ",".join(dict.fromkeys(peft.target_modules))
+        yield Violation(key, peft.target_modules, "names a module twice", f"'{key}=[{once}]'")
+
+
 @rule(*PARALLEL, *_BATCHING, "policy.train_global_batch_size", "policy.train_micro_batch_size")
 def micro_batches_fill_global_batch(config: Config) -> Iterator[Violation]:
     ranks = data_parallel_size(config)

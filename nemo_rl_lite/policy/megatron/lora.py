@@ -15,6 +15,12 @@ def adapters(config: LoraConfig) -> Any:
     return LoRA(target_modules=list(config.target_modules), dim=config.dim, alpha=config.alpha, dropout=config.dropout)
 
 
+def trained_of_all(chunks: list[Any]) -> tuple[int, int]:
+    """How many parameters have a gradient, and how many there are."""
+    sizes = [(parameter.requires_grad, parameter.numel()) for chunk in chunks for parameter in chunk.parameters()]
+    return sum(size for trained, size in sizes if trained), sum(size for _, size in sizes)
+
+
 class WithoutAdapters:
     """The reference policy of a model with adapters: the same weights without them."""
 

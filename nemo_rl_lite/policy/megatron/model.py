@@ -1,5 +1,6 @@
 """A Hugging Face folder -> a megatron-core model on this rank, through megatron-bridge."""
 
+import logging
 import math
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +27,9 @@ _FUSIONS = (
     "moe_permute_fusion",
     "moe_grouped_gemm",
 )
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,8 @@ def build_model(config: PolicyConfig, path: str, on_gpu: bool, timeout_s: float,
         ddp_config=ddp, wrap_with_ddp=True, use_cpu_initialization=not on_gpu, pre_wrap_hook=load
     )
     activations.add_mlps(chunks, parallel)
+    if adapted is not None:
+        log.info("LoRA: %d of %d parameters are trained on this rank", *lora.trained_of_all(chunks))
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     experts = parallel.expert_model_parallel_size
     place = ParallelPlace(

@@ -21,6 +21,7 @@ MODEL = {
 OPTIMIZER, SCHEDULER = "policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler"
 TP, PP = "policy.megatron_cfg.tensor_model_parallel_size", "policy.megatron_cfg.pipeline_model_parallel_size"
 LOSS = "algorithm.loss_fn"
+MEGATRON_CFG = "policy.megatron_cfg"
 ACTIVATIONS = "policy.megatron_cfg.fine_grained_activation_offloading"
 MODULES = "policy.megatron_cfg.offload_modules"
 SHARE = "policy.megatron_cfg.activation_offload_fraction"
@@ -351,6 +352,12 @@ CASES = {
         "is a key of algorithm=dpo and algorithm=sft only",
     ],
     "-m algorithm=grpo,ppo": ["algorithm", "no such file"],
+    f"cluster.cpu_ranks=2 {MEGATRON_CFG}.tensor_model_parallel_size=2 {MEGATRON_CFG}.peft.enabled=true {MEGATRON_CFG}.peft.dim=3": [
+        f"{MEGATRON_CFG}.peft.dim",
+        "split over tensor-parallel ranks (2)",
+        f"{MEGATRON_CFG}.peft.dim=4",
+    ],
+    f"{MEGATRON_CFG}.peft.target_modules=[q_proj]": [f"{MEGATRON_CFG}.peft.target_modules", "'linear_qkv'"],
     "algorithm=dpo algorithm.label_smoothing=0.5": ["algorithm.label_smoothing", "less than 0.5"],
     "algorithm=dpo algorithm.preference_loss=kto": ["algorithm.preference_loss", "'dpo' or 'ipo'"],
     "algorithm=dpo data=reasoning_gym data.task=chain_sum data.validation_fraction=0.1": [
@@ -358,10 +365,10 @@ CASES = {
         "has right answers only",
         "data=file or data=hub",
     ],
-    "algorithm=dpo policy.dynamic_batching.enabled=true policy.dynamic_batching.train_mb_tokens=100": [
+    "algorithm=dpo policy.dynamic_batching.enabled=true policy.dynamic_batching.train_mb_tokens=40": [
         "policy.dynamic_batching.train_mb_tokens",
         "must hold a pair of sequences",
-        "train_mb_tokens=128",
+        "train_mb_tokens=64",
     ],
     "algorithm=sft data.messages_column=chat": ["data.messages_column", "has no such columns"],
     "algorithm=sft algorithm.early_stop_patience=0": ["algorithm.early_stop_patience", "greater than 0"],
