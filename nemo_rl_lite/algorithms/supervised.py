@@ -3,6 +3,8 @@ loss."""
 
 from dataclasses import dataclass
 
+import torch
+
 from nemo_rl_lite.algorithms.losses import Batch, Loss
 from nemo_rl_lite.config.schema import SupervisedConfig
 from nemo_rl_lite.data.examples import TrainingExamples
@@ -82,7 +84,10 @@ class Supervised:
         if self.validation is None:
             return
         batch, timer = self.validation, Timer()
-        with timer("total_validation_time"), self.console.busy(f"validating on {len(batch['tokens'])} held-out chats"):
+        with (
+            timer("total_validation_time"),
+            self.console.busy(f"validating on {len(batch['tokens'])} held-out sequences"),
+        ):
             self.policy.prepare_for_logprob()
             if self.with_reference and "reference_logprobs" not in batch:
                 # They stay the same.
@@ -97,7 +102,7 @@ class Supervised:
     def _compared(self, batch: Batch) -> Batch:
         """The batch with each response's logprob under the reference policy."""
         logprobs_BT = self.policy.reference_logprobs(batch["tokens"], batch["lengths"])
-        return batch | {"reference_logprobs": (logprobs_BT * batch["mask"]).sum(dim=1)}
+        return batch | {"reference_logprobs": torch.where(batch["mask"] > 0, logprobs_BT, 0.0).sum(dim=1)}
 
     def _has_stopped_improving(self) -> bool:
         """Whether so many validations in a row were no better than the best before them."""

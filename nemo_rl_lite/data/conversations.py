@@ -12,6 +12,8 @@ from nemo_rl_lite.data.problems import Message, Problem
 from nemo_rl_lite.data.rows import Row
 from nemo_rl_lite.errors import DataError
 
+# Thoughts before an answer; of a tool's answer, which tool and which call it is for.
+_MORE = ("reasoning_content", "name", "tool_call_id")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -60,6 +62,8 @@ def to_chat(config: DataConfig, row: Row, where: str) -> Example:
     if not spoken:
         raise DataError(f"{where}: column '{config.messages_column}' has no message of the assistant to train on")
     first = spoken[0 if config.train_on == "all" else -1]
+    if all(message["role"] in ("system", "developer") for message in messages[: spoken[0]]):
+        raise DataError(f"{where}: column '{config.messages_column}' begins with the assistant, who answers nobody")
     return Example((Conversation(messages[: spoken[-1] + 1], first, _tools(config, row, where)),), where)
 
 
@@ -101,17 +105,18 @@ def _message(value: object, where: str) -> Message:
     if not isinstance(value, Mapping) or value.get("role") not in ROLES:
         role = value.get("role") if isinstance(value, Mapping) else None
         raise DataError(f"{where}: its role must be one of {', '.join(ROLES)}, found {role!r}")
-    content, calls = value.get("content"), value.get("tool_calls") or ()
+    content, calls = value.get("content"), value.get("tool_calls")
     if isinstance(content, Sequence) and not isinstance(content, str):
         content = "".join(_text_part(part, where) for part in content)
-    if calls and value["role"] == "assistant":
-        called = [_call(call, where) for call in calls]
-        return {"role": "assistant", "content": content or "", "tool_calls": called}
+    if calls and not (isinstance(calls, Sequence) and not isinstance(calls, str) and value["role"] == "assistant"):
+        raise DataError(f"{where}: tool_calls must be a list, and the assistant's")
+    if content is None and calls:
+        content = ""
     if not isinstance(content, str):
         raise DataError(f"{where}: its content must be text, found {type(content).__name__}")
-    # Of a tool's answer, which tool and which call it is for.
-    more = {key: value[key] for key in ("name", "tool_call_id") if value.get(key) is not None}
-    return {"role": value["role"], "content": content, **more}
+    more = {key: value[key] for key in _MORE if value.get(key) is not None}
+    called = {"tool_calls": [_call(call, where) for call in calls]} if calls else {}
+    return {"role": value["role"], "content": content, **more, **called}
 
 
 def _text_part(part: object, where: str) -> str:
@@ -122,7 +127,7 @@ def _text_part(part: object, where: str) -> str:
 
 def _call(call: object, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"{where}: a tool call needs the name of a function, found {call!r:.80}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
@@ -131,14 +136,27 @@ def _call(call: object, where: str) -> dict[str, Any]:
             arguments = json.loads(arguments)
         except json.JSONDecodeError as error:
             raise DataError(f"{where}: the arguments of {function['name']} are not JSON ({error.msg})") from None
-    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    arguments = _without_nulls(arguments)
+    return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the fields that Parquet and the hub add where another row has them."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _tools(config: DataConfig, row: Row, where: str) -> tuple[Mapping[str, Any], ...]:
-    if config.tools_column is None or row.get(config.tools_column) is None:
+    if config.tools_column is None or not row.get(config.tools_column):
         return ()
-    value = row[config.tools_column]
-    tools = json.loads(value) if isinstance(value, str) else value
-    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+    tools = row[config.tools_column]
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: column '{config.tools_column}' is not JSON ({error.msg})") from None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(f"{where}: column '{config.tools_column}' must be a list of tools as JSON schemas")
-    return tuple(tools)
+    return tuple(map(_without_nulls, tools))

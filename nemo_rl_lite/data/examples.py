@@ -116,7 +116,11 @@ def training_examples(config: Config, encoder: Encoder) -> TrainingExamples:
         _tell_of_long_ones(f"{source}: {longer} of {count} {kind.name}", count - len(examples.finite()))
     if not count:
         # A generated task: nothing of it has been looked at.
-        examples = examples.only(encoder.fits) if encoder.too_long == "drop" else examples
+        examples = examples if encoder.too_long == "error" else examples.only(encoder.fits)
+        first = examples.problem(0)
+        encoder.longer([first])
+        if not encoder.fits(first):
+            raise DataError(f"{source}: too long for policy.max_total_sequence_length = {encoder.max_length}")
     elif len(examples.finite()) < batch_size:
         rule = f"{kind.name} do not fill a batch of policy.train_global_batch_size = {batch_size}; make it smaller"
         raise DataError(f"{source}: {len(examples.finite())} {rule}")
@@ -131,7 +135,7 @@ def validation_examples(config: Config, encoder: Encoder) -> Batch | None:
     """
     kind = KINDS[config.algorithm.name]
     examples = validation_set(config.data, config.algorithm.max_val_samples, kind)
-    source = config.data.validation_path or config.data.path or config.data.name
+    source = config.data.validation_path or config.data.train_path or config.data.path or config.data.name
     longer = encoder.longer(examples)
     fitting = list(filter(encoder.fits, examples)) if longer else examples
     if longer:

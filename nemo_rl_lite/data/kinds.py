@@ -13,10 +13,11 @@ from nemo_rl_lite.data.rows import Row
 
 @dataclass(frozen=True)
 class Kind[T: Asked]:
-    """`name` in plural; how to read one from a row, which the text names in errors, and from a task's problem."""
+    """`name` in plural; how to read one from a row, which the text names in errors, None where nothing is to be learnt
+    from it; and from a task's problem."""
 
     name: str
-    from_row: Callable[[DataConfig, Row, str], T]
+    from_row: Callable[[DataConfig, Row, str], T | None]
     from_problem: Callable[[Problem], T]
 
 

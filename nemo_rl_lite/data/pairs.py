@@ -9,7 +9,7 @@ Layouts of published datasets, told apart by their columns:
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from math import isnan
 
 from nemo_rl_lite.config.schema import DataConfig
 from nemo_rl_lite.data.columns import column
@@ -19,15 +19,17 @@ from nemo_rl_lite.data.rows import Row
 from nemo_rl_lite.errors import DataError
 
 
-def to_pair(config: DataConfig, row: Row, where: str) -> Example:
-    """The pair of a row; `where` names the row in errors.
+def to_pair(config: DataConfig, row: Row, where: str) -> Example | None:
+    """The pair of a row, or None where neither response is better; `where` names the row in errors.
 
     Raises:
-        DataError: the row is of no known layout, a column has a wrong type, or nothing tells the two apart.
+        DataError: the row is of no known layout, or a column has a wrong type.
     """
     chosen, rejected = config.chosen_column, config.rejected_column
     if chosen in row and rejected in row:
         two = column(row, chosen, where), column(row, rejected, where)
+        if two[0] == two[1]:
+            return None
         if row.get(config.prompt_column) is None:
             pair = _whole_chats(read_messages(two[0], where), read_messages(two[1], where), where)
         else:
@@ -35,14 +37,20 @@ def to_pair(config: DataConfig, row: Row, where: str) -> Example:
     elif "context" in row and "completions" in row:
         pair = _continued(_asked(row["context"], where), _ranked(row["completions"], where), where)
     elif "context" in row and "overall_preference" in row:
-        pair = _continued(_asked(row["context"], where), _judged(row, where), where)
+        preference = row["overall_preference"]
+        if not isinstance(preference, int | float) or isnan(preference):
+            raise DataError(f"{where}: overall_preference must be a number, found {preference!r}")
+        two = column(row, "response1", where), column(row, "response2", where)
+        if not preference:
+            return None
+        pair = _continued(_asked(row["context"], where), two if preference < 0 else two[::-1], where)
     else:
         raise DataError(
             f"{where}: no columns of a preference pair (needed: '{chosen}' and '{rejected}', or context and "
             f"completions, or context, response1, response2 and overall_preference; columns: {', '.join(row)})"
         )
     if pair[0].messages == pair[1].messages:
-        raise DataError(f"{where}: the chosen and the rejected are the same")
+        return None
     return Example(tuple(_with_system(config, one) for one in pair), where)
 
 
@@ -59,16 +67,11 @@ def _asked(prompt: object, where: str) -> tuple[Message, ...]:
 
 
 def _continued(asked: tuple[Message, ...], two: tuple[object, object], where: str) -> list[Conversation]:
-    pair = []
-    for value in two:
-        if isinstance(value, str):
-            pair.append(answered(asked, value))
-            continue
-        said = read_messages(value, where)
-        # Some repeat the prompt in front of each continuation.
-        said = said[len(asked) :] if said[: len(asked)] == asked else said
-        pair.append(_ending_with_the_assistant((*asked, *said), len(asked), where))
-    return pair
+    said = [({"role": "assistant", "content": v},) if isinstance(v, str) else read_messages(v, where) for v in two]
+    if all(one[0]["role"] != "assistant" for one in said):
+        # The prompt is repeated in front of each continuation.
+        return _whole_chats(said[0], said[1], where)
+    return [_ending_with_the_assistant((*asked, *one), len(asked), where) for one in said]
 
 
 def _whole_chats(chosen: tuple[Message, ...], rejected: tuple[Message, ...], where: str) -> list[Conversation]:
@@ -77,11 +80,13 @@ def _whole_chats(chosen: tuple[Message, ...], rejected: tuple[Message, ...], whe
         common += 1
     if not common:
         raise DataError(f"{where}: the two chats do not begin with the same message")
+    if chosen != rejected and {one[common]["role"] for one in (chosen, rejected) if one[common:]} != {"assistant"}:
+        raise DataError(f"{where}: the two chats answer different prompts: they part at message {common + 1}")
     return [_ending_with_the_assistant(one, common, where) for one in (chosen, rejected)]
 
 
 def _ending_with_the_assistant(messages: tuple[Message, ...], first: int, where: str) -> Conversation:
-    if len(messages) <= first or messages[-1]["role"] != "assistant":
+    if len(messages) <= first or not first or messages[-1]["role"] != "assistant":
         raise DataError(f"{where}: each of the two must end with a message of the assistant's own")
     return Conversation(messages, first)
 
@@ -89,18 +94,11 @@ def _ending_with_the_assistant(messages: tuple[Message, ...], first: int, where:
 def _ranked(completions: object, where: str) -> tuple[object, object]:
     ranked = completions if isinstance(completions, Sequence) and not isinstance(completions, str) else ()
     known = [one for one in ranked if isinstance(one, Mapping) and "rank" in one and "completion" in one]
-    if len(known) != len(ranked) or len({one["rank"] for one in known}) < 2:
+    ranks = [one["rank"] for one in known if isinstance(one["rank"], int | float)]
+    if len(ranks) != len(ranked) or len(set(ranks)) < 2:
         raise DataError(f"{where}: column 'completions' must have completions of two ranks, each {{rank, completion}}")
     in_order = sorted(known, key=lambda one: one["rank"])
     return in_order[0]["completion"], in_order[-1]["completion"]
-
-
-def _judged(row: Mapping[str, Any], where: str) -> tuple[object, object]:
-    preference = row["overall_preference"]
-    if not isinstance(preference, int | float) or not preference:
-        raise DataError(f"{where}: overall_preference is {preference!r}: neither response is better")
-    two = column(row, "response1", where), column(row, "response2", where)
-    return two if preference < 0 else (two[1], two[0])
 
 
 def _with_system(config: DataConfig, one: Conversation) -> Conversation:

@@ -1,6 +1,7 @@
 """From `data.name` to problems: rows of files and hub datasets, and generated tasks."""
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Protocol
 
@@ -11,6 +12,8 @@ from nemo_rl_lite.data.problems import Asked, Derived, FileSet, Problem, Trainin
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.rows import Row, file_rows, hub_rows
 from nemo_rl_lite.errors import DataError
+
+log = logging.getLogger(__name__)
 
 
 class Task(TrainingSet[Problem], Protocol):
@@ -36,7 +39,7 @@ def training_set[T: Asked](config: DataConfig, seed: int, kind: Kind[T]) -> Trai
     """
     if config.name in TASKS:
         return Derived(TASKS[config.name](config, seed), kind.from_problem)
-    problems = [kind.from_row(config, row, where) for where, row in _training_rows(config)]
+    problems = _read(config, _training_rows(config), kind)
     fraction = config.validation_fraction
     kept = tuple(problem for problem in problems if not is_held_out(problem, fraction))
     if not kept:
@@ -57,10 +60,10 @@ def validation_set[T: Asked](config: DataConfig, limit: int, kind: Kind[T]) -> l
         rows = list(islice(_validation_rows(config), limit))
         if not rows:
             raise DataError(f"{validation_source(config)}: no rows")
-        return [kind.from_row(config, row, where) for where, row in rows]
+        return _read(config, rows, kind)
     if not fraction:
         return []
-    problems = [kind.from_row(config, row, where) for where, row in _training_rows(config)]
+    problems = _read(config, _training_rows(config), kind)
     held_out = [problem for problem in problems if is_held_out(problem, fraction)]
     if not held_out:
         raise DataError(_empty(config.train_path or config.path, len(problems), "held out", fraction))
@@ -79,6 +82,15 @@ def check_file(config: DataConfig, path: str, limit: int, kind: Kind) -> None:
         raise DataError(f"{path}: no rows")
     for where, row in rows:
         kind.from_row(config, row, where)
+
+
+def _read[T: Asked](config: DataConfig, rows: Iterable[tuple[str, Row]], kind: Kind[T]) -> list[T]:
+    """Rows as what is trained on, without those that teach nothing."""
+    found = [kind.from_row(config, row, where) for where, row in rows]
+    kept = [one for one in found if one is not None]
+    if len(kept) < len(found):
+        log.warning("%d of %d rows prefer neither response and were left out", len(found) - len(kept), len(found))
+    return kept
 
 
 def _training_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:

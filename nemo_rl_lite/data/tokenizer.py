@@ -104,14 +104,20 @@ class ChatTokenizer:
         messages = list(said.messages[:count])
         if not self._has_template:
             return _joined(messages, self._tokenizer.eos_token)
-        return self._tokenizer.apply_chat_template(
-            messages, tools=list(said.tools) or None, add_generation_prompt=prompt, tokenize=False
-        )
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tools=list(said.tools) or None, add_generation_prompt=prompt, tokenize=False
+            )
+        except Exception as error:  # a template raises what it likes
+            raise DataError(f"the model's chat template cannot write this chat: {error}") from None
 
     def _turn(self, said: Conversation, index: int, before: str) -> str:
         """What stands between `before`, the prompt, and the end token of the message `index`."""
         message, end = said.messages[index], self._tokenizer.eos_token
+        called = [call["function"]["name"] for call in message.get("tool_calls", ())]
         if not self._has_template:
+            if called:
+                raise DataError("a model without a chat template cannot be trained on tool calls")
             return message["content"]
         whole = self._rendered(said, index + 1, prompt=False)
         if not whole.startswith(before):
@@ -121,6 +127,8 @@ class ChatTokenizer:
             raise DataError(
                 f"the model's chat template does not write the response and then its end token {end}: {whole!r}"
             )
+        if missing := [name for name in called if name not in turn]:
+            raise DataError(f"the model's chat template does not write the call of {missing[0]}: {turn!r}")
         return turn
 
     def _tokens(self, text: str) -> list[int]:

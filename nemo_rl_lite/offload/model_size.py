@@ -44,8 +44,9 @@ def rank_parameters(shape: ModelShape, parallel: MegatronConfig, stage: int) -> 
     return Parameters(dense, experts)
 
 
-def trained_parameters(shape: ModelShape, parallel: MegatronConfig, stage: int) -> Parameters:
-    """Those that have gradients: all, or with LoRA the adapters'. One adapter is for all experts of a rank."""
+def trained_parameters(shape: ModelShape, parallel: MegatronConfig, stage: int, grouped: bool) -> Parameters:
+    """Those that have gradients: all, or with LoRA the adapters'. A rank's experts share an adapter where they are
+    `grouped`, as on GPUs."""
     if not parallel.peft.enabled:
         return rank_parameters(shape, parallel, stage)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -61,6 +62,7 @@ def trained_parameters(shape: ModelShape, parallel: MegatronConfig, stage: int) 
         sum(layers * sizes.get(name, 0) for layers, sizes in kinds for name in parallel.peft.target_modules)
         for kinds in (widths, [(sparse, of_mlp(shape.expert_ffn))])
     )
+    experts *= 1 if grouped else shape.experts // parallel.expert_model_parallel_size
     split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     return Parameters(
         dense * parallel.peft.dim // split, experts * parallel.peft.dim // parallel.pipeline_model_parallel_size

@@ -64,7 +64,10 @@ def _of_stage(
     config: Config, shape: ModelShape, residency: Residency, device_bytes: int | None, stage: int
 ) -> dict[tuple[Phase, Component], Bytes]:
     parallel = config.policy.megatron_cfg
-    parameters, trained = rank_parameters(shape, parallel, stage), trained_parameters(shape, parallel, stage)
+    parameters, trained = (
+        rank_parameters(shape, parallel, stage),
+        trained_parameters(shape, parallel, stage, on_gpus(config)),
+    )
     held = parameters.total + (trained.total if parallel.peft.enabled else 0)
     sizes = {
         Component.PARAMETERS: held * item_bytes(config),

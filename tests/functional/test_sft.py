@@ -106,10 +106,17 @@ def test_the_run_folder_is_complete_and_nothing_generated(run):
     assert output.count("step ") >= 6 and "held-out loss" in output and "reward" not in output
 
 
-def test_four_ranks_train_as_one_does(run, tmp_path, model_folder):
-    """Tensor parallel 2 x data parallel 2, and a validation set that they do not divide."""
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["cluster.cpu_ranks=4", "policy.megatron_cfg.tensor_model_parallel_size=2"],
+        ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=64"],
+    ],
+    ids=["tensor 2 x data 2", "packed"],
+)
+def test_other_layouts_train_as_one_rank_does(run, tmp_path, model_folder, layout):
+    """With a validation set that the ranks do not divide."""
     _, _, expected = run
-    layout = ["cluster.cpu_ranks=4", "policy.megatron_cfg.tensor_model_parallel_size=2"]
     _, metrics = train(
         tmp_path / "run", model_folder, *SMALL, *write_data(tmp_path), *layout, "algorithm.max_val_samples=13"
     )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from nemo_rl_lite.config.rules.base import rule
-from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.schema import Config, DPOConfig
 from nemo_rl_lite.data.sources import TASKS
 from nemo_rl_lite.errors import Violation
 
@@ -57,14 +57,45 @@ def prompts_are_not_cut(config: Config) -> Iterator[Violation]:
         yield Violation("data.too_long", "truncate", "would cut off a prompt's end, which is what it asks", fix)
 
 
-@rule("data.name", "data.messages_column", algorithm="sft")
+@rule("data", algorithm="sft")
 def chats_are_in_rows(config: Config) -> Iterator[Violation]:
     data, key = config.data, "data.messages_column"
     if data.name in TASKS and data.messages_column is not None:
         yield Violation(key, data.messages_column, f"{data.name} has no such columns", f"{key}=null")
-    if data.messages_column is not None and data.response_column is not None:
-        rule_text = "the responses are in the messages already"
-        yield Violation("data.response_column", data.response_column, rule_text, "data.response_column=null")
+    if data.messages_column is None:
+        if data.tools_column is not None:
+            rule_text = "belongs to chats, and data.messages_column is null"
+            yield Violation("data.tools_column", data.tools_column, rule_text, f"{key}=messages")
+        return
+    for other in ("response_column", "prompt_template"):
+        if getattr(data, other) is not None:
+            rule_text = "prompts and responses are in the messages already"
+            yield Violation(f"data.{other}", getattr(data, other), rule_text, f"data.{other}=null, or {key}=null")
+
+
+@rule("data", algorithm=("grpo", "dpo"))
+def whole_chats_are_for_sft(config: Config) -> Iterator[Violation]:
+    unused = ["messages_column", "tools_column"]
+    unused += ["response_column", "prompt_template"] if config.algorithm.name == "dpo" else []
+    for name in unused:
+        if (value := getattr(config.data, name)) is not None:
+            rule_text = f"is not read with algorithm={config.algorithm.name}"
+            yield Violation(f"data.{name}", value, rule_text, f"data.{name}=null, or algorithm=sft")
+
+
+@rule("algorithm.early_stop_patience", "algorithm.val_period", algorithm=("sft", "dpo"))
+def patience_has_validations(config: Config) -> Iterator[Violation]:
+    options, key = config.supervised, "algorithm.early_stop_patience"
+    if options.early_stop_patience is not None and not options.val_period:
+        rule_text = "counts validations, and algorithm.val_period = 0"
+        yield Violation(key, options.early_stop_patience, rule_text, f"algorithm.val_period=10, or {key}=null")
+
+
+@rule("algorithm.preference_loss", "algorithm.label_smoothing", algorithm="dpo")
+def smoothing_is_of_the_sigmoid(config: Config) -> Iterator[Violation]:
+    options, key = config.supervised, "algorithm.label_smoothing"
+    if isinstance(options, DPOConfig) and options.preference_loss == "ipo" and options.label_smoothing:
+        yield Violation(key, options.label_smoothing, "preference_loss=ipo has no such term", f"{key}=0.0")
 
 
 @rule("data.name", "data.response_column", algorithm="sft")

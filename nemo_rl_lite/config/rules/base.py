@@ -41,11 +41,8 @@ def check_rules(config: Config, unusable: frozenset[str] = frozenset()) -> list[
     return [
         violation
         for rule in RULES
-        if not rule.algorithms
-        or (
-            config.algorithm.name in rule.algorithms
-            and not any(_overlap(key, bad) for key in rule.keys for bad in unusable)
-        )
+        if (not rule.algorithms or config.algorithm.name in rule.algorithms)
+        and not any(_overlap(key, bad) for key in rule.keys for bad in unusable)
         for violation in rule.check(config)
     ]
 

@@ -148,6 +148,25 @@ def rollout_fills_optimizer_steps(config: Config) -> Iterator[Violation]:
         )
 
 
+@rule(
+    f"{MEGATRON}.peft",
+    f"{MEGATRON}.expert_model_parallel_size",
+    f"{MEGATRON}.fine_grained_activation_offloading",
+)
+def adapters_agree_with_the_rest(config: Config) -> Iterator[Violation]:
+    parallel, key = config.policy.megatron_cfg, f"{MEGATRON}.peft.enabled"
+    spread = parallel.expert_model_parallel_size > 1
+    if parallel.peft.enabled and spread and {"linear_fc1", "linear_fc2"} & set(parallel.peft.target_modules):
+        # megatron-bridge would merge one rank's adapters into the experts of all.
+        rule_text = "adapters of experts that are spread over ranks would be exported wrongly"
+        fix = f"'{MEGATRON}.peft.target_modules=[linear_qkv,linear_proj]', or {MEGATRON}.expert_model_parallel_size=1"
+        yield Violation(key, True, rule_text, fix)
+    if parallel.peft.enabled and parallel.fine_grained_activation_offloading:
+        other = f"{MEGATRON}.fine_grained_activation_offloading"
+        rule_text = "activations are brought back by gradients of weights that are frozen then"
+        yield Violation(other, True, rule_text, f"{other}=false, or {MEGATRON}.activation_checkpointing=true instead")
+
+
 @rule(f"{MEGATRON}.peft", f"{MEGATRON}.tensor_model_parallel_size")
 def adapters_can_be_split(config: Config) -> Iterator[Violation]:
     peft, tensor = config.policy.megatron_cfg.peft, config.policy.megatron_cfg.tensor_model_parallel_size

@@ -120,7 +120,7 @@ class MegatronWorker:
     def reference_logprobs(self, tokens_BT: Tensor, lengths_B: Tensor) -> np.ndarray | None:
         """The same under the starting weights."""
         if self._reference is None:
-            raise RuntimeError("no reference weights were kept: the KL penalty was 0 at the start")
+            raise RuntimeError("no reference weights were kept: at the start nothing was compared with them")
         self._phases.require(Component.PARAMETERS)
         with self._reference.in_place():
             return self._score(tokens_BT, lengths_B, "logprob", then_train=True)

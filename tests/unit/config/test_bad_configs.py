@@ -21,7 +21,7 @@ MODEL = {
 OPTIMIZER, SCHEDULER = "policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler"
 TP, PP = "policy.megatron_cfg.tensor_model_parallel_size", "policy.megatron_cfg.pipeline_model_parallel_size"
 LOSS = "algorithm.loss_fn"
-MEGATRON_CFG = "policy.megatron_cfg"
+PEFT, EXPERTS = "policy.megatron_cfg.peft", "policy.megatron_cfg.expert_model_parallel_size"
 ACTIVATIONS = "policy.megatron_cfg.fine_grained_activation_offloading"
 MODULES = "policy.megatron_cfg.offload_modules"
 SHARE = "policy.megatron_cfg.activation_offload_fraction"
@@ -352,12 +352,25 @@ CASES = {
         "is a key of algorithm=dpo and algorithm=sft only",
     ],
     "-m algorithm=grpo,ppo": ["algorithm", "no such file"],
-    f"cluster.cpu_ranks=2 {MEGATRON_CFG}.tensor_model_parallel_size=2 {MEGATRON_CFG}.peft.enabled=true {MEGATRON_CFG}.peft.dim=3": [
-        f"{MEGATRON_CFG}.peft.dim",
+    f"cluster.cpu_ranks=2 {TP}=2 {PEFT}.enabled=true {PEFT}.dim=3": [
+        f"{PEFT}.dim",
         "split over tensor-parallel ranks (2)",
-        f"{MEGATRON_CFG}.peft.dim=4",
+        f"{PEFT}.dim=4",
     ],
-    f"{MEGATRON_CFG}.peft.target_modules=[q_proj]": [f"{MEGATRON_CFG}.peft.target_modules", "'linear_qkv'"],
+    f"{PEFT}.target_modules=[q_proj]": [f"{PEFT}.target_modules", "'linear_qkv'"],
+    f"{PEFT}.enabled=true {EXPERTS}=2 cluster.cpu_ranks=2": [f"{PEFT}.enabled", "would be exported wrongly"],
+    f"{GPU} {PEFT}.enabled=true {ACTIVATIONS}=true {MODULES}=[core_attn]": [ACTIVATIONS, "weights that are frozen"],
+    "data.messages_column=chat": ["data.messages_column", "is not read with algorithm=grpo", "algorithm=sft"],
+    "algorithm=dpo data.response_column=x": ["data.response_column", "is not read with algorithm=dpo"],
+    "algorithm=sft data.tools_column=x": ["data.tools_column", "data.messages_column is null"],
+    "algorithm=sft algorithm.early_stop_patience=2 algorithm.val_period=0": [
+        "algorithm.early_stop_patience",
+        "counts validations",
+    ],
+    "algorithm=dpo algorithm.preference_loss=ipo algorithm.label_smoothing=0.1": [
+        "algorithm.label_smoothing",
+        "preference_loss=ipo has no such term",
+    ],
     "algorithm=dpo algorithm.label_smoothing=0.5": ["algorithm.label_smoothing", "less than 0.5"],
     "algorithm=dpo algorithm.preference_loss=kto": ["algorithm.preference_loss", "'dpo' or 'ipo'"],
     "algorithm=dpo data=reasoning_gym data.task=chain_sum data.validation_fraction=0.1": [

@@ -73,7 +73,8 @@ def test_valid_but_unusual_overrides_are_accepted():
 
 
 def test_every_recipe_is_valid(tmp_path, monkeypatch):
-    """Also where scripts/get_smollm2.py has not run: its model is a folder under the working directory."""
+    """Also where scripts/get_smollm2.py has not run: its model is a folder under the working directory, and so are the
+    pairs that scripts/gsm8k_pairs.py writes."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "models" / "smollm2-135m-instruct"
     folder.mkdir(parents=True)
@@ -81,6 +82,7 @@ def test_every_recipe_is_valid(tmp_path, monkeypatch):
     (folder / "config.json").write_text(json.dumps(shape | {"vocab_size": 49152, "max_position_embeddings": 8192}))
     for file in ("tokenizer_config.json", "model.safetensors"):
         (folder / file).write_text("{}")
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "2+2", "chosen": "4", "rejected": "5"}) + "\n")
     for name in keys.groups()["recipes"]:
         compose_config([f"recipes={name}"])
 
@@ -189,3 +191,12 @@ def test_a_recipes_algorithm_is_spoken_of_when_a_key_of_it_is_wrong(tmp_path, mo
     assert [violation.key for violation in error.value.violations] == ["algorithm.max_num_epoch", "algorithm.loss_fn"]
     assert "did you mean algorithm.max_num_epochs?" in str(error.value)
     assert "is a key of algorithm=grpo only" in str(error.value)
+
+
+def test_a_value_of_a_wrong_type_is_one_problem():
+    """Rules that read it have nothing to say of the default in its place."""
+    with pytest.raises(ConfigError) as raised:
+        compose_config(["data=file", "data.train_path=5"])
+    assert [violation.rule for violation in raised.value.violations if violation.key == "data.train_path"] == [
+        "must be a string"
+    ]

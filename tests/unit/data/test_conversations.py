@@ -85,6 +85,37 @@ def test_tool_calls_are_trained_on_and_their_answers_are_not(tmp_path):
     assert not trained_texts(tmp_path, chat(messages), TOOLS)[0].startswith("tools")
 
 
+def test_what_arrow_adds_to_a_row_is_not_written(tmp_path):
+    """A column of Parquet has in each row the fields of all of them."""
+    call = {"id": "7", "type": "function", "function": {"name": "add", "arguments": {"a": 7, "b": None}}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call], "name": None, "reasoning_content": "hm"}
+    (conversation,) = chat(
+        [*said("u:1"), message], [{"function": {"name": "f", "x": None}}], tools_column="tools"
+    ).conversations
+    assert conversation.messages[1] == {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "hm",
+        "tool_calls": [{"id": "7", "type": "function", "function": {"name": "add", "arguments": {"a": 7}}}],
+    }
+    assert conversation.tools == ({"function": {"name": "f"}},)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"), [(CHATML, "does not write the call of add"), (None, "without a chat template")]
+)
+def test_calls_that_would_not_be_written_are_an_error(template, words, tmp_path):
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    with pytest.raises(DataError, match=words):
+        trained_texts(tmp_path, chat([*said("u:1"), message]), template)
+
+
+def test_what_a_template_raises_names_the_row(tmp_path):
+    raising = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match=r"^f.jsonl, row 3: .*cannot write this chat: roles must alternate"):
+        encoder(tmp_path, raising).longer([chat(said("u:1", "a:2"))])
+
+
 def test_without_a_template_turns_follow_each_other_in_lines(tmp_path):
     whole, runs = trained_texts(tmp_path, chat(said("u:1", "a:2", "u:3", "a:4")), None)
     assert runs == ["2<eos>", "4<eos>"] and whole == "12<eos><unk>34<eos>"
@@ -106,6 +137,15 @@ def test_the_systems_prompt_comes_first_unless_there_is_one(tmp_path):
         ("text", "a list of {role, content} messages is needed, found str"),
         ([], "a list of"),
         (said("u:1"), "no message of the assistant"),
+        (said("s:0", "a:1", "u:2", "a:3"), "begins with the assistant, who answers nobody"),
+        (
+            [*said("u:1"), {"role": "assistant", "content": "2", "tool_calls": 5}],
+            "message 2: tool_calls must be a list",
+        ),
+        (
+            [*said("u:1"), {"role": "assistant", "content": 5, "tool_calls": [{}]}],
+            "message 2: its content must be text",
+        ),
         ([{"role": "bot", "content": "1"}], "message 1: its role must be one of .* found 'bot'"),
         ([*said("u:1"), {"role": "assistant"}], "message 2: its content must be text, found NoneType"),
         (
@@ -122,6 +162,13 @@ def test_the_systems_prompt_comes_first_unless_there_is_one(tmp_path):
 def test_rows_that_are_no_chat_are_named(messages, words):
     with pytest.raises(DataError, match=rf"^f.jsonl, row 3.*{words}"):
         chat(messages)
+
+
+@pytest.mark.parametrize(("tools", "words"), [("{", "is not JSON"), ("5", "a list of tools"), ([5], "a list of tools")])
+def test_tools_that_are_none_are_named(tools, words):
+    with pytest.raises(DataError, match=rf"^f.jsonl, row 3: column 'tools' .*{words}"):
+        chat(said("u:1", "a:2"), tools, tools_column="tools")
+    assert chat(said("u:1", "a:2"), "", tools_column="tools").conversations[0].tools == ()
 
 
 def test_chats_that_are_too_long_are_cut_and_counted(tmp_path, caplog):

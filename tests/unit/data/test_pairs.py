@@ -1,13 +1,16 @@
 """Preference pairs of every published layout that is known."""
 
 import dataclasses
+import json
 
 import pytest
 
 from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.data.kinds import PAIRS
 from nemo_rl_lite.data.pairs import pair_of, to_pair
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
+from nemo_rl_lite.data.sources import training_set
 from nemo_rl_lite.errors import DataError
 from tests.unit.data.test_conversations import said
 from tests.unit.data.test_examples import encoder
@@ -42,6 +45,33 @@ def test_the_same_pair_in_every_layout(row):
     assert [said.trained() for said in found.conversations] == [[1], [1]]
 
 
+@pytest.mark.parametrize("asked", ["2+2", "2+2 ", [*said("s:brief"), *ASKED]])
+def test_a_prompt_that_is_repeated_otherwise_is_still_there_once(asked):
+    chosen, rejected = ([*said("s:brief"), *ASKED, *response] for response in (GOOD, BAD))
+    found = pair({"prompt": asked, "chosen": chosen, "rejected": rejected})
+    assert [one.messages for one in found.conversations] == [tuple(chosen), tuple(rejected)]
+    assert [one.trained() for one in found.conversations] == [[2], [2]]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "1", "chosen": "2", "rejected": "2"},
+        {"chosen": said("u:1", "a:2"), "rejected": said("u:1", "a:2")},
+        {"context": "1", "response1": "2", "response2": "3", "overall_preference": 0},
+    ],
+)
+def test_rows_that_prefer_neither_are_left_out_and_counted(row, tmp_path, caplog):
+    assert pair(row) is None
+    rows = [{"prompt": str(number), "chosen": "2", "rejected": "3"} for number in range(4)] + [row] * 2
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    config = dataclasses.replace(
+        compose_config(["algorithm=dpo"]).data, name="file", train_path=str(tmp_path / "pairs.jsonl")
+    )
+    assert len(training_set(config, seed=0, kind=PAIRS).finite()) == 4
+    assert "2 of 6 rows prefer neither response and were left out" in caplog.text
+
+
 def test_columns_and_the_system_prompt_can_be_named():
     row = {"question": "2+2", "good": "4", "bad": "5"}
     found = pair(row, prompt_column="question", chosen_column="good", rejected_column="bad", system_prompt="brief")
@@ -71,14 +101,15 @@ def test_an_empty_response_can_be_the_worse_one(tmp_path):
     ("row", "words"),
     [
         ({"prompt": "1"}, "no columns of a preference pair .*columns: prompt"),
-        ({"prompt": "1", "chosen": "2", "rejected": "2"}, "the chosen and the rejected are the same"),
         ({"prompt": "1", "chosen": None, "rejected": "2"}, "column 'chosen' is null"),
         ({"chosen": "whole text", "rejected": "other"}, "a list of {role, content} messages is needed, found str"),
         ({"chosen": said("u:1", "a:2"), "rejected": said("u:3", "a:2")}, "do not begin with the same message"),
         ({"prompt": "1", "chosen": said("u:1"), "rejected": said("a:2")}, "must end with a message of the assistant"),
         ({"context": "1", "completions": [{"rank": 0, "completion": "2"}]}, "completions of two ranks"),
         ({"context": "1", "completions": "2"}, "completions of two ranks"),
-        ({"context": "1", "response1": "2", "response2": "3", "overall_preference": 0}, "neither response is better"),
+        ({"context": "1", "response1": "2", "response2": "3", "overall_preference": float("nan")}, "must be a number"),
+        ({"context": "1", "completions": [{"rank": None, "completion": "2"}] * 2}, "completions of two ranks"),
+        ({"chosen": said("s:1", "u:2", "a:3"), "rejected": said("s:1", "u:4", "a:3")}, "they part at message 2"),
     ],
 )
 def test_rows_that_are_no_pair_are_named(row, words):
