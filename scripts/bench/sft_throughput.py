@@ -1,0 +1,132 @@
+"""Tokens a second of supervised fine-tuning, ours and TRL's SFTTrainer with packing, in one run on one device.
+
+sft_throughput.py MODEL CHATS.jsonl [STEPS]     rows with `prompt` and `answer`, as GSM8K's with the columns renamed
+
+Both train all weights of the same model on the same chats, in bfloat16 on a GPU, with Adam and no recomputation, some
+16 k tokens a micro-batch. Steps after the first three count. MFU is 6 FLOPs a parameter and token (attention left out)
+over the device's dense bfloat16 peak.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import record
+import torch
+
+ON_GPU = torch.cuda.is_available()
+WARM_UP = 3
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
+LONGEST, BATCH, MICRO_BATCH_TOKENS = (512, 128, 16384) if ON_GPU else (64, 8, 256)
+OURS, THEIRS = "nemo_rl_lite", "TRL's SFTTrainer, packed"
+
+
+def main() -> None:
+    if sys.argv[1] == "trl":
+        train_with_trl(sys.argv[2], sys.argv[3], int(sys.argv[4]), Path(sys.argv[5]))
+        return
+    model, chats = sys.argv[1:3]
+    steps = int(sys.argv[3]) if len(sys.argv) > 3 else 12
+    ours, theirs = train_with_ours(model, chats, steps), _in_a_process_of_its_own(model, chats, steps)
+    results, medians = [], {}
+    for name, rates in ((OURS, ours), (THEIRS, theirs)):
+        results.append(record.result("tokens a second and device", name, "1/s", rates))
+        medians[name] = results[-1]["median"]
+        if ON_GPU:
+            flops = [6 * parameters(model) * rate for rate in rates]
+            peak = next(value for gpu, value in PEAK_FLOPS.items() if gpu in torch.cuda.get_device_name())
+            results.append(record.result("MFU", name, "share", [one / peak for one in flops]))
+    bars = [record.bar("times faster than TRL", medians[OURS] / medians[THEIRS], 1, at_least=True)]
+    print(record.write(f"sft-throughput-{Path(model).name}", results, bars if ON_GPU else []).read_text())
+
+
+def train_with_ours(model: str, chats: str, steps: int) -> list[float]:
+    """Tokens a second of each step that counts; padding is not counted."""
+    layout = ["policy=megatron_gpu", "cluster.gpus_per_node=1"] if ON_GPU else []
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = [
+            *("algorithm=sft", "data=file", f"data.train_path={chats}", "data.too_long=drop", *layout),
+            *("algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0"),
+            *("algorithm.max_num_epochs=null", f"algorithm.max_num_steps={steps}", f"policy.model_name={model}"),
+            *(f"policy.max_total_sequence_length={LONGEST}", f"policy.train_global_batch_size={BATCH}"),
+            *("policy.train_micro_batch_size=4", "policy.sequence_packing.enabled=true"),
+            f"policy.sequence_packing.train_mb_tokens={MICRO_BATCH_TOKENS}",
+            "policy.megatron_cfg.optimizer.lr=1e-5",
+            *("checkpoint.export_hf_at_end=false", f"hydra.run.dir={folder}/run"),
+        ]
+        subprocess.run([sys.executable, "-m", "nemo_rl_lite.train", *overrides], check=True, stdout=sys.stderr)
+        lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+    name = "performance/tokens_per_sec"
+    return [line[name] for line in lines if name in line][WARM_UP:]
+
+
+def _in_a_process_of_its_own(model: str, chats: str, steps: int) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "rates.json"
+        command = [sys.executable, __file__, "trl", model, chats, str(steps), str(target)]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        return json.loads(target.read_text())
+
+
+def train_with_trl(model: str, chats: str, steps: int, target: Path) -> None:
+    """Writes the tokens a second of each step that counts."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [json.loads(line) for line in Path(chats).read_text().splitlines()]
+    examples = [
+        {
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "completion": [{"role": "assistant", "content": row["answer"]}],
+        }
+        for row in rows
+    ]
+
+    ends = list[float]()
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if ON_GPU:
+                torch.cuda.synchronize()
+            ends.append(time.perf_counter())
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = SFTConfig(
+            output_dir=folder,
+            max_steps=steps,
+            max_length=LONGEST,
+            packing=True,
+            per_device_train_batch_size=MICRO_BATCH_TOKENS // LONGEST,
+            bf16=ON_GPU,
+            use_cpu=not ON_GPU,
+            gradient_checkpointing=False,
+            learning_rate=1e-5,
+            save_strategy="no",
+            report_to=[],
+            logging_steps=1,
+        )
+        # Master weights in float32, as ours are.
+        policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        trainer = SFTTrainer(policy, settings, train_dataset=Dataset.from_list(examples), callbacks=[Clock()])
+        trainer.train()
+    tokens = sum(map(len, trainer.train_dataset["input_ids"])) / len(trainer.train_dataset)
+    a_step = tokens * settings.per_device_train_batch_size
+    times = [end - begin for begin, end in pairwise(ends)]
+    target.write_text(json.dumps([a_step / seconds for seconds in times[WARM_UP - 1 :]]))
+
+
+def parameters(model: str) -> int:
+    from nemo_rl_lite.config.model_shape import read_model_shape
+    from nemo_rl_lite.offload.model_size import parameter_count
+
+    return parameter_count(read_model_shape(model))
+
+
+if __name__ == "__main__":
+    main()
