@@ -68,9 +68,11 @@ def _asked(prompt: object, where: str) -> tuple[Message, ...]:
 
 def _continued(asked: tuple[Message, ...], two: tuple[object, object], where: str) -> list[Conversation]:
     said = [({"role": "assistant", "content": v},) if isinstance(v, str) else read_messages(v, where) for v in two]
-    if all(one[0]["role"] != "assistant" for one in said):
-        # The prompt is repeated in front of each continuation.
+    repeats = [one[0]["role"] != "assistant" for one in said]
+    if all(repeats):
         return _whole_chats(said[0], said[1], where)
+    if any(repeats):
+        raise DataError(f"{where}: one of the two repeats the prompt, the other does not")
     return [_ending_with_the_assistant((*asked, *one), len(asked), where) for one in said]
 
 
