@@ -103,16 +103,21 @@ def build_model(config: PolicyConfig, path: str, on_gpu: bool, timeout_s: float,
         grad_reduce_in_fp32=True,
         check_for_nan_in_grad=True,
     )
-    adapted = lora.adapters(parallel.peft) if parallel.peft.enabled else None
+    adapted: Any = lora.adapters(parallel.peft) if parallel.peft.enabled else None
 
-    def load(bare: list[Any]) -> list[Any]:
+    def adapt(bare: list[Any]) -> list[Any]:
+        """Before gradient buffers are made, which frozen weights have no part in."""
         bridge.load_hf_weights(bare)
-        # Frozen weights have no gradient buffer, so before those are made.
-        return bare if adapted is None else adapted(bare)
+        return adapted(bare)
 
     chunks = provider.provide_distributed_model(
-        ddp_config=ddp, wrap_with_ddp=True, use_cpu_initialization=not on_gpu, pre_wrap_hook=load
+        ddp_config=ddp,
+        wrap_with_ddp=True,
+        use_cpu_initialization=not on_gpu,
+        pre_wrap_hook=adapt if adapted is not None else None,
     )
+    if adapted is None:
+        bridge.load_hf_weights(chunks)
     activations.add_mlps(chunks, parallel)
     if adapted is not None:
         log.info("LoRA: %d of %d parameters are trained on this rank", *lora.trained_of_all(chunks))
