@@ -22,6 +22,8 @@ def main() -> None:
     if len(sys.argv) != 3:
         sys.exit(__doc__)
     source, target = map(Path, sys.argv[1:])
+    if not source.is_file():
+        sys.exit(f"{source}: no such file")
     rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
     pairs = [pair for row in rows for pair in pairs_of(row)]
     target.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
