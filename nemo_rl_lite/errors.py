@@ -50,6 +50,24 @@ class HostMemoryError(LauncherError):
     """Too little host memory for what is to leave the device: says what is needed and what is free."""
 
 
+class CheckpointError(LauncherError):
+    """A checkpoint that could not be written or read: names the folder. Older ones are as they were."""
+
+
+class TrainingError(LauncherError):
+    """Training that leads nowhere: says what was seen, and what limits it."""
+
+
+class RunStopped(LauncherError):
+    """A run that was asked to end before its last step: everything is saved, and the same command goes on."""
+
+    exit_status = 75
+
+    def __init__(self, step: int, total: int, reason: str):
+        self.step, self.total = step, total
+        super().__init__(f"stopped after step {step} of {total}: {reason}. The same command goes on from there.")
+
+
 class RefitError(LauncherError):
     """New weights did not arrive whole: names the bucket and its tensors."""
 
@@ -57,10 +75,16 @@ class RefitError(LauncherError):
 
 
 class WorkerError(LauncherError):
-    """A worker raised or died. `cause` is one line; the worker's traceback is in `details`."""
+    """A worker raised or died. `cause` is one line; the worker's traceback is in `details`.
+
+    `lost`: its process is gone, so that a new one may do better; `raised`: the class of what it raised otherwise.
+    """
 
     exit_status = 3
 
-    def __init__(self, worker: str, phase: str, cause: str, details: str = ""):
+    def __init__(
+        self, worker: str, phase: str, cause: str, details: str = "", lost: bool = False, raised: str | None = None
+    ):
         self.worker, self.phase, self.cause, self.details = worker, phase, cause, details
+        self.lost, self.raised = lost, raised
         super().__init__(f"worker error: {worker} failed in phase '{phase}': {cause}")

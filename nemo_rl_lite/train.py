@@ -5,10 +5,10 @@ import itertools
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from nemo_rl_lite.observability.report import Summary
 
 INTERRUPTED = 130
+CONFIG_FILE = "config.json"
 # Hydra's flags that print something instead of running, and those that take a value.
 _INFORMATION = ("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
@@ -37,7 +38,8 @@ _SWEEP = ("--multirun", "-m")
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line.
 
-    Exit status: 0 done, 1 failed, 2 bad configuration or data, 3 a worker failed, 4 a refit failed, 130 interrupted.
+    Exit status: 0 done, 1 failed, 2 bad configuration or data, 3 a worker failed, 4 a refit failed, 75 stopped with a
+    checkpoint, 130 interrupted.
     """
     launch(sys.argv[1:] if arguments is None else list(arguments))
 
@@ -104,36 +106,71 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(config: Config, folder: Path, arguments: Sequence[str]) -> "Summary":
-    """One training run in `folder`, from starting weights to report."""
+    """One training run in `folder`, from starting weights or the folder's newest checkpoint to the report. Where a
+    worker's process dies, it goes on from the newest checkpoint."""
+    from nemo_rl_lite.checkpoint.resume import find_start
     from nemo_rl_lite.cluster.launch import reserve
     from nemo_rl_lite.cluster.runtime import ray_runtime
     from nemo_rl_lite.jobs.interface import make_job
     from nemo_rl_lite.observability.console import RunConsole
     from nemo_rl_lite.observability.report import report, summarize
-    from nemo_rl_lite.observability.sinks import METRICS_FILE, MetricsLog
+    from nemo_rl_lite.observability.sinks import MetricsLog
     from nemo_rl_lite.observability.timer import Timer
     from nemo_rl_lite.observability.views import VIEWS
 
-    if (folder / METRICS_FILE).exists():
-        rule = "holds a run already; a second one would be mixed into it"
-        raise ConfigError([Violation("hydra.run.dir", str(folder), rule, "name another folder, or remove this one")])
     console = RunConsole()
     whole_config = dataclasses.asdict(config)
-    (folder / "config.json").write_text(json.dumps(whole_config, indent=2) + "\n")
-    (folder / "command.txt").write_text(shlex.join(["python", "-m", "nemo_rl_lite.train", *arguments]) + "\n")
-    setup = Timer()
-    with ExitStack() as stack:
-        with ray_runtime():
-            # Workers import for as long as the data takes to read and check, or longer.
-            with setup("processes"):
-                reserved = reserve(config, folder, setup)
-            with setup("data"):
-                job = make_job(config, folder, console)
-            metrics = stack.enter_context(closing(MetricsLog.open(config.logger, folder, whole_config)))
-            peak_memory = job.run(metrics, reserved)
-        summary = summarize(metrics, folder, peak_memory)
-        report(summary, metrics, console, config.run_name, VIEWS[config.algorithm.name], config.logger.plots)
-        return summary
+    _open_folder(folder, whole_config, arguments)
+    job, restarts = None, 0
+    while True:
+        start = find_start(config, whole_config, folder)
+        if start.steps:
+            console.say(f"going on after step {start.steps}, from {start.policy}")
+        for change in start.changes:
+            console.say(f"changed since then  {change}")
+        setup = Timer()
+        try:
+            with ExitStack() as stack:
+                with ray_runtime():
+                    # Workers import for as long as the data takes to read and check, or longer.
+                    with setup("processes"):
+                        reserved = reserve(config, folder, setup)
+                    with setup("data"):
+                        job = job or make_job(config, folder, console)
+                    log = MetricsLog.open(config.logger, folder, whole_config, start.steps)
+                    metrics = stack.enter_context(closing(log))
+                    peak_memory = job.run(metrics, reserved, start)
+                summary = summarize(metrics, folder, peak_memory)
+                report(summary, metrics, console, config.run_name, VIEWS[config.algorithm.name], config.logger.plots)
+                return summary
+        except WorkerError as error:
+            if not error.lost or restarts == config.cluster.max_restarts:
+                raise
+            restarts += 1
+            limit = f"restart {restarts} of at most {config.cluster.max_restarts}, cluster.max_restarts"
+            console.say(f"{error}; starting again from the last checkpoint ({limit})")
+
+
+def _open_folder(folder: Path, whole_config: Mapping[str, Any], arguments: Sequence[str]) -> None:
+    """Write down what is run. Raises ConfigError: the folder holds another run, or one that is done."""
+    from nemo_rl_lite.checkpoint.resume import CHECKPOINTS
+    from nemo_rl_lite.observability.report import SUMMARY_FILE
+    from nemo_rl_lite.observability.sinks import METRICS_FILE
+
+    now = json.dumps(whole_config, indent=2) + "\n"
+    kept = folder / CONFIG_FILE
+    if (folder / METRICS_FILE).exists():
+        same = kept.exists() and kept.read_text() == now
+        done = same and (folder / SUMMARY_FILE).exists()
+        if done or not (same or any((folder / CHECKPOINTS).glob("step-*"))):
+            rule = "holds a run already" + (", and it is done" if done else "; a second one would be mixed into it")
+            fix = "name another folder, remove this one, or give it more steps"
+            raise ConfigError([Violation("hydra.run.dir", str(folder), rule, fix)])
+    # Written again when the run is done.
+    (folder / SUMMARY_FILE).unlink(missing_ok=True)
+    kept.write_text(now)
+    with (folder / "command.txt").open("a") as file:
+        file.write(shlex.join(["python", "-m", "nemo_rl_lite.train", *arguments]) + "\n")
 
 
 def _guarded(config: Config, folder: Path, arguments: Sequence[str]) -> "Summary":

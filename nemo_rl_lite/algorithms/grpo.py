@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nemo_rl_lite.algorithms.advantages import baseline_metrics, group_advantages
 from nemo_rl_lite.algorithms.losses import Batch, GRPOLoss, mismatch_metrics
+from nemo_rl_lite.algorithms.steps import Steps, ValidationTimes
 from nemo_rl_lite.config.schema import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, TrainingSet
 from nemo_rl_lite.generation.interface import Generation, Sampling
@@ -40,6 +41,7 @@ class GRPO:
     validation: Sequence[Problem]
     metrics: MetricsLog
     console: RunConsole
+    steps: Steps
     mismatch_warning: float
     devices: int
     """GPUs of the run, or its policy ranks on CPUs: what throughput is divided by."""
@@ -51,17 +53,15 @@ class GRPO:
                 "generation.top_p or top_k cuts the distribution that is sampled from, but not the one the policy's "
                 "logprobs come from: importance ratios are off by the share that is cut"
             )
-        self.metrics.log(0, under("refit", self.refit()))
-        if self.config.val_at_start:
-            self.validate(0)
-        for step in range(1, self.config.max_num_steps + 1):
+        config, total = self.config, self.config.max_num_steps
+        self.metrics.log(self.steps.done, under("refit", self.refit()))
+        times = ValidationTimes(config.val_period, config.val_at_start, config.val_at_end)
+        for step in self.steps.until(total, times, self.validate, self._prepare_to_save):
             self.step(step)
-            last = step == self.config.max_num_steps
-            if (self.config.val_at_end and last) or (self.config.val_period and step % self.config.val_period == 0):
-                self.validate(step)
         self.generation.finish_generation()
         self.policy.prepare_for_logprob()
-        self.metrics.log(self.config.max_num_steps, under("refit", self.check_refit()))
+        self.metrics.log(total, under("refit", self.check_refit()))
+        self.steps.checkpoints.finish()
 
     def step(self, step: int) -> None:
         """One rollout and the optimizer steps on it."""
@@ -89,6 +89,8 @@ class GRPO:
                 self.policy.prepare_for_training()
             with timer("policy_training"):
                 trained = self.policy.train(batch, GRPOLoss(config.loss_fn))
+            with timer("checkpointing"):
+                self.steps.checkpoints.save_if_due(step, step == config.max_num_steps)
             with timer("prepare_for_generation/transfer_and_update_weights"):
                 refitted = self.refit()
         mismatch = mismatch_metrics(batch["previous_logprobs"], rollout.generation_logprobs_BT, rollout.mask_BT)
@@ -110,8 +112,8 @@ class GRPO:
         self.console.step(step, config.max_num_steps, shown, seconds)
         self.on_rollout(step, rollout)
 
-    def validate(self, step: int) -> float:
-        """Mean reward on the held-out problems, one response each at `val_temperature`."""
+    def validate(self, step: int) -> dict[str, float]:
+        """Mean reward on the held-out problems (`accuracy`), one response each at `val_temperature`."""
         timer = Timer()
         with (
             timer("total_validation_time"),
@@ -127,7 +129,11 @@ class GRPO:
         measured = {"accuracy": accuracy, "avg_length": rollout.mask_BT.sum().item() / len(self.validation)}
         self.metrics.log(step, under("validation", measured) | under("timing/validation", timer.take()))
         self.console.say(f"validation after step {step}: accuracy {accuracy:.3f}")
-        return accuracy
+        return measured
+
+    def _prepare_to_save(self) -> None:
+        self.generation.finish_generation()
+        self.policy.prepare_for_training()
 
     def _sampling(self, step: int) -> Sampling:
         """Sampling of one step: the seed depends on run and step alone, so a repeated step samples the same."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl_lite.algorithms.losses import Batch, Loss
+from nemo_rl_lite.algorithms.steps import Steps, ValidationTimes
 from nemo_rl_lite.config.schema import SupervisedConfig
 from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.observability.console import RunConsole
@@ -30,28 +31,28 @@ class Supervised:
     validation: Batch | None
     metrics: MetricsLog
     console: RunConsole
+    steps: Steps
     devices: int
     """GPUs of the run, or its policy ranks on CPUs: what throughput is divided by."""
 
     def run(self) -> None:
-        steps = self.steps()
-        if self.config.val_at_start:
-            self.validate(0)
-        for step in range(1, steps + 1):
-            self.step(step, steps)
-            last = step == steps
-            if (self.config.val_at_end and last) or (self.config.val_period and step % self.config.val_period == 0):
-                self.validate(step)
-                if not last and self._has_stopped_improving():
-                    break
+        config, total = self.config, self.total()
+        times = ValidationTimes(config.val_period, config.val_at_start, config.val_at_end)
+        for step in self.steps.until(total, times, self.validate, self.policy.prepare_for_training):
+            if self._has_stopped_improving():
+                self.policy.prepare_for_training()
+                self.steps.checkpoints.save(step - 1)
+                break
+            self.step(step, total)
+        self.steps.checkpoints.finish()
 
-    def steps(self) -> int:
+    def total(self) -> int:
         """Optimizer steps of the run: as many as its epochs have, or `max_num_steps` where that is fewer."""
         epochs, steps_per_epoch = self.config.max_num_epochs, self.training.steps_per_epoch
         limits = [self.config.max_num_steps, epochs and steps_per_epoch and epochs * steps_per_epoch]
         return min(limit for limit in limits if limit is not None)
 
-    def step(self, step: int, steps: int) -> None:
+    def step(self, step: int, total: int) -> None:
         """One optimizer step on one global batch."""
         timer = Timer()
         with timer("total_step_time"):
@@ -66,6 +67,8 @@ class Supervised:
                 self.policy.prepare_for_training()
             with timer("policy_training"):
                 trained = self.policy.train(batch, self.loss)
+            with timer("checkpointing"):
+                self.steps.checkpoints.save_if_due(step, step == total)
         seconds = timer.take()
         self.metrics.log(
             step,
@@ -77,12 +80,12 @@ class Supervised:
         )
         tokens_per_sec = batch["lengths"].sum().item() / seconds["total_step_time"]
         shown = {name: trained[name] for name in ("loss", *self.shown)}
-        self.console.step(step, steps, shown | {"tokens/s": tokens_per_sec}, seconds)
+        self.console.step(step, total, shown | {"tokens/s": tokens_per_sec}, seconds)
 
-    def validate(self, step: int) -> None:
-        """The loss and its metrics on what is held out."""
+    def validate(self, step: int) -> dict[str, float]:
+        """The loss and its metrics on what is held out; nothing where nothing is."""
         if self.validation is None:
-            return
+            return {}
         batch, timer = self.validation, Timer()
         with (
             timer("total_validation_time"),
@@ -98,6 +101,7 @@ class Supervised:
         self.metrics.log(step, under("validation", values) | under("timing/validation", timer.take()))
         more = "".join(f", {name} {values[name]:.4f}" for name in self.shown)
         self.console.say(f"validation after step {step}: loss {values['val_loss']:.4f}{more}")
+        return values
 
     def _compared(self, batch: Batch) -> Batch:
         """The batch with each response's logprob under the reference policy."""
@@ -106,13 +110,16 @@ class Supervised:
 
     def _has_stopped_improving(self) -> bool:
         """Whether so many validations in a row were no better than the best before them."""
-        patience = self.config.early_stop_patience
-        steps, losses = self.metrics.series("validation/val_loss")
-        if patience is None or len(losses) <= patience or min(losses[-patience:]) < min(losses[:-patience]):
+        patience, metric = self.config.early_stop_patience, self.config.val_metric
+        steps, values = self.metrics.series(f"validation/{metric}")
+        if patience is None or len(values) <= patience:
             return False
-        best = min(losses[:-patience])
+        better = max if self.config.higher_is_better else min
+        best = better(values[:-patience])
+        if better(best, *values[-patience:]) != best:
+            return False
         self.console.say(
-            f"stopped after step {steps[-1]}: {patience} validations in a row were no better than {best:.4f} "
+            f"stopped after step {steps[-1]}: {patience} validations in a row were no better than {metric} {best:.4f} "
             "(algorithm.early_stop_patience)"
         )
         return True

@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from huggingface_hub import save_torch_state_dict
@@ -11,10 +11,16 @@ from torch import Tensor
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
-def write_hf_folder(weights: Iterable[tuple[str, Tensor]], source: Path, target: Path) -> None:
+def write_hf_folder(
+    weights: Iterable[tuple[str, Tensor]],
+    source: Path,
+    target: Path,
+    check: Callable[[Path], None] = lambda folder: None,
+) -> None:
     """Write `weights` (Hugging Face names) to `target`, with the configuration and tokenizer files of `source`.
 
-    The folder appears whole or not at all; one that exists is replaced.
+    The folder appears whole or not at all, and not if `check`, which sees it before, raises; one that exists is
+    replaced.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as unfinished:
@@ -24,6 +30,7 @@ def write_hf_folder(weights: Iterable[tuple[str, Tensor]], source: Path, target:
             if file.is_file() and not file.name.endswith(WEIGHT_FILES):
                 shutil.copy2(file, folder)
         save_torch_state_dict({name: tensor.detach().clone().contiguous() for name, tensor in weights}, folder)
+        check(folder)
         if target.exists():
             shutil.rmtree(target)
         folder.rename(target)

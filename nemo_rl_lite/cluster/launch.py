@@ -82,8 +82,9 @@ def reserve(config: Config, run_folder: Path, setup: Timer) -> Reserved:
     return Reserved(config, policy, generation, tuple(imports), setup)
 
 
-def launch(reserved: Reserved, model_path: Path, probe_prompt: Sequence[int]) -> Workers:
-    """Start policy and engines in their processes and connect them.
+def launch(reserved: Reserved, model_path: Path, probe_prompt: Sequence[int], saved: Path | None) -> Workers:
+    """Start policy and engines in their processes and connect them; the policy goes on from `saved` where that is
+    given.
 
     After each refit a continuation of `probe_prompt` (token ids) shows whether both sides compute the same.
 
@@ -119,20 +120,28 @@ def launch(reserved: Reserved, model_path: Path, probe_prompt: Sequence[int]) ->
                 generation.start([engine_start] * len(generation)),
                 timeout_s=limit,
             )
-    remote_policy = RemotePolicy(policy, sequences_per_optimizer_step(config))
+    remote_policy = _ready_policy(reserved, saved)
     with setup("connect"):
         weights = WeightSync(remote_policy, remote_generation, config, ProbeSettings.of(config, probe_prompt))
     return Workers(remote_policy, remote_generation, weights)
 
 
-def launch_policy(reserved: Reserved, model_path: Path) -> RemotePolicy:
+def launch_policy(reserved: Reserved, model_path: Path, saved: Path | None) -> RemotePolicy:
     """Start the policy alone, for a run that generates nothing. Raises WorkerError as `launch` does."""
     config, policy, limit = reserved.config, reserved.policy, reserved.config.cluster.start_timeout_s
     with reserved.setup("import"):
         wait(*reserved.imports, timeout_s=limit)
     with reserved.setup("policy_init"):
         wait(policy.start([policy_arguments(config, model_path)] * len(policy)), timeout_s=limit)
-    return RemotePolicy(policy, sequences_per_optimizer_step(config))
+    return _ready_policy(reserved, saved)
+
+
+def _ready_policy(reserved: Reserved, saved: Path | None) -> RemotePolicy:
+    policy = RemotePolicy(reserved.policy, sequences_per_optimizer_step(reserved.config))
+    if saved is not None:
+        with reserved.setup("resume"):
+            policy.load(str(saved))
+    return policy
 
 
 def _policy_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:

@@ -158,11 +158,18 @@ def _outcome(reference: Any, worker: str, phase: str) -> Any:
         first_line = next(iter(str(cause).splitlines()), "")
         distance = 2 if isinstance(cause, (RefitError, DistError)) or _COMMUNICATION.search(str(cause)) else 1
         return _Failure(
-            distance, WorkerError(worker, phase, f"{type(cause).__name__}: {first_line}", details=str(error))
+            distance,
+            WorkerError(
+                worker,
+                phase,
+                f"{type(cause).__name__}: {first_line}",
+                details=str(error),
+                raised=type(cause).__name__,
+            ),
         )
     except RayActorError as error:
         return _Failure(
-            0, WorkerError(worker, phase, "the process died (killed, or out of memory?)", details=str(error))
+            0, WorkerError(worker, phase, "the process died (killed, or out of memory?)", details=str(error), lost=True)
         )
     except RayError as error:
         return _Failure(1, WorkerError(worker, phase, type(error).__name__, details=str(error)))

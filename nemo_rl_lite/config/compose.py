@@ -58,6 +58,18 @@ def resolve(composed: DictConfig) -> Config:
     return config
 
 
+def restore(text: str) -> Config:
+    """A configuration that a run has written down (JSON).
+
+    Raises:
+        ConfigError: it is of another version of this package.
+    """
+    try:
+        return TypeAdapter(Config).validate_json(text)
+    except ValidationError as error:
+        raise ConfigError([_describe(details, known_keys()) for details in error.errors(include_url=False)]) from None
+
+
 def _plain(composed: DictConfig) -> tuple[dict[str, Any], list[Violation]]:
     """Resolve interpolations leaf by leaf, so that one that fails does not hide the others."""
     violations: list[Violation] = []

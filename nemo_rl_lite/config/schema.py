@@ -46,6 +46,8 @@ class LossConfig:
 class GRPOConfig:
     name: Literal["grpo"]
     seed: Seed
+    val_metric: Literal["accuracy", "avg_length"]
+    higher_is_better: bool
     num_prompts_per_step: PositiveInt
     num_generations_per_prompt: PositiveInt
     max_num_steps: PositiveInt
@@ -64,23 +66,29 @@ class SupervisedConfig:
     """What SFT and DPO have in common."""
 
     seed: Seed
+    val_metric: str
     max_num_epochs: PositiveInt | None
     max_num_steps: PositiveInt | None
     val_period: NonNegativeInt
     val_at_start: bool
     val_at_end: bool
     max_val_samples: PositiveInt
+    higher_is_better: bool
     early_stop_patience: PositiveInt | None
 
 
 @dataclass(frozen=True, config=STRICT)
 class SFTConfig(SupervisedConfig):
     name: Literal["sft"]
+    val_metric: Literal["val_loss"]
 
 
 @dataclass(frozen=True, config=STRICT)
 class DPOConfig(SupervisedConfig):
     name: Literal["dpo"]
+    val_metric: Literal[
+        "val_loss", "accuracy", "sft_loss", "preference_loss", "rewards_margin_mean", "rewards_chosen_mean"
+    ]
     preference_loss: Literal["dpo", "ipo"]
     reference_policy_kl_penalty: PositiveFloat
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]
@@ -164,6 +172,7 @@ class PolicyConfig:
     sequence_length_round: PositiveInt
     max_total_sequence_length: PositiveInt
     max_grad_norm: PositiveFloat | None
+    max_skipped_steps: PositiveInt
     offload_optimizer_states_for_logprob: bool
     offload_for_generation: list[OffloadedComponent]
     use_pinned_optimizer_offload: bool
@@ -274,6 +283,8 @@ class ClusterConfig:
     numa_binding: bool
     start_timeout_s: PositiveFloat
     collective_timeout_s: PositiveFloat
+    phase_timeout_s: PositiveFloat | None
+    max_restarts: NonNegativeInt
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -296,6 +307,12 @@ class LoggerConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
+    save_period: NonNegativeInt
+    async_save: bool
+    keep_newest: PositiveInt
+    keep_best: NonNegativeInt
+    must_save_by: PositiveInt | Annotated[str, Field(pattern=r"^(\d+:){1,3}\d{1,2}$")] | None
+    resume_from: Annotated[str, Field(min_length=1)] | None
     export_hf_at_end: bool
 
 

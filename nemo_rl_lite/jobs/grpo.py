@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from nemo_rl_lite.algorithms.grpo import GRPO
+from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.checkpoint.source import locate_model
 from nemo_rl_lite.cluster.launch import Reserved, launch
 from nemo_rl_lite.config.schema import Config
@@ -13,6 +14,7 @@ from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.environments.registry import make_environment
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.jobs.memory_plan import show_memory_plan
+from nemo_rl_lite.jobs.steps import make_steps
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.samples import SampleLog
 from nemo_rl_lite.observability.sinks import MetricsLog, under
@@ -37,14 +39,14 @@ class GRPOJob:
             fitted = fitting_prompts(training, validation, self._tokenizer, config)
         self._training, self._validation = fitted
 
-    def run(self, metrics: MetricsLog, reserved: Reserved) -> dict[str, int]:
-        """Train in the reserved processes; returns the workers' peak memory in bytes, by name."""
+    def run(self, metrics: MetricsLog, reserved: Reserved, start: Start) -> dict[str, int]:
+        """Train in the reserved processes from `start` on; returns the workers' peak memory in bytes, by name."""
         config, console = self._config, self._console
-        show_memory_plan(config, self._model_path, console, metrics)
+        show_memory_plan(config, self._model_path, console, metrics, start.steps)
         with console.busy(f"starting {policy_ranks(config)} policy rank(s) and {config.generation.backend}"):
             probe_prompt = self._tokenizer.prompt(self._training.problem(0).messages)
-            workers = launch(reserved, self._model_path, probe_prompt)
-        metrics.log(0, under("timing/setup", reserved.setup_seconds()))
+            workers = launch(reserved, self._model_path, probe_prompt, start.policy)
+        metrics.log(start.steps, under("timing/setup", reserved.setup_seconds()))
         max_length = config.policy.max_total_sequence_length
         turns = Turns(self._environment, config.environment.max_turns) if self._environment else None
         GRPO(
@@ -59,6 +61,7 @@ class GRPOJob:
             validation=self._validation,
             metrics=metrics,
             console=console,
+            steps=make_steps(config, self._folder, start, workers.policy, metrics, console),
             mismatch_warning=config.logger.mismatch_warning,
             devices=all_gpus(config) or policy_ranks(config),
             on_rollout=SampleLog(self._folder, config.logger.log_samples),

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Protocol
 
+from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.cluster.launch import Reserved
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.observability.console import RunConsole
@@ -12,8 +13,8 @@ from nemo_rl_lite.observability.sinks import MetricsLog
 class Job(Protocol):
     """Has read and checked its data when it is made; starts workers when it runs."""
 
-    def run(self, metrics: MetricsLog, reserved: Reserved) -> dict[str, int]:
-        """Train in the reserved processes; returns the workers' peak memory in bytes, by name."""
+    def run(self, metrics: MetricsLog, reserved: Reserved, start: Start) -> dict[str, int]:
+        """Train in the reserved processes from `start` on; returns the workers' peak memory in bytes, by name."""
         ...
 
 

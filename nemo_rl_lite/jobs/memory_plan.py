@@ -20,8 +20,8 @@ ENGINE = (Component.GENERATION_WEIGHTS, Component.KV_CACHE)
 NOTHING = Bytes()
 
 
-def show_memory_plan(config: Config, model_path: Path, console: RunConsole, metrics: MetricsLog) -> None:
-    """Print the residency table with predicted bytes, log these as `memory/predicted/...` at step 0, and say what will
+def show_memory_plan(config: Config, model_path: Path, console: RunConsole, metrics: MetricsLog, step: int) -> None:
+    """Print the residency table with predicted bytes, log these as `memory/predicted/...` at `step`, and say what will
     hardly fit."""
     shape = _shape(model_path, console)
     if shape is None:
@@ -34,7 +34,7 @@ def show_memory_plan(config: Config, model_path: Path, console: RunConsole, metr
     console.table(title(config, shape, device_bytes), headers(residency), render(residency, prediction))
     if unknown and residency.engines_share_device:
         console.say("nvidia-smi tells no GPU's size on this machine, so the KV cache is not predicted")
-    metrics.log(0, predicted_metrics(prediction))
+    metrics.log(step, predicted_metrics(prediction))
     for warning in (*_device_warnings(config, prediction, device_bytes), *_host_warnings(config, prediction)):
         console.say(warning)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from nemo_rl_lite.algorithms.dpo_loss import DPOLoss
 from nemo_rl_lite.algorithms.sft_loss import SFTLoss
 from nemo_rl_lite.algorithms.supervised import Supervised
+from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.checkpoint.source import locate_model
 from nemo_rl_lite.cluster.launch import Reserved, launch_policy
 from nemo_rl_lite.config.schema import Config, DPOConfig
@@ -12,6 +13,7 @@ from nemo_rl_lite.config.sizes import policy_ranks
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.jobs.memory_plan import show_memory_plan
+from nemo_rl_lite.jobs.steps import make_steps
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.sinks import MetricsLog, under
 
@@ -28,13 +30,13 @@ class SupervisedJob:
             self._training = training_examples(config, encoder)
             self._validation = validation_examples(config, encoder)
 
-    def run(self, metrics: MetricsLog, reserved: Reserved) -> dict[str, int]:
-        """Train in the reserved processes; returns the workers' peak memory in bytes, by name."""
+    def run(self, metrics: MetricsLog, reserved: Reserved, start: Start) -> dict[str, int]:
+        """Train in the reserved processes from `start` on; returns the workers' peak memory in bytes, by name."""
         config, console = self._config, self._console
-        show_memory_plan(config, self._model_path, console, metrics)
+        show_memory_plan(config, self._model_path, console, metrics, start.steps)
         with console.busy(f"starting {policy_ranks(config)} policy rank(s)"):
-            policy = launch_policy(reserved, self._model_path)
-        metrics.log(0, under("timing/setup", reserved.setup_seconds()))
+            policy = launch_policy(reserved, self._model_path, start.policy)
+        metrics.log(start.steps, under("timing/setup", reserved.setup_seconds()))
         options = config.supervised
         compares = isinstance(options, DPOConfig)
         Supervised(
@@ -47,6 +49,7 @@ class SupervisedJob:
             validation=self._validation,
             metrics=metrics,
             console=console,
+            steps=make_steps(config, self._folder, start, policy, metrics, console),
             devices=policy_ranks(config),
         ).run()
         policy.release_host_memory()

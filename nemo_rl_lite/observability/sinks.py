@@ -1,15 +1,18 @@
 """Where metrics go: a JSON-lines file always, TensorBoard and W&B where the configuration asks for them."""
 
 import json
+import math
+import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_rl_lite.config.schema import LoggerConfig
 from nemo_rl_lite.errors import LauncherError
+from nemo_rl_lite.observability.history import rewind
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, WANDB_ID_FILE = "metrics.jsonl", "wandb-run-id.txt"
 # What metrics' names begin with.
 PREFIXES = (
     "train",
@@ -38,7 +41,9 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Metrics) -> None:
-        json.dump({"step": step, "time": time.time(), **metrics}, self._file)
+        # JSON has no NaN: what is not a number is null.
+        numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        json.dump({"step": step, "time": time.time(), **numbers}, self._file)
         self._file.write("\n")
         self._file.flush()
 
@@ -47,10 +52,11 @@ class JsonLines:
 
 
 class TensorBoard:
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, done: int):
+        """Steps after `done` that are there already are taken again, and no longer shown."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(folder), purge_step=done + 1 if done else None)
 
     def log(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
@@ -77,8 +83,13 @@ class WeightsAndBiases:
     def _start(config: LoggerConfig, folder: Path, whole_config: Mapping[str, Any]) -> Any:
         import wandb
 
-        settings = config.wandb
+        settings, kept = config.wandb, folder / WANDB_ID_FILE
+        if not kept.exists():
+            kept.write_text(secrets.token_hex(4) + "\n")
         return wandb.init(
+            # A run that goes on is the same run there.
+            id=kept.read_text().strip(),
+            resume="allow",
             project=settings.project,
             name=settings.name,
             entity=settings.entity,
@@ -99,18 +110,22 @@ class WeightsAndBiases:
 class MetricsLog:
     """All sinks behind one call; remembers everything, for the report at the end."""
 
-    def __init__(self, sinks: list[Sink]):
+    def __init__(self, sinks: list[Sink], history: Sequence[dict[str, float]] = ()):
         self._sinks = sinks
-        self.history: list[dict[str, float]] = []
+        self.history = list(history)
 
     @classmethod
-    def open(cls, config: LoggerConfig, run_folder: Path, whole_config: Mapping[str, Any]) -> "MetricsLog":
+    def open(
+        cls, config: LoggerConfig, run_folder: Path, whole_config: Mapping[str, Any], done: int = 0
+    ) -> "MetricsLog":
+        """Go on after `done` steps with what the folder has of them; what it has of later ones is put aside."""
+        history = rewind(run_folder / METRICS_FILE, done)
         sinks: list[Sink] = [JsonLines(run_folder / METRICS_FILE)]
         if config.tensorboard_enabled:
-            sinks.append(TensorBoard(run_folder / "tensorboard"))
+            sinks.append(TensorBoard(run_folder / "tensorboard", done))
         if config.wandb_enabled:
             sinks.append(WeightsAndBiases(config, run_folder, whole_config))
-        return cls(sinks)
+        return cls(sinks, history)
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Metrics of one step, under their full names."""

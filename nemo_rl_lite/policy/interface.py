@@ -43,6 +43,23 @@ class Policy(Protocol):
         slowest rank's."""
         ...
 
+    def begin_save(self, folder: str) -> None:
+        """From the training phase, begin to write weights, optimizer and schedule to an empty folder that all ranks
+        see; what follows may change them."""
+        ...
+
+    def save_is_written(self) -> bool:
+        """Whether `finish_save` would not have to wait."""
+        ...
+
+    def finish_save(self) -> None:
+        """Complete what `begin_save` began. Raises CheckpointError: it could not be written."""
+        ...
+
+    def load(self, folder: str) -> None:
+        """Go on from what was saved to `folder`, under this parallel layout or another."""
+        ...
+
     def export_hf(self, path: str) -> None:
         """Write the current weights as a Hugging Face folder."""
         ...

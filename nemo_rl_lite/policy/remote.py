@@ -10,12 +10,13 @@ from torch import Tensor
 
 from nemo_rl_lite.algorithms.losses import Batch, Loss, combine_metrics
 from nemo_rl_lite.cluster.workers import WorkerGroup, wait
+from nemo_rl_lite.errors import CheckpointError, WorkerError
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.policy.megatron.model import ParallelPlace
 
 WORKER_CLASS = "nemo_rl_lite.policy.megatron.worker.MegatronWorker"
 # The same on every replica: not to be summed over them.
-WHOLE_METRICS = ("grad_norm", "lr", "wd")
+WHOLE_METRICS = ("grad_norm", "lr", "wd", "skipped_steps")
 
 
 class RemotePolicy:
@@ -58,6 +59,23 @@ class RemotePolicy:
         totals = combine_metrics(steps)
         extremes = ("_min", "_max")
         return {name: value / (1 if name.endswith(extremes) else len(steps)) for name, value in totals.items()}
+
+    def begin_save(self, folder: str) -> None:
+        wait(self.group.call("begin_save", folder, phase="checkpoint"))
+
+    def save_is_written(self) -> bool:
+        return all(wait(self.group.call("save_is_written", phase="checkpoint")))
+
+    def finish_save(self) -> None:
+        try:
+            wait(self.group.call("finish_save", phase="checkpoint"))
+        except WorkerError as error:
+            if error.raised == CheckpointError.__name__:
+                raise CheckpointError(error.cause) from error
+            raise
+
+    def load(self, folder: str) -> None:
+        wait(self.group.call("load", folder, phase="resume"))
 
     def export_hf(self, path: str) -> None:
         wait(self.group.call("export_hf", path))

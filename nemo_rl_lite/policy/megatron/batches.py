@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_lite.algorithms.losses import Batch
+from nemo_rl_lite.observability import progress
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.offload.activation_size import LOGPROB_CHUNK
 from nemo_rl_lite.policy.megatron.micro_batches import Layout, MicroBatch, cut
@@ -145,6 +146,7 @@ def _run(
 
 def _announced(micro_batches: Sequence[MicroBatch], before: Before) -> Iterator[MicroBatch]:
     for index, micro in enumerate(micro_batches):
+        progress.note(micro_batch=index + 1)
         if before is not None:
             before(len(micro_batches) - index)
         yield micro

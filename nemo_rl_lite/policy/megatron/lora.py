@@ -21,6 +21,11 @@ def trained_of_all(chunks: list[Any]) -> tuple[int, int]:
     return sum(size for trained, size in sizes if trained), sum(size for _, size in sizes)
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is an adapter's."""
+    return ".adapter." in name
+
+
 class WithoutAdapters:
     """The reference policy of a model with adapters: the same weights without them."""
 

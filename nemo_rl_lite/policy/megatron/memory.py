@@ -1,6 +1,5 @@
 """What of a megatron-core model and its optimizer can leave the device, as `offload/` takes it."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -21,7 +20,7 @@ def phase_memory(config: PolicyConfig, model: MegatronModel, optimizer: Any, res
     """This rank's parameters, gradients and optimizer states, ready to move."""
     device, on_gpu = model.device, model.device.type == "cuda"
     registrar = host_registrar(config, model)
-    gradients = [buffer.grad_data for buffer in _ddp_buffers(model)]
+    gradients = gradient_buffers(model)
 
     def states() -> list[Tensor]:
         return optimizer_tensors(torch_optimizers(optimizer), [*model.parameters(), *gradients])
@@ -79,7 +78,7 @@ class CPUMemory:
         """Freed memory goes back by itself."""
 
 
-def _ddp_buffers(model: MegatronModel) -> Iterator[Any]:
-    for chunk in model.chunks:
-        yield from chunk.buffers
-        yield from chunk.expert_parallel_buffers
+def gradient_buffers(model: MegatronModel) -> list[Tensor]:
+    """The flat tensors that hold this rank's gradients."""
+    buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return [buffer.grad_data for buffer in buffers]

@@ -101,7 +101,8 @@ def build_model(config: PolicyConfig, path: str, on_gpu: bool, timeout_s: float,
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=parallel.optimizer.use_distributed_optimizer,
         grad_reduce_in_fp32=True,
-        check_for_nan_in_grad=True,
+        # The optimizer step looks, on all ranks at once, and leaves the step out.
+        check_for_nan_in_grad=False,
     )
     adapted: Any = lora.adapters(parallel.peft) if parallel.peft.enabled else None
 

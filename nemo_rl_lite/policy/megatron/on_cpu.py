@@ -41,6 +41,8 @@ _RULES = tuple(
         (r"\.cuda\(\)", ".cpu()"),
         (r"model_module\.cuda\(torch\.cpu\.current_device\(\)\)", "model_module.cpu()"),
         (r"""init_process_group\((["'])nccl\1""", r"init_process_group(\1gloo\1"),
+        # torch's Adam has a state, the number of steps, that checkpoints keep once for all parameters.
+        (r"isinstance\(tensors\[key\], torch\.Tensor\)", "isinstance(tensors.get(key), torch.Tensor)"),
         # Names that are None, as they are in megatron-core without transformer_engine, count as had.
         (r"\bHAVE_TE = all\(", "HAVE_TE = TEColumnParallelGroupedLinear is not None and all("),
     )

@@ -3,8 +3,12 @@
 import math
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.offload import cpu_optimizer
+from nemo_rl_lite.policy.megatron.memory import gradient_buffers
 from nemo_rl_lite.policy.megatron.model import MegatronModel, torch_dtype
 
 
@@ -59,3 +63,13 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
         model_config.finalize_model_grads_func = finalize_model_grads
         model_config.grad_scale_func = optimizer.scale_loss
     return optimizer, scheduler
+
+
+def gradients_are_finite(model: MegatronModel) -> bool:
+    """Whether the gradients of all ranks are numbers; the same answer on every rank."""
+    finite = torch.ones((), device=model.device)
+    for gradients in gradient_buffers(model):
+        # An infinity or a NaN anywhere makes the sum one.
+        finite *= gradients.sum().isfinite()
+    dist.all_reduce(finite, dist.ReduceOp.MIN)
+    return bool(finite)

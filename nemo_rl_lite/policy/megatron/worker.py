@@ -1,6 +1,7 @@
 """One policy rank: logprobs, training steps, weights for a refit. A plain class; `cluster/` runs it in an actor."""
 
 import logging
+import math
 import os
 from pathlib import Path
 
@@ -11,18 +12,20 @@ from torch import Tensor
 from nemo_rl_lite.algorithms.losses import Batch, Loss, Normalizers, combine_metrics
 from nemo_rl_lite.checkpoint.export import write_hf_folder
 from nemo_rl_lite.config.schema import ClusterConfig, PolicyConfig, RefitConfig
+from nemo_rl_lite.observability import progress
 from nemo_rl_lite.observability.memory import MemoryMeter, Peaks
 from nemo_rl_lite.offload import numa
 from nemo_rl_lite.offload.cpu_optimizer import stays_on_host, step_threads
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.policy.megatron.batches import forward_backward, forward_logprobs
+from nemo_rl_lite.policy.megatron.checkpoint import PolicyState
 from nemo_rl_lite.policy.megatron.lora import WithoutAdapters
 from nemo_rl_lite.policy.megatron.memory import host_registrar, phase_memory
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.policy.megatron.model import ParallelPlace, build_model
 from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
-from nemo_rl_lite.policy.megatron.optimizer import build_optimizer
+from nemo_rl_lite.policy.megatron.optimizer import build_optimizer, gradients_are_finite
 from nemo_rl_lite.policy.megatron.producer import Producer
 from nemo_rl_lite.policy.megatron.reference import ReferenceWeights
 from nemo_rl_lite.refit.ipc import StagingHandle
@@ -64,7 +67,7 @@ class MegatronWorker:
             log.info("%s", numa.bind(numa.gpu_address()).describe())
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
-        self._policy, self._temperature = policy, temperature
+        self._policy, self._temperature, self._seed = policy, temperature, seed
         self._model_path = Path(model_path)
         self._rank = int(os.environ["RANK"])
         self._model = build_model(policy, model_path, on_gpu, cluster.collective_timeout_s, seed)
@@ -78,6 +81,7 @@ class MegatronWorker:
         self._phases = phase_memory(policy, self._model, self._optimizer, residency)
         self._memory = MemoryMeter(self._phases.device_bytes)
         self._producer = Producer(self._model)
+        self._state = PolicyState(self._model, self._optimizer, self._scheduler)
 
     def place(self) -> ParallelPlace:
         return self._model.place
@@ -127,12 +131,10 @@ class MegatronWorker:
 
     def train(self, batch: Batch, loss: Loss, counts: Normalizers) -> dict[str, float] | None:
         """One optimizer step on this rank's share of a global batch; metrics are this replica's share, beside
-        `grad_norm`, `lr` and `wd`, which are whole on every replica.
-
-        Raises:
-            RuntimeError: the gradient is not finite (found by megatron-core before the weights change).
-        """
+        `grad_norm`, `lr`, `wd` and `skipped_steps`, which are whole on every replica. Where a gradient is not finite,
+        weights, optimizer and schedule stay as they are, `skipped_steps` is 1 and `grad_norm` is not a number."""
         self._phases.require(Component.PARAMETERS, Component.OPTIMIZER_STATES)
+        self._seed_step()
         with self._memory.phase("train"), self._phases.gradients.accumulating():
             for chunk in self._model.chunks:
                 chunk.zero_grad_buffer()
@@ -145,13 +147,20 @@ class MegatronWorker:
                 lambda logprobs_BT, micro: loss(logprobs_BT, micro, counts),
             )
             learning_rate = self._optimizer.param_groups[0]["lr"]
-            _, grad_norm, _ = self._optimizer.step()
-            self._scheduler.step(increment=1)
+            finite, grad_norm = gradients_are_finite(self._model), math.nan
+            if finite:
+                _, grad_norm, _ = self._optimizer.step()
+                self._scheduler.step(increment=1)
             self._phases.recount()
         if not self._model.place.reports:
             return None
         shares = combine_metrics([{name: value.item() for name, value in part.items()} for part in parts])
-        whole = {"grad_norm": grad_norm, "lr": learning_rate, "wd": self._policy.megatron_cfg.optimizer.weight_decay}
+        whole = {
+            "grad_norm": grad_norm,
+            "lr": learning_rate,
+            "wd": self._policy.megatron_cfg.optimizer.weight_decay,
+            "skipped_steps": not finite,
+        }
         return shares | {name: float(value) for name, value in whole.items()}
 
     def take_memory(self) -> Peaks:
@@ -178,12 +187,38 @@ class MegatronWorker:
             self._phases.require(Component.PARAMETERS)
             return self._producer.send()
 
+    def begin_save(self, folder: str) -> None:
+        """See `PolicyState.begin_save`."""
+        self._phases.require(Component.PARAMETERS, Component.OPTIMIZER_STATES)
+        self._state.begin_save(Path(folder))
+
+    def save_is_written(self) -> bool:
+        """See `PolicyState.is_written`."""
+        return self._state.is_written()
+
+    def finish_save(self) -> None:
+        """See `PolicyState.finish_save`."""
+        self._state.finish_save()
+
+    def load(self, folder: str) -> None:
+        """See `PolicyState.load`."""
+        self._phases.enter(Phase.TRAIN)
+        self._state.load(Path(folder))
+        self._phases.recount()
+
     def export_hf(self, path: str) -> None:
         """Write the model with its configuration and tokenizer in Hugging Face format to the folder `path`."""
         self._phases.require(Component.PARAMETERS)
         weights = list(self._producer.export(to_host=True))
         if self._rank == 0:
             write_hf_folder(weights, self._model_path, Path(path))
+
+    def _seed_step(self) -> None:
+        """Random numbers of a step, such as dropout's, are those of run and step alone, whatever came before; a replica
+        has its own, and all ranks of a replica the same."""
+        steps, replica = self._scheduler.num_steps, self._model.place.data_rank
+        progress.note(step=steps + 1, micro_batch=0)
+        torch.manual_seed((self._seed * 1_000_003 + steps) * 65_537 + replica)
 
     def _kept_reference(self) -> ReferenceWeights | WithoutAdapters:
         if self._model.lora is not None:

@@ -1,12 +1,18 @@
 """The loop with a policy that only takes notes."""
 
 import dataclasses
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from nemo_rl_lite.algorithms.sft_loss import SFTLoss
+from nemo_rl_lite.algorithms.steps import Steps
 from nemo_rl_lite.algorithms.supervised import Supervised
+from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
+from nemo_rl_lite.checkpoint.stopping import Stopping
+from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention
 from nemo_rl_lite.config.schema import SFTConfig
 from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.observability.console import RunConsole
@@ -22,6 +28,8 @@ CONFIG = SFTConfig(
     val_at_start=True,
     val_at_end=True,
     max_val_samples=10,
+    val_metric="val_loss",
+    higher_is_better=False,
     early_stop_patience=None,
 )
 BATCH = {
@@ -66,16 +74,20 @@ class Data(TrainingExamples):
 
 
 def sft(validation=BATCH, steps_per_epoch=3, **changes) -> Supervised:
+    policy, metrics = NotingPolicy(), MetricsLog([])
+    store = CheckpointStore(Path("nowhere"), Retention(1, 0, None, True))
+    checkpoints = Checkpoints(store, policy, 0, True, {}, print)
     return Supervised(
         config=dataclasses.replace(CONFIG, **changes),
         loss=SFTLoss(),
         with_reference=False,
         shown=(),
-        policy=NotingPolicy(),
+        policy=policy,
         training=Data(steps_per_epoch),
         validation=validation,
-        metrics=MetricsLog([]),
+        metrics=metrics,
         console=RunConsole(),
+        steps=Steps(0, checkpoints, Stopping(None, time.monotonic, print), metrics, max_skipped=3),
         devices=1,
     )
 
@@ -85,7 +97,7 @@ def sft(validation=BATCH, steps_per_epoch=3, **changes) -> Supervised:
     [(2, None, 3, 6), (None, 5, 3, 5), (2, 4, 3, 4), (1, 100, 3, 3), (1, 7, None, 7)],
 )
 def test_a_run_ends_at_its_first_limit(epochs, steps, of_epoch, expected):
-    assert sft(max_num_epochs=epochs, max_num_steps=steps, steps_per_epoch=of_epoch).steps() == expected
+    assert sft(max_num_epochs=epochs, max_num_steps=steps, steps_per_epoch=of_epoch).total() == expected
 
 
 def test_phases_alternate_and_metrics_have_nemo_rls_names():

@@ -1,9 +1,7 @@
 """Producer and consumers over real gloo groups, one process a rank."""
 
-import multiprocessing
-import os
-import pickle
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +10,13 @@ import pytest
 import torch
 
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.refit import group as refit_group
 from nemo_rl_lite.refit import ipc
 from nemo_rl_lite.refit.broadcast import BroadcastReceiver, BroadcastSender
-from nemo_rl_lite.refit.group import Flight, Meeting, RefitGroup
+from nemo_rl_lite.refit.group import Flight, RefitGroup
 from nemo_rl_lite.refit.packing import dtype_name, new_buffers
 from nemo_rl_lite.refit.plan import RefitPlan, make_plan
 from nemo_rl_lite.refit.report import RefitReport, compare_checksums
+from tests.unit.refit.ranks import CPU, run
 
 WEIGHTS = {
     "matrix": torch.randn(33, 17),
@@ -33,51 +31,26 @@ WEIGHTS = {
 
 # Seconds until a rank gives up where a peer does not answer; long enough to meet on a busy machine.
 SHORT = 6.0
-CPU = torch.device("cpu")
-# Several ranks as threads of one process make gloo crash now and then; forked, they need no imports of their own.
-FORK = multiprocessing.get_context("fork")
 
 
 def plan_of(weights: dict[str, torch.Tensor], bucket_bytes: int) -> RefitPlan:
     return make_plan([(name, tuple(t.shape), dtype_name(t.dtype)) for name, t in weights.items()], bucket_bytes)
 
 
-def run(rank_functions, timeout_s: float = 20.0, wanted: int | None = None) -> list:
-    """Each function gets its rank's group; results, or exceptions, in rank order, of the first `wanted` ranks."""
-    store = refit_group.host_store("127.0.0.1", timeout_s)
-    size, all_done = len(rank_functions), FORK.Event()
-    pipes = [FORK.Pipe(duplex=False) for _ in rank_functions]
+class Flag:
+    """Set by one process, waited for by another."""
 
-    def rank_main(rank: int) -> None:
-        # The threads that compute in parallel did not come along.
-        torch.set_num_threads(1)
-        try:
-            if rank == 0:
-                group = refit_group.join(store, 0, size, CPU, timeout_s)
-            else:
-                group = refit_group.join_at(Meeting("127.0.0.1", store.port, rank, size), CPU, timeout_s)
-            result = rank_functions[rank](group)
-        except Exception as error:
-            result = error
-        pipes[rank][1].send_bytes(pickle.dumps(result))
-        # A connection that ends early would be a peer's error.
-        all_done.wait(60)
-        os._exit(0)
+    def __init__(self, path: Path):
+        self._path = path
 
-    processes = [FORK.Process(target=rank_main, args=(rank,), daemon=True) for rank in range(size)]
-    try:
-        for process in processes:
-            process.start()
-        deadline = time.monotonic() + 3 * timeout_s
-        for rank, (receiving, _) in enumerate(pipes[:wanted]):
-            assert receiving.poll(deadline - time.monotonic()), f"rank {rank} gave no result"
-        return [pickle.loads(receiving.recv_bytes()) for receiving, _ in pipes[:wanted]]
-    finally:
-        all_done.set()
-        for process in processes:
-            # Those that are not wanted may still wait for a peer.
-            process.join(5 if wanted is None else 0)
-            process.kill()
+    def set(self) -> None:
+        self._path.touch()
+
+    def wait(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self._path.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self._path.exists()
 
 
 class Broadcast:
@@ -101,15 +74,14 @@ class SharedBuffer(Broadcast):
 
     def __init__(self, plan: RefitPlan):
         super().__init__(plan)
-        self._own, self._handle = ipc.new_staging(plan, CPU)
-        self._opened = [self._handle.open() for _ in range(2)]
-        ipc.forget(self._handle)
+        _, self._handle = ipc.new_staging(plan, CPU)
+        weakref.finalize(self, ipc.forget, self._handle)
 
     def send(self, group: RefitGroup, tensors) -> RefitReport:
-        return ipc.IpcSender(self._plan, group, self._own, "full").send(tensors)
+        return ipc.IpcSender(self._plan, group, self._handle.open(), "full").send(tensors)
 
     def receiver(self, group: RefitGroup, plan: RefitPlan | None = None):
-        return ipc.IpcReceiver(plan or self._plan, group, self._opened[group.rank - 1], "full", keep=False)
+        return ipc.IpcReceiver(plan or self._plan, group, self._handle.open(), "full", keep=False)
 
 
 class OneBuffer(Broadcast):
@@ -170,11 +142,11 @@ def test_a_slow_consumer_reads_each_bucket_before_its_memory_is_filled_anew(way)
 
 
 @pytest.mark.parametrize("buffers", [2, 3])
-def test_the_producer_goes_on_while_a_consumer_loads(buffers):
+def test_the_producer_goes_on_while_a_consumer_loads(buffers, tmp_path):
     """Buckets are exported and sent into each free buffer while the first is being loaded."""
     weights = {f"layer {index}": torch.full((1000,), float(index)) for index in range(8)}
     plan = plan_of(weights, 1)
-    ahead = FORK.Event()
+    ahead = Flag(tmp_path / "ahead")
 
     class Way(Broadcast):
         pass
@@ -241,9 +213,9 @@ def test_tensors_that_are_not_the_plans_are_refused(way):
 
 
 @WAYS
-def test_a_bucket_that_does_not_arrive_is_named(way):
+def test_a_bucket_that_does_not_arrive_is_named(way, tmp_path):
     plan = plan_of(WEIGHTS, 2048)
-    gone = FORK.Event()
+    gone = Flag(tmp_path / "gone")
 
     def producer(group):
         group.announce(plan.digest)

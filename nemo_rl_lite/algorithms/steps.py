@@ -1,0 +1,82 @@
+"""The steps that a run has left, and what comes between them whatever the algorithm: validation, checkpoints, an early
+end."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
+from nemo_rl_lite.checkpoint.stopping import Stopping
+from nemo_rl_lite.errors import RunStopped, TrainingError
+from nemo_rl_lite.observability.sinks import MetricsLog
+
+# Runs the validation after a step; its metrics, under the names that `algorithm.val_metric` knows.
+Validate = Callable[[int], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class ValidationTimes:
+    """When to validate: every `period` steps (0: never), before the first, after the last."""
+
+    period: int
+    at_start: bool
+    at_end: bool
+
+    def due(self, step: int, total: int) -> bool:
+        if step == 0:
+            return self.at_start
+        return (self.at_end and step == total) or bool(self.period and step % self.period == 0)
+
+
+@dataclass
+class Steps:
+    """`done` steps of the run were taken before."""
+
+    done: int
+    checkpoints: Checkpoints
+    stopping: Stopping
+    metrics: MetricsLog
+    max_skipped: int
+    """So many steps in a row may be left out because of gradients that are not finite."""
+
+    def until(
+        self, total: int, times: ValidationTimes, validate: Validate, prepare_to_save: Callable[[], None]
+    ) -> Iterator[int]:
+        """The numbers of the steps to take, up to `total`. `prepare_to_save` brings the policy into its training phase
+        when a run ends early.
+
+        Raises:
+            RunStopped: a signal came, or time is up; the state is saved.
+            CheckpointError: it could not be.
+            TrainingError: too many steps in a row were left out.
+        """
+        with self.stopping.listening() if self.checkpoints.enabled else nullcontext():
+            if times.due(self.done, total) and not self._has_validated(self.done):
+                self.checkpoints.measured(self.done, validate(self.done))
+            for step in range(self.done + 1, total + 1):
+                yield step
+                self._count_skipped()
+                if times.due(step, total):
+                    self.checkpoints.measured(step, validate(step))
+                self.checkpoints.settle()
+                reason = self.stopping.after_step() if self.checkpoints.enabled else None
+                if reason and step < total:
+                    prepare_to_save()
+                    self.checkpoints.save(step)
+                    self.checkpoints.finish()
+                    raise RunStopped(step, total, reason)
+
+    def _has_validated(self, step: int) -> bool:
+        return any(
+            entry["step"] == step and any(name.startswith("validation/") for name in entry)
+            for entry in self.metrics.history
+        )
+
+    def _count_skipped(self) -> None:
+        _, skipped = self.metrics.series("train/skipped_steps")
+        recent = skipped[-self.max_skipped :]
+        if len(recent) == self.max_skipped and all(recent):
+            raise TrainingError(
+                f"{self.max_skipped} steps in a row had gradients that are not finite and were left out "
+                "(policy.max_skipped_steps): try a smaller learning rate, or look at the samples of these steps"
+            )

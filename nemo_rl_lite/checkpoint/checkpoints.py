@@ -1,0 +1,114 @@
+"""A run's checkpoints while it trains: written when they are due, beside the training."""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from nemo_rl_lite.checkpoint.store import CheckpointStore
+from nemo_rl_lite.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+# The policy's part of a checkpoint's folder.
+POLICY = "policy"
+
+
+class Saver(Protocol):
+    """What is saved: the policy on all its ranks."""
+
+    def begin_save(self, folder: str) -> None: ...
+
+    def save_is_written(self) -> bool: ...
+
+    def finish_save(self) -> None: ...
+
+
+class Checkpoints:
+    """Saves every `period` steps (0: never) and when asked to; at most one checkpoint is being written at a time.
+
+    One that cannot be written is told of and does not end the training; `finish` raises if the last one failed.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        policy: Saver,
+        period: int,
+        asynchronous: bool,
+        record: Mapping[str, Any],
+        say: Callable[[str], None],
+    ):
+        """`record` is kept with every checkpoint: what the run is, for whoever goes on from there."""
+        self.store, self._policy, self._period, self._asynchronous = store, policy, period, asynchronous
+        self._record, self._say = dict(record), say
+        self._writing: int | None = None
+        self._saved: int | None = None
+        self._failure: CheckpointError | None = None
+        self._measured: tuple[int, dict[str, float]] = (-1, {})
+
+    @property
+    def enabled(self) -> bool:
+        return self._period > 0
+
+    def save_if_due(self, step: int, last: bool) -> None:
+        """Save after every `period`-th step and after the last."""
+        if self._period and (last or step % self._period == 0):
+            self.save(step)
+
+    def save(self, step: int) -> None:
+        """Save the state after `step`, once; the policy is in its training phase. It may be training again when this
+        returns, while the checkpoint is still being written."""
+        if not self._period or step == self._saved:
+            return
+        self._finish_writing()
+        self._saved, self._failure = step, None
+        try:
+            folder = self.store.begin(step) / POLICY
+            folder.mkdir()
+            self._policy.begin_save(str(folder))
+        except (CheckpointError, OSError) as error:
+            self._fail(step, error)
+            return
+        self._writing = step
+        if not self._asynchronous:
+            self._finish_writing()
+
+    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What the validation after `step` found: the best checkpoints are kept by it."""
+        self._measured = (step, dict(metrics))
+        if step != self._writing:
+            self.store.measured(step, metrics)
+
+    def settle(self) -> None:
+        """Complete what is written by now, without waiting for more."""
+        if self._writing is not None and self._policy.save_is_written():
+            self._finish_writing()
+
+    def finish(self) -> None:
+        """Wait for what is being written.
+
+        Raises:
+            CheckpointError: the last checkpoint that was asked for was not written.
+        """
+        self._finish_writing()
+        if self._failure is not None:
+            raise self._failure
+
+    def _finish_writing(self) -> None:
+        step, self._writing = self._writing, None
+        if step is None:
+            return
+        try:
+            self._policy.finish_save()
+            measured_at, metrics = self._measured
+            saved = self.store.finish(step, metrics if measured_at == step else {}, self._record)
+            log.info("checkpoint of step %d: %s", step, saved.path)
+        except CheckpointError as error:
+            self._fail(step, error)
+
+    def _fail(self, step: int, error: Exception) -> None:
+        self.store.discard(step)
+        newest = self.store.latest()
+        there = f"the newest is that of step {newest.step}" if newest else "there is none yet"
+        self._failure = CheckpointError(f"the checkpoint of step {step} was not written: {error}; {there}")
+        self._say(f"warning: {self._failure}")

@@ -1,0 +1,86 @@
+"""Where a run begins: at the model it names, or where a checkpoint left off. Imports nothing heavy."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_lite.checkpoint.checkpoints import POLICY
+from nemo_rl_lite.checkpoint.store import Checkpoint, CheckpointStore, Retention, load
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.errors import ConfigError, Violation
+
+CHECKPOINTS = "checkpoints"
+# A checkpoint of another value of these is of another kind of training.
+_FIXED = ("algorithm.name", "policy.megatron_cfg.peft")
+# What no result depends on.
+_FREE = ("run_name", "logger", "checkpoint", "cluster")
+
+
+@dataclass(frozen=True)
+class Start:
+    """`steps` are done; the policy's state after them is in the folder `policy`, where there is one."""
+
+    steps: int = 0
+    policy: Path | None = None
+    changes: tuple[str, ...] = ()
+    """Lines that say what of the configuration is not as it was saved."""
+
+
+def checkpoint_store(config: Config, run_folder: Path) -> CheckpointStore:
+    """The run's own."""
+    options, algorithm = config.checkpoint, config.algorithm
+    metric, higher = algorithm.val_metric, algorithm.higher_is_better
+    retention = Retention(options.keep_newest, options.keep_best, metric, higher)
+    return CheckpointStore(run_folder / CHECKPOINTS, retention)
+
+
+def find_start(config: Config, whole_config: Mapping[str, Any], run_folder: Path) -> Start:
+    """From the newest checkpoint in the run's folder, or else from where `checkpoint.resume_from` points, or else from
+    the beginning.
+
+    Raises:
+        ConfigError: there is no checkpoint at `checkpoint.resume_from`, or it is of another kind of training.
+    """
+    found = checkpoint_store(config, run_folder).latest()
+    if found is None and config.checkpoint.resume_from is not None:
+        found = _named(config.checkpoint.resume_from)
+    if found is None:
+        return Start()
+    before, now = dict(_leaves(found.record.get("config", {}))), dict(_leaves(whole_config))
+    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    wrong = [
+        Violation(key, now.get(key), f"{found.path} was saved with {before.get(key)!r}", "as it was, or another folder")
+        for key in changed
+        if _is_within(key, _FIXED)
+    ]
+    if wrong:
+        raise ConfigError(wrong)
+    lines = tuple(f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in changed if not _is_within(key, _FREE))
+    return Start(found.step, found.path / POLICY, lines)
+
+
+def locate(path: Path) -> Checkpoint | None:
+    """The checkpoint in a folder, or the newest of the run in it."""
+    return load(path) or CheckpointStore(path / CHECKPOINTS, Retention(1, 0, None, True)).latest()
+
+
+def _named(name: str) -> Checkpoint:
+    found = locate(Path(name).expanduser().resolve())
+    if found is None:
+        rule = "has no complete checkpoint"
+        fix = "the folder of a run, or of one checkpoint (.../checkpoints/step-00000010)"
+        raise ConfigError([Violation("checkpoint.resume_from", name, rule, fix)])
+    return found
+
+
+def _is_within(key: str, sections: tuple[str, ...]) -> bool:
+    return any(f"{key}.".startswith(f"{section}.") for section in sections)
+
+
+def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value

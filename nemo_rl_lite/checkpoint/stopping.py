@@ -1,0 +1,58 @@
+"""A run that is asked to end: after the step that it is at, with a checkpoint."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+# Slurm's before it takes a job's nodes away, and the one that `sbatch --signal=B:USR1@300` asks for before the end.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Stopping:
+    """Why the run should end now, if it should: a signal came, or its time would run out in the next step."""
+
+    def __init__(self, limit_s: float | None, elapsed_s: Callable[[], float], say: Callable[[str], None]):
+        """`limit_s`: seconds, as `elapsed_s` counts them, by which the run must have ended (None: whenever)."""
+        self._limit_s, self._elapsed_s, self._say = limit_s, elapsed_s, say
+        self._signal: signal.Signals | None = None
+        self._longest_s = 0.0
+        self._step_started = time.monotonic()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within the block, a first signal is kept for `after_step`; a second one interrupts like Ctrl-C."""
+        previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        self._step_started = time.monotonic()
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def after_step(self) -> str | None:
+        """To be asked once a step, after everything that belongs to it."""
+        now = time.monotonic()
+        self._longest_s, self._step_started = max(self._longest_s, now - self._step_started), now
+        if self._signal is not None:
+            return f"{self._signal.name} was received"
+        if self._limit_s is not None and self._elapsed_s() + self._longest_s > self._limit_s:
+            return f"another step could end after checkpoint.must_save_by = {self._limit_s:g} s"
+        return None
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is not None:
+            raise KeyboardInterrupt(signal.Signals(number).name)
+        self._signal = signal.Signals(number)
+        self._say(f"{self._signal.name}: the run ends after this step, with a checkpoint; again to end it at once")
+
+
+def seconds(duration: str | int | None) -> float | None:
+    """Of "[[days:]hours:]minutes:seconds", or of a number of seconds."""
+    if duration is None or isinstance(duration, int):
+        return duration
+    total = 0
+    for part, base in zip(reversed(duration.split(":")), (1, 60, 3600, 86400), strict=False):
+        total += int(part) * base
+    return float(total)

@@ -1,0 +1,160 @@
+"""The checkpoints of a run on disk: whole or not there, whenever the process ends. Imports nothing heavy.
+
+A checkpoint is a folder `step-00000120` with what the run wrote and `checkpoint.json`. It is written under a name that
+begins with a dot, brought to the disk, and only then renamed; `latest` names the newest. What was there before stays
+until the new one is complete.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_lite.errors import CheckpointError
+
+RECORD, LATEST, _PREFIX = "checkpoint.json", "latest", "step-"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete one: `record` is what the run wrote of itself, `metrics` what was last measured at it."""
+
+    path: Path
+    step: int
+    metrics: Mapping[str, float]
+    record: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints are kept: the newest, and the best by a metric where there is one."""
+
+    newest: int
+    best: int
+    metric: str | None
+    higher_is_better: bool
+
+
+class CheckpointStore:
+    """The folder of a run's checkpoints."""
+
+    def __init__(self, folder: Path, retention: Retention):
+        self.folder, self._retention = folder, retention
+
+    def begin(self, step: int) -> Path:
+        """An empty folder for the checkpoint of `step`, seen by nobody who looks for complete ones.
+
+        Raises:
+            CheckpointError: it cannot be made.
+        """
+        unfinished = self.folder / f".{_name(step)}"
+        try:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointError(f"no checkpoint can be written to {self.folder}: {error}") from error
+        return unfinished
+
+    def finish(self, step: int, metrics: Mapping[str, float], record: Mapping[str, Any]) -> Checkpoint:
+        """Make what was written since `begin` the newest checkpoint, and remove those that are not to be kept.
+
+        Raises:
+            CheckpointError: it did not get to the disk whole; older ones are as they were.
+        """
+        unfinished, target = self.folder / f".{_name(step)}", self.folder / _name(step)
+        try:
+            _write_record(unfinished, Checkpoint(target, step, dict(metrics), dict(record)))
+            for path in [*unfinished.rglob("*"), unfinished]:
+                _to_disk(path)
+            replaced = target.with_name(f".replaced-{target.name}")
+            if target.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+                target.rename(replaced)
+            unfinished.rename(target)
+            shutil.rmtree(replaced, ignore_errors=True)
+            self._point_to(target)
+            _to_disk(self.folder)
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint of step {step} did not get to {self.folder}: {error}") from error
+        self._prune()
+        return Checkpoint(target, step, dict(metrics), dict(record))
+
+    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep what was measured at the checkpoint of `step`; nothing where there is none."""
+        target = self.folder / _name(step)
+        found = load(target)
+        if found is not None:
+            try:
+                _write_record(target, Checkpoint(target, step, dict(metrics), found.record))
+            except OSError as error:
+                raise CheckpointError(f"what step {step} measured did not get to {target}: {error}") from error
+
+    def discard(self, step: int) -> None:
+        """Remove what was written since `begin`."""
+        shutil.rmtree(self.folder / f".{_name(step)}", ignore_errors=True)
+
+    def complete(self) -> list[Checkpoint]:
+        """All complete ones, the oldest first."""
+        found = (load(path) for path in self.folder.glob(f"{_PREFIX}*"))
+        return sorted((one for one in found if one is not None), key=lambda one: one.step)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest complete one."""
+        checkpoints = self.complete()
+        return checkpoints[-1] if checkpoints else None
+
+    def best(self, count: int = 1) -> list[Checkpoint]:
+        """So many with the best metric, the best first; of equal ones the newer. Those without it do not count."""
+        metric, sign = self._retention.metric, 1 if self._retention.higher_is_better else -1
+        measured = [one for one in self.complete() if metric is not None and metric in one.metrics]
+        return sorted(measured, key=lambda one: (sign * one.metrics[metric or ""], one.step), reverse=True)[:count]
+
+    def _prune(self) -> None:
+        checkpoints = self.complete()
+        kept = {one.path for one in checkpoints[-self._retention.newest :]}
+        kept |= {one.path for one in self.best(self._retention.best)}
+        for one in checkpoints:
+            if one.path not in kept:
+                # Out of sight first: a removal that is cut short leaves no half of a checkpoint.
+                gone = one.path.with_name(f".{one.path.name}")
+                shutil.rmtree(gone, ignore_errors=True)
+                one.path.rename(gone)
+                shutil.rmtree(gone, ignore_errors=True)
+
+    def _point_to(self, target: Path) -> None:
+        pointer = self.folder / f".{LATEST}"
+        pointer.write_text(f"{target.name}\n")
+        _to_disk(pointer)
+        pointer.replace(self.folder / LATEST)
+
+
+def load(path: Path) -> Checkpoint | None:
+    """The checkpoint in a folder; None where there is no complete one."""
+    try:
+        content = json.loads((path / RECORD).read_text())
+        return Checkpoint(path, content["step"], content["metrics"], content["record"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _write_record(folder: Path, checkpoint: Checkpoint) -> None:
+    content = {"step": checkpoint.step, "metrics": checkpoint.metrics, "record": checkpoint.record}
+    unfinished = folder / f".{RECORD}"
+    unfinished.write_text(json.dumps(content, indent=2) + "\n")
+    _to_disk(unfinished)
+    unfinished.replace(folder / RECORD)
+
+
+def _name(step: int) -> str:
+    return f"{_PREFIX}{step:08d}"
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

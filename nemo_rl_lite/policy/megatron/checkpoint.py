@@ -1,0 +1,178 @@
+"""A policy's weights, optimizer and schedule through megatron-core's distributed checkpoints: every rank writes what it
+has, and ranks of another layout read what they need."""
+
+import queue
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl_lite.errors import CheckpointError
+from nemo_rl_lite.policy.megatron.lora import is_adapter
+from nemo_rl_lite.policy.megatron.memory import torch_optimizers
+from nemo_rl_lite.policy.megatron.model import MegatronModel
+
+# Optimizer states by parameter, so that any tensor, pipeline and data parallel size can read them.
+_RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+class PolicyState:
+    """What a policy rank's training goes on from. Every method but `is_written` is collective; everything must be on
+    the device. Of a model with adapters, these alone are kept: the rest is the model that the run started from."""
+
+    def __init__(self, model: MegatronModel, optimizer: Any, scheduler: Any):
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._writing: _Writing | None = None
+
+    def begin_save(self, folder: Path) -> None:
+        """Copy the state to host memory and begin to write it to `folder`, which is empty and which all ranks see. Once
+        this returns, training may go on.
+
+        Raises:
+            RuntimeError: the save before was not finished.
+        """
+        from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        if self._writing is not None:
+            raise RuntimeError("finish_save comes before the next begin_save")
+        # megatron-core would start a process to hand results over; here a thread of this process writes.
+        filesystem_async._results_queue = queue.Queue()  # pyrefly: ignore[bad-assignment]
+        request = dist_checkpointing.save(
+            self._sharded(is_loading=False), str(folder), async_sharded_save=True, async_strategy="mcore"
+        )
+        self._writing = _Writing(request)
+
+    def is_written(self) -> bool:
+        """Whether this rank has written what it has, or failed to."""
+        return self._writing is None or not self._writing.thread.is_alive()
+
+    def finish_save(self) -> None:
+        """Wait until all ranks have written and make the folder loadable.
+
+        Raises:
+            CheckpointError: a rank could not write.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.finish()
+
+    def load(self, folder: Path) -> None:
+        """Go on from what another run, of this layout or another, has saved.
+
+        Raises:
+            CheckpointError: there is none, or of another model.
+        """
+        self._make_states()
+        state = _read(self._sharded(is_loading=True), folder)
+        self._put_weights(state)
+        self._optimizer.load_state_dict(state["optimizer"])
+        # It adds the steps that it reads to those that it has.
+        self._scheduler.num_steps = 0
+        self._scheduler.load_state_dict(state["scheduler"])
+        self._separate_step_counts()
+
+    def load_weights(self, folder: Path) -> None:
+        """Take the weights alone. Raises CheckpointError as `load` does."""
+        self._put_weights(_read(self._sharded_weights(), folder))
+
+    def _put_weights(self, state: dict[str, Any]) -> None:
+        for index, chunk in enumerate(self._model.chunks):
+            # Those beside adapters are the starting model's.
+            chunk.module.load_state_dict(state[f"model{index}"], strict=self._model.lora is None)
+
+    def _sharded_weights(self) -> dict[str, Any]:
+        models = {}
+        for index, chunk in enumerate(self._model.chunks):
+            state = chunk.module.sharded_state_dict()
+            kept = self._model.lora is None
+            models[f"model{index}"] = {name: value for name, value in state.items() if kept or is_adapter(name)}
+        return models
+
+    def _sharded(self, is_loading: bool) -> dict[str, Any]:
+        models = self._sharded_weights()
+        whole = {name: value for weights in models.values() for name, value in weights.items()}
+        optimizer = self._optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=_RESHARDABLE)
+        return {**models, "optimizer": optimizer, "scheduler": self._scheduler.state_dict()}
+
+    def _make_states(self) -> None:
+        """megatron-core can make those of its own optimizers before it reads them, not those of torch's."""
+        for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+            part.init_state_fn = part.init_state_fn or _make_nothing
+        for optimizer in torch_optimizers(self._optimizer):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if not optimizer.state[parameter]:
+                        optimizer.state[parameter] = _first_state(optimizer, group, parameter)
+
+    def _separate_step_counts(self) -> None:
+        """megatron-core gives all parameters one counter, which torch's Adam would raise once for each."""
+        for optimizer in torch_optimizers(self._optimizer):
+            for state in optimizer.state.values():
+                if isinstance(state.get("step"), Tensor):
+                    state["step"] = state["step"].clone()
+
+
+def _make_nothing(optimizer: Any, config: Any = None) -> None:
+    """What megatron-core calls to make an optimizer's states."""
+
+
+def _first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    """What one of torch's optimizers has of a parameter before its first step."""
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        zeros = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.zeros(()), **zeros}
+    if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
+        return {"momentum_buffer": torch.zeros_like(parameter.data)}
+    return {}
+
+
+def _read(sharded: dict[str, Any], folder: Path) -> Any:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    try:
+        return dist_checkpointing.load(sharded, str(folder))
+    except (OSError, RuntimeError, KeyError, CheckpointingException) as error:
+        cause = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(f"the policy cannot be read from {folder}: {cause}") from error
+
+
+class _Writing:
+    """A save on its way: a copy of the state, and the thread that writes it."""
+
+    def __init__(self, request: Any):
+        """`request`: megatron-core's AsyncRequest."""
+        self._finalize = request.finalize_fns
+        work: Any = _nothing
+        if request.async_fn is not None:
+            rank, buckets, results = request.async_fn_args
+            staged = [_staged(own, copy) for own, copy in zip(buckets, request.preload_fn(), strict=True)]
+            work = lambda: request.async_fn(rank, staged, results)  # noqa: E731
+        self.thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self.thread.start()
+
+    def finish(self) -> None:
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        self.thread.join()
+        try:
+            for finalize in self._finalize:
+                finalize()
+        except (CheckpointException, OSError) as error:
+            cause = "; ".join(line for line in str(error).splitlines() if "rror" in line) or str(error)
+            raise CheckpointError(cause) from error
+
+
+def _nothing() -> None:
+    """What a rank writes whose state others have."""
+
+
+def _staged(bucket: Any, copied: Any) -> Any:
+    """megatron-core's copy of a bucket (file, key, (bytes, tensors)) in host memory; it leaves tensors that are there
+    already as they are, and training would go on in them."""
+    file, key, (data, tensors) = copied
+    own = {tensor.data_ptr() for _, tensor in bucket[2][1]}
+    return file, key, (data, [(item, t.clone() if t.data_ptr() in own else t) for item, t in tensors])

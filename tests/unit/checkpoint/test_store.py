@@ -1,0 +1,114 @@
+"""Checkpoints on disk: whole or not there."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_lite.checkpoint import store as store_module
+from nemo_rl_lite.checkpoint.store import LATEST, RECORD, CheckpointStore, Retention
+from nemo_rl_lite.errors import CheckpointError
+
+
+def make(folder: Path, newest: int = 2, best: int = 0, metric: str | None = "loss", higher: bool = False):
+    return CheckpointStore(folder, Retention(newest, best, metric, higher))
+
+
+def save(store: CheckpointStore, step: int, **metrics: float):
+    (store.begin(step) / "weights").write_text(str(step))
+    return store.finish(step, metrics, {"seed": 1})
+
+
+def steps(store: CheckpointStore) -> list[int]:
+    return [one.step for one in store.complete()]
+
+
+def test_what_was_written_is_found_again(tmp_path):
+    store = make(tmp_path / "checkpoints")
+    assert store.latest() is None and store.complete() == []
+    saved = save(store, 5, loss=0.25)
+    found = make(tmp_path / "checkpoints").latest()
+    assert found == saved and found.record == {"seed": 1} and found.metrics == {"loss": 0.25}
+    assert (found.path / "weights").read_text() == "5"
+    assert (tmp_path / "checkpoints" / LATEST).read_text() == f"{found.path.name}\n"
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    store = make(tmp_path, newest=2, best=1)
+    for step, loss in ((1, 0.9), (2, 0.1), (3, 0.5), (4, 0.4), (5, 0.3)):
+        save(store, step, loss=loss)
+    assert steps(store) == [2, 4, 5] and [one.step for one in store.best()] == [2]
+    save(store, 6, loss=0.05)
+    assert steps(store) == [5, 6]
+
+
+@pytest.mark.parametrize(("higher", "expected"), [(True, [2, 3]), (False, [1, 4])])
+def test_best_is_by_the_metric_and_of_equal_ones_the_newer(higher, expected, tmp_path):
+    store = make(tmp_path, newest=9, metric="accuracy", higher=higher)
+    for step, accuracy in ((1, 0.1), (2, 0.9), (3, 0.9), (4, 0.1), (5, 0.5)):
+        save(store, step, accuracy=accuracy)
+    save(store, 6)
+    assert sorted(one.step for one in store.best(2)) == expected
+
+
+def test_an_unfinished_one_is_nobodys_and_goes_with_the_next(tmp_path):
+    store = make(tmp_path)
+    save(store, 1)
+    (store.begin(2) / "weights").write_text("half")
+    assert steps(store) == [1] and store.latest().step == 1
+    assert not list(store.begin(2).iterdir())
+    store.discard(2)
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+@pytest.mark.parametrize("broken", ["write_text", "fsync", "rename", "replace"])
+def test_whatever_fails_leaves_the_one_before(broken, tmp_path, monkeypatch):
+    store = make(tmp_path)
+    save(store, 1)
+    (store.begin(2) / "weights").write_text("2")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(*((os, "fsync", fail) if broken == "fsync" else (Path, broken, fail)))
+    with pytest.raises(CheckpointError, match=r"step 2 did not get to .*No space left"):
+        store.finish(2, {}, {})
+    monkeypatch.undo()
+    found = make(tmp_path).latest()
+    assert found.step in (1, 2) and (found.path / "weights").read_text() == str(found.step)
+    save(store, 3)
+    assert store.latest().step == 3
+
+
+def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path):
+    store = make(tmp_path)
+    save(store, 1, loss=1.0)
+    save(store, 1, loss=2.0)
+    assert [one.metrics for one in store.complete()] == [{"loss": 2.0}] and not list(tmp_path.glob(".*-*"))
+
+
+def test_a_folder_with_a_broken_record_is_none(tmp_path):
+    store = make(tmp_path)
+    save(store, 1)
+    (tmp_path / "step-00000002").mkdir()
+    (tmp_path / "step-00000002" / RECORD).write_text("{")
+    (tmp_path / "step-00000003").mkdir()
+    (tmp_path / "step-00000003" / RECORD).write_text(json.dumps({"step": 3}))
+    assert store.latest().step == 1
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file"):
+        make(tmp_path / "file" / "checkpoints").begin(1)
+
+
+def test_everything_is_brought_to_the_disk_before_it_is_renamed(tmp_path, monkeypatch):
+    store, order = make(tmp_path), []
+    real = Path.rename
+    monkeypatch.setattr(store_module, "_to_disk", lambda path: order.append(path.name))
+    monkeypatch.setattr(Path, "rename", lambda path, target: (order.append("rename"), real(path, target))[1])
+    save(store, 1)
+    before = order[: order.index("rename")]
+    assert {"weights", RECORD, ".step-00000001"} <= set(before)

@@ -1,0 +1,63 @@
+"""Ranks of a refit group, each a process of its own."""
+
+import multiprocessing
+import os
+import pickle
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
+from typing import Any
+
+import cloudpickle
+import torch
+
+from nemo_rl_lite.refit import group as refit_group
+from nemo_rl_lite.refit.group import Meeting, RefitGroup
+
+CPU = torch.device("cpu")
+
+# Threads of one process make gloo crash now and then, and a child of this process, which has threads, may never get
+# beyond a lock that one of them held. The server has none, and its children need no imports of their own.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["tests.unit.refit.ranks"])
+
+
+def run(rank_functions: list[Callable[[RefitGroup], Any]], timeout_s: float = 20.0, wanted: int | None = None) -> list:
+    """Each function gets its rank's group; results, or exceptions, in rank order, of the first `wanted` ranks."""
+    store = refit_group.host_store("127.0.0.1", timeout_s)
+    size, all_done = len(rank_functions), _FORKS.Event()
+    pipes = [_FORKS.Pipe(duplex=False) for _ in rank_functions]
+    meetings = [Meeting("127.0.0.1", store.port, rank, size) for rank in range(size)]
+    processes = [
+        _FORKS.Process(
+            target=_rank_main, args=(cloudpickle.dumps(function), meeting, timeout_s, sending, all_done), daemon=True
+        )
+        for function, meeting, (_, sending) in zip(rank_functions, meetings, pipes, strict=True)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + 3 * timeout_s
+        for rank, (receiving, _) in enumerate(pipes[:wanted]):
+            assert receiving.poll(deadline - time.monotonic()), f"rank {rank} gave no result"
+        return [pickle.loads(receiving.recv_bytes()) for receiving, _ in pipes[:wanted]]
+    finally:
+        all_done.set()
+        for process in processes:
+            # Those that are not wanted may still wait for a peer.
+            process.join(5 if wanted is None else 0)
+            process.kill()
+
+
+def _rank_main(function: bytes, meeting: Meeting, timeout_s: float, sending: Connection, all_done: Event) -> None:
+    try:
+        torch.set_num_threads(1)
+        group = refit_group.join_at(meeting, CPU, timeout_s)
+        result = pickle.loads(function)(group)
+    except Exception as error:
+        result = error
+    sending.send_bytes(cloudpickle.dumps(result))
+    # A connection that ends early would be a peer's error.
+    all_done.wait(60)
+    os._exit(0)
