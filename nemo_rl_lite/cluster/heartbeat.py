@@ -38,9 +38,18 @@ class Beat:
         """Whether it is in a collective operation, and so waits for ranks that are not there yet."""
         return any("torch/distributed/" in frame for frame in self.stack[-4:])
 
+    @property
+    def done(self) -> tuple[int, ...]:
+        """How far it is: the latest of each count."""
+        return tuple(self.counts.values())
+
+    def is_silent(self, now: float) -> bool:
+        """Whether the process as a whole is held up, its other threads too."""
+        return now - self.at > SILENT_S
+
     def describe(self, now: float) -> str:
         counts = "".join(f", {name.replace('_', ' ')} {count}" for name, count in self.counts.items())
-        silent = f", no sign of life for {now - self.at:.0f} s" if now - self.at > SILENT_S else ""
+        silent = f", no sign of life for {now - self.at:.0f} s" if self.is_silent(now) else ""
         where = f", at {self.stack[-1]}" if self.stack else ""
         return f"{self.worker}: {self.phase} for {now - self.since:.0f} s{counts}{silent}{where}"
 
@@ -80,16 +89,6 @@ def last_beats(workers: Sequence[str]) -> list[Beat]:
             content = json.loads(value)
             beats.append(Beat(**content | {"stack": tuple(content["stack"])}))
     return beats
-
-
-def laggards(beats: Sequence[Beat], now: float) -> list[str]:
-    """Those that the others seem to wait for: silent ones, or else those that are not waiting in a collective, or else
-    those that have done least."""
-    silent = [beat for beat in beats if now - beat.at > SILENT_S]
-    busy = [beat for beat in beats if not beat.waits_for_others]
-    least = min((sum(beat.counts.values()) for beat in beats), default=0)
-    behind = [beat for beat in beats if sum(beat.counts.values()) == least]
-    return [beat.worker for beat in silent or busy or behind]
 
 
 def _main_stack() -> tuple[str, ...]:

@@ -9,21 +9,25 @@ from typing import Any
 
 import ray
 
+from nemo_rl_lite.cluster.heartbeat import Heartbeat
+
 # Above Ray's own and below what kernels hand out for outgoing connections.
 LASTING_PORTS = range(20_000, 32_000)
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
 class Host:
-    """A process for one worker. Its output goes to `log_file`; the driver's console stays readable."""
+    """A process for one worker. Its output goes to `log_file`; the driver's console stays readable. A heartbeat tells
+    what `worker` is doing."""
 
-    def __init__(self, log_file: str):
+    def __init__(self, worker: str, log_file: str):
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(log_file, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(descriptor, stream.fileno())
         sys.stdout.write(f"process {os.getpid()} on {ray.util.get_node_ip_address()}\n")
+        self._heartbeat = Heartbeat(worker)
         self._class: Any = None
         self._worker: Any = None
 
@@ -42,17 +46,24 @@ class Host:
         logging.basicConfig(level=logging.INFO, format="[%(asctime)s][%(name)s][%(levelname)s] %(message)s")
         os.environ.update(environment)
         module_name, _, class_name = class_path.rpartition(".")
-        module = importlib.import_module(module_name)
-        if hasattr(module, "preload"):
-            module.preload()
-        self._class = getattr(module, class_name)
+        with self._heartbeat.during("import", None):
+            module = importlib.import_module(module_name)
+            if hasattr(module, "preload"):
+                module.preload()
+            self._class = getattr(module, class_name)
 
     def start(self, arguments: dict[str, Any]) -> None:
         """Construct the worker whose class was loaded."""
-        self._worker = self._class(**arguments)
+        with self._heartbeat.during("start", None):
+            self._worker = self._class(**arguments)
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self._worker, method)(*arguments)
+    def call(self, method: str, phase: str, limit_s: float | None, *arguments: Any) -> Any:
+        """Call a method of the worker; if it takes longer than its limit, the process' stacks go to its log."""
+        with self._heartbeat.during(phase, limit_s):
+            return getattr(self._worker, method)(*arguments)
+
+    def is_there(self) -> bool:
+        return True
 
     def peak_memory(self) -> int:
         """This process' highest resident memory so far, in bytes."""

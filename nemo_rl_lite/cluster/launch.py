@@ -1,12 +1,13 @@
 """From a configuration to running workers."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.cluster.placement import Placement, place
+from nemo_rl_lite.cluster.recovery import RecoveringGeneration
 from nemo_rl_lite.cluster.runtime import available_cores
 from nemo_rl_lite.cluster.weight_sync import ProbeSettings, WeightSync
 from nemo_rl_lite.cluster.workers import Call, WorkerGroup, wait
@@ -42,12 +43,13 @@ class Workers:
     """A run's workers, connected for refits."""
 
     policy: RemotePolicy
-    generation: RemoteGeneration
+    generation: RecoveringGeneration
+    engines: WorkerGroup
     weights: WeightSync
 
     def peak_memory(self) -> dict[str, int]:
         """Highest resident bytes by worker name."""
-        return _peak_memory(self.policy.group) | _peak_memory(self.generation.group)
+        return _peak_memory(self.policy.group) | _peak_memory(self.engines)
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,15 @@ def reserve(config: Config, run_folder: Path, setup: Timer) -> Reserved:
     return Reserved(config, policy, generation, tuple(imports), setup)
 
 
-def launch(reserved: Reserved, model_path: Path, probe_prompt: Sequence[int], saved: Path | None) -> Workers:
+def launch(
+    reserved: Reserved,
+    model_path: Path,
+    probe_prompt: Sequence[int],
+    saved: Path | None,
+    say: Callable[[str], None],
+) -> Workers:
     """Start policy and engines in their processes and connect them; the policy goes on from `saved` where that is
-    given.
+    given. `say` tells of engines that are lost on the way.
 
     After each refit a continuation of `probe_prompt` (token ids) shows whether both sides compute the same.
 
@@ -123,7 +131,13 @@ def launch(reserved: Reserved, model_path: Path, probe_prompt: Sequence[int], sa
     remote_policy = _ready_policy(reserved, saved)
     with setup("connect"):
         weights = WeightSync(remote_policy, remote_generation, config, ProbeSettings.of(config, probe_prompt))
-    return Workers(remote_policy, remote_generation, weights)
+
+    def start_engines(group: WorkerGroup) -> None:
+        wait(_load_generation(config, group), timeout_s=limit)
+        wait(group.start([engine_start] * len(group)), timeout_s=limit)
+
+    recovering = RecoveringGeneration(remote_generation, weights, start_engines, config.cluster.max_restarts, say)
+    return Workers(remote_policy, recovering, generation, weights)
 
 
 def launch_policy(reserved: Reserved, model_path: Path, saved: Path | None) -> RemotePolicy:
@@ -152,7 +166,9 @@ def _policy_group(config: Config, placement: Placement, run_folder: Path) -> Wor
     environment = environment | {"OMP_NUM_THREADS": str(_threads(config, policy_ranks(config)))}
     environment |= activations.environment(config.policy.megatron_cfg)
     log.info("environment of the policy: %s", environment)
-    return WorkerGroup.create("policy", placement.policy, str(run_folder / "logs"), environment)
+    return WorkerGroup(
+        "policy", placement.policy, str(run_folder / "logs"), environment, limit_s=config.cluster.phase_timeout_s
+    )
 
 
 def _generation_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
@@ -162,7 +178,14 @@ def _generation_group(config: Config, placement: Placement, run_folder: Path) ->
     environment |= {"OMP_NUM_THREADS": str(_threads(config, engines(config)))}
     log.info("environment of the generation engines: %s", environment)
     seats = config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1
-    return WorkerGroup.create("generation", placement.generation, str(run_folder / "logs"), environment, seats)
+    return WorkerGroup(
+        "generation",
+        placement.generation,
+        str(run_folder / "logs"),
+        environment,
+        seats,
+        config.cluster.phase_timeout_s,
+    )
 
 
 def _load_policy(config: Config, policy: WorkerGroup) -> Call:

@@ -59,7 +59,30 @@ class WeightSync:
             len(policy.group), len(generation.group) * self._ranks_per_engine, self._shared_device
         )
         self._plan: RefitPlan = wait(policy.group.call("plan_refit", config.refit), timeout_s=self._limit_s)[0]
-        self._connect()
+        self.connect()
+
+    def connect(self) -> None:
+        """Bring every engine rank together with its producer; again where an engine is a new one."""
+        trainers, generators, limit = self._policy.group, self._generation.group, self._limit_s
+        hosts = [host for host, _ in trainers.addresses(limit)]
+        opened = wait(
+            trainers.call_each("open_refit", [(host, self._shared_device) for host in hosts]), timeout_s=limit
+        )
+        consumers = [self._producers.count(rank) for rank in range(len(trainers))]
+        joined = [0] * len(trainers)
+        sources = []
+        for producer in self._producers:
+            joined[producer] += 1
+            port, staging = opened[producer]
+            meeting = Meeting(hosts[producer], port, rank=joined[producer], world_size=1 + consumers[producer])
+            sources.append(Source(self._plan, self._config, meeting, staging))
+        size = self._ranks_per_engine
+        of_engines = [(sources[start : start + size],) for start in range(0, len(sources), size)]
+        wait(
+            trainers.call_each("join_refit", [(count,) for count in consumers]),
+            generators.call_each("join_refit", of_engines),
+            timeout_s=limit,
+        )
 
     def refit(self) -> dict[str, float]:
         """Bring the policy's weights to every engine and compare the checksums of both sides; returns metrics.
@@ -133,28 +156,6 @@ class WeightSync:
         sampling = Sampling(self._probe.temperature, 1.0, None, tokens, stop_token_ids=(), stop_strings=(), seed=1)
         engines = len(self._generation.group)
         self._probed = self._generation.generate([prompt] * engines, sampling)
-
-    def _connect(self) -> None:
-        trainers, generators, limit = self._policy.group, self._generation.group, self._limit_s
-        hosts = [host for host, _ in trainers.addresses(limit)]
-        opened = wait(
-            trainers.call_each("open_refit", [(host, self._shared_device) for host in hosts]), timeout_s=limit
-        )
-        consumers = [self._producers.count(rank) for rank in range(len(trainers))]
-        joined = [0] * len(trainers)
-        sources = []
-        for producer in self._producers:
-            joined[producer] += 1
-            port, staging = opened[producer]
-            meeting = Meeting(hosts[producer], port, rank=joined[producer], world_size=1 + consumers[producer])
-            sources.append(Source(self._plan, self._config, meeting, staging))
-        size = self._ranks_per_engine
-        of_engines = [(sources[start : start + size],) for start in range(0, len(sources), size)]
-        wait(
-            trainers.call_each("join_refit", [(count,) for count in consumers]),
-            generators.call_each("join_refit", of_engines),
-            timeout_s=limit,
-        )
 
 
 def producers(policy_ranks: int, consumers: int, shared_device: bool) -> list[int]:

@@ -1,5 +1,6 @@
 """Groups of workers in Ray actors: start them, call them together, and fail at once when one fails."""
 
+import copy
 import re
 import time
 from collections.abc import Sequence
@@ -12,47 +13,48 @@ from torch.distributed import DistError
 
 from nemo_rl_lite.cluster.host import Host
 from nemo_rl_lite.cluster.placement import Slot
+from nemo_rl_lite.cluster.watchdog import hang
 from nemo_rl_lite.errors import RefitError, WorkerError
 
 # After a first failure, so many seconds for others to show: the worker that fails first is often not the one to blame.
 GRACE_S = 2.0
+_LOST_TOUCH = 2
 _COMMUNICATION = re.compile(r"connection (closed|reset)|gloo|nccl|timed out waiting", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A method running on every worker of a group. `phase` says what for; it is in the error when one fails."""
+    """A method running on every worker of a group. `phase` says what for; it is in the error when one fails. `limit_s`:
+    seconds after which it is taken to hang (None: never)."""
 
     workers: tuple[str, ...]
     phase: str
     references: tuple[Any, ...]
+    limit_s: float | None = None
 
 
-@dataclass
 class WorkerGroup:
     """Workers of one kind, ranks 0, 1, ..., each in a process of its own."""
 
-    name: str
-    places: list[list[Any]]
-
-    @classmethod
-    def create(
-        cls, name: str, slots: Sequence[Slot], log_folder: str, environment: dict[str, str], seats: int = 1
-    ) -> "WorkerGroup":
+    def __init__(
+        self,
+        name: str,
+        slots: Sequence[Slot],
+        log_folder: str,
+        environment: dict[str, str],
+        seats: int = 1,
+        limit_s: float | None = None,
+    ):
         """Start an empty process in every slot. `environment` is there before the first import.
 
         A worker may need several GPUs (`seats`): the process in its first slot is the worker, those in its other slots
-        hold GPUs for it.
+        hold GPUs for it. `limit_s`: seconds that a call of a worker's method may take.
         """
-        actor: Any = Host
-        runtime = {"runtime_env": {"env_vars": environment}}
-        processes = []
-        for index, slot in enumerate(slots):
-            rank, seat = divmod(index, seats)
-            log_file = f"{log_folder}/{name}-{rank}{f'-seat-{seat}' if seat else ''}.log"
-            processes.append(actor.options(**runtime, **slot).remote(log_file))
-        places = [processes[start : start + seats] for start in range(0, len(processes), seats)]
-        return cls(name, places)
+        self.name, self._log_folder, self._environment = name, log_folder, environment
+        self._limit_s = limit_s
+        self._slots = [list(slots[start : start + seats]) for start in range(0, len(slots), seats)]
+        self._ranks = list(range(len(self._slots)))
+        self.places = [self._new_place(place) for place in range(len(self._slots))]
 
     @property
     def hosts(self) -> list[Any]:
@@ -61,6 +63,31 @@ class WorkerGroup:
 
     def __len__(self) -> int:
         return len(self.places)
+
+    def lost(self) -> list[int]:
+        """Ranks whose processes are gone. Waits for what the others are doing."""
+        return [rank for rank, place in enumerate(self.places) if not all(map(_is_there, place))]
+
+    def replace(self, ranks: Sequence[int]) -> "WorkerGroup":
+        """Start new, empty processes for these ranks, where the old ones were; a group of them alone."""
+        for rank in ranks:
+            for process in self.places[rank]:
+                ray.kill(process)
+            self.places[rank] = self._new_place(rank)
+        part = copy.copy(self)
+        part._ranks = list(ranks)
+        part.places = [self.places[rank] for rank in ranks]
+        return part
+
+    def _new_place(self, rank: int) -> list[Any]:
+        actor: Any = Host
+        runtime = {"runtime_env": {"env_vars": self._environment}}
+        processes = []
+        for seat, slot in enumerate(self._slots[rank]):
+            worker = f"{self.name} rank {rank}" + (f" seat {seat}" if seat else "")
+            log_file = f"{self._log_folder}/{self.name}-{rank}{f'-seat-{seat}' if seat else ''}.log"
+            processes.append(actor.options(**runtime, **slot).remote(worker, log_file))
+        return processes
 
     def load(self, class_path: str, environments: Sequence[dict[str, str]]) -> Call:
         """Import the worker `class_path` in every process, each with its own environment."""
@@ -84,12 +111,14 @@ class WorkerGroup:
 
     def call(self, method: str, *arguments: Any, phase: str = "") -> Call:
         """The same call on every worker."""
-        return self._as_call(phase or method, [host.call.remote(method, *arguments) for host in self.hosts])
+        return self.call_each(method, [arguments] * len(self), phase)
 
     def call_each(self, method: str, arguments: Sequence[Sequence[Any]], phase: str = "") -> Call:
         """A call on every worker, each with its own arguments."""
-        references = [host.call.remote(method, *own) for host, own in zip(self.hosts, arguments, strict=True)]
-        return self._as_call(phase or method, references)
+        phase, limit_s = phase or method, self._limit_s
+        pairs = zip(self.hosts, arguments, strict=True)
+        references = [host.call.remote(method, phase, limit_s, *own) for host, own in pairs]
+        return self._as_call(phase, references, limit_s)
 
     def addresses(self, timeout_s: float) -> list[tuple[str, int]]:
         """Each worker's address and a free port there."""
@@ -99,19 +128,32 @@ class WorkerGroup:
         """Highest resident memory of each worker's process so far, in bytes."""
         return wait(self._as_call("memory", [host.peak_memory.remote() for host in self.hosts]))
 
-    def _as_call(self, phase: str, references: list[Any]) -> Call:
-        return Call(tuple(f"{self.name} rank {rank}" for rank in range(len(self))), phase, tuple(references))
+    def _as_call(self, phase: str, references: list[Any], limit_s: float | None = None) -> Call:
+        return Call(tuple(f"{self.name} rank {rank}" for rank in self._ranks), phase, tuple(references), limit_s)
+
+
+def _is_there(process: Any) -> bool:
+    try:
+        return ray.get(process.is_there.remote())
+    except RayActorError:
+        return False
 
 
 def wait(*calls: Call, timeout_s: float | None = None) -> list[Any]:
     """The results of all workers of all calls, in order; raises soon after the first failure, wherever that is.
 
     Where one worker's failure makes others fail (a collective whose peer is gone), the error is that of the worker
-    that died, or else of one that failed otherwise than in communication.
+    that died, or else of one that failed otherwise than in communication, or else of one that goes on while the others
+    gave up waiting for it.
 
     Raises:
-        WorkerError: naming the worker, the phase and the cause; also after `timeout_s` seconds.
+        WorkerError: naming the worker, the phase and the cause; also after `timeout_s` seconds, or those that all of
+            the calls are limited to.
     """
+    limits = [call.limit_s for call in calls if call.limit_s is not None]
+    if timeout_s is None and len(limits) == len(calls):
+        # Stacks are on their way to the logs at that time.
+        timeout_s = max(limits) + GRACE_S
     origin = {
         reference: (worker, call.phase)
         for call in calls
@@ -134,11 +176,14 @@ def wait(*calls: Call, timeout_s: float | None = None) -> list[Any]:
             failures.append(outcome)
             if len(failures) == 1:
                 deadline = time.monotonic() + GRACE_S
+    waiting = [origin[reference][0] for reference in pending]
     if failures:
-        raise min(failures, key=lambda failure: failure.distance).error
+        nearest = min(failures, key=lambda failure: failure.distance)
+        if pending and nearest.distance == _LOST_TOUCH:
+            raise hang(waiting, origin[pending[0]][1], f"it goes on, and {nearest.error}") from nearest.error
+        raise nearest.error
     if pending:
-        waiting = ", ".join(sorted(origin[reference][0] for reference in pending))
-        raise WorkerError(waiting, origin[pending[0]][1], f"not done within {timeout_s:g} s")
+        raise hang(waiting, origin[pending[0]][1], f"not done within {timeout_s:g} s")
     return [results[reference] for reference in origin]
 
 
@@ -156,7 +201,7 @@ def _outcome(reference: Any, worker: str, phase: str) -> Any:
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, BaseException) else error
         first_line = next(iter(str(cause).splitlines()), "")
-        distance = 2 if isinstance(cause, (RefitError, DistError)) or _COMMUNICATION.search(str(cause)) else 1
+        distance = _LOST_TOUCH if isinstance(cause, (RefitError, DistError)) or _COMMUNICATION.search(str(cause)) else 1
         return _Failure(
             distance,
             WorkerError(

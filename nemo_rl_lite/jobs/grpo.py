@@ -45,7 +45,7 @@ class GRPOJob:
         show_memory_plan(config, self._model_path, console, metrics, start.steps)
         with console.busy(f"starting {policy_ranks(config)} policy rank(s) and {config.generation.backend}"):
             probe_prompt = self._tokenizer.prompt(self._training.problem(0).messages)
-            workers = launch(reserved, self._model_path, probe_prompt, start.policy)
+            workers = launch(reserved, self._model_path, probe_prompt, start.policy, console.say)
         metrics.log(start.steps, under("timing/setup", reserved.setup_seconds()))
         max_length = config.policy.max_total_sequence_length
         turns = Turns(self._environment, config.environment.max_turns) if self._environment else None

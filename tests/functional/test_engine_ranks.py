@@ -39,12 +39,12 @@ def test_ranks_of_an_engine_ask_ray_for_nothing(model_folder, tmp_path):
                 resources={"seat": 1},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=seat),
                 runtime_env={"env_vars": environment},
-            ).remote(str(tmp_path / f"{seat}.log"))
+            ).remote("", str(tmp_path / f"{seat}.log"))
             for seat in range(2)
         )
         ray.get(engine.load.remote("nemo_rl_lite.generation.vllm.worker.VLLMEngine", {}), timeout=60)
         ray.get(engine.start.remote(arguments), timeout=90)
-        (completion,) = ray.get(engine.call.remote("generate", [[1, 2, 3]], sampling), timeout=60)
+        (completion,) = ray.get(engine.call.remote("generate", "generate", None, [[1, 2, 3]], sampling), timeout=60)
     finally:
         ray.shutdown()
     assert len(completion.tokens) == len(completion.logprobs) == 4
