@@ -2,12 +2,13 @@
 
 import sys
 
-from nemo_rl_lite import quickstart, train
+from nemo_rl_lite import export, quickstart, train
 
-VERBS = {"train": train.main, "quickstart": quickstart.main}
+VERBS = {"train": train.main, "quickstart": quickstart.main, "export": export.main}
 USAGE = """usage: nrl-lite VERB [arguments]
 
   train        one training run: group=file and key.path=value overrides; `nrl-lite train --help` lists them
+  export       a run's checkpoint as a Hugging Face folder, read back and compared before it is there
   quickstart   the embedded example from nothing, in two minutes on two CPU cores
 """
 

@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. Exit status: 0 done, 1 failed, 2 bad arguments."""
     parser = argparse.ArgumentParser(prog="nrl-lite export", description=__doc__)
     parser.add_argument("run", type=Path, help="a run's folder (its newest checkpoint is taken), or one checkpoint's")
-    parser.add_argument("folder", type=Path, nargs="?", help="what to write (default: hf/step-N in the run's folder)")
+    parser.add_argument("folder", type=Path, nargs="?", help="what to write (default: hf-step-N in the run's folder)")
     given = parser.parse_args(arguments)
     try:
         export(given.run.resolve(), given.folder.resolve() if given.folder else None)
@@ -36,8 +38,10 @@ def export(run: Path, target: Path | None) -> Path:
     found = locate(run)
     if found is None:
         raise CheckpointError(f"{run} has no complete checkpoint: name a run's folder, or one in its checkpoints/")
-    target = target or found.path.parents[1] / "hf" / found.path.name
+    target = target or found.path.parents[1] / f"hf-{found.path.name}"
     config = restore(json.dumps(_saved_config(found)))
+    import transformers
+
     from nemo_rl_lite.checkpoint.source import locate_model
     from nemo_rl_lite.cluster.host import free_port
     from nemo_rl_lite.observability.console import RunConsole
@@ -46,6 +50,10 @@ def export(run: Path, target: Path | None) -> Path:
     prepare_import()
     from nemo_rl_lite.policy.megatron.conversion import convert
 
+    # The libraries' own progress.
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.disable_progress_bar()
     console = RunConsole()
     place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     os.environ.update({name: str(value) for name, value in place.items()})

@@ -108,6 +108,9 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def run(config: Config, folder: Path, arguments: Sequence[str]) -> "Summary":
     """One training run in `folder`, from starting weights or the folder's newest checkpoint to the report. Where a
     worker's process dies, it goes on from the newest checkpoint."""
+    from nemo_rl_lite.cluster.access import close_to_others
+
+    close_to_others()
     from nemo_rl_lite.checkpoint.resume import find_start
     from nemo_rl_lite.cluster.launch import reserve
     from nemo_rl_lite.cluster.runtime import ray_runtime

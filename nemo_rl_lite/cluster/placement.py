@@ -1,6 +1,8 @@
 """Which worker runs on which GPU: one Ray bundle for each GPU, shared by the policy and an engine or not."""
 
 import logging
+import os
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,7 @@ from nemo_rl_lite.errors import WorkerError
 
 log = logging.getLogger(__name__)
 
+_POLL_S = 2.0
 # Ray options of one worker's actor.
 Slot = dict[str, Any]
 
@@ -29,6 +32,8 @@ class Placement:
 
 def place(config: Config, engines: int) -> Placement:
     """Reserve the run's GPUs; on CPUs there is nothing to reserve. `engines` is 0 for a run without generation.
+
+    A cluster that RAY_ADDRESS names may still be growing, or wait for a node in place of one that was lost.
 
     Raises:
         WorkerError: the cluster does not have the GPUs, or not within `cluster.start_timeout_s`.
@@ -47,12 +52,17 @@ def place(config: Config, engines: int) -> Placement:
 
 
 def _reserve(gpus: int, limit_s: float) -> PlacementGroup:
-    there = int(ray.cluster_resources().get("GPU", 0))
-    if there < gpus:
-        cause = (
-            f"the run asks for {gpus} GPUs (cluster.num_nodes x cluster.gpus_per_node) and the Ray cluster has {there}"
-        )
-        raise WorkerError("placement", "start", cause)
+    deadline = time.monotonic() + (limit_s if "RAY_ADDRESS" in os.environ else 0)
+    while (there := int(ray.cluster_resources().get("GPU", 0))) < gpus:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            nodes = sum(node["Alive"] for node in ray.nodes())
+            asked = f"the run asks for {gpus} GPUs (cluster.num_nodes x cluster.gpus_per_node)"
+            waited = f" after {limit_s:g} s (cluster.start_timeout_s)" if "RAY_ADDRESS" in os.environ else ""
+            cause = f"{asked} and the Ray cluster has {there} on {nodes} node{'s' if nodes > 1 else ''}{waited}"
+            raise WorkerError("placement", "start", cause)
+        log.info("waiting for %d more GPUs to join the Ray cluster, at most %.0f s", gpus - there, left)
+        time.sleep(_POLL_S)
     group = placement_group([{"GPU": 1}] * gpus, strategy="PACK")
     if not group.wait(limit_s):
         free = ray.available_resources().get("GPU", 0)

@@ -64,7 +64,7 @@ class GRPOJob:
             steps=make_steps(config, self._folder, start, workers.policy, metrics, console),
             mismatch_warning=config.logger.mismatch_warning,
             devices=all_gpus(config) or policy_ranks(config),
-            on_rollout=SampleLog(self._folder, config.logger.log_samples),
+            on_rollout=SampleLog(self._folder, config.logger.log_samples, start.steps),
         ).run()
         workers.policy.release_host_memory()
         if config.checkpoint.export_hf_at_end:

@@ -2,34 +2,34 @@
 
 import json
 from pathlib import Path
-
-# Beside metrics.jsonl: lines of steps that were taken again.
-UNDONE_FILE = "metrics-undone.jsonl"
+from typing import Any
 
 
-def rewind(path: Path, step: int) -> list[dict[str, float]]:
-    """Leave in `path` the lines of steps up to `step` and return their metrics; the others go to UNDONE_FILE. A last
-    line that was cut short is one of these."""
+def rewind(path: Path, step: int) -> list[dict[str, Any]]:
+    """Of a file of JSON lines, each with its `step`: leave those up to `step`, and return them. The others, of steps
+    that are taken again, go to `<name>-undone.jsonl` beside it, as does a line that was cut short."""
     if not path.exists():
         return []
-    kept: list[str] = []
-    undone: list[str] = []
-    history = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            entry = json.loads(line)
-            of_this_run = entry["step"] <= step
-        except (ValueError, KeyError, TypeError):
-            of_this_run, entry = False, {}
-        (kept if of_this_run else undone).append(line)
-        if of_this_run:
-            history.append(
-                {name: float(value) for name, value in entry.items() if value is not None and name != "time"}
-            )
+    kept, undone, entries = [], [], []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        entry = _parsed(line)
+        if entry is not None and entry["step"] <= step:
+            kept.append(line)
+            entries.append(entry)
+        else:
+            undone.append(line.rstrip("\n") + "\n")
     if undone:
-        with (path.parent / UNDONE_FILE).open("a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in undone)
+        with path.with_stem(f"{path.stem}-undone").open("a", encoding="utf-8") as file:
+            file.writelines(undone)
         remaining = path.with_name(f".{path.name}")
-        remaining.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        remaining.write_text("".join(kept), encoding="utf-8")
         remaining.replace(path)
-    return history
+    return entries
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line)
+        return entry if line.endswith("\n") and entry["step"] >= 0 else None
+    except (ValueError, KeyError, TypeError):
+        return None

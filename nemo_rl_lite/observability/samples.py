@@ -3,14 +3,17 @@
 import json
 from pathlib import Path
 
+from nemo_rl_lite.observability.history import rewind
 from nemo_rl_lite.rollout.rollout import Rollout
 
 
 class SampleLog:
-    """Appends the first `count` samples of each rollout to samples.jsonl in the run's folder."""
+    """Appends the first `count` samples of each rollout to samples.jsonl in the run's folder, after those of the `done`
+    steps that were taken before."""
 
-    def __init__(self, run_folder: Path, count: int):
+    def __init__(self, run_folder: Path, count: int, done: int):
         self._path, self._count = run_folder / "samples.jsonl", count
+        rewind(self._path, done)
 
     def __call__(self, step: int, rollout: Rollout) -> None:
         if not self._count:

@@ -119,7 +119,10 @@ class MetricsLog:
         cls, config: LoggerConfig, run_folder: Path, whole_config: Mapping[str, Any], done: int = 0
     ) -> "MetricsLog":
         """Go on after `done` steps with what the folder has of them; what it has of later ones is put aside."""
-        history = rewind(run_folder / METRICS_FILE, done)
+        history = [
+            {name: float(value) for name, value in entry.items() if name != "time" and value is not None}
+            for entry in rewind(run_folder / METRICS_FILE, done)
+        ]
         sinks: list[Sink] = [JsonLines(run_folder / METRICS_FILE)]
         if config.tensorboard_enabled:
             sinks.append(TensorBoard(run_folder / "tensorboard", done))

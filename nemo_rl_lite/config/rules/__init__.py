@@ -1,6 +1,29 @@
 """What configuration fields must mean together. Each rule is a small function that yields what is wrong."""
 
-from nemo_rl_lite.config.rules import algorithm, data, generation, layout, logger, model, offload, policy, reward
+from nemo_rl_lite.config.rules import (
+    algorithm,
+    checkpoint,
+    data,
+    generation,
+    layout,
+    logger,
+    model,
+    offload,
+    policy,
+    reward,
+)
 from nemo_rl_lite.config.rules.base import check_rules
 
-__all__ = ["algorithm", "check_rules", "data", "generation", "layout", "logger", "model", "offload", "policy", "reward"]
+__all__ = [
+    "algorithm",
+    "check_rules",
+    "checkpoint",
+    "data",
+    "generation",
+    "layout",
+    "logger",
+    "model",
+    "offload",
+    "policy",
+    "reward",
+]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.checkpoint.trust import check_index
 from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.policy.megatron.lora import is_adapter
 from nemo_rl_lite.policy.megatron.memory import torch_optimizers
@@ -133,6 +134,7 @@ def _read(sharded: dict[str, Any], folder: Path) -> Any:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
+    check_index(folder)
     try:
         return dist_checkpointing.load(sharded, str(folder))
     except (OSError, RuntimeError, KeyError, CheckpointingException) as error:

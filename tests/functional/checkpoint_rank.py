@@ -1,0 +1,91 @@
+"""One policy rank without Ray that saves and goes on, in one layout after another.
+
+checkpoint_rank.py MODEL_FOLDER OUTPUT_FOLDER CASES, a JSON object: name -> [overrides, saved by which case, or null].
+Rank 0 writes what the ranks that report measured, by case.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl_lite.algorithms.losses import Normalizers
+from nemo_rl_lite.algorithms.sft_loss import SFTLoss
+from nemo_rl_lite.cluster.launch import policy_arguments
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.policy.megatron.worker import MegatronWorker
+from tests.functional.policy_rank import forget_layout
+
+ROWS, LENGTH = 8, 12
+MASK = torch.ones(ROWS, LENGTH)
+MASK[:, :4] = 0
+
+
+class NotANumber(SFTLoss):
+    def __call__(self, logprobs_BT, batch, counts):
+        value, metrics = super().__call__(logprobs_BT, batch, counts)
+        return value * float("nan"), metrics
+
+
+def main(model_folder: str, output_folder: str, cases: str) -> None:
+    for name, (overrides, saved_by) in json.loads(cases).items():
+        run(Path(model_folder), Path(output_folder), name, overrides, saved_by)
+        forget_layout()
+
+
+def run(model_folder: Path, folder: Path, name: str, overrides: list[str], saved_by: str | None) -> None:
+    common = ["algorithm=sft", f"policy.model_name={model_folder}", f"policy.train_global_batch_size={ROWS}"]
+    config = compose_config([*common, "policy.train_micro_batch_size=4", *overrides])
+    worker = MegatronWorker(**policy_arguments(config, model_folder) | {"threads": 1})
+    worker.prepare_for_training()
+    measured = {}
+    if saved_by is None:
+        train(worker, [0, 1])
+        save(worker, folder / name)
+        measured["after a skipped step"] = skip(worker)
+    else:
+        worker.load(str(folder / saved_by))
+    measured["steps"] = train(worker, [2, 3])
+    worker.finish_save()
+    gathered = [None] * int(os.environ["WORLD_SIZE"])
+    dist.all_gather_object(gathered, (worker.place().reports, worker.place().data_rank, measured))
+    worker.export_hf(str(folder / f"{name}.hf"))
+    if os.environ["RANK"] == "0":
+        reports = [own for reports, _, own in sorted(gathered, key=lambda one: one[1]) if reports]
+        (folder / f"{name}.json").write_text(json.dumps(reports))
+    dist.barrier()
+
+
+def train(worker: MegatronWorker, steps: list[int], loss: SFTLoss | None = None) -> list[dict[str, float] | None]:
+    place, results = worker.place(), []
+    for step in steps:
+        tokens = torch.randint(4, 14, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
+        own = slice(place.data_rank * ROWS // place.data_size, (place.data_rank + 1) * ROWS // place.data_size)
+        batch = {"tokens": tokens[own], "mask": MASK[own], "lengths": torch.full((ROWS,), LENGTH)[own]}
+        results.append(worker.train(batch, loss or SFTLoss(), Normalizers.of(MASK)))
+    return results
+
+
+def save(worker: MegatronWorker, folder: Path) -> None:
+    """Begun here and finished after the steps that follow: these must not get into it."""
+    if os.environ["RANK"] == "0":
+        folder.mkdir(parents=True)
+    dist.barrier()
+    worker.begin_save(str(folder))
+
+
+def skip(worker: MegatronWorker) -> dict[str, object]:
+    """A step whose gradients are not numbers, and whether anything has changed by it."""
+    before = [parameter.detach().clone() for parameter in worker._model.parameters()]
+    (skipped,) = train(worker, [9], NotANumber())
+    after = worker._model.parameters()
+    same = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    counted = skipped is None or (skipped["skipped_steps"] == 1 and skipped["grad_norm"] != skipped["grad_norm"])
+    return {"same": same, "counted": counted}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,83 @@
+"""A policy's state on disk: what goes on from it is what would have gone on."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.functional.conftest import run_ranks
+
+pytestmark = pytest.mark.functional
+
+SCRIPT = Path(__file__).with_name("checkpoint_rank.py")
+TENSOR = ["cluster.cpu_ranks=2", "policy.megatron_cfg.tensor_model_parallel_size=2"]
+PIPELINE = ["cluster.cpu_ranks=2", "policy.megatron_cfg.pipeline_model_parallel_size=2"]
+DATA = ["cluster.cpu_ranks=2"]
+PEFT = "policy.megatron_cfg.peft"
+LORA = [f"{PEFT}.enabled=true", f"{PEFT}.dropout=0.2"]
+OPTIMIZER = "policy.megatron_cfg.optimizer"
+SGD = [f"{OPTIMIZER}.optimizer=sgd", f"{OPTIMIZER}.sgd_momentum=0.9", f"{OPTIMIZER}.use_distributed_optimizer=false"]
+HALF = ["policy.precision=bfloat16"]
+# Name: overrides, and whose checkpoint it goes on from (none: it saves one).
+ON_TWO = {
+    "tensor": [TENSOR, None],
+    "tensor again": [TENSOR, "tensor"],
+    "pipeline from tensor": [PIPELINE, "tensor"],
+    "data from tensor": [DATA, "tensor"],
+    "lora": [[*DATA, *LORA], None],
+    "lora again": [[*DATA, *LORA], "lora"],
+}
+ON_ONE = {
+    "one from tensor": [[], "tensor"],
+    "sgd": [SGD, None],
+    "sgd again": [SGD, "sgd"],
+    "half": [HALF, None],
+    "half again": [HALF, "half"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, model_folder):
+    """What each case measured, in <case>.json, and its weights after the last step, in <case>.hf/."""
+    output = tmp_path_factory.mktemp("checkpoints")
+    run_ranks(SCRIPT, [str(model_folder), str(output), json.dumps(ON_TWO)], ranks=2)
+    run_ranks(SCRIPT, [str(model_folder), str(output), json.dumps(ON_ONE)], ranks=1)
+    return output
+
+
+def steps(folder, case):
+    """Loss and gradient norm of each step, replicas' shares of the loss added up."""
+    replicas = [own["steps"] for own in json.loads((folder / f"{case}.json").read_text())]
+    return [(sum(one["loss"] for one in step), step[0]["grad_norm"]) for step in zip(*replicas, strict=True)]
+
+
+def weights(folder, case):
+    return load_file(folder / f"{case}.hf" / "model.safetensors")
+
+
+@pytest.mark.parametrize("case", ["tensor", "lora", "sgd", "half"])
+def test_in_the_same_layout_it_goes_on_bit_for_bit(folder, case):
+    assert steps(folder, f"{case} again") == steps(folder, case)
+    own, expected = weights(folder, f"{case} again"), weights(folder, case)
+    assert own.keys() == expected.keys() and all(torch.equal(own[name], expected[name]) for name in own)
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "data", "one"])
+def test_another_layout_goes_on_from_it(folder, layout):
+    case = f"{layout} from tensor"
+    assert torch.allclose(torch.tensor(steps(folder, case)), torch.tensor(steps(folder, "tensor")), atol=1e-5)
+    own, expected = weights(folder, case), weights(folder, "tensor")
+    assert all(torch.allclose(own[name], expected[name], atol=1e-5) for name in expected)
+
+
+@pytest.mark.parametrize("case", ["tensor", "lora", "sgd", "half"])
+def test_a_step_without_finite_gradients_is_left_out_on_every_rank(folder, case):
+    for own in json.loads((folder / f"{case}.json").read_text()):
+        assert own["after a skipped step"] == {"same": True, "counted": True}
+
+
+def test_of_a_model_with_adapters_these_alone_are_kept(folder):
+    size = {case: sum(file.stat().st_size for file in (folder / case).iterdir()) for case in ("lora", "tensor")}
+    assert size["lora"] < size["tensor"] / 5

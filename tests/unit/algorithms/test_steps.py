@@ -1,0 +1,85 @@
+"""What comes between steps."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from nemo_rl_lite.algorithms.steps import Steps, ValidationTimes
+from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
+from nemo_rl_lite.checkpoint.stopping import Stopping
+from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention
+from nemo_rl_lite.errors import RunStopped, TrainingError
+from nemo_rl_lite.observability.sinks import MetricsLog
+
+OFTEN, NEVER = ValidationTimes(2, at_start=True, at_end=True), ValidationTimes(0, at_start=False, at_end=False)
+
+
+class Policy:
+    def begin_save(self, folder): ...
+
+    def save_is_written(self):
+        return True
+
+    def finish_save(self): ...
+
+
+@pytest.fixture
+def steps(tmp_path):
+    store = CheckpointStore(tmp_path, Retention(9, 0, "accuracy", True))
+    checkpoints = Checkpoints(store, Policy(), 3, True, {}, print)
+    return Steps(0, checkpoints, Stopping(None, time.monotonic, print), MetricsLog([]), max_skipped=2)
+
+
+def take(steps, total, times, during=lambda step: None):
+    """Numbers of the steps taken, and of those validated after."""
+    taken, validated = [], []
+
+    def validate(step):
+        validated.append(step)
+        return {"accuracy": step / 10}
+
+    for step in steps.until(total, times, validate, lambda: None):
+        taken.append(step)
+        steps.checkpoints.save_if_due(step, step == total)
+        during(step)
+    return taken, validated
+
+
+def test_validation_comes_before_after_and_between(steps):
+    assert take(steps, 5, OFTEN) == ([1, 2, 3, 4, 5], [0, 2, 4, 5])
+    found = {one.step: one.metrics for one in steps.checkpoints.store.complete()}
+    assert found == {3: {}, 5: {"accuracy": 0.5}}
+
+
+def test_a_run_that_goes_on_validates_what_was_not_validated_before(steps):
+    steps.done = 2
+    assert take(steps, 4, OFTEN) == ([3, 4], [2, 4])
+    steps.done = 4
+    steps.metrics.log(4, {"validation/accuracy": 0.4})
+    assert take(steps, 4, OFTEN) == ([], [])
+    assert take(steps, 5, NEVER) == ([5], [])
+
+
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(steps):
+    def during(step):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    with pytest.raises(RunStopped, match=r"stopped after step 2 of 9: SIGUSR1 .* same command goes on") as stopped:
+        take(steps, 9, NEVER, during)
+    assert stopped.value.exit_status == 75
+    assert steps.checkpoints.store.latest().step == 2
+
+
+def test_a_signal_in_the_last_step_changes_nothing(steps):
+    taken, _ = take(steps, 2, NEVER, lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None)
+    assert taken == [1, 2]
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(steps):
+    skipped = {1: 1.0, 2: 0.0, 3: 0.5, 4: 1.0}
+    with pytest.raises(TrainingError, match=r"2 steps in a row .*policy\.max_skipped_steps"):
+        take(steps, 9, NEVER, lambda step: steps.metrics.log(step, {"train/skipped_steps": skipped[step]}))
+    assert steps.metrics.series("train/skipped_steps")[0] == [1, 2, 3, 4]

@@ -1,0 +1,126 @@
+"""When checkpoints are written, with a policy that only takes notes."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_lite.checkpoint.checkpoints import POLICY, Checkpoints
+from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention
+from nemo_rl_lite.errors import CheckpointError
+
+
+class NotingPolicy:
+    """Writes when it is told that the disk is done."""
+
+    def __init__(self):
+        self.folder, self.written, self.calls, self.full = Path(), False, [], False
+
+    def begin_save(self, folder):
+        self.folder = Path(folder)
+        self.calls.append(("begin", self.folder.parent.name))
+        (self.folder / "weights").write_text("some")
+
+    def save_is_written(self):
+        return self.written
+
+    def finish_save(self):
+        self.calls.append(("finish", self.folder.parent.name))
+        if self.full:
+            raise CheckpointError("no space left on device")
+
+
+@pytest.fixture
+def run(tmp_path):
+    policy, said = NotingPolicy(), []
+    store = CheckpointStore(tmp_path / "checkpoints", Retention(2, 1, "accuracy", True))
+    return Checkpoints(store, policy, 2, True, {"seed": 1}, said.append), policy, store, said
+
+
+def steps(store):
+    return [one.step for one in store.complete()]
+
+
+def test_one_is_written_after_each_period_and_after_the_last_step(run):
+    checkpoints, policy, store, _ = run
+    policy.written = True
+    for step in range(1, 6):
+        checkpoints.save_if_due(step, last=step == 5)
+        checkpoints.settle()
+    assert [name for call, name in policy.calls if call == "begin"] == [f".step-{n:08d}" for n in (2, 4, 5)]
+    assert steps(store) == [4, 5] and store.latest().record == {"seed": 1}
+    assert (store.latest().path / POLICY / "weights").read_text() == "some"
+
+
+def test_training_goes_on_until_it_is_written_and_the_next_save_waits_for_it(run):
+    checkpoints, policy, store, _ = run
+    checkpoints.save_if_due(2, last=False)
+    checkpoints.settle()
+    assert policy.calls == [("begin", ".step-00000002")] and steps(store) == []
+    checkpoints.save_if_due(4, last=False)
+    assert [call for call, _ in policy.calls] == ["begin", "finish", "begin"] and steps(store) == [2]
+    checkpoints.finish()
+    assert steps(store) == [2, 4]
+
+
+def test_without_async_save_it_is_there_at_once(tmp_path):
+    store = CheckpointStore(tmp_path, Retention(2, 1, None, True))
+    Checkpoints(store, NotingPolicy(), 1, False, {}, print).save_if_due(1, last=False)
+    assert steps(store) == [1]
+
+
+def test_a_step_is_saved_once(run):
+    checkpoints, policy, _, _ = run
+    checkpoints.save_if_due(2, last=False)
+    checkpoints.save(2)
+    assert len(policy.calls) == 1
+
+
+def test_with_period_0_nothing_is_saved(tmp_path):
+    checkpoints = Checkpoints(
+        CheckpointStore(tmp_path, Retention(2, 1, None, True)), NotingPolicy(), 0, True, {}, print
+    )
+    checkpoints.save_if_due(1, last=True)
+    checkpoints.save(1)
+    checkpoints.finish()
+    assert not checkpoints.enabled and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("measured_late", [False, True])
+def test_what_was_measured_belongs_to_its_checkpoint(run, measured_late):
+    checkpoints, policy, store, _ = run
+    checkpoints.save_if_due(2, last=False)
+    policy.written = True
+    if measured_late:
+        checkpoints.settle()
+    checkpoints.measured(2, {"accuracy": 0.5})
+    checkpoints.settle()
+    checkpoints.save_if_due(4, last=False)
+    checkpoints.settle()
+    assert [one.metrics for one in store.complete()] == [{"accuracy": 0.5}, {}]
+    assert store.best()[0].step == 2
+
+
+def test_a_full_disk_is_told_of_and_training_goes_on(run):
+    checkpoints, policy, store, said = run
+    policy.written = True
+    checkpoints.save_if_due(2, last=False)
+    checkpoints.settle()
+    policy.full = True
+    checkpoints.save_if_due(4, last=False)
+    checkpoints.settle()
+    (line,) = said
+    assert "step 4 was not written: no space left on device; the newest is that of step 2" in line
+    assert steps(store) == [2] and [path.name for path in store.folder.glob(".step*")] == []
+    with pytest.raises(CheckpointError, match="step 4 was not written"):
+        checkpoints.finish()
+    policy.full = False
+    checkpoints.save_if_due(6, last=False)
+    checkpoints.finish()
+    assert steps(store) == [2, 6]
+
+
+def test_a_folder_that_cannot_be_made_is_told_of(run, tmp_path):
+    checkpoints, policy, _, said = run
+    (tmp_path / "checkpoints").write_text("a file is in the way")
+    checkpoints.save_if_due(2, last=False)
+    assert policy.calls == [] and "there is none yet" in said[0]

@@ -1,0 +1,73 @@
+"""Where a run begins."""
+
+import dataclasses
+import json
+
+import pytest
+
+from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, POLICY, Start, checkpoint_store, find_start, locate
+from nemo_rl_lite.config.compose import compose_config, restore
+from nemo_rl_lite.errors import ConfigError
+
+
+def start(folder, *overrides):
+    config = compose_config(overrides)
+    return find_start(config, dataclasses.asdict(config), folder)
+
+
+def save(folder, step, *overrides):
+    config = compose_config(overrides)
+    store = checkpoint_store(config, folder)
+    (store.begin(step) / POLICY).mkdir()
+    return store.finish(step, {}, {"config": dataclasses.asdict(config)})
+
+
+def test_without_a_checkpoint_it_is_the_beginning(tmp_path):
+    assert start(tmp_path) == Start(0, None, ())
+
+
+def test_the_newest_of_the_runs_own_comes_first(tmp_path):
+    save(tmp_path / "other", 30)
+    save(tmp_path / "run", 10)
+    newest = save(tmp_path / "run", 20)
+    assert start(tmp_path / "run", f"checkpoint.resume_from={tmp_path / 'other'}") == Start(20, newest.path / POLICY)
+
+
+@pytest.mark.parametrize("of_one", [False, True])
+def test_another_run_or_one_of_its_checkpoints_can_be_named(tmp_path, of_one):
+    saved = save(tmp_path / "other", 30)
+    named = saved.path if of_one else tmp_path / "other"
+    assert start(tmp_path / "run", f"checkpoint.resume_from={named}") == Start(30, saved.path / POLICY)
+
+
+def test_a_folder_without_a_checkpoint_is_an_error(tmp_path):
+    (tmp_path / CHECKPOINTS / ".step-00000010").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume_from .*\n.*has no complete checkpoint"):
+        start(tmp_path / "run", f"checkpoint.resume_from={tmp_path}")
+    assert locate(tmp_path) is None
+
+
+def test_what_has_changed_is_told_key_by_key_but_not_what_no_result_depends_on(tmp_path):
+    save(tmp_path, 10)
+    changed = ["policy.megatron_cfg.optimizer.lr=1e-5", "algorithm.max_num_steps=99"]
+    free = ["logger.log_samples=9", "cluster.max_restarts=1", "checkpoint.save_period=7"]
+    assert start(tmp_path, *changed, *free).changes == (
+        "algorithm.max_num_steps: 30 -> 99",
+        "policy.megatron_cfg.optimizer.lr: 0.0003 -> 1e-05",
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "key"), [("algorithm=sft", "algorithm.name"), ("policy.megatron_cfg.peft.dim=4", "peft.dim")]
+)
+def test_a_checkpoint_of_another_kind_of_training_is_an_error(tmp_path, override, key):
+    save(tmp_path, 10)
+    with pytest.raises(ConfigError, match=f"{key} = .*\n.*was saved with"):
+        start(tmp_path, override)
+
+
+def test_a_configuration_comes_back_from_its_record(tmp_path):
+    config = compose_config(["algorithm=dpo", "policy.precision=bfloat16"])
+    assert restore(json.dumps(dataclasses.asdict(config))) == config
+    with pytest.raises(ConfigError, match="no_such_key"):
+        restore(json.dumps(dataclasses.asdict(config) | {"no_such_key": 1}))

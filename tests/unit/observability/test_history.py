@@ -1,0 +1,43 @@
+"""What was logged before a run goes on."""
+
+import json
+
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.observability.history import rewind
+from nemo_rl_lite.observability.sinks import METRICS_FILE, MetricsLog
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_lines_of_later_steps_are_put_aside(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "value": step / 2}) + "\n" for step in range(5)))
+    assert [entry["value"] for entry in rewind(path, 2)] == [0.0, 0.5, 1.0]
+    assert [entry["step"] for entry in lines(path)] == [0, 1, 2]
+    undone = tmp_path / "metrics-undone.jsonl"
+    assert [entry["step"] for entry in lines(undone)] == [3, 4]
+    rewind(path, 0)
+    assert [entry["step"] for entry in lines(undone)] == [3, 4, 1, 2]
+
+
+def test_a_line_that_was_cut_short_is_put_aside(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "value": 1.0}\n{"step": 2, "val')
+    assert len(rewind(path, 9)) == 1 and len(lines(path)) == 1
+    assert rewind(tmp_path / "none.jsonl", 3) == []
+
+
+def test_a_log_goes_on_and_remembers(tmp_path):
+    logger = compose_config().logger
+    log = MetricsLog.open(logger, tmp_path, {})
+    for step in range(4):
+        log.log(step, {"train/loss": step / 10, "train/grad_norm": float("nan")})
+    log.close()
+    assert lines(tmp_path / METRICS_FILE)[0]["train/grad_norm"] is None
+    log = MetricsLog.open(logger, tmp_path, {}, done=2)
+    log.log(3, {"train/loss": 0.7})
+    log.close()
+    assert log.series("train/loss") == ([0, 1, 2, 3], [0.0, 0.1, 0.2, 0.7])
+    assert [line["step"] for line in lines(tmp_path / METRICS_FILE)] == [0, 1, 2, 3]
