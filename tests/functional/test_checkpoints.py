@@ -16,7 +16,7 @@ TENSOR = ["cluster.cpu_ranks=2", "policy.megatron_cfg.tensor_model_parallel_size
 PIPELINE = ["cluster.cpu_ranks=2", "policy.megatron_cfg.pipeline_model_parallel_size=2"]
 DATA = ["cluster.cpu_ranks=2"]
 PEFT = "policy.megatron_cfg.peft"
-LORA = [f"{PEFT}.enabled=true", f"{PEFT}.dropout=0.2"]
+LORA = [f"{PEFT}.enabled=true", f"{PEFT}.dim=2", f"{PEFT}.dropout=0.2"]
 OPTIMIZER = "policy.megatron_cfg.optimizer"
 SGD = [f"{OPTIMIZER}.optimizer=sgd", f"{OPTIMIZER}.sgd_momentum=0.9", f"{OPTIMIZER}.use_distributed_optimizer=false"]
 HALF = ["policy.precision=bfloat16"]
