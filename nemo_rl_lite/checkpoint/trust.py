@@ -1,6 +1,9 @@
-"""The index of a distributed checkpoint is a pickle, which could run anything: what it names is looked at first."""
+"""A distributed checkpoint has pickles in it, which could run anything: torch is let read them, but nothing run."""
 
+import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ from nemo_rl_lite.errors import CheckpointError
 
 # Where torch.distributed.checkpoint keeps it.
 INDEX_FILE = ".metadata"
+# torch.distributed.checkpoint reads what is no tensor with weights_only=False; this overrules it.
+_TENSORS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _NAMES = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -21,14 +26,27 @@ _RECORDS = "torch.distributed.checkpoint.metadata"
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
-def check_index(folder: Path) -> None:
-    """Raises CheckpointError: there is no index, or it names something that is not part of one."""
+@contextmanager
+def reading_only(folder: Path) -> Iterator[None]:
+    """Within the block, megatron-core and torch can read the checkpoint in `folder`, and nothing in it can run.
+
+    Raises:
+        CheckpointError: there is no index, or it names something that is not part of one.
+    """
     path = folder / INDEX_FILE
     try:
         with path.open("rb") as file:
             _IndexOnly(file).load()
     except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is not a checkpoint's index: {error}") from error
+    before = os.environ.get(_TENSORS_ONLY)
+    os.environ[_TENSORS_ONLY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_TENSORS_ONLY]
+        if before is not None:
+            os.environ[_TENSORS_ONLY] = before
 
 
 class _IndexOnly(pickle.Unpickler):

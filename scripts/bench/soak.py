@@ -6,6 +6,7 @@ end, bit for bit. Resident memory of every process is read after each step.
 """
 
 import os
+import queue
 import random
 import re
 import signal
@@ -13,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -47,28 +49,28 @@ class Soak:
 
     def run(self) -> None:
         """Until the last step is done; fails where the run does."""
-        hit: tuple[str, float, int] | None = None
-        while True:
-            process = self._start()
-            for step, seconds in _steps(process):
+        hit: tuple[str, float] | None = None
+        status = 1
+        while status:
+            process, killed = self._start(), False
+            for at, step, seconds in _steps(process):
                 self._note_memory(process.pid, step)
                 if hit is None:
                     self.step_s.append(seconds)
-                elif step > hit[2]:
+                elif at > hit[1]:
                     # The step that was under way is done: what it took longer than a step takes.
-                    name, killed_at, _ = hit
-                    self.recovery_s[name].append(time.monotonic() - killed_at - statistics.median(self.step_s))
+                    name, killed_at = hit
+                    self.recovery_s[name].append(at - killed_at - statistics.median(self.step_s))
                     self.lost_steps[name].append(self._undone_steps())
                     hit = None
                 if step in self.kills and hit is None:
                     name, delay = self.kills.pop(step)
                     time.sleep(delay)
+                    hit = (name, time.monotonic())
+                    killed = name == "launcher"
                     self._kill(name, process)
-                    hit = (name, time.monotonic(), step)
             status = process.wait()
-            if status == 0:
-                return
-            if hit is None or hit[0] != "launcher":
+            if status and not killed:
                 sys.exit(f"the run in {self.folder} ended with status {status}")
 
     def _start(self) -> "subprocess.Popen[str]":
@@ -146,12 +148,20 @@ def main() -> None:
     sys.stdout.write(record.write("soak", results, bars).read_text())
 
 
-def _steps(process: "subprocess.Popen[str]") -> Iterator[tuple[int, float]]:
-    """Number and seconds of each step as its line comes."""
-    for line in process.stdout or ():
-        found = re.match(r"step +(\d+)/\d+ .*?([\d.]+) s ", line)
+def _steps(process: "subprocess.Popen[str]") -> Iterator[tuple[float, int, float]]:
+    """When each step's line came, its number and its seconds."""
+    lines: queue.Queue[tuple[float, str]] = queue.Queue()
+
+    def read() -> None:
+        for line in process.stdout or ():
+            lines.put((time.monotonic(), line))
+        lines.put((time.monotonic(), ""))
+
+    threading.Thread(target=read, daemon=True).start()
+    while (arrived := lines.get())[1]:
+        found = re.match(r"step +(\d+)/\d+ .*?([\d.]+) s ", arrived[1])
         if found:
-            yield int(found[1]), float(found[2])
+            yield arrived[0], int(found[1]), float(found[2])
 
 
 def _growth(series: list[tuple[int, int]]) -> float:

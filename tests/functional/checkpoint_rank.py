@@ -6,6 +6,7 @@ Rank 0 writes what the ranks that report measured, by case.
 
 import json
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from nemo_rl_lite.algorithms.losses import Normalizers
 from nemo_rl_lite.algorithms.sft_loss import SFTLoss
 from nemo_rl_lite.cluster.launch import policy_arguments
 from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from tests.functional.policy_rank import forget_layout
 
@@ -44,6 +46,7 @@ def run(model_folder: Path, folder: Path, name: str, overrides: list[str], saved
     measured = {}
     if saved_by is None:
         train(worker, [0, 1])
+        measured["a full disk"] = fail_to_save(worker, folder / "unfinished" / name)
         save(worker, folder / name)
         measured["after a skipped step"] = skip(worker)
     else:
@@ -75,6 +78,21 @@ def save(worker: MegatronWorker, folder: Path) -> None:
         folder.mkdir(parents=True)
     dist.barrier()
     worker.begin_save(str(folder))
+
+
+def fail_to_save(worker: MegatronWorker, folder: Path) -> str:
+    """What the error says where the last rank cannot write more than a little."""
+    is_last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+    if is_last:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    save(worker, folder)
+    try:
+        worker.finish_save()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return "nothing was raised"
 
 
 def skip(worker: MegatronWorker) -> dict[str, object]:

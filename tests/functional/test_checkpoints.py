@@ -78,6 +78,12 @@ def test_a_step_without_finite_gradients_is_left_out_on_every_rank(folder, case)
         assert own["after a skipped step"] == {"same": True, "counted": True}
 
 
+@pytest.mark.parametrize("case", ["tensor", "lora", "sgd", "half"])
+def test_where_one_rank_cannot_write_all_say_so_and_the_next_save_is_whole(folder, case):
+    for own in json.loads((folder / f"{case}.json").read_text()):
+        assert "File too large" in own["a full disk"]
+
+
 def test_of_a_model_with_adapters_these_alone_are_kept(folder):
     size = {case: sum(file.stat().st_size for file in (folder / case).iterdir()) for case in ("lora", "tensor")}
     assert size["lora"] < size["tensor"] / 5

@@ -109,7 +109,7 @@ def test_a_worker_that_dies_ends_the_run_within_fifteen_seconds(tmp_path, model_
     """Policy rank 1 of 2: its neighbour's collective fails in the same moment, and must not be blamed."""
     tensor_parallel = ["cluster.cpu_ranks=2", "policy.megatron_cfg.tensor_model_parallel_size=2"]
     steps = ["algorithm.max_num_steps=500", "algorithm.val_at_start=false"]
-    run = Run(tmp_path / "run", model_folder, *steps, *tensor_parallel)
+    run = Run(tmp_path / "run", model_folder, *steps, *tensor_parallel, "cluster.max_restarts=0")
     run.wait_for("step +2/500")
     os.kill(run.worker(victim), signal.SIGKILL)
     started = time.monotonic()
@@ -121,16 +121,19 @@ def test_a_worker_that_dies_ends_the_run_within_fifteen_seconds(tmp_path, model_
     assert run.survivors() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_no_process_behind(tmp_path, model_folder, number):
+@pytest.mark.parametrize("times", [1, 2], ids=["Ctrl-C", "SIGTERM twice"])
+def test_an_interrupted_run_leaves_no_process_behind(tmp_path, model_folder, times):
     run = Run(tmp_path / "run", model_folder, "algorithm.max_num_steps=500", "algorithm.val_at_start=false")
     run.wait_for("step +1/500")
     assert run.survivors(), "the mark must be seen on a run that is alive"
-    # A terminal sends Ctrl-C to every process of the foreground group; SIGTERM goes to the launcher alone.
-    if number == signal.SIGINT:
-        os.killpg(run.process.pid, number)
+    # A terminal sends Ctrl-C to every process of the foreground group; SIGTERM goes to the launcher alone, which the
+    # first lets finish its step.
+    if times == 1:
+        os.killpg(run.process.pid, signal.SIGINT)
     else:
-        run.process.send_signal(number)
+        run.process.send_signal(signal.SIGTERM)
+        run.wait_for("SIGTERM: the run ends after this step")
+        run.process.send_signal(signal.SIGTERM)
     errors = run.end(within_s=45)
     assert run.process.returncode == 130
     assert "interrupted" in errors and "Traceback" not in errors

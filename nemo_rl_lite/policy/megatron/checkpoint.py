@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.checkpoint.trust import check_index
+from nemo_rl_lite.checkpoint.trust import reading_only
 from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.policy.megatron.lora import is_adapter
 from nemo_rl_lite.policy.megatron.memory import torch_optimizers
@@ -133,13 +133,13 @@ def _first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
 def _read(sharded: dict[str, Any], folder: Path) -> Any:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    check_index(folder)
     try:
-        return dist_checkpointing.load(sharded, str(folder))
-    except (OSError, RuntimeError, KeyError, CheckpointingException) as error:
-        cause = next(iter(str(error).splitlines()), type(error).__name__)
-        raise CheckpointError(f"the policy cannot be read from {folder}: {cause}") from error
+        with reading_only(folder):
+            return dist_checkpointing.load(sharded, str(folder))
+    except (OSError, RuntimeError, KeyError, CheckpointingException, CheckpointException) as error:
+        raise CheckpointError(f"the policy cannot be read from {folder}: {_cause(error)}") from error
 
 
 class _Writing:
@@ -164,8 +164,13 @@ class _Writing:
             for finalize in self._finalize:
                 finalize()
         except (CheckpointException, OSError) as error:
-            cause = "; ".join(line for line in str(error).splitlines() if "rror" in line) or str(error)
-            raise CheckpointError(cause) from error
+            raise CheckpointError(_cause(error)) from error
+
+
+def _cause(error: BaseException) -> str:
+    """In one line; torch's own has every rank's traceback."""
+    lines = str(error).splitlines()
+    return "; ".join(line for line in lines if "Error" in line) or next(iter(lines), type(error).__name__)
 
 
 def _nothing() -> None:

@@ -6,15 +6,23 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
-from nemo_rl_lite.checkpoint.trust import INDEX_FILE, check_index
+from nemo_rl_lite.checkpoint.trust import INDEX_FILE, reading_only
 from nemo_rl_lite.errors import CheckpointError
 
 
-def test_an_index_of_torchs_own_is_fine(tmp_path):
-    state = {"a": torch.ones(3, 2, dtype=torch.bfloat16), "b": torch.arange(3), "note": ["bytes", 1]}
-    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    check_index(tmp_path)
+def read(folder):
+    state = {"a": torch.zeros(3, 2, dtype=torch.bfloat16), "note": None}
+    with reading_only(folder):
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return state
+
+
+def test_what_torch_has_written_is_read(tmp_path):
+    dcp.save({"a": torch.ones(3, 2, dtype=torch.bfloat16), "note": ["text", 1]}, checkpoint_id=tmp_path, no_dist=True)
+    state = read(tmp_path)
+    assert state["a"].sum() == 6 and state["note"] == ["text", 1]
 
 
 class Command:
@@ -25,10 +33,17 @@ class Command:
         return os.system, (f"touch {self._path}",)
 
 
-def test_a_command_in_it_is_refused_and_not_run(tmp_path):
+def test_a_command_beside_the_tensors_is_refused_and_not_run(tmp_path):
+    dcp.save({"a": torch.ones(3, 2), "note": Command(tmp_path / "was-run")}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointException, match="Weights only load failed"):
+        read(tmp_path)
+    assert not (tmp_path / "was-run").exists()
+
+
+def test_a_command_in_the_index_is_refused_and_not_run(tmp_path):
     (tmp_path / INDEX_FILE).write_bytes(pickle.dumps(Command(tmp_path / "was-run")))
     with pytest.raises(CheckpointError, match=r"names posix\.system"):
-        check_index(tmp_path)
+        read(tmp_path)
     assert not (tmp_path / "was-run").exists()
 
 
@@ -36,9 +51,9 @@ def test_a_command_in_it_is_refused_and_not_run(tmp_path):
 def test_what_is_no_pickle_is_named(tmp_path, content):
     (tmp_path / INDEX_FILE).write_bytes(content)
     with pytest.raises(CheckpointError, match="is not a checkpoint's index"):
-        check_index(tmp_path)
+        read(tmp_path)
 
 
 def test_a_folder_without_one_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="No such file"):
-        check_index(tmp_path)
+        read(tmp_path)

@@ -1,0 +1,69 @@
+"""A node that is lost, and one that joins later: several raylets on one machine, with GPUs that are only numbers."""
+
+import threading
+import time
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from nemo_rl_lite.cluster.placement import place
+from nemo_rl_lite.cluster.workers import WorkerGroup, wait
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.errors import WorkerError
+from tests.functional.conftest import PYTHONPATH
+
+pytestmark = pytest.mark.functional
+TWO_NODES = ["algorithm=sft", "cluster.num_nodes=2", "cluster.gpus_per_node=1"]
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+    yield nodes
+    ray.shutdown()
+    nodes.shutdown()
+
+
+def connect() -> None:
+    ray.init(log_to_driver=False, configure_logging=False)
+
+
+def test_a_lost_node_is_told_from_an_error_and_another_one_takes_its_place(cluster, tmp_path):
+    first, second = (cluster.add_node(num_cpus=1, num_gpus=1) for _ in range(2))
+    connect()
+    config = compose_config([*TWO_NODES, "cluster.start_timeout_s=60.0"])
+    group = quiet_group(place(config, 0).policy, tmp_path)
+    assert wait(group.call("answer")) == ["here", "here"]
+    cluster.remove_node(second)
+    with pytest.raises(WorkerError) as caught:
+        wait(group.call("answer"))
+    assert caught.value.lost and caught.value.worker in ("policy rank 0", "policy rank 1")
+    # As the launcher does: a new connection, whose workers take what is there.
+    ray.shutdown()
+    connect()
+    late = threading.Timer(4.0, cluster.add_node, kwargs={"num_cpus": 1, "num_gpus": 1})
+    late.start()
+    started = time.monotonic()
+    group = quiet_group(place(config, 0).policy, tmp_path)
+    late.join()
+    assert wait(group.call("answer")) == ["here", "here"] and time.monotonic() - started > 3
+    assert first.all_processes
+
+
+def test_without_another_node_the_error_says_what_was_asked_for_and_what_there_is(cluster):
+    cluster.add_node(num_cpus=1, num_gpus=1)
+    connect()
+    asked = (
+        r"asks for 2 GPUs \(cluster.num_nodes x cluster.gpus_per_node\) and the Ray cluster has 1 on 2 nodes after 3 s"
+    )
+    with pytest.raises(WorkerError, match=asked):
+        place(compose_config([*TWO_NODES, "cluster.start_timeout_s=3.0"]), 0)
+
+
+def quiet_group(slots, folder) -> WorkerGroup:
+    group = WorkerGroup("policy", slots, str(folder), {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""})
+    wait(group.load("tests.functional.workers.Quiet", [{}, {}]), timeout_s=60)
+    wait(group.start([{}, {}]), timeout_s=60)
+    return group

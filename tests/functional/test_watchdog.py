@@ -1,0 +1,53 @@
+"""A rank that hangs is named, with its stack, and the launcher does not wait for ever."""
+
+import time
+
+import pytest
+import ray
+
+from nemo_rl_lite.cluster.workers import WorkerGroup, wait
+from nemo_rl_lite.errors import WorkerError
+from tests.functional.conftest import PYTHONPATH, free_ports
+
+pytestmark = pytest.mark.functional
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray():
+    ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
+def group_of_two(folder, limit_s, collective_timeout_s) -> WorkerGroup:
+    group = WorkerGroup("policy", [{}, {}], str(folder), {"PYTHONPATH": PYTHONPATH}, limit_s=limit_s)
+    wait(group.load("tests.functional.workers.Rank", [{}, {}]), timeout_s=60)
+    common = {"size": 2, "port": free_ports(1), "timeout_s": collective_timeout_s}
+    wait(group.start([{"rank": rank} | common for rank in range(2)]), timeout_s=60)
+    return group
+
+
+def test_the_one_that_the_others_wait_for_is_named_with_every_stack(tmp_path):
+    group = group_of_two(tmp_path, limit_s=5.0, collective_timeout_s=120.0)
+    wait(group.call("meet", -1, 0))
+    started = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        wait(group.call("meet", 1, 60, phase="train"))
+    assert time.monotonic() - started < 12
+    error = caught.value
+    assert error.worker == "policy rank 1" and error.phase == "train" and not error.lost
+    assert "1 other waits" in str(error) and "step 3, micro batch 2" in str(error) and "compute_for_ever" in str(error)
+    assert "barrier" in error.details and "compute_for_ever" in error.details
+    # Each process has written its threads' stacks to its own log too, which works where Python itself hangs.
+    for rank, function in enumerate(("barrier", "compute_for_ever")):
+        log = (tmp_path / f"policy-{rank}.log").read_text()
+        assert "Timeout (0:00:05)!" in log and function in log
+
+
+def test_where_others_give_up_first_it_is_still_the_one_that_is_named(tmp_path):
+    group = group_of_two(tmp_path, limit_s=None, collective_timeout_s=4.0)
+    with pytest.raises(WorkerError) as caught:
+        wait(group.call("meet", 0, 60, phase="train"))
+    assert caught.value.worker == "policy rank 0"
+    assert "it goes on, and worker error: policy rank 1 failed in phase 'train'" in str(caught.value)
+    assert "compute_for_ever" in caught.value.details

@@ -1,0 +1,36 @@
+"""Workers for tests of what the launcher makes of them."""
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from nemo_rl_lite.observability import progress
+
+
+class Quiet:
+    """Does nothing, and says so."""
+
+    def answer(self) -> str:
+        return "here"
+
+
+class Rank:
+    """One of several that meet in a collective."""
+
+    def __init__(self, rank: int, size: int, port: int, timeout_s: float):
+        self._rank = rank
+        address = f"tcp://127.0.0.1:{port}"
+        limit = timedelta(seconds=timeout_s)
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=limit)
+
+    def meet(self, late: int, seconds: float) -> None:
+        """All but `late` wait for it."""
+        progress.note(step=3, micro_batch=2)
+        if self._rank == late:
+            compute_for_ever(seconds)
+        dist.barrier()
+
+
+def compute_for_ever(seconds: float) -> None:
+    time.sleep(seconds)
