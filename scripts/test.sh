@@ -8,4 +8,5 @@ ruff check .
 ruff format --check .
 pyrefly check
 if (($#)); then exec pytest "$@"; fi
-exec pytest
+# Two files at a time: starting processes is what most tests wait for.
+exec pytest -n 2 --dist loadfile

@@ -61,21 +61,16 @@ class RemotePolicy:
         return {name: value / (1 if name.endswith(extremes) else len(steps)) for name, value in totals.items()}
 
     def begin_save(self, folder: str) -> None:
-        wait(self.group.call("begin_save", folder, phase="checkpoint"))
+        self._checkpoint("begin_save", folder)
 
     def save_is_written(self) -> bool:
         return all(wait(self.group.call("save_is_written", phase="checkpoint")))
 
     def finish_save(self) -> None:
-        try:
-            wait(self.group.call("finish_save", phase="checkpoint"))
-        except WorkerError as error:
-            if error.raised == CheckpointError.__name__:
-                raise CheckpointError(error.cause) from error
-            raise
+        self._checkpoint("finish_save")
 
     def load(self, folder: str) -> None:
-        wait(self.group.call("load", folder, phase="resume"))
+        self._checkpoint("load", folder)
 
     def export_hf(self, path: str) -> None:
         wait(self.group.call("export_hf", path))
@@ -91,6 +86,14 @@ class RemotePolicy:
 
     def take_moves(self) -> dict[str, Move]:
         return combine_moves(wait(self.group.call("take_moves")))
+
+    def _checkpoint(self, method: str, *arguments: str) -> None:
+        try:
+            wait(self.group.call(method, *arguments, phase="checkpoint"))
+        except WorkerError as error:
+            if error.raised == CheckpointError.__name__:
+                raise CheckpointError(error.cause.removeprefix(f"{error.raised}: ")) from error
+            raise
 
     def _score(self, method: str, tokens_BT: Tensor, lengths_B: Tensor, *more: str) -> Tensor:
         """Any number of rows: copies of the last fill up the replicas and are left out of the result."""

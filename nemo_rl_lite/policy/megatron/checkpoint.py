@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_rl_lite.checkpoint.trust import reading_only
 from nemo_rl_lite.errors import CheckpointError
@@ -33,17 +34,23 @@ class PolicyState:
 
         Raises:
             RuntimeError: the save before was not finished.
+            CheckpointError: megatron-core cannot save this model or optimizer, or not to this folder.
         """
         from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.core import CheckpointingException
         from megatron.core.dist_checkpointing.strategies import filesystem_async
 
         if self._writing is not None:
             raise RuntimeError("finish_save comes before the next begin_save")
         # megatron-core would start a process to hand results over; here a thread of this process writes.
         filesystem_async._results_queue = queue.Queue()  # pyrefly: ignore[bad-assignment]
-        request = dist_checkpointing.save(
-            self._sharded(is_loading=False), str(folder), async_sharded_save=True, async_strategy="mcore"
-        )
+        try:
+            request = dist_checkpointing.save(
+                self._sharded(is_loading=False), str(folder), async_sharded_save=True, async_strategy="mcore"
+            )
+        # What it cannot save it says by an assertion, on all ranks alike.
+        except (AssertionError, NotImplementedError, OSError, CheckpointException, CheckpointingException) as error:
+            raise CheckpointError(_cause(error)) from error
         self._writing = _Writing(request)
 
     def is_written(self) -> bool:
@@ -133,7 +140,6 @@ def _first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
 def _read(sharded: dict[str, Any], folder: Path) -> Any:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
-    from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         with reading_only(folder):
@@ -157,8 +163,6 @@ class _Writing:
         self.thread.start()
 
     def finish(self) -> None:
-        from torch.distributed.checkpoint.api import CheckpointException
-
         self.thread.join()
         try:
             for finalize in self._finalize:
