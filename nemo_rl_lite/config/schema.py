@@ -318,7 +318,8 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class Config:
-    run_name: str
+    # Part of a path: no folder of somebody else's.
+    run_name: Annotated[str, Field(pattern=r"^[^./\\\s][^/\\]*$")]
     algorithm: Annotated[GRPOConfig | SFTConfig | DPOConfig, Field(discriminator="name")]
     policy: PolicyConfig
     generation: GenerationConfig

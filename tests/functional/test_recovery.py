@@ -95,6 +95,19 @@ def test_a_preempted_run_goes_on(tmp_path, model_folder):
     assert "going on after step 2" in output and "algorithm.max_num_steps: 7 -> 3" in output
     assert sorted(path.name for path in (folder / "checkpoints").glob("step-*")) == ["step-00000002", "step-00000003"]
 
+    # Its newest checkpoint is what the run itself has exported.
+    done = subprocess.run(
+        [sys.executable, "-m", "nemo_rl_lite.export", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"step 3 -> \S+; transformers' logprobs differ by \d", done.stdout)
+    own, expected = (load_file(folder / name / "model.safetensors") for name in ("hf-step-00000003", "hf"))
+    assert all(torch.equal(own[name], expected[name]) for name in expected)
+
 
 @pytest.mark.parametrize(("options", "write"), [(SFT, write_data), (DPO, write_pairs)], ids=["sft", "dpo"])
 def test_half_and_half_is_the_whole(tmp_path, model_folder, options, write):

@@ -1,0 +1,48 @@
+"""Checkpoints of a policy on a GPU: Transformer Engine's optimizer, one on the CPU, moved states, adapters."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.functional.conftest import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+SCRIPT = Path(__file__).parents[1] / "functional" / "checkpoint_rank.py"
+GPU = ["policy=megatron_gpu", "cluster.gpus_per_node=1", "policy.sequence_length_round=16"]
+SETTINGS = {
+    "fused": [],
+    "moved": ["offload=pinned"],
+    "cpu optimizer": ["offload=cpu_optimizer"],
+    "lora": ["policy.megatron_cfg.peft.enabled=true"],
+}
+CASES = {name: [[*GPU, *own], None] for name, own in SETTINGS.items()}
+CASES |= {f"{name} again": [[*GPU, *own], name] for name, own in SETTINGS.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, gpu_model):
+    output = tmp_path_factory.mktemp("checkpoints")
+    run_ranks(SCRIPT, [str(gpu_model), str(output), json.dumps(CASES)], ranks=1, timeout_s=500)
+    return output
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_it_goes_on_as_it_would_have(folder, case):
+    """Up to what attention's backward pass on a GPU adds up in one order or another."""
+    first, second = (json.loads((folder / f"{name}.json").read_text())[0]["steps"] for name in (case, f"{case} again"))
+    for one, other in zip(first, second, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=2e-3)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-2)
+    own, expected = (load_file(folder / f"{name}.hf" / "model.safetensors") for name in (f"{case} again", case))
+    assert all(torch.allclose(own[name], expected[name], atol=2e-3, rtol=2e-2) for name in expected)
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_a_skipped_step_and_a_full_disk_change_nothing(folder, case):
+    (own,) = json.loads((folder / f"{case}.json").read_text())
+    assert own["after a skipped step"] == {"same": True, "counted": True}
+    assert "File too large" in own["a full disk"]
