@@ -77,7 +77,8 @@ class RefitError(LauncherError):
 class WorkerError(LauncherError):
     """A worker raised or died. `cause` is one line; the worker's traceback is in `details`.
 
-    `lost`: its process is gone, so that a new one may do better; `raised`: the class of what it raised otherwise.
+    `lost`: its process is gone, so that a new one may do better; `raised`: the class of what it raised otherwise;
+    `others_go_on`: some workers have neither finished nor failed.
     """
 
     exit_status = 3
@@ -86,5 +87,5 @@ class WorkerError(LauncherError):
         self, worker: str, phase: str, cause: str, details: str = "", lost: bool = False, raised: str | None = None
     ):
         self.worker, self.phase, self.cause, self.details = worker, phase, cause, details
-        self.lost, self.raised = lost, raised
+        self.lost, self.raised, self.others_go_on = lost, raised, False
         super().__init__(f"worker error: {worker} failed in phase '{phase}': {cause}")

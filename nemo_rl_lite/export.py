@@ -38,6 +38,8 @@ def export(run: Path, target: Path | None) -> Path:
     found = locate(run)
     if found is None:
         raise CheckpointError(f"{run} has no complete checkpoint: name a run's folder, or one in its checkpoints/")
+    if target is not None and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} is there already, and is not empty: name another folder, or remove it")
     target = target or found.path.parents[1] / f"hf-{found.path.name}"
     config = restore(json.dumps(_saved_config(found)))
     import transformers

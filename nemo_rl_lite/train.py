@@ -20,7 +20,7 @@ from nemo_rl_lite.config.compose import compose_config, resolve
 from nemo_rl_lite.config.keys import CONFIG_NAME, config_dir
 from nemo_rl_lite.config.overrides import check_overrides
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.errors import ConfigError, LauncherError, Violation, WorkerError
+from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
 
 if TYPE_CHECKING:
     from nemo_rl_lite.observability.report import Summary
@@ -123,6 +123,7 @@ def run(config: Config, folder: Path, arguments: Sequence[str]) -> "Summary":
 
     console = RunConsole()
     whole_config = dataclasses.asdict(config)
+    find_start(config, whole_config, folder)
     _open_folder(folder, whole_config, arguments)
     job, restarts = None, 0
     while True:
@@ -184,9 +185,11 @@ def _guarded(config: Config, folder: Path, arguments: Sequence[str]) -> "Summary
         fail(error, f"its traceback: {folder / 'error.txt'}", f"its log: {folder / 'logs'}")
     except LauncherError as error:
         fail(error)
-    except KeyboardInterrupt:
-        sys.stderr.write(f"\ninterrupted; what was done so far is in {folder}\n")
-        sys.exit(INTERRUPTED)
+    except KeyboardInterrupt as interrupt:
+        # The name of a signal that asks to end, of Ctrl-C nothing.
+        asked = bool(interrupt.args) and config.checkpoint.save_period > 0
+        sys.stderr.write(f"\ninterrupted; what was done so far is in {folder}; the same command goes on from there\n")
+        sys.exit(RunStopped.exit_status if asked else INTERRUPTED)
 
 
 def fail(error: LauncherError, *more: str) -> NoReturn:

@@ -59,7 +59,7 @@ class Steps:
                 if times.due(step, total):
                     self.checkpoints.measured(step, validate(step))
                 self.checkpoints.settle()
-                reason = self.stopping.after_step() if self.checkpoints.enabled else None
+                reason = self.stopping.after_step(self.checkpoints.longest_save_s) if self.checkpoints.enabled else None
                 if reason and step < total:
                     prepare_to_save()
                     self.checkpoints.save(step)
@@ -75,8 +75,8 @@ class Steps:
     def _count_skipped(self) -> None:
         _, skipped = self.metrics.series("train/skipped_steps")
         recent = skipped[-self.max_skipped :]
-        if len(recent) == self.max_skipped and all(recent):
+        if len(recent) == self.max_skipped and all(share == 1 for share in recent):
             raise TrainingError(
-                f"{self.max_skipped} steps in a row had gradients that are not finite and were left out "
+                f"{self.max_skipped} steps in a row had no finite gradients and were left out "
                 "(policy.max_skipped_steps): try a smaller learning rate, or look at the samples of these steps"
             )

@@ -1,6 +1,7 @@
 """A run's checkpoints while it trains: written when they are due, beside the training."""
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -37,12 +38,16 @@ class Checkpoints:
         asynchronous: bool,
         record: Mapping[str, Any],
         say: Callable[[str], None],
+        saved: int | None = None,
     ):
-        """`record` is kept with every checkpoint: what the run is, for whoever goes on from there."""
+        """`record` is kept with every checkpoint: what the run is, for whoever goes on from there. `saved`: the step
+        that the run goes on from."""
         self.store, self._policy, self._period, self._asynchronous = store, policy, period, asynchronous
         self._record, self._say = dict(record), say
         self._writing: int | None = None
-        self._saved: int | None = None
+        self._saved = saved
+        self._begun_s = 0.0
+        self.longest_save_s = 0.0
         self._failure: CheckpointError | None = None
         self._measured: tuple[int, dict[str, float]] = (-1, {})
 
@@ -61,7 +66,7 @@ class Checkpoints:
         if not self._period or step == self._saved:
             return
         self._finish_writing()
-        self._saved, self._failure = step, None
+        self._saved, self._failure, self._begun_s = step, None, time.monotonic()
         try:
             folder = self.store.begin(step) / POLICY
             folder.mkdir()
@@ -76,8 +81,11 @@ class Checkpoints:
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
         """What the validation after `step` found: the best checkpoints are kept by it."""
         self._measured = (step, dict(metrics))
-        if step != self._writing:
-            self.store.measured(step, metrics)
+        try:
+            if step != self._writing:
+                self.store.measured(step, metrics)
+        except CheckpointError as error:
+            self._say(f"warning: {error}")
 
     def settle(self) -> None:
         """Complete what is written by now, without waiting for more."""
@@ -102,6 +110,7 @@ class Checkpoints:
             self._policy.finish_save()
             measured_at, metrics = self._measured
             saved = self.store.finish(step, metrics if measured_at == step else {}, self._record)
+            self.longest_save_s = max(self.longest_save_s, time.monotonic() - self._begun_s)
             log.info("checkpoint of step %d: %s", step, saved.path)
         except CheckpointError as error:
             self._fail(step, error)

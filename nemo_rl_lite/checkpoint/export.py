@@ -32,5 +32,5 @@ def write_hf_folder(
         save_torch_state_dict({name: tensor.detach().clone().contiguous() for name, tensor in weights}, folder)
         check(folder)
         if target.exists():
-            shutil.rmtree(target)
+            target.rename(Path(unfinished) / "replaced")
         folder.rename(target)

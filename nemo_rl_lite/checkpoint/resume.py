@@ -40,11 +40,11 @@ def find_start(config: Config, whole_config: Mapping[str, Any], run_folder: Path
     the beginning.
 
     Raises:
-        ConfigError: there is no checkpoint at `checkpoint.resume_from`, or it is of another kind of training.
+        ConfigError: it is of another kind of training.
     """
     found = checkpoint_store(config, run_folder).latest()
     if found is None and config.checkpoint.resume_from is not None:
-        found = _named(config.checkpoint.resume_from)
+        found = locate(Path(config.checkpoint.resume_from))
     if found is None:
         return Start()
     before, now = dict(_leaves(found.record.get("config", {}))), dict(_leaves(whole_config))
@@ -62,16 +62,8 @@ def find_start(config: Config, whole_config: Mapping[str, Any], run_folder: Path
 
 def locate(path: Path) -> Checkpoint | None:
     """The checkpoint in a folder, or the newest of the run in it."""
+    path = path.expanduser().resolve()
     return load(path) or CheckpointStore(path / CHECKPOINTS, Retention(1, 0, None, True)).latest()
-
-
-def _named(name: str) -> Checkpoint:
-    found = locate(Path(name).expanduser().resolve())
-    if found is None:
-        rule = "has no complete checkpoint"
-        fix = "the folder of a run, or of one checkpoint (.../checkpoints/step-00000010)"
-        raise ConfigError([Violation("checkpoint.resume_from", name, rule, fix)])
-    return found
 
 
 def _is_within(key: str, sections: tuple[str, ...]) -> bool:

@@ -31,13 +31,13 @@ class Stopping:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def after_step(self) -> str | None:
-        """To be asked once a step, after everything that belongs to it."""
+    def after_step(self, save_s: float = 0.0) -> str | None:
+        """To be asked once a step, after everything that belongs to it. `save_s`: seconds that a save takes."""
         now = time.monotonic()
         self._longest_s, self._step_started = max(self._longest_s, now - self._step_started), now
         if self._signal is not None:
             return f"{self._signal.name} was received"
-        if self._limit_s is not None and self._elapsed_s() + self._longest_s > self._limit_s:
+        if self._limit_s is not None and self._elapsed_s() + self._longest_s + save_s > self._limit_s:
             return f"another step could end after checkpoint.must_save_by = {self._limit_s:g} s"
         return None
 

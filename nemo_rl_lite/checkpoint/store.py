@@ -6,6 +6,7 @@ until the new one is complete.
 """
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -15,7 +16,9 @@ from typing import Any
 
 from nemo_rl_lite.errors import CheckpointError
 
-RECORD, LATEST, _PREFIX = "checkpoint.json", "latest", "step-"
+log = logging.getLogger(__name__)
+
+RECORD, LATEST, _PREFIX, _REPLACED = "checkpoint.json", "latest", "step-", ".replaced-"
 
 
 @dataclass(frozen=True)
@@ -69,18 +72,33 @@ class CheckpointStore:
             _write_record(unfinished, Checkpoint(target, step, dict(metrics), dict(record)))
             for path in [*unfinished.rglob("*"), unfinished]:
                 _to_disk(path)
-            replaced = target.with_name(f".replaced-{target.name}")
+            replaced = self.folder / f"{_REPLACED}{target.name}"
             if target.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
                 target.rename(replaced)
             unfinished.rename(target)
-            shutil.rmtree(replaced, ignore_errors=True)
-            self._point_to(target)
             _to_disk(self.folder)
         except OSError as error:
             raise CheckpointError(f"the checkpoint of step {step} did not get to {self.folder}: {error}") from error
-        self._prune()
+        try:
+            shutil.rmtree(replaced, ignore_errors=True)
+            self._point_to(target)
+            self._prune()
+        except OSError as error:
+            log.warning("the checkpoint of step %d is there, but not everything about it: %s", step, error)
         return Checkpoint(target, step, dict(metrics), dict(record))
+
+    def tidy(self) -> None:
+        """Remove what a run that was killed has left unfinished; one that was being replaced comes back where the new
+        one is not there."""
+        for replaced in self.folder.glob(f"{_REPLACED}{_PREFIX}*"):
+            target = self.folder / replaced.name.removeprefix(_REPLACED)
+            if load(target) is None and load(replaced) is not None:
+                shutil.rmtree(target, ignore_errors=True)
+                replaced.rename(target)
+            shutil.rmtree(replaced, ignore_errors=True)
+        for unfinished in self.folder.glob(f".{_PREFIX}*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep what was measured at the checkpoint of `step`; nothing where there is none."""

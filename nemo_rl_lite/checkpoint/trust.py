@@ -15,14 +15,25 @@ from nemo_rl_lite.errors import CheckpointError
 INDEX_FILE = ".metadata"
 # torch.distributed.checkpoint reads what is no tensor with weights_only=False; this overrules it.
 _TENSORS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_METADATA = "torch.distributed.checkpoint.metadata"
+_RECORDS = (
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
 _NAMES = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("collections", "OrderedDict"),
     ("pathlib", "PosixPath"),
+    *((_METADATA, name) for name in _RECORDS),
 }
-_RECORDS = "torch.distributed.checkpoint.metadata"
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -52,6 +63,6 @@ def reading_only(folder: Path) -> Iterator[None]:
 class _IndexOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_constant = module == "torch" and isinstance(getattr(torch, name, None), _CONSTANTS)
-        if is_constant or (module, name) in _NAMES or (module == _RECORDS and "." not in name):
+        if is_constant or (module, name) in _NAMES:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}")

@@ -2,6 +2,7 @@
 
 import faulthandler
 import json
+import logging
 import sys
 import threading
 import time
@@ -14,6 +15,8 @@ import ray
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from nemo_rl_lite.observability import progress
+
+log = logging.getLogger(__name__)
 
 BEAT_S = 2.0
 # Without a beat for so long, a process is held up as a whole.
@@ -76,7 +79,10 @@ class Heartbeat:
     def _beat(self) -> None:
         while True:
             beat = Beat(self._worker, self._phase, self._since, time.time(), progress.latest(), _main_stack())
-            _internal_kv_put(_key(self._worker), json.dumps(asdict(beat)).encode(), overwrite=True)
+            try:
+                _internal_kv_put(_key(self._worker), json.dumps(asdict(beat)).encode(), overwrite=True)
+            except Exception as error:  # whatever it is: the next beat may get through
+                log.debug("a heartbeat did not get through: %s", error)
             time.sleep(BEAT_S)
 
 

@@ -19,6 +19,7 @@ from nemo_rl_lite.config.sizes import (
     sequences_per_optimizer_step,
     sequences_together,
 )
+from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.generation.remote import ENGINE_CLASSES, RemoteGeneration
 from nemo_rl_lite.generation.vllm import worker as vllm_worker
 from nemo_rl_lite.observability.timer import Timer, seconds_since_command
@@ -154,8 +155,15 @@ def _ready_policy(reserved: Reserved, saved: Path | None) -> RemotePolicy:
     policy = RemotePolicy(reserved.policy, sequences_per_optimizer_step(reserved.config))
     if saved is not None:
         with reserved.setup("resume"):
-            policy.load(str(saved))
+            _load(policy, saved)
     return policy
+
+
+def _load(policy: RemotePolicy, saved: Path) -> None:
+    try:
+        policy.load(str(saved))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}\nTo go on from the checkpoint before it, remove {saved.parent}") from error
 
 
 def _policy_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:

@@ -1,8 +1,8 @@
-"""An engine that dies while it generates is started anew, gets the policy's weights, and generates again."""
+"""An engine that dies is started anew, gets the policy's weights, and does again what it was asked for."""
 
-import logging
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from nemo_rl_lite.cluster.weight_sync import WeightSync
 from nemo_rl_lite.cluster.workers import WorkerGroup
@@ -10,14 +10,15 @@ from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.generation.remote import RemoteGeneration
 
-log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class RecoveringGeneration:
-    """`Generation` whose engines may die while they generate, `max_restarts` times in a run.
+    """`Generation`, and refits of it, whose engines may die `max_restarts` times until the run itself starts again.
 
-    All prompts of the call are generated again, by every engine with the seed that it had: the result is the same as if
-    nothing had happened. An engine that dies in any other phase is an error.
+    All prompts of a call are generated again, by every engine with the seed that it had: the result is the same as if
+    nothing had happened. Where an engine cannot be started beside what is on its device now, the loss is an error, as
+    that of any other worker.
     """
 
     def __init__(
@@ -33,23 +34,38 @@ class RecoveringGeneration:
         self._left, self._say = max_restarts, say
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
-        while True:
-            try:
-                return self._generation.generate(prompts, sampling)
-            except WorkerError as error:
-                if not error.lost or not self._left:
-                    raise
-                self._left -= 1
-                self._recover(error)
+        return self._persist(lambda: self._generation.generate(prompts, sampling), needs_weights=True)
 
     def finish_generation(self) -> dict[str, float]:
-        return self._generation.finish_generation()
+        return self._persist(self._generation.finish_generation, needs_weights=True)
 
-    def _recover(self, error: WorkerError) -> None:
+    def refit(self) -> dict[str, float]:
+        """See `WeightSync.refit`."""
+        return self._persist(self._weights.refit, needs_weights=False)
+
+    def _persist(self, call: Callable[[], Result], needs_weights: bool) -> Result:
+        while True:
+            try:
+                return call()
+            except WorkerError as error:
+                # The lost one may be of the policy.
+                lost = self._generation.group.lost() if error.lost and self._left else []
+                if not lost:
+                    raise
+                self._left -= 1
+                self._recover(lost, error)
+            if needs_weights:
+                self.refit()
+
+    def _recover(self, lost: list[int], error: WorkerError) -> None:
         started = time.monotonic()
         self._say(f"{error}; it is started anew ({self._left} more of cluster.max_restarts)")
-        group = self._generation.group
-        self._start(group.replace(group.lost()))
-        self._weights.connect()
-        self._weights.refit()
-        self._say(f"it is back after {time.monotonic() - started:.1f} s, and its prompts are generated again")
+        try:
+            self._start(self._generation.group.replace(lost))
+            # Asleep like before any refit, where they share the policy's device.
+            self._generation.finish_generation()
+            self._weights.connect()
+        except WorkerError as failure:
+            self._say(f"that failed: {failure}")
+            raise error from failure
+        self._say(f"it is back after {time.monotonic() - started:.1f} s")

@@ -9,6 +9,8 @@ from types import FrameType
 
 import ray
 
+from nemo_rl_lite.checkpoint.stopping import SIGNALS
+
 # Seen by every process that Ray starts. No usage report, no hub, no forked tokenizer threads.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -23,9 +25,9 @@ ENVIRONMENT = {
 def ray_runtime() -> Iterator[None]:
     """Ray on this machine (or the cluster that RAY_ADDRESS names) for the time of the block.
 
-    SIGTERM ends the block like Ctrl-C does, so that no worker outlives the run.
+    SIGTERM and SIGUSR1 end the block like Ctrl-C does, so that no worker outlives the run.
     """
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    previous = {number: signal.signal(number, _interrupt) for number in SIGNALS}
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name.startswith("RAY_")})
     try:
         ray.init(
@@ -42,10 +44,10 @@ def ray_runtime() -> Iterator[None]:
         yield
     finally:
         # A second, impatient Ctrl-C must not leave half of Ray behind.
-        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (*SIGNALS, signal.SIGINT)}
         ray.shutdown()
-        signal.signal(signal.SIGINT, handlers[signal.SIGINT])
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in (handlers | previous).items():
+            signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -20,10 +20,11 @@ def hang(workers: Sequence[str], phase: str, cause: str) -> WorkerError:
 
 
 def laggards(beats: Sequence[Beat], now: float) -> list[str]:
-    """Those that the others seem to wait for: silent ones, or else those that are not waiting in a collective, or else
-    those that have done least."""
+    """Those that the others seem to wait for: silent ones, or else those that have done least, or else, of equals,
+    those that are not waiting in one of torch's collectives. On GPUs a rank mostly waits where it reads a result, so
+    equals are all named."""
     silent = [beat for beat in beats if beat.is_silent(now)]
-    busy = [beat for beat in beats if not beat.waits_for_others]
     least = min((beat.done for beat in beats), default=())
     behind = [beat for beat in beats if beat.done == least]
+    busy = [beat for beat in behind if not beat.waits_for_others]
     return [beat.worker for beat in silent or busy or behind]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from torch.distributed import DistError
 
 from nemo_rl_lite.cluster.host import Host
@@ -18,6 +18,8 @@ from nemo_rl_lite.errors import RefitError, WorkerError
 
 # After a first failure, so many seconds for others to show: the worker that fails first is often not the one to blame.
 GRACE_S = 2.0
+# After one whose peer is gone: until Ray knows of a process or a node that has died.
+DEATH_S = 15.0
 _LOST_TOUCH = 2
 _COMMUNICATION = re.compile(r"connection (closed|reset)|gloo|nccl|timed out waiting", re.IGNORECASE)
 
@@ -65,8 +67,9 @@ class WorkerGroup:
         return len(self.places)
 
     def lost(self) -> list[int]:
-        """Ranks whose processes are gone. Waits for what the others are doing."""
-        return [rank for rank, place in enumerate(self.places) if not all(map(_is_there, place))]
+        """Ranks whose processes are gone. Waits for what the others are doing, at most as long as a call may take."""
+        places = enumerate(self.places)
+        return [rank for rank, place in places if not all(_is_there(process, self._limit_s) for process in place)]
 
     def replace(self, ranks: Sequence[int]) -> "WorkerGroup":
         """Start new, empty processes for these ranks, where the old ones were; a group of them alone."""
@@ -101,12 +104,12 @@ class WorkerGroup:
 
     def gpus(self, timeout_s: float) -> list[list[str]]:
         """Each worker's GPUs, those that are held for it included, as CUDA_VISIBLE_DEVICES names them."""
-        seats = [(rank, seat) for rank, place in enumerate(self.places) for seat in place]
-        names = tuple(f"{self.name} rank {rank}" for rank, _ in seats)
+        seats = [(index, seat) for index, place in enumerate(self.places) for seat in place]
+        names = tuple(f"{self.name} rank {self._ranks[index]}" for index, _ in seats)
         named = wait(Call(names, "start", tuple(seat.gpus.remote() for _, seat in seats)), timeout_s=timeout_s)
         gpus: list[list[str]] = [[] for _ in self.places]
-        for (rank, _), own in zip(seats, named, strict=True):
-            gpus[rank] += own
+        for (index, _), own in zip(seats, named, strict=True):
+            gpus[index] += own
         return gpus
 
     def call(self, method: str, *arguments: Any, phase: str = "") -> Call:
@@ -132,9 +135,11 @@ class WorkerGroup:
         return Call(tuple(f"{self.name} rank {rank}" for rank in self._ranks), phase, tuple(references), limit_s)
 
 
-def _is_there(process: Any) -> bool:
+def _is_there(process: Any, limit_s: float | None) -> bool:
     try:
-        return ray.get(process.is_there.remote())
+        return ray.get(process.is_there.remote(), timeout=limit_s)
+    except GetTimeoutError:
+        return True
     except RayActorError:
         return False
 
@@ -174,11 +179,13 @@ def wait(*calls: Call, timeout_s: float | None = None) -> list[Any]:
                 results[reference] = outcome
                 continue
             failures.append(outcome)
-            if len(failures) == 1:
-                deadline = time.monotonic() + GRACE_S
+            only_lost_touch = all(failure.distance == _LOST_TOUCH for failure in failures)
+            if len(failures) == 1 or not only_lost_touch:
+                deadline = time.monotonic() + (DEATH_S if only_lost_touch else GRACE_S)
     waiting = [origin[reference][0] for reference in pending]
     if failures:
         nearest = min(failures, key=lambda failure: failure.distance)
+        nearest.error.others_go_on = bool(pending)
         if pending and nearest.distance == _LOST_TOUCH:
             raise hang(waiting, origin[pending[0]][1], f"it goes on, and {nearest.error}") from nearest.error
         raise nearest.error

@@ -53,7 +53,7 @@ class GRPOJob:
             config=config.grpo,
             policy=workers.policy,
             generation=workers.generation,
-            refit=workers.weights.refit,
+            refit=workers.generation.refit,
             check_refit=workers.weights.check,
             collector=RolloutCollector(workers.generation, self._tokenizer, self._judge, max_length, turns),
             sampling=Sampling.of(config.generation, self._tokenizer.end_token),

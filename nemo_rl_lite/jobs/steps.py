@@ -19,13 +19,16 @@ def make_steps(
 ) -> Steps:
     """The steps of a run in `folder` after `start`."""
     options = config.checkpoint
+    store = checkpoint_store(config, folder)
+    store.tidy()
     checkpoints = Checkpoints(
-        checkpoint_store(config, folder),
+        store,
         policy,
         options.save_period,
         options.async_save,
         {"config": dataclasses.asdict(config)},
         console.say,
+        saved=start.steps or None,
     )
     stopping = Stopping(seconds(options.must_save_by), seconds_since_command, console.say)
     return Steps(start.steps, checkpoints, stopping, metrics, config.policy.max_skipped_steps)

@@ -1,6 +1,7 @@
 """Where metrics go: a JSON-lines file always, TensorBoard and W&B where the configuration asks for them."""
 
 import json
+import logging
 import math
 import secrets
 import time
@@ -11,6 +12,8 @@ from typing import Any, Protocol
 from nemo_rl_lite.config.schema import LoggerConfig
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.observability.history import rewind
+
+log = logging.getLogger(__name__)
 
 METRICS_FILE, WANDB_ID_FILE = "metrics.jsonl", "wandb-run-id.txt"
 # What metrics' names begin with.
@@ -35,17 +38,21 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One line a call: `{"step": ..., "time": ..., name: value, ...}`, on disk when `log` returns."""
+    """One line a call: `{"step": ..., "time": ..., name: value, ...}`, with the file system when `log` returns. Where
+    that is full, lines wait for the next call."""
 
     def __init__(self, path: Path):
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Metrics) -> None:
         # JSON has no NaN: what is not a number is null.
         numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        json.dump({"step": step, "time": time.time(), **numbers}, self._file)
-        self._file.write("\n")
-        self._file.flush()
+        line = json.dumps({"step": step, "time": time.time(), **numbers})
+        try:
+            self._file.write(f"{line}\n")
+            self._file.flush()
+        except OSError as error:
+            log.warning("metrics of step %d cannot be written to %s now: %s", step, self._path, error)
 
     def close(self) -> None:
         self._file.close()
@@ -56,7 +63,7 @@ class TensorBoard:
         """Steps after `done` that are there already are taken again, and no longer shown."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=done + 1 if done else None)
+        self._writer = SummaryWriter(str(folder), purge_step=done + 1)
 
     def log(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():

@@ -91,7 +91,8 @@ class RemotePolicy:
         try:
             wait(self.group.call(method, *arguments, phase="checkpoint"))
         except WorkerError as error:
-            if error.raised == CheckpointError.__name__:
+            # Where some ranks go on, in a collective that will not end, they are no longer in step.
+            if error.raised == CheckpointError.__name__ and not error.others_go_on:
                 raise CheckpointError(error.cause.removeprefix(f"{error.raised}: ")) from error
             raise
 

@@ -80,7 +80,7 @@ def largest_share(preset: str) -> float:
 
 def peak(preset: str, layers: int, share: float | None = None) -> int:
     """Predicted bytes of the fullest phase."""
-    overrides = [*settings(preset, layers), "policy.model_name=a/model"]
+    overrides = [*settings(preset, layers), "policy.model_name=a/model", "checkpoint.save_period=0"]
     overrides += [f"generation.vllm_cfg.gpu_memory_utilization={share}"] if share else []
     config = compose_config(overrides)
     return max(phase.device for phase in totals(predict(config, shape_of(layers), GPU_BYTES)).values())

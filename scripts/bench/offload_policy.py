@@ -33,7 +33,7 @@ COMMON = [
     "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
     "cluster.collective_timeout_s=120",
 ]
-GPU = ["policy=megatron_gpu", "generation=vllm_gpu", "cluster.gpus_per_node=1"]
+GPU = ["policy=megatron_gpu", "generation=vllm_gpu", "cluster.gpus_per_node=1", "checkpoint.save_period=0"]
 PACKED = [f"policy.sequence_packing.{phase}_mb_tokens=8192" for phase in ("train", "logprob")]
 LOGPROB = "policy.offload_optimizer_states_for_logprob=true"
 OPTIMIZER, ACTIVATIONS = "policy.megatron_cfg.optimizer", "policy.megatron_cfg"

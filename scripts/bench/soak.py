@@ -1,8 +1,9 @@
 """A long run in which processes are killed at random, against the same run undisturbed: soak.py [STEPS] [FOLDER]
 
-Every twenty steps one of generation engine, policy rank and launcher (in turn) is killed with SIGKILL at a random
-moment of a step; the launcher is started again with the same command. On CPUs; both runs' weights must be equal in the
-end, bit for bit. Resident memory of every process is read after each step.
+Every twenty steps one of generation engine, policy rank and launcher (in turn) is killed with SIGKILL, at a random
+moment within a second after a step (a step takes less than half of that); the launcher is started again with the same
+command. On CPUs; both runs' weights must be equal in the end, bit for bit. Resident memory of every process is read
+after each step.
 """
 
 import os

@@ -135,7 +135,7 @@ def test_an_interrupted_run_leaves_no_process_behind(tmp_path, model_folder, tim
         run.wait_for("SIGTERM: the run ends after this step")
         run.process.send_signal(signal.SIGTERM)
     errors = run.end(within_s=45)
-    assert run.process.returncode == 130
+    assert run.process.returncode == (130 if times == 1 else 75)
     assert "interrupted" in errors and "Traceback" not in errors
     assert run.survivors() == []
     assert (tmp_path / "run" / "metrics.jsonl").stat().st_size > 0

@@ -67,14 +67,14 @@ def assert_same(one: Path, other: Path) -> None:
 def test_a_grpo_run_is_hit_by_everything(tmp_path, model_folder):
     alone, folder = tmp_path / "alone", tmp_path / "hit"
     train(alone, model_folder, *GRPO)
-    # An engine, in the step after: it comes back within the run. Then the launcher, which leaves all others behind.
+    # An engine, in the step after: it comes back within the run.
     status, output = hit(folder, model_folder, 1, "generation-0", signal.SIGKILL)
-    assert status == 0 and "generation rank 0 failed in phase 'generate': the process died" in output
-    assert "it is back after" in output
+    assert status == 0 and re.search(r"generation rank 0 failed in phase '\w+': the process died", output)
+    assert "it is back after" in output and "going on" not in output
     assert_same(folder, alone)
 
     folder = tmp_path / "hit again"
-    status, output = hit(folder, model_folder, 3, "launcher", signal.SIGKILL)
+    status, _ = hit(folder, model_folder, 3, "launcher", signal.SIGKILL)
     assert status == -signal.SIGKILL
     # The same command goes on; this time a policy rank dies, and the run starts itself again.
     status, output = hit(folder, model_folder, 5, "policy-0", signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Checkpoints of a policy on a GPU: Transformer Engine's optimizer, one on the CPU, moved states, adapters."""
+"""Checkpoints of a policy on a GPU: Transformer Engine's optimizer, moved states, adapters."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,6 @@ GPU = ["policy=megatron_gpu", "cluster.gpus_per_node=1", "policy.sequence_length
 SETTINGS = {
     "fused": [],
     "moved": ["offload=pinned"],
-    "cpu optimizer": ["offload=cpu_optimizer"],
     "lora": ["policy.megatron_cfg.peft.enabled=true"],
 }
 CASES = {name: [[*GPU, *own], None] for name, own in SETTINGS.items()}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -16,8 +17,12 @@ from nemo_rl_lite.policy.megatron.lora import is_adapter
 from nemo_rl_lite.policy.megatron.memory import torch_optimizers
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 
-# Optimizer states by parameter, so that any tensor, pipeline and data parallel size can read them.
-_RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
+# Optimizer states by parameter, so that any tensor, pipeline and data parallel size can read them. They are gathered in
+# the host memory of one rank of each data-parallel group, not on all of them.
+_RESHARDABLE = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+}
 
 
 class PolicyState:
@@ -42,6 +47,8 @@ class PolicyState:
 
         if self._writing is not None:
             raise RuntimeError("finish_save comes before the next begin_save")
+        self._require_everywhere(folder)
+        self._make_states()
         # megatron-core would start a process to hand results over; here a thread of this process writes.
         filesystem_async._results_queue = queue.Queue()  # pyrefly: ignore[bad-assignment]
         try:
@@ -51,7 +58,7 @@ class PolicyState:
         # What it cannot save it says by an assertion, on all ranks alike.
         except (AssertionError, NotImplementedError, OSError, CheckpointException, CheckpointingException) as error:
             raise CheckpointError(_cause(error)) from error
-        self._writing = _Writing(request)
+        self._writing = _Writing(request, self._live_storages())
 
     def is_written(self) -> bool:
         """Whether this rank has written what it has, or failed to."""
@@ -81,6 +88,7 @@ class PolicyState:
         self._scheduler.num_steps = 0
         self._scheduler.load_state_dict(state["scheduler"])
         self._separate_step_counts()
+        self._require_states()
 
     def load_weights(self, folder: Path) -> None:
         """Take the weights alone. Raises CheckpointError as `load` does."""
@@ -105,15 +113,43 @@ class PolicyState:
         optimizer = self._optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=_RESHARDABLE)
         return {**models, "optimizer": optimizer, "scheduler": self._scheduler.state_dict()}
 
+    def _require_everywhere(self, folder: Path) -> None:
+        """Raises CheckpointError on all ranks where one does not see the folder that the launcher has made."""
+        there = torch.tensor(folder.is_dir(), dtype=torch.int32, device=self._model.device)
+        dist.all_reduce(there, dist.ReduceOp.MIN)
+        if not there:
+            raise CheckpointError(f"{folder} is not on a file system that every node sees (hydra.run.dir)")
+
     def _make_states(self) -> None:
         """megatron-core can make those of its own optimizers before it reads them, not those of torch's."""
         for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
             part.init_state_fn = part.init_state_fn or _make_nothing
         for optimizer in torch_optimizers(self._optimizer):
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if not optimizer.state[parameter]:
-                        optimizer.state[parameter] = _first_state(optimizer, group, parameter)
+            # Of others, an empty state would count as had.
+            if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)):
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        if not optimizer.state.get(parameter):
+                            optimizer.state[parameter] = _first_state(optimizer, group, parameter)
+
+    def _require_states(self) -> None:
+        """Raises RuntimeError: an Adam would begin with moments of zero."""
+        for optimizer in torch_optimizers(self._optimizer):
+            if "Adam" in type(optimizer).__name__:
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                if any("exp_avg" not in optimizer.state.get(parameter, {}) for parameter in parameters):
+                    raise RuntimeError("megatron-core has read a checkpoint and left out optimizer states")
+
+    def _live_storages(self) -> set[int]:
+        """Addresses of the memory that training goes on in."""
+        states = [
+            value
+            for optimizer in torch_optimizers(self._optimizer)
+            for parameter, state in optimizer.state.items()
+            for value in (parameter, *state.values())
+        ]
+        tensors = [one for one in [*self._model.parameters(), *states] if isinstance(one, Tensor)]
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     def _separate_step_counts(self) -> None:
         """megatron-core gives all parameters one counter, which torch's Adam would raise once for each."""
@@ -151,13 +187,13 @@ def _read(sharded: dict[str, Any], folder: Path) -> Any:
 class _Writing:
     """A save on its way: a copy of the state, and the thread that writes it."""
 
-    def __init__(self, request: Any):
-        """`request`: megatron-core's AsyncRequest."""
+    def __init__(self, request: Any, live: set[int]):
+        """`request`: megatron-core's AsyncRequest. `live`: addresses of storages that will change."""
         self._finalize = request.finalize_fns
         work: Any = _nothing
         if request.async_fn is not None:
-            rank, buckets, results = request.async_fn_args
-            staged = [_staged(own, copy) for own, copy in zip(buckets, request.preload_fn(), strict=True)]
+            rank, _, results = request.async_fn_args
+            staged = [_staged(bucket, live) for bucket in request.preload_fn()]
             work = lambda: request.async_fn(rank, staged, results)  # noqa: E731
         self.thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self.thread.start()
@@ -181,9 +217,9 @@ def _nothing() -> None:
     """What a rank writes whose state others have."""
 
 
-def _staged(bucket: Any, copied: Any) -> Any:
-    """megatron-core's copy of a bucket (file, key, (bytes, tensors)) in host memory; it leaves tensors that are there
-    already as they are, and training would go on in them."""
-    file, key, (data, tensors) = copied
-    own = {tensor.data_ptr() for _, tensor in bucket[2][1]}
-    return file, key, (data, [(item, t.clone() if t.data_ptr() in own else t) for item, t in tensors])
+def _staged(bucket: Any, live: set[int]) -> Any:
+    """megatron-core's copy of a bucket (file, key, (bytes, tensors)) in host memory. What was there already it leaves
+    as it is, in the memory that training goes on in."""
+    file, key, (data, tensors) = bucket
+    own = [(item, t.clone() if t.untyped_storage().data_ptr() in live else t) for item, t in tensors]
+    return file, key, (data, own)

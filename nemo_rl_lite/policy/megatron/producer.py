@@ -60,6 +60,8 @@ class Producer:
         weights will lie in."""
         if self._plan is None or self._config is None:
             raise RuntimeError("open needs plan first")
+        # Those of a connection before, if there was one, make room first.
+        self.sender = self._staging = None
         self._store = refit_group.host_store(host, self._config.timeout_s)
         self._staging = ipc.new_staging(self._plan, self._model.device) if shared_device else None
         return self._store.port, self._staging[1] if self._staging else None

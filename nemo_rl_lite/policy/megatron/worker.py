@@ -217,7 +217,7 @@ class MegatronWorker:
         """Random numbers of a step, such as dropout's, are those of run and step alone, whatever came before; a replica
         has its own, and all ranks of a replica the same."""
         steps, replica = self._scheduler.num_steps, self._model.place.data_rank
-        progress.note(step=steps + 1, micro_batch=0)
+        progress.note(optimizer_step=steps + 1, micro_batch=0)
         torch.manual_seed((self._seed * 1_000_003 + steps) * 65_537 + replica)
 
     def _kept_reference(self) -> ReferenceWeights | WithoutAdapters:

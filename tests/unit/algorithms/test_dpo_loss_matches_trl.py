@@ -23,6 +23,8 @@ def dpo_config(**changes) -> DPOConfig:
         "val_at_start": False,
         "val_at_end": False,
         "max_val_samples": 1,
+        "val_metric": "val_loss",
+        "higher_is_better": False,
         "early_stop_patience": None,
         "preference_loss": "dpo",
         "reference_policy_kl_penalty": 0.1,

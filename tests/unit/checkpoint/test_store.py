@@ -112,3 +112,30 @@ def test_everything_is_brought_to_the_disk_before_it_is_renamed(tmp_path, monkey
     save(store, 1)
     before = order[: order.index("rename")]
     assert {"weights", RECORD, ".step-00000001"} <= set(before)
+
+
+def test_what_a_killed_run_left_is_tidied_up(tmp_path):
+    store = make(tmp_path, newest=1)
+    save(store, 3)
+    (store.begin(4) / "weights").write_text("half")
+    # Killed between the two renames of a step that is saved again.
+    (tmp_path / "step-00000003").rename(tmp_path / ".replaced-step-00000003")
+    assert store.latest() is None
+    store.tidy()
+    assert steps(store) == [3] and {path.name for path in tmp_path.iterdir()} == {"step-00000003", LATEST}
+
+
+def test_a_new_one_is_not_undone_by_the_one_it_replaced(tmp_path):
+    store = make(tmp_path)
+    save(store, 3)
+    (tmp_path / ".replaced-step-00000003").mkdir()
+    store.tidy()
+    assert steps(store) == [3] and not list(tmp_path.glob(".*"))
+
+
+def test_a_measurement_goes_to_its_checkpoint(tmp_path):
+    store = make(tmp_path)
+    save(store, 3)
+    store.measured(3, {"loss": 0.25})
+    store.measured(4, {"loss": 0.5})
+    assert [one.metrics for one in store.complete()] == [{"loss": 0.25}]

@@ -21,6 +21,8 @@ def beat(rank: int, stack=WORKING, at=NOW - 1, **counts) -> Beat:
         ([beat(0, WAITING), beat(1, WORKING), beat(2, WORKING, at=NOW - SILENT_S - 1)], [2]),
         ([beat(0, WAITING, step=3, micro_batch=5), beat(1, WAITING, step=3, micro_batch=4)], [1]),
         ([beat(0, WAITING, step=4, micro_batch=0), beat(1, WAITING, step=3, micro_batch=9)], [1]),
+        ([beat(0, WORKING, step=4, micro_batch=0), beat(1, WAITING, step=3, micro_batch=9)], [1]),
+        ([beat(0, WORKING, step=3, micro_batch=2), beat(1, WORKING, step=3, micro_batch=2)], [0, 1]),
         ([], []),
     ],
 )

@@ -32,7 +32,7 @@ def shown(monkeypatch, tmp_path):
         monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: host)
         output, log = io.StringIO(), Log()
         console = RunConsole(Console(file=output, width=100))
-        memory_plan.show_memory_plan(compose_config(overrides), tmp_path, console, log)
+        memory_plan.show_memory_plan(compose_config(overrides), tmp_path, console, log, step=0)
         return output.getvalue(), log.logged
 
     return show

@@ -12,7 +12,13 @@ from nemo_rl_lite.policy.megatron.model import MegatronModel
 from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
 
 GPU = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=transformers"]
-ON_HOST = [*GPU, "policy.max_total_sequence_length=64", "generation.max_new_tokens=16", "offload=cpu_optimizer"]
+ON_HOST = [
+    *GPU,
+    "policy.max_total_sequence_length=64",
+    "generation.max_new_tokens=16",
+    "offload=cpu_optimizer",
+    "checkpoint.save_period=0",
+]
 OPTIMIZER = "policy.megatron_cfg.optimizer"
 
 
