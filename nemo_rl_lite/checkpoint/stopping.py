@@ -1,6 +1,8 @@
 """A run that is asked to end: after the step that it is at, with a checkpoint."""
 
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,9 +15,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class Stopping:
     """Why the run should end now, if it should: a signal came, or its time would run out in the next step."""
 
-    def __init__(self, limit_s: float | None, elapsed_s: Callable[[], float], say: Callable[[str], None]):
+    def __init__(self, limit_s: float | None, elapsed_s: Callable[[], float]):
         """`limit_s`: seconds, as `elapsed_s` counts them, by which the run must have ended (None: whenever)."""
-        self._limit_s, self._elapsed_s, self._say = limit_s, elapsed_s, say
+        self._limit_s, self._elapsed_s = limit_s, elapsed_s
         self._signal: signal.Signals | None = None
         self._longest_s = 0.0
         self._step_started = time.monotonic()
@@ -45,7 +47,9 @@ class Stopping:
         if self._signal is not None:
             raise KeyboardInterrupt(signal.Signals(number).name)
         self._signal = signal.Signals(number)
-        self._say(f"{self._signal.name}: the run ends after this step, with a checkpoint; again to end it at once")
+        # Not through a stream or a logger, which may be what was interrupted.
+        message = f"{self._signal.name}: the run ends after this step, with a checkpoint; again to end it at once\n"
+        os.write(sys.stderr.fileno(), message.encode())
 
 
 def seconds(duration: str | int | None) -> float | None:

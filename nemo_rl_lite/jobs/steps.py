@@ -30,5 +30,5 @@ def make_steps(
         console.say,
         saved=start.steps or None,
     )
-    stopping = Stopping(seconds(options.must_save_by), seconds_since_command, console.say)
+    stopping = Stopping(seconds(options.must_save_by), seconds_since_command)
     return Steps(start.steps, checkpoints, stopping, metrics, config.policy.max_skipped_steps)

@@ -81,9 +81,8 @@ def save(worker: MegatronWorker, folder: Path) -> None:
 
 
 def fail_to_save(worker: MegatronWorker, folder: Path) -> str:
-    """What the error says where the last rank cannot write more than a little."""
-    is_last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
-    if is_last:
+    """What the error says where one rank cannot write more than a little."""
+    if os.environ["RANK"] == "0":
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     save(worker, folder)
     try:

@@ -44,4 +44,4 @@ def test_it_goes_on_as_it_would_have(folder, case):
 def test_a_skipped_step_and_a_full_disk_change_nothing(folder, case):
     (own,) = json.loads((folder / f"{case}.json").read_text())
     assert own["after a skipped step"] == {"same": True, "counted": True}
-    assert "File too large" in own["a full disk"]
+    assert "Worker failure" in own["a full disk"]

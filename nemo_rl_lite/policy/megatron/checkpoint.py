@@ -2,6 +2,8 @@
 has, and ranks of another layout read what they need."""
 
 import queue
+import re
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -58,7 +60,7 @@ class PolicyState:
         # What it cannot save it says by an assertion, on all ranks alike.
         except (AssertionError, NotImplementedError, OSError, CheckpointException, CheckpointingException) as error:
             raise CheckpointError(_cause(error)) from error
-        self._writing = _Writing(request, self._live_storages())
+        self._writing = _Writing(request, folder, self._live_storages())
 
     def is_written(self) -> bool:
         """Whether this rank has written what it has, or failed to."""
@@ -187,9 +189,9 @@ def _read(sharded: dict[str, Any], folder: Path) -> Any:
 class _Writing:
     """A save on its way: a copy of the state, and the thread that writes it."""
 
-    def __init__(self, request: Any, live: set[int]):
+    def __init__(self, request: Any, folder: Path, live: set[int]):
         """`request`: megatron-core's AsyncRequest. `live`: addresses of storages that will change."""
-        self._finalize = request.finalize_fns
+        self._finalize, self._folder = request.finalize_fns, folder
         work: Any = _nothing
         if request.async_fn is not None:
             rank, _, results = request.async_fn_args
@@ -204,13 +206,17 @@ class _Writing:
             for finalize in self._finalize:
                 finalize()
         except (CheckpointException, OSError) as error:
-            raise CheckpointError(_cause(error)) from error
+            free = shutil.disk_usage(self._folder).free / 2**30
+            raise CheckpointError(f"{_cause(error)} ({free:.1f} GiB are free there)") from error
 
 
 def _cause(error: BaseException) -> str:
     """In one line; torch's own has every rank's traceback."""
     lines = str(error).splitlines()
-    return "; ".join(line for line in lines if "Error" in line) or next(iter(lines), type(error).__name__)
+    named = [line.strip() for line in lines if re.match(r"\s*\w+Error: ", line)]
+    if isinstance(error, CheckpointException) and not error.failures:
+        return "another rank could not write its part"
+    return "; ".join(named) or next(iter(lines), "") or type(error).__name__
 
 
 def _nothing() -> None:

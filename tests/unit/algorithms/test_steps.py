@@ -29,7 +29,7 @@ class Policy:
 def steps(tmp_path):
     store = CheckpointStore(tmp_path, Retention(9, 0, "accuracy", True))
     checkpoints = Checkpoints(store, Policy(), 3, True, {}, print)
-    return Steps(0, checkpoints, Stopping(None, time.monotonic, print), MetricsLog([]), max_skipped=2)
+    return Steps(0, checkpoints, Stopping(None, time.monotonic), MetricsLog([]), max_skipped=2)
 
 
 def take(steps, total, times, during=lambda step: None):

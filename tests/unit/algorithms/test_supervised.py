@@ -87,7 +87,7 @@ def sft(validation=BATCH, steps_per_epoch=3, **changes) -> Supervised:
         validation=validation,
         metrics=metrics,
         console=RunConsole(),
-        steps=Steps(0, checkpoints, Stopping(None, time.monotonic, print), metrics, max_skipped=3),
+        steps=Steps(0, checkpoints, Stopping(None, time.monotonic), metrics, max_skipped=3),
         devices=1,
     )
 

@@ -11,15 +11,15 @@ from nemo_rl_lite.errors import ConfigError
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_is_kept_until_the_step_is_done(number):
-    said = []
-    stopping = Stopping(None, lambda: 0.0, said.append)
+def test_a_signal_is_kept_until_the_step_is_done(number, capfd):
+    stopping = Stopping(None, lambda: 0.0)
     before = signal.getsignal(number)
     with stopping.listening():
         assert stopping.after_step() is None
         os.kill(os.getpid(), number)
         assert stopping.after_step() == f"{number.name} was received"
-        assert said == [f"{number.name}: the run ends after this step, with a checkpoint; again to end it at once"]
+        said = f"{number.name}: the run ends after this step, with a checkpoint; again to end it at once\n"
+        assert capfd.readouterr().err == said
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
@@ -28,7 +28,7 @@ def test_a_signal_is_kept_until_the_step_is_done(number):
 def test_no_step_is_begun_that_could_end_too_late(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("nemo_rl_lite.checkpoint.stopping.time.monotonic", lambda: now[0])
-    stopping = Stopping(100.0, lambda: now[0], print)
+    stopping = Stopping(100.0, lambda: now[0])
     with stopping.listening():
         for now[0] in (30.0, 40.0, 69.0):
             assert stopping.after_step() is None
