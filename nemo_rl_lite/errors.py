@@ -63,9 +63,9 @@ class RunStopped(LauncherError):
 
     exit_status = 75
 
-    def __init__(self, step: int, total: int, reason: str):
-        self.step, self.total = step, total
-        super().__init__(f"stopped after step {step} of {total}: {reason}. The same command goes on from there.")
+    def __init__(self, step: int, total: int, reason: str, folder: str):
+        go_on = f"The same command goes on from there, with hydra.run.dir={folder}"
+        super().__init__(f"stopped after step {step} of {total}: {reason}. {go_on}")
 
 
 class RefitError(LauncherError):

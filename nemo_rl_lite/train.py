@@ -1,14 +1,11 @@
 """`python -m nemo_rl_lite.train [group=file ...] [key.path=value ...]`: compose, validate, run."""
 
-import dataclasses
 import itertools
-import json
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -26,7 +23,6 @@ if TYPE_CHECKING:
     from nemo_rl_lite.observability.report import Summary
 
 INTERRUPTED = 130
-CONFIG_FILE = "config.json"
 # Hydra's flags that print something instead of running, and those that take a value.
 _INFORMATION = ("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
@@ -105,91 +101,26 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return flags, overrides
 
 
-def run(config: Config, folder: Path, arguments: Sequence[str]) -> "Summary":
-    """One training run in `folder`, from starting weights or the folder's newest checkpoint to the report. Where a
-    worker's process dies, it goes on from the newest checkpoint."""
+def _guarded(config: Config, folder: Path, arguments: Sequence[str]) -> "Summary":
     from nemo_rl_lite.cluster.access import close_to_others
 
     close_to_others()
-    from nemo_rl_lite.checkpoint.resume import find_start
-    from nemo_rl_lite.cluster.launch import reserve
-    from nemo_rl_lite.cluster.runtime import ray_runtime
-    from nemo_rl_lite.jobs.interface import make_job
-    from nemo_rl_lite.observability.console import RunConsole
-    from nemo_rl_lite.observability.report import report, summarize
-    from nemo_rl_lite.observability.sinks import MetricsLog
-    from nemo_rl_lite.observability.timer import Timer
-    from nemo_rl_lite.observability.views import VIEWS
+    from nemo_rl_lite.checkpoint.stopping import was_asked_to_end
+    from nemo_rl_lite.jobs.run import run
 
-    console = RunConsole()
-    whole_config = dataclasses.asdict(config)
-    find_start(config, whole_config, folder)
-    _open_folder(folder, whole_config, arguments)
-    job, restarts = None, 0
-    while True:
-        start = find_start(config, whole_config, folder)
-        if start.steps:
-            console.say(f"going on after step {start.steps}, from {start.policy}")
-        for change in start.changes:
-            console.say(f"changed since then  {change}")
-        setup = Timer()
-        try:
-            with ExitStack() as stack:
-                with ray_runtime():
-                    # Workers import for as long as the data takes to read and check, or longer.
-                    with setup("processes"):
-                        reserved = reserve(config, folder, setup)
-                    with setup("data"):
-                        job = job or make_job(config, folder, console)
-                    log = MetricsLog.open(config.logger, folder, whole_config, start.steps)
-                    metrics = stack.enter_context(closing(log))
-                    peak_memory = job.run(metrics, reserved, start)
-                summary = summarize(metrics, folder, peak_memory)
-                report(summary, metrics, console, config.run_name, VIEWS[config.algorithm.name], config.logger.plots)
-                return summary
-        except WorkerError as error:
-            if not error.lost or restarts == config.cluster.max_restarts:
-                raise
-            restarts += 1
-            limit = f"restart {restarts} of at most {config.cluster.max_restarts}, cluster.max_restarts"
-            console.say(f"{error}; starting again from the last checkpoint ({limit})")
-
-
-def _open_folder(folder: Path, whole_config: Mapping[str, Any], arguments: Sequence[str]) -> None:
-    """Write down what is run. Raises ConfigError: the folder holds another run, or one that is done."""
-    from nemo_rl_lite.checkpoint.resume import CHECKPOINTS
-    from nemo_rl_lite.observability.report import SUMMARY_FILE
-    from nemo_rl_lite.observability.sinks import METRICS_FILE
-
-    now = json.dumps(whole_config, indent=2) + "\n"
-    kept = folder / CONFIG_FILE
-    if (folder / METRICS_FILE).exists():
-        same = kept.exists() and kept.read_text() == now
-        done = same and (folder / SUMMARY_FILE).exists()
-        if done or not (same or any((folder / CHECKPOINTS).glob("step-*"))):
-            rule = "holds a run already" + (", and it is done" if done else "; a second one would be mixed into it")
-            fix = "name another folder, remove this one, or give it more steps"
-            raise ConfigError([Violation("hydra.run.dir", str(folder), rule, fix)])
-    # Written again when the run is done.
-    (folder / SUMMARY_FILE).unlink(missing_ok=True)
-    kept.write_text(now)
-    with (folder / "command.txt").open("a") as file:
-        file.write(shlex.join(["python", "-m", "nemo_rl_lite.train", *arguments]) + "\n")
-
-
-def _guarded(config: Config, folder: Path, arguments: Sequence[str]) -> "Summary":
+    command = shlex.join(["python", "-m", "nemo_rl_lite.train", *arguments])
     try:
-        return run(config, folder, arguments)
+        return run(config, folder, command)
     except WorkerError as error:
         (folder / "error.txt").write_text(f"{error}\n\n{error.details}\n")
         fail(error, f"its traceback: {folder / 'error.txt'}", f"its log: {folder / 'logs'}")
     except LauncherError as error:
         fail(error)
-    except KeyboardInterrupt as interrupt:
-        # The name of a signal that asks to end, of Ctrl-C nothing.
-        asked = bool(interrupt.args) and config.checkpoint.save_period > 0
-        sys.stderr.write(f"\ninterrupted; what was done so far is in {folder}; the same command goes on from there\n")
-        sys.exit(RunStopped.exit_status if asked else INTERRUPTED)
+    except KeyboardInterrupt:
+        saves = config.checkpoint.save_period > 0
+        more = f"; the same command goes on from there, with hydra.run.dir={folder}" if saves else ""
+        sys.stderr.write(f"\ninterrupted; what was done so far is in {folder}{more}\n")
+        sys.exit(RunStopped.exit_status if saves and was_asked_to_end() else INTERRUPTED)
 
 
 def fail(error: LauncherError, *more: str) -> NoReturn:

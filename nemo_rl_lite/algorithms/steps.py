@@ -64,7 +64,7 @@ class Steps:
                     prepare_to_save()
                     self.checkpoints.save(step)
                     self.checkpoints.finish()
-                    raise RunStopped(step, total, reason)
+                    raise RunStopped(step, total, reason, str(self.checkpoints.store.folder.parent))
 
     def _has_validated(self, step: int) -> bool:
         return any(

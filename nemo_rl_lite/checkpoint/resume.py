@@ -40,11 +40,16 @@ def find_start(config: Config, whole_config: Mapping[str, Any], run_folder: Path
     the beginning.
 
     Raises:
-        ConfigError: it is of another kind of training.
+        ConfigError: there is no checkpoint at `checkpoint.resume_from`, or it is of another kind of training.
     """
-    found = checkpoint_store(config, run_folder).latest()
-    if found is None and config.checkpoint.resume_from is not None:
-        found = locate(Path(config.checkpoint.resume_from))
+    own = checkpoint_store(config, run_folder)
+    own.tidy()
+    found, named = own.latest(), config.checkpoint.resume_from
+    if found is None and named is not None:
+        found = locate(Path(named))
+        if found is None:
+            fix = "the folder of a run, or of one checkpoint (.../checkpoints/step-00000010)"
+            raise ConfigError([Violation("checkpoint.resume_from", named, "has no complete checkpoint", fix)])
     if found is None:
         return Start()
     before, now = dict(_leaves(found.record.get("config", {}))), dict(_leaves(whole_config))

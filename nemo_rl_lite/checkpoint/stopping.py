@@ -2,14 +2,28 @@
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 # Slurm's before it takes a job's nodes away, and the one that `sbatch --signal=B:USR1@300` asks for before the end.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_STANDARD_ERROR = 2
+
+
+# Of SIGNALS, those that came; Ray turns the exception that a handler raises into one that says nothing.
+_received: list[signal.Signals] = []
+
+
+def note_signal(number: int) -> None:
+    """To be called by every handler of SIGNALS."""
+    _received.append(signal.Signals(number))
+
+
+def was_asked_to_end() -> bool:
+    """Whether one of SIGNALS came since this process began."""
+    return bool(_received)
 
 
 class Stopping:
@@ -44,12 +58,14 @@ class Stopping:
         return None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        note_signal(number)
         if self._signal is not None:
-            raise KeyboardInterrupt(signal.Signals(number).name)
+            raise KeyboardInterrupt
         self._signal = signal.Signals(number)
-        # Not through a stream or a logger, which may be what was interrupted.
         message = f"{self._signal.name}: the run ends after this step, with a checkpoint; again to end it at once\n"
-        os.write(sys.stderr.fileno(), message.encode())
+        # Not through a stream or a logger, which may be what was interrupted.
+        with suppress(OSError):
+            os.write(_STANDARD_ERROR, message.encode())
 
 
 def seconds(duration: str | int | None) -> float | None:

@@ -43,8 +43,8 @@ class Beat:
 
     @property
     def done(self) -> tuple[int, ...]:
-        """How far it is: the latest of each count."""
-        return tuple(self.counts.values())
+        """How far it is."""
+        return tuple(self.counts.get(name, 0) for name in ("optimizer_step", "micro_batch"))
 
     def is_silent(self, now: float) -> bool:
         """Whether the process as a whole is held up, its other threads too."""

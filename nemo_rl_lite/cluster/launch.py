@@ -163,7 +163,8 @@ def _load(policy: RemotePolicy, saved: Path) -> None:
     try:
         policy.load(str(saved))
     except CheckpointError as error:
-        raise CheckpointError(f"{error}\nTo go on from the checkpoint before it, remove {saved.parent}") from error
+        advice = f"If {saved.parent} is damaged, a new run can begin from another one: checkpoint.resume_from=..."
+        raise CheckpointError(f"{error}\n{advice}") from error
 
 
 def _policy_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:

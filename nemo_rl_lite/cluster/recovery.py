@@ -62,7 +62,7 @@ class RecoveringGeneration:
         self._say(f"{error}; it is started anew ({self._left} more of cluster.max_restarts)")
         try:
             self._start(self._generation.group.replace(lost))
-            # Asleep like before any refit, where they share the policy's device.
+            # A new engine is awake; where it shares the policy's device, it makes room for what a refit brings there.
             self._generation.finish_generation()
             self._weights.connect()
         except WorkerError as failure:

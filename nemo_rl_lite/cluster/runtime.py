@@ -9,7 +9,7 @@ from types import FrameType
 
 import ray
 
-from nemo_rl_lite.checkpoint.stopping import SIGNALS
+from nemo_rl_lite.checkpoint.stopping import SIGNALS, note_signal
 
 # Seen by every process that Ray starts. No usage report, no hub, no forked tokenizer threads.
 ENVIRONMENT = {
@@ -51,7 +51,8 @@ def ray_runtime() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(signal.Signals(number).name)
+    note_signal(number)
+    raise KeyboardInterrupt
 
 
 def available_cores() -> int:

@@ -24,7 +24,9 @@ def laggards(beats: Sequence[Beat], now: float) -> list[str]:
     those that are not waiting in one of torch's collectives. On GPUs a rank mostly waits where it reads a result, so
     equals are all named."""
     silent = [beat for beat in beats if beat.is_silent(now)]
+    # Engines count nothing: how far they are cannot be compared.
+    comparable = all(beat.counts for beat in beats)
     least = min((beat.done for beat in beats), default=())
-    behind = [beat for beat in beats if beat.done == least]
+    behind = [beat for beat in beats if beat.done == least] if comparable else list(beats)
     busy = [beat for beat in behind if not beat.waits_for_others]
     return [beat.worker for beat in silent or busy or behind]

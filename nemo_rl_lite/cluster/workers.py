@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from torch.distributed import DistError
 
 from nemo_rl_lite.cluster.host import Host
@@ -68,8 +68,9 @@ class WorkerGroup:
 
     def lost(self) -> list[int]:
         """Ranks whose processes are gone. Waits for what the others are doing, at most as long as a call may take."""
-        places = enumerate(self.places)
-        return [rank for rank, place in places if not all(_is_there(process, self._limit_s) for process in place)]
+        asked = {process.is_there.remote(): rank for rank, place in enumerate(self.places) for process in place}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=self._limit_s)
+        return sorted({asked[answer] for answer in answered if not _was_there(answer)})
 
     def replace(self, ranks: Sequence[int]) -> "WorkerGroup":
         """Start new, empty processes for these ranks, where the old ones were; a group of them alone."""
@@ -135,11 +136,9 @@ class WorkerGroup:
         return Call(tuple(f"{self.name} rank {rank}" for rank in self._ranks), phase, tuple(references), limit_s)
 
 
-def _is_there(process: Any, limit_s: float | None) -> bool:
+def _was_there(answer: Any) -> bool:
     try:
-        return ray.get(process.is_there.remote(), timeout=limit_s)
-    except GetTimeoutError:
-        return True
+        return ray.get(answer)
     except RayActorError:
         return False
 

@@ -19,10 +19,8 @@ def make_steps(
 ) -> Steps:
     """The steps of a run in `folder` after `start`."""
     options = config.checkpoint
-    store = checkpoint_store(config, folder)
-    store.tidy()
     checkpoints = Checkpoints(
-        store,
+        checkpoint_store(config, folder),
         policy,
         options.save_period,
         options.async_save,

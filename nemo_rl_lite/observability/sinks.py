@@ -3,9 +3,11 @@
 import json
 import logging
 import math
+import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,20 +44,27 @@ class JsonLines:
     that is full, lines wait for the next call."""
 
     def __init__(self, path: Path):
-        self._path, self._file = path, path.open("a", encoding="utf-8")
+        self._path, self._waiting = path, ""
 
     def log(self, step: int, metrics: Metrics) -> None:
         # JSON has no NaN: what is not a number is null.
         numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        line = json.dumps({"step": step, "time": time.time(), **numbers})
-        try:
-            self._file.write(f"{line}\n")
-            self._file.flush()
-        except OSError as error:
-            log.warning("metrics of step %d cannot be written to %s now: %s", step, self._path, error)
+        self._waiting += json.dumps({"step": step, "time": time.time(), **numbers}) + "\n"
+        self._write()
 
     def close(self) -> None:
-        self._file.close()
+        self._write()
+
+    def _write(self) -> None:
+        size = self._path.stat().st_size if self._path.exists() else 0
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(self._waiting)
+            self._waiting = ""
+        except OSError as error:
+            log.warning("metrics cannot be written to %s now: %s", self._path, error)
+            # What got there of them comes again, whole.
+            os.truncate(self._path, size)
 
 
 class TensorBoard:
@@ -149,8 +158,9 @@ class MetricsLog:
         return [step for step, _ in points], [value for _, value in points]
 
     def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
+        with ExitStack() as stack:
+            for sink in self._sinks:
+                stack.callback(sink.close)
 
 
 def under(prefix: str, metrics: Metrics) -> dict[str, float]:

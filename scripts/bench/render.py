@@ -1,5 +1,5 @@
-"""Render docs/benchmarks/*.json into docs/benchmarks/README.md, README.md, docs/memory.md and
-docs/refit.md.
+"""Render docs/benchmarks/*.json into docs/benchmarks/README.md, README.md, docs/memory.md,
+docs/refit.md and docs/reliability.md.
 
 --check fails where one is stale.
 """
@@ -17,6 +17,7 @@ PAGE = record.FOLDER / "README.md"
 README = record.ROOT / "README.md"
 MEMORY = record.ROOT / "docs" / "memory.md"
 REFIT = record.ROOT / "docs" / "refit.md"
+RELIABILITY = record.ROOT / "docs" / "reliability.md"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Table:
     columns: tuple[str, ...] = ()
 
 
+KILLED = ("generation-0", "policy-0", "launcher")
 TRAINING = ("train", "policy_peak_bytes/train", "device_bytes/train")
 # By the mark around the table.
 TABLES = {
@@ -104,6 +106,17 @@ TABLES = {
             "broadcast inside a host",
             "broadcast between hosts",
             "shard to shard between hosts",
+        ),
+    ),
+    "soak table": Table(
+        RELIABILITY,
+        "soak",
+        "cpu-2cores",
+        (
+            *(f"{what} a killed {who}" for who in KILLED for what in ("recovery from", "steps taken again after")),
+            "whole run",
+            "step",
+            *(f"growth of {who} from step 100 on" for who in KILLED),
         ),
     ),
     "largest table": Table(

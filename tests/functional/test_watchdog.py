@@ -36,7 +36,11 @@ def test_the_one_that_the_others_wait_for_is_named_with_every_stack(tmp_path):
     assert time.monotonic() - started < 12
     error = caught.value
     assert error.worker == "policy rank 1" and error.phase == "train" and not error.lost
-    assert "1 other waits" in str(error) and "step 3, micro batch 2" in str(error) and "compute_for_ever" in str(error)
+    assert (
+        "1 other waits" in str(error)
+        and "optimizer step 3, micro batch 2" in str(error)
+        and "compute_for_ever" in str(error)
+    )
     assert "barrier" in error.details and "compute_for_ever" in error.details
     # Each process has written its threads' stacks to its own log too, which works where Python itself hangs.
     for rank, function in enumerate(("barrier", "compute_for_ever")):

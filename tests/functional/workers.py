@@ -26,7 +26,7 @@ class Rank:
 
     def meet(self, late: int, seconds: float) -> None:
         """All but `late` wait for it."""
-        progress.note(step=3, micro_batch=2)
+        progress.note(optimizer_step=3, micro_batch=2)
         if self._rank == late:
             compute_for_ever(seconds)
         dist.barrier()

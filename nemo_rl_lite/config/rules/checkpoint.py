@@ -1,9 +1,7 @@
 """What a run saves."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
-from nemo_rl_lite.checkpoint.resume import locate
 from nemo_rl_lite.config.rules.base import rule
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import Violation
@@ -23,11 +21,3 @@ def a_limit_needs_checkpoints(config: Config) -> Iterator[Violation]:
     if options.must_save_by is not None and not options.save_period:
         rule_text = "is when to save and stop, and checkpoint.save_period = 0 saves nothing"
         yield Violation(key, options.must_save_by, rule_text, f"checkpoint.save_period=10, or {key}=null")
-
-
-@rule("checkpoint.resume_from")
-def what_is_gone_on_from_is_there(config: Config) -> Iterator[Violation]:
-    name = config.checkpoint.resume_from
-    if name is not None and locate(Path(name)) is None:
-        fix = "the folder of a run, or of one checkpoint (.../checkpoints/step-00000010)"
-        yield Violation("checkpoint.resume_from", name, "has no complete checkpoint", fix)

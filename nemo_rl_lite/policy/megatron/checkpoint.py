@@ -5,6 +5,7 @@ import queue
 import re
 import shutil
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +207,7 @@ class _Writing:
             for finalize in self._finalize:
                 finalize()
         except (CheckpointException, OSError) as error:
-            free = shutil.disk_usage(self._folder).free / 2**30
-            raise CheckpointError(f"{_cause(error)} ({free:.1f} GiB are free there)") from error
+            raise CheckpointError(f"{_cause(error)}{_free(self._folder)}") from error
 
 
 def _cause(error: BaseException) -> str:
@@ -217,6 +217,12 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and not error.failures:
         return "another rank could not write its part"
     return "; ".join(named) or next(iter(lines), "") or type(error).__name__
+
+
+def _free(folder: Path) -> str:
+    with suppress(OSError):
+        return f" ({shutil.disk_usage(folder).free / 2**30:.1f} GiB are free there)"
+    return ""
 
 
 def _nothing() -> None:

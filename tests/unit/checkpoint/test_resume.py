@@ -43,7 +43,7 @@ def test_another_run_or_one_of_its_checkpoints_can_be_named(tmp_path, of_one):
 def test_a_folder_without_a_checkpoint_is_an_error(tmp_path):
     (tmp_path / CHECKPOINTS / ".step-00000010").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"checkpoint\.resume_from .*\n.*has no complete checkpoint"):
-        compose_config([f"checkpoint.resume_from={tmp_path}"])
+        start(tmp_path / "run", f"checkpoint.resume_from={tmp_path}")
     assert locate(tmp_path) is None
 
 

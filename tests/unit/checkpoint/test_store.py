@@ -128,9 +128,10 @@ def test_what_a_killed_run_left_is_tidied_up(tmp_path):
 def test_a_new_one_is_not_undone_by_the_one_it_replaced(tmp_path):
     store = make(tmp_path)
     save(store, 3)
-    (tmp_path / ".replaced-step-00000003").mkdir()
+    (tmp_path / "step-00000003").rename(tmp_path / ".replaced-step-00000003")
+    save(store, 3, loss=0.5)
     store.tidy()
-    assert steps(store) == [3] and not list(tmp_path.glob(".*"))
+    assert [one.metrics for one in store.complete()] == [{"loss": 0.5}] and not list(tmp_path.glob(".*"))
 
 
 def test_a_measurement_goes_to_its_checkpoint(tmp_path):

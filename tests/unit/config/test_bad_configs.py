@@ -397,7 +397,6 @@ CASES = {
     "checkpoint.keep_newest=0": ["checkpoint.keep_newest", "greater than 0"],
     "checkpoint.must_save_by=soon": ["checkpoint.must_save_by"],
     "checkpoint.must_save_by=60 checkpoint.save_period=0": ["checkpoint.must_save_by", "saves nothing"],
-    "checkpoint.resume_from=no/such/run": ["checkpoint.resume_from", "has no complete checkpoint"],
     "cluster.max_restarts=-1": ["cluster.max_restarts", "greater than or equal to 0"],
     "cluster.phase_timeout_s=0": ["cluster.phase_timeout_s", "greater than 0"],
     "policy.max_skipped_steps=0": ["policy.max_skipped_steps", "greater than 0"],

@@ -1,10 +1,11 @@
 """What was logged before a run goes on."""
 
 import json
+import resource
 
 from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.observability.history import rewind
-from nemo_rl_lite.observability.sinks import METRICS_FILE, MetricsLog
+from nemo_rl_lite.observability.sinks import METRICS_FILE, JsonLines, MetricsLog
 
 
 def lines(path):
@@ -41,3 +42,17 @@ def test_a_log_goes_on_and_remembers(tmp_path):
     log.close()
     assert log.series("train/loss") == ([0, 1, 2, 3], [0.0, 0.1, 0.2, 0.7])
     assert [line["step"] for line in lines(tmp_path / METRICS_FILE)] == [0, 1, 2, 3]
+
+
+def test_where_the_disk_is_full_lines_wait_and_none_is_lost(tmp_path):
+    """A limit on the file's size instead of a full disk; a line that fits in part is not left there."""
+    sink, limits = JsonLines(tmp_path / METRICS_FILE), resource.getrlimit(resource.RLIMIT_FSIZE)
+    sink.log(1, {"train/loss": 1.0})
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / METRICS_FILE).stat().st_size + 10, limits[1]))
+        sink.log(2, {"train/loss": 2.0})
+        assert [line["step"] for line in lines(tmp_path / METRICS_FILE)] == [1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    sink.close()
+    assert [line["step"] for line in lines(tmp_path / METRICS_FILE)] == [1, 2]

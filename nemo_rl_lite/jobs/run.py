@@ -1,0 +1,94 @@
+"""One run of the command, from its folder to its report, through the loss of workers."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, Start, find_start
+from nemo_rl_lite.cluster.launch import reserve
+from nemo_rl_lite.cluster.runtime import ray_runtime
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.errors import ConfigError, Violation, WorkerError
+from nemo_rl_lite.jobs.interface import Job, make_job
+from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.observability.report import SUMMARY_FILE, Summary, report, summarize
+from nemo_rl_lite.observability.sinks import METRICS_FILE, MetricsLog
+from nemo_rl_lite.observability.timer import Timer
+from nemo_rl_lite.observability.views import VIEWS
+
+CONFIG_FILE, COMMAND_FILE = "config.json", "command.txt"
+
+
+def run(config: Config, folder: Path, command: str) -> Summary:
+    """One training run in `folder`, from starting weights or the folder's newest checkpoint to the report. Where a
+    worker's process dies, it goes on from the newest checkpoint, `cluster.max_restarts` times.
+
+    Raises:
+        ConfigError: the folder holds another run, or one that is done.
+        RunStopped: the run was asked to end, and is saved.
+        LauncherError: what else a user can act on.
+    """
+    whole_config = dataclasses.asdict(config)
+    start = find_start(config, whole_config, folder)
+    _open(folder, whole_config, command)
+    attempts, restarts = _Attempts(config, folder, whole_config), 0
+    while True:
+        try:
+            return attempts.go_on(start)
+        except WorkerError as error:
+            if not error.lost or restarts == config.cluster.max_restarts:
+                raise
+            restarts += 1
+            limit = f"restart {restarts} of at most {config.cluster.max_restarts}, cluster.max_restarts"
+            attempts.console.say(f"{error}; starting again from the last checkpoint ({limit})")
+        start = find_start(config, whole_config, folder)
+
+
+class _Attempts:
+    """Each with a Ray and workers of its own; data is read and checked once."""
+
+    def __init__(self, config: Config, folder: Path, whole_config: Mapping[str, Any]):
+        self.console = RunConsole()
+        self._config, self._folder, self._whole_config = config, folder, whole_config
+        self._job: Job | None = None
+
+    def go_on(self, start: Start) -> Summary:
+        config, folder, console, setup = self._config, self._folder, self.console, Timer()
+        if start.steps:
+            console.say(f"going on after step {start.steps}, from {start.policy}")
+        for change in start.changes:
+            console.say(f"changed since then  {change}")
+        with ExitStack() as stack:
+            with ray_runtime():
+                # Workers import for as long as the data takes to read and check, or longer.
+                with setup("processes"):
+                    reserved = reserve(config, folder, setup)
+                with setup("data"):
+                    self._job = self._job or make_job(config, folder, console)
+                log = MetricsLog.open(config.logger, folder, self._whole_config, start.steps)
+                metrics = stack.enter_context(closing(log))
+                peak_memory = self._job.run(metrics, reserved, start)
+            summary = summarize(metrics, folder, peak_memory)
+            report(summary, metrics, console, config.run_name, VIEWS[config.algorithm.name], config.logger.plots)
+        return summary
+
+
+def _open(folder: Path, whole_config: Mapping[str, Any], command: str) -> None:
+    """Write down what is run. Raises ConfigError: the folder holds another run, or one that is done."""
+    now = json.dumps(whole_config, indent=2) + "\n"
+    kept = folder / CONFIG_FILE
+    if (folder / METRICS_FILE).exists():
+        same = kept.exists() and kept.read_text() == now
+        done = same and (folder / SUMMARY_FILE).exists()
+        if done or not (same or any((folder / CHECKPOINTS).glob("step-*"))):
+            rule = "holds a run already" + (", and it is done" if done else "; a second one would be mixed into it")
+            fix = "name another folder, remove this one, or give it more steps"
+            raise ConfigError([Violation("hydra.run.dir", str(folder), rule, fix)])
+    # Written again when the run is done.
+    (folder / SUMMARY_FILE).unlink(missing_ok=True)
+    kept.write_text(now)
+    with (folder / COMMAND_FILE).open("a") as file:
+        file.write(f"{command}\n")
