@@ -145,13 +145,13 @@ class PolicyState:
 
     def _live_storages(self) -> set[int]:
         """Addresses of the memory that training goes on in."""
-        states = [
-            value
-            for optimizer in torch_optimizers(self._optimizer)
-            for parameter, state in optimizer.state.items()
-            for value in (parameter, *state.values())
-        ]
-        tensors = [one for one in [*self._model.parameters(), *states] if isinstance(one, Tensor)]
+        tensors = self._model.parameters()
+        for chunk in self._model.chunks:
+            tensors += chunk.module.buffers()
+        for optimizer in torch_optimizers(self._optimizer):
+            tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            values = [value for state in optimizer.state.values() for value in state.values()]
+            tensors += [value for value in values if isinstance(value, Tensor)]
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     def _separate_step_counts(self) -> None:
