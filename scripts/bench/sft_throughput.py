@@ -57,7 +57,7 @@ def train_with_ours(model: str, chats: str, steps: int) -> list[float]:
             *("policy.train_micro_batch_size=4", "policy.sequence_packing.enabled=true"),
             f"policy.sequence_packing.train_mb_tokens={MICRO_BATCH_TOKENS}",
             "policy.megatron_cfg.optimizer.lr=1e-5",
-            *("checkpoint.export_hf_at_end=false", f"hydra.run.dir={folder}/run"),
+            *("checkpoint.export_hf_at_end=false", "checkpoint.save_period=0", f"hydra.run.dir={folder}/run"),
         ]
         subprocess.run([sys.executable, "-m", "nemo_rl_lite.train", *overrides], check=True, stdout=sys.stderr)
         lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
