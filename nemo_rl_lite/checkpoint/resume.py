@@ -52,17 +52,23 @@ def find_start(config: Config, whole_config: Mapping[str, Any], run_folder: Path
             raise ConfigError([Violation("checkpoint.resume_from", named, "has no complete checkpoint", fix)])
     if found is None:
         return Start()
-    before, now = dict(_leaves(found.record.get("config", {}))), dict(_leaves(whole_config))
-    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    changes = changed(found.record.get("config", {}), whole_config)
     wrong = [
-        Violation(key, now.get(key), f"{found.path} was saved with {before.get(key)!r}", "as it was, or another folder")
-        for key in changed
+        Violation(key, now, f"{found.path} was saved with {before!r}", "as it was, or another folder")
+        for key, (before, now) in changes.items()
         if _is_within(key, _FIXED)
     ]
     if wrong:
         raise ConfigError(wrong)
-    lines = tuple(f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in changed if not _is_within(key, _FREE))
+    lines = tuple(f"{key}: {before!r} -> {now!r}" for key, (before, now) in changes.items())
     return Start(found.step, found.path / POLICY, lines)
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs between two configurations, but for what no result depends on: key -> value before and now."""
+    old, new = dict(_leaves(before)), dict(_leaves(now))
+    keys = [key for key in sorted(old.keys() | new.keys()) if not _is_within(key, _FREE)]
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
 def locate(path: Path) -> Checkpoint | None:

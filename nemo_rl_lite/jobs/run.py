@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, Start, find_start
+from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, Start, changed, find_start
 from nemo_rl_lite.cluster.launch import reserve
 from nemo_rl_lite.cluster.runtime import ray_runtime
 from nemo_rl_lite.config.schema import Config
@@ -19,6 +19,8 @@ from nemo_rl_lite.observability.sinks import METRICS_FILE, MetricsLog
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.observability.views import VIEWS
 
+# A run that is done goes on where it was given more of these.
+_LENGTH = {"algorithm.max_num_steps", "algorithm.max_num_epochs"}
 CONFIG_FILE, COMMAND_FILE = "config.json", "command.txt"
 
 
@@ -78,17 +80,21 @@ class _Attempts:
 
 def _open(folder: Path, whole_config: Mapping[str, Any], command: str) -> None:
     """Write down what is run. Raises ConfigError: the folder holds another run, or one that is done."""
-    now = json.dumps(whole_config, indent=2) + "\n"
     kept = folder / CONFIG_FILE
     if (folder / METRICS_FILE).exists():
-        same = kept.exists() and kept.read_text() == now
-        done = same and (folder / SUMMARY_FILE).exists()
-        if done or not (same or any((folder / CHECKPOINTS).glob("step-*"))):
-            rule = "holds a run already" + (", and it is done" if done else "; a second one would be mixed into it")
-            fix = "name another folder, remove this one, or give it more steps"
+        before = json.loads(kept.read_text()) if kept.exists() else {}
+        changes = changed(before, json.loads(json.dumps(whole_config))).keys()
+        if (folder / SUMMARY_FILE).exists() and not (changes and changes <= _LENGTH):
+            rule = "holds a run already, and it is done"
+            fix = f"name another folder, or change nothing but {' or '.join(sorted(_LENGTH))} to go on with it"
             raise ConfigError([Violation("hydra.run.dir", str(folder), rule, fix)])
+        if changes and not any((folder / CHECKPOINTS).glob("step-*")):
+            rule = "holds a run already, without a checkpoint; a second one would be mixed into it"
+            raise ConfigError(
+                [Violation("hydra.run.dir", str(folder), rule, "name another folder, or remove this one")]
+            )
     # Written again when the run is done.
     (folder / SUMMARY_FILE).unlink(missing_ok=True)
-    kept.write_text(now)
+    kept.write_text(json.dumps(whole_config, indent=2) + "\n")
     with (folder / COMMAND_FILE).open("a") as file:
         file.write(f"{command}\n")
