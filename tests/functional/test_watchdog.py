@@ -12,8 +12,9 @@ from tests.functional.conftest import PYTHONPATH, free_ports
 pytestmark = pytest.mark.functional
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def local_ray():
+    """One for each test: ranks that hang are gone with it, and their heartbeats."""
     ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()
