@@ -26,14 +26,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except LauncherError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(error.exit_status)
+    except OSError as error:
+        sys.stderr.write(f"nrl-lite export: {error}\n")
+        sys.exit(LauncherError.exit_status)
 
 
 def export(run: Path, target: Path | None) -> Path:
     """Write the newest checkpoint of a run, or one checkpoint, to `target`, checked; returns the folder.
 
     Raises:
-        CheckpointError: there is none, or what was written does not compute the same.
-        ConfigError: its configuration or its starting model is not there any more.
+        CheckpointError: there is none, the model that it started from is not there any more, or what was written does
+            not compute the same.
+        ConfigError: its configuration is of another version of this package.
     """
     found = locate(run)
     if found is None:
@@ -59,7 +63,11 @@ def export(run: Path, target: Path | None) -> Path:
     console = RunConsole()
     place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     os.environ.update({name: str(value) for name, value in place.items()})
-    difference = convert(config, locate_model(config, console), found.path / POLICY, target, console.say)
+    model = locate_model(config, console)
+    if not (model / "config.json").exists():
+        rule = "which has the tokenizer and, with LoRA, the weights, is not there"
+        raise CheckpointError(f"{model}, the model that the run started from (policy.model_name), {rule}")
+    difference = convert(config, model, found.path / POLICY, target, console.say)
     console.say(f"step {found.step} -> {target}; transformers' logprobs differ by {difference:.2g} nats on average")
     return target
 

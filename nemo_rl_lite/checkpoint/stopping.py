@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-# Slurm's before it takes a job's nodes away, and the one that `sbatch --signal=B:USR1@300` asks for before the end.
+# Slurm's before it takes a job's nodes away, and the one that `sbatch --signal=USR1@300` asks for before the end.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _STANDARD_ERROR = 2
-
-
 # Of SIGNALS, those that came; Ray turns the exception that a handler raises into one that says nothing.
 _received: list[signal.Signals] = []
 

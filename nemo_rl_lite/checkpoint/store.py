@@ -154,7 +154,7 @@ def load(path: Path) -> Checkpoint | None:
     try:
         content = json.loads((path / RECORD).read_text())
         return Checkpoint(path, content["step"], content["metrics"], content["record"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

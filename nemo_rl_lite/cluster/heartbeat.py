@@ -99,7 +99,7 @@ def last_beats(workers: Sequence[str]) -> list[Beat]:
 
 def _main_stack() -> tuple[str, ...]:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames = traceback.extract_stack(frame, limit=None)[-_FRAMES:] if frame else []
+    frames = traceback.extract_stack(frame)[-_FRAMES:] if frame else []
     return tuple(f"{one.filename}:{one.lineno} {one.name}" for one in frames)
 
 

@@ -82,8 +82,7 @@ def _open(folder: Path, whole_config: Mapping[str, Any], command: str) -> None:
     """Write down what is run. Raises ConfigError: the folder holds another run, or one that is done."""
     kept = folder / CONFIG_FILE
     if (folder / METRICS_FILE).exists():
-        before = json.loads(kept.read_text()) if kept.exists() else {}
-        changes = changed(before, json.loads(json.dumps(whole_config))).keys()
+        changes = changed(_written(kept), json.loads(json.dumps(whole_config))).keys()
         if (folder / SUMMARY_FILE).exists() and not (changes and changes <= _LENGTH):
             rule = "holds a run already, and it is done"
             fix = f"name another folder, or change nothing but {' or '.join(sorted(_LENGTH))} to go on with it"
@@ -98,3 +97,11 @@ def _open(folder: Path, whole_config: Mapping[str, Any], command: str) -> None:
     kept.write_text(json.dumps(whole_config, indent=2) + "\n")
     with (folder / COMMAND_FILE).open("a") as file:
         file.write(f"{command}\n")
+
+
+def _written(file: Path) -> dict[str, Any]:
+    """A configuration that was written down; nothing where that was cut short."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
