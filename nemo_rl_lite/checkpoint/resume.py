@@ -13,6 +13,17 @@ from nemo_rl_lite.errors import ConfigError, Violation
 CHECKPOINTS = "checkpoints"
 # A checkpoint of another value of these is of another kind of training.
 _FIXED = ("algorithm.name", "policy.megatron_cfg.peft")
+# A checkpoint with `resume_layouts=data_parallel` holds the optimizer's buckets, which these cut.
+_MEGATRON = "policy.megatron_cfg"
+_LAYOUT = tuple(
+    f"{_MEGATRON}.{key}"
+    for key in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "optimizer.use_distributed_optimizer",
+    )
+)
 # What no result depends on.
 _FREE = ("run_name", "logger", "checkpoint", "cluster")
 
@@ -52,11 +63,14 @@ def find_start(config: Config, whole_config: Mapping[str, Any], run_folder: Path
             raise ConfigError([Violation("checkpoint.resume_from", named, "has no complete checkpoint", fix)])
     if found is None:
         return Start()
-    changes = changed(found.record.get("config", {}), whole_config)
+    saved = found.record.get("config", {})
+    changes = changed(saved, whole_config)
+    by_rank = dict(_leaves(saved)).get("checkpoint.resume_layouts") == "data_parallel"
+    fixed = (*_FIXED, *_LAYOUT) if by_rank else _FIXED
     wrong = [
         Violation(key, now, f"{found.path} was saved with {before!r}", "as it was, or another folder")
         for key, (before, now) in changes.items()
-        if _is_within(key, _FIXED)
+        if _is_within(key, fixed)
     ]
     if wrong:
         raise ConfigError(wrong)

@@ -237,6 +237,7 @@ def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
         "threads": _threads(config, policy_ranks(config)),
         "on_gpu": on_gpus(config),
         "residency": Residency.of(config),
+        "resume_layouts": config.checkpoint.resume_layouts,
     }
 
 
