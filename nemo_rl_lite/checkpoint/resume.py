@@ -78,10 +78,13 @@ def find_start(config: Config, whole_config: Mapping[str, Any], run_folder: Path
     return Start(found.step, found.path / POLICY, lines)
 
 
-def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs between two configurations, but for what no result depends on: key -> value before and now."""
+def changed(
+    before: Mapping[str, Any], now: Mapping[str, Any], but_for: tuple[str, ...] = _FREE
+) -> dict[str, tuple[Any, Any]]:
+    """What differs between two configurations, but for sections that no result depends on: key -> value before and
+    now."""
     old, new = dict(_leaves(before)), dict(_leaves(now))
-    keys = [key for key in sorted(old.keys() | new.keys()) if not _is_within(key, _FREE)]
+    keys = [key for key in sorted(old.keys() | new.keys()) if not _is_within(key, but_for)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
