@@ -1,10 +1,10 @@
 """Tokens a second of supervised fine-tuning, ours and TRL's SFTTrainer with packing, in one run on one device.
 
-sft_throughput.py MODEL CHATS.jsonl [STEPS]     rows with `prompt` and `answer`, as GSM8K's with the columns renamed
+sft_throughput.py MODEL CHATS.jsonl [STEPS [TOKENS]]     rows with `prompt` and `answer`, such as GSM8K's renamed
 
-Both train all weights of the same model on the same chats, in bfloat16 on a GPU, with Adam and no recomputation, some
-16 k tokens a micro-batch. Steps after the first three count. MFU is 6 FLOPs a parameter and token (attention left out)
-over the device's dense bfloat16 peak.
+Both train all weights of the same model on the same chats, in bfloat16 on a GPU, with Adam and no recomputation, TOKENS
+a micro-batch (16 k). Steps after the first three count. MFU is 6 FLOPs a parameter and token (attention left out) over
+the device's dense bfloat16 peak.
 """
 
 import json
@@ -22,18 +22,21 @@ import torch
 ON_GPU = torch.cuda.is_available()
 WARM_UP = 3
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
-LONGEST, BATCH, MICRO_BATCH_TOKENS = (512, 128, 16384) if ON_GPU else (64, 8, 256)
-ACCUMULATED = 2  # packs of theirs a step: as many tokens, or a few more, as a batch of ours has
+LONGEST, BATCH, TOKENS = (512, 128, 16384) if ON_GPU else (64, 8, 256)
+# Tokens of a step of theirs: as many as a batch of ours has, or a few more.
+STEP_TOKENS = 2 * TOKENS
 OURS, THEIRS = "nemo_rl_lite", "TRL's SFTTrainer, packed"
 
 
 def main() -> None:
     if sys.argv[1] == "trl":
-        train_with_trl(sys.argv[2], sys.argv[3], int(sys.argv[4]), Path(sys.argv[5]))
+        train_with_trl(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), Path(sys.argv[6]))
         return
     model, chats = sys.argv[1:3]
     steps = int(sys.argv[3]) if len(sys.argv) > 3 else 12
-    ours, theirs = train_with_ours(model, chats, steps), _in_a_process_of_its_own(model, chats, steps)
+    tokens = int(sys.argv[4]) if len(sys.argv) > 4 else TOKENS
+    ours = train_with_ours(model, chats, steps, tokens)
+    theirs = _in_a_process_of_its_own(model, chats, steps, tokens)
     results, medians = [], {}
     for name, rates in ((OURS, ours), (THEIRS, theirs)):
         results.append(record.result("tokens a second and device", name, "1/s", rates))
@@ -46,7 +49,7 @@ def main() -> None:
     print(record.write(f"sft-throughput-{Path(model).name}", results, bars if ON_GPU else []).read_text())
 
 
-def train_with_ours(model: str, chats: str, steps: int) -> list[float]:
+def train_with_ours(model: str, chats: str, steps: int, tokens: int) -> list[float]:
     """Tokens a second of each step that counts; padding is not counted."""
     layout = ["policy=megatron_gpu", "cluster.gpus_per_node=1"] if ON_GPU else []
     with tempfile.TemporaryDirectory() as folder:
@@ -56,7 +59,7 @@ def train_with_ours(model: str, chats: str, steps: int) -> list[float]:
             *("algorithm.max_num_epochs=null", f"algorithm.max_num_steps={steps}", f"policy.model_name={model}"),
             *(f"policy.max_total_sequence_length={LONGEST}", f"policy.train_global_batch_size={BATCH}"),
             *("policy.train_micro_batch_size=4", "policy.sequence_packing.enabled=true"),
-            f"policy.sequence_packing.train_mb_tokens={MICRO_BATCH_TOKENS}",
+            f"policy.sequence_packing.train_mb_tokens={tokens}",
             "policy.megatron_cfg.optimizer.lr=1e-5",
             *("checkpoint.export_hf_at_end=false", "checkpoint.save_period=0", f"hydra.run.dir={folder}/run"),
         ]
@@ -66,15 +69,15 @@ def train_with_ours(model: str, chats: str, steps: int) -> list[float]:
     return [line[name] for line in lines if name in line][WARM_UP:]
 
 
-def _in_a_process_of_its_own(model: str, chats: str, steps: int) -> list[float]:
+def _in_a_process_of_its_own(model: str, chats: str, steps: int, tokens: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "rates.json"
-        command = [sys.executable, __file__, "trl", model, chats, str(steps), str(target)]
+        command = [sys.executable, __file__, "trl", model, chats, str(steps), str(tokens), str(target)]
         subprocess.run(command, check=True, stdout=sys.stderr)
         return json.loads(target.read_text())
 
 
-def train_with_trl(model: str, chats: str, steps: int, target: Path) -> None:
+def train_with_trl(model: str, chats: str, steps: int, tokens: int, target: Path) -> None:
     """Writes the tokens a second of each step that counts."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, TrainerCallback
@@ -103,8 +106,8 @@ def train_with_trl(model: str, chats: str, steps: int, target: Path) -> None:
             max_steps=steps,
             max_length=LONGEST,
             packing=True,
-            per_device_train_batch_size=MICRO_BATCH_TOKENS // LONGEST,
-            gradient_accumulation_steps=ACCUMULATED,
+            per_device_train_batch_size=tokens // LONGEST,
+            gradient_accumulation_steps=STEP_TOKENS // tokens,
             bf16=ON_GPU,
             use_cpu=not ON_GPU,
             gradient_checkpointing=False,
@@ -117,8 +120,8 @@ def train_with_trl(model: str, chats: str, steps: int, target: Path) -> None:
         policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         trainer = SFTTrainer(policy, settings, train_dataset=Dataset.from_list(examples), callbacks=[Clock()])
         trainer.train()
-    tokens = sum(map(len, trainer.train_dataset["input_ids"])) / len(trainer.train_dataset)
-    a_step = tokens * settings.per_device_train_batch_size * ACCUMULATED
+    a_pack = sum(map(len, trainer.train_dataset["input_ids"])) / len(trainer.train_dataset)
+    a_step = a_pack * STEP_TOKENS / LONGEST
     times = [end - begin for begin, end in pairwise(ends)]
     target.write_text(json.dumps([a_step / seconds for seconds in times[WARM_UP - 1 :]]))
 
