@@ -10,6 +10,8 @@ from markdown.extensions import Extension
 from markdown.postprocessors import Postprocessor
 
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(?:\\\(|\\\[)(.*?)(?:\\\)|\\\])</\1>', re.DOTALL)
+# A function's name, where no parenthesis keeps it apart from its argument.
+FUNCTION = re.compile(r"(<mi>(?:log|exp)</mi>)(?!<mo|<mrow><mo)")
 
 
 class FormulasAsMathML(Postprocessor):
@@ -19,7 +21,8 @@ class FormulasAsMathML(Postprocessor):
     @staticmethod
     def _mathml(found: re.Match[str]) -> str:
         display = "block" if found[1] == "div" else "inline"
-        return convert(html.unescape(found[2]).strip(), display=display)
+        mathml = convert(html.unescape(found[2]).strip(), display=display)
+        return FUNCTION.sub(r'\1<mspace width="0.17em"/>', mathml)
 
 
 class MathML(Extension):

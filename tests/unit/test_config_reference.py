@@ -12,10 +12,21 @@ from nemo_rl_lite.config.schema import Config
 from tests.unit.pages import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
+import config_reference
 from config_comments import UndocumentedError, read_comments
-from config_reference import Reference, kind, prose, shown
+from config_reference import PAGE, Reference, kind, prose, shown
 
 SCHEMA = TypeAdapter(Config).json_schema()
+
+
+def test_the_page_is_up_to_date(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["config_reference.py", "--check"])
+    config_reference.main()
+    stale = tmp_path / "configuration.md"
+    stale.write_text(PAGE.read_text().replace("what it does", "what it did"))
+    monkeypatch.setattr(config_reference, "PAGE", stale)
+    with pytest.raises(SystemExit, match="is not what configs/ and the schema say"):
+        config_reference.main()
 
 
 @pytest.fixture
