@@ -14,7 +14,8 @@ from tests.unit.pages import ROOT
 sys.path.insert(0, str(ROOT / "scripts"))
 import config_reference
 from config_comments import UndocumentedError, read_comments
-from config_reference import PAGE, Reference, kind, prose, shown
+from config_reference import PAGE, Reference
+from config_words import kind, prose, shown
 
 SCHEMA = TypeAdapter(Config).json_schema()
 
