@@ -2,12 +2,13 @@
 
 import sys
 
-from nemo_rl_lite import export, quickstart, train
+from nemo_rl_lite import export, plan, quickstart, train
 
-VERBS = {"train": train.main, "quickstart": quickstart.main, "export": export.main}
+VERBS = {"train": train.main, "plan": plan.main, "quickstart": quickstart.main, "export": export.main}
 USAGE = """usage: nrl-lite VERB [arguments]
 
   train        one training run: group=file and key.path=value overrides; `nrl-lite train --help` lists them
+  plan         what a run needs and whether it fits, without a GPU, in seconds; arguments as for train
   export       a run's checkpoint as a Hugging Face folder, read back and compared before it is there
   quickstart   the embedded example from nothing, in two minutes on two CPU cores
 """
