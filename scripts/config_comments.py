@@ -1,0 +1,64 @@
+"""What the comments of a YAML file of configs/ say: of the file, and of each key."""
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+
+class UndocumentedError(Exception):
+    """A key or a file of configs/ that nothing is said about."""
+
+
+@dataclass
+class Comments:
+    """What a file of configs/ says: of itself, and of its keys (dotted paths within it)."""
+
+    header: str
+    keys: dict[str, str] = field(default_factory=dict)
+
+
+@cache
+def read_comments(file: Path) -> Comments:
+    """A comment is about the key below it and those that follow without a blank line or a comment of their own; one
+    with a blank line or `defaults:` below it, at the top, is about the file."""
+    lines = file.read_text().splitlines()
+    end = _end_of_comment(lines, 0)
+    about_file = end < len(lines) and (not lines[end].strip() or lines[end].startswith("defaults:"))
+    comments = Comments(_text([line for line in lines[:end] if "@package" not in line]) if about_file else "")
+    root = yaml.compose(file.read_text())
+    if isinstance(root, yaml.MappingNode):
+        _visit(root, "", lines, comments.keys)
+    return comments
+
+
+def _visit(node: yaml.MappingNode, prefix: str, lines: list[str], found: dict[str, str]) -> None:
+    shared = ""
+    for key, value in node.value:
+        line, path = key.start_mark.line, f"{prefix}{key.value}"
+        own = _text(lines[_start_of_comment(lines, line) : line])
+        shared = own or (shared if line and lines[line - 1].strip() else "")
+        if shared and path != "defaults":
+            found[path] = shared
+        if isinstance(value, yaml.MappingNode):
+            _visit(value, f"{path}.", lines, found)
+            shared = ""
+
+
+def _end_of_comment(lines: list[str], place: int) -> int:
+    while place < len(lines) and lines[place].startswith("#"):
+        place += 1
+    return place
+
+
+def _start_of_comment(lines: list[str], place: int) -> int:
+    while place and lines[place - 1].lstrip().startswith("#"):
+        place -= 1
+    return place
+
+
+def _text(lines: list[str]) -> str:
+    """One line; what is indented deeper is a command line, and becomes code."""
+    words = [line.strip().removeprefix("#") for line in lines]
+    return " ".join(f"`{line.strip()}`" if line.startswith("   ") else line.strip() for line in words).strip()

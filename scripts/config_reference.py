@@ -1,0 +1,209 @@
+"""Write docs/configuration.md from the schema (types, ranges, choices) and configs/ (comments, defaults, files).
+
+--check fails where it is stale. A key or a file without a comment is an error.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from config_comments import UndocumentedError, read_comments
+from config_words import Schema, kind, prose, raw, shown, table
+from omegaconf import OmegaConf
+from pydantic import TypeAdapter
+
+from nemo_rl_lite.config.keys import compose_files, config_dir, groups
+from nemo_rl_lite.config.schema import Config
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+RECIPES, ALGORITHM = "recipes", "algorithm"
+# A group that lays its keys over another section.
+SECTION_OF = {"offload": "policy"}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Everything that the page says, from one folder of groups."""
+
+    folder: Path
+    schema: Schema
+
+    def page(self) -> str:
+        parts = [INTRODUCTION, self._groups(), self._recipes(), "## Top level", self._table(self.schema, "", "train")]
+        for section in self.schema["properties"]:
+            if section == ALGORITHM:
+                for variant in self.schema["properties"][section]["oneOf"]:
+                    name = self._resolve(variant)["properties"]["name"]["const"]
+                    parts += self._section(section, variant, f"{ALGORITHM}={name}", name)
+            elif "$ref" in self.schema["properties"][section]:
+                parts += self._section(section, self.schema["properties"][section], section, None)
+                parts += [self._files(group) for group in groups() if SECTION_OF.get(group, group) == section]
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def _section(self, path: str, node: Schema, title: str, file: str | None) -> Iterator[str]:
+        """A heading, the section's comment and a table of its keys; the same of the sections in it."""
+        depth = "#" * (2 + path.count("."))
+        resolved = self._resolve(node)
+        yield f"{depth} {title}"
+        yield prose(self._about_section(path, file))
+        yield self._table(resolved, path, file)
+        for name, child in resolved["properties"].items():
+            if "$ref" in child:
+                yield from self._section(f"{path}.{name}", child, f"{path}.{name}", file)
+
+    def _about_section(self, path: str, file: str | None) -> str:
+        """Nothing where the group's files differ: they are told apart in a table."""
+        if "." in path:
+            return self._comment(path, file)
+        return self._header(path, file or self._default_file(path)) if file or len(groups()[path]) == 1 else ""
+
+    def _table(self, node: Schema, path: str, file: str | None) -> str:
+        defaults = composed((f"{ALGORITHM}={file}",) if path.split(".")[0] == ALGORITHM else ())
+        # In the order of configs/, where neighbours belong together.
+        names = [name for name, child in node["properties"].items() if "$ref" not in child and "oneOf" not in child]
+        order = [key.rpartition(".")[2] for key in defaults if key.rpartition(".")[0] == path]
+        rows = [
+            (f"`{name}`", kind(node["properties"][name]), shown(defaults, key), prose(self._comment(key, file)))
+            for name in sorted(names, key=lambda name: (name != "name", order.index(name)))
+            for key in [f"{path}.{name}".lstrip(".")]
+        ]
+        return table(("key", "type and range", "default", "what it does"), rows)
+
+    def _comment(self, key: str, file: str | None) -> str:
+        """What configs/ says of a key.
+
+        Raises:
+            UndocumentedError: nothing.
+        """
+        section, _, rest = key.partition(".")
+        if not rest:
+            places = [("train.yaml", key)]
+        else:
+            places = [
+                (str(path.relative_to(self.folder)), rest)
+                for group in groups()
+                if SECTION_OF.get(group, group) == section
+                for path in sorted((self.folder / group).rglob("*.yaml"), key=lambda path: self._rank(group, path))
+                if file is None or path.stem == file
+            ]
+        for name, path in places:
+            comment = read_comments(self.folder / name).keys.get(path)
+            if comment:
+                return comment
+        raise UndocumentedError(f"{key}: no comment above it in {' or '.join(name for name, _ in places)}")
+
+    def _rank(self, group: str, path: Path) -> tuple[bool, bool, str]:
+        """What the group's files share first, then its default file."""
+        return path.parent.name == group, path.stem != self._default_file(group), str(path)
+
+    def _header(self, group: str, file: str) -> str:
+        header = read_comments(self.folder / group / f"{file}.yaml").header
+        if not header:
+            raise UndocumentedError(f"configs/{group}/{file}.yaml: no comment at its top, with a blank line below it")
+        return header
+
+    def _default_file(self, group: str) -> str:
+        """The name of a group's default file."""
+        return default_files(self.folder)[group]
+
+    def _groups(self) -> str:
+        rows = []
+        for group, files in groups().items():
+            if group != RECIPES:
+                chosen = self._default_file(group)
+                others = ", ".join(f"`{file}`" for file in files if file != chosen) or "none"
+                rows.append((f"`{group}`", f"`{SECTION_OF.get(group, group)}`", f"`{chosen}`", others))
+        return "## Groups\n\n" + table(("group", "section it fills", "default file", "other files"), rows)
+
+    def _files(self, group: str) -> str:
+        """The group's files: what each is for and what it sets otherwise than the default one."""
+        if len(groups()[group]) == 1:
+            return ""
+        usual, default = composed(()), self._default_file(group)
+        rows = []
+        for file in sorted(groups()[group], key=lambda name: (name != default, name)):
+            values = composed((f"{group}={file}",))
+            changed = [
+                f"`{key}={raw(value)}`"
+                for key, value in values.items()
+                if value != usual.get(key, ...) and not (isinstance(value, dict) and value)
+            ]
+            rows.append((f"`{group}={file}`", prose(self._header(group, file)), "<br>".join(changed) or "the defaults"))
+        return f"### Files of the group {group}\n\n" + table(("choice", "what it is for", "sets"), rows)
+
+    def _recipes(self) -> str:
+        rows = []
+        for name in groups()[RECIPES]:
+            what, mark, run = self._header(RECIPES, name).partition("Run: ")
+            if not (what and mark):
+                raise UndocumentedError(f"recipes/{name}.yaml: its comment must say what it is, then `Run: WHERE`")
+            config = composed((f"{RECIPES}={name}",))
+            place = f"{config['cluster.num_nodes']} x {config['cluster.gpus_per_node']}"
+            rows.append((f"`{name}`", prose(what), f"`{config['policy.model_name']}`", place, prose(run.rstrip("."))))
+        return RECIPES_TITLE + table(("recipe", "what", "model", "nodes x GPUs", "run"), rows)
+
+    def _resolve(self, node: Schema) -> Schema:
+        return self.schema["$defs"][node["$ref"].rpartition("/")[2]]
+
+
+@cache
+def default_files(folder: Path) -> Mapping[str, str]:
+    """Group -> the file that a run has of it where none is chosen."""
+    listed = yaml.safe_load((folder / "train.yaml").read_text())["defaults"]
+    return {group: file for item in listed if isinstance(item, dict) for group, file in item.items()}
+
+
+@cache
+def composed(choices: tuple[str, ...]) -> Mapping[str, Any]:
+    """Every key and its value, not resolved, with these files chosen."""
+    return dict(_leaves(OmegaConf.to_container(compose_files(choices), resolve=False)))
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys and values, sections included."""
+    for name, value in node.items():
+        yield f"{prefix}{name}", value
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+
+
+INTRODUCTION = """# Configuration reference
+
+<!-- Written by scripts/config_reference.py from configs/ and nemo_rl_lite/config/schema.py. Change those. -->
+
+Every key, its type and range, its default and what it does. Hydra composes one file of each group; the command line
+chooses files (`group=file`) and changes keys (`key.path=value`, with or without a `+` before it):
+
+```bash
+python -m nemo_rl_lite.train algorithm=sft policy.megatron_cfg.optimizer.lr=1e-4
+```
+
+`--cfg job` prints the configuration that a command line composes and runs nothing. `hydra.run.dir=FOLDER` names the
+run's folder. Unknown keys, values out of range and keys that contradict each other are reported at once, before
+anything starts. `${a.b}` stands for the value of another key."""
+RECIPES_TITLE = """## Recipes
+
+Whole experiments, laid over everything by `recipes=NAME`; keys on the command line come last. "nodes x GPUs" with 0
+GPUs is a run on CPUs.
+
+"""
+
+
+def main() -> None:
+    """The command line."""
+    page = Reference(config_dir(), TypeAdapter(Config).json_schema()).page()
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(page)
+    elif not PAGE.exists() or PAGE.read_text() != page:
+        sys.exit(f"{PAGE.name} is not what configs/ and the schema say: python scripts/config_reference.py")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UndocumentedError as error:
+        sys.exit(f"config_reference: {error}")

@@ -1,0 +1,77 @@
+"""Types, values and comments of the configuration as Markdown."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+Schema = Mapping[str, Any]
+
+
+def kind(node: Schema) -> str:
+    """A key's type and range in words."""
+    if "anyOf" in node:
+        return " or ".join(kind(choice) for choice in node["anyOf"])
+    if "enum" in node:
+        return ", ".join(f"`{choice}`" for choice in node["enum"])
+    if "const" in node:
+        return f"`{node['const']}`"
+    if node["type"] == "array":
+        return f"list of {kind(node['items'])}"
+    words = TYPES[node["type"]]
+    ranges = [f"{sign} {node[limit]}" for limit, sign in LIMITS.items() if limit in node]
+    if "pattern" in node:
+        ranges.append(f"like `{node['pattern']}`")
+    return " ".join([words, " and ".join(ranges)]).strip()
+
+
+TYPES = {
+    "integer": "integer",
+    "number": "number",
+    "boolean": "true or false",
+    "string": "text",
+    "object": "mapping",
+    "null": "null",
+}
+LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+ENVIRONMENT = re.compile(r"\$\{oc\.decode:\$\{oc\.env:(\w+),(.*)\}\}")
+
+
+def shown(defaults: Mapping[str, Any], key: str) -> str:
+    """A default as the page shows it."""
+    text = raw(defaults[key])
+    if found := ENVIRONMENT.fullmatch(text):
+        return f"`{found[2]}`, or the environment's `{found[1]}`"
+    if found := re.fullmatch(r"\$\{(\.?)([\w.]+)\}", text):
+        return f"that of `{key.rpartition('.')[0] + '.' if found[1] else ''}{found[2]}`"
+    return f"`{text}`"
+
+
+def raw(value: Any) -> str:
+    """A value as YAML has it, on one line."""
+    if isinstance(value, str):
+        return value
+    return yaml.safe_dump(value, default_flow_style=True, width=float("inf")).removesuffix("\n").removesuffix("\n...")
+
+
+# What a reader would type or open: settings, names with an underscore, dotted names, files, folders.
+CODE = re.compile(
+    r"`[^`]*`|'[^' ]*=[^']*'|(?<![\w/.`])(?:"
+    r"[\w./]*\w=[^\s,;)]+|[\w.*-]+/(?![\w-]+:)[^\s,;:)]*|[\w.]*\w_\w[\w./]*|[a-z]\w+(?:\.[a-z]\w+)+|\*\.\w+)"
+)
+
+
+def prose(comment: str) -> str:
+    """A comment as Markdown of one line, in a table too."""
+
+    def code(found: re.Match[str]) -> str:
+        words = found[0].strip("`").rstrip(".:")
+        return f"`{words}`{found[0].strip('`')[len(words) :]}"
+
+    return CODE.sub(code, comment.strip()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else ""

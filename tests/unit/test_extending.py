@@ -1,0 +1,121 @@
+"""The code of docs/extending.md does what the page says, as it stands there."""
+
+import importlib
+import json
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from nemo_rl_lite.algorithms.losses import combine_metrics
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.config.schema import EnvironmentConfig
+from nemo_rl_lite.data import sources
+from nemo_rl_lite.data.kinds import KINDS
+from nemo_rl_lite.data.problems import Problem
+from nemo_rl_lite.data.sources import training_set, validation_set
+from nemo_rl_lite.environments.registry import make_environment
+from nemo_rl_lite.rewards.registry import find_reward
+from tests.unit.pages import DOCS, blocks, commands
+
+PAGE = DOCS / "extending.md"
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """The page's `my_package`, in the folder that the reader is in."""
+    for text in blocks(PAGE, "python"):
+        file = tmp_path / text.splitlines()[0].removeprefix("# ")
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "my_package"]:
+        del sys.modules[name]
+
+
+def module(name: str) -> ModuleType:
+    return importlib.import_module(f"my_package.{name}")
+
+
+def problem(answer: str, **metadata: object) -> Problem:
+    return Problem(({"role": "user", "content": "?"},), answer, metadata)
+
+
+def test_every_command_of_the_page_composes(package):
+    module("capitals").main("capitals.jsonl")
+    composed = [compose_config(words[3:]) for words in commands(PAGE) if words[2] == "nemo_rl_lite.train"]
+    assert len(composed) == 3
+    assert composed[0].reward.name == "my_package.rewards.short_and_right"
+
+
+def test_the_rewards(package):
+    short = find_reward("my_package.rewards.short_and_right", {"limit": 10})
+    assert short("it is Paris", problem("paris")) == pytest.approx(1 - 0.1)
+    assert short("Rome", problem("paris")) == 0.0
+    close = find_reward("my_package.rewards.close_enough", {})
+    assert close("3.2", problem("3", tolerance="0.25")) == 1.0
+    assert close("3.3", problem("3", tolerance="0.25")) == 0.0
+
+
+def test_the_environment(package):
+    made = make_environment(EnvironmentConfig("my_package.guessing.Guessing", 6, {"cost": 0.1}))
+    assert made is not None
+
+    def said(guess: str) -> list:
+        return [{"role": "user", "content": "?"}, {"role": "assistant", "content": guess}]
+
+    low, right, other = (made.step(problem("7"), said(guess)) for guess in ("3", "7", "seven"))
+    assert low.messages == ({"role": "user", "content": "higher"},) and low.reward == -0.1 and not low.done
+    assert right.done and right.reward == 1.0
+    assert other.done and other.reward == 0.0
+
+
+def test_the_rows(package):
+    module("capitals").main("capitals.jsonl")
+    command = next(words for words in commands(PAGE) if "data=file" in words)
+    config = compose_config(command[3:])
+    everything = training_set(config.data, 1, KINDS["grpo"]).finite()
+    held_out = validation_set(config.data, 10, KINDS["grpo"])
+    assert len(everything) + len(held_out) == 8 and held_out
+    asked = {one.messages[0]["content"]: one.answer for one in [*everything, *held_out]}
+    assert asked["What is the capital of Kenya? One word."] == "Nairobi"
+
+
+def test_the_task(package, monkeypatch):
+    monkeypatch.setitem(sources.TASKS, "doubling", module("doubling").Doubling)
+    config = compose_config(["data.name=doubling", "data.task_kwargs={}"])
+    training = training_set(config.data, 1, KINDS["grpo"])
+    seen = [training.problem(place) for place in range(200)]
+    assert seen == [training.problem(place) for place in range(200)]
+    held_out = {one.answer for one in validation_set(config.data, 300, KINDS["grpo"])}
+    assert len(held_out) == 143 and not held_out & {one.answer for one in seen}
+    chat = training_set(config.data, 1, KINDS["sft"]).problem(0)
+    assert json.dumps(chat.conversations[0].messages[-1]) == json.dumps(
+        {"role": "assistant", "content": seen[0].answer}
+    )
+
+
+def test_the_loss_does_not_depend_on_micro_batches(package):
+    loss, generator = module("cispo").CISPOLoss(limit=1.5), torch.Generator().manual_seed(0)
+    batch = {
+        "mask": (torch.rand(6, 5, generator=generator) > 0.3).float(),
+        "previous_logprobs": -torch.rand(6, 5, generator=generator),
+        "advantages": torch.randn(6, generator=generator),
+    }
+    logprobs_BT = (-2 * torch.rand(6, 5, generator=generator)).requires_grad_()
+    counts = loss.counts(batch)
+    whole, metrics = loss(logprobs_BT, batch, counts)
+    (gradient,) = torch.autograd.grad(whole, logprobs_BT)
+    ratio = (logprobs_BT.detach() - batch["previous_logprobs"]).exp().clamp(max=1.5)
+    expected = -ratio * batch["advantages"][:, None] * batch["mask"] / batch["mask"].sum()
+    torch.testing.assert_close(gradient, expected)
+    parts = []
+    for rows in (slice(0, 2), slice(2, 6)):
+        part = {name: values[rows] for name, values in batch.items()}
+        parts.append({name: value.item() for name, value in loss(logprobs_BT[rows], part, counts)[1].items()})
+    combined = combine_metrics(parts)
+    assert combined["loss"] == pytest.approx(metrics["loss"].item())
+    assert combined["ratio_max"] == pytest.approx(metrics["ratio_max"].item())
