@@ -29,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from nemo_rl_lite.diagnosis.diagnose import diagnose
     from nemo_rl_lite.diagnosis.report import show
 
+    if given.imports:
+        sys.stderr.write("importing what a run's processes import, one after the other: a minute or more ...\n")
     findings = diagnose(given.imports)
     if given.json:
         sys.stdout.write(json.dumps(as_data(findings), indent=2) + "\n")

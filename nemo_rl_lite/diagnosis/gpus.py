@@ -36,9 +36,7 @@ def driver(machine: Machine) -> Iterator[Check]:
     major = int(built.partition(".")[0] or 0)
     bad = _severity(machine)
     if not major and is_there("torch"):
-        yield Check(
-            "driver", Status.FAIL, f"{found}; the torch here is for CPUs", "torch for CUDA", INSTALL_GPU, ON_GPUS
-        )
+        yield Check("driver", bad, f"{found}; the torch here is for CPUs", "torch for CUDA", INSTALL_GPU, ON_GPUS)
     elif is_too_old(gpus[0].driver, cuda.version, major):
         fix = f"install driver {OLDEST_DRIVER.get(major, 'of a newer branch')} or newer"
         yield Check("driver", bad, found, f"CUDA {built}, which torch is built for", fix, ON_GPUS)
@@ -112,16 +110,18 @@ def compiler(machine: Machine) -> Iterator[Check]:
         yield Check("C compiler", Status.SKIPPED, "only runs on GPUs compile while they start")
         return
     named = machine.environment.get("CC")
-    names = (named,) if named else ("cc", "gcc", "clang")
+    names = (named,) if named else ("gcc", "clang")
     found = next((path for name in names if (path := shutil.which(name, path=machine.environment.get("PATH")))), None)
-    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    # As Triton looks for them: Debian's own scheme has no headers.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    headers = Path(sysconfig.get_path("include", scheme)) / "Python.h"
     off = "Triton, and so vLLM and checksums on GPUs"
     if found is None:
-        wanted = "cc, gcc or clang on PATH" + (f"; CC={named} is not there" if named else "")
-        yield Check("C compiler", Status.FAIL, "none", wanted, "apt-get install gcc, or CC=...", off)
+        wanted = "gcc or clang on PATH" + (f"; CC={named} is not there" if named else "")
+        yield Check("C compiler", _severity(machine), "none", wanted, "apt-get install gcc, or CC=...", off)
     elif not headers.is_file():
         fix = "apt-get install python3.12-dev, or a Python that brings its headers (uv, pyenv)"
-        yield Check("C compiler", Status.FAIL, f"{found}, but no {headers}", "Python's headers", fix, off)
+        yield Check("C compiler", _severity(machine), f"{found}, but no {headers}", "Python's headers", fix, off)
     else:
         yield Check("C compiler", Status.OK, found)
 
@@ -166,7 +166,7 @@ def _gpu(machine: Machine, gpu: Gpu) -> Check:
     found = f"{gpu.name}, {gpu.total_mib / 1024:.1f} GiB{shown}"
     if capability and capability < OLDEST_CAPABILITY:
         wanted = "7.5 or newer: CUDA 13 has no code for older ones"
-        return Check(name, Status.FAIL, found, wanted, "another GPU", ON_GPUS)
+        return Check(name, _severity(machine), found, wanted, "another GPU", ON_GPUS)
     if capability and capability < BFLOAT16_CAPABILITY:
         off = "bfloat16, which policy=megatron_gpu computes in"
         return Check(name, Status.WARN, found, "8.0 or newer", "policy.precision=float32", off)
@@ -201,7 +201,8 @@ def _traps(environment: Mapping[str, str], gpus: int) -> Iterator[Check]:
             yield Check(name, Status.WARN, f"{name}={environment[name]}", "not set", f"unset {name}", off)
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in environment.get(name, "").lower():
-            off = "generation.colocated: vLLM's sleep refuses it"
+            # torch hands such memory to another process through pidfd_getfd, which containers forbid by default.
+            off = "colocated refits, where processes may not look into each other (a container without SYS_PTRACE)"
             yield Check(name, Status.WARN, environment[name], "no expandable_segments", f"unset {name}", off)
     for folder in filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")):
         for library in ("libnccl.so", "libcudnn.so", "libcublas.so"):

@@ -116,7 +116,7 @@ def open_files(machine: Machine) -> Iterator[Check]:
 def disks(machine: Machine) -> Iterator[Check]:
     """Room for checkpoints, for models of the hub, and for what Ray writes."""
     places = {
-        "disk of the current folder": (machine.folder, "checkpoints (14 bytes a parameter) and exports"),
+        "disk of the current folder": (machine.folder, "checkpoints (up to 14 bytes a parameter each) and exports"),
         "disk of the hub's cache": (hub_cache(machine.environment), "downloads of models and datasets"),
     }
     for name, (folder, off) in places.items():

@@ -83,7 +83,7 @@ def test_gpus_are_found_through_the_driver(tmp_path):
     assert checks["GPU 0"]["status"] == "ok" and checks["GPU 2"]["status"] == "warn"
     assert checks["links"]["found"] == "6 pairs by NV18"
     assert checks["CUDA_VISIBLE_DEVICES"]["status"] == checks["NCCL_P2P_DISABLE"]["status"] == "warn"
-    assert checks["C compiler"]["status"] in ("ok", "fail")
+    assert checks["C compiler"]["status"] != "skipped"
 
 
 def test_no_secret_is_shown(tmp_path):

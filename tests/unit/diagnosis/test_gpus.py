@@ -201,7 +201,7 @@ def test_the_compiler(machine, tmp_path, monkeypatch):
     assert check.status is Status.FAIL and "gcc" in check.fix
     (tmp_path / "gcc").write_text("")
     (tmp_path / "gcc").chmod(0o755)
-    monkeypatch.setattr(gpus.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(gpus.sysconfig, "get_path", lambda *_: str(tmp_path))
     (check,) = gpus.compiler(machine(H100, "gpu", PATH=str(tmp_path)))
     assert check.status is Status.FAIL and "Python.h" in check.found
     (tmp_path / "Python.h").write_text("")
