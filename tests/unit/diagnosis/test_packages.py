@@ -5,7 +5,7 @@ import pytest
 
 from nemo_rl_lite.diagnosis import packages
 from nemo_rl_lite.diagnosis.check import Status
-from nemo_rl_lite.diagnosis.packages import PACKAGES, Package, environment_kind, judge
+from nemo_rl_lite.diagnosis.packages import PACKAGES, Package, environment_kind, judge, remedy
 from nemo_rl_lite.diagnosis.smi import GpuAnswer, parse_gpus
 from tests.unit.diagnosis import samples
 
@@ -54,6 +54,19 @@ def test_versions(version, tested, accepted, status):
     check = judge(THERE, version, tested, accepted, "cpu")
     assert check.status is status
     assert (check.fix == "bash scripts/install.sh cpu") == (status is not Status.OK)
+
+
+def test_the_remedy_is_the_checkouts_script_or_pip(tmp_path):
+    bare = Package("some-package", "json", "a feature", bare=True)
+    assert remedy(THERE, "1.0", "gpu") == "bash scripts/install.sh gpu"
+    assert remedy(THERE, "1.0", "gpu", tmp_path) == "pip install some-package==1.0"
+    assert remedy(bare, "1.0", "gpu", tmp_path) == "pip install --no-deps some-package==1.0"
+
+
+def test_packages_are_bare_where_the_script_installs_them_so():
+    script = (ROOT / "scripts" / "install.sh").read_text().replace("\\\n", " ")
+    named = {name for line in re.findall(r"--no-deps (.*)", script) for name in line.split() if name[0] != "-"}
+    assert {package.name for package in PACKAGES if package.bare} == named - {"transformer-engine-cu13"}
 
 
 def test_what_is_off_by_default_is_a_warning():
