@@ -139,14 +139,19 @@ def torch_cuda() -> str:
 
 
 def python(machine: Machine) -> Iterator[Check]:
-    found = f"{platform.python_version()} ({sys.executable})"
-    fix = f"{INSTALL} with python3.12 on PATH, or in pyenv"
-    right = sys.version_info[:2] == PYTHON
-    wanted = ".".join(map(str, PYTHON))
-    yield Check("Python", Status.OK if right else Status.FAIL, found, wanted, "" if right else fix, EVERY_RUN)
-    system = f"{platform.system()} {platform.machine()}"
-    status = Status.OK if system == "Linux x86_64" else Status.WARN if platform.system() == "Linux" else Status.FAIL
-    yield Check("system", status, system, "Linux x86_64", "" if status is Status.OK else "another machine", EVERY_RUN)
+    """The interpreter, and what it runs on."""
+    found, wanted = f"{platform.python_version()} ({sys.executable})", ".".join(map(str, PYTHON))
+    if sys.version_info[:2] == PYTHON:
+        yield Check("Python", Status.OK, found, wanted)
+    else:
+        fix = f"{INSTALL} with python3.12 on PATH, or in pyenv"
+        yield Check("Python", Status.FAIL, found, wanted, fix, EVERY_RUN)
+    found, wanted = f"{platform.system()} {platform.machine()}", "Linux x86_64"
+    if found == wanted:
+        yield Check("system", Status.OK, found, wanted)
+    else:
+        status = Status.WARN if platform.system() == "Linux" else Status.FAIL
+        yield Check("system", status, found, wanted, "another machine", "whatever was not tried there")
 
 
 def environment(machine: Machine) -> Iterator[Check]:
@@ -161,6 +166,9 @@ def environment(machine: Machine) -> Iterator[Check]:
         )
     elif kind == CPU and gpus:
         yield Check("environment", Status.WARN, f"{where}, on a machine with {has}", GPU, other, "runs on GPUs")
+    elif kind == GPU and not gpus and machine.gpus.trouble:
+        found = f"{where}, on a machine whose GPUs do not answer"
+        yield Check("environment", Status.WARN, found, GPU, "see below, at gpus", "runs on this machine")
     elif kind == GPU and not gpus:
         login = shutil.which("sbatch", path=machine.environment.get("PATH")) is not None
         found = f"{where}, on a machine with {has}" + (" (a login node?)" if login else "")

@@ -53,6 +53,7 @@ def test_a_list_for_machines(tmp_path):
     assert {check["status"] for check in checks} <= {"ok", "warn", "fail", "skipped"}
     assert all(isinstance(value, str) for check in checks for value in check.values())
     assert done.returncode == (1 if any(check["status"] == "fail" for check in checks) else 0)
+    assert not [check for check in checks if check["status"] == "ok" and (check["fix"] or check["off"])]
     # Everything that is off says how to mend it.
     assert all(check["fix"] for check in checks if check["status"] in ("warn", "fail")), checks
 
@@ -84,6 +85,20 @@ def test_gpus_are_found_through_the_driver(tmp_path):
     assert checks["links"]["found"] == "6 pairs by NV18"
     assert checks["CUDA_VISIBLE_DEVICES"]["status"] == checks["NCCL_P2P_DISABLE"]["status"] == "warn"
     assert checks["C compiler"]["status"] != "skipped"
+
+
+def test_a_driver_that_hangs_is_a_line(tmp_path):
+    samples.smi(tmp_path, "exec sleep 100")
+    code = (
+        "from nemo_rl_lite.diagnosis import diagnose, smi\n"
+        "diagnose.read_gpus = lambda: smi.read_gpus(limit_s=0.5)\n"
+        "from nemo_rl_lite.doctor import main\nmain(['--json'])"
+    )
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    (gpus,) = [check for check in json.loads(done.stdout) if check["name"] == "GPUs"]
+    assert gpus["found"] == "nvidia-smi gave no answer within 0.5 s" and "dmesg" in gpus["fix"]
 
 
 def test_no_secret_is_shown(tmp_path):

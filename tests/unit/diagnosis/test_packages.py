@@ -118,6 +118,7 @@ def test_the_kind_of_an_environment(tmp_path, noted, installed, kind):
         (H100, "gpu", Status.OK, ""),
         (H100, "cpu", Status.WARN, "bash scripts/install.sh gpu"),
         (GpuAnswer(), "gpu", Status.FAIL, "bash scripts/install.sh cpu"),
+        (GpuAnswer(trouble="nvidia-smi gave no answer within 10 s"), "gpu", Status.WARN, "see below, at gpus"),
         (GpuAnswer(), "", Status.FAIL, "bash scripts/install.sh cpu"),
         (H100, "", Status.FAIL, "bash scripts/install.sh gpu"),
     ],
