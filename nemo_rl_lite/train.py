@@ -28,6 +28,8 @@ _INFORMATION = ("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--i
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 _INFO = ("--info", "-i")
 _INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+# Ours: everything up to the first process.
+_DRY_RUN = "--dry-run"
 _SWEEP = ("--multirun", "-m")
 
 
@@ -61,11 +63,23 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
             # Before Hydra makes the run's folder, and before the first job of a sweep.
             for job in _jobs(overrides) if any(flag in _SWEEP for flag in flags) else [overrides]:
                 compose_config(job)
+        if _DRY_RUN in flags:
+            _dry_run(flags, overrides)
+            return []
         sys.argv = [sys.argv[0], *flags, *accepted]
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=CONFIG_NAME)(task)()
     except ConfigError as error:
         fail(error)
     return summaries
+
+
+def _dry_run(flags: Sequence[str], overrides: Sequence[str]) -> None:
+    from nemo_rl_lite.jobs.dry_run import dry_run
+
+    if others := [flag for flag in flags if flag not in (_DRY_RUN, *_SWEEP)]:
+        raise ConfigError([Violation(_DRY_RUN, None, f"does not go with {' '.join(others)}", "drop one")])
+    for job in _jobs(overrides):
+        dry_run(compose_config(job), job)
 
 
 def only_informs(flags: Sequence[str]) -> bool:

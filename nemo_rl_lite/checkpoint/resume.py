@@ -13,6 +13,17 @@ from nemo_rl_lite.errors import ConfigError, Violation
 CHECKPOINTS = "checkpoints"
 # A checkpoint of another value of these is of another kind of training.
 _FIXED = ("algorithm.name", "policy.megatron_cfg.peft")
+# A checkpoint with `resume_layouts=data_parallel` holds the optimizer's buckets, which these cut.
+_MEGATRON = "policy.megatron_cfg"
+_LAYOUT = tuple(
+    f"{_MEGATRON}.{key}"
+    for key in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "optimizer.use_distributed_optimizer",
+    )
+)
 # What no result depends on.
 _FREE = ("run_name", "logger", "checkpoint", "cluster")
 
@@ -52,11 +63,14 @@ def find_start(config: Config, whole_config: Mapping[str, Any], run_folder: Path
             raise ConfigError([Violation("checkpoint.resume_from", named, "has no complete checkpoint", fix)])
     if found is None:
         return Start()
-    changes = changed(found.record.get("config", {}), whole_config)
+    saved = found.record.get("config", {})
+    changes = changed(saved, whole_config)
+    by_rank = dict(_leaves(saved)).get("checkpoint.resume_layouts") == "data_parallel"
+    fixed = (*_FIXED, *_LAYOUT) if by_rank else _FIXED
     wrong = [
         Violation(key, now, f"{found.path} was saved with {before!r}", "as it was, or another folder")
         for key, (before, now) in changes.items()
-        if _is_within(key, _FIXED)
+        if _is_within(key, fixed)
     ]
     if wrong:
         raise ConfigError(wrong)
@@ -64,10 +78,13 @@ def find_start(config: Config, whole_config: Mapping[str, Any], run_folder: Path
     return Start(found.step, found.path / POLICY, lines)
 
 
-def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs between two configurations, but for what no result depends on: key -> value before and now."""
+def changed(
+    before: Mapping[str, Any], now: Mapping[str, Any], but_for: tuple[str, ...] = _FREE
+) -> dict[str, tuple[Any, Any]]:
+    """What differs between two configurations, but for sections that no result depends on: key -> value before and
+    now."""
     old, new = dict(_leaves(before)), dict(_leaves(now))
-    keys = [key for key in sorted(old.keys() | new.keys()) if not _is_within(key, _FREE)]
+    keys = [key for key in sorted(old.keys() | new.keys()) if not _is_within(key, but_for)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 

@@ -36,6 +36,9 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 # How many queues of work the GPU takes from a process. In a single one, a copy that waits for the copy before it may
 # hold up kernels given later; tensor parallelism in megatron-core needs just that order, to overlap its communication
 # with computation.
+# Batches of changing sizes leave gaps in torch's cache; segments that grow have fewer. Memory in them cannot be shared
+# with an engine's process.
+GROWING_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 ONE_QUEUE, MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
@@ -172,6 +175,7 @@ def _policy_group(config: Config, placement: Placement, run_folder: Path) -> Wor
         environment = CPU_POLICY_ENVIRONMENT | NO_GPU
     else:
         environment = ONE_QUEUE if config.policy.megatron_cfg.tensor_model_parallel_size > 1 else MANY_QUEUES
+        environment = environment | ({} if config.algorithm.name == "grpo" else GROWING_SEGMENTS)
     environment = environment | {"OMP_NUM_THREADS": str(_threads(config, policy_ranks(config)))}
     environment |= activations.environment(config.policy.megatron_cfg)
     log.info("environment of the policy: %s", environment)
@@ -237,6 +241,7 @@ def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
         "threads": _threads(config, policy_ranks(config)),
         "on_gpu": on_gpus(config),
         "residency": Residency.of(config),
+        "resume_layouts": config.checkpoint.resume_layouts,
     }
 
 

@@ -309,6 +309,7 @@ class LoggerConfig:
 class CheckpointConfig:
     save_period: NonNegativeInt
     async_save: bool
+    resume_layouts: Literal["any", "data_parallel"]
     keep_newest: PositiveInt
     keep_best: NonNegativeInt
     must_save_by: PositiveInt | Annotated[str, Field(pattern=r"^(\d+:){1,3}\d{1,2}$")] | None

@@ -16,14 +16,12 @@ import record
 from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.config.model_shape import ModelShape, model_shape
 from nemo_rl_lite.offload.model_size import parameter_count
-from nemo_rl_lite.offload.prediction import predict, totals
+from nemo_rl_lite.planning.budget import budget
 
 FAMILY = "qwen3-4b"
 COMMON_LAYERS = 24
 GPU_BYTES = int(79.2 * 2**30)
 CACHE = 6 * 2**30
-# Contexts, captured graphs and the refit's buffer, as docs/gpus.md has them.
-OVERHEAD = 8 * 2**30
 PRESETS = ("none", "logprob", "colocated", "pinned", "cpu_optimizer", "activations", "max_memory")
 RUN = [
     "recipes=grpo-smollm2-135m-1n1g",
@@ -65,7 +63,7 @@ def write_prediction() -> None:
 def largest(preset: str) -> int:
     """Layers of the largest model whose every phase fits."""
     layers = 1
-    while peak(preset, layers + 1) + OVERHEAD <= GPU_BYTES:
+    while peak(preset, layers + 1) <= GPU_BYTES:
         layers += 1
     return layers
 
@@ -73,17 +71,18 @@ def largest(preset: str) -> int:
 def largest_share(preset: str) -> float:
     """The most of the GPU that the engine can have beside a model that every preset trains."""
     percent = 99
-    while percent and peak(preset, COMMON_LAYERS, percent / 100) + OVERHEAD > GPU_BYTES:
+    while percent and peak(preset, COMMON_LAYERS, percent / 100) > GPU_BYTES:
         percent -= 1
     return percent / 100
 
 
 def peak(preset: str, layers: int, share: float | None = None) -> int:
-    """Predicted bytes of the fullest phase."""
+    """Predicted bytes of the fullest phase, with the refit's buffers, contexts and captured graphs."""
     overrides = [*settings(preset, layers), "policy.model_name=a/model", "checkpoint.save_period=0"]
     overrides += [f"generation.vllm_cfg.gpu_memory_utilization={share}"] if share else []
     config = compose_config(overrides)
-    return max(phase.device for phase in totals(predict(config, shape_of(layers), GPU_BYTES)).values())
+    planned = budget(config, shape_of(layers), GPU_BYTES)
+    return planned.device[planned.fullest]
 
 
 def settings(preset: str, layers: int) -> list[str]:

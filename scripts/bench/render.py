@@ -1,5 +1,4 @@
-"""Render docs/benchmarks/*.json into docs/benchmarks/README.md, README.md, docs/memory.md,
-docs/refit.md and docs/reliability.md.
+"""Render docs/benchmarks/*.json into docs/benchmarks/README.md and the tables of the pages that `TABLES` names.
 
 --check fails where one is stale.
 """
@@ -17,6 +16,7 @@ PAGE = record.FOLDER / "README.md"
 README = record.ROOT / "README.md"
 MEMORY = record.ROOT / "docs" / "memory.md"
 REFIT = record.ROOT / "docs" / "refit.md"
+SUPERVISED = record.ROOT / "docs" / "supervised.md"
 RELIABILITY = record.ROOT / "docs" / "reliability.md"
 
 
@@ -108,6 +108,8 @@ TABLES = {
             "shard to shard between hosts",
         ),
     ),
+    "supervised table": Table(SUPERVISED, "supervised-gsm8k", "1x-h100"),
+    "throughput table": Table(SUPERVISED, "sft-throughput-smollm2-135m-instruct", "1x-h100"),
     "soak table": Table(
         RELIABILITY,
         "soak",

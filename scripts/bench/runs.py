@@ -9,6 +9,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 import random_model
 import record
+import supervised_runs
+from series import Run, typical, values, worst
 
 from nemo_rl_lite.config.model_shape import model_shape
 from nemo_rl_lite.offload.model_size import parameter_count
@@ -48,14 +50,14 @@ NOTES = {
         "1x-h100",
     ): "The first run on a fresh machine, after torch and transformers had been imported once; and a later one.",
 }
-Run = dict[str, Any]
 
 
 def main() -> None:
     runs = [json.loads(path.read_text()) for path in sorted(RUNS.glob("*.json"))]
     benches = {
         "grpo-chain-sum": (SEEDS, chain_sum),
-        "sft-gsm8k": (("sft-gsm8k",), sft),
+        "sft-gsm8k": (("sft-gsm8k",), supervised_runs.two_epochs),
+        "supervised-gsm8k": (supervised_runs.NAMES, supervised_runs.one_epoch_and_preferences),
         "grpo-gsm8k": (("grpo-gsm8k",), gsm8k),
         "grpo-qwen3-1.7b": (("qwen3-1.7b-colocated",), large),
         "grpo-qwen3-1.7b-noncolocated": (("qwen3-1.7b-noncolocated-1-1", "qwen3-1.7b-noncolocated-tp2-tp2"), apart),
@@ -67,6 +69,7 @@ def main() -> None:
     for bench, (names, measure) in benches.items():
         write(bench, [run for run in runs if run["name"] in names and run["exit_status"] == 0], measure)
     draw([run for run in runs if run["name"] in SEEDS])
+    supervised_runs.draw([run for run in runs if run["name"] in supervised_runs.NAMES])
 
 
 def write(bench: str, runs: list[Run], measure: Callable[[list[Run]], tuple[list, list]]) -> None:
@@ -233,19 +236,6 @@ def start(runs: list[Run]) -> tuple[list, list]:
     return results, [record.bar("command to first step, s", slowest, 75, at_least=False)]
 
 
-def sft(runs: list[Run]) -> tuple[list, list]:
-    config = "2 epochs of 7,466 chats"
-    losses = [values(run, "validation/val_loss") for run in runs]
-    results = [
-        record.result("held-out loss before", config, "nats", [one[0] for one in losses]),
-        record.result("held-out loss after", config, "nats", [one[-1] for one in losses]),
-        record.result("step of 64 chats", config, "s", typical(runs, "timing/train/total_step_time")),
-        record.result("tokens a second and GPU", config, "1/s", typical(runs, "performance/tokens_per_sec_per_gpu")),
-        record.result("whole job", config, "s", [run["seconds"] for run in runs]),
-    ]
-    return results, []
-
-
 def steady(runs: list[Run], config: str) -> Iterable[dict[str, Any]]:
     """Phase times, throughput, memory: the median of a run's steps, which leaves the slow first one out."""
     for phase, timers in PHASES.items():
@@ -266,18 +256,6 @@ def mismatch_bars(runs: list[Run]) -> list[dict[str, Any]]:
         record.bar("largest mean absolute logprob difference of a step", difference, 0.05, at_least=False),
         record.bar("largest token_mult_prob_error of a step", factor, 1.05, at_least=False),
     ]
-
-
-def values(run: Run, metric: str) -> list[float]:
-    return [value for _, value in run["series"][metric]]
-
-
-def typical(runs: list[Run], metric: str) -> list[float]:
-    return [statistics.median(values(run, metric)) for run in runs]
-
-
-def worst(runs: list[Run], metric: str) -> float:
-    return max(max(values(run, metric)) for run in runs)
 
 
 def reaches(run: Run, reward: float) -> int:

@@ -20,6 +20,7 @@ PEFT = "policy.megatron_cfg.peft"
 LORA = [f"{PEFT}.enabled=true", f"{PEFT}.dim=2", f"{PEFT}.dropout=0.2"]
 OPTIMIZER = "policy.megatron_cfg.optimizer"
 SGD = [f"{OPTIMIZER}.optimizer=sgd", f"{OPTIMIZER}.sgd_momentum=0.9", f"{OPTIMIZER}.use_distributed_optimizer=false"]
+SHARES = ["checkpoint.resume_layouts=data_parallel"]
 HALF = ["policy.precision=bfloat16"]
 # Name: overrides, and whose checkpoint it goes on from (none: it saves one).
 ON_TWO = {
@@ -29,9 +30,12 @@ ON_TWO = {
     "data from tensor": [DATA, "tensor"],
     "lora": [[*DATA, *LORA], None],
     "lora again": [[*DATA, *LORA], "lora"],
+    "shares": [[*DATA, *SHARES], None],
+    "shares again": [[*DATA, *SHARES], "shares"],
 }
 ON_ONE = {
     "one from tensor": [[], "tensor"],
+    "one from shares": [[], "shares"],
     "sgd": [SGD, None],
     "sgd again": [SGD, "sgd"],
     "half": [HALF, None],
@@ -58,18 +62,18 @@ def weights(folder, case):
     return load_file(folder / f"{case}.hf" / "model.safetensors")
 
 
-@pytest.mark.parametrize("case", ["tensor", "lora", "sgd", "half"])
+@pytest.mark.parametrize("case", ["tensor", "lora", "shares", "sgd", "half"])
 def test_in_the_same_layout_it_goes_on_bit_for_bit(folder, case):
     assert steps(folder, f"{case} again") == steps(folder, case)
     own, expected = weights(folder, f"{case} again"), weights(folder, case)
     assert own.keys() == expected.keys() and all(torch.equal(own[name], expected[name]) for name in own)
 
 
-@pytest.mark.parametrize("layout", ["pipeline", "data", "one"])
-def test_another_layout_goes_on_from_it(folder, layout):
-    case = f"{layout} from tensor"
-    assert torch.allclose(torch.tensor(steps(folder, case)), torch.tensor(steps(folder, "tensor")), atol=1e-5)
-    own, expected = weights(folder, case), weights(folder, "tensor")
+@pytest.mark.parametrize("case", ["pipeline from tensor", "data from tensor", "one from tensor", "one from shares"])
+def test_another_layout_goes_on_from_it(folder, case):
+    saved_by = case.split(" from ")[1]
+    assert torch.allclose(torch.tensor(steps(folder, case)), torch.tensor(steps(folder, saved_by)), atol=1e-5)
+    own, expected = weights(folder, case), weights(folder, saved_by)
     assert all(torch.allclose(own[name], expected[name], atol=1e-5) for name in expected)
 
 

@@ -13,9 +13,12 @@ pytestmark = pytest.mark.gpu
 
 SCRIPT = Path(__file__).parents[1] / "functional" / "checkpoint_rank.py"
 GPU = ["policy=megatron_gpu", "cluster.gpus_per_node=1", "policy.sequence_length_round=16"]
+# What checkpoint_rank.py adds.
+COMMON = ["algorithm=sft", "policy.train_global_batch_size=8", "policy.train_micro_batch_size=4"]
 SETTINGS = {
     "fused": [],
-    "moved": ["offload=pinned"],
+    "moved": ["policy.use_pinned_optimizer_offload=true", "policy.offload_optimizer_states_for_logprob=true"],
+    "shares": ["checkpoint.resume_layouts=data_parallel"],
     "lora": ["policy.megatron_cfg.peft.enabled=true"],
 }
 CASES = {name: [[*GPU, *own], None] for name, own in SETTINGS.items()}

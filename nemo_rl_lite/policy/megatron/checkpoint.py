@@ -5,6 +5,7 @@ import queue
 import re
 import shutil
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,20 +21,26 @@ from nemo_rl_lite.policy.megatron.lora import is_adapter
 from nemo_rl_lite.policy.megatron.memory import torch_optimizers
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 
-# Optimizer states by parameter, so that any tensor, pipeline and data parallel size can read them. They are gathered in
-# the host memory of one rank of each data-parallel group, not on all of them.
-_RESHARDABLE = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,
+# How megatron-core writes optimizer states, by `checkpoint.resume_layouts`: by parameter, gathered in host memory of
+# one rank of each data-parallel group, not on all of them; or each rank its share of the optimizer's buckets.
+_OPTIMIZER_FORMATS = {
+    "any": {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": True,
+    },
+    "data_parallel": {"distrib_optim_sharding_type": "dp_reshardable"},
 }
+_FORMAT = "resume_layouts"
 
 
 class PolicyState:
     """What a policy rank's training goes on from. Every method but `is_written` is collective; everything must be on
     the device. Of a model with adapters, these alone are kept: the rest is the model that the run started from."""
 
-    def __init__(self, model: MegatronModel, optimizer: Any, scheduler: Any):
+    def __init__(self, model: MegatronModel, optimizer: Any, scheduler: Any, resume_layouts: str = "any"):
+        """`resume_layouts`: what is saved from now on; `load` reads either."""
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._format = resume_layouts
         self._writing: _Writing | None = None
 
     def begin_save(self, folder: Path) -> None:
@@ -56,7 +63,10 @@ class PolicyState:
         filesystem_async._results_queue = queue.Queue()  # pyrefly: ignore[bad-assignment]
         try:
             request = dist_checkpointing.save(
-                self._sharded(is_loading=False), str(folder), async_sharded_save=True, async_strategy="mcore"
+                self._sharded(self._format, is_loading=False),
+                str(folder),
+                async_sharded_save=True,
+                async_strategy="mcore",
             )
         # What it cannot save it says by an assertion, on all ranks alike.
         except (AssertionError, NotImplementedError, OSError, CheckpointException, CheckpointingException) as error:
@@ -84,13 +94,15 @@ class PolicyState:
             CheckpointError: there is none, or of another model.
         """
         self._make_states()
-        state = _read(self._sharded(is_loading=True), folder)
+        state = _read(self._sharded(_format_of(folder), is_loading=True), folder)
         self._put_weights(state)
-        self._optimizer.load_state_dict(state["optimizer"])
+        # In float32 the main parameters are the model's own, which take a gradient.
+        with torch.no_grad():
+            self._optimizer.load_state_dict(state["optimizer"])
         # It adds the steps that it reads to those that it has.
         self._scheduler.num_steps = 0
         self._scheduler.load_state_dict(state["scheduler"])
-        self._separate_step_counts()
+        self._set_step_counts()
         self._require_states()
 
     def load_weights(self, folder: Path) -> None:
@@ -110,11 +122,12 @@ class PolicyState:
             models[f"model{index}"] = {name: value for name, value in state.items() if kept or is_adapter(name)}
         return models
 
-    def _sharded(self, is_loading: bool) -> dict[str, Any]:
+    def _sharded(self, form: str, is_loading: bool) -> dict[str, Any]:
         models = self._sharded_weights()
         whole = {name: value for weights in models.values() for name, value in weights.items()}
-        optimizer = self._optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=_RESHARDABLE)
-        return {**models, "optimizer": optimizer, "scheduler": self._scheduler.state_dict()}
+        metadata = _OPTIMIZER_FORMATS[form]
+        optimizer = self._optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=metadata)
+        return {**models, "optimizer": optimizer, "scheduler": self._scheduler.state_dict(), _FORMAT: form}
 
     def _require_everywhere(self, folder: Path) -> None:
         """Raises CheckpointError on all ranks where one does not see the folder that the launcher has made."""
@@ -154,12 +167,15 @@ class PolicyState:
             tensors += [value for value in values if isinstance(value, Tensor)]
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
-    def _separate_step_counts(self) -> None:
-        """megatron-core gives all parameters one counter, which torch's Adam would raise once for each."""
+    def _set_step_counts(self) -> None:
+        """megatron-core reads the step into the group, and gives the parameters of torch's Adam none of it or one
+        counter for all, which would be raised once for each."""
         for optimizer in torch_optimizers(self._optimizer):
-            for state in optimizer.state.values():
-                if isinstance(state.get("step"), Tensor):
-                    state["step"] = state["step"].clone()
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = optimizer.state.get(parameter, {})
+                    if isinstance(state.get("step"), Tensor):
+                        state["step"] = torch.full_like(state["step"], group.get("step", state["step"].item()))
 
 
 def _make_nothing(optimizer: Any, config: Any = None) -> None:
@@ -176,13 +192,30 @@ def _first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
     return {}
 
 
+def _format_of(folder: Path) -> str:
+    """How the optimizer states in `folder` were written; `any` where it says nothing."""
+    return str(_reading(folder, lambda: _common_state(folder)).get(_FORMAT, "any"))
+
+
+def _common_state(folder: Path) -> dict[str, Any]:
+    from megatron.core import dist_checkpointing
+
+    return dist_checkpointing.load_common_state_dict(str(folder))
+
+
 def _read(sharded: dict[str, Any], folder: Path) -> Any:
     from megatron.core import dist_checkpointing
+
+    return _reading(folder, lambda: dist_checkpointing.load(sharded, str(folder)))
+
+
+def _reading(folder: Path, read: Callable[[], Any]) -> Any:
+    """What `read` finds, with nothing run that `folder` holds. Raises CheckpointError."""
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     try:
         with reading_only(folder):
-            return dist_checkpointing.load(sharded, str(folder))
+            return read()
     except (OSError, RuntimeError, KeyError, CheckpointingException, CheckpointException) as error:
         raise CheckpointError(f"the policy cannot be read from {folder}: {_cause(error)}") from error
 

@@ -61,6 +61,7 @@ class MegatronWorker:
         threads: int,
         on_gpu: bool,
         residency: Residency,
+        resume_layouts: str,
     ):
         # First, so that threads and page-locked memory are on the GPU's side of the machine.
         if on_gpu and cluster.numa_binding:
@@ -81,7 +82,7 @@ class MegatronWorker:
         self._phases = phase_memory(policy, self._model, self._optimizer, residency)
         self._memory = MemoryMeter(self._phases.device_bytes)
         self._producer = Producer(self._model)
-        self._state = PolicyState(self._model, self._optimizer, self._scheduler)
+        self._state = PolicyState(self._model, self._optimizer, self._scheduler, resume_layouts)
 
     def place(self) -> ParallelPlace:
         return self._model.place

@@ -66,6 +66,20 @@ def test_a_checkpoint_of_another_kind_of_training_is_an_error(tmp_path, override
         start(tmp_path, override)
 
 
+@pytest.mark.parametrize("layouts", ["any", "data_parallel"])
+def test_another_model_parallel_layout_needs_a_checkpoint_for_any(tmp_path, layouts):
+    ranks = ["cluster.cpu_ranks=2", "policy.train_micro_batch_size=64"]
+    save(tmp_path, 10, *ranks, f"checkpoint.resume_layouts={layouts}")
+    key = "policy.megatron_cfg.tensor_model_parallel_size"
+    go_on = lambda *more: start(tmp_path, *ranks, *more)  # noqa: E731
+    assert go_on().steps == 10
+    if layouts == "any":
+        assert go_on(f"{key}=2").changes == (f"{key}: 1 -> 2",)
+    else:
+        with pytest.raises(ConfigError, match=rf"{key} = 2\n.*was saved with 1"):
+            go_on(f"{key}=2")
+
+
 def test_a_configuration_comes_back_from_its_record(tmp_path):
     config = compose_config(["algorithm=dpo", "policy.precision=bfloat16"])
     assert restore(json.dumps(dataclasses.asdict(config))) == config

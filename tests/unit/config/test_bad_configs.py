@@ -394,6 +394,7 @@ CASES = {
     "algorithm.val_metric=loss": ["algorithm.val_metric", "'accuracy' or 'avg_length'"],
     f"{GPU} offload=cpu_optimizer": ["checkpoint.save_period", "cannot read back", "checkpoint.save_period=0"],
     "checkpoint.save_period=-1": ["checkpoint.save_period", "greater than or equal to 0"],
+    "checkpoint.resume_layouts=tensor": ["checkpoint.resume_layouts", "'any' or 'data_parallel'"],
     "checkpoint.keep_newest=0": ["checkpoint.keep_newest", "greater than 0"],
     "checkpoint.must_save_by=soon": ["checkpoint.must_save_by"],
     "checkpoint.must_save_by=60 checkpoint.save_period=0": ["checkpoint.must_save_by", "saves nothing"],

@@ -49,7 +49,7 @@ def test_the_table_and_its_metrics_come_first(shown):
 
 def test_a_phase_that_will_hardly_fit_is_said(shown):
     text, _ = shown(ON_A_GPU, 8 * 2**30)
-    assert "phase generate will hardly fit: 4.0 GiB of a GPU of 8.0 GiB" in " ".join(text.split())
+    assert "phase generate will hardly fit: 11.0 GiB of a GPU of 8.0 GiB" in " ".join(text.split())
     assert "offload=pinned" in text
     assert "will" not in shown([], None)[0]
     assert "hardly" not in shown(ON_A_GPU, 80 * 2**30)[0]

@@ -1,0 +1,81 @@
+"""`python -m nemo_rl_lite.plan [options] [group=file ...] [key.path=value ...]`: what a run needs and whether it fits.
+
+Needs no GPU, no weights and a few seconds.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.config.model_shape import ModelShape, NoModelError, model_shape, read_model_shape
+from nemo_rl_lite.errors import LauncherError
+from nemo_rl_lite.planning.gpus import KNOWN, parse_size, size_of
+from nemo_rl_lite.planning.known_models import KNOWN_MODELS
+
+DOES_NOT_FIT = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line. Exit status: 0 it fits, 1 it does not or something failed, 2 bad configuration or arguments."""
+    parser = argparse.ArgumentParser(prog="nrl-lite plan", description=__doc__)
+    parser.add_argument("overrides", nargs="*", help="as for train")
+    parser.add_argument("--gpu", help=f"a GPU ({', '.join(KNOWN)}) or its memory (80GiB); default: this machine's")
+    parser.add_argument("--host-memory", help="of one machine, such as 2TiB; default: not checked")
+    parser.add_argument("--model-config", type=Path, help="the model's config.json, where the model is not here")
+    parser.add_argument("--json", action="store_true", help="numbers instead of tables")
+    given = parser.parse_args(arguments)
+    try:
+        gpu = size_of(given.gpu)
+        host = parse_size(given.host_memory) if given.host_memory else None
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        config = compose_config(given.overrides)
+        from nemo_rl_lite.observability.console import RunConsole
+        from nemo_rl_lite.planning import page
+
+        shape = find_shape(config.policy.model_name, given.model_config)
+        plan = page.make_plan(config, given.overrides, shape, gpu, host)
+    except LauncherError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(error.exit_status)
+    if given.json:
+        sys.stdout.write(json.dumps(page.as_json(plan), indent=2) + "\n")
+    else:
+        page.show(plan, RunConsole())
+    sys.exit(0 if plan.fits else DOES_NOT_FIT)
+
+
+def find_shape(name: str, file: Path | None = None) -> ModelShape:
+    """The shape of a model: of its config.json `file`, of its folder, as known here, or as the hub has it.
+
+    Raises:
+        NoModelError: none of these.
+    """
+    if file is not None:
+        try:
+            return model_shape(json.loads(file.read_text()))
+        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+            raise NoModelError(f"--model-config {file}: {type(error).__name__}: {error}") from None
+    shape = read_model_shape(name)
+    if shape is not None:
+        return shape
+    if name in KNOWN_MODELS:
+        return model_shape(KNOWN_MODELS[name])
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return model_shape(json.loads(Path(hf_hub_download(name, "config.json")).read_text()))
+    except (OSError, ValueError, KeyError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
+        fix = "give its config.json with --model-config"
+        raise NoModelError(
+            f"policy.model_name={name}: the hub has no config.json for it, or cannot be reached; {fix}"
+        ) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""What else would fit: larger micro-batches, other offload presets."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.config.keys import groups
+from nemo_rl_lite.config.model_shape import ModelShape
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import batch_mode, data_parallel_size, on_gpus, sequences_per_optimizer_step
+from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.offload.residency import Phase
+from nemo_rl_lite.planning.budget import Budget, budget
+
+GRAIN = 256
+
+
+@dataclass(frozen=True)
+class MicroBatchLimit:
+    """`key` can be up to `most`, where training fits at all (else 0); it is `now`. `whole`: `most` holds all that a
+    rank trains on in an optimizer step."""
+
+    key: str
+    now: int
+    most: int
+    whole: bool
+
+
+def largest_micro_batch(config: Config, shape: ModelShape, gpu_bytes: int | None) -> MicroBatchLimit:
+    """The largest training micro-batch whose training phase fits the GPU."""
+    policy, mode = config.policy, batch_mode(config.policy, on_gpus(config))
+    replicas = data_parallel_size(config)
+    longest = policy.max_total_sequence_length
+    if mode == "fixed":
+        key, now, least, grain = "train_micro_batch_size", policy.train_micro_batch_size, 1, 1
+        whole = -(-policy.train_global_batch_size // replicas)
+    else:
+        section = "sequence_packing" if mode == "packed" else "dynamic_batching"
+        key, now = f"{section}.train_mb_tokens", getattr(policy, section).train_mb_tokens
+        least, grain = longest, GRAIN
+        whole = -(-sequences_per_optimizer_step(config) // replicas) * longest
+
+    def fits(value: int) -> bool:
+        planned = budget(_with(config, key, value), shape, gpu_bytes)
+        return planned.gpu_bytes is None or planned.device[Phase.TRAIN] <= planned.gpu_bytes
+
+    steps = -(-(whole - least) // grain)
+    most = _last(lambda step: fits(min(least + step * grain, whole)), steps)
+    value = 0 if most is None else min(least + most * grain, whole)
+    return MicroBatchLimit(f"policy.{key}", now, value, value == whole)
+
+
+def preset_budgets(
+    overrides: Sequence[str], shape: ModelShape, gpu_bytes: int | None
+) -> Iterator[tuple[str, Budget | None]]:
+    """Each offload preset with the budget of the same configuration under it; None where the rules refuse it."""
+    others = [override for override in overrides if not override.startswith("offload=")]
+    for preset in groups()["offload"]:
+        # Its checkpoints cannot be read back; what a run keeps of them is no question of memory.
+        more = ["checkpoint.save_period=0"] if preset in ("cpu_optimizer", "max_memory") else []
+        try:
+            yield preset, budget(compose_config([*others, f"offload={preset}", *more]), shape, gpu_bytes)
+        except ConfigError:
+            yield preset, None
+
+
+def _with(config: Config, key: str, value: int) -> Config:
+    """`config` with another value of `policy.<key>`."""
+    policy = config.policy
+    section, _, name = key.rpartition(".")
+    if section:
+        part = dataclasses.replace(getattr(policy, section), **{name: value})
+        return dataclasses.replace(config, policy=dataclasses.replace(policy, **{section: part}))
+    return dataclasses.replace(config, policy=dataclasses.replace(policy, **{name: value}))
+
+
+def _last(holds: Callable[[int], bool], end: int) -> int | None:
+    """The last of 0..end that `holds`, which does so up to some number; None where 0 does not."""
+    if not holds(0):
+        return None
+    low, high = 0, end
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low

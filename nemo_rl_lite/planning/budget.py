@@ -1,0 +1,105 @@
+"""Whether a configuration fits a GPU and its host: the predicted components and what there is beside them."""
+
+from dataclasses import dataclass
+
+from nemo_rl_lite.config.model_shape import ModelShape
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import on_gpus, policy_ranks
+from nemo_rl_lite.offload.activation_size import item_bytes
+from nemo_rl_lite.offload.model_size import parameter_count, rank_parameters
+from nemo_rl_lite.offload.prediction import Prediction, predict, totals
+from nemo_rl_lite.offload.residency import Component, Phase, Residency
+from nemo_rl_lite.refit.plan import bucket_size
+
+# What contexts of CUDA and NCCL, captured graphs and blocks that torch keeps took beside all components on H100s and
+# H200s (docs/benchmarks, plan-against-measured): with an engine on the GPU, and without one.
+OVERHEAD_SHARED, OVERHEAD_ALONE = 7 * 2**30, 5 * 2**30
+ENGINE = (Component.GENERATION_WEIGHTS, Component.KV_CACHE)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of the fullest policy rank's GPU and of its host's memory. `gpu_bytes` is None for a run on CPUs."""
+
+    prediction: Prediction
+    buffers: int
+    """Of the refit."""
+    overhead: int
+    reference: int
+    """Host memory of a rank's reference weights."""
+    ranks_per_host: int
+    gpu_bytes: int | None
+
+    @property
+    def device(self) -> dict[Phase, int]:
+        """All there is on the GPU, by phase."""
+        return {phase: sums.device + self.buffers + self.overhead for phase, sums in totals(self.prediction).items()}
+
+    @property
+    def policy(self) -> dict[Phase, int]:
+        """What torch's allocator holds in the policy's process, by phase."""
+        sums = dict.fromkeys(self.device, self.buffers)
+        for (phase, component), nbytes in self.prediction.items():
+            sums[phase] += 0 if component in ENGINE else nbytes.device
+        return sums
+
+    @property
+    def fullest(self) -> Phase:
+        return max(self.device, key=self.device.__getitem__)
+
+    @property
+    def host(self) -> int:
+        """Of a machine's policy ranks together, in the phase that takes most."""
+        away = max(sums.host for sums in totals(self.prediction).values())
+        return self.ranks_per_host * (away + self.reference)
+
+    @property
+    def fits_device(self) -> bool:
+        return self.gpu_bytes is None or self.device[self.fullest] <= self.gpu_bytes
+
+
+def budget(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Budget:
+    """`gpu_bytes` is None for a run on CPUs.
+
+    Raises:
+        ValueError: an engine shares a GPU whose size is not given.
+    """
+    ranks, shared = policy_ranks(config), Residency.of(config).engines_share_device
+    return Budget(
+        predict(config, shape, gpu_bytes),
+        refit_buffers(config, shape, gpu_bytes),
+        (OVERHEAD_SHARED if shared else OVERHEAD_ALONE) if on_gpus(config) else 0,
+        _reference(config, shape),
+        min(ranks, config.cluster.gpus_per_node or ranks),
+        gpu_bytes,
+    )
+
+
+def refit_buffers(config: Config, shape: ModelShape, device_bytes: int | None) -> int:
+    """Bytes of the buckets that are on their way at a time; none larger than the model, none smaller than its largest
+    tensor."""
+    if config.algorithm.name != "grpo" or device_bytes is None:
+        return 0
+    weights = refit_bytes(config, shape)
+    largest = shape.vocabulary * shape.hidden * item_bytes(config)
+    bucket = bucket_size(device_bytes, config.refit.buffer_memory_ratio, config.refit.bucket_bytes)
+    bucket = min(max(bucket, largest), weights)
+    count = 2 if Residency.of(config).engines_share_device else config.refit.num_buffers
+    return min(count, -(-weights // bucket)) * bucket
+
+
+def refit_bytes(config: Config, shape: ModelShape) -> int:
+    """The model's weights, as each refit carries them."""
+    return parameter_count(shape) * item_bytes(config)
+
+
+def _reference(config: Config, shape: ModelShape) -> int:
+    """Bytes of the starting weights that wait in host memory for the policy to be compared with."""
+    algorithm, parallel = config.algorithm, config.policy.megatron_cfg
+    compared = algorithm.name == "dpo" or (
+        algorithm.name == "grpo" and config.grpo.loss_fn.reference_policy_kl_penalty > 0
+    )
+    if not compared or parallel.peft.enabled:
+        return 0
+    last = parallel.pipeline_model_parallel_size - 1
+    return max(rank_parameters(shape, parallel, stage).total for stage in {0, last}) * item_bytes(config)

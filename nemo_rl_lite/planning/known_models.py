@@ -1,0 +1,32 @@
+"""Shapes of published models, so that a plan needs no network: what their config.json says, as far as sizes go."""
+
+from typing import Any
+
+
+def _sizes(family: str, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    common = {"vocab_size": 151936, "max_position_embeddings": 40960}
+    own = {"model_type": family, "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers}
+    return common | own | {"num_attention_heads": heads, "num_key_value_heads": kv_heads} | more
+
+
+_TIED: dict[str, Any] = {"tie_word_embeddings": True}
+_LONG: dict[str, Any] = {"max_position_embeddings": 32768}
+_WIDE: dict[str, Any] = {"head_dim": 128}
+_LLAMA: dict[str, Any] = {"vocab_size": 128256, "max_position_embeddings": 131072}
+_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8} | _WIDE
+KNOWN_MODELS: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-0.5B-Instruct": _sizes("qwen2", 896, 4864, 24, 14, 2, **_TIED, **_LONG),
+    "Qwen/Qwen2.5-1.5B-Instruct": _sizes("qwen2", 1536, 8960, 28, 12, 2, **_TIED, **_LONG),
+    "Qwen/Qwen2.5-7B-Instruct": _sizes("qwen2", 3584, 18944, 28, 28, 4, vocab_size=152064, **_LONG),
+    "Qwen/Qwen3-0.6B": _sizes("qwen3", 1024, 3072, 28, 16, 8, **_TIED, **_WIDE),
+    "Qwen/Qwen3-1.7B": _sizes("qwen3", 2048, 6144, 28, 16, 8, **_TIED, **_WIDE),
+    "Qwen/Qwen3-4B": _sizes("qwen3", 2560, 9728, 36, 32, 8, **_TIED, **_WIDE),
+    "Qwen/Qwen3-8B": _sizes("qwen3", 4096, 12288, 36, 32, 8, **_WIDE),
+    "Qwen/Qwen3-14B": _sizes("qwen3", 5120, 17408, 40, 40, 8, **_WIDE),
+    "Qwen/Qwen3-32B": _sizes("qwen3", 5120, 25600, 64, 64, 8, **_WIDE),
+    "Qwen/Qwen3-30B-A3B": _sizes("qwen3_moe", 2048, 6144, 48, 32, 4, moe_intermediate_size=768, **_EXPERTS),
+    "Qwen/Qwen3-235B-A22B": _sizes("qwen3_moe", 4096, 12288, 94, 64, 4, moe_intermediate_size=1536, **_EXPERTS),
+    "meta-llama/Llama-3.2-1B-Instruct": _sizes("llama", 2048, 8192, 16, 32, 8, head_dim=64, **_TIED, **_LLAMA),
+    "meta-llama/Llama-3.1-8B-Instruct": _sizes("llama", 4096, 14336, 32, 32, 8, **_LLAMA),
+    "meta-llama/Llama-3.1-70B-Instruct": _sizes("llama", 8192, 28672, 80, 64, 8, **_LLAMA),
+}

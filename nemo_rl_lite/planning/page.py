@@ -1,0 +1,187 @@
+"""A plan: what a run of a configuration will need and whether it fits, as tables for a person and as JSON."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl_lite.config.model_shape import ModelShape
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import on_gpus
+from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.offload.memory_table import headers, render, size, title
+from nemo_rl_lite.offload.residency import Component, Phase, Residency
+from nemo_rl_lite.planning.alternatives import MicroBatchLimit, largest_micro_batch, preset_budgets
+from nemo_rl_lite.planning.budget import Budget, budget, refit_bytes
+from nemo_rl_lite.planning.layout import Row, batch_rows, parallel_rows, rank_rows
+from nemo_rl_lite.planning.refit_time import refit_seconds
+
+RANK_ROWS = 24
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: Config
+    shape: ModelShape
+    gpu: str
+    """What the memory is that of."""
+    host_bytes: int | None
+    """Of a machine, where it is known."""
+    budget: Budget
+    micro_batch: MicroBatchLimit
+    presets: dict[str, Budget | None]
+    """By name; None where the configuration's rules refuse one."""
+
+    @property
+    def fits(self) -> bool:
+        return self.budget.fits_device and self.fits_host(self.budget)
+
+    def fits_host(self, one: Budget) -> bool:
+        return self.host_bytes is None or one.host <= self.host_bytes
+
+    @property
+    def fitting_presets(self) -> list[str]:
+        there = ((name, one) for name, one in self.presets.items() if one is not None)
+        return [name for name, one in there if one.fits_device and self.fits_host(one)]
+
+
+def make_plan(
+    config: Config,
+    overrides: Sequence[str],
+    shape: ModelShape,
+    gpu: tuple[str, int],
+    host_bytes: int | None,
+) -> Plan:
+    """`overrides` are what `config` was composed of, `gpu` a name and its bytes, which a run on CPUs leaves aside."""
+    name, nbytes = gpu if on_gpus(config) else ("CPUs", None)
+    return Plan(
+        config,
+        shape,
+        name,
+        host_bytes,
+        budget(config, shape, nbytes),
+        largest_micro_batch(config, shape, nbytes),
+        dict(preset_budgets(overrides, shape, nbytes)) if on_gpus(config) else {},
+    )
+
+
+def show(plan: Plan, console: RunConsole) -> None:
+    """Print it."""
+    config, shape, one = plan.config, plan.shape, plan.budget
+    console.table("layout", ["", ""], [list(row) for row in parallel_rows(config, shape)])
+    if on_gpus(config):
+        rows = list(rank_rows(config))
+        console.table("what is where", ["", "", "policy", "generation"], rows[:RANK_ROWS])
+        if len(rows) > RANK_ROWS:
+            console.say(f"... and {len(rows) - RANK_ROWS} rows more")
+    console.table("batches", ["", ""], [list(row) for row in _batches(plan)])
+    console.table(f"{title(config, shape, one.gpu_bytes)}; {plan.gpu}", headers(_residency(plan)), _memory_rows(plan))
+    for line in _verdict(plan):
+        console.say(line)
+    if plan.presets:
+        console.table("offload presets", ["", "fullest phase", "GPU", "host, a machine", ""], _preset_rows(plan))
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The same in numbers: bytes, seconds."""
+    one, limit = plan.budget, plan.micro_batch
+    cells = {
+        phase.value: {
+            component.value: {"device": nbytes.device, "host": nbytes.host}
+            for (where, component), nbytes in one.prediction.items()
+            if where is phase
+        }
+        for phase in one.device
+    }
+    return {
+        "fits": plan.fits,
+        "gpu": plan.gpu,
+        "gpu_bytes": one.gpu_bytes,
+        "layout": dict(parallel_rows(plan.config, plan.shape)),
+        "batches": dict(_batches(plan)),
+        "memory": cells,
+        "refit_buffers": one.buffers,
+        "overhead": one.overhead,
+        "device_bytes": {phase.value: nbytes for phase, nbytes in one.device.items()},
+        "fullest_phase": one.fullest.value,
+        "host_bytes": one.host,
+        "largest_micro_batch": {"key": limit.key, "now": limit.now, "most": limit.most},
+        "presets": {
+            name: preset and {"device_bytes": preset.device[preset.fullest], "host_bytes": preset.host}
+            for name, preset in plan.presets.items()
+        },
+        "presets_that_fit": plan.fitting_presets,
+    } | _refit_json(plan)
+
+
+def _residency(plan: Plan) -> Residency:
+    return Residency.of(plan.config)
+
+
+def _batches(plan: Plan) -> list[Row]:
+    cache = plan.budget.prediction.get((Phase.GENERATE, Component.KV_CACHE))
+    return list(batch_rows(plan.config, cache.device if cache else 0, plan.shape))
+
+
+def _memory_rows(plan: Plan) -> list[list[str]]:
+    one = plan.budget
+    *components, _, host = render(_residency(plan), one.prediction)
+    if not on_gpus(plan.config):
+        return render(_residency(plan), one.prediction)
+    phases = one.device
+    return [
+        *components,
+        ["refit's buffers", *([size(one.buffers) if one.buffers else "-"] * len(phases))],
+        ["contexts, graphs, slack", *([size(one.overhead)] * len(phases))],
+        ["whole GPU", *(size(nbytes) for nbytes in phases.values())],
+        host,
+    ]
+
+
+def _verdict(plan: Plan) -> list[str]:
+    one, limit = plan.budget, plan.micro_batch
+    lines = []
+    if one.gpu_bytes is not None:
+        full = f"{size(one.device[one.fullest])} of {size(one.gpu_bytes)} in phase {one.fullest.value}"
+        lines.append(f"{'fits' if one.fits_device else 'DOES NOT FIT'}: {full} on {plan.gpu}")
+        most = f"{limit.most}{', all of an optimizer step' if limit.whole else ''}" if limit.most else "none fits"
+        lines.append(f"largest {limit.key} that trains: {most} (now {limit.now})")
+    if one.host:
+        there = f" of {size(plan.host_bytes)}" if plan.host_bytes is not None else ""
+        word = "host memory" if plan.fits_host(one) else "HOST MEMORY DOES NOT SUFFICE"
+        lines.append(f"{word}: {size(one.host)}{there} a machine, for what leaves the GPUs and for reference weights")
+    if plan.config.algorithm.name == "grpo" and on_gpus(plan.config):
+        about = refit_seconds(plan.config, plan.shape)
+        lines.append(f"a refit: {size(refit_bytes(plan.config, plan.shape))}, about {about:.2f} s without checksums")
+    if not plan.fits:
+        lines.append(
+            f"would fit: {', '.join(f'offload={name}' for name in plan.fitting_presets) or 'no offload preset'}"
+        )
+    return lines
+
+
+def _preset_rows(plan: Plan) -> list[list[str]]:
+    rows = []
+    for name, one in plan.presets.items():
+        if one is None:
+            rows.append([name, "-", "-", "-", "refused here"])
+        else:
+            full = size(one.device[one.fullest])
+            rows.append([name, one.fullest.value, full, size(one.host) if one.host else "-", _word(plan, one)])
+    return rows
+
+
+def _word(plan: Plan, one: Budget) -> str:
+    if not one.fits_device:
+        return "too large"
+    return "fits" if plan.fits_host(one) else "host too small"
+
+
+def _refit_json(plan: Plan) -> dict[str, Any]:
+    if plan.config.algorithm.name != "grpo" or not on_gpus(plan.config):
+        return {}
+    return {
+        "refit": {
+            "bytes": refit_bytes(plan.config, plan.shape),
+            "about_s": round(refit_seconds(plan.config, plan.shape), 3),
+        }
+    }

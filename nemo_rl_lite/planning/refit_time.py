@@ -1,0 +1,28 @@
+"""How long a refit will take, from what refits were measured to take (docs/refit.md)."""
+
+from nemo_rl_lite.config.model_shape import ModelShape
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.planning.budget import refit_bytes
+
+# Bytes a second: 8 B of weights in 0.05 s, within one H100 and from one H200 to another of the host.
+IN_HOST = 330e9
+# One link of 400 Gb/s a GPU: assumed, not measured.
+BETWEEN_HOSTS = 50e9
+# Seconds a tensor where ranks gather it through megatron-bridge.
+GATHERED_EXPORT_S = 0.26e-3
+_OF_A_LAYER, _OF_AN_EXPERT, _OUTSIDE = 9, 3, 3
+
+
+def refit_seconds(config: Config, shape: ModelShape) -> float:
+    """Without checksums."""
+    parallel, cluster = config.policy.megatron_cfg, config.cluster
+    apart = not config.generation.colocated.enabled
+    rate = BETWEEN_HOSTS if apart and cluster.num_nodes > 1 else IN_HOST
+    spread = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    gathered = spread * parallel.expert_model_parallel_size > 1 or parallel.peft.enabled
+    return refit_bytes(config, shape) / rate + (GATHERED_EXPORT_S * _tensors(shape) if gathered else 0)
+
+
+def _tensors(shape: ModelShape) -> int:
+    sparse = shape.layers - shape.dense_layers
+    return shape.layers * _OF_A_LAYER + sparse * shape.experts * _OF_AN_EXPERT + _OUTSIDE

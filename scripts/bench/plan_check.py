@@ -1,0 +1,133 @@
+"""What `nrl-lite plan` predicts against what runs on GPUs measured: plan_check.py
+
+The runs are those of gpu_run.py in docs/benchmarks/runs/ that trained for three steps or more. A plan is of full
+micro-batches; packs come out even, so what the fullest held follows from the tokens of a step, and the plan is made for
+that. Compared are the allocator's peak in the policy's training phase, and the whole of a policy rank's GPU in the
+fullest phase.
+"""
+
+import dataclasses
+import json
+import sys
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import random_model
+import record
+
+from nemo_rl_lite.config.compose import compose_config, restore
+from nemo_rl_lite.config.model_shape import ModelShape, model_shape
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import data_parallel_size, samples_per_step, sequences_per_optimizer_step
+from nemo_rl_lite.offload.activation_size import micro_batch
+from nemo_rl_lite.offload.residency import Phase, Residency
+from nemo_rl_lite.planning.budget import budget
+
+RUNS = record.FOLDER / "runs"
+GIB = 2**30
+TOLERANCE = 0.1
+SMOLLM2 = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+# What the driver tells of each, in MiB.
+GPU_MIB = {"h100": 81559, "h200": 143771}
+POLICY, WHOLE = "memory/policy_peak_bytes/", "memory/device_bytes/"
+TRAINED = "memory/policy_peak_bytes/train"
+
+
+def main() -> None:
+    results, worst = [], {"policy, train": 0.0, "whole GPU": 0.0}
+    for path in sorted(RUNS.glob("*.json")):
+        run = json.loads(path.read_text())
+        if run["exit_status"] or TRAINED not in run["series"] or len(run["series"][TRAINED]) < 3:
+            continue
+        for what, (planned, measured) in compared(run).items():
+            error = planned / measured - 1
+            worst[what] = max(worst[what], abs(error))
+            name = f"{run['name']}, {run['hardware']['name']}"
+            results.append(record.result(f"{what}: planned", name, "GiB", [planned / GIB]))
+            results.append(record.result(f"{what}: measured", name, "GiB", [measured / GIB]))
+            results.append(record.result(f"{what}: error", name, "share", [error]))
+            print(f"{name:45s} {what:14s} {planned / GIB:6.1f} {measured / GIB:6.1f} {error:+.1%}")
+    bars = [
+        record.bar(f"{what}: largest error of a run", value, TOLERANCE, at_least=False) for what, value in worst.items()
+    ]
+    record.write("plan-against-measured", results, bars)
+
+
+def fullest_pack(run: dict[str, Any], config: Config) -> int:
+    """Tokens of the fullest micro-batch that a rank trained on."""
+    series, limit = run["series"], micro_batch(config, training=True).tokens
+    rates, times = series["performance/tokens_per_sec"], series["timing/train/total_step_time"]
+    samples = samples_per_step(config) if config.algorithm.name == "grpo" else sequences_per_optimizer_step(config)
+    ranks_and_steps = data_parallel_size(config) * samples / sequences_per_optimizer_step(config)
+    tokens = [rate * seconds / ranks_and_steps for (_, rate), (_, seconds) in zip(rates, times, strict=True)]
+    return int(max(one / ceil(one / limit) for one in tokens))
+
+
+def compared(run: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Planned and measured bytes by what they are of."""
+    config, gpu = config_of(run), GPU_MIB[run["hardware"]["name"].split("-")[1]] * 2**20
+    policy = config.policy
+    packing = dataclasses.replace(policy.sequence_packing, train_mb_tokens=fullest_pack(run, config))
+    as_packed = dataclasses.replace(config, policy=dataclasses.replace(policy, sequence_packing=packing))
+    planned = budget(as_packed, shape_of(policy.model_name), gpu)
+    shared = Residency.of(config).engines_share_device
+    # Where engines have GPUs of their own, it is these that were measured while they generated.
+    phases = [
+        phase
+        for phase in planned.device
+        if f"{WHOLE}{phase.value}" in run["series"] and (shared or phase is not Phase.GENERATE)
+    ]
+    return {
+        "policy, train": (planned.policy[Phase.TRAIN], _most(run, TRAINED)),
+        "whole GPU": (
+            max(planned.device[phase] for phase in phases),
+            max(_most(run, f"{WHOLE}{phase.value}") for phase in phases),
+        ),
+    }
+
+
+def config_of(run: dict[str, Any]) -> Config:
+    """What the run was configured with; keys that came later have their defaults."""
+    whole = dataclasses.asdict(compose_config([f"algorithm={run['config']['algorithm']['name']}"]))
+    return restore(json.dumps(_laid_over(whole, run["config"])))
+
+
+def _laid_over(defaults: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(defaults)
+    for key, value in kept.items():
+        if isinstance(value, dict) and isinstance(defaults.get(key), dict):
+            merged[key] = _laid_over(defaults[key], value)
+        elif key in defaults:
+            merged[key] = value
+    return merged
+
+
+def shape_of(model_name: str) -> ModelShape:
+    """Of the models that the runs were of, by the name of their folder."""
+    folder = Path(model_name)
+    if "smollm2" in folder.name or folder.name == "hf":
+        return model_shape(SMOLLM2)
+    family, _, layers = folder.name.removesuffix("-layers").partition("b-")
+    name = f"{family}b:{layers}" if layers else folder.name
+    return model_shape(random_model.model_config(name).to_dict())
+
+
+def _most(run: dict[str, Any], metric: str) -> float:
+    return max(value for _, value in run["series"][metric])
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        sys.exit(__doc__)
+    main()

@@ -1,0 +1,29 @@
+"""A run up to its first process."""
+
+import json
+
+import pytest
+
+from nemo_rl_lite import train
+
+pytestmark = pytest.mark.functional
+
+
+def test_a_dry_run_reads_data_and_writes_nothing(capsys, tmp_path, monkeypatch, model_folder):
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(json.dumps({"prompt": f"{n}", "answer": f"{n}"}) + "\n" for n in range(200))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    data = [
+        "data=file",
+        "data.train_path=rows.jsonl",
+        "data.validation_path=rows.jsonl",
+        f"policy.model_name={model_folder}",
+    ]
+    assert train.launch(["--dry-run", "algorithm.max_num_steps=3", *data]) == []
+    text = capsys.readouterr().out
+    assert "algorithm.max_num_steps" in text and "dry run: nothing was started" in text
+    assert not (tmp_path / "outputs" / "grpo-file").exists()
+    (tmp_path / "rows.jsonl").write_text("{not json}\n")
+    with pytest.raises(SystemExit) as end:
+        train.launch(["--dry-run", *data])
+    assert end.value.code == 2 and "rows.jsonl" in capsys.readouterr().err

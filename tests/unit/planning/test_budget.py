@@ -1,0 +1,107 @@
+"""What is added to the predicted components, and what fits."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.config.model_shape import model_shape
+from nemo_rl_lite.offload.residency import Phase
+from nemo_rl_lite.planning.alternatives import largest_micro_batch, preset_budgets
+from nemo_rl_lite.planning.budget import OVERHEAD_ALONE, OVERHEAD_SHARED, budget
+from nemo_rl_lite.planning.known_models import KNOWN_MODELS
+
+ROOT = Path(__file__).parents[3]
+GPU = int(79.2 * 2**30)
+MODEL = model_shape(KNOWN_MODELS["Qwen/Qwen3-1.7B"])
+ONE = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gpu", "policy.model_name=Qwen/Qwen3-1.7B"]
+SFT = ["algorithm=sft", "cluster.gpus_per_node=1", "policy=megatron_gpu", "policy.model_name=Qwen/Qwen3-1.7B"]
+APART = [
+    "cluster.gpus_per_node=2",
+    "generation.colocated.enabled=false",
+    "generation.colocated.resources.gpus_per_node=1",
+]
+
+
+def planned(overrides, gpu=GPU):
+    return budget(compose_config(overrides), MODEL, gpu)
+
+
+def test_buckets_contexts_and_components_add_up():
+    one = planned([*ONE, "refit.bucket_bytes=1000000000"])
+    assert (one.buffers, one.overhead) == (2_000_000_000, OVERHEAD_SHARED)
+    training = sum(nbytes.device for (phase, _), nbytes in one.prediction.items() if phase is Phase.TRAIN)
+    assert one.device[Phase.TRAIN] == training + one.buffers + one.overhead
+    assert one.policy[Phase.TRAIN] == training + one.buffers
+
+
+def test_a_bucket_is_as_large_as_the_largest_tensor_and_no_larger_than_the_model():
+    embedding, weights = 151936 * 2048 * 2, 3_440_000_000
+    assert planned([*ONE, "refit.bucket_bytes=1000"]).buffers == 2 * embedding
+    assert planned([*ONE, "refit.bucket_bytes=90000000000"]).buffers == pytest.approx(weights, rel=0.01)
+    three = [*ONE, *APART, "refit.num_buffers=3", "refit.bucket_bytes=1000000000"]
+    assert planned(three).buffers == 3_000_000_000
+
+
+def test_without_engines_on_the_gpu_less_is_beside():
+    assert (planned(SFT).buffers, planned(SFT).overhead) == (0, OVERHEAD_ALONE)
+    assert planned([*ONE, *APART]).overhead == OVERHEAD_ALONE
+    assert planned([], None).overhead == 0 and planned([], None).fits_device
+
+
+def test_reference_weights_wait_on_the_host():
+    kl = "algorithm.loss_fn.reference_policy_kl_penalty"
+    without, compared = planned([*ONE, f"{kl}=0"]), planned([*ONE, f"{kl}=0.1"])
+    assert compared.host - without.host == pytest.approx(2 * 1.72e9, rel=0.01)
+
+
+def test_a_budget_is_for_the_fullest_phase():
+    assert planned(ONE, 2**38).fits_device
+    small = planned(ONE, 30 * 2**30)
+    assert not small.fits_device and small.device[small.fullest] == max(small.device.values())
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not():
+    room = [*ONE, "policy.max_total_sequence_length=4096", "policy.train_global_batch_size=512"]
+    limit = largest_micro_batch(compose_config(room), MODEL, GPU)
+    assert limit.key == "policy.sequence_packing.train_mb_tokens" and limit.most > 4096 and not limit.whole
+    first, second = (
+        planned([*room, f"{limit.key}={tokens}"]).device[Phase.TRAIN] for tokens in (limit.most, limit.most + 256)
+    )
+    assert first <= GPU < second
+
+
+def test_a_padded_micro_batch_counts_sequences():
+    room = [*SFT, "policy.sequence_packing.enabled=false", "policy.max_total_sequence_length=2048"]
+    limit = largest_micro_batch(compose_config([*room, "policy.train_global_batch_size=512"]), MODEL, GPU)
+    assert limit.key == "policy.train_micro_batch_size" and 1 < limit.most < 64
+
+
+def test_none_fits_a_small_gpu_and_all_fits_a_large_one():
+    config = compose_config(ONE)
+    assert largest_micro_batch(config, MODEL, 20 * 2**30).most == 0
+    assert largest_micro_batch(config, MODEL, 10**13).whole
+
+
+def test_presets_are_those_of_the_configuration():
+    budgets = dict(preset_budgets([*ONE, "offload=none"], MODEL, GPU))
+    assert set(budgets) == {path.stem for path in (ROOT / "configs" / "offload").glob("*.yaml")}
+    assert budgets["pinned"].device[Phase.GENERATE] < budgets["none"].device[Phase.GENERATE]
+    assert budgets["cpu_optimizer"].device[Phase.TRAIN] < budgets["none"].device[Phase.TRAIN]
+    assert dict(preset_budgets(SFT, MODEL, GPU))["pinned"] is None
+
+
+def test_plans_are_within_a_tenth_of_what_runs_measured(monkeypatch):
+    """The allocator's peak in training, of the runs that were kept since the refit's buffers are as they are."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "scripts" / "bench")])
+    import plan_check
+
+    names = [*(path.stem for path in plan_check.RUNS.glob("preset-*.json")), "refit-tp2-tp2", "refit-pp2-tp2"]
+    names += ["refit-dp2-2", "sft-gsm8k-epoch", "sft-gsm8k-lora", "dpo-gsm8k", "chain-sum-seed42"]
+    assert len(names) == 14
+    for name in names:
+        run = json.loads((plan_check.RUNS / f"{name}.json").read_text())
+        expected, measured = plan_check.compared(run)["policy, train"]
+        assert expected == pytest.approx(measured, rel=0.05), name

@@ -1,0 +1,24 @@
+"""The size of a GPU."""
+
+import pytest
+
+from nemo_rl_lite.planning import gpus
+
+
+def test_sizes_and_names():
+    assert gpus.parse_size("80GiB") == 80 * 2**30 and gpus.parse_size("1.5 tb") == 1_500_000_000_000
+    assert gpus.size_of("h200") == ("H200", 143771 * 2**20)
+    assert gpus.size_of("24GiB") == ("a GPU of 24GiB", 24 * 2**30)
+
+
+@pytest.mark.parametrize("text", ["H1000", "80", "eighty GiB", "-3GiB"])
+def test_what_is_neither_is_told_so(text):
+    with pytest.raises(ValueError, match=r"no GPU known here .*H100"):
+        gpus.size_of(text)
+
+
+def test_this_machines_or_an_assumed_one(monkeypatch):
+    monkeypatch.setattr(gpus, "gpu_bytes", lambda: 5)
+    assert gpus.size_of(None) == ("this machine's GPU", 5)
+    monkeypatch.setattr(gpus, "gpu_bytes", lambda: None)
+    assert gpus.size_of(None) == ("H100 (none is here)", gpus.KNOWN["H100"] * 2**20)

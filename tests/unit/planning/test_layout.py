@@ -1,0 +1,59 @@
+"""Who holds what and how batches are cut."""
+
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.config.model_shape import model_shape
+from nemo_rl_lite.planning.known_models import KNOWN_MODELS
+from nemo_rl_lite.planning.layout import batch_rows, parallel_rows, rank_rows
+from nemo_rl_lite.planning.refit_time import refit_seconds
+
+SHAPE = model_shape(KNOWN_MODELS["Qwen/Qwen3-8B"])
+GPUS = ["policy=megatron_gpu", "generation=vllm_gpu", "policy.model_name=Qwen/Qwen3-8B"]
+PARALLEL = "policy.megatron_cfg"
+
+
+def test_ranks_stages_and_engines():
+    spread = [f"{PARALLEL}.tensor_model_parallel_size=2", f"{PARALLEL}.pipeline_model_parallel_size=2"]
+    more = ["cluster.gpus_per_node=8", "generation.vllm_cfg.tensor_parallel_size=4"]
+    config = compose_config([*GPUS, *spread, *more])
+    rows = dict(parallel_rows(config, SHAPE))
+    assert rows["policy"] == "8 ranks: tensor 2 x pipeline 2 x data 2"
+    assert rows["stage 0"] == "layers 0 to 17, embedding: ranks 0-3"
+    assert rows["stage 1"] == "layers 18 to 35, output: ranks 4-7"
+    assert rows["engines"] == "2 of vllm, tensor 4, on the policy's GPUs"
+    assert list(rank_rows(config)) == [
+        ["node 0", "GPUs 0-1", "stage 0, replica 0", "engine 0"],
+        ["node 0", "GPUs 2-3", "stage 0, replica 1", "engine 0"],
+        ["node 0", "GPUs 4-5", "stage 1, replica 0", "engine 1"],
+        ["node 0", "GPUs 6-7", "stage 1, replica 1", "engine 1"],
+    ]
+
+
+def test_engines_on_gpus_of_their_own_come_after_the_policys():
+    apart = ["generation.colocated.enabled=false", "generation.colocated.resources.gpus_per_node=1"]
+    config = compose_config([*GPUS, *apart, "cluster.gpus_per_node=2"])
+    assert list(rank_rows(config)) == [
+        ["node 0", "GPU 0", "stage 0, replica 0", "-"],
+        ["node 0", "GPU 1", "-", "engine 0"],
+    ]
+
+
+def test_batches_add_up():
+    sizes = ["algorithm.num_prompts_per_step=32", "algorithm.num_generations_per_prompt=8"]
+    sizes += ["policy.train_global_batch_size=128", "policy.max_total_sequence_length=1024"]
+    rows = dict(batch_rows(compose_config([*GPUS, *sizes, "cluster.gpus_per_node=2"]), 2**30, SHAPE))
+    assert rows["a step"] == "32 prompts x 8 answers = 256 samples, 2 optimizer steps"
+    assert rows["an engine"].startswith("128 samples") and "holds 7 of the longest" in rows["an engine"]
+    assert rows["an optimizer step"] == "128 sequences of at most 1024 tokens, 64 a replica"
+    assert "packed into one row" in rows["a micro-batch"]
+    preferences = dict(batch_rows(compose_config(["algorithm=dpo"]), 0, SHAPE))
+    assert "pairs count twice" in preferences["an optimizer step"] and "a step" not in preferences
+
+
+def test_a_refit_between_hosts_takes_longer_and_gathering_too():
+    one = [*GPUS, "cluster.gpus_per_node=8"]
+    apart = ["generation.colocated.enabled=false", "generation.colocated.resources.num_nodes=1"]
+    seconds = [
+        refit_seconds(compose_config([*one, *more]), SHAPE)
+        for more in ([], [f"{PARALLEL}.tensor_model_parallel_size=2"], [*apart, "cluster.num_nodes=2"])
+    ]
+    assert 0.04 < seconds[0] < seconds[1] < seconds[2] < 1

@@ -1,0 +1,74 @@
+"""`nrl-lite plan` and `train --dry-run`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from nemo_rl_lite import plan, train
+from nemo_rl_lite.config.model_shape import NoModelError
+from nemo_rl_lite.planning.known_models import KNOWN_MODELS
+from tests.unit.config.test_compose import HEAVY
+
+
+def ends_with(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        plan.main(arguments)
+    return end.value.code, *capsys.readouterr()
+
+
+def test_it_says_whether_it_fits(capsys):
+    recipe = ["recipes=grpo-qwen3-8b-1n8g-tp2", "--gpu", "H100"]
+    status, text, _ = ends_with(recipe, capsys)
+    assert status == 0 and "\nfits: " in text and "largest policy.sequence_packing.train_mb_tokens" in text
+    status, text, _ = ends_with([*recipe, "--gpu", "24GiB"], capsys)
+    assert status == 1 and "DOES NOT FIT" in text and "would fit: " in text
+    status, text, _ = ends_with([*recipe, "--host-memory", "10GiB"], capsys)
+    assert status == 1 and "HOST MEMORY DOES NOT SUFFICE" in text
+
+
+def test_json_has_the_same_numbers(capsys):
+    status, text, _ = ends_with(["recipes=grpo-qwen3-8b-1n8g-tp2", "--gpu", "H100", "--json"], capsys)
+    numbers = json.loads(text)
+    assert status == 0 and numbers["fits"] and numbers["gpu"] == "H100"
+    train_phase = sum(cell["device"] for cell in numbers["memory"]["train"].values())
+    assert numbers["device_bytes"]["train"] == train_phase + numbers["refit_buffers"] + numbers["overhead"]
+    assert "pinned" in numbers["presets_that_fit"] and numbers["refit"]["bytes"] == pytest.approx(16.4e9, rel=0.01)
+
+
+def test_mistakes_are_told_in_a_line(capsys, tmp_path):
+    assert ends_with(["policy.nothing=1"], capsys)[0] == 2
+    status, _, error = ends_with(["--gpu", "H1000"], capsys)
+    assert status == 2 and "no GPU known here" in error
+    status, _, error = ends_with(["--model-config", str(tmp_path / "none.json")], capsys)
+    assert status == 1 and "none.json: FileNotFoundError" in error
+
+
+def test_a_models_config_alone_is_enough(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(KNOWN_MODELS["Qwen/Qwen3-14B"]))
+    assert plan.find_shape("someone/elses", file) == plan.find_shape("Qwen/Qwen3-14B")
+
+
+def test_a_model_that_nobody_has_is_told_so(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(NoModelError, match="--model-config"):
+        plan.find_shape("nobody/nothing-at-all")
+
+
+def test_a_plan_imports_nothing_heavy():
+    script = (
+        "import sys\n"
+        "from nemo_rl_lite import plan\n"
+        "try: plan.main(['recipes=grpo-qwen3-8b-1n8g-tp2', '--json'])\n"
+        f"finally: sys.stderr.write(str([name for name in {HEAVY} if name in sys.modules]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "[]")
+
+
+def test_a_dry_run_goes_with_no_flag_that_prints(capsys):
+    with pytest.raises(SystemExit) as end:
+        train.launch(["--dry-run", "--cfg", "job"])
+    assert end.value.code == 2 and "does not go with --cfg job" in capsys.readouterr().err
