@@ -1,16 +1,16 @@
 """`nrl-lite VERB ...`: each verb also runs as `python -m nemo_rl_lite.VERB`."""
 
+import importlib
 import sys
 
-from nemo_rl_lite import export, plan, quickstart, train
-
-VERBS = {"train": train.main, "plan": plan.main, "quickstart": quickstart.main, "export": export.main}
+VERBS = ("train", "plan", "quickstart", "export", "doctor")
 USAGE = """usage: nrl-lite VERB [arguments]
 
   train        one training run: group=file and key.path=value overrides; `nrl-lite train --help` lists them
   plan         what a run needs and whether it fits, without a GPU, in seconds; arguments as for train
   export       a run's checkpoint as a Hugging Face folder, read back and compared before it is there
   quickstart   the embedded example from nothing, in two minutes on two CPU cores
+  doctor       what this machine and its packages have and lack for runs, with the fix for each
 """
 
 
@@ -21,7 +21,8 @@ def main() -> None:
         sys.stdout.write(USAGE)
     elif verb in VERBS:
         sys.argv = [f"nrl-lite {verb}", *sys.argv[2:]]
-        VERBS[verb]()
+        # Only the verb's own imports: `doctor` must run where those of the others are missing.
+        importlib.import_module(f"nemo_rl_lite.{verb}").main()
     else:
         sys.stderr.write(f"nrl-lite: there is no verb '{verb}'\n\n{USAGE}")
         sys.exit(2)

@@ -9,7 +9,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.sinks import MetricsLog
-from nemo_rl_lite.offload.arena import free_host_bytes
+from nemo_rl_lite.offload.host_memory import free_host_bytes
 from nemo_rl_lite.offload.memory_table import headers, render, size, title
 from nemo_rl_lite.offload.prediction import Bytes, predicted_metrics
 from nemo_rl_lite.offload.residency import Phase, Residency

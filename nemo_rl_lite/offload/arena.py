@@ -10,14 +10,13 @@ import mmap
 import resource
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
 import torch
 from torch import Tensor
 
 from nemo_rl_lite.errors import HostMemoryError
+from nemo_rl_lite.offload.host_memory import free_host_bytes
 
 log = logging.getLogger(__name__)
 
@@ -116,43 +115,6 @@ class HostArena:
                 error,
                 shown,
             )
-
-
-def free_host_bytes(system: Path = Path("/")) -> int:
-    """Bytes that this process could still take: what the machine has available, or less where its control groups (of
-    either version, its own or one above) allow less. `system` is where /proc and /sys are."""
-    free = psutil.virtual_memory().available
-    try:
-        groups = (system / "proc/self/cgroup").read_text().split()
-    except OSError:
-        return free
-    mounted = system / "sys/fs/cgroup"
-    for group in groups:
-        _, controllers, path = group.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        root = mounted / controllers
-        own = root / path.lstrip("/")
-        for folder in [own, *own.parents]:
-            if folder.is_relative_to(root):
-                free = min(free, _allowed(folder, free))
-    return free
-
-
-def _allowed(group: Path, unlimited: int) -> int:
-    """Bytes that a control group still allows; `unlimited` where it sets no limit or is not to be read."""
-    for limit, used, cached in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            most, now = int((group / limit).read_text()), int((group / used).read_text())
-            kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
-            # Not there, or "max".
-            continue
-        return most - now + int(kept.get(cached, 0))
-    return unlimited
 
 
 def _check_free(purpose: str, nbytes: int) -> None:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 SYSFS = Path("/sys")
 # set_mempolicy has no function in libc. The number of the system call, and that of the policy: this node, and others
 # when it is full.
@@ -44,24 +42,40 @@ class Binding:
         return f"{done}; {self.note}" if self.note else done
 
 
+class NoNodeError(Exception):
+    """A GPU's NUMA node is not known, or not to be used: why."""
+
+
+def node_of(gpu: str, root: Path = SYSFS) -> tuple[int, frozenset[int]]:
+    """The NUMA node of the GPU at PCI address `gpu`, and those of its CPUs that this process may use. `root` is where
+    sysfs is mounted.
+
+    Raises:
+        NoNodeError: the machine does not tell, or this process may use none of them.
+    """
+    try:
+        node = int((root / "bus/pci/devices" / gpu / "numa_node").read_text())
+        if node < 0:
+            raise NoNodeError(f"the machine names no node for GPU {gpu}")
+        there = parse_cpulist((root / f"devices/system/node/node{node}/cpulist").read_text())
+    except (OSError, ValueError) as error:
+        raise NoNodeError(f"sysfs does not tell GPU {gpu}'s node ({error})") from error
+    cpus = frozenset(os.sched_getaffinity(0)) & there
+    if not cpus:
+        raise NoNodeError(f"this process may use no CPU of node {node}, which GPU {gpu} is on")
+    return node, cpus
+
+
 def bind(gpu: str, root: Path = SYSFS) -> Binding:
     """Bind all threads of this process, and those they start, to the NUMA node of the GPU at PCI address `gpu`.
 
     Never raises on what the machine says or forbids; the result tells. `root` is where sysfs is mounted.
     """
-    allowed = frozenset(os.sched_getaffinity(0))
     try:
-        node = int((root / "bus/pci/devices" / gpu / "numa_node").read_text())
-        if node < 0:
-            return Binding(None, allowed, False, f"the machine names no node for GPU {gpu}")
-        there = parse_cpulist((root / f"devices/system/node/node{node}/cpulist").read_text())
-    except (OSError, ValueError) as error:
-        return Binding(None, allowed, False, f"sysfs does not tell GPU {gpu}'s node ({error})")
-    cpus = allowed & there
-    if not cpus:
-        return Binding(None, allowed, False, f"this process may use no CPU of node {node}, which GPU {gpu} is on")
-    try:
+        node, cpus = node_of(gpu, root)
         _run_on(cpus)
+    except NoNodeError as error:
+        return Binding(None, frozenset(os.sched_getaffinity(0)), False, str(error))
     except OSError as error:
         return Binding(None, frozenset(os.sched_getaffinity(0)), False, f"CPUs cannot be chosen here ({error})")
     refused = _prefer_memory_of(node)
@@ -70,6 +84,8 @@ def bind(gpu: str, root: Path = SYSFS) -> Binding:
 
 def gpu_address(device: int = 0) -> str:
     """The PCI address, as sysfs writes it, of a GPU that this process sees."""
+    import torch
+
     properties: Any = torch.cuda.get_device_properties(device)
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 

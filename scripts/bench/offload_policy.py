@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_lite.algorithms.losses import Batch, GRPOLoss, Normalizers
-from nemo_rl_lite.cluster.host import free_port
 from nemo_rl_lite.cluster.launch import MANY_QUEUES, policy_arguments
+from nemo_rl_lite.cluster.ports import free_port
 from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.offload.mover import move_metrics

