@@ -2,12 +2,13 @@
 
 import sys
 
-from nemo_rl_lite import export, quickstart, train
+from nemo_rl_lite import export, quickstart, slurm, train
 
-VERBS = {"train": train.main, "quickstart": quickstart.main, "export": export.main}
+VERBS = {"train": train.main, "slurm": slurm.main, "quickstart": quickstart.main, "export": export.main}
 USAGE = """usage: nrl-lite VERB [arguments]
 
   train        one training run: group=file and key.path=value overrides; `nrl-lite train --help` lists them
+  slurm        the same run as a Slurm job: prints a script for sbatch, or submits it; goes on after a time limit
   export       a run's checkpoint as a Hugging Face folder, read back and compared before it is there
   quickstart   the embedded example from nothing, in two minutes on two CPU cores
 """

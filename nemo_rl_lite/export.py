@@ -49,7 +49,7 @@ def export(run: Path, target: Path | None) -> Path:
     import transformers
 
     from nemo_rl_lite.checkpoint.source import locate_model
-    from nemo_rl_lite.cluster.host import free_port
+    from nemo_rl_lite.cluster.ports import free_port
     from nemo_rl_lite.observability.console import RunConsole
     from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
 

@@ -3,16 +3,13 @@
 import importlib
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from nemo_rl_lite.cluster.heartbeat import Heartbeat
-
-# Above Ray's own and below what kernels hand out for outgoing connections.
-LASTING_PORTS = range(20_000, 32_000)
+from nemo_rl_lite.cluster.ports import free_port
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
@@ -70,19 +67,3 @@ class Host:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def free_port() -> int:
-    """A port that is free on this machine now, and not one that the kernel hands out: it is used a while later.
-
-    Raises:
-        OSError: there is none.
-    """
-    import random
-    import socket
-
-    for port in [*random.sample(LASTING_PORTS, 20), 0]:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
-            return probe.getsockname()[1]
-    raise OSError("no free port on this host")
