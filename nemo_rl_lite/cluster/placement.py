@@ -4,12 +4,13 @@ import logging
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import all_gpus, generation_gpus, on_gpus, policy_ranks
@@ -31,16 +32,18 @@ class Placement:
 
 
 def place(config: Config, engines: int) -> Placement:
-    """Reserve the run's GPUs; on CPUs there is nothing to reserve. `engines` is 0 for a run without generation.
+    """Reserve the run's GPUs; on CPUs there is nothing to reserve, and ranks are spread over the nodes, each engine
+    beside the policy rank it gets its weights from. `engines` is 0 for a run without generation.
 
     A cluster that RAY_ADDRESS names may still be growing, or wait for a node in place of one that was lost.
 
     Raises:
-        WorkerError: the cluster does not have the GPUs, or not within `cluster.start_timeout_s`.
+        WorkerError: the cluster does not have the GPUs or nodes, or not within `cluster.start_timeout_s`.
     """
     ranks = policy_ranks(config)
     if not on_gpus(config):
-        return Placement([{}] * ranks, [{}] * engines)
+        policy = _on_cpus(ranks, config.cluster.num_nodes, config.cluster.start_timeout_s)
+        return Placement(policy, [policy[engine % ranks] for engine in range(engines)])
     group = _reserve(all_gpus(config), config.cluster.start_timeout_s)
     bundles = _by_node(group)
     check_nodes(list(bundles.values()), config.cluster.gpus_per_node)
@@ -51,18 +54,41 @@ def place(config: Config, engines: int) -> Placement:
     return Placement(slots[:ranks], slots[:count] if shared else slots[ranks : ranks + count])
 
 
-def _reserve(gpus: int, limit_s: float) -> PlacementGroup:
-    deadline = time.monotonic() + (limit_s if "RAY_ADDRESS" in os.environ else 0)
-    while (there := int(ray.cluster_resources().get("GPU", 0))) < gpus:
+def _on_cpus(ranks: int, nodes: int, limit_s: float) -> list[Slot]:
+    if nodes == 1 and "RAY_ADDRESS" not in os.environ:
+        return [{}] * ranks
+    _wait_for(lambda: len(_alive()), nodes, "nodes (cluster.num_nodes)", limit_s)
+    own = ray.get_runtime_context().get_node_id()
+    chosen = sorted(_alive(), key=lambda node: (node != own, node))[:nodes]
+    on_nodes = [NodeAffinitySchedulingStrategy(node_id=node, soft=False) for node in chosen]
+    return [{"scheduling_strategy": on_nodes[rank * nodes // ranks]} for rank in range(ranks)]
+
+
+def _gpus() -> int:
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
+def _alive() -> list[str]:
+    return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+
+
+def _wait_for(there: Callable[[], int], wanted: int, what: str, limit_s: float) -> None:
+    """A Ray of the run's own is whole from the beginning; one that RAY_ADDRESS names may grow."""
+    limit_s = limit_s if "RAY_ADDRESS" in os.environ else 0
+    deadline = time.monotonic() + limit_s
+    while (count := there()) < wanted:
         left = deadline - time.monotonic()
         if left <= 0:
-            nodes = sum(node["Alive"] for node in ray.nodes())
-            asked = f"the run asks for {gpus} GPUs (cluster.num_nodes x cluster.gpus_per_node)"
-            waited = f" after {limit_s:g} s (cluster.start_timeout_s)" if "RAY_ADDRESS" in os.environ else ""
-            cause = f"{asked} and the Ray cluster has {there} on {nodes} node{'s' if nodes > 1 else ''}{waited}"
-            raise WorkerError("placement", "start", cause)
-        log.info("waiting for %d more GPUs to join the Ray cluster, at most %.0f s", gpus - there, left)
+            nodes = len(_alive())
+            waited = f" after {limit_s:g} s (cluster.start_timeout_s)" if limit_s else ""
+            has = f"the Ray cluster has {count} on {nodes} node{'s' if nodes > 1 else ''}{waited}"
+            raise WorkerError("placement", "start", f"the run asks for {wanted} {what} and {has}")
+        log.info("waiting for %d more %s to join the Ray cluster, at most %.0f s", wanted - count, what, left)
         time.sleep(_POLL_S)
+
+
+def _reserve(gpus: int, limit_s: float) -> PlacementGroup:
+    _wait_for(_gpus, gpus, "GPUs (cluster.num_nodes x cluster.gpus_per_node)", limit_s)
     group = placement_group([{"GPU": 1}] * gpus, strategy="PACK")
     if not group.wait(limit_s):
         free = ray.available_resources().get("GPU", 0)

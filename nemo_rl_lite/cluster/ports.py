@@ -1,4 +1,4 @@
-"""Ports for workers to meet at. Imports nothing heavy."""
+"""Ports that are free, for workers to meet at. Imports nothing heavy."""
 
 import random
 import socket

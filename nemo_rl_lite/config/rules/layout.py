@@ -31,10 +31,12 @@ _BATCHING = ("policy.precision", "policy.sequence_packing", "policy.dynamic_batc
 MEGATRON = "policy.megatron_cfg"
 
 
-@rule("cluster.num_nodes", "cluster.gpus_per_node")
-def cpu_runs_use_one_node(config: Config) -> Iterator[Violation]:
-    if config.cluster.num_nodes > 1 and not on_gpus(config):
-        yield Violation("cluster.num_nodes", config.cluster.num_nodes, "CPU runs use one node", "cluster.num_nodes=1")
+@rule("cluster.num_nodes", "cluster.gpus_per_node", "cluster.cpu_ranks")
+def cpu_ranks_fill_nodes(config: Config) -> Iterator[Violation]:
+    nodes, ranks = config.cluster.num_nodes, config.cluster.cpu_ranks
+    if not on_gpus(config) and ranks % nodes:
+        fix = f"cluster.cpu_ranks={-(-ranks // nodes) * nodes}, or cluster.num_nodes=1"
+        yield Violation("cluster.cpu_ranks", ranks, f"must be a multiple of the {nodes} nodes (cluster.num_nodes)", fix)
 
 
 @rule(*CLUSTER, "policy.precision")

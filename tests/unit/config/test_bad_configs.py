@@ -162,7 +162,7 @@ CASES = {
         "data-parallel size (8)",
     ],
     "generation.vllm_kwargs.enable_sleep_mode=true": ["set generation.colocated.enabled instead"],
-    "cluster.num_nodes=2": ["cluster.num_nodes", "one node"],
+    "cluster.num_nodes=2": ["cluster.cpu_ranks", "multiple of the 2 nodes", "cluster.cpu_ranks=2"],
     "policy.max_total_sequence_length=4096": ["policy.max_total_sequence_length", "128 positions"],
     "policy.model_name=MODEL": ["policy.model_name", "head_dim >= 32"],
     "logger.wandb_enabled=true": ["logger.wandb.mode", "wandb login", "offline"],
