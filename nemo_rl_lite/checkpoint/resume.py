@@ -1,12 +1,13 @@
 """Where a run begins: at the model it names, or where a checkpoint left off. Imports nothing heavy."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.checkpoint.checkpoints import POLICY
 from nemo_rl_lite.checkpoint.store import Checkpoint, CheckpointStore, Retention, load
+from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, Violation
 
@@ -66,7 +67,7 @@ def find_start(config: Config, whole_config: Mapping[str, Any], run_folder: Path
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """What differs between two configurations, but for what no result depends on: key -> value before and now."""
-    old, new = dict(_leaves(before)), dict(_leaves(now))
+    old, new = dict(leaves(before)), dict(leaves(now))
     keys = [key for key in sorted(old.keys() | new.keys()) if not _is_within(key, _FREE)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
@@ -79,11 +80,3 @@ def locate(path: Path) -> Checkpoint | None:
 
 def _is_within(key: str, sections: tuple[str, ...]) -> bool:
     return any(f"{key}.".startswith(f"{section}.") for section in sections)
-
-
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in node.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value
