@@ -2,13 +2,14 @@
 
 import sys
 
-from nemo_rl_lite import export, quickstart, train
+from nemo_rl_lite import export, quickstart, report, train
 
-VERBS = {"train": train.main, "quickstart": quickstart.main, "export": export.main}
+VERBS = {"train": train.main, "quickstart": quickstart.main, "export": export.main, "report": report.main}
 USAGE = """usage: nrl-lite VERB [arguments]
 
   train        one training run: group=file and key.path=value overrides; `nrl-lite train --help` lists them
   export       a run's checkpoint as a Hugging Face folder, read back and compared before it is there
+  report       one HTML page of one run or several: curves, times, memory, samples, configuration
   quickstart   the embedded example from nothing, in two minutes on two CPU cores
 """
 
