@@ -1,5 +1,6 @@
 """Traces of single steps: what this process computed, with ranges that are named as the run's phases are."""
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -18,12 +19,14 @@ class _Recording:
 
         self.has_device = on_device and torch.cuda.is_available()
         self._profiler: Any = None
-        self._tool = tool
+        if not self.has_device:
+            # The profiler's own library would call it an error.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "5")
         if tool == "torch":
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self.has_device:
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self._profiler = torch.profiler.profile(activities=activities)
+            self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
             self._profiler.start()
         elif self.has_device:
             torch.cuda.synchronize()

@@ -1,15 +1,14 @@
 """Secrets that a user gave in a configuration do not go to trackers or into pages that are passed on."""
 
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
-HIDDEN = "(hidden)"
+HIDDEN = "REDACTED"
 _SECRET = re.compile(r"(^|_)(api_?key|access_?key|secret|password|passwd|token|credentials?)$", re.IGNORECASE)
 # user:password@ in an address.
 _IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+@")
-# An override on a command line, quoted or not.
-_OVERRIDE = re.compile(r"(?P<key>[\w.+~/-]+)=(?P<value>'[^']*'|\"[^\"]*\"|\S+)")
 
 
 def redact(value: Any, key: str = "") -> Any:
@@ -19,18 +18,19 @@ def redact(value: Any, key: str = "") -> Any:
     if isinstance(value, (list, tuple)):
         return [redact(child, key) for child in value]
     if isinstance(value, str):
-        return HIDDEN if value and _is_secret(key) else _IN_ADDRESS.sub(f"{HIDDEN}@", value)
+        return HIDDEN if value and _SECRET.search(key) else _IN_ADDRESS.sub(f"{HIDDEN}@", value)
     return value
 
 
 def redact_command(command: str) -> str:
-    """The same of a command line's overrides."""
+    """The same of a command line's overrides. Nothing is left of one that was cut short."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return ""
+    return shlex.join(_word(word) for word in words)
 
-    def hide(match: re.Match[str]) -> str:
-        return f"{match['key']}={HIDDEN}" if _is_secret(match["key"].rpartition(".")[2]) else match[0]
 
-    return _IN_ADDRESS.sub(f"{HIDDEN}@", _OVERRIDE.sub(hide, command))
-
-
-def _is_secret(key: str) -> bool:
-    return bool(_SECRET.search(key))
+def _word(word: str) -> str:
+    path, is_override, value = word.partition("=")
+    return f"{path}={redact(value, path.rpartition('.')[2])}" if is_override else str(redact(word))

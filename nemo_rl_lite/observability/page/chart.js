@@ -161,7 +161,7 @@ class Chart {
 
   axes(canvas, width, isLog) {
     const floor = SIZE.height - SIZE.bottom;
-    let levels = ticks(this.low, this.high, 4);
+    let levels = ticks(this.low, this.high, 5);
     if (isLog) {
       const whole = levels.filter(Number.isInteger);
       levels = (whole.length > 1 ? whole : levels).map((power) => 10 ** power);

@@ -56,7 +56,7 @@ function runs() {
       element("li", { text: RUNS.length > 1 ? `${run.label}: ${note}` : note }))) : null,
     run.status.message || run.error ? element("pre", { class: "error", text: run.error || `${run.label}: ${run.status.message}` }) : null,
   ]);
-  section("Runs", element("div", { class: "card" }, table(headers, rows, numbers), ...told));
+  section("Runs", element("div", { class: "card" }, element("div", { class: "runs" }, table(headers, rows, numbers)), ...told));
 }
 
 function state(run) {
@@ -80,7 +80,7 @@ function curves() {
       const series = panel.curves.flatMap((one, index) => present(one.metric).map((run) => curve(run, one.metric, {
         label: RUNS.length > 1 ? `${run.label}: ${one.label}` : one.label,
         colour: RUNS.length > 1 ? run.colour : COLOURS[(index + 1) % panel.curves.length],
-        name: RUNS.length > 1 ? (one.heldOut && solid ? `dashed: ${one.label}` : run.label) : one.label,
+        name: RUNS.length > 1 ? (one.heldOut && solid ? one.label : run.label) : one.label,
         dashed: one.heldOut && solid,
       })));
       const key = panel.title + panel.curves.map((one) => one.metric);

@@ -67,7 +67,7 @@ class Page:
     def _note(self, event: dict[str, Any]) -> None:
         kind, told = event.get("method"), event.get("params", {})
         if kind == "Runtime.exceptionThrown":
-            self.problems.append(json.dumps(told["exceptionDetails"])[:500])
+            self.problems.append(told["exceptionDetails"].get("exception", {}).get("description", "an exception"))
         elif kind == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
             self.problems.append(told["entry"]["text"])
         elif kind == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning"):
