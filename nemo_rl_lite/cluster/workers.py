@@ -145,14 +145,13 @@ class WorkerGroup:
 
     def begin_profile(self, tool: Tool) -> Call:
         """Let every worker's process record what it does."""
-        return self._as_call("profile", [host.begin_profile.remote(tool) for host in self.hosts])
+        return self._as_call("profile", [host.begin_profile.remote(tool) for host in self.hosts], self._limit_s)
 
     def end_profile(self, folder: Path, suffix: str) -> Call:
         """Write that to `<folder>/<name>-<rank><suffix>`."""
         files = [str(folder / f"{self.name}-{rank}{suffix}") for rank in self._ranks]
-        return self._as_call(
-            "profile", [host.end_profile.remote(file) for host, file in zip(self.hosts, files, strict=True)]
-        )
+        ended = [host.end_profile.remote(file) for host, file in zip(self.hosts, files, strict=True)]
+        return self._as_call("profile", ended, self._limit_s)
 
     def _as_call(self, phase: str, references: list[Any], limit_s: float | None = None) -> Call:
         return Call(tuple(f"{self.name} rank {rank}" for rank in self._ranks), phase, tuple(references), limit_s)

@@ -18,7 +18,8 @@ from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.jobs.memory_plan import show_memory_plan
 from nemo_rl_lite.jobs.steps import make_steps
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.rollouts import RolloutFiles, Split, samples
+from nemo_rl_lite.observability.rollouts import RolloutFiles, Split
+from nemo_rl_lite.observability.samples import samples
 from nemo_rl_lite.observability.sinks import MetricsLog, under
 from nemo_rl_lite.rewards.judge import make_judge
 from nemo_rl_lite.rollout.prompts import fitting_prompts

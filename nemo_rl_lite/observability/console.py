@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_rl_lite.observability.rollouts import Sample
+from nemo_rl_lite.observability.samples import Sample
 
 log = logging.getLogger(__name__)
 

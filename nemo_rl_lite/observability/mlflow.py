@@ -12,8 +12,8 @@ from typing import Any
 from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.config.schema import MLflowConfig
 from nemo_rl_lite.errors import LauncherError
-from nemo_rl_lite.observability.redaction import redact
-from nemo_rl_lite.observability.rollouts import Sample
+from nemo_rl_lite.observability.run_folder import for_others
+from nemo_rl_lite.observability.samples import Sample
 from nemo_rl_lite.observability.sinks import Chart, Metrics, Sink
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,8 @@ class MLflow(Sink):
     """One MLflow run, the same where it goes on. A thread sends metrics; one that does not arrive is a warning."""
 
     def __init__(self, config: MLflowConfig, folder: Path, whole_config: Mapping[str, Any]):
-        if "://" not in config.tracking_uri and not config.tracking_uri.startswith("databricks"):
+        address, is_folder = _address(config.tracking_uri)
+        if is_folder:
             # MLflow wants to be told so since it recommends databases.
             os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
@@ -36,7 +37,7 @@ class MLflow(Sink):
 
         self._status, self._sent = "FAILED", []
         try:
-            self._client = MlflowClient(_address(config.tracking_uri))
+            self._client = MlflowClient(address)
             self._run_id = self._resumed(folder / RUN_ID_FILE) or self._create(config, folder, whole_config)
         except MlflowException as error:
             fix = "logger.mlflow.tracking_uri is where it is looked for; logger.mlflow_enabled=false goes without"
@@ -85,7 +86,7 @@ class MLflow(Sink):
         known = self._client.get_experiment_by_name(config.experiment)
         experiment = known.experiment_id if known else self._client.create_experiment(config.experiment)
         run_id = self._client.create_run(experiment, run_name=config.name, tags={"run_folder": str(folder)}).info.run_id
-        parameters = [Param(key, str(value)[:_CHARACTERS]) for key, value in leaves(redact(whole_config))]
+        parameters = [Param(key, str(value)[:_CHARACTERS]) for key, value in leaves(for_others(folder, whole_config))]
         for part in batched(parameters, _PARAMETERS):
             self._client.log_batch(run_id, params=part)
         (folder / RUN_ID_FILE).write_text(f"{run_id}\n")
@@ -101,7 +102,7 @@ class MLflow(Sink):
             log.warning("MLflow did not get everything: %s", error)
 
 
-def _address(uri: str) -> str:
-    """A folder as MLflow wants it."""
-    is_folder = ":" not in uri and uri != "databricks"
-    return Path(uri).resolve().as_uri() if is_folder else uri
+def _address(uri: str) -> tuple[str, bool]:
+    """As MLflow wants it, and whether it is a folder."""
+    is_folder = uri.startswith("file:") or (":" not in uri and uri != "databricks")
+    return (Path(uri).resolve().as_uri() if is_folder and ":" not in uri else uri), is_folder

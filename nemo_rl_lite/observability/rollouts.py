@@ -2,8 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,15 +45,6 @@ SCHEMA = pa.schema(
 )
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One sample as it is shown to people."""
-
-    prompt: str
-    response: str
-    reward: float
-
-
 class RolloutFiles:
     """Writes `rollouts/step-<step>-<split>.parquet`, each whole or not at all. Those of steps after `done`, which are
     taken again, go to `rollouts-undone/`."""
@@ -93,32 +83,6 @@ def step_of(file: Path) -> int:
 def read_rollout(file: Path) -> list[dict[str, Any]]:
     """The rows of one file. Raises OSError or pyarrow.ArrowException: it cannot be read."""
     return parquet.read_table(file).to_pylist()
-
-
-def spread(rewards: Sequence[float], count: int) -> list[int]:
-    """`count` places (all where there are fewer), evenly from the lowest reward to the highest; equal ones in order."""
-    order = sorted(range(len(rewards)), key=lambda place: rewards[place])
-    if len(order) <= count:
-        return order
-    return [order[round(index * (len(order) - 1) / max(count - 1, 1))] for index in range(count)]
-
-
-def samples(rollout: Rollout, count: int) -> list[Sample]:
-    """`count` samples, from the worst to the best."""
-    places = spread(rollout.rewards_B.tolist(), count)
-    return [
-        Sample(
-            text_of(rollout.problems[place].messages), text_of(rollout.turns[place]), rollout.rewards_B[place].item()
-        )
-        for place in places
-    ]
-
-
-def text_of(messages: Sequence[dict[str, Any]]) -> str:
-    """What was said; with who said it where that is more than one message."""
-    if len(messages) == 1:
-        return messages[0]["content"] or ""
-    return "\n".join(f"{message['role']}: {message['content'] or ''}" for message in messages)
 
 
 def _table(step: int, split: Split, rollout: Rollout, limit: int | None) -> pa.Table:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from nemo_rl_lite.errors import LauncherError, RunStopped
 from nemo_rl_lite.observability.environment import describe_environment
+from nemo_rl_lite.observability.redaction import redact
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,13 @@ def write_start(folder: Path, whole_config: Mapping[str, Any], command: str) -> 
     with (folder / COMMAND_FILE).open("a") as file:
         file.write(f"{command}\n")
     (folder / ENVIRONMENT_FILE).write_text(json.dumps(describe_environment(), indent=2) + "\n")
+
+
+def for_others(folder: Path, whole_config: Mapping[str, Any]) -> dict[str, Any]:
+    """What trackers are told of a run: its configuration without secrets, and as `launched_on` its environment."""
+    file = folder / ENVIRONMENT_FILE
+    environment = {"launched_on": json.loads(file.read_text())} if file.exists() else {}
+    return redact(whole_config) | environment
 
 
 @contextmanager

@@ -71,7 +71,8 @@ def _labels(runs: Sequence[RunRecord]) -> list[str]:
         name if names.count(name) == 1 else f"{name} · {run.folder.name}" for name, run in zip(names, runs, strict=True)
     ]
     return [
-        label if labels.count(label) == 1 else f"{label} · {run.folder}" for label, run in zip(labels, runs, strict=True)
+        label if labels.count(label) == 1 else f"{label} · {run.folder}"
+        for label, run in zip(labels, runs, strict=True)
     ]
 
 

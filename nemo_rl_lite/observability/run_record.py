@@ -12,7 +12,7 @@ from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.errors import ConfigError, LauncherError
 from nemo_rl_lite.observability.redaction import redact, redact_command
-from nemo_rl_lite.observability.rollouts import read_rollout, rollout_files, spread, text_of
+from nemo_rl_lite.observability.rollouts import read_rollout, rollout_files
 from nemo_rl_lite.observability.run_folder import (
     COMMAND_FILE,
     CONFIG_FILE,
@@ -20,6 +20,7 @@ from nemo_rl_lite.observability.run_folder import (
     ERROR_FILE,
     STATUS_FILE,
 )
+from nemo_rl_lite.observability.samples import spread, text_of
 from nemo_rl_lite.observability.sinks import METRICS_FILE
 
 # Of so many rollouts, evenly over the run, so many samples each, from the worst to the best.
@@ -108,7 +109,9 @@ def _read_metrics(file: Path, notes: list[str]) -> list[dict[str, float | None]]
     lines = _read_text(file).splitlines()
     entries = [entry for line in lines if (entry := _entry(line)) is not None]
     if len(entries) < len(lines):
-        notes.append(f"{len(lines) - len(entries)} of {len(lines)} lines of {file.name} cannot be read and are left out")
+        notes.append(
+            f"{len(lines) - len(entries)} of {len(lines)} lines of {file.name} cannot be read and are left out"
+        )
     if not entries:
         notes.append("no metrics yet")
     return entries

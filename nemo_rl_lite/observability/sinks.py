@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_rl_lite.config.schema import LoggerConfig
 from nemo_rl_lite.observability.history import rewind
-from nemo_rl_lite.observability.rollouts import Sample
+from nemo_rl_lite.observability.samples import Sample
 
 log = logging.getLogger(__name__)
 

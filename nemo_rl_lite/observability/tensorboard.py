@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl_lite.observability.rollouts import Sample
+from nemo_rl_lite.observability.samples import Sample
 from nemo_rl_lite.observability.sinks import Chart, Metrics, Sink
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from nemo_rl_lite.config.schema import WandbConfig
 from nemo_rl_lite.errors import LauncherError
-from nemo_rl_lite.observability.redaction import redact
-from nemo_rl_lite.observability.rollouts import Sample
+from nemo_rl_lite.observability.run_folder import for_others
+from nemo_rl_lite.observability.samples import Sample
 from nemo_rl_lite.observability.sinks import Chart, Metrics, Sink
 
 RUN_ID_FILE = "wandb-run-id.txt"
@@ -61,7 +61,7 @@ class WeightsAndBiases(Sink):
             entity=config.entity,
             mode=config.mode,
             dir=folder,
-            config=redact(whole_config),
+            config=for_others(folder, whole_config),
             save_code=False,
             settings=wandb.Settings(
                 console="off", silent=True, disable_git=True, disable_job_creation=True, x_disable_meta=True

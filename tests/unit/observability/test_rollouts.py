@@ -9,10 +9,8 @@ from nemo_rl_lite.observability.rollouts import (
     RolloutFiles,
     read_rollout,
     rollout_files,
-    samples,
-    spread,
-    text_of,
 )
+from nemo_rl_lite.observability.samples import samples, spread, text_of
 from tests.unit.observability.rollouts import make_rollout
 
 FOUR = make_rollout(["a", "b", "c", "d"], [0.0, 1.0, 0.5, 0.25], samples=2)

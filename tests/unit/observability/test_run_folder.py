@@ -41,7 +41,8 @@ def test_a_run_that_ends_otherwise_says_how(tmp_path, error, state, code):
 
 def test_one_that_is_killed_is_still_running_there(tmp_path):
     code = (
-        "import os, signal, sys; from pathlib import Path; from nemo_rl_lite.observability.run_folder import status_kept\n"
+        "import os, signal, sys; from pathlib import Path\n"
+        "from nemo_rl_lite.observability.run_folder import status_kept\n"
         "with status_kept(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)

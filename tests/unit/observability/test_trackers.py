@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from nemo_rl_lite.config.schema import MLflowConfig, WandbConfig
-from nemo_rl_lite.observability.rollouts import Sample
+from nemo_rl_lite.observability.run_folder import write_start
+from nemo_rl_lite.observability.samples import Sample
 from nemo_rl_lite.observability.sinks import Chart, Sink
 from nemo_rl_lite.observability.tensorboard import TensorBoard
 from nemo_rl_lite.observability.wandb import RUN_ID_FILE, WeightsAndBiases
@@ -45,6 +46,7 @@ def records(file: Path) -> Iterator[Any]:
 def wandb_folder(tmp_path_factory) -> Path:
     """Of a run that was ended after two steps and went on."""
     folder = tmp_path_factory.mktemp("wandb")
+    write_start(folder, CONFIG, "the command")
     sink = WeightsAndBiases(WANDB, folder, CONFIG)
     fill(sink)
     sink.close()
@@ -104,7 +106,7 @@ def test_wandb_gets_no_secret_no_source_and_no_command(wandb_folder):
     assert not any(b"sk-very-secret" in content for content in written.values())
     assert not [name for name in written if name.endswith(".py")] and "wandb-metadata.json" not in written
     whole = b"".join(content for name, content in written.items() if name.endswith(".wandb"))
-    assert b"REDACTED" in whole and b"pytest" not in whole
+    assert b"REDACTED" in whole and b"pytest" not in whole and b"launched_on" in whole
 
 
 def test_tensorboard_has_values_and_samples_with_nothing_of_them_markup(tmp_path):
