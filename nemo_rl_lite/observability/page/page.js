@@ -73,19 +73,19 @@ function ends(series) {
 }
 
 function curves() {
-  const grid = element("div", { class: "grid" }), titles = new Set();
+  const grid = element("div", { class: "grid" });
   for (const algorithm of new Set(RUNS.map((run) => run.algorithm))) {
     for (const panel of DATA.views[algorithm] ?? []) {
       const solid = panel.curves.some((one) => !one.heldOut);
-      const series = panel.curves.flatMap((one, index) => present(one.metric).map((run) => curve(run, one.metric, {
+      // Another algorithm's loss is another quantity.
+      const own = (metric) => present(metric).filter((run) => run.algorithm === algorithm);
+      const series = panel.curves.flatMap((one, index) => own(one.metric).map((run) => curve(run, one.metric, {
         label: RUNS.length > 1 ? `${run.label}: ${one.label}` : one.label,
         colour: RUNS.length > 1 ? run.colour : COLOURS[(index + 1) % panel.curves.length],
         name: RUNS.length > 1 ? (one.heldOut && solid ? one.label : run.label) : one.label,
         dashed: one.heldOut && solid,
       })));
-      const key = panel.title + panel.curves.map((one) => one.metric);
-      if (series.length && !titles.has(key)) grid.append(new Chart(panel.title, series, { legend: true }).node);
-      titles.add(key);
+      if (series.length) grid.append(new Chart(panel.title, series, { legend: true }).node);
     }
   }
   section("Curves", grid.childElementCount ? grid : element("p", { class: "missing", text: "No step has been logged yet." }));
@@ -95,7 +95,7 @@ function curves() {
 function metrics() {
   const names = [...new Set(RUNS.flatMap((run) => Object.keys(run.series)))].sort();
   if (!names.length) return;
-  const groups = Map.groupBy ? Map.groupBy(names, group) : names.reduce((map, name) => map.set(group(name), [...(map.get(group(name)) ?? []), name]), new Map());
+  const groups = names.reduce((map, name) => map.set(group(name), [...(map.get(group(name)) ?? []), name]), new Map());
   const charts = [];
   const blocks = [...groups].map(([title, members]) => {
     const grid = element("div", { class: "grid small" });
