@@ -3,13 +3,14 @@
 import importlib
 import sys
 
-VERBS = ("train", "plan", "slurm", "quickstart", "export", "doctor")
+VERBS = ("train", "plan", "slurm", "quickstart", "export", "report", "doctor")
 USAGE = """usage: nrl-lite VERB [arguments]
 
   train        one training run: group=file and key.path=value overrides; `nrl-lite train --help` lists them
   plan         what a run needs and whether it fits, without a GPU, in seconds; arguments as for train
   slurm        the same run as a Slurm job: prints a script for sbatch, or submits it; goes on after a time limit
   export       a run's checkpoint as a Hugging Face folder, read back and compared before it is there
+  report       one HTML page of one run or several: curves, times, memory, samples, configuration
   quickstart   the embedded example from nothing, in two minutes on two CPU cores
   doctor       what this machine and its packages have and lack for runs, with the fix for each
 """

@@ -20,7 +20,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
 
 if TYPE_CHECKING:
-    from nemo_rl_lite.observability.report import Summary
+    from nemo_rl_lite.observability.summary import Summary
 
 INTERRUPTED = 130
 # Hydra's flags that print something instead of running, and those that take a value.
@@ -121,13 +121,14 @@ def _guarded(config: Config, folder: Path, arguments: Sequence[str]) -> "Summary
     close_to_others()
     from nemo_rl_lite.checkpoint.stopping import was_asked_to_end
     from nemo_rl_lite.jobs.run import run
+    from nemo_rl_lite.observability.run_folder import ERROR_FILE
 
     command = shlex.join(["python", "-m", "nemo_rl_lite.train", *arguments])
     try:
         return run(config, folder, command)
     except WorkerError as error:
-        (folder / "error.txt").write_text(f"{error}\n\n{error.details}\n")
-        fail(error, f"its traceback: {folder / 'error.txt'}", f"its log: {folder / 'logs'}")
+        (folder / ERROR_FILE).write_text(f"{error}\n\n{error.details}\n")
+        fail(error, f"its traceback: {folder / ERROR_FILE}", f"its log: {folder / 'logs'}")
     except LauncherError as error:
         fail(error)
     except KeyboardInterrupt:

@@ -14,6 +14,7 @@ from nemo_rl_lite.data.problems import Problem, TrainingSet
 from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.memory import with_rest
+from nemo_rl_lite.observability.rollouts import Split
 from nemo_rl_lite.observability.sinks import MetricsLog, under
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.offload.mover import move_metrics
@@ -45,7 +46,9 @@ class GRPO:
     mismatch_warning: float
     devices: int
     """GPUs of the run, or its policy ranks on CPUs: what throughput is divided by."""
-    on_rollout: Callable[[int, Rollout], None] = lambda step, rollout: None
+    on_rollout: Callable[[int, Split, Rollout], None]
+    system: Callable[[], dict[str, float]]
+    """Metrics of the machines since it was last asked."""
 
     def run(self) -> None:
         if self.sampling.top_p < 1 or self.sampling.top_k is not None:
@@ -104,13 +107,14 @@ class GRPO:
             | under("performance", self._throughput(rollout, seconds))
             | under("refit", refitted | checked)
             | under("offload", move_metrics(self.policy.take_moves()))
-            | under("memory", with_rest("generate", memory | self.policy.take_memory())),
+            | under("memory", with_rest("generate", memory | self.policy.take_memory()))
+            | under("ray", self.system()),
         )
         shown = {"reward": rollout.rewards_B.mean().item(), "loss": trained["loss"]}
         if "kl_penalty" in trained:
             shown["kl"] = trained["kl_penalty"]
-        self.console.step(step, config.max_num_steps, shown, seconds)
-        self.on_rollout(step, rollout)
+        self.console.step(step, config.max_num_steps, shown, seconds, self.metrics.series("train/reward")[1])
+        self.on_rollout(step, "train", rollout)
 
     def validate(self, step: int) -> dict[str, float]:
         """Mean reward on the held-out problems (`accuracy`), one response each at `val_temperature`."""
@@ -129,6 +133,7 @@ class GRPO:
         measured = {"accuracy": accuracy, "avg_length": rollout.mask_BT.sum().item() / len(self.validation)}
         self.metrics.log(step, under("validation", measured) | under("timing/validation", timer.take()))
         self.console.say(f"validation after step {step}: accuracy {accuracy:.3f}")
+        self.on_rollout(step, "validation", rollout)
         return measured
 
     def _prepare_to_save(self) -> None:

@@ -2,7 +2,7 @@
 end."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
@@ -38,6 +38,8 @@ class Steps:
     metrics: MetricsLog
     max_skipped: int
     """So many steps in a row may be left out because of gradients that are not finite."""
+    around: Callable[[int], AbstractContextManager[None]]
+    """What a step is taken within, by its number."""
 
     def until(
         self, total: int, times: ValidationTimes, validate: Validate, prepare_to_save: Callable[[], None]
@@ -54,7 +56,8 @@ class Steps:
             if times.due(self.done, total) and not self._has_validated(self.done):
                 self.checkpoints.measured(self.done, validate(self.done))
             for step in range(self.done + 1, total + 1):
-                yield step
+                with self.around(step):
+                    yield step
                 self._count_skipped()
                 if times.due(step, total):
                     self.checkpoints.measured(step, validate(step))

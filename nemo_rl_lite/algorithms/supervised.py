@@ -1,6 +1,7 @@
 """Training on a data set, top to bottom: data -> (reference logprobs) -> train. What SFT and DPO share is all but the
 loss."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,8 @@ class Supervised:
     steps: Steps
     devices: int
     """GPUs of the run, or its policy ranks on CPUs: what throughput is divided by."""
+    system: Callable[[], dict[str, float]]
+    """Metrics of the machines since it was last asked."""
 
     def run(self) -> None:
         config, total = self.config, self.total()
@@ -76,11 +79,13 @@ class Supervised:
             | under("timing/train", seconds)
             | under("performance", self._throughput(batch, seconds))
             | under("offload", move_metrics(self.policy.take_moves()))
-            | under("memory", self.policy.take_memory()),
+            | under("memory", self.policy.take_memory())
+            | under("ray", self.system()),
         )
         tokens_per_sec = batch["lengths"].sum().item() / seconds["total_step_time"]
         shown = {name: trained[name] for name in ("loss", *self.shown)}
-        self.console.step(step, total, shown | {"tokens/s": tokens_per_sec}, seconds)
+        trend = self.metrics.series("train/loss")[1]
+        self.console.step(step, total, shown | {"tokens/s": tokens_per_sec}, seconds, trend)
 
     def validate(self, step: int) -> dict[str, float]:
         """The loss and its metrics on what is held out; nothing where nothing is."""

@@ -1,12 +1,13 @@
 """Where a run begins: at the model it names, or where a checkpoint left off. Imports nothing heavy."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.checkpoint.checkpoints import POLICY
 from nemo_rl_lite.checkpoint.store import Checkpoint, CheckpointStore, Retention, load
+from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, Violation
 
@@ -65,7 +66,7 @@ def find_start(config: Config, whole_config: Mapping[str, Any], run_folder: Path
         return Start()
     saved = found.record.get("config", {})
     changes = changed(saved, whole_config)
-    by_rank = dict(_leaves(saved)).get("checkpoint.resume_layouts") == "data_parallel"
+    by_rank = dict(leaves(saved)).get("checkpoint.resume_layouts") == "data_parallel"
     fixed = (*_FIXED, *_LAYOUT) if by_rank else _FIXED
     wrong = [
         Violation(key, now, f"{found.path} was saved with {before!r}", "as it was, or another folder")
@@ -83,7 +84,7 @@ def changed(
 ) -> dict[str, tuple[Any, Any]]:
     """What differs between two configurations, but for sections that no result depends on: key -> value before and
     now."""
-    old, new = dict(_leaves(before)), dict(_leaves(now))
+    old, new = dict(leaves(before)), dict(leaves(now))
     keys = [key for key in sorted(old.keys() | new.keys()) if not _is_within(key, but_for)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
@@ -96,11 +97,3 @@ def locate(path: Path) -> Checkpoint | None:
 
 def _is_within(key: str, sections: tuple[str, ...]) -> bool:
     return any(f"{key}.".startswith(f"{section}.") for section in sections)
-
-
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in node.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value

@@ -15,6 +15,7 @@ import ray
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from nemo_rl_lite.observability import progress
+from nemo_rl_lite.observability.system import Sampler, Usage
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,9 @@ class Beat:
     counts: dict[str, int] = field(default_factory=dict)
     stack: tuple[str, ...] = ()
     """`file:line function` of the thread that works, the innermost frame last."""
+    node: str = ""
+    usage: Usage = field(default_factory=Usage)
+    """Of its machine and its GPUs."""
 
     @property
     def waits_for_others(self) -> bool:
@@ -60,8 +64,9 @@ class Beat:
 class Heartbeat:
     """Of this process, whose main thread works."""
 
-    def __init__(self, worker: str):
+    def __init__(self, worker: str, gpus: Sequence[str] = ()):
         self._worker, self._phase, self._since = worker, "idle", time.time()
+        self._node, self._system = ray.get_runtime_context().get_node_id(), Sampler(gpus)
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     @contextmanager
@@ -78,7 +83,16 @@ class Heartbeat:
 
     def _beat(self) -> None:
         while True:
-            beat = Beat(self._worker, self._phase, self._since, time.time(), progress.latest(), _main_stack())
+            beat = Beat(
+                self._worker,
+                self._phase,
+                self._since,
+                time.time(),
+                progress.latest(),
+                _main_stack(),
+                self._node,
+                self._system.usage,
+            )
             try:
                 _internal_kv_put(_key(self._worker), json.dumps(asdict(beat)).encode(), overwrite=True)
             except Exception as error:  # whatever it is: the next beat may get through
@@ -93,7 +107,8 @@ def last_beats(workers: Sequence[str]) -> list[Beat]:
         value = _internal_kv_get(_key(worker))
         if value is not None:
             content = json.loads(value)
-            beats.append(Beat(**content | {"stack": tuple(content["stack"])}))
+            whole = {"stack": tuple(content["stack"]), "usage": Usage(**content["usage"])}
+            beats.append(Beat(**content | whole))
     return beats
 
 

@@ -10,6 +10,7 @@ import ray
 
 from nemo_rl_lite.cluster.heartbeat import Heartbeat
 from nemo_rl_lite.cluster.ports import free_port
+from nemo_rl_lite.observability import profiling
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
@@ -24,7 +25,7 @@ class Host:
             stream.flush()
             os.dup2(descriptor, stream.fileno())
         sys.stdout.write(f"process {os.getpid()} on {ray.util.get_node_ip_address()}\n")
-        self._heartbeat = Heartbeat(worker)
+        self._heartbeat = Heartbeat(worker, self.gpus())
         self._class: Any = None
         self._worker: Any = None
 
@@ -56,11 +57,19 @@ class Host:
 
     def call(self, method: str, phase: str, limit_s: float | None, *arguments: Any) -> Any:
         """Call a method of the worker; if it takes longer than its limit, the process' stacks go to its log."""
-        with self._heartbeat.during(phase, limit_s):
+        with self._heartbeat.during(phase, limit_s), profiling.span(phase):
             return getattr(self._worker, method)(*arguments)
 
     def is_there(self) -> bool:
         return True
+
+    def begin_profile(self, tool: profiling.Tool) -> None:
+        """Record what this process does."""
+        profiling.begin(tool)
+
+    def end_profile(self, file: str) -> None:
+        """Write what was recorded."""
+        profiling.end(Path(file))
 
     def peak_memory(self) -> int:
         """This process' highest resident memory so far, in bytes."""

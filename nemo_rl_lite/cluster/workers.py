@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -15,6 +16,7 @@ from nemo_rl_lite.cluster.host import Host
 from nemo_rl_lite.cluster.placement import Slot
 from nemo_rl_lite.cluster.watchdog import hang
 from nemo_rl_lite.errors import RefitError, WorkerError
+from nemo_rl_lite.observability.profiling import Tool
 
 # After a first failure, so many seconds for others to show: the worker that fails first is often not the one to blame.
 GRACE_S = 2.0
@@ -63,6 +65,15 @@ class WorkerGroup:
         """The worker of each place: the process in its first seat."""
         return [place[0] for place in self.places]
 
+    @property
+    def processes(self) -> list[str]:
+        """All of them, as their heartbeats call them."""
+        return [
+            _name(self.name, rank, seat)
+            for rank, place in zip(self._ranks, self.places, strict=True)
+            for seat in range(len(place))
+        ]
+
     def __len__(self) -> int:
         return len(self.places)
 
@@ -88,7 +99,7 @@ class WorkerGroup:
         runtime = {"runtime_env": {"env_vars": self._environment}}
         processes = []
         for seat, slot in enumerate(self._slots[rank]):
-            worker = f"{self.name} rank {rank}" + (f" seat {seat}" if seat else "")
+            worker = _name(self.name, rank, seat)
             log_file = f"{self._log_folder}/{self.name}-{rank}{f'-seat-{seat}' if seat else ''}.log"
             processes.append(actor.options(**runtime, **slot).remote(worker, log_file))
         return processes
@@ -132,8 +143,22 @@ class WorkerGroup:
         """Highest resident memory of each worker's process so far, in bytes."""
         return wait(self._as_call("memory", [host.peak_memory.remote() for host in self.hosts]))
 
+    def begin_profile(self, tool: Tool) -> Call:
+        """Let every worker's process record what it does."""
+        return self._as_call("profile", [host.begin_profile.remote(tool) for host in self.hosts], self._limit_s)
+
+    def end_profile(self, folder: Path, suffix: str) -> Call:
+        """Write that to `<folder>/<name>-<rank><suffix>`."""
+        files = [str(folder / f"{self.name}-{rank}{suffix}") for rank in self._ranks]
+        ended = [host.end_profile.remote(file) for host, file in zip(self.hosts, files, strict=True)]
+        return self._as_call("profile", ended, self._limit_s)
+
     def _as_call(self, phase: str, references: list[Any], limit_s: float | None = None) -> Call:
         return Call(tuple(f"{self.name} rank {rank}" for rank in self._ranks), phase, tuple(references), limit_s)
+
+
+def _name(group: str, rank: int, seat: int) -> str:
+    return f"{group} rank {rank}" + (f" seat {seat}" if seat else "")
 
 
 def _was_there(answer: Any) -> bool:

@@ -296,13 +296,29 @@ class WandbConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class MLflowConfig:
+    tracking_uri: Annotated[str, Field(min_length=1)]
+    experiment: Annotated[str, Field(min_length=1)]
+    name: str | None
+
+
+@dataclass(frozen=True, config=STRICT)
 class LoggerConfig:
     wandb_enabled: bool
     tensorboard_enabled: bool
+    mlflow_enabled: bool
     plots: bool
     mismatch_warning: PositiveFloat
-    log_samples: NonNegativeInt
+    log_samples: NonNegativeInt | None
+    show_samples_period: NonNegativeInt
     wandb: WandbConfig
+    mlflow: MLflowConfig
+
+
+@dataclass(frozen=True, config=STRICT)
+class ProfileConfig:
+    steps: list[PositiveInt]
+    tool: Literal["torch", "nsys"]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -330,6 +346,7 @@ class Config:
     environment: EnvironmentConfig
     cluster: ClusterConfig
     logger: LoggerConfig
+    profile: ProfileConfig
     checkpoint: CheckpointConfig
 
     @property

@@ -1,11 +1,13 @@
 """A GRPO run: its data, its workers, the loop."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from nemo_rl_lite.algorithms.grpo import GRPO
 from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.checkpoint.source import locate_model
 from nemo_rl_lite.cluster.launch import Reserved, launch
+from nemo_rl_lite.cluster.system_usage import SystemUsage
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import all_gpus, policy_ranks
 from nemo_rl_lite.data.kinds import PROBLEMS
@@ -16,12 +18,16 @@ from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.jobs.memory_plan import show_memory_plan
 from nemo_rl_lite.jobs.steps import make_steps
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.samples import SampleLog
+from nemo_rl_lite.observability.rollouts import RolloutFiles, Split
+from nemo_rl_lite.observability.samples import samples
 from nemo_rl_lite.observability.sinks import MetricsLog, under
 from nemo_rl_lite.rewards.judge import make_judge
 from nemo_rl_lite.rollout.prompts import fitting_prompts
-from nemo_rl_lite.rollout.rollout import RolloutCollector
+from nemo_rl_lite.rollout.rollout import Rollout, RolloutCollector
 from nemo_rl_lite.rollout.turns import Turns
+
+# The best and the worst go to the terminal, so many to where there is more room.
+SHOWN, TRACKED = 2, 16
 
 
 class GRPOJob:
@@ -47,6 +53,7 @@ class GRPOJob:
             probe_prompt = self._tokenizer.prompt(self._training.problem(0).messages)
             workers = launch(reserved, self._model_path, probe_prompt, start.policy, console.say)
         metrics.log(start.steps, under("timing/setup", reserved.setup_seconds()))
+        groups = (workers.policy.group, workers.engines)
         max_length = config.policy.max_total_sequence_length
         turns = Turns(self._environment, config.environment.max_turns) if self._environment else None
         GRPO(
@@ -61,12 +68,25 @@ class GRPOJob:
             validation=self._validation,
             metrics=metrics,
             console=console,
-            steps=make_steps(config, self._folder, start, workers.policy, metrics, console),
+            steps=make_steps(config, self._folder, start, workers.policy, metrics, console, groups),
             mismatch_warning=config.logger.mismatch_warning,
             devices=all_gpus(config) or policy_ranks(config),
-            on_rollout=SampleLog(self._folder, config.logger.log_samples, start.steps),
+            on_rollout=self._rollout_log(metrics, start),
+            system=SystemUsage([process for group in groups for process in group.processes]).take,
         ).run()
         workers.policy.release_host_memory()
         if config.checkpoint.export_hf_at_end:
             workers.policy.export_hf(str(self._folder / "hf"))
         return workers.peak_memory()
+
+    def _rollout_log(self, metrics: MetricsLog, start: Start) -> Callable[[int, Split, Rollout], None]:
+        options, console = self._config.logger, self._console
+        files, period = RolloutFiles(self._folder, options.log_samples, start.steps), options.show_samples_period
+
+        def keep(step: int, split: Split, rollout: Rollout) -> None:
+            files.write(step, split, rollout)
+            if split == "train" and period and step % period == 0:
+                console.samples(step, samples(rollout, SHOWN))
+                metrics.log_samples(step, samples(rollout, TRACKED))
+
+        return keep

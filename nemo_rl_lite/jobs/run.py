@@ -14,14 +14,14 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, Violation, WorkerError
 from nemo_rl_lite.jobs.interface import Job, make_job
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.report import SUMMARY_FILE, Summary, report, summarize
+from nemo_rl_lite.observability.run_folder import CONFIG_FILE, status_kept, write_start
 from nemo_rl_lite.observability.sinks import METRICS_FILE, MetricsLog
+from nemo_rl_lite.observability.summary import SUMMARY_FILE, Summary, charts, show_summary, summarize, tracked
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.observability.views import VIEWS
 
 # A run that is done goes on where it was given more of these.
 _LENGTH = {"algorithm.max_num_steps", "algorithm.max_num_epochs"}
-CONFIG_FILE, COMMAND_FILE = "config.json", "command.txt"
 
 
 def run(config: Config, folder: Path, command: str) -> Summary:
@@ -36,6 +36,11 @@ def run(config: Config, folder: Path, command: str) -> Summary:
     whole_config = dataclasses.asdict(config)
     start = find_start(config, whole_config, folder)
     _open(folder, whole_config, command)
+    with status_kept(folder):
+        return _through_losses(config, folder, whole_config, start)
+
+
+def _through_losses(config: Config, folder: Path, whole_config: Mapping[str, Any], start: Start) -> Summary:
     attempts, restarts = _Attempts(config, folder, whole_config), 0
     while True:
         try:
@@ -74,7 +79,9 @@ class _Attempts:
                 metrics = stack.enter_context(closing(log))
                 peak_memory = self._job.run(metrics, reserved, start)
             summary = summarize(metrics, folder, peak_memory)
-            report(summary, metrics, console, config.run_name, VIEWS[config.algorithm.name], config.logger.plots)
+            metrics.log_summary(tracked(summary), charts(summary, metrics))
+            view = VIEWS[config.algorithm.name]
+            show_summary(summary, metrics, console, config.run_name, view, config.logger.plots)
         return summary
 
 
@@ -94,9 +101,7 @@ def _open(folder: Path, whole_config: Mapping[str, Any], command: str) -> None:
             )
     # Written again when the run is done.
     (folder / SUMMARY_FILE).unlink(missing_ok=True)
-    kept.write_text(json.dumps(whole_config, indent=2) + "\n")
-    with (folder / COMMAND_FILE).open("a") as file:
-        file.write(f"{command}\n")
+    write_start(folder, whole_config, command)
 
 
 def _written(file: Path) -> dict[str, Any]:

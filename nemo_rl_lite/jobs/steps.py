@@ -1,12 +1,15 @@
 """What a run's steps are counted and saved by, from the configuration."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl_lite.algorithms.steps import Steps
 from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
 from nemo_rl_lite.checkpoint.resume import Start, checkpoint_store
 from nemo_rl_lite.checkpoint.stopping import Stopping, seconds
+from nemo_rl_lite.cluster.profiler import StepProfiler
+from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.sinks import MetricsLog
@@ -15,9 +18,15 @@ from nemo_rl_lite.policy.interface import Policy
 
 
 def make_steps(
-    config: Config, folder: Path, start: Start, policy: Policy, metrics: MetricsLog, console: RunConsole
+    config: Config,
+    folder: Path,
+    start: Start,
+    policy: Policy,
+    metrics: MetricsLog,
+    console: RunConsole,
+    groups: Sequence[WorkerGroup],
 ) -> Steps:
-    """The steps of a run in `folder` after `start`."""
+    """The steps of a run in `folder` after `start`. `groups`: all workers, which may be profiled."""
     options = config.checkpoint
     checkpoints = Checkpoints(
         checkpoint_store(config, folder),
@@ -29,4 +38,5 @@ def make_steps(
         saved=start.steps or None,
     )
     stopping = Stopping(seconds(options.must_save_by), seconds_since_command)
-    return Steps(start.steps, checkpoints, stopping, metrics, config.policy.max_skipped_steps)
+    around = StepProfiler(config.profile, folder, groups).around
+    return Steps(start.steps, checkpoints, stopping, metrics, config.policy.max_skipped_steps, around)

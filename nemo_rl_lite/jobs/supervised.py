@@ -8,6 +8,7 @@ from nemo_rl_lite.algorithms.supervised import Supervised
 from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.checkpoint.source import locate_model
 from nemo_rl_lite.cluster.launch import Reserved, launch_policy
+from nemo_rl_lite.cluster.system_usage import SystemUsage
 from nemo_rl_lite.config.schema import Config, DPOConfig
 from nemo_rl_lite.config.sizes import policy_ranks
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
@@ -49,8 +50,9 @@ class SupervisedJob:
             validation=self._validation,
             metrics=metrics,
             console=console,
-            steps=make_steps(config, self._folder, start, policy, metrics, console),
+            steps=make_steps(config, self._folder, start, policy, metrics, console, [policy.group]),
             devices=policy_ranks(config),
+            system=SystemUsage(policy.group.processes).take,
         ).run()
         policy.release_host_memory()
         if config.checkpoint.export_hf_at_end:

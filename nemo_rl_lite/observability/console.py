@@ -1,12 +1,17 @@
-"""What a person at the terminal sees: one line a step, and a table at the end."""
+"""What a person at the terminal sees: one line a step, a sample now and then, and a table at the end."""
 
 import logging
+import math
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from nemo_rl_lite.observability.samples import Sample
 
 log = logging.getLogger(__name__)
 
@@ -18,9 +23,16 @@ PHASES = {
     "refit": (("prepare_for_generation/transfer_and_update_weights",), "magenta"),
 }
 BAR_CELLS = 6
+# So many values of the past are drawn beside the latest.
+TREND_VALUES = 12
+# Steps whose duration tells how long the rest will take.
+_RECENT_STEPS = 20
+# Characters of a sample's prompt and response that are shown.
+_SHOWN_CHARACTERS = 600
 # Columns of a table where there is no terminal to fit; rich would take 80.
 PLAIN_WIDTH = 100
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
+_HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
 class RunConsole:
@@ -28,6 +40,7 @@ class RunConsole:
 
     def __init__(self, console: Console | None = None):
         self.console = console or _standard_console()
+        self._pace = Pace()
 
     def say(self, message: str) -> None:
         log.info(message)
@@ -43,13 +56,25 @@ class RunConsole:
             self.say(f"{what} ...")
             yield
 
-    def step(self, step: int, steps: int, values: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        """`step 3/30  reward 0.412  kl 0.0021  1.32 s  generate ██▌ 0.41 ...`: values, then a bar for each phase, full
-        where the phase takes the whole step."""
+    def step(
+        self,
+        step: int,
+        steps: int,
+        values: Mapping[str, float],
+        seconds: Mapping[str, float],
+        trend: Sequence[float] = (),
+    ) -> None:
+        """`step 3/30  reward 0.412 ▁▃▅  kl 0.0021  1.32 s  36 s left  generate ██▌ 0.41 ...`: values, the first of them
+        with its `trend` so far, then a bar for each phase, full where the phase takes the whole step."""
         total = seconds["total_step_time"]
-        line = Text(f"step {step:>{len(str(steps))}}/{steps}  ")
-        line.append("  ".join(f"{name} {value:.3g}" for name, value in values.items()))
-        line.append(f"  {total:.2f} s ")
+        line = Text(f"step {step:>{len(str(steps))}}/{steps}")
+        for place, (name, value) in enumerate(values.items()):
+            line.append(f"  {name} {value:.3g}")
+            if place == 0 and len(trend) > 1:
+                line.append(f" {sparkline(trend)}", style="blue")
+        line.append(f"  {total:.2f} s")
+        left = self._pace.left(step, steps, total)
+        line.append(f"  {duration(left)} left " if left else " ")
         for phase, (timers, colour) in phases_in(seconds).items():
             spent = sum(seconds.get(timer, 0.0) for timer in timers)
             line.append(f" {phase} ")
@@ -57,6 +82,16 @@ class RunConsole:
             line.append(f" {spent:.2f}")
         log.info(line.plain)
         self.console.print(line)
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """What the policy was asked in a step, what it said, and what that was worth."""
+        table = Table(title=f"samples of step {step}", title_justify="left", title_style="bold", show_lines=True)
+        table.add_column("prompt", ratio=2)
+        table.add_column("response", ratio=3)
+        table.add_column("reward", justify="right")
+        for sample in samples:
+            table.add_row(Text(readable(sample.prompt)), Text(readable(sample.response)), f"{sample.reward:.3g}")
+        self.console.print(table)
 
     def table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table = Table(title=title, title_justify="left", title_style="bold")
@@ -85,3 +120,51 @@ def bar(share: float) -> str:
     eighths = round(max(0.0, min(1.0, share)) * BAR_CELLS * 8)
     full, rest = divmod(eighths, 8)
     return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(BAR_CELLS, "·")
+
+
+class Pace:
+    """How long steps take from one to the next, with what comes between them."""
+
+    def __init__(self) -> None:
+        self._ended: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
+
+    def left(self, step: int, steps: int, seconds: float) -> float:
+        """Seconds until the last step is done, now that one that took `seconds` is."""
+        now = time.monotonic()
+        if self._ended and self._ended[-1][0] != step - 1:
+            # The run went back to a checkpoint.
+            self._ended.clear()
+        if not self._ended:
+            self._ended.append((step - 1, now - seconds))
+        self._ended.append((step, now))
+        first, since = self._ended[0]
+        return (steps - step) * (now - since) / (step - first)
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `7 min`, `3 h 05 min`."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """The last TREND_VALUES, from the lowest of them to the highest in eight heights; blank where it is no number."""
+    shown = values[-TREND_VALUES:]
+    finite = [value for value in shown if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, span = min(finite), (max(finite) - min(finite)) or 1.0
+    return "".join(
+        _HEIGHTS[round((value - low) / span * (len(_HEIGHTS) - 1))] if math.isfinite(value) else " " for value in shown
+    )
+
+
+def readable(text: str) -> str:
+    """What a model wrote, for a terminal: nothing in it moves the cursor or changes colours, and it has an end."""
+    plain = "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+    if len(plain) <= _SHOWN_CHARACTERS:
+        return plain
+    half = _SHOWN_CHARACTERS // 2
+    return f"{plain[:half]} ... {plain[-half:]}"

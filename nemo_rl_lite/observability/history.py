@@ -1,6 +1,7 @@
 """What a run has logged before it was ended and goes on."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,13 @@ def rewind(path: Path, step: int) -> list[dict[str, Any]]:
         remaining.write_text("".join(kept), encoding="utf-8")
         remaining.replace(path)
     return entries
+
+
+def set_aside(files: Iterable[Path], folder: Path) -> None:
+    """Move whole files, of steps that are taken again, to `folder`."""
+    for file in files:
+        folder.mkdir(exist_ok=True)
+        file.replace(folder / file.name)
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

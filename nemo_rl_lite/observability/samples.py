@@ -1,35 +1,43 @@
-"""A few samples of each rollout, for people to read."""
+"""A few samples of a rollout, as they are shown to people. Imports nothing heavy."""
 
-import json
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from nemo_rl_lite.observability.history import rewind
-from nemo_rl_lite.rollout.rollout import Rollout
+if TYPE_CHECKING:
+    from nemo_rl_lite.rollout.rollout import Rollout
 
 
-class SampleLog:
-    """Appends the first `count` samples of each rollout to samples.jsonl in the run's folder, after those of the `done`
-    steps that were taken before."""
+@dataclass(frozen=True)
+class Sample:
+    """One sample as it is shown to people."""
 
-    def __init__(self, run_folder: Path, count: int, done: int):
-        self._path, self._count = run_folder / "samples.jsonl", count
-        rewind(self._path, done)
+    prompt: str
+    response: str
+    reward: float
 
-    def __call__(self, step: int, rollout: Rollout) -> None:
-        if not self._count:
-            return
-        with self._path.open("a", encoding="utf-8") as file:
-            for index in range(min(self._count, len(rollout.responses))):
-                completion = rollout.completions[index]
-                entry = {
-                    "step": step,
-                    "prompt": rollout.problems[index].messages,
-                    "answer": rollout.problems[index].answer,
-                    "response": rollout.responses[index],
-                    "reward": rollout.rewards_B[index].item(),
-                    "tokens": len(completion.tokens),
-                    "finish_reason": completion.finish_reason,
-                }
-                if len(rollout.turns[index]) > 1:
-                    entry["turns"] = tuple(rollout.turns[index])
-                file.write(json.dumps(entry) + "\n")
+
+def spread(rewards: Sequence[float], count: int) -> list[int]:
+    """`count` places (all where there are fewer), evenly from the lowest reward to the highest; equal ones in order."""
+    order = sorted(range(len(rewards)), key=lambda place: rewards[place])
+    if len(order) <= count:
+        return order
+    return [order[round(index * (len(order) - 1) / max(count - 1, 1))] for index in range(count)]
+
+
+def samples(rollout: "Rollout", count: int) -> list[Sample]:
+    """`count` samples, from the worst to the best."""
+    places = spread(rollout.rewards_B.tolist(), count)
+    return [
+        Sample(
+            text_of(rollout.problems[place].messages), text_of(rollout.turns[place]), rollout.rewards_B[place].item()
+        )
+        for place in places
+    ]
+
+
+def text_of(messages: Sequence[dict[str, Any]]) -> str:
+    """What was said; with who said it where that is more than one message."""
+    if len(messages) == 1:
+        return messages[0]["content"] or ""
+    return "\n".join(f"{message['role']}: {message['content'] or ''}" for message in messages)

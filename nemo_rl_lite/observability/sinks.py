@@ -1,45 +1,53 @@
-"""Where metrics go: a JSON-lines file always, TensorBoard and W&B where the configuration asks for them."""
+"""Where metrics go: a JSON-lines file always, W&B, TensorBoard and MLflow where the configuration asks for them."""
 
 import json
 import logging
 import math
 import os
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_rl_lite.config.schema import LoggerConfig
-from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.observability.history import rewind
+from nemo_rl_lite.observability.samples import Sample
 
 log = logging.getLogger(__name__)
 
-METRICS_FILE, WANDB_ID_FILE = "metrics.jsonl", "wandb-run-id.txt"
-# What metrics' names begin with.
-PREFIXES = (
-    "train",
-    "timing/train",
-    "timing/validation",
-    "timing/setup",
-    "performance",
-    "refit",
-    "offload",
-    "memory",
-    "validation",
-)
+METRICS_FILE = "metrics.jsonl"
 Metrics = Mapping[str, float]
 
 
-class Sink(Protocol):
-    def log(self, step: int, metrics: Metrics) -> None: ...
+@dataclass(frozen=True)
+class Chart:
+    """A bar for each row: its label, and its value in the last column."""
 
-    def close(self) -> None: ...
+    name: str
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str | float | None, ...]]
 
 
-class JsonLines:
+class Sink:
+    """One place that metrics go to; what it has no use for it leaves."""
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Metrics of one step."""
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """A few samples of the step's rollout, from the worst to the best."""
+
+    def log_summary(self, values: Metrics, charts: Sequence[Chart]) -> None:
+        """The run as a whole, when it is done."""
+
+    def close(self) -> None:
+        """Bring everything to where it belongs."""
+
+
+class JsonLines(Sink):
     """One line a call: `{"step": ..., "time": ..., name: value, ...}`, with the file system when `log` returns. Where
     that is full, lines wait for the next call."""
 
@@ -67,62 +75,6 @@ class JsonLines:
             os.truncate(self._path, size)
 
 
-class TensorBoard:
-    def __init__(self, folder: Path, done: int):
-        """Steps after `done` that are there already are taken again, and no longer shown."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=done + 1)
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WeightsAndBiases:
-    """One W&B run. Source code is not uploaded."""
-
-    def __init__(self, config: LoggerConfig, folder: Path, whole_config: Mapping[str, Any]):
-        import wandb
-
-        try:
-            self._run = self._start(config, folder, whole_config)
-        except wandb.errors.Error as error:
-            raise LauncherError(f"W&B could not start: {error}. Offline works: logger.wandb.mode=offline") from error
-        for prefix in PREFIXES:
-            self._run.define_metric(f"{prefix}/*", step_metric="step")
-
-    @staticmethod
-    def _start(config: LoggerConfig, folder: Path, whole_config: Mapping[str, Any]) -> Any:
-        import wandb
-
-        settings, kept = config.wandb, folder / WANDB_ID_FILE
-        if not kept.exists():
-            kept.write_text(secrets.token_hex(4) + "\n")
-        return wandb.init(
-            # A run that goes on is the same run there.
-            id=kept.read_text().strip(),
-            resume="allow",
-            project=settings.project,
-            name=settings.name,
-            entity=settings.entity,
-            mode=settings.mode,
-            dir=folder,
-            config=dict(whole_config),
-            save_code=False,
-            settings=wandb.Settings(console="off", silent=True, disable_git=True),
-        )
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        self._run.log({"step": step, **metrics})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 class MetricsLog:
     """All sinks behind one call; remembers everything, for the report at the end."""
 
@@ -141,9 +93,17 @@ class MetricsLog:
         ]
         sinks: list[Sink] = [JsonLines(run_folder / METRICS_FILE)]
         if config.tensorboard_enabled:
+            from nemo_rl_lite.observability.tensorboard import TensorBoard
+
             sinks.append(TensorBoard(run_folder / "tensorboard", done))
         if config.wandb_enabled:
-            sinks.append(WeightsAndBiases(config, run_folder, whole_config))
+            from nemo_rl_lite.observability.wandb import WeightsAndBiases
+
+            sinks.append(WeightsAndBiases(config.wandb, run_folder, whole_config))
+        if config.mlflow_enabled:
+            from nemo_rl_lite.observability.mlflow import MLflow
+
+            sinks.append(MLflow(config.mlflow, run_folder, whole_config))
         return cls(sinks, history)
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -151,6 +111,14 @@ class MetricsLog:
         self.history.append({"step": float(step), **metrics})
         for sink in self._sinks:
             sink.log(step, metrics)
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        for sink in self._sinks:
+            sink.log_samples(step, samples)
+
+    def log_summary(self, values: Metrics, charts: Sequence[Chart]) -> None:
+        for sink in self._sinks:
+            sink.log_summary(values, charts)
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """Steps and values of one metric so far."""

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 import psutil
 
+from nemo_rl_lite.observability.profiling import span
+
 
 class Timer:
     """Adds up seconds by name within a step: `with timer("generation"): ...`, then `take()`."""
@@ -17,7 +19,8 @@ class Timer:
     def __call__(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         try:
-            yield
+            with span(name):
+                yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import record
 
+from nemo_rl_lite.observability.rollouts import read_rollout, rollout_files
+
 GENERATED = ("reasoning_gym", "reverse_digits")
 RUNS = record.FOLDER / "runs"
 
@@ -50,7 +52,7 @@ def main() -> None:
         "seconds_to_first_step": first - started if first else None,
         "series": _series(lines),
         # Of generated problems only: a dataset's rows are not ours to copy.
-        "samples": _samples(folder / "samples.jsonl") if config["data"]["name"] in GENERATED else [],
+        "samples": _samples(folder) if config["data"]["name"] in GENERATED else [],
     }
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(kept) + "\n")
@@ -74,12 +76,10 @@ def _series(lines: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
     return series
 
 
-def _samples(path: Path) -> list[dict[str, Any]]:
+def _samples(folder: Path) -> list[dict[str, Any]]:
     """The first and the last step's first samples."""
-    if not path.exists():
-        return []
-    samples = [json.loads(line) for line in path.read_text().splitlines()]
-    return [*samples[:2], *samples[-2:]]
+    files = [file for file in rollout_files(folder) if file.stem.endswith("train")]
+    return [row for file in (*files[:1], *files[-1:]) for row in read_rollout(file)[:2]]
 
 
 if __name__ == "__main__":

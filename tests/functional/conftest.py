@@ -19,6 +19,8 @@ from nemo_rl_lite.generation.vllm.worker import environment
 
 ROOT = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+# What `train` keeps of a run's standard error, in its folder.
+STDERR_FILE = "stderr.txt"
 
 
 @pytest.fixture(scope="session")
@@ -85,6 +87,7 @@ def train(folder: Path, model: Path, *overrides: str, timeout_s: float = 200) ->
         [*command, *overrides], capture_output=True, text=True, check=False, timeout=timeout_s, env=environ
     )
     assert done.returncode == 0, done.stderr[-3000:] + "".join(p.read_text()[-2000:] for p in folder.glob("logs/*"))
+    (folder / STDERR_FILE).write_text(done.stderr)
     return done.stdout, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -8,6 +8,7 @@ import torch
 
 from tests.functional.conftest import train
 from tests.functional.test_sft import series
+from tests.metric_names import not_logged, undocumented
 
 pytestmark = pytest.mark.functional
 
@@ -47,6 +48,12 @@ def test_the_policy_comes_to_prefer_what_was_chosen(run):
     assert series(metrics, "train/loss")[0] == pytest.approx(0.6931, abs=1e-4)
     assert series(metrics, "train/rewards_margin_mean")[-1] > 0.1
     assert "preference accuracy" not in output and "held-out accuracy" in output
+
+
+def test_every_metric_is_documented_and_logged(run):
+    _, _, metrics = run
+    names = set().union(*metrics)
+    assert undocumented(names) == [] and not_logged(names, "all", "DPO") == []
 
 
 def test_losses_and_margins_are_those_transformers_computes(run, model_folder):

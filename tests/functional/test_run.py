@@ -1,12 +1,17 @@
 """Whole runs through the command line, with real Ray, Megatron and vLLM."""
 
+import gzip
 import json
 import subprocess
 import sys
 
 import pytest
 
-from tests.functional.conftest import train
+from nemo_rl_lite.observability.rollouts import read_rollout, rollout_files
+from nemo_rl_lite.observability.run_page import page
+from nemo_rl_lite.observability.run_record import SAMPLES, read_run
+from tests.functional.conftest import STDERR_FILE, train
+from tests.metric_names import not_logged, undocumented
 
 pytestmark = pytest.mark.functional
 
@@ -23,6 +28,8 @@ def run(tmp_path_factory, model_folder):
         "logger.wandb_enabled=true",
         "logger.wandb.mode=offline",
         "logger.tensorboard_enabled=true",
+        "logger.show_samples_period=1",
+        "profile.steps=[2]",
         "refit.bucket_bytes=500000",
         "reward.name=tests.functional.rewards.share_of_digits",
     ]
@@ -125,10 +132,51 @@ def test_metrics_have_nemo_rls_names(run):
     assert names.issuperset(expected), expected - names
 
 
+def test_every_metric_is_documented_and_logged(run):
+    _, _, metrics = run
+    names = set().union(*metrics)
+    assert undocumented(names) == [] and not_logged(names, "all", "GRPO", "moves") == []
+
+
+def test_the_console_is_clean_and_shows_samples(run):
+    """What frameworks print is in the workers' logs."""
+    folder, output, _ = run
+    assert (folder / STDERR_FILE).read_text() == ""
+    frameworks = ("INFO", "WARNING", "raylet", "pid=", "vllm.", "megatron", "wandb:")
+    assert [line for line in output.splitlines() if any(word in line for word in frameworks)] == []
+    assert output.count("samples of step") == 2 and "response" in output
+    assert "vllm" in (folder / "logs" / "generation-0.log").read_text()
+
+
+def test_the_profiled_step_has_a_trace_for_each_process_with_its_phases(run):
+    folder, _, _ = run
+    (step,) = (folder / "profile").iterdir()
+    expected = {
+        "driver": {"generation", "policy_and_reference_logprobs", "policy_training", "total_step_time"},
+        "policy-0": {"logprobs", "train", "refit", "micro-batch 1", "micro-batch 2"},
+        "generation-0": {"generate", "refit"},
+    }
+    assert step.name == "step-00000002" and len(list(step.iterdir())) == len(expected)
+    for process, phases in expected.items():
+        with gzip.open(step / f"{process}.json.gz") as file:
+            names = {event["name"] for event in json.load(file)["traceEvents"]}
+        assert phases <= names, phases - names
+
+
 def test_the_run_folder_is_complete(run):
     folder, output, _ = run
-    for name in ("config.json", "command.txt", "metrics.jsonl", "samples.jsonl", "summary.json", "plots/run.png"):
+    for name in ("config.json", "command.txt", "environment.json", "metrics.jsonl", "summary.json", "plots/run.png"):
         assert (folder / name).stat().st_size > 0, name
+    assert json.loads((folder / "status.json").read_text())["state"] == "done"
+    rollouts = {file.stem: read_rollout(file) for file in rollout_files(folder)}
+    assert {name: len(rows) for name, rows in rollouts.items()} == {
+        "step-00000000-validation": 40,
+        "step-00000001-train": 64,
+        "step-00000002-train": 64,
+        "step-00000002-validation": 40,
+    }
+    record = read_run(folder)
+    assert record.notes == [] and len(record.samples) == 4 * SAMPLES and len(page([record])) < 500_000
     assert json.loads((folder / "config.json").read_text())["policy"]["offload_optimizer_states_for_logprob"] is True
     assert list(folder.glob("tensorboard/events*")) and list(folder.glob("wandb/offline-run-*/*.wandb"))
     lines = [line for line in output.splitlines() if line.startswith("step ")]

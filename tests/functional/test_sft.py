@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.functional.conftest import train
+from tests.metric_names import not_logged, undocumented
 
 pytestmark = pytest.mark.functional
 
@@ -94,6 +95,7 @@ def test_metrics_have_nemo_rls_names(run):
     names = set().union(*metrics)
     assert names >= expected, expected - names
     assert not any(name.startswith(("refit/", "timing/train/generation")) for name in names)
+    assert undocumented(names) == [] and not_logged(names, "all", "SFT") == []
 
 
 def test_the_run_folder_is_complete_and_nothing_generated(run):

@@ -10,6 +10,7 @@ from nemo_rl_lite.config.rules import (
     model,
     offload,
     policy,
+    profile,
     reward,
 )
 from nemo_rl_lite.config.rules.base import check_rules
@@ -25,5 +26,6 @@ __all__ = [
     "model",
     "offload",
     "policy",
+    "profile",
     "reward",
 ]

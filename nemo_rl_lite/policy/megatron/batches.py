@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nemo_rl_lite.algorithms.losses import Batch
 from nemo_rl_lite.observability import progress
+from nemo_rl_lite.observability.profiling import span
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.offload.activation_size import LOGPROB_CHUNK
 from nemo_rl_lite.policy.megatron.micro_batches import Layout, MicroBatch, cut
@@ -149,7 +150,9 @@ def _announced(micro_batches: Sequence[MicroBatch], before: Before) -> Iterator[
         progress.note(micro_batch=index + 1)
         if before is not None:
             before(len(micro_batches) - index)
-        yield micro
+        # Until the schedule asks for the next: with pipelining, what else it does meanwhile is in it.
+        with span(f"micro-batch {index + 1}"):
+            yield micro
 
 
 def _attention(micro: MicroBatch, device: torch.device) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import nullcontext
 
 import pytest
 
@@ -29,7 +30,7 @@ class Policy:
 def steps(tmp_path):
     store = CheckpointStore(tmp_path, Retention(9, 0, "accuracy", True))
     checkpoints = Checkpoints(store, Policy(), 3, True, {}, print)
-    return Steps(0, checkpoints, Stopping(None, time.monotonic), MetricsLog([]), max_skipped=2)
+    return Steps(0, checkpoints, Stopping(None, time.monotonic), MetricsLog([]), 2, lambda step: nullcontext())
 
 
 def take(steps, total, times, during=lambda step: None):

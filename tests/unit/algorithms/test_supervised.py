@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -87,8 +88,9 @@ def sft(validation=BATCH, steps_per_epoch=3, **changes) -> Supervised:
         validation=validation,
         metrics=metrics,
         console=RunConsole(),
-        steps=Steps(0, checkpoints, Stopping(None, time.monotonic), metrics, max_skipped=3),
+        steps=Steps(0, checkpoints, Stopping(None, time.monotonic), metrics, 3, lambda step: nullcontext()),
         devices=1,
+        system=dict,
     )
 
 

@@ -95,6 +95,12 @@ CASES = {
     "refit.bucket_bytes=0": ["refit.bucket_bytes", "greater than 0"],
     "refit.verify=sometimes": ["refit.verify", "'off', 'sample' or 'full'"],
     "refit.timeout_s=nan": ["refit.timeout_s", "finite"],
+    "logger.show_samples_period=-1": ["logger.show_samples_period", "greater than or equal to 0"],
+    "logger.log_samples=-1": ["logger.log_samples", "greater than or equal to 0"],
+    "logger.mlflow.tracking_uri=''": ["logger.mlflow.tracking_uri", "at least 1 character"],
+    "profile.steps=[0]": ["profile.steps.0", "greater than 0"],
+    "profile.steps=[3,99]": ["profile.steps", "step 99 is after the run's last", "steps from 1 to 30"],
+    "profile.tool=perf": ["profile.tool", "'torch' or 'nsys'"],
     "logger.wandb.mode=quiet": ["logger.wandb.mode", "'online' or 'offline'"],
     "cluster.cpu_ranks=0": ["cluster.cpu_ranks", "greater than 0"],
     # Combinations.

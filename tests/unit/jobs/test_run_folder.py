@@ -7,9 +7,10 @@ import pytest
 from nemo_rl_lite.checkpoint.resume import checkpoint_store
 from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.jobs.run import COMMAND_FILE, CONFIG_FILE, _open
-from nemo_rl_lite.observability.report import SUMMARY_FILE
+from nemo_rl_lite.jobs.run import _open
+from nemo_rl_lite.observability.run_folder import COMMAND_FILE, CONFIG_FILE
 from nemo_rl_lite.observability.sinks import METRICS_FILE
+from nemo_rl_lite.observability.summary import SUMMARY_FILE
 
 
 def enter(folder, *overrides):

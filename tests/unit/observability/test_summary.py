@@ -5,8 +5,8 @@ import pytest
 from rich.console import Console
 
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.report import PICTURE, SUMMARY_FILE, report, summarize
 from nemo_rl_lite.observability.sinks import MetricsLog
+from nemo_rl_lite.observability.summary import PICTURE, SUMMARY_FILE, show_summary, summarize
 from nemo_rl_lite.observability.views import VIEWS
 
 GRPO_SECONDS = {"generation": 1.0, "policy_training": 0.5, "total_step_time": 2.0}
@@ -22,7 +22,7 @@ def run(first: dict, steps: list[dict], seconds: dict) -> MetricsLog:
 
 def reported(metrics: MetricsLog, folder, algorithm: str) -> tuple[str, dict]:
     stream = io.StringIO()
-    report(
+    show_summary(
         summarize(metrics, folder, {"policy-0": 7}),
         metrics,
         RunConsole(Console(file=stream, width=100)),

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from nemo_rl_lite.observability.console import RunConsole, phases_in
-from nemo_rl_lite.observability.memory_plot import plot_memory
+from nemo_rl_lite.observability.console import PHASES, RunConsole, phases_in
+from nemo_rl_lite.observability.memory_plot import GIB, MEASURED, PREDICTED, plot_memory, stacks
 from nemo_rl_lite.observability.plots import plot_run
-from nemo_rl_lite.observability.sinks import MetricsLog
+from nemo_rl_lite.observability.sinks import Chart, MetricsLog
 from nemo_rl_lite.observability.views import Curve, View
 
 SUMMARY_FILE = "summary.json"
@@ -56,7 +56,9 @@ def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, i
     )
 
 
-def report(summary: Summary, metrics: MetricsLog, console: RunConsole, title: str, view: View, plots: bool) -> None:
+def show_summary(
+    summary: Summary, metrics: MetricsLog, console: RunConsole, title: str, view: View, plots: bool
+) -> None:
     """Print the table, draw the pictures, write summary.json."""
     folder = Path(summary.run_folder)
     (folder / SUMMARY_FILE).write_text(json.dumps(asdict(summary), indent=2) + "\n")
@@ -70,6 +72,33 @@ def report(summary: Summary, metrics: MetricsLog, console: RunConsole, title: st
         if plot_memory(metrics, folder / MEMORY_PICTURE, title):
             console.say(f"memory   {folder / MEMORY_PICTURE}")
     console.say(f"run      {folder}")
+
+
+def tracked(summary: Summary) -> dict[str, float]:
+    """The summary's numbers for trackers, by name."""
+    numbers = {name: value for name, value in asdict(summary).items() if isinstance(value, (int, float))}
+    phases = {f"seconds_by_phase/{phase}": seconds for phase, seconds in summary.seconds_by_phase.items()}
+    memory = {f"peak_memory_gb/{worker}": nbytes / GIB for worker, nbytes in summary.peak_memory_bytes.items()}
+    return numbers | phases | memory
+
+
+def charts(summary: Summary, metrics: MetricsLog) -> list[Chart]:
+    """Where a step's time goes, and what is on the device in which phase."""
+    seconds = list(summary.seconds_by_phase.items())
+    predicted, measured = stacks(metrics, PREDICTED), stacks(metrics, MEASURED)
+    residency = [
+        (f"{phase}: {component.replace('_', ' ')}", _gib(predicted.get(phase, {}).get(component)), nbytes / GIB)
+        for phase in PHASES
+        for component, nbytes in measured.get(phase, {}).items()
+    ]
+    return [
+        Chart("phases", "median seconds a step, by phase", ("phase", "seconds"), seconds),
+        Chart("residency", "device memory by phase", ("what", "predicted GiB", "measured GiB"), residency),
+    ]
+
+
+def _gib(nbytes: float | None) -> float | None:
+    return None if nbytes is None else nbytes / GIB
 
 
 def _row(curve: Curve, metrics: MetricsLog) -> tuple[str, str, str] | None:

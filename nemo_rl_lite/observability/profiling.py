@@ -1,0 +1,90 @@
+"""Traces of single steps: what this process computed, with ranges that are named as the run's phases are."""
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+Tool = Literal["torch", "nsys"]
+
+_NOTHING = nullcontext()
+
+
+class _Recording:
+    """Of this process. torch's profiler keeps what it sees in memory until `end`; nsys sees it from outside."""
+
+    def __init__(self, tool: Tool, on_device: bool):
+        import torch
+
+        self.has_device = on_device and torch.cuda.is_available()
+        self._profiler: Any = None
+        if not self.has_device:
+            # The profiler's own library would call it an error.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+        if tool == "torch":
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if self.has_device:
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
+            self._profiler.start()
+        elif self.has_device:
+            torch.cuda.synchronize()
+            _cuda().cudaProfilerStart()
+
+    def end(self, file: Path | None) -> None:
+        import torch
+
+        if self.has_device:
+            torch.cuda.synchronize()
+        if self._profiler is not None:
+            self._profiler.stop()
+            if file is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                self._profiler.export_chrome_trace(str(file))
+        elif self.has_device:
+            _cuda().cudaProfilerStop()
+
+
+def _cuda() -> Any:
+    import torch
+
+    return torch.cuda.cudart()
+
+
+_recording: _Recording | None = None
+
+
+def begin(tool: Tool, on_device: bool = True) -> None:
+    """Record from now on. `on_device`: also what the process' GPU does."""
+    global _recording
+    end(None)
+    _recording = _Recording(tool, on_device)
+
+
+def end(file: Path | None) -> None:
+    """Record no more; what was recorded goes to `file` (None: nowhere) as a Chrome trace, gzipped if its name ends in
+    .gz. Does nothing where nothing is recorded."""
+    global _recording
+    recording, _recording = _recording, None
+    if recording is not None:
+        recording.end(file)
+
+
+def span(name: str) -> AbstractContextManager[None]:
+    """A named range around a block, in torch's trace and in NVTX, while this process records; else nothing."""
+    return _NOTHING if _recording is None else _named(name, _recording.has_device)
+
+
+@contextmanager
+def _named(name: str, nvtx: bool) -> Iterator[None]:
+    import torch
+
+    if nvtx:
+        torch.cuda.nvtx.range_push(name)
+    try:
+        with torch.profiler.record_function(name):
+            yield
+    finally:
+        if nvtx:
+            torch.cuda.nvtx.range_pop()

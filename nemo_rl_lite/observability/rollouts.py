@@ -1,0 +1,119 @@
+"""Every sample of a rollout, for people and for scripts: one Parquet file a rollout in the run's folder."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+from pyarrow import parquet
+
+from nemo_rl_lite.observability.history import set_aside
+from nemo_rl_lite.rollout.rollout import Rollout
+
+log = logging.getLogger(__name__)
+
+ROLLOUTS = "rollouts"
+Split = Literal["train", "validation"]
+
+_MESSAGE = pa.struct(
+    [
+        ("role", pa.string()),
+        ("content", pa.string()),
+        # Tool calls and the like, as JSON.
+        ("other", pa.string()),
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("split", pa.string()),
+        # Place of the problem in the step, and of the sample among those of the problem.
+        ("problem", pa.int32()),
+        ("sample", pa.int32()),
+        ("prompt", pa.list_(_MESSAGE)),
+        ("answer", pa.string()),
+        # The assistant's last turn, and all that was said since the prompt.
+        ("response", pa.string()),
+        ("turns", pa.list_(_MESSAGE)),
+        ("reward", pa.float32()),
+        ("prompt_tokens", pa.int32()),
+        ("tokens", pa.int32()),
+        ("ending", pa.string()),
+    ]
+)
+
+
+class RolloutFiles:
+    """Writes `rollouts/step-<step>-<split>.parquet`, each whole or not at all. Those of steps after `done`, which are
+    taken again, go to `rollouts-undone/`."""
+
+    def __init__(self, run_folder: Path, limit: int | None, done: int):
+        """`limit`: samples of each rollout, the first ones (None: all of them)."""
+        self._folder, self._limit = run_folder / ROLLOUTS, limit
+        for cut_short in self._folder.glob(".*"):
+            cut_short.unlink()
+        set_aside([file for file in rollout_files(run_folder) if step_of(file) > done], run_folder / "rollouts-undone")
+
+    def write(self, step: int, split: Split, rollout: Rollout) -> None:
+        """Where the disk is full, a warning: training goes on."""
+        if self._limit == 0:
+            return
+        # The folder as a whole can be read at any time: what begins with a dot is not part of it.
+        file = self._folder / f"step-{step:08d}-{split}.parquet"
+        partial = file.with_name(f".{file.name}")
+        try:
+            self._folder.mkdir(exist_ok=True)
+            parquet.write_table(_table(step, split, rollout, self._limit), partial, compression="zstd")
+            partial.replace(file)
+        except OSError as error:
+            log.warning("the rollout of step %d cannot be written to %s: %s", step, self._folder, error)
+
+
+def rollout_files(run_folder: Path) -> list[Path]:
+    """In the order of their steps."""
+    return sorted((run_folder / ROLLOUTS).glob("step-*.parquet"))
+
+
+def step_of(file: Path) -> int:
+    return int(file.stem.split("-")[1])
+
+
+def read_rollout(file: Path) -> list[dict[str, Any]]:
+    """The rows of one file. Raises OSError or pyarrow.ArrowException: it cannot be read."""
+    return parquet.read_table(file).to_pylist()
+
+
+def _table(step: int, split: Split, rollout: Rollout, limit: int | None) -> pa.Table:
+    rows = list(_rows(rollout))[:limit]
+    return pa.Table.from_pylist([{"step": step, "split": split, **row} for row in rows], SCHEMA)
+
+
+def _rows(rollout: Rollout) -> Iterator[dict[str, Any]]:
+    place, sample, rewards = -1, 0, rollout.rewards_B.tolist()
+    for index, problem in enumerate(rollout.problems):
+        # Samples of a problem are neighbours.
+        is_next = index == 0 or problem is not rollout.problems[index - 1]
+        place, sample = (place + 1, 0) if is_next else (place, sample + 1)
+        yield {
+            "problem": place,
+            "sample": sample,
+            "prompt": [_message(message) for message in problem.messages],
+            "answer": str(problem.answer),
+            "response": rollout.responses[index],
+            "turns": [_message(message) for message in rollout.turns[index]],
+            "reward": rewards[index],
+            "prompt_tokens": rollout.prompt_lengths[index],
+            "tokens": len(rollout.completions[index].tokens),
+            "ending": rollout.endings[index],
+        }
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    other = {name: value for name, value in message.items() if name not in ("role", "content")}
+    return {
+        "role": message["role"],
+        "content": message.get("content"),
+        "other": json.dumps(other, default=str) if other else None,
+    }

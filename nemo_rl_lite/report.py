@@ -1,0 +1,44 @@
+"""`python -m nemo_rl_lite.report RUN [RUN ...]`: one HTML page of runs, laid over each other."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_rl_lite.errors import LauncherError
+
+PAGE = "report.html"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line. Exit status: 0 done, 1 the page cannot be written, 2 bad arguments."""
+    parser = argparse.ArgumentParser(prog="nrl-lite report", description=__doc__)
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="a run's folder")
+    where = f"what to write (default: {PAGE} in the run's folder; of several runs, in this one)"
+    parser.add_argument("--output", metavar="FILE", type=Path, help=where)
+    given = parser.parse_args(arguments)
+    try:
+        page = write_report([run.resolve() for run in given.runs], given.output)
+    except LauncherError as error:
+        sys.stderr.write(f"nrl-lite report: {error}\n")
+        sys.exit(error.exit_status)
+    except OSError as error:
+        sys.stderr.write(f"nrl-lite report: {error}\n")
+        sys.exit(LauncherError.exit_status)
+    sys.stdout.write(f"{page}\n")
+
+
+def write_report(runs: Sequence[Path], output: Path | None = None) -> Path:
+    """Write the page; returns where. Raises ReportError: a folder is no run's."""
+    from nemo_rl_lite.observability.run_page import page
+    from nemo_rl_lite.observability.run_record import read_run
+
+    records = [read_run(run) for run in dict.fromkeys(runs)]
+    output = output or (records[0].folder / PAGE if len(records) == 1 else Path(PAGE))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page(records), encoding="utf-8")
+    return output
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""MLflow is asked for where it is there."""
+
+import pytest
+
+from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.config.rules import logger
+from nemo_rl_lite.errors import ConfigError
+
+
+def installed(monkeypatch, *packages: str) -> None:
+    monkeypatch.setattr(logger, "find_spec", lambda name: name if name in packages else None)
+
+
+def test_without_its_client_the_fix_is_named(monkeypatch):
+    installed(monkeypatch)
+    with pytest.raises(
+        ConfigError, match=r"logger.mlflow_enabled = True\n.*not installed here\n.*nemo_rl_lite\[mlflow\]"
+    ):
+        compose_config(["logger.mlflow_enabled=true"])
+    compose_config([])
+
+
+def test_a_database_needs_more_than_the_client(monkeypatch):
+    installed(monkeypatch, "mlflow")
+    with pytest.raises(ConfigError, match=r"tracking_uri = 'sqlite:///x.db'\n.*\n.*pip install mlflow"):
+        compose_config(["logger.mlflow_enabled=true", "logger.mlflow.tracking_uri=sqlite:///x.db"])
+    compose_config(["logger.mlflow_enabled=true", "logger.mlflow.tracking_uri=https://mlflow.example"])
+    installed(monkeypatch, "mlflow", "sqlalchemy")
+    compose_config(["logger.mlflow_enabled=true", "logger.mlflow.tracking_uri=sqlite:///x.db"])
