@@ -1,34 +1,29 @@
 """The policy's side of a refit on one rank: what it exports, in which buckets, and to whom."""
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_lite.config.schema import RefitConfig
-from nemo_rl_lite.policy.megatron.export_recipe import FoundExport, find_export
+from nemo_rl_lite.policy.megatron.export_views import ExportViews
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 from nemo_rl_lite.refit import group as refit_group
 from nemo_rl_lite.refit import ipc
-from nemo_rl_lite.refit.assembly import Assembly, assemble
 from nemo_rl_lite.refit.broadcast import BroadcastSender
-from nemo_rl_lite.refit.packing import Stream, dtype_name, same_bytes, view
+from nemo_rl_lite.refit.packing import dtype_name
 from nemo_rl_lite.refit.plan import RefitPlan, bucket_size, make_plan
 from nemo_rl_lite.refit.report import Named, RefitReport
-
-log = logging.getLogger(__name__)
 
 
 class Producer:
     """`plan`, `open` and `join` once, in this order, then `send` as often as there are new weights. Every method is
     collective: all ranks of the policy call it.
 
-    `assembly`: what makes the buckets without megatron-bridge, where `join` has found that it can be done and this rank
-    has a part in it; `sender`: that to this rank's consumers, where it has any.
+    `views`: the weights as views of parameters, where `plan` has found them to be; `sender`: that to this rank's
+    consumers, where it has any.
     """
 
     def __init__(self, model: MegatronModel):
@@ -36,9 +31,7 @@ class Producer:
         self._conversion_tasks: list[Any] | None = None
         self._config: RefitConfig | None = None
         self._plan: RefitPlan | None = None
-        self._found: FoundExport | None = None
-        self.assembly: Assembly | None = None
-        self._assembled = self._checked = False
+        self.views: list[Named] | None = None
         self._store: Any = None
         self._staging: tuple[Tensor, ipc.StagingHandle] | None = None
         self.sender: BroadcastSender | ipc.IpcSender | None = None
@@ -46,21 +39,20 @@ class Producer:
     def plan(self, config: RefitConfig) -> RefitPlan:
         """Lay the exported weights into buckets; the same plan on every rank."""
         self._config = config
-        self._found = self.assembly = None
-        self._assembled = self._checked = False
-        weights = [(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in self.export()]
+        views = ExportViews(self._model.parameters(), self._tasks()) if self._as_it_is else None
+        weights = []
+        for name, tensor in self.export():
+            weights.append((name, tuple(tensor.shape), dtype_name(tensor.dtype)))
+            if views is not None:
+                views.show(name, tensor)
+        self.views = views.take() if views is not None else None
         memory = psutil.virtual_memory().total
         if self._model.device.type == "cuda":
+            # What the search for views took is the engine's, on a device that both use.
+            torch.cuda.empty_cache()
             memory = torch.cuda.mem_get_info()[1]
         size = bucket_size(memory, config.buffer_memory_ratio, config.bucket_bytes)
         self._plan = make_plan(weights, size)
-        # Adapters are merged into what is exported.
-        if self._model.lora is None:
-            self._found = find_export(self._model, self._plan)
-            self._agree(self._found.unlike)
-        if self._model.device.type == "cuda":
-            # What the search took is the engine's, on a device that both use.
-            torch.cuda.empty_cache()
         return self._plan
 
     def open(self, host: str, shared_device: bool) -> tuple[int, ipc.StagingHandle | None]:
@@ -75,14 +67,9 @@ class Producer:
         return self._store.port, self._staging[1] if self._staging else None
 
     def join(self, consumers: int) -> None:
-        """Meet this rank's consumers; returns when all have joined."""
+        """Meet this rank's consumers; returns when all have joined. A rank without consumers only exports."""
         if self._plan is None or self._config is None or self._store is None:
             raise RuntimeError("join needs plan and open first")
-        if self._found is not None and not self._assembled:
-            found, device = self._found, self._model.device
-            recipe, limit = found.recipe if consumers else None, self._config.timeout_s
-            self.assembly = assemble(self._plan, found.parameters, recipe, device, _groups(), limit)
-            self._assembled = True
         if not consumers:
             return
         verify, limit = self._config.verify, self._config.timeout_s
@@ -98,18 +85,11 @@ class Producer:
 
     def send(self) -> RefitReport | None:
         """Send the current weights to this rank's consumers; without any, take part in the export all the same."""
-        if self._plan is None:
-            raise RuntimeError("send needs plan, open and join first")
-        if self._found is not None and not self._checked:
-            self._agree(self._differing(self._plan))
-            self._checked = True
-        if self._found is None:
-            return self._send_by_the_bridge(self._plan)
-        if self.assembly is None:
-            return None
         if self.sender is not None:
-            return self.sender.send(self.assembly)
-        self.assembly.take_part()
+            return self.sender.send(self.export() if self.views is None else self.views)
+        if not self._model.place.is_whole:
+            for _ in self.export():
+                pass
         return None
 
     def export(self, to_host: bool = False) -> Iterable[Named]:
@@ -119,55 +99,12 @@ class Producer:
             self._model.chunks, cpu=on_host, show_progress=False, conversion_tasks=self._tasks()
         )
 
-    def _send_by_the_bridge(self, plan: RefitPlan) -> RefitReport | None:
-        if self.sender is not None:
-            return self.sender.send(Stream(plan, self.export()))
-        if not self._model.place.is_whole:
-            for _ in self.export():
-                pass
-        return None
-
-    def _differing(self, plan: RefitPlan) -> str | None:
-        """The first tensor of which the assembly makes other bytes than megatron-bridge; before the first refit, when
-        nobody reads the sender's buffers yet."""
-        exported, report, differing = iter(self.export()), RefitReport(), None
-        for index, bucket in enumerate(plan.buckets):
-            buffer = None if self.sender is None else self.sender.buffer(index)
-            if self.assembly is not None:
-                self.assembly.begin(index, report)
-                self.assembly.fill(index, buffer, report)
-            for slot, (_, tensor) in zip(bucket.slots, exported, strict=False):
-                if buffer is not None and differing is None and not same_bytes(view(buffer, slot), tensor):
-                    differing = slot.name
-        # The others may still gather.
-        for _ in exported:
-            pass
-        return differing
-
-    def _agree(self, unlike: str | None) -> None:
-        """Leave the export to megatron-bridge on all ranks where one has found a tensor that takes more than moving."""
-        everyones: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, unlike)
-        name = next((one for one in everyones if one is not None), None)
-        if name is None:
-            return
-        self._found = self.assembly = None
-        if dist.get_rank() == 0:
-            log.warning("megatron-bridge exports all weights at each refit: %s is more than moved elements", name)
+    @property
+    def _as_it_is(self) -> bool:
+        """Whether weights are exported as they are in this rank's memory."""
+        return self._model.place.is_whole and self._model.lora is None
 
     def _tasks(self) -> list[Any]:
         if self._conversion_tasks is None:
             self._conversion_tasks = self._model.bridge.get_conversion_tasks(self._model.chunks)
         return self._conversion_tasks
-
-
-def _groups() -> list[Any]:
-    """Process groups that this rank is in already, some of which may be those that a refit needs."""
-    from megatron.core import parallel_state
-
-    return [
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-        parallel_state.get_expert_model_parallel_group(),
-        parallel_state.get_model_parallel_group(),
-    ]
