@@ -24,7 +24,7 @@ IGNORED = (ROOT / ".dockerignore").read_text().splitlines()
 def test_every_base_is_pinned():
     bases = [image for image in STAGES.values() if "${KIND}" not in image]
     assert len(bases) == 4
-    assert all(re.fullmatch(r"nvidia/cuda:\d+\.\d+\.\d+-[\w-]+|ubuntu:\w+-\d{8}", image) for image in bases)
+    assert all(re.fullmatch(r"nvidia/cuda:\d+\.\d+\.\d+-[\w.-]+|ubuntu:\w+-\d{8}", image) for image in bases)
     assert STAGES["build"] == "build-base-${KIND}" and STAGES["runtime"] == "runtime-base-${KIND}"
     assert {f"{stage}-base-{kind}" for stage in ("build", "runtime") for kind in ("cpu", "gpu")} < STAGES.keys()
 
