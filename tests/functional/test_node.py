@@ -13,7 +13,7 @@ import pytest
 from tests.functional.conftest import PYTHONPATH
 
 pytestmark = pytest.mark.functional
-# Joins the Ray that it is given, and says what there is. It goes on when every node is there again.
+# Joins the Ray that it is given, and says what there is. It ends when the one that was lost is there again.
 LOOK = """
 import os, time, ray
 from pathlib import Path
@@ -29,7 +29,7 @@ def nodes():
 print("nodes", len(nodes()), "gpus", ray.cluster_resources()["GPU"], flush=True)
 while not os.path.exists("go on"):
     time.sleep(0.2)
-while len(nodes()) < 2 or len(ray.nodes()) < 3:
+while len(nodes()) != 2 or len(ray.nodes()) < 3:
     time.sleep(0.2)
 print("again", len(nodes()), flush=True)
 raise SystemExit(75)
