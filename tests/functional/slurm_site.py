@@ -1,11 +1,11 @@
 """A Slurm of the test's own: real slurmctld, slurmd and munge, two nodes on this machine, everything in one folder."""
 
 import os
+import pwd
 import shutil
 import socket
 import subprocess
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 # Where Debian puts daemons.
 PATH = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
 NODES = 2
+USER = pwd.getpwuid(os.getuid()).pw_name
 # Jobs that are queued again start without the usual delays; `low` is for those that give way to others.
 CONFIG = """
 ClusterName=test
@@ -79,7 +80,7 @@ class Site:
                 host=socket.gethostname().partition(".")[0],
                 folder=self.folder,
                 tracking="proctrack/cgroup" if has_cgroups() else "proctrack/pgid",
-                user=subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip(),
+                user=USER,
                 port=port,
                 last=NODES - 1,
                 first_node=port + 1,
@@ -95,12 +96,15 @@ class Site:
         self._until(lambda: self.ask("scontrol", "show", "nodes", check=False).count("State=IDLE") == NODES, 60)
 
     def stop(self) -> None:
-        with suppress(subprocess.CalledProcessError):
-            self.ask("scancel", "--user=" + os.environ.get("USER", "root"), check=False)
+        if self._daemons:
+            self.ask("scancel", f"--user={USER}", check=False)
         for daemon in reversed(self._daemons):
             daemon.terminate()
-        for daemon in self._daemons:
-            daemon.wait(timeout=30)
+            try:
+                daemon.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
 
     def ask(self, *command: str, check: bool = True) -> str:
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False, timeout=60)

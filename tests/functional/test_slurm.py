@@ -19,6 +19,7 @@ from tests.functional.test_sft import SMALL, write_data
 
 pytestmark = [
     pytest.mark.functional,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(missing()), reason=f"no Slurm here: {', '.join(missing())} not found"),
 ]
 STEPS = 12
@@ -63,13 +64,13 @@ class Job:
     def log(self) -> str:
         return self._log.read_text() if self._log.exists() else ""
 
-    def until(self, pattern: str, limit_s: float = 120) -> None:
+    def until(self, pattern: str, limit_s: float = 300) -> None:
         deadline = time.monotonic() + limit_s
         while not re.search(pattern, self.log, re.M):
             assert time.monotonic() < deadline, f"{self.site.state(self.id)}: {self.log[-3000:]}"
             time.sleep(0.2)
 
-    def ends(self, limit_s: float = 120) -> str:
+    def ends(self, limit_s: float = 300) -> str:
         deadline = time.monotonic() + limit_s
         while (state := self.site.state(self.id)) in ("RUNNING", "PENDING", "COMPLETING"):
             assert time.monotonic() < deadline, f"{state}: {self.log[-3000:]}"

@@ -1,0 +1,70 @@
+# syntax=docker/dockerfile:1
+# An image with everything that a run needs, at what constraints.txt pins:
+#
+#   docker build -t nemo-rl-lite .                               GPUs (CUDA 13.0; the driver must be 580 or newer)
+#   docker build -t nemo-rl-lite:cpu --build-arg KIND=cpu .      CPUs alone
+#
+#   docker run --rm --gpus all --shm-size=32g -v hf:/cache/huggingface -v "$PWD:/workspace" nemo-rl-lite \
+#       train recipes=...
+#
+# Ray's object store and the refit's buffers are in shared memory, of which Docker gives a container 64 MB: hence --shm-size
+# (or --ipc=host). docs/clusters.md says more.
+ARG KIND=gpu
+
+# nvcc and cuDNN's headers, for the part of Transformer Engine that has no wheel.
+FROM nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04 AS build-base-gpu
+FROM ubuntu:noble-20251001 AS build-base-cpu
+
+# Ubuntu's packages change within a release; what the run computes with is pinned in constraints.txt.
+# hadolint ignore=DL3006
+FROM build-base-${KIND} AS build
+ARG KIND
+# Compilers that work beside each other need 4 GB each.
+ARG MAX_JOBS=8
+ENV MAX_JOBS=${MAX_JOBS} PIP_NO_CACHE_DIR=1
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends build-essential python3.12 python3.12-dev python3.12-venv \
+ && rm -rf /var/lib/apt/lists/*
+WORKDIR /opt/nemo_rl_lite
+# What decides what is installed comes first: a change of the code alone installs nothing again.
+COPY pyproject.toml constraints.txt README.md ./
+COPY scripts/install.sh scripts/
+COPY nemo_rl_lite/__init__.py nemo_rl_lite/
+# The package is built with its configs; here it is enough that there is such a folder.
+RUN mkdir configs && bash scripts/install.sh "${KIND}"
+
+# No CUDA toolkit: torch's wheels bring CUDA's libraries, and Triton its assembler.
+FROM nvidia/cuda:13.0.2-base-ubuntu24.04 AS runtime-base-gpu
+FROM ubuntu:noble-20251001 AS runtime-base-cpu
+
+# hadolint ignore=DL3006
+FROM runtime-base-${KIND} AS runtime
+# Triton and torch.compile compile C and C++ against Python's headers while they run.
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends ca-certificates g++ gcc libc6-dev libgomp1 libnuma1 python3.12 \
+      python3.12-dev \
+ && rm -rf /var/lib/apt/lists/* \
+ && userdel --remove ubuntu \
+ && useradd --create-home --uid 1000 trainer \
+ && mkdir -p /cache/huggingface /workspace \
+ && chown trainer:trainer /cache/huggingface /workspace
+# At the path where it was made: a virtual environment does not move.
+COPY --from=build /opt/nemo_rl_lite/.venv /opt/nemo_rl_lite/.venv
+WORKDIR /opt/nemo_rl_lite
+COPY pyproject.toml constraints.txt README.md ./
+COPY nemo_rl_lite nemo_rl_lite
+COPY configs configs
+COPY recipes recipes
+COPY scripts scripts
+# Transformer Engine compiles kernels with NVRTC, and does not find the headers of CUDA 13's wheels itself.
+ENV PATH=/opt/nemo_rl_lite/.venv/bin:$PATH \
+    HF_HOME=/cache/huggingface \
+    NVTE_CUDA_INCLUDE_DIR=/opt/nemo_rl_lite/.venv/lib/python3.12/site-packages/nvidia/cu13/include \
+    PYTHONUNBUFFERED=1
+USER 1000:1000
+WORKDIR /workspace
+VOLUME /cache/huggingface
+ENTRYPOINT ["nrl-lite"]
+CMD ["--help"]
