@@ -17,32 +17,32 @@ class _Recording:
     def __init__(self, tool: Tool, on_device: bool):
         import torch
 
-        self.has_device = on_device and torch.cuda.is_available()
+        self._has_device = on_device and torch.cuda.is_available()
         self._profiler: Any = None
-        if not self.has_device:
+        if not self._has_device:
             # The profiler's own library would call it an error.
             os.environ.setdefault("KINETO_LOG_LEVEL", "5")
         if tool == "torch":
             activities = [torch.profiler.ProfilerActivity.CPU]
-            if self.has_device:
+            if self._has_device:
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
             self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
             self._profiler.start()
-        elif self.has_device:
+        elif self._has_device:
             torch.cuda.synchronize()
             _cuda().cudaProfilerStart()
 
     def end(self, file: Path | None) -> None:
         import torch
 
-        if self.has_device:
+        if self._has_device:
             torch.cuda.synchronize()
         if self._profiler is not None:
             self._profiler.stop()
             if file is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 self._profiler.export_chrome_trace(str(file))
-        elif self.has_device:
+        elif self._has_device:
             _cuda().cudaProfilerStop()
 
 
@@ -73,13 +73,15 @@ def end(file: Path | None) -> None:
 
 def span(name: str) -> AbstractContextManager[None]:
     """A named range around a block, in torch's trace and in NVTX, while this process records; else nothing."""
-    return _NOTHING if _recording is None else _named(name, _recording.has_device)
+    return _NOTHING if _recording is None else _named(name)
 
 
 @contextmanager
-def _named(name: str, nvtx: bool) -> Iterator[None]:
+def _named(name: str) -> Iterator[None]:
     import torch
 
+    # They need no GPU, but torch's builds for CPUs have none.
+    nvtx = torch.version.cuda is not None
     if nvtx:
         torch.cuda.nvtx.range_push(name)
     try:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nemo_rl_lite.observability.rollouts import read_rollout, rollout_files
 from tests.functional.conftest import PYTHONPATH, train
 from tests.functional.test_dpo import SMALL as DPO
 from tests.functional.test_dpo import write_pairs
@@ -62,6 +63,10 @@ def metrics_of(folder: Path) -> dict[tuple[int, str], float]:
     return {(line["step"], name): line[name] for line in lines for name in line if name.startswith(kinds)}
 
 
+def rollouts_of(folder: Path) -> dict[str, list[dict]]:
+    return {file.name: read_rollout(file) for file in rollout_files(folder)}
+
+
 def assert_same_weights(one: Path, other: Path) -> None:
     first, second = (load_file(folder / "model.safetensors") for folder in (one, other))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
@@ -85,6 +90,7 @@ def test_a_run_that_is_hit_by_everything_is_the_same_run(tmp_path, model_folder)
     assert status == 0 and output.count("going on after step 4") == 2
     assert "starting again from the last checkpoint (restart 1 of at most 3, cluster.max_restarts)" in output
     assert metrics_of(folder) == metrics_of(alone)
+    assert rollouts_of(folder) == rollouts_of(alone) and len(rollouts_of(folder)) == 7 + 5
     assert_same_weights(folder / "hf", alone / "hf")
     # One W&B run, although four processes have logged to it.
     run_id = (folder / "wandb-run-id.txt").read_text().strip()

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.sinks import MetricsLog
-from nemo_rl_lite.observability.summary import PICTURE, SUMMARY_FILE, show_summary, summarize
+from nemo_rl_lite.observability.summary import PICTURE, SUMMARY_FILE, charts, show_summary, summarize, tracked
 from nemo_rl_lite.observability.views import VIEWS
 
 GRPO_SECONDS = {"generation": 1.0, "policy_training": 0.5, "total_step_time": 2.0}
@@ -63,3 +63,16 @@ def test_what_was_not_measured_at_both_ends_has_no_row(tmp_path):
     )
     text, summary = reported(metrics, tmp_path, "sft")
     assert "held-out" not in text and summary["val_loss_before"] is None and summary["val_loss_after"] == 2.0
+
+
+def test_trackers_get_the_numbers_and_two_charts(tmp_path):
+    measured = {"memory/predicted/train/parameters": 2**30, "memory/measured/train/parameters": 2**29}
+    more = {"memory/measured/train/kv_cache": 2**31}
+    metrics = run({}, [{"train/reward": 0.25} | measured | more], GRPO_SECONDS)
+    summary = summarize(metrics, tmp_path, {"policy-0": 2**31})
+    values = tracked(summary)
+    assert values["seconds_by_phase/generate"] == 1.0 and values["peak_memory_gb/policy-0"] == 2.0
+    assert values["steps"] == 1 and "accuracy_before" not in values and "run_folder" not in values
+    phases, residency = charts(summary, metrics)
+    assert list(phases.rows) == [("generate", 1.0), ("train", 0.5)]
+    assert list(residency.rows) == [("train: parameters", 1.0, 0.5), ("train: kv cache", None, 2.0)]
