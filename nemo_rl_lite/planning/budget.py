@@ -13,7 +13,7 @@ from nemo_rl_lite.refit.plan import bucket_size
 
 # What contexts of CUDA and NCCL, captured graphs and blocks that torch keeps took beside all components on H100s and
 # H200s (docs/benchmarks, plan-against-measured): with an engine on the GPU, and without one.
-OVERHEAD_SHARED, OVERHEAD_ALONE = 7 * 2**30, 5 * 2**30
+OVERHEAD_SHARED, OVERHEAD_ALONE = 7 * 2**30, 3 * 2**30
 ENGINE = (Component.GENERATION_WEIGHTS, Component.KV_CACHE)
 
 

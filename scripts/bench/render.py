@@ -109,6 +109,20 @@ TABLES = {
         ),
     ),
     "supervised table": Table(SUPERVISED, "supervised-gsm8k", "1x-h100"),
+    "plan table": Table(
+        MEMORY,
+        "plan-against-measured",
+        "cpu-2cores",
+        columns=(
+            "policy, train: planned",
+            "policy, train: measured",
+            "policy, train: error",
+            "whole GPU: planned",
+            "whole GPU: measured",
+            "whole GPU: error",
+        ),
+    ),
+    "large throughput table": Table(SUPERVISED, "sft-throughput-qwen3-1.7b", "1x-h100"),
     "throughput table": Table(SUPERVISED, "sft-throughput-smollm2-135m-instruct", "1x-h100"),
     "soak table": Table(
         RELIABILITY,

@@ -99,7 +99,7 @@ def test_plans_are_within_a_tenth_of_what_runs_measured(monkeypatch):
     import plan_check
 
     names = [*(path.stem for path in plan_check.RUNS.glob("preset-*.json")), "refit-tp2-tp2", "refit-pp2-tp2"]
-    names += ["refit-dp2-2", "sft-gsm8k-epoch", "sft-gsm8k-lora", "dpo-gsm8k", "chain-sum-seed42"]
+    names += ["refit-dp2-2", "sft-gsm8k-epoch", "plan-sft-1.7b-2048", "dpo-gsm8k", "chain-sum-seed42"]
     assert len(names) == 14
     for name in names:
         run = json.loads((plan_check.RUNS / f"{name}.json").read_text())
