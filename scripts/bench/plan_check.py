@@ -41,8 +41,8 @@ SMOLLM2 = {
 # What the driver tells of each, in MiB.
 GPU_MIB = {"h100": 81559, "h200": 143771}
 POLICY, WHOLE = "memory/policy_peak_bytes/", "memory/device_bytes/"
-# Of code that used memory in other ways: before supervised runs let torch's segments grow, before refits between GPUs had
-# several buffers, before the cache was trimmed between phases.
+# Of code that used memory in other ways: before supervised runs let torch's segments grow, before refits between GPUs
+# had several buffers, before the cache was trimmed between phases.
 EARLIER = {
     "sft-gsm8k",
     "sft-gsm8k-lora",
