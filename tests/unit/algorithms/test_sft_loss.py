@@ -1,7 +1,9 @@
-"""The loss against transformers' own cross entropy, on a tiny model and templated chats."""
+"""The loss against transformers' own cross entropy and TRL's SFTTrainer, on a tiny model and templated chats."""
 
 import pytest
 import torch
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
 
 from nemo_rl_lite.algorithms.losses import Normalizers
 from nemo_rl_lite.algorithms.sft_loss import SFTLoss
@@ -33,11 +35,37 @@ def gradients(model):
     return {name: weight.grad.clone() for name, weight in model.named_parameters()}
 
 
-def test_value_and_gradient_are_those_of_transformers(batch):
-    model = build_model(seed=0)
+def of_transformers(model, batch, folder):
     attention = (torch.arange(batch["tokens"].shape[1]) < batch["lengths"][:, None]).long()
     labels = torch.where(batch["mask"] > 0, batch["tokens"], -100)
-    theirs = model(batch["tokens"], attention_mask=attention, labels=labels).loss
+    return model(batch["tokens"], attention_mask=attention, labels=labels).loss
+
+
+def of_trl(model, batch, folder):
+    """By its trainer, from the tokens on: its collator makes the labels."""
+    rows = zip(batch["tokens"], batch["mask"], batch["lengths"], strict=True)
+    examples = [
+        {"input_ids": tokens[:length].tolist(), "completion_mask": mask[:length].int().tolist()}
+        for tokens, mask, length in rows
+    ]
+    settings = SFTConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        per_device_train_batch_size=len(examples),
+        max_length=None,
+        completion_only_loss=True,
+    )
+    trainer = SFTTrainer(model, settings, train_dataset=Dataset.from_list(examples), processing_class=build_tokenizer())
+    return trainer.compute_loss(model, next(iter(trainer.get_train_dataloader())))
+
+
+@pytest.mark.parametrize("theirs_of", [of_transformers, of_trl])
+def test_value_and_gradient_are_those_of_others(batch, tmp_path, theirs_of):
+    model = build_model(seed=0)
+    theirs = theirs_of(model, batch, tmp_path)
     theirs.backward()
     expected = gradients(model)
     model.zero_grad()
