@@ -11,7 +11,8 @@ from pathlib import Path
 
 from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.config.model_shape import ModelShape, NoModelError, model_shape, read_model_shape
-from nemo_rl_lite.errors import LauncherError
+from nemo_rl_lite.config.rules.model import shape_fits_the_layout
+from nemo_rl_lite.errors import ConfigError, LauncherError
 from nemo_rl_lite.planning.gpus import KNOWN, parse_size, size_of
 from nemo_rl_lite.planning.known_models import KNOWN_MODELS
 
@@ -20,25 +21,33 @@ DOES_NOT_FIT = 1
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. Exit status: 0 it fits, 1 it does not or something failed, 2 bad configuration or arguments."""
-    parser = argparse.ArgumentParser(prog="nrl-lite plan", description=__doc__)
+    parser = argparse.ArgumentParser(prog="nrl-lite plan", description=__doc__, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*", help="as for train")
     parser.add_argument("--gpu", help=f"a GPU ({', '.join(KNOWN)}) or its memory (80GiB); default: this machine's")
     parser.add_argument("--host-memory", help="of one machine, such as 2TiB; default: not checked")
     parser.add_argument("--model-config", type=Path, help="the model's config.json, where the model is not here")
     parser.add_argument("--json", action="store_true", help="numbers instead of tables")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     try:
         gpu = size_of(given.gpu)
         host = parse_size(given.host_memory) if given.host_memory else None
     except ValueError as error:
         parser.error(str(error))
     try:
-        config = compose_config(given.overrides)
+        # Whatever folder the configuration names need not be here.
+        elsewhere = (
+            [f"policy.model_name=config/{given.model_config.parent.name or 'here'}"] if given.model_config else []
+        )
+        overrides = [*given.overrides, *elsewhere]
+        config = compose_config(overrides)
         from nemo_rl_lite.observability.console import RunConsole
         from nemo_rl_lite.planning import page
 
         shape = find_shape(config.policy.model_name, given.model_config)
-        plan = page.make_plan(config, given.overrides, shape, gpu, host)
+        violations = list(shape_fits_the_layout(config, shape))
+        if violations:
+            raise ConfigError(violations)
+        plan = page.make_plan(config, overrides, shape, gpu, host)
     except LauncherError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(error.exit_status)
@@ -70,7 +79,11 @@ def find_shape(name: str, file: Path | None = None) -> ModelShape:
 
     try:
         return model_shape(json.loads(Path(hf_hub_download(name, "config.json")).read_text()))
-    except (OSError, ValueError, KeyError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise NoModelError(
+            f"{name}: its config.json is not of a model of text: {type(error).__name__}: {error}"
+        ) from None
+    except (OSError, ValueError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
         fix = "give its config.json with --model-config"
         raise NoModelError(
             f"policy.model_name={name}: the hub has no config.json for it, or cannot be reached; {fix}"

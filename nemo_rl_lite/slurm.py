@@ -36,6 +36,13 @@ _SBATCH = {
 _SHARED = ("cpus-per-task", "mem")
 
 
+class _Parser(argparse.ArgumentParser):
+    """A line of @FILE has options as a shell takes them, and comments."""
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        return shlex.split(arg_line, comments=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. Exit status: 0 done, 1 sbatch failed, 2 bad arguments or configuration."""
     words = sys.argv[1:] if arguments is None else list(arguments)
@@ -62,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="nrl-lite slurm",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -114,6 +121,9 @@ def _job(given: argparse.Namespace, config: Config) -> BatchJob:
                 violations.append(
                     Violation(f"--{name}", line, "must be one line, and an option where that is meant", example)
                 )
+    if "%" in str(Path(given.log).parent):
+        rule = "has a pattern in its folder, which must be there before the job"
+        violations.append(Violation("--log", given.log, rule, "--log=logs/%x-%j.out"))
     run_folder = _run_folder(given.overrides, violations)
     if violations:
         raise ConfigError(violations)

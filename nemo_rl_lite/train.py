@@ -78,8 +78,11 @@ def _dry_run(flags: Sequence[str], overrides: Sequence[str]) -> None:
 
     if others := [flag for flag in flags if flag not in (_DRY_RUN, *_SWEEP)]:
         raise ConfigError([Violation(_DRY_RUN, None, f"does not go with {' '.join(others)}", "drop one")])
-    for job in _jobs(overrides):
-        dry_run(compose_config(job), job)
+    try:
+        for job in _jobs(overrides):
+            dry_run(compose_config(job), job)
+    except LauncherError as error:
+        fail(error)
 
 
 def only_informs(flags: Sequence[str]) -> bool:

@@ -80,7 +80,10 @@ class BatchJob:
         )
 
     def _sbatch_options(self) -> list[str]:
-        named = any(option.startswith(("--gres=", "--gpus")) for option in self.sbatch_options)
+        named = any(
+            option.startswith("--gpus") or (option.startswith("--gres=") and "gpu" in option)
+            for option in self.sbatch_options
+        )
         return [
             f"--job-name={plain(self.name)}",
             f"--nodes={self.nodes}",

@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 CPU_POLICY_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
 # A run on CPUs stays there, also on a machine that has GPUs: Ray no longer hides them from who asked for none.
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-# How many queues of work the GPU takes from a process. In a single one, a copy that waits for the copy before it may
-# hold up kernels given later; tensor parallelism in megatron-core needs just that order, to overlap its communication
-# with computation.
 # Batches of changing sizes leave gaps in torch's cache; segments that grow have fewer. Memory in them cannot be shared
 # with an engine's process.
 GROWING_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+# How many queues of work the GPU takes from a process. In a single one, a copy that waits for the copy before it may
+# hold up kernels given later; tensor parallelism in megatron-core needs just that order, to overlap its communication
+# with computation.
 ONE_QUEUE, MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 

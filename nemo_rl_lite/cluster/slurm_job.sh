@@ -18,7 +18,7 @@ fi
 
 # Slurm's signal before the end of the job (and `scancel --batch --signal=USR1`) comes to this shell; the launcher ends the
 # step that it is at, saves and exits with 75. What else Slurm ends a job with (SIGTERM) comes to the launcher itself.
-tell_launcher() { [[ ! -s $meeting/pid ]] || kill -USR1 "$(<"$meeting/pid")"; }
+tell_launcher() { [[ ! -s $meeting/pid ]] || kill -USR1 "$(<"$meeting/pid")" 2>/dev/null || true; }
 trap tell_launcher USR1
 trap : TERM
 

@@ -50,7 +50,10 @@ class MLflow(Sink):
         # A database has no place for what is not a number.
         finite = [Metric(name, float(value), now, step) for name, value in metrics.items() if math.isfinite(value)]
         for part in batched(finite, 1000):
-            self._sent.append(self._client.log_batch(self._run_id, metrics=part, synchronous=False))
+            self._guarded(lambda part=part: self._send(part))
+
+    def _send(self, metrics: Sequence[Any]) -> None:
+        self._sent.append(self._client.log_batch(self._run_id, metrics=metrics, synchronous=False))
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         text = "\n\n".join(f"reward {one.reward:g}\n{one.prompt}\n---\n{one.response}" for one in samples)
@@ -94,12 +97,11 @@ class MLflow(Sink):
 
     @staticmethod
     def _guarded(call: Any) -> None:
-        from mlflow.exceptions import MlflowException
-
         try:
             call()
-        except (MlflowException, OSError) as error:
-            log.warning("MLflow did not get everything: %s", error)
+        # A store may raise errors of any library that it is reached through, and training does not hang on it.
+        except Exception as error:
+            log.warning("MLflow did not get everything: %s: %s", type(error).__name__, error)
 
 
 def _address(uri: str) -> tuple[str, bool]:

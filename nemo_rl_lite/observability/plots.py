@@ -26,11 +26,14 @@ def plot_run(metrics: MetricsLog, path: Path, title: str, view: View) -> None:
 
 
 def _draw_panel(axis: Any, panel: Panel, metrics: MetricsLog) -> None:
+    drawn: list[float] = []
     for curve in panel.curves:
-        line = "o--" if curve.held_out else "-"
-        axis.plot(*metrics.series(curve.metric), line, label=curve.label, color=curve.colour)
+        line, (steps, values) = "o--" if curve.held_out else "-", metrics.series(curve.metric)
+        axis.plot(steps, values, line, label=curve.label, color=curve.colour)
+        drawn += values
     axis.set(title=panel.title, xlabel="step")
-    if panel.limits:
+    # A reward may be any number.
+    if panel.limits and all(panel.limits[0] <= value <= panel.limits[1] for value in drawn):
         axis.set(ylim=panel.limits)
     if len(panel.curves) > 1:
         axis.legend()

@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "REDACTED"
-_SECRET = re.compile(r"(^|_)(api_?key|access_?key|secret|password|passwd|token|credentials?)$", re.IGNORECASE)
-# user:password@ in an address.
-_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+@")
+_NAMES = (
+    r"(?:[\w-]*[_-])?(?:(?:api|access|secret|private)[_-]?keys?|secrets?|passwords?|passwd|token|auth\w*|credentials?)"
+)
+_SECRET = re.compile(rf"^{_NAMES}$", re.IGNORECASE)
+# user:password@ in an address, and what an address is asked with.
+_IN_ADDRESS = re.compile(r"(?<=://)[^/\s]+@")
+# `{api_key: ...}` in an override, `password=...` in an address.
+_IN_TEXT = re.compile(rf"(?<![\w-])(['\"]?{_NAMES}['\"]?\s*[:=]\s*)('[^']*'|\"[^\"]*\"|[^\s,}}\]&'\"]+)", re.IGNORECASE)
 
 
 def redact(value: Any, key: str = "") -> Any:
@@ -18,8 +23,13 @@ def redact(value: Any, key: str = "") -> Any:
     if isinstance(value, (list, tuple)):
         return [redact(child, key) for child in value]
     if isinstance(value, str):
-        return HIDDEN if value and _SECRET.search(key) else _IN_ADDRESS.sub(f"{HIDDEN}@", value)
+        return HIDDEN if value and _SECRET.search(key) else redact_text(value)
     return value
+
+
+def redact_text(text: str) -> str:
+    """The same of a text: what follows the name of a secret, and what an address has of one."""
+    return _IN_TEXT.sub(rf"\1{HIDDEN}", _IN_ADDRESS.sub(f"{HIDDEN}@", text))
 
 
 def redact_command(command: str) -> str:

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,15 +64,17 @@ class JsonLines(Sink):
         self._write()
 
     def _write(self) -> None:
-        size = self._path.stat().st_size if self._path.exists() else 0
+        size = 0
         try:
+            size = self._path.stat().st_size if self._path.exists() else 0
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(self._waiting)
             self._waiting = ""
         except OSError as error:
             log.warning("metrics cannot be written to %s now: %s", self._path, error)
             # What got there of them comes again, whole.
-            os.truncate(self._path, size)
+            with suppress(OSError):
+                os.truncate(self._path, size)
 
 
 class MetricsLog:

@@ -1,10 +1,13 @@
 """Metrics and samples for TensorBoard, in the run's folder."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl_lite.observability.samples import Sample
 from nemo_rl_lite.observability.sinks import Chart, Metrics, Sink
+
+log = logging.getLogger(__name__)
 
 
 class TensorBoard(Sink):
@@ -15,8 +18,12 @@ class TensorBoard(Sink):
         self._writer = SummaryWriter(str(folder), purge_step=done + 1)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        try:
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+        # Its thread's, when the disk is full: metrics.jsonl has them all.
+        except OSError as error:
+            log.warning("TensorBoard did not get everything: %s", error)
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         rows = [(sample.prompt, sample.response, f"{sample.reward:.3g}") for sample in samples]

@@ -30,7 +30,7 @@ Prediction = Mapping[tuple[Phase, Component], Bytes]
 
 
 def predict(config: Config, shape: ModelShape, device_bytes: int | None) -> dict[tuple[Phase, Component], Bytes]:
-    """Every phase and component of `Residency.of(config)`, on the pipeline stage that training takes most of.
+    """Every phase and component of `Residency.of(config)`, on the pipeline stage whose fullest phase takes most.
 
     `device_bytes` is the size of one GPU, None on CPUs. Left out are CUDA's context, captured graphs, the refit's
     buffer and the reference weights in host memory. Optimizer states are those after the first step, which makes them.
@@ -41,7 +41,7 @@ def predict(config: Config, shape: ModelShape, device_bytes: int | None) -> dict
     residency = Residency.of(config)
     last = config.policy.megatron_cfg.pipeline_model_parallel_size - 1
     stages = [_of_stage(config, shape, residency, device_bytes, stage) for stage in sorted({0, last})]
-    return max(stages, key=lambda stage: totals(stage)[Phase.TRAIN].device)
+    return max(stages, key=lambda stage: max(sums.device for sums in totals(stage).values()))
 
 
 def totals(prediction: Prediction) -> dict[Phase, Bytes]:

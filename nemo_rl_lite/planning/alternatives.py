@@ -8,12 +8,20 @@ from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.config.keys import groups
 from nemo_rl_lite.config.model_shape import ModelShape
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import batch_mode, data_parallel_size, on_gpus, sequences_per_optimizer_step
+from nemo_rl_lite.config.sizes import (
+    batch_mode,
+    data_parallel_size,
+    on_gpus,
+    sequences_per_optimizer_step,
+    sequences_together,
+)
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.offload.residency import Phase
 from nemo_rl_lite.planning.budget import Budget, budget
 
 GRAIN = 256
+# Checkpoints of the CPU optimizer cannot be read back: the rules want none.
+WITHOUT_CHECKPOINTS = dict.fromkeys(("cpu_optimizer", "max_memory"), ("checkpoint.save_period=0",))
 
 
 @dataclass(frozen=True)
@@ -33,22 +41,21 @@ def largest_micro_batch(config: Config, shape: ModelShape, gpu_bytes: int | None
     replicas = data_parallel_size(config)
     longest = policy.max_total_sequence_length
     if mode == "fixed":
-        key, now, least, grain = "train_micro_batch_size", policy.train_micro_batch_size, 1, 1
-        whole = -(-policy.train_global_batch_size // replicas)
+        key, now = "train_micro_batch_size", policy.train_micro_batch_size
+        whole = policy.train_global_batch_size // replicas
+        values = [value for value in range(1, whole + 1) if whole % value == 0]
     else:
         section = "sequence_packing" if mode == "packed" else "dynamic_batching"
         key, now = f"{section}.train_mb_tokens", getattr(policy, section).train_mb_tokens
-        least, grain = longest, GRAIN
         whole = -(-sequences_per_optimizer_step(config) // replicas) * longest
+        values = [*range(sequences_together(config) * longest, whole, GRAIN), whole]
 
     def fits(value: int) -> bool:
         planned = budget(_with(config, key, value), shape, gpu_bytes)
         return planned.gpu_bytes is None or planned.device[Phase.TRAIN] <= planned.gpu_bytes
 
-    steps = -(-(whole - least) // grain)
-    most = _last(lambda step: fits(min(least + step * grain, whole)), steps)
-    value = 0 if most is None else min(least + most * grain, whole)
-    return MicroBatchLimit(f"policy.{key}", now, value, value == whole)
+    most = _last(lambda index: fits(values[index]), len(values) - 1)
+    return MicroBatchLimit(f"policy.{key}", now, 0 if most is None else values[most], most == len(values) - 1)
 
 
 def preset_budgets(
@@ -57,8 +64,7 @@ def preset_budgets(
     """Each offload preset with the budget of the same configuration under it; None where the rules refuse it."""
     others = [override for override in overrides if not override.startswith("offload=")]
     for preset in groups()["offload"]:
-        # Its checkpoints cannot be read back; what a run keeps of them is no question of memory.
-        more = ["checkpoint.save_period=0"] if preset in ("cpu_optimizer", "max_memory") else []
+        more = WITHOUT_CHECKPOINTS.get(preset, ())
         try:
             yield preset, budget(compose_config([*others, f"offload={preset}", *more]), shape, gpu_bytes)
         except ConfigError:

@@ -28,6 +28,8 @@ class Budget:
     reference: int
     """Host memory of a rank's reference weights."""
     ranks_per_host: int
+    engine_room: int
+    """Of an engine's share of its GPU, what its weights and one of the longest sequences leave; 0 without engines."""
     gpu_bytes: int | None
 
     @property
@@ -49,13 +51,16 @@ class Budget:
 
     @property
     def host(self) -> int:
-        """Of a machine's policy ranks together, in the phase that takes most."""
-        away = max(sums.host for sums in totals(self.prediction).values())
-        return self.ranks_per_host * (away + self.reference)
+        """Of a machine's policy ranks together, in the phase that takes most; on CPUs that is where everything is."""
+        on_cpus = self.gpu_bytes is None
+        most = max(sums.host + (sums.device if on_cpus else 0) for sums in totals(self.prediction).values())
+        return self.ranks_per_host * (most + self.reference)
 
     @property
     def fits_device(self) -> bool:
-        return self.gpu_bytes is None or self.device[self.fullest] <= self.gpu_bytes
+        if self.gpu_bytes is None:
+            return True
+        return self.engine_room >= 0 and self.device[self.fullest] <= self.gpu_bytes
 
 
 def budget(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Budget:
@@ -70,7 +75,8 @@ def budget(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Budget:
         refit_buffers(config, shape, gpu_bytes),
         (OVERHEAD_SHARED if shared else OVERHEAD_ALONE) if on_gpus(config) else 0,
         _reference(config, shape),
-        min(ranks, config.cluster.gpus_per_node or ranks),
+        min(-(-ranks // config.cluster.num_nodes), config.cluster.gpus_per_node or ranks),
+        _engine_room(config, shape, gpu_bytes),
         gpu_bytes,
     )
 
@@ -93,8 +99,23 @@ def refit_bytes(config: Config, shape: ModelShape) -> int:
     return parameter_count(shape) * item_bytes(config)
 
 
+def a_token_of_cache(config: Config, shape: ModelShape) -> int:
+    """Bytes that a token takes of the KV cache on one GPU of an engine."""
+    own_heads = -(-shape.kv_heads // config.generation.vllm_cfg.tensor_parallel_size)
+    return 2 * shape.layers * own_heads * shape.head_dim * item_bytes(config)
+
+
+def _engine_room(config: Config, shape: ModelShape, gpu_bytes: int | None) -> int:
+    settings = config.generation.vllm_cfg
+    if config.algorithm.name != "grpo" or config.generation.backend != "vllm" or gpu_bytes is None:
+        return 0
+    weights = refit_bytes(config, shape) // settings.tensor_parallel_size
+    longest = config.policy.max_total_sequence_length * a_token_of_cache(config, shape)
+    return int(settings.gpu_memory_utilization * gpu_bytes) - weights - longest
+
+
 def _reference(config: Config, shape: ModelShape) -> int:
-    """Bytes of the starting weights that wait in host memory for the policy to be compared with."""
+    """Bytes of the starting weights that wait in host memory for the policy to be compared with, and of their place."""
     algorithm, parallel = config.algorithm, config.policy.megatron_cfg
     compared = algorithm.name == "dpo" or (
         algorithm.name == "grpo" and config.grpo.loss_fn.reference_policy_kl_penalty > 0
@@ -102,4 +123,5 @@ def _reference(config: Config, shape: ModelShape) -> int:
     if not compared or parallel.peft.enabled:
         return 0
     last = parallel.pipeline_model_parallel_size - 1
-    return max(rank_parameters(shape, parallel, stage).total for stage in {0, last}) * item_bytes(config)
+    # And the policy's own, while they take its place.
+    return 2 * max(rank_parameters(shape, parallel, stage).total for stage in {0, last}) * item_bytes(config)

@@ -14,8 +14,10 @@ from nemo_rl_lite.config.sizes import (
     policy_ranks,
     samples_per_step,
     sequences_per_optimizer_step,
+    sequences_together,
 )
-from nemo_rl_lite.offload.activation_size import item_bytes, micro_batch
+from nemo_rl_lite.offload.activation_size import micro_batch
+from nemo_rl_lite.planning.budget import a_token_of_cache
 
 Row = tuple[str, str]
 
@@ -82,7 +84,8 @@ def batch_rows(config: Config, kv_bytes: int, shape: ModelShape) -> Iterator[Row
         f"{batch} sequences{pairs} of at most {longest} tokens, {-(-batch // replicas)} a replica",
     )
     tokens, mode = micro_batch(config, training=True), batch_mode(policy, on_gpus(config))
-    count = -(-(-(-batch // replicas) * longest) // tokens.tokens)
+    together, share = sequences_together(config), -(-batch // replicas)
+    count = -(-share // (together * max(1, tokens.tokens // (together * longest))))
     kind = {"packed": "packed into one row", "dynamic": "padded, of like length", "fixed": "padded"}[mode]
     yield "a micro-batch", f"at most {tokens.tokens} tokens, {kind}; at most {count} a rank and optimizer step"
 
@@ -90,9 +93,7 @@ def batch_rows(config: Config, kv_bytes: int, shape: ModelShape) -> Iterator[Row
 def _kv(config: Config, kv_bytes: int, shape: ModelShape) -> str:
     if not kv_bytes or not on_gpus(config):
         return ""
-    a_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * item_bytes(config)
-    wide = config.generation.vllm_cfg.tensor_parallel_size
-    room = kv_bytes * min(wide, shape.kv_heads) // (a_token * config.policy.max_total_sequence_length)
+    room = kv_bytes // (a_token_of_cache(config, shape) * config.policy.max_total_sequence_length)
     return f"; its KV cache holds {room} of the longest"
 
 

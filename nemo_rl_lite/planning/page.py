@@ -10,7 +10,7 @@ from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.offload.memory_table import headers, render, size, title
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
-from nemo_rl_lite.planning.alternatives import MicroBatchLimit, largest_micro_batch, preset_budgets
+from nemo_rl_lite.planning.alternatives import WITHOUT_CHECKPOINTS, MicroBatchLimit, largest_micro_batch, preset_budgets
 from nemo_rl_lite.planning.budget import Budget, budget, refit_bytes
 from nemo_rl_lite.planning.layout import Row, batch_rows, parallel_rows, rank_rows
 from nemo_rl_lite.planning.refit_time import refit_seconds
@@ -144,19 +144,26 @@ def _verdict(plan: Plan) -> list[str]:
         full = f"{size(one.device[one.fullest])} of {size(one.gpu_bytes)} in phase {one.fullest.value}"
         lines.append(f"{'fits' if one.fits_device else 'DOES NOT FIT'}: {full} on {plan.gpu}")
         most = f"{limit.most}{', all of an optimizer step' if limit.whole else ''}" if limit.most else "none fits"
+        if one.engine_room < 0:
+            needs = f"{size(-one.engine_room)} more of each GPU for its weights and one sequence"
+            lines.append(f"an engine wants {needs}: generation.vllm_cfg.gpu_memory_utilization, tensor_parallel_size")
         lines.append(f"largest {limit.key} that trains: {most} (now {limit.now})")
     if one.host:
         there = f" of {size(plan.host_bytes)}" if plan.host_bytes is not None else ""
+        for_what = ", for what leaves the GPUs and for reference weights" if on_gpus(plan.config) else ""
         word = "host memory" if plan.fits_host(one) else "HOST MEMORY DOES NOT SUFFICE"
-        lines.append(f"{word}: {size(one.host)}{there} a machine, for what leaves the GPUs and for reference weights")
+        lines.append(f"{word}: {size(one.host)}{there} a machine{for_what}")
     if plan.config.algorithm.name == "grpo" and on_gpus(plan.config):
         about = refit_seconds(plan.config, plan.shape)
         lines.append(f"a refit: {size(refit_bytes(plan.config, plan.shape))}, about {about:.2f} s without checksums")
     if not plan.fits:
-        lines.append(
-            f"would fit: {', '.join(f'offload={name}' for name in plan.fitting_presets) or 'no offload preset'}"
-        )
+        others = ", ".join(map(_as_typed, plan.fitting_presets))
+        lines.append(f"would fit: {others or 'no offload preset'}")
     return lines
+
+
+def _as_typed(preset: str) -> str:
+    return " ".join([f"offload={preset}", *WITHOUT_CHECKPOINTS.get(preset, ())])
 
 
 def _preset_rows(plan: Plan) -> list[list[str]]:

@@ -27,8 +27,12 @@ def model_fits_the_layout(config: Config) -> Iterator[Violation]:
             fix = "python scripts/get_smollm2.py makes models/smollm2-135m-instruct"
         yield Violation("policy.model_name", config.policy.model_name, str(error), fix)
         return
-    if model is None:
-        return
+    if model is not None:
+        yield from shape_fits_the_layout(config, model)
+
+
+def shape_fits_the_layout(config: Config, model: ModelShape) -> Iterator[Violation]:
+    """What of a model's sizes the configuration cannot split or hold."""
     tensor = config.policy.megatron_cfg.tensor_model_parallel_size
     for what, count in (
         ("attention heads", model.heads),

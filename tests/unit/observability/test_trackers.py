@@ -45,6 +45,8 @@ def records(file: Path) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def wandb_folder(tmp_path_factory) -> Path:
     """Of a run that was ended after two steps and went on."""
+    import wandb
+
     folder = tmp_path_factory.mktemp("wandb")
     write_start(folder, CONFIG, "the command")
     sink = WeightsAndBiases(WANDB, folder, CONFIG)
@@ -54,6 +56,8 @@ def wandb_folder(tmp_path_factory) -> Path:
     fill(sink, first=3)
     sink.log_summary({"accuracy_after": 0.75, "steps": 4}, CHARTS)
     sink.close()
+    # As at the end of a process: what is written is on the disk then.
+    wandb.teardown()
     return folder
 
 
