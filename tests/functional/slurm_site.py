@@ -2,6 +2,7 @@
 
 import os
 import pwd
+import re
 import shutil
 import socket
 import subprocess
@@ -39,6 +40,7 @@ SchedulerParameters=bf_interval=1,sched_interval=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
+KillWait=10
 MpiDefault=none
 NodeName=n[0-{last}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first_node}-{last_node}] CPUs=2 RealMemory=4000
 PartitionName=all Nodes=ALL Default=YES State=UP PriorityTier=2
@@ -93,7 +95,12 @@ class Site:
         self._daemon("slurmctld", "-D")
         for node in range(NODES):
             self._daemon("slurmd", "-D", "-N", f"n{node}")
-        self._until(lambda: self.ask("scontrol", "show", "nodes", check=False).count("State=IDLE") == NODES, 60)
+        self.rest()
+
+    def rest(self) -> None:
+        """Wait until no node has a job, or is about to lose one."""
+        nodes = ("scontrol", "show", "nodes", "--oneliner")
+        self._until(lambda: len(re.findall(r"State=IDLE\s", self.ask(*nodes, check=False))) == NODES, 90)
 
     def stop(self) -> None:
         if self._daemons:
