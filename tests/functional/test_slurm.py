@@ -18,6 +18,7 @@ from tests.functional.slurm_site import Site, has_cgroups, missing
 from tests.functional.test_sft import SMALL, write_data
 
 pytestmark = [
+    pytest.mark.slurm,
     pytest.mark.functional,
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(missing()), reason=f"no Slurm here: {', '.join(missing())} not found"),
