@@ -61,7 +61,7 @@ def test_what_is_installed_is_what_install_sh_installs():
     needed = [project["project"]["readme"], project["tool"]["hatch"]["version"]["path"], "constraints.txt"]
     assert all(path in before for path in needed)
     built_with = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    assert all(path in INSTRUCTIONS[install][1] for path in built_with)
+    assert all(path in f"{before} {INSTRUCTIONS[install][1]}" for path in built_with)
     place = [words for name, words in INSTRUCTIONS[:install] if name == "WORKDIR"][-1]
     assert ["--from=build", f"{place}/.venv", f"{place}/.venv"] in COPIES
 
