@@ -3,6 +3,7 @@ which GPUs may read each other's memory. Prints JSON; GPUs are numbered as nvidi
 
 import ctypes
 import json
+import sys
 
 
 def probe() -> dict[str, object]:
@@ -39,4 +40,4 @@ def _describe(cuda: ctypes.CDLL, status: int) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(probe()))  # noqa: T201
+    sys.stdout.write(json.dumps(probe()))

@@ -16,7 +16,7 @@ from nemo_rl_lite.planning.page import make_plan, show
 
 
 def dry_run(config: Config, overrides: Sequence[str]) -> None:
-    """Print what differs from the defaults, read and check the data, print the plan. Starts no process and writes
+    """Print what differs from the defaults, read and check the data, print the plan. Starts no worker and writes
     nothing but what the model's and the data's caches keep.
 
     Raises:

@@ -4,6 +4,7 @@ import os
 import platform
 import socket
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def describe_environment() -> dict[str, Any]:
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "hardware": _hardware(),
-        "versions": _versions(),
+        "versions": {"nemo_rl_lite": nemo_rl_lite.__version__} | versions(PACKAGES),
         **_commit(Path.cwd()),
     }
 
@@ -56,9 +57,10 @@ def _cpu_model() -> str:
     return next(named, platform.processor())
 
 
-def _versions() -> dict[str, str]:
-    found = {"nemo_rl_lite": nemo_rl_lite.__version__, "python": platform.python_version()}
-    for package in PACKAGES:
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Python's, and those of the packages that are there."""
+    found = {"python": platform.python_version()}
+    for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:

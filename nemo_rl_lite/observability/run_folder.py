@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from nemo_rl_lite.errors import LauncherError, RunStopped
 from nemo_rl_lite.observability.environment import describe_environment
-from nemo_rl_lite.observability.redaction import redact
+from nemo_rl_lite.observability.redaction import redact, redact_text
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,9 @@ def status_kept(folder: Path) -> Iterator[None]:
         raise
     finally:
         state, exit_status, message = ending
-        _write(folder, Status(state, exit_status, message, socket.gethostname(), os.getpid(), started, _now()))
+        _write(
+            folder, Status(state, exit_status, redact_text(message), socket.gethostname(), os.getpid(), started, _now())
+        )
 
 
 def _write(folder: Path, status: Status) -> None:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.observability.console import PHASES, RunConsole, phases_in
 from nemo_rl_lite.observability.memory_plot import GIB, MEASURED, PREDICTED, plot_memory, stacks
 from nemo_rl_lite.observability.plots import plot_run
@@ -34,7 +35,11 @@ class Summary:
 
 
 def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, int]) -> Summary:
+    """Raises LauncherError: no step was taken."""
     steps, totals = metrics.series("timing/train/total_step_time")
+    if not steps:
+        reason = "the checkpoint that the run goes on from has taken all that it asks for"
+        raise LauncherError(f"no step was left to take: {reason}; give it a larger algorithm.max_num_steps")
     timers = {name.removeprefix("timing/train/") for entry in metrics.history for name in entry}
     accuracy_before, accuracy_after = _held_out(metrics, "validation/accuracy")
     val_loss_before, val_loss_after = _held_out(metrics, "validation/val_loss")

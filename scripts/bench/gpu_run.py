@@ -46,7 +46,7 @@ def main() -> None:
         "command": f"python {shlex.join(arguments)}",
         "exit_status": status,
         "hardware": record.describe_hardware(),
-        "versions": record.versions(),
+        "versions": record.versions(record.PACKAGES),
         "config": config,
         "seconds": seconds,
         "seconds_to_first_step": first - started if first else None,

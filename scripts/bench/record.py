@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import re
 import shlex
 import statistics
@@ -10,11 +9,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from nemo_rl_lite.observability.environment import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "benchmarks"
@@ -40,7 +40,7 @@ def write(bench: str, results: list[dict[str, Any]], bars: list[dict[str, Any]],
         "commit": commit(),
         "command": f"python {shlex.join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])}",
         "hardware": describe_hardware(),
-        "versions": versions(),
+        "versions": versions(PACKAGES),
     } | ({"note": note} if note else {})
     return save(bench, origin, results, bars)
 
@@ -85,17 +85,6 @@ def _gpus() -> list[dict[str, Any]]:
 
 def _cpu_lines() -> list[str]:
     return Path("/proc/cpuinfo").read_text().splitlines()
-
-
-def versions() -> dict[str, str]:
-    """Python's version and those of the packages that matter."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _git(*arguments: str) -> str:

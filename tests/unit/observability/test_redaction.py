@@ -1,6 +1,8 @@
 """Secrets stay where they were given."""
 
-from nemo_rl_lite.observability.redaction import HIDDEN, redact, redact_command
+import pytest
+
+from nemo_rl_lite.observability.redaction import HIDDEN, redact, redact_command, redact_text
 
 CONFIG = {
     "reward": {"kwargs": {"api_key": "sk-1", "url": "https://me:pw@judge.example/v1", "max_tokens": 5}},
@@ -30,3 +32,29 @@ def test_the_command_line_too():
     )
     assert redact_command("train '+reward.kwargs.api_key=sk 1'") == f"train +reward.kwargs.api_key={HIDDEN}"
     assert redact_command("train '+reward.kwargs.api_key=sk 1") == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{api_key: s3cret}",
+        "reward.kwargs = {'api-key': 's3cret', 'n': 3}",
+        "https://host/path?password=s3cret&n=3",
+        "postgres://user:p@s3cret@host/db",
+    ],
+)
+def test_what_follows_the_name_of_a_secret_is_hidden(text):
+    shown = redact_text(text)
+    assert "s3cret" not in shown and HIDDEN in shown
+    assert ("3" in shown) == ("3" in text.replace("s3cret", ""))
+
+
+def test_overrides_that_hold_several_values():
+    shown = redact_command("python -m nemo_rl_lite.train '+reward.kwargs={secret_key: s3cret, depth: 2}' algorithm=sft")
+    assert "s3cret" not in shown and "depth: 2" in shown and "algorithm=sft" in shown
+
+
+def test_what_only_looks_like_one_stays():
+    plain = {"max_new_tokens": "256", "author": "someone", "token_level_loss": "true", "text": "the tokens: 5 of 6"}
+    assert redact(plain) == plain
+    assert redact({"authorization": "Bearer s3cret"}) == {"authorization": HIDDEN}

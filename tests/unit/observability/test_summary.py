@@ -4,6 +4,7 @@ import json
 import pytest
 from rich.console import Console
 
+from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.sinks import MetricsLog
 from nemo_rl_lite.observability.summary import PICTURE, SUMMARY_FILE, charts, show_summary, summarize, tracked
@@ -76,3 +77,8 @@ def test_trackers_get_the_numbers_and_two_charts(tmp_path):
     phases, residency = charts(summary, metrics)
     assert list(phases.rows) == [("generate", 1.0), ("train", 0.5)]
     assert list(residency.rows) == [("train: parameters", 1.0, 0.5), ("train: kv cache", None, 2.0)]
+
+
+def test_a_run_without_a_step_left_says_so(tmp_path):
+    with pytest.raises(LauncherError, match=r"no step was left to take.*algorithm\.max_num_steps"):
+        summarize(MetricsLog([], [{"step": 30, "validation/accuracy": 0.7}]), tmp_path, {})
