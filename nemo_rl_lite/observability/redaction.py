@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "REDACTED"
-_NAMES = r"(?:[\w-]*[_-])?(?:(?:api|access|secret|private)[_-]?keys?|secrets?|passwords?|passwd|token|auth(?:orization)?|credentials?)"
+_KINDS = r"(?:api|access|secret|private)[_-]?keys?|secrets?|passwords?|passwd|token|auth(?:orization)?|credentials?"
+_NAMES = rf"(?:[\w-]*[_-])?(?:{_KINDS})"
 _SECRET = re.compile(rf"^{_NAMES}$", re.IGNORECASE)
 # user:password@ in an address, and what an address is asked with.
 _IN_ADDRESS = re.compile(r"(?<=://)[^/\s]+@")
