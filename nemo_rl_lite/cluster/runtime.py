@@ -11,10 +11,12 @@ import ray
 
 from nemo_rl_lite.checkpoint.stopping import SIGNALS, note_signal
 
-# Seen by every process that Ray starts. No usage report, no hub, no forked tokenizer threads.
+# Seen by every process that Ray starts. No usage report, no idle worker for each core, no hub, no forked tokenizer
+# threads.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
+    "RAY_prestart_worker_first_driver": "0",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",

@@ -44,8 +44,8 @@ class ProbeSettings:
 class WeightSync:
     """Weights from the policy to every generation engine, checked on both sides.
 
-    Colocated, each engine rank reads from the policy rank on its own device through a buffer both have open; otherwise
-    policy rank 0 broadcasts to all.
+    Colocated, each engine rank reads from the policy rank on its own device, out of its parameters or through a buffer
+    both have open; otherwise policy rank 0 broadcasts to all.
     """
 
     def __init__(self, policy: RemotePolicy, generation: RemoteGeneration, config: Config, probe: ProbeSettings):
@@ -73,9 +73,9 @@ class WeightSync:
         sources = []
         for producer in self._producers:
             joined[producer] += 1
-            port, staging = opened[producer]
+            port, shared = opened[producer]
             meeting = Meeting(hosts[producer], port, rank=joined[producer], world_size=1 + consumers[producer])
-            sources.append(Source(self._plan, self._config, meeting, staging))
+            sources.append(Source(self._plan, self._config, meeting, shared))
         size = self._ranks_per_engine
         of_engines = [(sources[start : start + size],) for start in range(0, len(sources), size)]
         wait(

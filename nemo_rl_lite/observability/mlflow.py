@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 RUN_ID_FILE = "mlflow-run-id.txt"
 # What MLflow takes at once, and of one parameter's value.
 _PARAMETERS, _CHARACTERS = 100, 500
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
 
 
 class MLflow(Sink):
@@ -32,6 +33,9 @@ class MLflow(Sink):
             # MLflow wants to be told so since it recommends databases.
             os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+        # A server that is gone would hold the run up for minutes a call.
+        for name, value in _PATIENCE.items():
+            os.environ.setdefault(name, value)
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
@@ -69,7 +73,9 @@ class MLflow(Sink):
 
     def close(self) -> None:
         for operation in self._sent:
-            self._guarded(operation.wait)
+            if not self._guarded(operation.wait):
+                # The others would be waited for as long.
+                break
         self._guarded(lambda: self._client.set_terminated(self._run_id, self._status))
 
     def _resumed(self, kept: Path) -> str | None:
@@ -96,12 +102,15 @@ class MLflow(Sink):
         return run_id
 
     @staticmethod
-    def _guarded(call: Any) -> None:
+    def _guarded(call: Any) -> bool:
+        """Whether it went well."""
         try:
             call()
+            return True
         # A store may raise errors of any library that it is reached through, and training does not hang on it.
         except Exception as error:
             log.warning("MLflow did not get everything: %s: %s", type(error).__name__, error)
+            return False
 
 
 def _address(uri: str) -> tuple[str, bool]:

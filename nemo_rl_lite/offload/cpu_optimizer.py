@@ -39,9 +39,32 @@ def stays_on_host(settings: OptimizerConfig) -> bool:
     return settings.optimizer_cpu_offload
 
 
+def is_split(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is megatron-core's CPU optimizer."""
+    return hasattr(optimizer, "sub_optimizers")
+
+
+def parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """What steps parameters: those of the host's and of the GPU's part, or the optimizer itself."""
+    return getattr(optimizer, "sub_optimizers", [optimizer])
+
+
+def collect_states(optimizer: Any) -> None:
+    """Let a CPU optimizer know the states that its parts have, and their float32 weights, as after a step."""
+    optimizer._sync_sub_optimizers_state_to_hdo()
+
+
+def forget_classes(optimizer: torch.optim.Optimizer) -> None:
+    """Take from the groups of a CPU optimizer the classes of its parts, which it keeps elsewhere too: a checkpoint of
+    them could not be read without running what it names."""
+    for group in optimizer.param_groups:
+        for name in ("cpu_optimizer_cls", "gpu_optimizer_cls"):
+            group.pop(name, None)
+
+
 def release_copies_of_construction() -> None:
     """Give back what megatron-core leaves behind: it builds the optimizer over whole parameters first, with page-locked
-    copies of them, and again over this rank's share."""
+    copies of them, and again over this rank's share; and it makes new copies when it reads a checkpoint."""
     # The first one is part of reference cycles.
     gc.collect()
     torch.cuda.empty_cache()

@@ -20,8 +20,6 @@ from nemo_rl_lite.offload.residency import Phase
 from nemo_rl_lite.planning.budget import Budget, budget
 
 GRAIN = 256
-# Checkpoints of the CPU optimizer cannot be read back: the rules want none.
-WITHOUT_CHECKPOINTS = dict.fromkeys(("cpu_optimizer", "max_memory"), ("checkpoint.save_period=0",))
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,8 @@ def preset_budgets(
     """Each offload preset with the budget of the same configuration under it; None where the rules refuse it."""
     others = [override for override in overrides if not override.startswith("offload=")]
     for preset in groups()["offload"]:
-        more = WITHOUT_CHECKPOINTS.get(preset, ())
         try:
-            yield preset, budget(compose_config([*others, f"offload={preset}", *more]), shape, gpu_bytes)
+            yield preset, budget(compose_config([*others, f"offload={preset}"]), shape, gpu_bytes)
         except ConfigError:
             yield preset, None
 

@@ -83,7 +83,8 @@ def budget(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Budget:
 
 def refit_buffers(config: Config, shape: ModelShape, device_bytes: int | None) -> int:
     """Bytes of the buckets that are on their way at a time; none larger than the model, none smaller than its largest
-    tensor."""
+    tensor. An engine that copies the policy's parameters takes one, at the first refit: what runs measured is from
+    before, so both are counted there too."""
     if config.algorithm.name != "grpo" or device_bytes is None:
         return 0
     weights = refit_bytes(config, shape)

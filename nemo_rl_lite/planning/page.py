@@ -10,7 +10,7 @@ from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.offload.memory_table import headers, render, size, title
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
-from nemo_rl_lite.planning.alternatives import WITHOUT_CHECKPOINTS, MicroBatchLimit, largest_micro_batch, preset_budgets
+from nemo_rl_lite.planning.alternatives import MicroBatchLimit, largest_micro_batch, preset_budgets
 from nemo_rl_lite.planning.budget import Budget, budget, refit_bytes
 from nemo_rl_lite.planning.layout import Row, batch_rows, parallel_rows, rank_rows
 from nemo_rl_lite.planning.refit_time import refit_seconds
@@ -157,13 +157,9 @@ def _verdict(plan: Plan) -> list[str]:
         about = refit_seconds(plan.config, plan.shape)
         lines.append(f"a refit: {size(refit_bytes(plan.config, plan.shape))}, about {about:.2f} s without checksums")
     if not plan.fits:
-        others = ", ".join(map(_as_typed, plan.fitting_presets))
+        others = ", ".join(f"offload={preset}" for preset in plan.fitting_presets)
         lines.append(f"would fit: {others or 'no offload preset'}")
     return lines
-
-
-def _as_typed(preset: str) -> str:
-    return " ".join([f"offload={preset}", *WITHOUT_CHECKPOINTS.get(preset, ())])
 
 
 def _preset_rows(plan: Plan) -> list[list[str]]:

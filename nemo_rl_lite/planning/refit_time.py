@@ -4,12 +4,14 @@ from nemo_rl_lite.config.model_shape import ModelShape
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.planning.budget import refit_bytes
 
-# Bytes a second: 8 B of weights in 0.05 s, within one H100 and from one H200 to another of the host.
+# Bytes a second: 8 B of weights in 0.05 s from one H200 to another of the host; within one GPU it is less.
 IN_HOST = 330e9
+# The same for weights that two ranks have together: 0.04 s.
+PUT_TOGETHER = 400e9
 # One link of 400 Gb/s a GPU: assumed, not measured.
 BETWEEN_HOSTS = 50e9
-# Seconds a tensor where ranks gather it through megatron-bridge.
-GATHERED_EXPORT_S = 0.26e-3
+# Seconds a tensor where megatron-bridge exports it.
+BRIDGE_EXPORT_S = 0.26e-3
 _OF_A_LAYER, _OF_AN_EXPERT, _OUTSIDE = 9, 3, 3
 
 
@@ -19,8 +21,12 @@ def refit_seconds(config: Config, shape: ModelShape) -> float:
     apart = not config.generation.colocated.enabled
     rate = BETWEEN_HOSTS if apart and cluster.num_nodes > 1 else IN_HOST
     spread = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    gathered = spread * parallel.expert_model_parallel_size > 1 or parallel.peft.enabled
-    return refit_bytes(config, shape) / rate + (GATHERED_EXPORT_S * _tensors(shape) if gathered else 0)
+    nbytes, export = refit_bytes(config, shape), 0.0
+    if parallel.peft.enabled:
+        export = BRIDGE_EXPORT_S * _tensors(shape)
+    elif spread * parallel.expert_model_parallel_size > 1:
+        export = nbytes / PUT_TOGETHER
+    return nbytes / rate + export
 
 
 def _tensors(shape: ModelShape) -> int:

@@ -6,15 +6,15 @@ stream, behind which the buffer is filled anew.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from torch import Tensor
 
 from nemo_rl_lite.refit.checksum import Checksums, Verify
 from nemo_rl_lite.refit.group import Flight, RefitGroup
-from nemo_rl_lite.refit.packing import Arrived, Packer, new_buffers
+from nemo_rl_lite.refit.packing import Arrived, Export, buffer_of, new_buffers
 from nemo_rl_lite.refit.plan import Bucket, RefitPlan
-from nemo_rl_lite.refit.report import Named, RefitReport, by_bucket
+from nemo_rl_lite.refit.report import RefitReport
 
 
 class BroadcastSender:
@@ -23,25 +23,26 @@ class BroadcastSender:
     def __init__(self, plan: RefitPlan, group: RefitGroup, verify: Verify, buffers: int):
         self._plan, self._group, self._verify = plan, group, verify
         self._buffers = new_buffers(plan, buffers, group.device)
-        self._packer = Packer(plan, self._buffers)
 
-    def send(self, tensors: Iterable[Named]) -> RefitReport:
-        """Send `tensors`, which must come in the plan's order, to every consumer of the group.
+    def send(self, export: Export) -> RefitReport:
+        """Send what is exported to every consumer of the group.
 
-        Stages timed, as this process meets them: `iterate` (until the next tensors are there), `pack`, `transfer` (what
-        it waits for broadcasts).
+        Stages timed, as this process meets them, beside those of the export: `transfer` (what it waits for broadcasts).
 
         Raises:
             RefitError: tensors that are not the plan's, or a bucket that did not get through in time.
         """
         report, checksums, flights = RefitReport(), Checksums(self._verify), list[Flight]()
         self._group.announce(self._plan.digest)
-        for index, (bucket, named) in enumerate(by_bucket(self._plan, tensors, report)):
+        for index, bucket in enumerate(self._plan.buckets):
+            export.begin(index, report)
             clock = time.perf_counter()
             if index >= len(self._buffers):
                 flights[index - len(self._buffers)].finish()
-            clock = report.add("transfer", clock)
-            buffer = self._packer.pack(index, named)
+            report.add("transfer", clock)
+            buffer = self.buffer(index)
+            export.fill(index, buffer, report)
+            clock = time.perf_counter()
             checksums.add(buffer)
             report.add("pack", clock)
             flights.append(self._group.start(buffer, _described(bucket)))
@@ -51,6 +52,10 @@ class BroadcastSender:
         report.add("transfer", clock)
         report.checksums = checksums.values()
         return report
+
+    def buffer(self, index: int) -> Tensor:
+        """The memory that bucket `index` is sent from."""
+        return buffer_of(self._plan, self._buffers, index)
 
 
 class BroadcastReceiver:
@@ -84,7 +89,7 @@ class BroadcastReceiver:
         return self._group.start(self._buffer(index), _described(self._plan.buckets[index]))
 
     def _buffer(self, index: int) -> Tensor:
-        return self._buffers[index % len(self._buffers), : self._plan.buckets[index].nbytes]
+        return buffer_of(self._plan, self._buffers, index)
 
 
 def _described(bucket: Bucket) -> str:

@@ -1,5 +1,6 @@
 """One number for the bytes of a buffer, cheap on any device, that changes when bytes change or move."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -7,17 +8,22 @@ from torch import Tensor
 
 _WORDS = 1 << 20
 _ODD = -7046029254386353131  # 2^64 divided by the golden ratio
-# Of a sampled buffer one chunk in so many is looked at, the first among them.
-_SAMPLED = 16
-
 Verify = Literal["off", "sample", "full"]
+
+# One chunk in so many is looked at, the first among them; 0 for none.
+_EVERY: dict[Verify, int] = {"off": 0, "sample": 16, "full": 1}
+
+
+def looked_at[Item](verify: Verify, items: Sequence[Item]) -> Sequence[Item]:
+    """Those of the items that are verified."""
+    return items[:: _EVERY[verify]] if _EVERY[verify] else []
 
 
 class Checksums:
     """Those of buffer after buffer, computed on the buffers' device and read from it once, by `values`."""
 
     def __init__(self, verify: Verify):
-        self._every = {"off": 0, "sample": _SAMPLED, "full": 1}[verify]
+        self._every = _EVERY[verify]
         self._sums: list[Tensor] = []
 
     def add(self, buffer: Tensor) -> None:

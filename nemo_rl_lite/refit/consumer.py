@@ -10,22 +10,27 @@ from nemo_rl_lite.config.schema import RefitConfig
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.refit import group as refit_group
 from nemo_rl_lite.refit.broadcast import BroadcastReceiver
+from nemo_rl_lite.refit.destinations import Destinations
+from nemo_rl_lite.refit.direct import DirectReceiver, DirectSource
 from nemo_rl_lite.refit.group import Meeting, RefitGroup
 from nemo_rl_lite.refit.ipc import IpcReceiver, StagingHandle
 from nemo_rl_lite.refit.packing import new_buffers
 from nemo_rl_lite.refit.plan import RefitPlan
+from nemo_rl_lite.refit.report import RefitReport
 
-Receiver = BroadcastReceiver | IpcReceiver
+Receiver = BroadcastReceiver | IpcReceiver | DirectReceiver
+Shared = StagingHandle | DirectSource
+"""What a producer on the same device has for its consumers: a buffer, or its parameters."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where one consumer gets its weights, and how. `staging`: of a producer on the same device, its buffer."""
+    """Where one consumer gets its weights, and how. `shared`: of a producer on the same device."""
 
     plan: RefitPlan
     config: RefitConfig
     meeting: Meeting
-    staging: StagingHandle | None
+    shared: Shared | None
 
 
 class Connection:
@@ -33,22 +38,41 @@ class Connection:
 
     def __init__(self, source: Source, device: torch.device):
         """Returns when the producer and all its consumers have joined. `device`: where the engine's weights are."""
-        config = source.config
-        self._plan, self._verify = source.plan, config.verify
-        # Next to a shared buffer only small messages travel.
-        group_device = device if source.staging is None else torch.device("cpu")
+        config, plan, shared = source.config, source.plan, source.shared
+        self._plan, self._verify = plan, config.verify
+        # Next to shared memory only small messages travel.
+        group_device = device if shared is None else torch.device("cpu")
         self._group: RefitGroup = refit_group.join_at(source.meeting, group_device, config.timeout_s)
-        self._shared = source.staging is not None
-        if source.staging is not None:
-            self._buffers = source.staging.open()
+        self._shares_buffers, self._direct = isinstance(shared, StagingHandle), None
+        if isinstance(shared, StagingHandle):
+            self._buffers = shared.open()
             self._group.meet("the staging buffer")
+        elif isinstance(shared, DirectSource):
+            self._direct = DirectReceiver(plan, self._group, shared.recipe, device, config.verify)
         else:
-            self._buffers = new_buffers(source.plan, config.num_buffers, device)
+            self._buffers = new_buffers(plan, config.num_buffers, device)
 
     def receiver(self, keep: bool) -> Receiver:
-        """One refit. With `keep` the tensors stay good after the next bucket is asked for."""
-        kind = IpcReceiver if self._shared else BroadcastReceiver
+        """One refit. With `keep` the tensors stay good after the next bucket is asked for, other than from a producer's
+        parameters."""
+        if self._direct is not None:
+            return self._direct
+        kind = IpcReceiver if self._shares_buffers else BroadcastReceiver
         return kind(self._plan, self._group, self._buffers, self._verify, keep)
+
+    def fill(self, destinations: Destinations) -> RefitReport:
+        """One refit of an engine, into its own memory.
+
+        Raises:
+            RefitError: see the receivers.
+        """
+        receiver = self.receiver(keep=False)
+        if isinstance(receiver, DirectReceiver):
+            receiver.fill(destinations)
+        else:
+            for arrived in receiver:
+                destinations.fill(arrived)
+        return receiver.report
 
 
 class Wholeness:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nemo_rl_lite.refit.packing import Arrived, CopyList, same_bytes
+from nemo_rl_lite.refit.plan import Slot
 from nemo_rl_lite.refit.report import Named
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ class _Copy:
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    whole: bool
+    """Whether all of the tensor goes to one place as it is."""
 
     def source(self, buffer: Tensor) -> Tensor:
         typed = buffer.view(self.dtype)
@@ -59,6 +62,9 @@ class _Route:
             self._ready = buffer.data_ptr(), CopyList([one.target for one in self.copies], sources)
         self._ready[1].run()
 
+    def forget_buffer(self) -> None:
+        self._ready = None
+
 
 class Destinations:
     """Where the tensors of each bucket go in one engine rank."""
@@ -78,6 +84,19 @@ class Destinations:
     def left(self) -> set[str]:
         """The tensors, of those that have come so far, that the loader gets at each refit."""
         return {name for route in self._routes.values() for name in route.left}
+
+    def whole(self) -> list[tuple[str, Tensor]] | None:
+        """The contiguous memory that each tensor goes to as it is; None where the loader does more with one than that.
+        After the first refit."""
+        copies = [one for route in self._routes.values() for one in route.copies]
+        if self.left or not all(one.whole for one in copies):
+            return None
+        return [(one.name, one.target) for one in copies]
+
+    def forget_buffers(self) -> None:
+        """Keep no views of buckets' memory, so that it can be given back."""
+        for route in self._routes.values():
+            route.forget_buffer()
 
     @torch.no_grad()
     def fill(self, arrived: Arrived) -> None:
@@ -141,7 +160,7 @@ class _Watch(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and to_engine and self._is_part(args[1], args[0]):
             self.copies.append(self._copy(args[0], args[1]))
         elif incoming and (written or not self._only_views(result)):
-            self.used |= {self._name(one) for one in incoming}
+            self.used |= {self._slot(one).name for one in incoming}
             self._keep([*written, *tree_leaves(result)])
         elif any(one.untyped_storage()._cdata in self._computed for one in read):
             self._keep([*written, *tree_leaves(result)])
@@ -150,9 +169,11 @@ class _Watch(TorchDispatchMode):
         return result
 
     def _copy(self, target: Tensor, source: Tensor) -> _Copy:
-        offset, size = source.data_ptr() - self._begin, tuple(source.shape)
+        offset, size, slot = source.data_ptr() - self._begin, tuple(source.shape), self._slot(source)
+        all_of_it = source.is_contiguous() and source.numel() * source.element_size() == slot.nbytes
+        whole = all_of_it and target.is_contiguous() and target.dtype == source.dtype
         # Parameters are leaves of autograd; their memory is what is meant.
-        return _Copy(self._name(source), target.detach(), offset, source.dtype, size, source.stride())
+        return _Copy(slot.name, target.detach(), offset, source.dtype, size, source.stride(), whole)
 
     def _keep(self, tensors: Iterable[Any]) -> None:
         for one in tensors:
@@ -174,9 +195,9 @@ class _Watch(TorchDispatchMode):
             return False
         return self._begin <= one.data_ptr() < self._begin + self._buffer.numel()
 
-    def _name(self, incoming: Tensor) -> str:
+    def _slot(self, incoming: Tensor) -> Slot:
         offset = incoming.data_ptr() - self._begin
-        return next(slot.name for slot in reversed(self._slots) if slot.offset <= offset)
+        return next(slot for slot in reversed(self._slots) if slot.offset <= offset)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:

@@ -65,6 +65,19 @@ class RefitGroup:
         if bytes(announced.tolist()) != digest:
             raise RefitError("the producer sends by another plan than this consumer has; connect the refit anew")
 
+    def tell(self, message: bytes) -> None:
+        """Give every consumer the same bytes."""
+        self.broadcast(torch.tensor([len(message)], device=self.device), "the length of a message")
+        self.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self.device), "a message")
+
+    def hear(self) -> bytes:
+        """What the producer tells. Raises RefitError: nothing within the timeout, or the producer is gone."""
+        length = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.broadcast(length, "the length of a message")
+        message = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
+        self.broadcast(message, "a message")
+        return bytes(message.tolist())
+
     def meet(self, what: str) -> None:
         """Return when every rank has come here. Raises RefitError: one did not within the timeout, or is gone."""
         self._begin(lambda: self.group.allreduce(torch.zeros(1)), f"agree on {what}").finish()

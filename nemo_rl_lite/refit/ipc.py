@@ -6,7 +6,7 @@ two halves: while consumers load one bucket, the producer fills the other half w
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from torch import Tensor
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.refit.checksum import Checksums, Verify
 from nemo_rl_lite.refit.group import RefitGroup
-from nemo_rl_lite.refit.packing import Arrived, Packer, new_buffers
+from nemo_rl_lite.refit.packing import Arrived, Export, buffer_of, new_buffers
 from nemo_rl_lite.refit.plan import RefitPlan
-from nemo_rl_lite.refit.report import Named, RefitReport, by_bucket
+from nemo_rl_lite.refit.report import RefitReport
 
 
 @dataclass(frozen=True)
@@ -90,21 +90,22 @@ class IpcSender:
 
     def __init__(self, plan: RefitPlan, group: RefitGroup, staging: Tensor, verify: Verify):
         self._plan, self._group, self._staging, self._verify = plan, group, staging, verify
-        self._packer = Packer(plan, staging)
 
-    def send(self, tensors: Iterable[Named]) -> RefitReport:
-        """Lay `tensors`, which must come in the plan's order, into the staging buffer, bucket by bucket.
+    def send(self, export: Export) -> RefitReport:
+        """Lay what is exported into the staging buffer, bucket by bucket.
 
-        Stages timed: `iterate` (waiting for the next tensors), `pack`, `transfer` (waiting for consumers).
+        Stages timed, beside those of the export: `transfer` (waiting for consumers).
 
         Raises:
             RefitError: tensors that are not the plan's, or a consumer that did not take a bucket in time.
         """
         report, checksums = RefitReport(), Checksums(self._verify)
         self._group.announce(self._plan.digest)
-        for index, (bucket, named) in enumerate(by_bucket(self._plan, tensors, report)):
+        for index, bucket in enumerate(self._plan.buckets):
+            export.begin(index, report)
+            buffer = self.buffer(index)
+            export.fill(index, buffer, report)
             clock = time.perf_counter()
-            buffer = self._packer.pack(index, named)
             checksums.add(buffer)
             _settle(buffer)
             clock = report.add("pack", clock)
@@ -116,6 +117,10 @@ class IpcSender:
         report.add("transfer", clock)
         report.checksums = checksums.values()
         return report
+
+    def buffer(self, index: int) -> Tensor:
+        """The memory that bucket `index` is read from."""
+        return buffer_of(self._plan, self._staging, index)
 
 
 class IpcReceiver:
@@ -138,7 +143,7 @@ class IpcReceiver:
             clock = time.perf_counter()
             self._group.meet(bucket.describe())
             self.report.add("transfer", clock)
-            buffer = self._staging[index % len(self._staging), : bucket.nbytes]
+            buffer = buffer_of(self._plan, self._staging, index)
             checksums.add(buffer)
             yield Arrived(index, bucket, buffer.clone() if self._keep else buffer)
             _settle(buffer)

@@ -1,14 +1,12 @@
 """What the two sides of a refit did, and whether it was the same."""
 
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 
 from torch import Tensor
 
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.refit.plan import Bucket, RefitPlan
+from nemo_rl_lite.refit.plan import RefitPlan
 
 Named = tuple[str, Tensor]
 
@@ -25,26 +23,6 @@ class RefitReport:
         now = time.perf_counter()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - started
         return now
-
-
-def by_bucket(plan: RefitPlan, tensors: Iterable[Named], report: RefitReport) -> Iterator[tuple[Bucket, list[Named]]]:
-    """The model's tensors, which must come in the plan's order, bucket by bucket. Timed as `iterate`.
-
-    Raises:
-        RefitError: fewer or more tensors than the plan has.
-    """
-    source = iter(tensors)
-    for bucket in plan.buckets:
-        clock = time.perf_counter()
-        named = list(islice(source, len(bucket.slots)))
-        if len(named) < len(bucket.slots):
-            missing = bucket.slots[len(named)].name
-            raise RefitError(f"the model gave fewer tensors than the plan has: {missing} is missing")
-        report.add("iterate", clock)
-        yield bucket, named
-    extra = next(source, None)
-    if extra is not None:
-        raise RefitError(f"the model gave more tensors than the plan has: {extra[0]}")
 
 
 def compare_checksums(plan: RefitPlan, sent: RefitReport, received: RefitReport, consumer: str) -> None:

@@ -1,7 +1,7 @@
 """Whole refits, against the same steps one after the other and against vLLM's own transfer, in one run.
 
 refit.py apart MODEL [OVERRIDE ...]     policy on GPU 0, engine on GPU 1: broadcast
-refit.py shared MODEL [OVERRIDE ...]    both on GPU 0: a buffer that both have open
+refit.py shared MODEL [OVERRIDE ...]    both on GPU 0: a buffer that both have open, and out of the policy's parameters
 
 A policy rank and a vLLM engine in processes of their own, without Ray. A repetition is the time from the command to
 both until both are done, devices included. On CPUs (to try the script) only what vLLM can do there is run.
@@ -41,7 +41,7 @@ class Side:
     rank: int
     plan: Any
     group: Any
-    buffers: torch.Tensor
+    buffers: Any
 
     def wire(self) -> dict[str, float]:
         """All buckets' bytes, with nothing packed and nothing loaded."""
@@ -84,8 +84,11 @@ class PolicySide(Side):
         cluster = config.cluster
         self.producer = Producer(build_model(config.policy, model, ON_GPU, cluster.collective_timeout_s, seed=0))
 
-    def lay_out(self, config: RefitConfig) -> Any:
-        return self.producer.plan(config)
+    def lay_out(self, config: RefitConfig, by_the_bridge: bool) -> Any:
+        plan = self.producer.plan(config)
+        if by_the_bridge:
+            self.producer._found = None
+        return plan
 
     def open(self, shared: bool) -> Any:
         return self.producer.open(HOST, shared)
@@ -94,18 +97,13 @@ class PolicySide(Side):
         self.producer.join(consumers=1)
         sender: Any = self.producer.sender
         self.plan, self.group = sender._plan, sender._group
-        self.buffers = sender._staging if hasattr(sender, "_staging") else sender._buffers
+        self.buffers = getattr(sender, "_buffers", None)
 
     def ours(self) -> dict[str, float]:
-        return self._sent()
+        report = self.producer.send()
+        return report.seconds if report else {}
 
-    def loader(self) -> dict[str, float]:
-        """With megatron-bridge's export each time."""
-        views, self.producer.views = self.producer.views, None
-        try:
-            return self._sent()
-        finally:
-            self.producer.views = views
+    loader = ours
 
     def serial(self) -> dict[str, float]:
         for name, tensor in self.producer.export():
@@ -117,10 +115,6 @@ class PolicySide(Side):
 
         packed_nccl_broadcast_producer(iter(self.producer.export()), self._packed, 0, lambda item: item[1])
         return {}
-
-    def _sent(self) -> dict[str, float]:
-        report = self.producer.send()
-        return report.seconds if report else {}
 
 
 class EngineSide(Side):
@@ -137,7 +131,8 @@ class EngineSide(Side):
 
     def join(self, source: Source) -> None:
         self.engine.join_refit([source])
-        self.plan, self.group, self.buffers = source.plan, self.vllm._refit._group, self.vllm._refit._buffers
+        self.plan, self.group = source.plan, self.vllm._refit._group
+        self.buffers = getattr(self.vllm._refit, "_buffers", None)
 
     def ours(self) -> dict[str, float]:
         return self.engine.receive_weights()[0].seconds
@@ -218,12 +213,13 @@ class Pair:
         self._pipes[side].send((method, arguments))
         return self._answer(side)
 
-    def connect(self, config: RefitConfig) -> int:
-        """With these settings from now on; bytes of a refit."""
-        plan = self.one(0, "lay_out", config)
-        port, staging = self.one(0, "open", self.shared)
+    def connect(self, config: RefitConfig, by_the_bridge: bool = False) -> int:
+        """With these settings from now on, and where it is said with megatron-bridge's export at each refit; bytes of a
+        refit."""
+        plan = self.one(0, "lay_out", config, by_the_bridge)
+        port, shared = self.one(0, "open", self.shared)
         self._pipes[0].send(("join", ()))
-        self._pipes[1].send(("join", (Source(plan, config, Meeting(HOST, port, 1, 2), staging),)))
+        self._pipes[1].send(("join", (Source(plan, config, Meeting(HOST, port, 1, 2), shared),)))
         for side in (0, 1):
             self._answer(side)
         return plan.nbytes
@@ -270,21 +266,30 @@ def main() -> None:
         medians[name, setting] = one["median"]
         sys.stderr.write(f"{setting}: {name}: {one['median']:.4g} {unit}\n")
 
-    base = replace(config.refit, verify="off")
+    def keep_stages(setting: str) -> None:
+        whole, stages = pair.times("ours")
+        keep("whole refit", setting, "s", whole)
+        for stage, values in stages.items():
+            keep(stage, setting, "s", values)
+
+    base = replace(config.refit, verify="off", direct=False)
     for bucket, size in BUCKETS.items():
         for count in (2,) if shared else (1, 2, 3):
             setting = f"{bucket} buckets, {count} buffers"
             nbytes = pair.connect(replace(base, bucket_bytes=size, num_buffers=count))
-            whole, stages = pair.times("ours")
-            keep("whole refit", setting, "s", whole)
-            for stage, values in stages.items():
-                keep(stage, setting, "s", values)
+            keep_stages(setting)
             if not shared:
                 keep("transfer alone", setting, "GB/s", [nbytes / 1e9 / one for one in pair.times("wire")[0]])
+    direct = shared and ON_GPU
+    if direct:
+        setting = "direct"
+        pair.connect(replace(base, bucket_bytes=size, direct=True))
+        keep_stages(setting)
     for verify in ("sample", "full"):
-        pair.connect(replace(base, bucket_bytes=size, verify=verify))
-        keep("whole refit", f"{bucket} buckets, 2 buffers, verify={verify}", "s", pair.times("ours")[0])
-    pair.connect(replace(base, bucket_bytes=size))
+        setting = "direct" if direct else f"{bucket} buckets, 2 buffers"
+        pair.connect(replace(base, bucket_bytes=size, verify=verify, direct=direct))
+        keep("whole refit", f"{setting}, verify={verify}", "s", pair.times("ours")[0])
+    pair.connect(replace(base, bucket_bytes=size), by_the_bridge=True)
     if ON_GPU:
         keep("whole refit", "bridge's export and the engine's loader", "s", pair.times("loader")[0])
     if not shared:
@@ -301,7 +306,7 @@ def main() -> None:
 
 def bars(medians: dict[tuple[str, str], float], gigabytes: float, shared: bool) -> list[dict]:
     whole = {setting: value for (name, setting), value in medians.items() if name == "whole refit"}
-    plain = {setting: value for setting, value in whole.items() if setting.endswith("buffers")}
+    plain = {setting: value for setting, value in whole.items() if setting.endswith(("buffers", "direct"))}
     best = min(plain.values())
     loader = whole["bridge's export and the engine's loader"]
     if shared:

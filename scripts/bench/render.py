@@ -87,7 +87,8 @@ TABLES = {
     "apart table": Table(
         REFIT, "refit-apart-qwen3-8b", "2x-h200", ("whole refit", "transfer alone", "repeated raw broadcast")
     ),
-    "shared table": Table(REFIT, "refit-shared-qwen3-8b", "1x-h100", ("whole refit",)),
+    "shared table": Table(REFIT, "refit-shared-qwen3-8b", "2x-h200", ("whole refit",)),
+    "export table": Table(REFIT, "refit-export-qwen3-8b", "2x-h200", ("export",)),
     "experts refit table": Table(REFIT, "refit-shared-qwen3-moe-1.5b", "1x-h200", ("whole refit",)),
     "layouts table": Table(
         REFIT,

@@ -19,6 +19,9 @@ from nemo_rl_lite.generation.vllm.worker import environment
 
 ROOT = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+# What tests start shares the machine's cores, also with another file's, and mostly imports: it keeps what it compiles.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # What `train` keeps of a run's standard error, in its folder.
 STDERR_FILE = "stderr.txt"
 
@@ -79,13 +82,19 @@ def run_ranks(script: Path, arguments: Sequence[str], ranks: int, timeout_s: flo
     assert not outputs, "\n".join(f"rank {rank}:\n{text}" for rank, text in outputs.items())
 
 
-def train(folder: Path, model: Path, *overrides: str, timeout_s: float = 200) -> tuple[str, list[dict]]:
+def run_command(folder: Path, model: Path, *overrides: str) -> list[str]:
+    """The command line of a run, each of whose processes computes with one thread."""
+    own = [f"hydra.run.dir={folder}", f"policy.model_name={model}", "cluster.threads_per_worker=1"]
+    return [sys.executable, "-m", "nemo_rl_lite.train", *own, *overrides]
+
+
+def train(
+    folder: Path, model: Path, *overrides: str, plots: bool = False, timeout_s: float = 200
+) -> tuple[str, list[dict]]:
     """A whole run through the command line; the console's text and the metrics, line by line."""
-    command = [sys.executable, "-m", "nemo_rl_lite.train", f"hydra.run.dir={folder}", f"policy.model_name={model}"]
+    command = run_command(folder, model, f"logger.plots={str(plots).lower()}", *overrides)
     environ = os.environ | {"PYTHONPATH": PYTHONPATH}
-    done = subprocess.run(
-        [*command, *overrides], capture_output=True, text=True, check=False, timeout=timeout_s, env=environ
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environ)
     assert done.returncode == 0, done.stderr[-3000:] + "".join(p.read_text()[-2000:] for p in folder.glob("logs/*"))
     (folder / STDERR_FILE).write_text(done.stderr)
     return done.stdout, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -16,6 +16,11 @@ from nemo_rl_lite.algorithms.losses import GRPOLoss, Normalizers
 from nemo_rl_lite.cluster.launch import policy_arguments
 from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
+from nemo_rl_lite.refit.assembly import Assembly, assemble
+from nemo_rl_lite.refit.packing import same_bytes, view
+from nemo_rl_lite.refit.plan import RefitPlan
+from nemo_rl_lite.refit.report import RefitReport
+from nemo_rl_lite.refit.routes import Recipe
 
 TEMPERATURE = 0.7
 
@@ -84,25 +89,49 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
     gathered = [None] * int(os.environ["WORLD_SIZE"])
     scores = (first, reference, previous, reference_after, own_after)
     dist.all_gather_object(gathered, (place, *scores, steps))
-    views = views_are_the_export(worker)
+    ranks = int(os.environ["WORLD_SIZE"])
+    assembled = [assembled_is_the_export(worker, wanting) for wanting in (list(range(ranks)), [0], [ranks - 1])]
+    everyones = [None] * ranks
+    dist.all_gather_object(everyones, assembled)
     worker.export_hf(f"{output}.hf")
     if os.environ["RANK"] == "0":
         replicas = sorted((entry for entry in gathered if entry[0].reports), key=lambda entry: entry[0].data_rank)
-        saved = {"tokens": tokens, "lengths": lengths, "temperature": TEMPERATURE, "views": views}
+        saved = {"tokens": tokens, "lengths": lengths, "temperature": TEMPERATURE, "assembled": everyones}
         torch.save(saved | {"replicas": [entry[1:] for entry in replicas]}, output)
     dist.barrier()
 
 
-def views_are_the_export(worker: MegatronWorker) -> bool | None:
-    """Whether what is sent at a refit is what megatron-bridge exports now; None where that itself is sent."""
-    if worker._producer.views is None:
-        return None
-    exported = list(worker._producer.export())
-    assert [name for name, _ in exported] == [name for name, _ in worker._producer.views]
-    return all(
-        torch.equal(view.reshape(tensor.shape), tensor)
-        for (_, view), (_, tensor) in zip(worker._producer.views, exported, strict=True)
-    )
+def assembled_is_the_export(worker: MegatronWorker, wanting: list[int]) -> tuple[bool, int, int]:
+    """On this rank, where weights are put together for some ranks: whether they are what megatron-bridge exports now,
+    how many buckets there are, and how many collectives they take."""
+    producer, rank = worker._producer, int(os.environ["RANK"])
+    plan, found, device = producer._plan, producer._found, producer._model.device
+    recipe = found.recipe if rank in wanting else None
+    assembly = assemble(plan, found.parameters, recipe, device, [], 60)
+    exported, same = dict(producer.export()), True
+    if assembly is not None:
+        give_up(assembly, plan, recipe, device)
+    for _ in range(2):
+        for index, bucket in enumerate(plan.buckets) if assembly else ():
+            buffer = torch.full((bucket.nbytes,), 7, dtype=torch.uint8, device=device) if recipe is not None else None
+            assembly.begin(index, RefitReport())
+            assembly.fill(index, buffer, RefitReport())
+            if buffer is not None:
+                same = same and all(same_bytes(view(buffer, slot), exported[slot.name]) for slot in bucket.slots)
+    return same, len(plan.buckets), assembly.collectives if assembly else 0
+
+
+def give_up(assembly: Assembly, plan: RefitPlan, recipe: Recipe | None, device: torch.device) -> None:
+    """A refit in which those that want weights come no further than the first bucket, or the second one's begin."""
+    if recipe is None:
+        assembly.take_part()
+        return
+    memory = lambda index: torch.empty(plan.buckets[index].nbytes, dtype=torch.uint8, device=device)  # noqa: E731
+    assembly.begin(0, RefitReport())
+    assembly.fill(0, memory(0), RefitReport())
+    if int(os.environ["RANK"]) % 2 and len(plan.buckets) > 1:
+        assembly.begin(1, RefitReport())
+    assembly.finish(memory)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ LORA = [f"{PEFT}.enabled=true", f"{PEFT}.dim=2", f"{PEFT}.dropout=0.2"]
 OPTIMIZER = "policy.megatron_cfg.optimizer"
 SGD = [f"{OPTIMIZER}.optimizer=sgd", f"{OPTIMIZER}.sgd_momentum=0.9", f"{OPTIMIZER}.use_distributed_optimizer=false"]
 SHARES = ["checkpoint.resume_layouts=data_parallel"]
+HOST = "offload=cpu_optimizer"
 HALF = ["policy.precision=bfloat16"]
 # Name: overrides, and whose checkpoint it goes on from (none: it saves one).
 ON_TWO = {
@@ -42,6 +43,14 @@ ON_ONE = {
     "half again": [HALF, "half"],
 }
 
+ON_HOST = {
+    "on the host": [[*DATA, *HALF, HOST], None],
+    "on the host again": [[*DATA, *HALF, HOST], "on the host"],
+    "shares on the host": [[*DATA, *HALF, HOST, *SHARES], None],
+    "shares on the host again": [[*DATA, *HALF, HOST, *SHARES], "shares on the host"],
+    "device from on the host": [[*DATA, *HALF], "on the host"],
+}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, model_folder):
@@ -49,6 +58,8 @@ def folder(tmp_path_factory, model_folder):
     output = tmp_path_factory.mktemp("checkpoints")
     run_ranks(SCRIPT, [str(model_folder), str(output), json.dumps(ON_TWO)], ranks=2)
     run_ranks(SCRIPT, [str(model_folder), str(output), json.dumps(ON_ONE)], ranks=1)
+    on_host = SCRIPT.with_name("cpu_optimizer_rank.py")
+    run_ranks(on_host, [str(model_folder), str(output), json.dumps(ON_HOST)], ranks=2)
     return output
 
 
@@ -62,14 +73,17 @@ def weights(folder, case):
     return load_file(folder / f"{case}.hf" / "model.safetensors")
 
 
-@pytest.mark.parametrize("case", ["tensor", "lora", "shares", "sgd", "half"])
+@pytest.mark.parametrize("case", ["tensor", "lora", "shares", "sgd", "half", "on the host", "shares on the host"])
 def test_in_the_same_layout_it_goes_on_bit_for_bit(folder, case):
     assert steps(folder, f"{case} again") == steps(folder, case)
     own, expected = weights(folder, f"{case} again"), weights(folder, case)
     assert own.keys() == expected.keys() and all(torch.equal(own[name], expected[name]) for name in own)
 
 
-@pytest.mark.parametrize("case", ["pipeline from tensor", "data from tensor", "one from tensor", "one from shares"])
+@pytest.mark.parametrize(
+    "case",
+    ["pipeline from tensor", "data from tensor", "one from tensor", "one from shares", "device from on the host"],
+)
 def test_another_layout_goes_on_from_it(folder, case):
     saved_by = case.split(" from ")[1]
     assert torch.allclose(torch.tensor(steps(folder, case)), torch.tensor(steps(folder, saved_by)), atol=1e-5)

@@ -37,7 +37,7 @@ def write_pairs(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, model_folder):
     folder = tmp_path_factory.mktemp("dpo")
-    return folder / "run", *train(folder / "run", model_folder, *SMALL, *write_pairs(folder))
+    return folder / "run", *train(folder / "run", model_folder, *SMALL, *write_pairs(folder), plots=True)
 
 
 def test_the_policy_comes_to_prefer_what_was_chosen(run):

@@ -42,7 +42,7 @@ def test_ranks_of_an_engine_ask_ray_for_nothing(model_folder, tmp_path):
             ).remote("", str(tmp_path / f"{seat}.log"))
             for seat in range(2)
         )
-        ray.get(engine.load.remote("nemo_rl_lite.generation.vllm.worker.VLLMEngine", {}), timeout=60)
+        ray.get(engine.load.remote("nemo_rl_lite.generation.vllm.worker.VLLMEngine", {}), timeout=90)
         ray.get(engine.start.remote(arguments), timeout=90)
         (completion,) = ray.get(engine.call.remote("generate", "generate", None, [[1, 2, 3]], sampling), timeout=60)
     finally:

@@ -15,7 +15,7 @@ from nemo_rl_lite.refit import ipc
 from nemo_rl_lite.refit.broadcast import BroadcastSender
 from nemo_rl_lite.refit.consumer import Source
 from nemo_rl_lite.refit.group import Meeting
-from nemo_rl_lite.refit.packing import dtype_name
+from nemo_rl_lite.refit.packing import Stream, dtype_name
 from nemo_rl_lite.refit.plan import RefitPlan, make_plan
 from nemo_rl_lite.refit.report import RefitReport
 
@@ -80,10 +80,10 @@ class Producer:
     def send(self) -> RefitReport:
         group = refit_group.join(self._store, 0, 2, CPU, 90)
         if self._staging is None:
-            return BroadcastSender(self._plan, group, "full", 2).send(self._weights)
+            return BroadcastSender(self._plan, group, "full", 2).send(Stream(self._plan, self._weights))
         group.meet("the staging buffer")
-        ipc.forget(self.source.staging)
-        return ipc.IpcSender(self._plan, group, self._staging, "full").send(self._weights)
+        ipc.forget(self.source.shared)
+        return ipc.IpcSender(self._plan, group, self._staging, "full").send(Stream(self._plan, self._weights))
 
 
 def load(folder: Path):

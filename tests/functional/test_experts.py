@@ -13,7 +13,15 @@ from tests.functional.test_parallel_parity import BATCHES, PACKED, Outcome, read
 pytestmark = pytest.mark.functional
 
 SPREAD = ["cluster.cpu_ranks=2", "policy.megatron_cfg.expert_model_parallel_size=2"]
-LAYOUTS = {1: {"one rank": BATCHES}, 2: {"experts 2": BATCHES + SPREAD, "experts 2, packed": BATCHES + SPREAD + PACKED}}
+STAGES = ["cluster.cpu_ranks=2", "policy.megatron_cfg.pipeline_model_parallel_size=2"]
+LAYOUTS = {
+    1: {"one rank": BATCHES},
+    2: {
+        "experts 2": BATCHES + SPREAD,
+        "experts 2, packed": BATCHES + SPREAD + PACKED,
+        "pipeline 2": BATCHES + STAGES,
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +88,12 @@ def test_experts_on_two_ranks_train_as_on_one(outcomes, layout):
     assert two.weights.keys() == one.weights.keys()
     for name, weight in one.weights.items():
         np.testing.assert_allclose(two.weights[name], weight, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", [name for layouts in LAYOUTS.values() for name in layouts])
+def test_what_a_refit_sends_is_what_the_bridge_exports(outcomes, layout):
+    everyones = outcomes[layout].assembled
+    assert all(same for own in everyones for same, _, _ in own)
+    # Ranks exchange experts, or layers; what both have is not sent.
+    collectives = [count for _, _, count in everyones[0]]
+    assert all(0 < count <= 24 for count in collectives) if len(everyones) > 1 else collectives == [0, 0, 0]

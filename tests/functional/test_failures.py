@@ -6,16 +6,19 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.functional.conftest import run_command
+
 pytestmark = pytest.mark.functional
 
 MARK = "NEMO_RL_LITE_TEST_RUN"
+# Where it is not vLLM that is hit: it takes longest to start.
+TRANSFORMERS = "generation=transformers"
 
 
 class Run:
@@ -23,9 +26,8 @@ class Run:
 
     def __init__(self, folder: Path, model: Path, *overrides: str):
         self.folder, self.mark = folder, str(folder)
-        command = [sys.executable, "-m", "nemo_rl_lite.train", f"hydra.run.dir={folder}", f"policy.model_name={model}"]
         self.process = subprocess.Popen(
-            [*command, "algorithm.num_prompts_per_step=16", *overrides],
+            run_command(folder, model, "algorithm.num_prompts_per_step=16", "logger.plots=false", *overrides),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -71,7 +73,7 @@ def test_a_worker_that_raises_is_named_with_phase_and_cause(tmp_path, model_fold
     shutil.copytree(model_folder, broken)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
-    run = Run(tmp_path / "run", broken)
+    run = Run(tmp_path / "run", broken, TRANSFORMERS)
     run.wait_for("starting 1 policy rank")
     errors = run.end(within_s=60)
     assert run.process.returncode == 3
@@ -94,7 +96,7 @@ def test_a_worker_that_raises_in_a_step_ends_the_run_within_fifteen_seconds(tmp_
     data = tmp_path / "problems.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
     source = ["data=file", f"data.train_path={data}", f"data.validation_path={data}", "data.shuffle=false"]
-    run = Run(tmp_path / "run", small, *source, "algorithm.val_at_start=false")
+    run = Run(tmp_path / "run", small, *source, "algorithm.val_at_start=false", TRANSFORMERS)
     run.wait_for("step +1/30")
     started = time.monotonic()
     errors = run.end(within_s=60)
@@ -104,12 +106,16 @@ def test_a_worker_that_raises_in_a_step_ends_the_run_within_fifteen_seconds(tmp_
     assert "Traceback" not in errors and run.survivors() == []
 
 
-@pytest.mark.parametrize("victim", ["policy-1", "generation-0"])
-def test_a_worker_that_dies_ends_the_run_within_fifteen_seconds(tmp_path, model_folder, victim):
+TENSOR = ["cluster.cpu_ranks=2", "policy.megatron_cfg.tensor_model_parallel_size=2"]
+
+
+@pytest.mark.parametrize(
+    ("victim", "options"), [("policy-1", [*TENSOR, TRANSFORMERS]), ("generation-0", [])], ids=["policy", "engine"]
+)
+def test_a_worker_that_dies_ends_the_run_within_fifteen_seconds(tmp_path, model_folder, victim, options):
     """Policy rank 1 of 2: its neighbour's collective fails in the same moment, and must not be blamed."""
-    tensor_parallel = ["cluster.cpu_ranks=2", "policy.megatron_cfg.tensor_model_parallel_size=2"]
     steps = ["algorithm.max_num_steps=500", "algorithm.val_at_start=false"]
-    run = Run(tmp_path / "run", model_folder, *steps, *tensor_parallel, "cluster.max_restarts=0")
+    run = Run(tmp_path / "run", model_folder, *steps, *options, "cluster.max_restarts=0")
     run.wait_for("step +2/500")
     os.kill(run.worker(victim), signal.SIGKILL)
     started = time.monotonic()
@@ -121,9 +127,10 @@ def test_a_worker_that_dies_ends_the_run_within_fifteen_seconds(tmp_path, model_
     assert run.survivors() == []
 
 
-@pytest.mark.parametrize("times", [1, 2], ids=["Ctrl-C", "SIGTERM twice"])
-def test_an_interrupted_run_leaves_no_process_behind(tmp_path, model_folder, times):
-    run = Run(tmp_path / "run", model_folder, "algorithm.max_num_steps=500", "algorithm.val_at_start=false")
+@pytest.mark.parametrize(("times", "options"), [(1, []), (2, [TRANSFORMERS])], ids=["Ctrl-C", "SIGTERM twice"])
+def test_an_interrupted_run_leaves_no_process_behind(tmp_path, model_folder, times, options):
+    steps = ["algorithm.max_num_steps=500", "algorithm.val_at_start=false"]
+    run = Run(tmp_path / "run", model_folder, *steps, *options)
     run.wait_for("step +1/500")
     assert run.survivors(), "the mark must be seen on a run that is alive"
     # A terminal sends Ctrl-C to every process of the foreground group; SIGTERM goes to the launcher alone, which the

@@ -20,6 +20,8 @@ BATCHES = [
     "policy.logprob_batch_size=4",
     "algorithm.loss_fn.reference_policy_kl_penalty=0.1",
     "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
+    # Many buckets, of all sorts.
+    "refit.bucket_bytes=60000",
 ]
 # 40 tokens hold three to five of the test's sequences of 7 to 12; rounding to 8 leaves padding behind them.
 ROUNDED = ["policy.sequence_length_round=8"]
@@ -46,6 +48,12 @@ LAYOUTS = {
     "one rank, offloaded one after the other": ["offload=colocated"],
     "bfloat16, offloaded": ["policy.precision=bfloat16", *OFFLOADED],
     "data 2, offloaded": ["cluster.cpu_ranks=2", *OFFLOADED],
+    "tensor 2, pipeline 2, offloaded": [
+        "cluster.cpu_ranks=4",
+        "policy.megatron_cfg.tensor_model_parallel_size=2",
+        "policy.megatron_cfg.pipeline_model_parallel_size=2",
+        *OFFLOADED,
+    ],
     "tensor 2, states offloaded for logprobs": [
         "cluster.cpu_ranks=2",
         "policy.megatron_cfg.tensor_model_parallel_size=2",
@@ -73,20 +81,24 @@ class Outcome:
     tokens: torch.Tensor
     lengths: torch.Tensor
     temperature: float
-    views: bool | None
+    assembled: list[list[tuple[bool, int, int]]]
+    """By rank, and by who wants the weights (all ranks, the first, the last): whether what was put together is what is
+    exported, the buckets, and the collectives they take."""
 
 
 @pytest.fixture(scope="module")
 def outcomes(model_folder, tmp_path_factory):
-    """Each layout run once: those of one rank in one process, those of two in two."""
+    """Each layout run once, all that need as many ranks in the same processes."""
     folder = tmp_path_factory.mktemp("parity")
-    for ranks in (1, 2):
-        layouts = {
-            name: BATCHES + own for name, own in LAYOUTS.items() if ("cluster.cpu_ranks=2" in own) == (ranks == 2)
-        }
+    for ranks in (1, 2, 4):
+        layouts = {name: BATCHES + own for name, own in LAYOUTS.items() if ranks_of(own) == ranks}
         script = Path(__file__).with_name("policy_rank.py")
         run_ranks(script, [str(model_folder), str(folder), json.dumps(layouts)], ranks)
     return lambda layout: read(folder / layout.replace(" ", "-"))
+
+
+def ranks_of(layout: list[str]) -> int:
+    return next((int(one.split("=")[1]) for one in layout if one.startswith("cluster.cpu_ranks=")), 1)
 
 
 def read(output: Path) -> Outcome:
@@ -105,7 +117,7 @@ def read(output: Path) -> Outcome:
         saved["tokens"],
         saved["lengths"],
         saved["temperature"],
-        saved["views"],
+        saved["assembled"],
     )
 
 
@@ -204,6 +216,19 @@ def test_the_gradient_is_clipped_to_its_limit(outcomes, model_folder):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rank_with_the_whole_model_sends_views_that_follow_training_and_moves(layout, outcomes):
-    gathers = layout.startswith(("tensor", "pipeline"))
-    assert outcomes(layout).views is (None if gathers else True)
+def test_what_a_refit_sends_is_what_the_bridge_exports_after_training_and_moves(layout, outcomes):
+    for wanting in zip(*outcomes(layout).assembled, strict=True):
+        assert all(same for same, _, _ in wanting)
+
+
+@pytest.mark.parametrize("wanting", ["all", "first", "last"])
+def test_a_refit_takes_few_collectives(wanting, outcomes):
+    collectives = {}
+    for layout in LAYOUTS:
+        _, buckets, collectives[layout] = outcomes(layout).assembled[0][["all", "first", "last"].index(wanting)]
+        assert buckets > 10
+    assert all(collectives[layout] == 0 for layout in LAYOUTS if not layout.startswith(("tensor", "pipeline")))
+    # At most one for each rank that has a part of a bucket; where stages meet in one, both have.
+    assert 0 < collectives["tensor 2"] <= 2 * buckets
+    assert 0 < collectives["pipeline 2"] <= buckets + 2
+    assert 0 < collectives["tensor 2, pipeline 2, offloaded"] <= 2 * buckets + 6

@@ -1,6 +1,5 @@
 """Whatever a run is hit by, it ends with the same weights and metrics as one that was left alone."""
 
-import json
 import os
 import re
 import signal
@@ -9,15 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from nemo_rl_lite.observability.rollouts import read_rollout, rollout_files
-from tests.functional.conftest import PYTHONPATH, train
-from tests.functional.test_dpo import SMALL as DPO
-from tests.functional.test_dpo import write_pairs
-from tests.functional.test_sft import SMALL as SFT
-from tests.functional.test_sft import write_data
+from tests.functional.conftest import PYTHONPATH, run_command, train
+from tests.functional.test_resume import assert_same_weights, metrics_of
+from tests.functional.test_sft import series
 
 pytestmark = pytest.mark.functional
 
@@ -33,17 +28,16 @@ GRPO = [
     "checkpoint.save_period=2",
     "logger.wandb_enabled=true",
     "logger.wandb.mode=offline",
-    "logger.plots=false",
     "generation=transformers",
+    "reward.name=tests.functional.rewards.share_of_digits",
 ]
 
 
 def hit(folder: Path, model: Path, blows: dict[int, tuple[str, signal.Signals]]) -> tuple[int, str]:
     """Run the command and send signals to its processes after steps; exit status and standard output."""
-    command = [sys.executable, "-m", "nemo_rl_lite.train", f"hydra.run.dir={folder}", f"policy.model_name={model}"]
-    environ = os.environ | {"PYTHONPATH": PYTHONPATH}
+    command, environ = run_command(folder, model, "logger.plots=false", *GRPO), os.environ | {"PYTHONPATH": PYTHONPATH}
     with (folder.parent / "errors.txt").open("a") as errors:
-        process = subprocess.Popen([*command, *GRPO], stdout=subprocess.PIPE, stderr=errors, text=True, env=environ)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environ)
     output = ""
     for line in process.stdout:
         output += line
@@ -56,26 +50,15 @@ def hit(folder: Path, model: Path, blows: dict[int, tuple[str, signal.Signals]])
     return process.wait(timeout=60), output
 
 
-def metrics_of(folder: Path) -> dict[tuple[int, str], float]:
-    """What training and validation measured, by step and name."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    kinds = ("train/", "validation/")
-    return {(line["step"], name): line[name] for line in lines for name in line if name.startswith(kinds)}
-
-
 def rollouts_of(folder: Path) -> dict[str, list[dict]]:
     return {file.name: read_rollout(file) for file in rollout_files(folder)}
-
-
-def assert_same_weights(one: Path, other: Path) -> None:
-    first, second = (load_file(folder / "model.safetensors") for folder in (one, other))
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.timeout(600)
 def test_a_run_that_is_hit_by_everything_is_the_same_run(tmp_path, model_folder):
     alone, folder = tmp_path / "alone", tmp_path / "hit"
-    train(alone, model_folder, *GRPO)
+    _, metrics = train(alone, model_folder, *GRPO)
+    assert len([norm for norm in series(metrics, "train/grad_norm") if norm > 0]) == 7
     # An engine comes back within the run. Then the run is asked to end, after a step that the period does not save.
     status, output = hit(folder, model_folder, {1: ("generation-0", signal.SIGKILL), 3: ("launcher", signal.SIGTERM)})
     assert re.search(r"generation rank 0 failed in phase '\w+': the process died", output) and "it is back" in output
@@ -103,18 +86,3 @@ def test_a_run_that_is_hit_by_everything_is_the_same_run(tmp_path, model_folder)
     assert done.returncode == 0, done.stderr
     assert re.search(r"step 7 -> \S+; transformers' logprobs differ by \d", done.stdout)
     assert_same_weights(folder / "hf-step-00000007", folder / "hf")
-
-
-@pytest.mark.parametrize(("options", "write"), [(SFT, write_data), (DPO, write_pairs)], ids=["sft", "dpo"])
-def test_half_and_half_is_the_whole(tmp_path, model_folder, options, write):
-    """Stopped in the middle of an epoch, at a step that the period does not save."""
-    common = [*options, *write(tmp_path), "algorithm.val_period=2", "checkpoint.save_period=5"]
-    train(tmp_path / "whole", model_folder, *common, "algorithm.max_num_steps=6")
-    train(tmp_path / "halves", model_folder, *common, "algorithm.max_num_steps=3")
-    output, _ = train(tmp_path / "halves", model_folder, *common, "algorithm.max_num_steps=6")
-    assert "going on after step 3" in output
-    halves, whole = metrics_of(tmp_path / "halves"), metrics_of(tmp_path / "whole")
-    # Only the first half validates after its last step.
-    only = {key for key in halves if key not in whole}
-    assert {step for step, _ in only} == {3} and whole == {k: v for k, v in halves.items() if k not in only}
-    assert_same_weights(tmp_path / "halves" / "hf", tmp_path / "whole" / "hf")

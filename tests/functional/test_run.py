@@ -3,14 +3,13 @@
 import gzip
 import json
 import subprocess
-import sys
 
 import pytest
 
 from nemo_rl_lite.observability.rollouts import read_rollout, rollout_files
 from nemo_rl_lite.observability.run_page import page
 from nemo_rl_lite.observability.run_record import SAMPLES, read_run
-from tests.functional.conftest import STDERR_FILE, train
+from tests.functional.conftest import STDERR_FILE, run_command, train
 from tests.metric_names import not_logged, undocumented
 
 pytestmark = pytest.mark.functional
@@ -33,7 +32,7 @@ def run(tmp_path_factory, model_folder):
         "refit.bucket_bytes=500000",
         "reward.name=tests.functional.rewards.share_of_digits",
     ]
-    return folder, *train(folder, model_folder, *SMALL, *overrides)
+    return folder, *train(folder, model_folder, *SMALL, *overrides, plots=True)
 
 
 def test_step_one_is_exactly_on_policy(run):
@@ -66,14 +65,7 @@ def test_the_learning_rate_warms_up(run):
 
 def test_a_second_run_in_the_same_folder_is_refused(run, model_folder):
     folder, _, metrics = run
-    command = [
-        sys.executable,
-        "-m",
-        "nemo_rl_lite.train",
-        f"hydra.run.dir={folder}",
-        f"policy.model_name={model_folder}",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(run_command(folder, model_folder), capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2 and "holds a run already" in done.stderr and "Traceback" not in done.stderr
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == len(metrics)
 

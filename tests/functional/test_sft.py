@@ -38,7 +38,7 @@ def write_data(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, model_folder):
     folder = tmp_path_factory.mktemp("sft")
-    return folder / "run", *train(folder / "run", model_folder, *SMALL, *write_data(folder))
+    return folder / "run", *train(folder / "run", model_folder, *SMALL, *write_data(folder), plots=True)
 
 
 def series(metrics: list[dict], name: str) -> list[float]:

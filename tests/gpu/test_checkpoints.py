@@ -20,9 +20,18 @@ SETTINGS = {
     "moved": ["policy.use_pinned_optimizer_offload=true", "policy.offload_optimizer_states_for_logprob=true"],
     "shares": ["checkpoint.resume_layouts=data_parallel"],
     "lora": ["policy.megatron_cfg.peft.enabled=true"],
+    "on the host": ["offload=cpu_optimizer"],
+    "half on the host": [
+        "offload=cpu_optimizer",
+        "policy.megatron_cfg.optimizer.optimizer_offload_fraction=0.5",
+        "policy.megatron_cfg.optimizer.overlap_cpu_optimizer_d2h_h2d=true",
+        "checkpoint.resume_layouts=data_parallel",
+    ],
 }
 CASES = {name: [[*GPU, *own], None] for name, own in SETTINGS.items()}
 CASES |= {f"{name} again": [[*GPU, *own], name] for name, own in SETTINGS.items()}
+CASES["fused from on the host"] = [GPU, "on the host"]
+CASES["half on the host from fused"] = [[*GPU, *SETTINGS["half on the host"]], "fused"]
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +41,15 @@ def folder(tmp_path_factory, gpu_model):
     return output
 
 
-@pytest.mark.parametrize("case", SETTINGS)
+@pytest.mark.parametrize("case", [name for name, (_, saved_by) in CASES.items() if saved_by])
 def test_it_goes_on_as_it_would_have(folder, case):
     """Up to what attention's backward pass on a GPU adds up in one order or another."""
-    first, second = (json.loads((folder / f"{name}.json").read_text())[0]["steps"] for name in (case, f"{case} again"))
+    saved_by = CASES[case][1]
+    first, second = (json.loads((folder / f"{name}.json").read_text())[0]["steps"] for name in (saved_by, case))
     for one, other in zip(first, second, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=2e-3)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-2)
-    own, expected = (load_file(folder / f"{name}.hf" / "model.safetensors") for name in (f"{case} again", case))
+    own, expected = (load_file(folder / f"{name}.hf" / "model.safetensors") for name in (case, saved_by))
     assert all(torch.allclose(own[name], expected[name], atol=2e-3, rtol=2e-2) for name in expected)
 
 

@@ -43,7 +43,7 @@ COMMON = [
 
 def on_cpu(fraction: float, overlap: str) -> list[str]:
     share, copies = f"{OPTIMIZER}.optimizer_offload_fraction", f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d"
-    return ["offload=cpu_optimizer", "checkpoint.save_period=0", f"{share}={fraction}", f"{copies}={overlap}"]
+    return ["offload=cpu_optimizer", f"{share}={fraction}", f"{copies}={overlap}"]
 
 
 CPU_OPTIMIZERS = {

@@ -24,6 +24,7 @@ COMMON = [
     "policy.max_total_sequence_length=40",
     "algorithm.loss_fn.reference_policy_kl_penalty=0.1",
     "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
+    "refit.bucket_bytes=60000",
 ]
 PACKED = ["policy.sequence_packing.train_mb_tokens=48"]
 DYNAMIC = ["policy.dynamic_batching.enabled=true", "policy.dynamic_batching.train_mb_tokens=48"]
@@ -138,3 +139,10 @@ def test_layouts_agree_within_bfloat16(layout, outcomes):
     assert first["probs_ratio"] == pytest.approx(1, abs=1e-3)
     assert first["loss"] == pytest.approx(first_expected["loss"], abs=0.02)
     assert first["grad_norm"] == pytest.approx(first_expected["grad_norm"], rel=0.1)
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.gpu(LAYOUTS[name][0])) for name in LAYOUTS])
+def test_what_a_refit_sends_is_what_the_bridge_exports(layout, outcomes):
+    """After training and moves, whoever wants the weights; NCCL gathers what gloo broadcasts."""
+    for wanting in zip(*outcomes(layout).saved["assembled"], strict=True):
+        assert all(same for same, _, _ in wanting)

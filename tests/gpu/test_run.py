@@ -42,18 +42,20 @@ def check(metrics: list[dict]) -> None:
         assert line["memory/policy_peak_bytes/train"] > 0
 
 
-def check_ways(folder: Path) -> None:
-    """Nothing was done tensor by tensor: one policy rank has the whole model, and vLLM's loader only copies."""
+def check_ways(folder: Path, shared: bool) -> None:
+    """Nothing was done tensor by tensor: one policy rank has the whole model, and vLLM's loader only copies. There were
+    no buckets either on a shared GPU."""
     logs = "".join(path.read_text() for path in (folder / "logs").iterdir())
-    assert "views of parameters" in logs
+    assert "parts of parameters" in logs
     assert "left to the engine's loader" not in logs
+    assert ("copies out of the policy's parameters" in logs) == shared
 
 
 @pytest.mark.gpu
 def test_colocated_engines_sleep_while_the_policy_works(gpu_model, tmp_path):
     metrics = run(tmp_path / "run", gpu_model, 1)
     check(metrics)
-    check_ways(tmp_path / "run")
+    check_ways(tmp_path / "run", shared=True)
     steps = [line for line in metrics if "train/loss" in line]
     for line in steps:
         # The KV cache and the weights are 0.3 of the GPU; asleep, a CUDA context and graphs are left.
@@ -64,7 +66,7 @@ def test_colocated_engines_sleep_while_the_policy_works(gpu_model, tmp_path):
 @pytest.mark.gpu(2)
 def test_engines_on_gpus_of_their_own_get_weights_over_nccl(gpu_model, tmp_path):
     check(run(tmp_path / "run", gpu_model, 2, f"{APART[1]}=1", APART[0]))
-    check_ways(tmp_path / "run")
+    check_ways(tmp_path / "run", shared=False)
 
 
 @pytest.mark.gpu(4)

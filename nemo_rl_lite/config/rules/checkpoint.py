@@ -7,14 +7,6 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import Violation
 
 
-@rule("checkpoint.save_period", "policy.megatron_cfg.optimizer.optimizer_cpu_offload")
-def what_is_saved_can_be_read(config: Config) -> Iterator[Violation]:
-    options, key = config.checkpoint, "checkpoint.save_period"
-    if config.policy.megatron_cfg.optimizer.optimizer_cpu_offload and options.save_period:
-        rule_text = "megatron-core cannot read back the checkpoints of its CPU optimizer (offload=cpu_optimizer)"
-        yield Violation(key, options.save_period, rule_text, f"{key}=0, or another offload preset")
-
-
 @rule("checkpoint.must_save_by", "checkpoint.save_period")
 def a_limit_needs_checkpoints(config: Config) -> Iterator[Violation]:
     options, key = config.checkpoint, "checkpoint.must_save_by"

@@ -24,6 +24,16 @@ def cpu_optimizer_needs_gpus(config: Config) -> Iterator[Violation]:
         yield Violation(_CPU, True, rule_text, f"{_CPU}=false, or offload=none")
 
 
+@rule(*CLUSTER, _CPU, "policy.precision")
+def cpu_optimizer_has_float32_copies(config: Config) -> Iterator[Violation]:
+    precision, key = config.policy.precision, "policy.precision"
+    wanted = config.policy.megatron_cfg.optimizer.optimizer_cpu_offload and on_gpus(config)
+    if wanted and precision == "float32":
+        # Weights in float32 are views of one buffer, which torch's optimizers refuse to step.
+        rule_text = "megatron-core's CPU optimizer steps float32 copies of weights in bfloat16"
+        yield Violation(key, precision, rule_text, f"{key}=bfloat16, or {_CPU}=false")
+
+
 @rule(_OPTIMIZER)
 def cpu_optimizer_has_a_share(config: Config) -> Iterator[Violation]:
     settings = config.policy.megatron_cfg.optimizer

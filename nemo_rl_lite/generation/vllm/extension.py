@@ -42,6 +42,7 @@ class RefitExtension:
                     "set +generation.vllm_kwargs.moe_backend=triton"
                 )
         self._refit = Connection(sources[self.rank], torch.device(self.device))
+        self._is_first_refit = True
         self._destinations = Destinations(model.load_weights, [*model.parameters(), *model.buffers()])
 
     def refit_receive(self) -> RefitReport:
@@ -54,22 +55,21 @@ class RefitExtension:
         model = self.model_runner.get_model()
         wanted = {name for name, _ in model.named_parameters()}
         on_cpu = self.device.type == "cpu"
-        receiver = self._refit.receiver(keep=on_cpu)
-        is_first = not self._destinations.filled
         if on_cpu:
-            loaded = self._load_layerwise(model, receiver)
+            receiver = self._refit.receiver(keep=True)
+            loaded, report = self._load_layerwise(model, receiver), receiver.report
         else:
-            for arrived in receiver:
-                self._destinations.fill(arrived)
+            report = self._refit.fill(self._destinations)
             torch.cuda.current_stream().synchronize()
-            if is_first:
+            if self._is_first_refit:
                 # It took memory for trials, which the policy or the cache may want.
                 torch.cuda.empty_cache()
+                self._is_first_refit = False
             loaded = self._destinations.filled
         stale = sorted(wanted - loaded) if loaded is not None else []
         if stale:
             raise RefitError(f"the refit left {len(stale)} weights of the engine as they were, such as {stale[0]}")
-        return receiver.report
+        return report
 
     def set_sampling_seed(self, seed: int) -> None:
         torch.manual_seed(seed)

@@ -40,7 +40,7 @@ def environment(config: GenerationConfig, on_gpu: bool) -> dict[str, str]:
 
 def preload() -> None:
     """Import what takes long to import."""
-    import vllm  # noqa: F401
+    from vllm import LLM  # noqa: F401
 
 
 class VLLMEngine:

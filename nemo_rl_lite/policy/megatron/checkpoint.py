@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_rl_lite.checkpoint.trust import reading_only
 from nemo_rl_lite.errors import CheckpointError
+from nemo_rl_lite.offload import cpu_optimizer
+from nemo_rl_lite.policy.megatron import saved_optimizer
 from nemo_rl_lite.policy.megatron.lora import is_adapter
 from nemo_rl_lite.policy.megatron.memory import torch_optimizers
 from nemo_rl_lite.policy.megatron.model import MegatronModel
@@ -58,7 +60,7 @@ class PolicyState:
         if self._writing is not None:
             raise RuntimeError("finish_save comes before the next begin_save")
         self._require_everywhere(folder)
-        self._make_states()
+        saved_optimizer.make_states(self._optimizer)
         # megatron-core would start a process to hand results over; here a thread of this process writes.
         filesystem_async._results_queue = queue.Queue()  # pyrefly: ignore[bad-assignment]
         try:
@@ -93,7 +95,7 @@ class PolicyState:
         Raises:
             CheckpointError: there is none, or of another model.
         """
-        self._make_states()
+        saved_optimizer.make_states(self._optimizer)
         state = _read(self._sharded(_format_of(folder), is_loading=True), folder)
         self._put_weights(state)
         # In float32 the main parameters are the model's own, which take a gradient.
@@ -102,8 +104,11 @@ class PolicyState:
         # It adds the steps that it reads to those that it has.
         self._scheduler.num_steps = 0
         self._scheduler.load_state_dict(state["scheduler"])
-        self._set_step_counts()
-        self._require_states()
+        saved_optimizer.set_step_counts(self._optimizer)
+        saved_optimizer.require_states(self._optimizer)
+        if any(cpu_optimizer.is_split(own) for own in torch_optimizers(self._optimizer)):
+            saved_optimizer.restore_split(self._optimizer)
+            cpu_optimizer.release_copies_of_construction()
 
     def load_weights(self, folder: Path) -> None:
         """Take the weights alone. Raises CheckpointError as `load` does."""
@@ -136,26 +141,6 @@ class PolicyState:
         if not there:
             raise CheckpointError(f"{folder} is not on a file system that every node sees (hydra.run.dir)")
 
-    def _make_states(self) -> None:
-        """megatron-core can make those of its own optimizers before it reads them, not those of torch's."""
-        for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
-            part.init_state_fn = part.init_state_fn or _make_nothing
-        for optimizer in torch_optimizers(self._optimizer):
-            # Of others, an empty state would count as had.
-            if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)):
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        if not optimizer.state.get(parameter):
-                            optimizer.state[parameter] = _first_state(optimizer, group, parameter)
-
-    def _require_states(self) -> None:
-        """Raises RuntimeError: an Adam would begin with moments of zero."""
-        for optimizer in torch_optimizers(self._optimizer):
-            if "Adam" in type(optimizer).__name__:
-                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                if any("exp_avg" not in optimizer.state.get(parameter, {}) for parameter in parameters):
-                    raise RuntimeError("megatron-core has read a checkpoint and left out optimizer states")
-
     def _live_storages(self) -> set[int]:
         """Addresses of the memory that training goes on in."""
         tensors = self._model.parameters()
@@ -166,30 +151,6 @@ class PolicyState:
             values = [value for state in optimizer.state.values() for value in state.values()]
             tensors += [value for value in values if isinstance(value, Tensor)]
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
-    def _set_step_counts(self) -> None:
-        """megatron-core reads the step into the group, and gives the parameters of torch's Adam none of it or one
-        counter for all, which would be raised once for each."""
-        for optimizer in torch_optimizers(self._optimizer):
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    state = optimizer.state.get(parameter, {})
-                    if isinstance(state.get("step"), Tensor):
-                        state["step"] = torch.full_like(state["step"], group.get("step", state["step"].item()))
-
-
-def _make_nothing(optimizer: Any, config: Any = None) -> None:
-    """What megatron-core calls to make an optimizer's states."""
-
-
-def _first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    """What one of torch's optimizers has of a parameter before its first step."""
-    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        zeros = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
-        return {"step": torch.zeros(()), **zeros}
-    if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
-        return {"momentum_buffer": torch.zeros_like(parameter.data)}
-    return {}
 
 
 def _format_of(folder: Path) -> str:

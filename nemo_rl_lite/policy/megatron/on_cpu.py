@@ -5,6 +5,7 @@ those names while the modules are imported. torch itself stays untouched, so eve
 real one: a globally patched torch made transformers compute wrong rotary frequencies, silently.
 """
 
+import hashlib
 import importlib
 import importlib.machinery
 import re
@@ -12,8 +13,10 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.abc import MetaPathFinder
 from types import CodeType, ModuleType
+from typing import Any
 
 import torch
 
@@ -75,18 +78,27 @@ def rewrite(source: str) -> str:
     return source
 
 
+def _own(path: str) -> str:
+    """Where the bytecode of a rewritten module is, beside the .pyc that GPU runs share."""
+    return f"{path.removesuffix('.pyc')}.on-cpu-{_digest(_RULES)}.pyc" if path.endswith(".pyc") else path
+
+
+@cache
+def _digest(rules: tuple[tuple[re.Pattern[str], str], ...]) -> str:
+    """Another for other rules."""
+    return hashlib.sha256(repr([(rule.pattern, new) for rule, new in rules]).encode()).hexdigest()[:12]
+
+
 class _RewritingLoader(importlib.machinery.SourceFileLoader):
-    def get_code(self, fullname: str) -> CodeType | None:
-        path = self.get_filename(fullname)
-        data = self.get_data(path)
-        if b"cuda" not in data and b"nccl" not in data:
-            return super().get_code(fullname)
-        source = data.decode()
-        rewritten = rewrite(source)
-        if rewritten == source:
-            return super().get_code(fullname)
-        # Compiled anew each time, never from or to the .pyc cache that GPU runs share.
-        return compile(rewritten, path, "exec", dont_inherit=True)
+    def source_to_code(self, data: Any, path: Any) -> CodeType:  # pyrefly: ignore
+        names_cuda = b"cuda" in data or b"nccl" in data
+        return super().source_to_code(rewrite(data.decode()) if names_cuda else data, path)
+
+    def get_data(self, path: str) -> bytes:
+        return super().get_data(_own(path))
+
+    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
+        super().set_data(_own(path), data, _mode=_mode)
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ in _NEED_TRANSFORMER_ENGINE:

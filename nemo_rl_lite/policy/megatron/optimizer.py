@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.offload import cpu_optimizer
-from nemo_rl_lite.policy.megatron.memory import gradient_buffers
+from nemo_rl_lite.policy.megatron.memory import gradient_buffers, torch_optimizers
 from nemo_rl_lite.policy.megatron.model import MegatronModel, torch_dtype
 
 
@@ -44,6 +44,8 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
         model.chunks,
     )
     if settings.optimizer_cpu_offload:
+        for own in torch_optimizers(optimizer):
+            cpu_optimizer.forget_classes(own)
         cpu_optimizer.release_copies_of_construction()
     scheduler = OptimizerParamScheduler(
         optimizer,

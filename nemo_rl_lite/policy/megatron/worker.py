@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
 from nemo_rl_lite.policy.megatron.optimizer import build_optimizer, gradients_are_finite
 from nemo_rl_lite.policy.megatron.producer import Producer
 from nemo_rl_lite.policy.megatron.reference import ReferenceWeights
-from nemo_rl_lite.refit.ipc import StagingHandle
+from nemo_rl_lite.refit.consumer import Shared
 from nemo_rl_lite.refit.plan import RefitPlan
 from nemo_rl_lite.refit.report import RefitReport
 
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 def preload() -> None:
     """Import what takes long to import."""
+    # Not installed, to this process: megatron-core would import it, for seconds, to log what nobody asks of it.
+    sys.modules["wandb"] = None  # pyrefly: ignore
     prepare_import()
     import megatron.bridge  # noqa: F401
 
@@ -174,7 +177,7 @@ class MegatronWorker:
         plan = self._producer.plan(config)
         return None if self._rank else plan
 
-    def open_refit(self, host: str, shared_device: bool) -> tuple[int, StagingHandle | None]:
+    def open_refit(self, host: str, shared_device: bool) -> tuple[int, Shared | None]:
         """See `Producer.open`."""
         return self._producer.open(host, shared_device)
 

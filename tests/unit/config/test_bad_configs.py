@@ -173,7 +173,7 @@ CASES = {
     "policy.model_name=MODEL": ["policy.model_name", "head_dim >= 32"],
     "logger.wandb_enabled=true": ["logger.wandb.mode", "wandb login", "offline"],
     # What leaves the GPU. GPU stands for a run on one, MOE for a model with experts.
-    "offload=cpu_optimizer checkpoint.save_period=0": [
+    "offload=cpu_optimizer": [
         f"{OPTIMIZER}.optimizer_cpu_offload = True",
         "in host memory already",
         "1 problem found",
@@ -182,18 +182,17 @@ CASES = {
         f"{OPTIMIZER}.optimizer_offload_fraction",
         "less than or equal to 1",
     ],
-    f"{GPU} offload=cpu_optimizer checkpoint.save_period=0 {OPTIMIZER}.optimizer_offload_fraction=0.0": [
+    f"{GPU} offload=cpu_optimizer {OPTIMIZER}.optimizer_offload_fraction=0.0": [
         f"{OPTIMIZER}.optimizer_offload_fraction = 0.0",
         "greater than 0",
         "1 problem found",
     ],
-    f"{GPU} offload=cpu_optimizer checkpoint.save_period=0 {OPTIMIZER}.use_distributed_optimizer=false": [
+    f"{GPU} offload=cpu_optimizer {OPTIMIZER}.use_distributed_optimizer=false": [
         f"{OPTIMIZER}.use_distributed_optimizer = False",
         "sharded states",
         "1 problem found",
     ],
-    f"{GPU} offload=cpu_optimizer checkpoint.save_period=0 {OPTIMIZER}.optimizer=sgd "
-    f"{OPTIMIZER}.use_distributed_optimizer=false": [
+    f"{GPU} offload=cpu_optimizer {OPTIMIZER}.optimizer=sgd {OPTIMIZER}.use_distributed_optimizer=false": [
         f"{OPTIMIZER}.optimizer = 'sgd'",
         f"{OPTIMIZER}.optimizer=adam",
         "1 problem found",
@@ -203,12 +202,12 @@ CASES = {
         "which is off",
         "1 problem found",
     ],
-    f"{GPU} offload=cpu_optimizer checkpoint.save_period=0 policy.offload_optimizer_states_for_logprob=true": [
+    f"{GPU} offload=cpu_optimizer policy.offload_optimizer_states_for_logprob=true": [
         "policy.offload_optimizer_states_for_logprob = True",
         "no phase moves optimizer states",
         "1 problem found",
     ],
-    f"{GPU} offload=cpu_optimizer checkpoint.save_period=0 {OPTIMIZER}.optimizer_offload_fraction=0.5 "
+    f"{GPU} offload=cpu_optimizer {OPTIMIZER}.optimizer_offload_fraction=0.5 "
     "policy.offload_for_generation=[gradients,optimizer_states]": [
         "policy.offload_for_generation = ['gradients', 'optimizer_states']",
         "policy.offload_for_generation=[gradients]",
@@ -398,7 +397,7 @@ CASES = {
     "algorithm=sft algorithm.early_stop_patience=0": ["algorithm.early_stop_patience", "greater than 0"],
     "algorithm=sft algorithm.val_metric=accuracy": ["algorithm.val_metric", "'val_loss'"],
     "algorithm.val_metric=loss": ["algorithm.val_metric", "'accuracy' or 'avg_length'"],
-    f"{GPU} offload=cpu_optimizer": ["checkpoint.save_period", "cannot read back", "checkpoint.save_period=0"],
+    f"{GPU} offload=cpu_optimizer policy.precision=float32": ["policy.precision", "bfloat16"],
     "checkpoint.save_period=-1": ["checkpoint.save_period", "greater than or equal to 0"],
     "checkpoint.resume_layouts=tensor": ["checkpoint.resume_layouts", "'any' or 'data_parallel'"],
     "checkpoint.keep_newest=0": ["checkpoint.keep_newest", "greater than 0"],

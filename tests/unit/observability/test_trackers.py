@@ -170,3 +170,23 @@ def test_mlflow_that_cannot_start_names_the_key(tmp_path):
     config = MLflowConfig(tracking_uri="gopher://nowhere", experiment="x", name=None)
     with pytest.raises(LauncherError, match=r"logger.mlflow.tracking_uri"):
         MLflow(config, tmp_path, CONFIG)
+
+
+def test_the_end_of_a_run_waits_once_for_an_mlflow_that_is_gone(tmp_path, caplog):
+    pytest.importorskip("mlflow", reason="needs the extra mlflow")
+    from nemo_rl_lite.observability.mlflow import MLflow
+
+    sink = MLflow(MLflowConfig(tracking_uri=str(tmp_path / "mlruns"), experiment="x", name=None), tmp_path, CONFIG)
+    fill(sink)
+    waited = []
+
+    def gone():
+        waited.append(1)
+        raise ConnectionError("nobody answers")
+
+    for operation in sink._sent:
+        operation.wait()
+        operation.wait = gone
+    assert len(sink._sent) > 1
+    sink.close()
+    assert len(waited) == 1 and caplog.text.count("nobody answers") == 1

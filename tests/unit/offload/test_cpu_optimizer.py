@@ -17,7 +17,6 @@ ON_HOST = [
     "policy.max_total_sequence_length=64",
     "generation.max_new_tokens=16",
     "offload=cpu_optimizer",
-    "checkpoint.save_period=0",
 ]
 OPTIMIZER = "policy.megatron_cfg.optimizer"
 
@@ -28,11 +27,13 @@ def built(monkeypatch):
     prepare_import()
     import megatron.core.optimizer
 
-    told = []
+    told, told_classes = [], []
 
     def remember(options, chunks):
         told.append(options)
-        return SimpleNamespace(param_groups=[{"params": []}], scale_loss=None)
+        groups = [{"params": [], "lr": 1e-5, "cpu_optimizer_cls": object, "gpu_optimizer_cls": object}]
+        told_classes.append(groups)
+        return SimpleNamespace(param_groups=groups, scale_loss=None, optimizer=SimpleNamespace(param_groups=groups))
 
     monkeypatch.setattr(megatron.core.optimizer, "get_megatron_optimizer", remember)
     monkeypatch.setattr(cpu_optimizer, "release_copies_of_construction", lambda: told.append("released"))
@@ -41,6 +42,9 @@ def built(monkeypatch):
     def build(*arguments: str):
         policy = compose_config(arguments).policy
         optimizer.build_optimizer(policy, MegatronModel(None, [], place, device, policy.precision != "float32"))
+        # Classes in a checkpoint could not be read back.
+        on_host = policy.megatron_cfg.optimizer.optimizer_cpu_offload
+        assert all(("cpu_optimizer_cls" in group) == (not on_host) for group in told_classes[0])
         return told
 
     return build

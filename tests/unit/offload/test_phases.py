@@ -240,7 +240,6 @@ def test_what_has_one_place_throughout_never_moves():
         "generation=vllm_gpu",
         "policy.model_name=a/b",
         "offload=cpu_optimizer",
-        "checkpoint.save_period=0",
     )
     for phase in STEP:
         policy.memory.enter(phase)

@@ -143,7 +143,6 @@ MEASURED = {
 # Each kind of place is in its table.
 EVERYWHERE = [
     "offload=max_memory",
-    "checkpoint.save_period=0",
     f"{MEGATRON}.activation_checkpointing=false",
     f"{MEGATRON}.fine_grained_activation_offloading=true",
     f"{MEGATRON}.offload_modules=[core_attn,attn_proj]",
@@ -193,7 +192,6 @@ def test_a_part_of_the_optimizer_can_live_on_the_host():
         *BATCH,
         "policy.max_total_sequence_length=128",
         "offload=cpu_optimizer",
-        "checkpoint.save_period=0",
         away,
     ]
     prediction, parameters = predict(compose_config(config), SMOLLM2, H100), parameter_count(SMOLLM2)

@@ -30,8 +30,8 @@ def row(table: Residency, component: Component) -> tuple[Place, ...]:
         (["offload=logprob"], (D, D, D, D), (D, D, D, D), (D, H, D, D)),
         (["offload=colocated"], (H, D, D, D), (R, R, D, R), (H, H, D, H)),
         (["offload=pinned"], (H, D, D, D), (R, R, D, R), (H, H, D, H)),
-        (["offload=cpu_optimizer", "checkpoint.save_period=0"], (D, D, D, D), (D, D, D, D), (H, H, H, H)),
-        (["offload=max_memory", "checkpoint.save_period=0"], (H, D, D, D), (R, R, D, R), (H, H, H, H)),
+        (["offload=cpu_optimizer"], (D, D, D, D), (D, D, D, D), (H, H, H, H)),
+        (["offload=max_memory"], (H, D, D, D), (R, R, D, R), (H, H, H, H)),
         (["policy.offload_for_generation=[gradients]"], (D, D, D, D), (R, R, D, R), (D, D, D, D)),
     ],
 )

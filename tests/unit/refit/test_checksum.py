@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from nemo_rl_lite.refit.checksum import _SAMPLED, _WORDS, Checksums
+from nemo_rl_lite.refit.checksum import _EVERY, _WORDS, Checksums
 
 
 def random_bytes(size: int) -> torch.Tensor:
@@ -72,8 +72,8 @@ def test_nothing_is_computed_where_nothing_is_verified():
 
 
 def test_a_sample_sees_its_chunks_and_no_others():
-    buffer = random_bytes(8 * _WORDS * (_SAMPLED + 1))
-    for index, seen in ((0, True), (8 * _WORDS, False), (8 * _WORDS * _SAMPLED, True)):
+    buffer = random_bytes(8 * _WORDS * (_EVERY["sample"] + 1))
+    for index, seen in ((0, True), (8 * _WORDS, False), (8 * _WORDS * _EVERY["sample"], True)):
         sums = Checksums("sample")
         sums.add(buffer)
         buffer[index] ^= 1

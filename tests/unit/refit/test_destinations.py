@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from nemo_rl_lite.refit.destinations import Destinations
-from nemo_rl_lite.refit.packing import Arrived, Packer, dtype_name, new_buffers
+from nemo_rl_lite.refit.packing import Arrived, Stream, buffer_of, dtype_name, new_buffers
 from nemo_rl_lite.refit.plan import make_plan
+from nemo_rl_lite.refit.report import RefitReport
 
 HIDDEN, HEADS, VOCABULARY = 6, 4, 10
 
@@ -84,9 +85,11 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 def refit(destinations: Destinations, values: dict[str, torch.Tensor], bucket_bytes: int, buffers: int = 2) -> None:
     plan = make_plan([(name, tuple(one.shape), dtype_name(one.dtype)) for name, one in values.items()], bucket_bytes)
-    packer, tensors = Packer(plan, new_buffers(plan, buffers, torch.device("cpu"))), iter(values.items())
+    room, export = new_buffers(plan, buffers, torch.device("cpu")), Stream(plan, values.items())
     for index, bucket in enumerate(plan.buckets):
-        buffer = packer.pack(index, [next(tensors) for _ in bucket.slots])
+        buffer = buffer_of(plan, room, index)
+        export.begin(index, RefitReport())
+        export.fill(index, buffer, RefitReport())
         destinations.fill(Arrived(index, bucket, buffer))
         # Filled anew soon: nothing may point there.
         buffer.fill_(255)

@@ -13,7 +13,7 @@ from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.refit import ipc
 from nemo_rl_lite.refit.broadcast import BroadcastReceiver, BroadcastSender
 from nemo_rl_lite.refit.group import Flight, RefitGroup
-from nemo_rl_lite.refit.packing import dtype_name, new_buffers
+from nemo_rl_lite.refit.packing import Stream, dtype_name, new_buffers
 from nemo_rl_lite.refit.plan import RefitPlan, make_plan
 from nemo_rl_lite.refit.report import RefitReport, compare_checksums
 from tests.unit.refit.ranks import CPU, run
@@ -62,7 +62,7 @@ class Broadcast:
         self._plan = plan
 
     def send(self, group: RefitGroup, tensors) -> RefitReport:
-        return BroadcastSender(self._plan, group, "full", self.buffers).send(tensors)
+        return BroadcastSender(self._plan, group, "full", self.buffers).send(Stream(self._plan, tensors))
 
     def receiver(self, group: RefitGroup, plan: RefitPlan | None = None):
         plan = plan or self._plan
@@ -78,7 +78,7 @@ class SharedBuffer(Broadcast):
         weakref.finalize(self, ipc.forget, self._handle)
 
     def send(self, group: RefitGroup, tensors) -> RefitReport:
-        return ipc.IpcSender(self._plan, group, self._handle.open(), "full").send(tensors)
+        return ipc.IpcSender(self._plan, group, self._handle.open(), "full").send(Stream(self._plan, tensors))
 
     def receiver(self, group: RefitGroup, plan: RefitPlan | None = None):
         return ipc.IpcReceiver(plan or self._plan, group, self._handle.open(), "full", keep=False)

@@ -37,13 +37,13 @@ def problems(*answers: str) -> list[Problem]:
 
 
 def test_a_sample_that_hangs_is_an_error_and_the_others_get_their_verdict():
-    moody_judge = judge(f"{HERE}.moody", timeout_s=1.0)
+    moody_judge = judge(f"{HERE}.moody", timeout_s=3.0)
     responses = ["1", "power", "2", "raise", "sleep", "3", "die", "9"]
     started = time.perf_counter()
     verdicts = moody_judge(responses, problems(*"12345678"))
-    assert time.perf_counter() - started < 20
+    assert time.perf_counter() - started < 30
     assert [verdict for verdict in verdicts if isinstance(verdict, float)] == [1.0, 0.0, 0.0, 0.0]
-    late = "no verdict within reward.timeout_s = 1"
+    late = "no verdict within reward.timeout_s = 3"
     assert str(verdicts[1]) == str(verdicts[4]) == late
     assert str(verdicts[3]).startswith("ValueError: xxx") and len(str(verdicts[3])) < 400
     assert str(verdicts[6]) == "the judging process ended with status 7"

@@ -1,0 +1,66 @@
+"""What checkpoints leave out of optimizers, with torch's own for megatron-core's."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_rl_lite.policy.megatron.saved_optimizer import make_states, require_states, restore_split, set_step_counts
+
+
+class Split:
+    """Like megatron-core's CPU optimizer: two parts, each with its parameter, under groups of both."""
+
+    def __init__(self):
+        weights = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
+        self.sub_optimizers = [torch.optim.AdamW([weight]) for weight in weights]
+        self.defaults, self.collected = {"fused": True}, 0
+        self.param_groups = [{"params": weights, "lr": 1e-5, "step": 5}]
+
+    def _sync_sub_optimizers_state_to_hdo(self):
+        self.collected += 1
+
+
+def wrapped(own):
+    return SimpleNamespace(optimizer=own, init_state_fn=None)
+
+
+def test_states_that_a_first_step_would_make_are_there_in_both_parts():
+    own = Split()
+    optimizer = wrapped(own)
+    with pytest.raises(RuntimeError, match="left out optimizer states"):
+        require_states(optimizer)
+    make_states(optimizer)
+    require_states(optimizer)
+    assert own.collected == 1 and optimizer.init_state_fn is not None
+    for part in own.sub_optimizers:
+        (state,) = part.state.values()
+        assert state["step"] == 0 and not state["exp_avg"].any() and not state["exp_avg_sq"].any()
+        state["exp_avg"] += 1
+    make_states(optimizer)
+    assert all(state["exp_avg"].all() for part in own.sub_optimizers for state in part.state.values())
+
+
+def test_each_part_counts_on_from_the_step_that_was_read():
+    own = Split()
+    make_states(wrapped(own))
+    for part in own.sub_optimizers:
+        part.param_groups[0]["step"] = 5
+    set_step_counts(wrapped(own))
+    assert [float(state["step"]) for part in own.sub_optimizers for state in part.state.values()] == [5, 5]
+    # It would be given to the parts before every step.
+    assert "step" not in own.param_groups[0]
+
+
+def test_states_do_not_keep_those_of_other_ranks_in_memory():
+    own = Split()
+    make_states(wrapped(own))
+    everyones = torch.arange(12.0)
+    for part in own.sub_optimizers:
+        (state,) = part.state.values()
+        state["exp_avg"] = everyones[3:6]
+    restore_split(wrapped(own))
+    for part in own.sub_optimizers:
+        (state,) = part.state.values()
+        assert state["exp_avg"].tolist() == [3, 4, 5] and state["exp_avg"].untyped_storage().nbytes() == 12
+    assert own.param_groups[0]["fused"] is True
