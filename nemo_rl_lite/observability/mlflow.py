@@ -21,7 +21,13 @@ log = logging.getLogger(__name__)
 RUN_ID_FILE = "mlflow-run-id.txt"
 # What MLflow takes at once, and of one parameter's value.
 _PARAMETERS, _CHARACTERS = 100, 500
-_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
+# A server that is gone would hold the run up for minutes a call; and two batches at once break a folder as the store:
+# each makes the folder of a new metric, and the one that comes second is lost.
+_SETTINGS = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_ASYNC_LOGGING_THREADPOOL_SIZE": "1",
+}
 
 
 class MLflow(Sink):
@@ -33,8 +39,7 @@ class MLflow(Sink):
             # MLflow wants to be told so since it recommends databases.
             os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
-        # A server that is gone would hold the run up for minutes a call.
-        for name, value in _PATIENCE.items():
+        for name, value in _SETTINGS.items():
             os.environ.setdefault(name, value)
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException

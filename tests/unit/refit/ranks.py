@@ -6,7 +6,7 @@ import pickle
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Event
+from multiprocessing.synchronize import Barrier, Event
 from typing import Any
 
 import cloudpickle
@@ -21,24 +21,30 @@ CPU = torch.device("cpu")
 # beyond a lock that one of them held. The server has none, and its children need no imports of their own.
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tests.unit.refit.ranks"])
+# Seconds for a rank to start on a busy machine. What it runs is read in them too: reading may import anything that the
+# test's process has imported.
+_START = 90.0
 
 
 def run(rank_functions: list[Callable[[RefitGroup], Any]], timeout_s: float = 20.0, wanted: int | None = None) -> list:
     """Each function gets its rank's group; results, or exceptions, in rank order, of the first `wanted` ranks."""
     store = refit_group.host_store("127.0.0.1", timeout_s)
     size, all_done = len(rank_functions), _FORKS.Event()
+    all_started = _FORKS.Barrier(size)
     pipes = [_FORKS.Pipe(duplex=False) for _ in rank_functions]
     meetings = [Meeting("127.0.0.1", store.port, rank, size) for rank in range(size)]
     processes = [
         _FORKS.Process(
-            target=_rank_main, args=(cloudpickle.dumps(function), meeting, timeout_s, sending, all_done), daemon=True
+            target=_rank_main,
+            args=(cloudpickle.dumps(function), meeting, timeout_s, sending, all_started, all_done),
+            daemon=True,
         )
         for function, meeting, (_, sending) in zip(rank_functions, meetings, pipes, strict=True)
     ]
     try:
         for process in processes:
             process.start()
-        deadline = time.monotonic() + 3 * timeout_s
+        deadline = time.monotonic() + _START + 3 * timeout_s
         for rank, (receiving, _) in enumerate(pipes[:wanted]):
             assert receiving.poll(deadline - time.monotonic()), f"rank {rank} gave no result"
         return [pickle.loads(receiving.recv_bytes()) for receiving, _ in pipes[:wanted]]
@@ -50,11 +56,14 @@ def run(rank_functions: list[Callable[[RefitGroup], Any]], timeout_s: float = 20
             process.kill()
 
 
-def _rank_main(function: bytes, meeting: Meeting, timeout_s: float, sending: Connection, all_done: Event) -> None:
+def _rank_main(
+    function: bytes, meeting: Meeting, timeout_s: float, sending: Connection, all_started: Barrier, all_done: Event
+) -> None:
     try:
         torch.set_num_threads(1)
-        group = refit_group.join_at(meeting, CPU, timeout_s)
-        result = pickle.loads(function)(group)
+        call = pickle.loads(function)
+        all_started.wait(_START)
+        result = call(refit_group.join_at(meeting, CPU, timeout_s))
     except Exception as error:
         result = error
     sending.send_bytes(cloudpickle.dumps(result))
