@@ -24,6 +24,8 @@ _FORKS.set_forkserver_preload(["tests.unit.refit.ranks"])
 # Seconds for a rank to start on a busy machine. What it runs is read in them too: reading may import anything that the
 # test's process has imported.
 _START = 90.0
+# Seconds until a rank that has started gives up where a peer does not answer.
+SHORT = 4.0
 
 
 def run(rank_functions: list[Callable[[RefitGroup], Any]], timeout_s: float = 20.0, wanted: int | None = None) -> list:

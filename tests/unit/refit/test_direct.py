@@ -13,10 +13,9 @@ from nemo_rl_lite.refit.destinations import Destinations
 from nemo_rl_lite.refit.direct import DirectReceiver, DirectSender
 from nemo_rl_lite.refit.packing import same_bytes
 from nemo_rl_lite.refit.plan import make_plan
-from tests.unit.refit.ranks import CPU, run
+from tests.unit.refit.ranks import CPU, SHORT, run
 
 HIDDEN, GROUPS = 6, 2
-SHORT = 6.0
 # Of each group two rows of queries, one of keys and one of values.
 FUSED = (GROUPS, 4, HIDDEN)
 PLAN_SHAPES = {
@@ -239,7 +238,7 @@ def test_a_weight_that_was_not_copied_is_named(tmp_path, verify):
                 assert not files.now_open
         return "not looked at"
 
-    _, result = run([lend(tmp_path, 2), consumer])
+    _, result = run([lend(tmp_path, 2), consumer], SHORT)
     if verify == "off":
         assert result == "not looked at"
     else:

@@ -16,7 +16,7 @@ from nemo_rl_lite.refit.group import Flight, RefitGroup
 from nemo_rl_lite.refit.packing import Stream, dtype_name, new_buffers
 from nemo_rl_lite.refit.plan import RefitPlan, make_plan
 from nemo_rl_lite.refit.report import RefitReport, compare_checksums
-from tests.unit.refit.ranks import CPU, run
+from tests.unit.refit.ranks import CPU, SHORT, run
 
 WEIGHTS = {
     "matrix": torch.randn(33, 17),
@@ -28,9 +28,6 @@ WEIGHTS = {
     "large": torch.randn(5000),
     "ids": torch.arange(9),
 }
-
-# Seconds until a rank gives up where a peer does not answer; long enough to meet on a busy machine.
-SHORT = 6.0
 
 
 def plan_of(weights: dict[str, torch.Tensor], bucket_bytes: int) -> RefitPlan:
