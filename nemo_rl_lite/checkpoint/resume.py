@@ -1,6 +1,6 @@
 """Where a run begins: at the model it names, or where a checkpoint left off. Imports nothing heavy."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,13 @@ class Start:
     changes: tuple[str, ...] = ()
     """Lines that say what of the configuration is not as it was saved."""
 
+    def lines(self) -> Iterator[str]:
+        """What there is to say of it; nothing at the beginning."""
+        if self.steps:
+            yield f"going on after step {self.steps}, from {self.policy}"
+        for change in self.changes:
+            yield f"changed since then  {change}"
+
 
 def checkpoint_store(config: Config, run_folder: Path) -> CheckpointStore:
     """The run's own."""
@@ -54,9 +61,7 @@ def find_start(config: Config, whole_config: Mapping[str, Any], run_folder: Path
     Raises:
         ConfigError: there is no checkpoint at `checkpoint.resume_from`, or it is of another kind of training.
     """
-    own = checkpoint_store(config, run_folder)
-    own.tidy()
-    found, named = own.latest(), config.checkpoint.resume_from
+    found, named = checkpoint_store(config, run_folder).latest(), config.checkpoint.resume_from
     if found is None and named is not None:
         found = locate(Path(named))
         if found is None:

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl_lite.checkpoint.resume import changed
+from nemo_rl_lite.checkpoint.resume import changed, find_start
 from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.jobs.interface import make_job
@@ -25,9 +25,17 @@ def dry_run(config: Config, overrides: Sequence[str]) -> None:
     console = RunConsole()
     console.table("differences from the defaults", ["", "default", "here"], differences(config))
     with tempfile.TemporaryDirectory() as folder:
+        for line in find_start(config, dataclasses.asdict(config), run_folder(overrides) or Path(folder)).lines():
+            console.say(line)
         make_job(config, Path(folder), console)
     show(make_plan(config, overrides, find_shape(config.policy.model_name), size_of(None), None), console)
     console.say("dry run: nothing was started")
+
+
+def run_folder(overrides: Sequence[str]) -> Path | None:
+    """The run's folder, where the command names it."""
+    named = [override.partition("=")[2] for override in overrides if override.startswith("hydra.run.dir=")]
+    return Path(named[-1]) if named else None
 
 
 def differences(config: Config) -> list[list[str]]:

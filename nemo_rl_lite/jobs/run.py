@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, Start, changed, find_start
+from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, Start, changed, checkpoint_store, find_start
 from nemo_rl_lite.cluster.launch import reserve
 from nemo_rl_lite.cluster.runtime import ray_runtime
 from nemo_rl_lite.config.schema import Config
@@ -34,7 +34,7 @@ def run(config: Config, folder: Path, command: str) -> Summary:
         LauncherError: what else a user can act on.
     """
     whole_config = dataclasses.asdict(config)
-    start = find_start(config, whole_config, folder)
+    start = _find_start(config, whole_config, folder)
     _open(folder, whole_config, command)
     with status_kept(folder):
         return _through_losses(config, folder, whole_config, start)
@@ -51,7 +51,12 @@ def _through_losses(config: Config, folder: Path, whole_config: Mapping[str, Any
             restarts += 1
             limit = f"restart {restarts} of at most {config.cluster.max_restarts}, cluster.max_restarts"
             attempts.console.say(f"{error}; starting again from the last checkpoint ({limit})")
-        start = find_start(config, whole_config, folder)
+        start = _find_start(config, whole_config, folder)
+
+
+def _find_start(config: Config, whole_config: Mapping[str, Any], folder: Path) -> Start:
+    checkpoint_store(config, folder).tidy()
+    return find_start(config, whole_config, folder)
 
 
 class _Attempts:
@@ -64,10 +69,8 @@ class _Attempts:
 
     def go_on(self, start: Start) -> Summary:
         config, folder, console, setup = self._config, self._folder, self.console, Timer()
-        if start.steps:
-            console.say(f"going on after step {start.steps}, from {start.policy}")
-        for change in start.changes:
-            console.say(f"changed since then  {change}")
+        for line in start.lines():
+            console.say(line)
         with ExitStack() as stack:
             with ray_runtime():
                 # Workers import for as long as the data takes to read and check, or longer.

@@ -1,12 +1,24 @@
 """A run up to its first process."""
 
+import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
 from nemo_rl_lite import train
+from nemo_rl_lite.checkpoint.resume import checkpoint_store
+from nemo_rl_lite.config.compose import compose_config
 
 pytestmark = pytest.mark.functional
+
+
+def save_checkpoint(folder: Path, step: int, *overrides: str) -> None:
+    """One that says of which configuration it is, without a policy."""
+    config = compose_config(overrides)
+    store = checkpoint_store(config, folder)
+    store.begin(step)
+    store.finish(step, {}, {"config": dataclasses.asdict(config)})
 
 
 def test_a_dry_run_reads_data_and_writes_nothing(capsys, tmp_path, monkeypatch, model_folder):
@@ -23,6 +35,10 @@ def test_a_dry_run_reads_data_and_writes_nothing(capsys, tmp_path, monkeypatch, 
     text = capsys.readouterr().out
     assert "algorithm.max_num_steps" in text and "dry run: nothing was started" in text
     assert not (tmp_path / "outputs" / "grpo-file").exists()
+    save_checkpoint(tmp_path / "earlier", 7, *data)
+    train.launch(["--dry-run", "algorithm.max_num_steps=3", "hydra.run.dir=earlier", *data])
+    text = capsys.readouterr().out
+    assert "going on after step 7, from " in text and "changed since then  algorithm.max_num_steps: 30 -> 3" in text
     (tmp_path / "rows.jsonl").write_text("{not json}\n")
     with pytest.raises(SystemExit) as end:
         train.launch(["--dry-run", *data])

@@ -4,10 +4,10 @@ import netrc
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 from nemo_rl_lite.config.rules.base import rule
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.diagnosis.services import WANDB, wandb_login
 from nemo_rl_lite.errors import Violation
 
 
@@ -37,10 +37,9 @@ def mlflow_has_its_database(config: Config) -> Iterator[Violation]:
 
 def _wandb_key() -> bool:
     # A server of one's own may need no key, or one that is kept elsewhere; its client will say.
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_BASE_URL"):
+    if os.environ.get("WANDB_BASE_URL"):
         return True
     try:
-        hosts = netrc.netrc(str(Path("~/.netrc").expanduser())).hosts
+        return bool(wandb_login(os.environ, WANDB))
     except (OSError, netrc.NetrcParseError):
         return False
-    return any("wandb" in host for host in hosts)

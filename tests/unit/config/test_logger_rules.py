@@ -1,4 +1,4 @@
-"""MLflow is asked for where it is there."""
+"""Trackers are asked for where they are there, and where they know their user."""
 
 import pytest
 
@@ -27,3 +27,16 @@ def test_a_database_needs_more_than_the_client(monkeypatch):
     compose_config(["logger.mlflow_enabled=true", "logger.mlflow.tracking_uri=https://mlflow.example"])
     installed(monkeypatch, "mlflow", "sqlalchemy")
     compose_config(["logger.mlflow_enabled=true", "logger.mlflow.tracking_uri=sqlite:///x.db"])
+
+
+def test_wandb_finds_its_key_where_wandb_looks(monkeypatch, tmp_path):
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "keys"))
+    with pytest.raises(ConfigError, match="wandb login"):
+        compose_config(["logger.wandb_enabled=true"])
+    (tmp_path / "keys").write_text("machine api.wandb.ai\n  login user\n  password 0123456789\n")
+    compose_config(["logger.wandb_enabled=true"])
+    (tmp_path / "keys").write_text("machine api.wandb.ai\n  passwrd\n")
+    with pytest.raises(ConfigError, match="wandb login"):
+        compose_config(["logger.wandb_enabled=true"])
