@@ -7,6 +7,7 @@ reported at once, before anything heavy is imported.
 import copy
 import json
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from hydra.errors import HydraException
@@ -127,8 +128,7 @@ def _algorithm_file(values: dict[str, Any]) -> tuple[str, ...]:
 
 def _with_defaults(values: dict[str, Any], unusable: frozenset[str]) -> dict[str, Any]:
     """A copy of `values` in which the keys of `unusable` have their default, or are gone where they have none."""
-    repaired = copy.deepcopy(values)
-    defaults, _ = _plain(compose_files(_algorithm_file(values)))
+    repaired, defaults = copy.deepcopy(values), _defaults(_algorithm_file(values))
     for key in unusable:
         section, _, name = key.rpartition(".")
         parent, default_parent = _at(repaired, section), _at(defaults, section)
@@ -137,6 +137,11 @@ def _with_defaults(values: dict[str, Any], unusable: frozenset[str]) -> dict[str
             if isinstance(default_parent, dict) and default_parent.get(name, _UNUSABLE) != _UNUSABLE:
                 parent[name] = default_parent[name]
     return repaired
+
+
+@cache
+def _defaults(algorithm_file: tuple[str, ...]) -> dict[str, Any]:
+    return _plain(compose_files(algorithm_file))[0]
 
 
 def _at(node: Any, path: str) -> Any:
