@@ -5,9 +5,11 @@ thread of Python gets a turn. So each process has a watchdog that ends it from o
 puts another in its place.
 """
 
+import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ from nemo_rl_lite.data.problems import Problem
 
 # Seconds that a process may take to start and to import the reward.
 START_S = 60.0
+# Status of a process that its own watchdog (faulthandler) has ended, or the pool.
+_LATE = (1, -signal.SIGKILL)
 
 
 class RewardError(Exception):
@@ -46,6 +50,8 @@ class JudgePool:
     def __init__(self, config: RewardConfig, timeout_s: float):
         self._config, self._timeout_s = config, timeout_s
         self._workers = [self._start() for _ in range(config.processes)]
+        # Also where the launcher ends while one is in a reward that takes long.
+        weakref.finalize(self, _end, self._workers)
 
     def __call__(self, responses: Sequence[str], problems: Sequence[Problem]) -> list[Verdict]:
         """A verdict on each response, in order; a `RewardError` where it took too long."""
@@ -81,8 +87,9 @@ class JudgePool:
             verdict = worker.pipe.recv()
             return (RewardError(verdict) if isinstance(verdict, str) else verdict), worker
         except (EOFError, OSError):
-            late = time.monotonic() - worker.since >= self._timeout_s
             status = worker.process.wait()
+            # It was given its sample while it was starting, which may take longer.
+            late = status in _LATE and time.monotonic() - worker.since >= self._timeout_s
             cause = (
                 f"no verdict within reward.timeout_s = {self._timeout_s:g}"
                 if late
@@ -109,3 +116,9 @@ class JudgePool:
         # The user's reward may lie in a folder that only this process has on its path.
         self._send(worker, (sys.path, self._config.name, self._config.kwargs, self._timeout_s))
         return worker
+
+
+def _end(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        worker.process.kill()
+        worker.process.wait()

@@ -51,7 +51,7 @@ def free_ports(count: int = 40) -> int:
     raise RuntimeError("no free ports")
 
 
-def run_ranks(script: Path, arguments: Sequence[str], ranks: int, timeout_s: float = 200) -> None:
+def run_ranks(script: Path, arguments: Sequence[str], ranks: int, timeout_s: float = 900) -> None:
     """Run `script` once a rank, with torch.distributed's environment; fails with what the ranks that failed printed."""
     port = free_ports()
     processes, folder = [], Path(tempfile.mkdtemp())
@@ -89,7 +89,7 @@ def run_command(folder: Path, model: Path, *overrides: str) -> list[str]:
 
 
 def train(
-    folder: Path, model: Path, *overrides: str, plots: bool = False, timeout_s: float = 200
+    folder: Path, model: Path, *overrides: str, plots: bool = False, timeout_s: float = 900
 ) -> tuple[str, list[dict]]:
     """A whole run through the command line; the console's text and the metrics, line by line."""
     command = run_command(folder, model, f"logger.plots={str(plots).lower()}", *overrides)

@@ -1,5 +1,42 @@
-"""A reward that an untrained model also gets some of."""
+"""A reward that an untrained model also gets some of, and one that lets a test keep step with a run."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+_SEEN = "NEMO_RL_LITE_TEST_SEEN"
 
 
 def share_of_digits(response: str, answer: str) -> float:
     return sum(letter.isdigit() for letter in response) / max(len(response), 1)
+
+
+class Gate:
+    """Of the run in `folder`: no step's rewards are there before the test has passed the step before it."""
+
+    def __init__(self, folder: Path):
+        self._seen = folder.with_name(f"{folder.name}.seen")
+        self.overrides = (f"reward.name={__name__}.gated_share_of_digits", "reward.timeout_s=600")
+        self.passed(0)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {_SEEN: str(self._seen)}
+
+    def passed(self, step: int) -> None:
+        self._seen.write_text(str(step))
+
+
+def gated_share_of_digits(response: str, answer: str) -> float:
+    seen = Path(os.environ[_SEEN])
+    metrics = seen.with_suffix("") / "metrics.jsonl"
+    while _steps_in(metrics) > int(seen.read_text() or 0):
+        time.sleep(0.05)
+    return share_of_digits(response, answer)
+
+
+def _steps_in(metrics: Path) -> int:
+    """How many steps a run has done."""
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)

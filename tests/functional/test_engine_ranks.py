@@ -30,7 +30,7 @@ def test_ranks_of_an_engine_ask_ray_for_nothing(model_folder, tmp_path):
         "CUDA_VISIBLE_DEVICES": "",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
-    ray.init(include_dashboard=False, log_to_driver=False, resources={"seat": 2})
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, resources={"seat": 2})
     try:
         group = placement_group([{"seat": 1}, {"seat": 1}])
         ray.get(group.ready())
@@ -42,9 +42,9 @@ def test_ranks_of_an_engine_ask_ray_for_nothing(model_folder, tmp_path):
             ).remote("", str(tmp_path / f"{seat}.log"))
             for seat in range(2)
         )
-        ray.get(engine.load.remote("nemo_rl_lite.generation.vllm.worker.VLLMEngine", {}), timeout=90)
-        ray.get(engine.start.remote(arguments), timeout=90)
-        (completion,) = ray.get(engine.call.remote("generate", "generate", None, [[1, 2, 3]], sampling), timeout=60)
+        ray.get(engine.load.remote("nemo_rl_lite.generation.vllm.worker.VLLMEngine", {}), timeout=6000)
+        ray.get(engine.start.remote(arguments), timeout=6000)
+        (completion,) = ray.get(engine.call.remote("generate", "generate", None, [[1, 2, 3]], sampling), timeout=600)
     finally:
         ray.shutdown()
     assert len(completion.tokens) == len(completion.logprobs) == 4

@@ -22,6 +22,8 @@ from nemo_rl_lite.refit.report import RefitReport
 pytestmark = pytest.mark.functional
 
 CPU = torch.device("cpu")
+# Seconds for all that an engine does, from its first import on.
+LIMIT_S = 600
 LEFT_OUT = "model.layers.2.self_attn.k_norm.weight"
 
 
@@ -60,10 +62,11 @@ def seen(request, model_folder, new_model, engine_environment, tmp_path_factory)
         process = subprocess.Popen(command, env=engine_environment, stdout=log, stderr=subprocess.STDOUT)
     try:
         sent = {f"sent{producer.name}": producer.send() for producer in refits}
-        assert process.wait(60) == 0
-    except (AssertionError, RuntimeError, RefitError) as error:
-        process.kill()
+        assert process.wait(LIMIT_S) == 0
+    except (AssertionError, RuntimeError, RefitError, subprocess.TimeoutExpired) as error:
         raise AssertionError((folder / "log").read_text()[-4000:]) from error
+    finally:
+        process.kill()
     return pickle.loads((folder / "seen").read_bytes()) | sent
 
 
@@ -72,13 +75,13 @@ class Producer:
 
     def __init__(self, name: str, weights: list, shared: bool = False):
         self.name, self._weights, self._plan = name, weights, plan_of(weights)
-        self._store = refit_group.host_store("127.0.0.1", 90)
+        self._store = refit_group.host_store("127.0.0.1", LIMIT_S)
         self._staging, handle = ipc.new_staging(self._plan, CPU) if shared else (None, None)
-        settings = compose_config(["refit.timeout_s=60"]).refit
+        settings = compose_config([f"refit.timeout_s={LIMIT_S}"]).refit
         self.source = Source(self._plan, settings, Meeting("127.0.0.1", self._store.port, rank=1, world_size=2), handle)
 
     def send(self) -> RefitReport:
-        group = refit_group.join(self._store, 0, 2, CPU, 90)
+        group = refit_group.join(self._store, 0, 2, CPU, LIMIT_S)
         if self._staging is None:
             return BroadcastSender(self._plan, group, "full", 2).send(Stream(self._plan, self._weights))
         group.meet("the staging buffer")

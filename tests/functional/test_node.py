@@ -61,7 +61,7 @@ class Nodes:
     def said(self, rank: int) -> str:
         return (self.folder / f"{rank}.out").read_text()
 
-    def until(self, rank: int, text: str, limit_s: float = 200) -> None:
+    def until(self, rank: int, text: str, limit_s: float = 600) -> None:
         deadline = time.monotonic() + limit_s
         while text not in self.said(rank):
             assert time.monotonic() < deadline, self.said(0) + self.said(rank)
@@ -93,14 +93,14 @@ def test_nodes_meet_a_ray_that_dies_comes_back_and_nothing_is_left(nodes, tmp_pa
     raylets(second)[0].kill()
     (tmp_path / "go on").touch()
     nodes.until(0, "again 2")
-    assert first.wait(timeout=60) == 75 and second.wait(timeout=60) == 0
+    assert first.wait(timeout=600) == 75 and second.wait(timeout=600) == 0
     assert (tmp_path / "status").read_text() == "75\n" and not (tmp_path / "attach.sh").exists()
     assert "its Ray ended" in nodes.said(1)
-    _, left = psutil.wait_procs(everyone, timeout=10)
+    _, left = psutil.wait_procs(everyone, timeout=120)
     assert not left
 
 
 def test_without_a_first_node_the_others_say_so(nodes):
     second = nodes.start(1, 2, "--join-timeout-s=1")
-    assert second.wait(timeout=60) == 1
+    assert second.wait(timeout=600) == 1
     assert "the first node did not say within 1 s where its Ray is" in nodes.said(1)

@@ -40,7 +40,7 @@ def connect() -> None:
 def test_a_lost_node_is_told_from_an_error_and_another_one_takes_its_place(cluster, tmp_path):
     _, second = (cluster.add_node(num_cpus=1, num_gpus=1) for _ in range(2))
     connect()
-    config = compose_config([*TWO_NODES, "cluster.start_timeout_s=60.0"])
+    config = compose_config([*TWO_NODES, "cluster.start_timeout_s=300.0"])
     group = quiet_group(place(config, 0).policy, tmp_path)
     assert wait(group.call("answer")) == ["here", "here"]
     cluster.remove_node(second)
@@ -71,6 +71,6 @@ def test_without_another_node_the_error_says_what_was_asked_for_and_what_there_i
 
 def quiet_group(slots, folder) -> WorkerGroup:
     group = WorkerGroup("policy", slots, str(folder), {"PYTHONPATH": PYTHONPATH})
-    wait(group.load("tests.functional.workers.Quiet", [{}, {}]), timeout_s=60)
-    wait(group.start([{}, {}]), timeout_s=60)
+    wait(group.load("tests.functional.workers.Quiet", [{}, {}]), timeout_s=300)
+    wait(group.start([{}, {}]), timeout_s=300)
     return group

@@ -10,10 +10,9 @@ import pytest
 pytestmark = pytest.mark.functional
 
 
-@pytest.mark.timeout(500)
 def test_quickstart_learns(tmp_path):
     command = [sys.executable, "-m", "nemo_rl_lite.quickstart", "cluster.threads_per_worker=1"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=480)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=1100)
     assert done.returncode == 0, done.stderr[-3000:]
     last = done.stdout.splitlines()[-1]
     pattern = r"RESULT accuracy_before=([\d.]+) accuracy_after=([\d.]+) seconds=([\d.]+) steps=(\d+) run=(\S+)"

@@ -11,6 +11,7 @@ import pytest
 
 from nemo_rl_lite.observability.rollouts import read_rollout, rollout_files
 from tests.functional.conftest import PYTHONPATH, run_command, train
+from tests.functional.rewards import Gate
 from tests.functional.test_resume import assert_same_weights, metrics_of
 from tests.functional.test_sft import series
 
@@ -35,26 +36,37 @@ GRPO = [
 
 def hit(folder: Path, model: Path, blows: dict[int, tuple[str, signal.Signals]]) -> tuple[int, str]:
     """Run the command and send signals to its processes after steps; exit status and standard output."""
-    command, environ = run_command(folder, model, "logger.plots=false", *GRPO), os.environ | {"PYTHONPATH": PYTHONPATH}
+    gate, output = Gate(folder), ""
+    command = run_command(folder, model, "logger.plots=false", *GRPO, *gate.overrides)
+    environ = os.environ | gate.environment | {"PYTHONPATH": PYTHONPATH}
     with (folder.parent / "errors.txt").open("a") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environ)
-    output = ""
-    for line in process.stdout:
-        output += line
-        found = re.match(r"step +(\d+)/", line)
-        if found and int(found[1]) in blows:
-            victim, number = blows.pop(int(found[1]))
-            log = folder / "logs" / f"{victim}.log"
-            pids = [process.pid] if victim == "launcher" else re.findall(r"process (\d+)", log.read_text())
-            os.kill(int(pids[-1]), number)
-    return process.wait(timeout=60), output
+    try:
+        for line in process.stdout:
+            output += line
+            found = re.match(r"step +(\d+)/|going on after step (\d+)", line)
+            if found is None:
+                continue
+            if found[1] and int(found[1]) in blows:
+                victim, number = blows.pop(int(found[1]))
+                log = folder / "logs" / f"{victim}.log"
+                pids = [process.pid] if victim == "launcher" else re.findall(r"process (\d+)", log.read_text())
+                os.kill(int(pids[-1]), number)
+            gate.passed(int(found[1] or found[2]))
+        return process.wait(timeout=600), output
+    finally:
+        process.kill()
+
+
+def beginnings(output: str) -> list[int]:
+    """The steps after which a run has gone on."""
+    return [int(step) for step in re.findall(r"going on after step (\d)", output)]
 
 
 def rollouts_of(folder: Path) -> dict[str, list[dict]]:
     return {file.name: read_rollout(file) for file in rollout_files(folder)}
 
 
-@pytest.mark.timeout(600)
 def test_a_run_that_is_hit_by_everything_is_the_same_run(tmp_path, model_folder):
     alone, folder = tmp_path / "alone", tmp_path / "hit"
     _, metrics = train(alone, model_folder, *GRPO)
@@ -67,10 +79,11 @@ def test_a_run_that_is_hit_by_everything_is_the_same_run(tmp_path, model_folder)
     stopped = int(re.search(r"stopped after step (\d) of 7: SIGTERM was received", errors)[1])
     # The same command goes on; then the launcher is killed.
     status, output = hit(folder, model_folder, {5: ("launcher", signal.SIGKILL)})
-    assert status == -signal.SIGKILL and f"going on after step {stopped}" in output
+    assert status == -signal.SIGKILL and beginnings(output) == [stopped]
+    saved = int((folder / "checkpoints" / "latest").read_text().rpartition("-")[2])
     # And a policy rank, after which the run starts itself again.
     status, output = hit(folder, model_folder, {5: ("policy-0", signal.SIGKILL)})
-    assert status == 0 and output.count("going on after step 4") == 2
+    assert status == 0 and beginnings(output) in ([saved, 4], [saved, saved])
     assert "starting again from the last checkpoint (restart 1 of at most 3, cluster.max_restarts)" in output
     assert metrics_of(folder) == metrics_of(alone)
     assert rollouts_of(folder) == rollouts_of(alone) and len(rollouts_of(folder)) == 7 + 5

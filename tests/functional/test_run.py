@@ -65,7 +65,7 @@ def test_the_learning_rate_warms_up(run):
 
 def test_a_second_run_in_the_same_folder_is_refused(run, model_folder):
     folder, _, metrics = run
-    done = subprocess.run(run_command(folder, model_folder), capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(run_command(folder, model_folder), capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 2 and "holds a run already" in done.stderr and "Traceback" not in done.stderr
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == len(metrics)
 

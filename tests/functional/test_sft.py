@@ -133,6 +133,6 @@ def test_rows_that_are_too_long_end_the_run_before_it_starts(tmp_path, model_fol
         f"policy.model_name={model_folder}",
         "policy.max_total_sequence_length=12",
     ]
-    done = subprocess.run([*command, *overrides], capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run([*command, *overrides], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "train.jsonl, row 1: prompt and response are" in done.stderr and "data.too_long=drop" in done.stderr

@@ -43,5 +43,5 @@ def test_a_second_refit_without_the_loader_gives_what_the_loader_gives(kind, eng
         build_tokenizer().save_pretrained(folder)
     script = Path(__file__).with_name("vllm_loader.py")
     command = [sys.executable, str(script), *map(str, folders)]
-    done = subprocess.run(command, env=engine_environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=engine_environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

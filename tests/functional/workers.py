@@ -4,6 +4,7 @@ import time
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from nemo_rl_lite.observability import progress
 
@@ -21,8 +22,10 @@ class Rank:
     def __init__(self, rank: int, size: int, port: int, timeout_s: float):
         self._rank = rank
         address = f"tcp://127.0.0.1:{port}"
-        limit = timedelta(seconds=timeout_s)
-        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=limit)
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+        # From here on: ranks have come one after the other.
+        dist.barrier()
+        _set_pg_timeout(timedelta(seconds=timeout_s), dist.group.WORLD)
 
     def meet(self, late: int, seconds: float) -> None:
         """All but `late` wait for it."""

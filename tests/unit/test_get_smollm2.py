@@ -9,7 +9,7 @@ from tests.unit.test_install_script import NOWHERE, ROOT
 
 def get(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(ROOT / "scripts" / "get_smollm2.py"), *arguments]
-    return subprocess.run(command, cwd=folder, env=NOWHERE, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, cwd=folder, env=NOWHERE, capture_output=True, text=True, check=False, timeout=600)
 
 
 def test_without_network_it_says_so_and_leaves_nothing(tmp_path):

@@ -42,7 +42,7 @@ def install(machine, *arguments: str, **environment: str) -> subprocess.Complete
     own = {"PATH": str(tools), "HOME": str(checkout.parent), "PYENV_ROOT": str(checkout.parent / "no-pyenv")}
     command = ["bash", "scripts/install.sh", *arguments]
     return subprocess.run(
-        command, cwd=checkout, env=own | environment, capture_output=True, text=True, check=False, timeout=120
+        command, cwd=checkout, env=own | environment, capture_output=True, text=True, check=False, timeout=600
     )
 
 

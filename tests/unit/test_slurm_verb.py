@@ -20,7 +20,7 @@ TOOLS = {
     # Stands for Python: says what it was given, makes a checkpoint, and waits for the signal or ends.
     "run": 'printf "%s\\n" "$@" >"$SEEN/run"; trap "exit 75" USR1; '
     '[[ -z ${LATEST:-} ]] || echo "$LATEST" >"run folder/checkpoints/latest"; '
-    "[[ -z ${SIGNAL:-} ]] || { kill -USR1 $PPID; for _ in {1..100}; do sleep 0.1; done; }; exit ${STATUS:-0}",
+    "[[ -z ${SIGNAL:-} ]] || { kill -USR1 $PPID; for _ in {1..3000}; do sleep 0.1; done; }; exit ${STATUS:-0}",
 }
 
 
@@ -111,7 +111,7 @@ def run_job(capsys, site, *words: str, **environment: str) -> tuple[int, Path]:
     text = script(capsys, f"--python={site / 'tools' / 'run'}", *words)
     Path("run folder/checkpoints").mkdir(parents=True, exist_ok=True)
     environment = {"SLURM_JOB_ID": "17", **environment}
-    done = subprocess.run(["bash"], input=text, text=True, env=os.environ | environment, check=False, timeout=60)
+    done = subprocess.run(["bash"], input=text, text=True, env=os.environ | environment, check=False, timeout=400)
     return done.returncode, site / "seen"
 
 
@@ -143,13 +143,13 @@ def test_a_job_that_would_get_no_further_is_not_queued_again(capsys, site, envir
 
 def test_a_run_folder_of_the_jobs_own(capsys, site):
     text = script(capsys, f"--python={site / 'tools' / 'run'}", "run_name='my $(run)'")
-    subprocess.run(["bash"], input=text, text=True, env=os.environ | {"SLURM_JOB_ID": "17"}, check=True, timeout=60)
+    subprocess.run(["bash"], input=text, text=True, env=os.environ | {"SLURM_JOB_ID": "17"}, check=True, timeout=400)
     assert (site / "seen" / "run").read_text().splitlines()[-1] == "hydra.run.dir=outputs/my---run-/slurm-17"
 
 
 def test_on_several_nodes_each_joins_ray_first(capsys, site):
     text = script(capsys, f"--python={site / 'tools' / 'run'}", "--interface=ib0", "--join-timeout=9", *TWO_NODES)
-    subprocess.run(["bash"], input=text, text=True, env=os.environ | {"SLURM_JOB_ID": "17"}, check=True, timeout=60)
+    subprocess.run(["bash"], input=text, text=True, env=os.environ | {"SLURM_JOB_ID": "17"}, check=True, timeout=400)
     ran = (site / "seen" / "run").read_text().split()
     assert ran[:3] == ["-m", "nemo_rl_lite.cluster.node", "--meeting"]
     assert {"--join-timeout-s=9", "--interface=ib0"} < set(ran)

@@ -29,11 +29,11 @@ def test_what_hangs_is_a_line_and_hides_nothing(machine):
     hangs = Examination("gpus", "driver", lambda _: [Check("never", Status.OK, str(forever.wait(60)))])
     fine = Examination("host", "memory", lambda _: [Check("memory", Status.OK, "enough")])
     started = time.monotonic()
-    findings = examine(machine(), [hangs, fine], 0.3)
+    findings = examine(machine(), [hangs, fine], 2.0)
     forever.set()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 55
     assert [finding.check.status for finding in findings] == [Status.WARN, Status.OK]
-    assert findings[0].check.name == "driver" and findings[0].check.found == "no answer within 0.3 s"
+    assert findings[0].check.name == "driver" and findings[0].check.found == "no answer within 2 s"
 
 
 def test_what_hangs_does_not_keep_the_process():
@@ -41,7 +41,7 @@ def test_what_hangs_does_not_keep_the_process():
         "import time\nfrom nemo_rl_lite.diagnosis.check import gather\n"
         "print(gather(lambda: time.sleep(60), 0.1, 'gave up'))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=55, check=True)
     assert done.stdout == "gave up\n"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from websockets.sync.client import ClientConnection, connect
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-_START_S = 60
+_START_S = 120
 
 
 class Page:
@@ -40,7 +40,7 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait_for(self, expression: str, limit_s: float = 20) -> None:
+    def wait_for(self, expression: str, limit_s: float = 120) -> None:
         deadline = time.monotonic() + limit_s
         while not self.evaluate(expression):
             assert time.monotonic() < deadline, f"not true within {limit_s} s: {expression}"
@@ -58,7 +58,7 @@ class Page:
         number = next(self._ids)
         self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
         while True:
-            message = json.loads(self._socket.recv(timeout=60))
+            message = json.loads(self._socket.recv(timeout=120))
             if message.get("id") == number:
                 assert "error" not in message, message["error"]
                 return message["result"]

@@ -5,6 +5,8 @@ import os
 import pickle
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier, Event
 from typing import Any
@@ -24,13 +26,13 @@ _FORKS.set_forkserver_preload(["tests.unit.refit.ranks"])
 # Seconds for a rank to start on a busy machine. What it runs is read in them too: reading may import anything that the
 # test's process has imported.
 _START = 90.0
-# Seconds until a rank that has started gives up where a peer does not answer.
+# Seconds until a rank that has joined gives up where a peer does not answer.
 SHORT = 4.0
 
 
-def run(rank_functions: list[Callable[[RefitGroup], Any]], timeout_s: float = 20.0, wanted: int | None = None) -> list:
+def run(rank_functions: list[Callable[[RefitGroup], Any]], timeout_s: float = 60.0, wanted: int | None = None) -> list:
     """Each function gets its rank's group; results, or exceptions, in rank order, of the first `wanted` ranks."""
-    store = refit_group.host_store("127.0.0.1", timeout_s)
+    store = refit_group.host_store("127.0.0.1", _START)
     size, all_done = len(rank_functions), _FORKS.Event()
     all_started = _FORKS.Barrier(size)
     pipes = [_FORKS.Pipe(duplex=False) for _ in rank_functions]
@@ -46,7 +48,7 @@ def run(rank_functions: list[Callable[[RefitGroup], Any]], timeout_s: float = 20
     try:
         for process in processes:
             process.start()
-        deadline = time.monotonic() + _START + 3 * timeout_s
+        deadline = time.monotonic() + 2 * _START + 3 * timeout_s
         for rank, (receiving, _) in enumerate(pipes[:wanted]):
             assert receiving.poll(deadline - time.monotonic()), f"rank {rank} gave no result"
         return [pickle.loads(receiving.recv_bytes()) for receiving, _ in pipes[:wanted]]
@@ -65,10 +67,11 @@ def _rank_main(
         torch.set_num_threads(1)
         call = pickle.loads(function)
         all_started.wait(_START)
-        result = call(refit_group.join_at(meeting, CPU, timeout_s))
+        group = refit_group.join_at(meeting, CPU, _START)
+        result = call(replace(group, timeout=timedelta(seconds=timeout_s)))
     except Exception as error:
         result = error
     sending.send_bytes(cloudpickle.dumps(result))
     # A connection that ends early would be a peer's error.
-    all_done.wait(60)
+    all_done.wait(600)
     os._exit(0)

@@ -160,7 +160,7 @@ def test_the_producer_goes_on_while_a_consumer_loads(buffers, tmp_path):
     def loading(group):
         seen, gone_on = {}, []
         for arrived in refit.receiver(group):
-            gone_on.append(ahead.wait(SHORT))
+            gone_on.append(ahead.wait(30))
             seen |= {name: tensor.clone() for name, tensor in arrived.named()}
         return gone_on[0], seen
 
@@ -204,7 +204,7 @@ def test_tensors_that_are_not_the_plans_are_refused(way):
     for weights, message in ((wrong, "large"), (fewer, "fewer tensors"), (more, "more tensors")):
         refit = way(plan)
         producer = lambda group, refit=refit, weights=weights: refit.send(group, weights.items())  # noqa: E731
-        (error,) = run([producer, lambda group, refit=refit: consume(refit.receiver(group))], SHORT, wanted=1)
+        (error,) = run([producer, lambda group, refit=refit: consume(refit.receiver(group))], wanted=1)
         assert isinstance(error, RefitError)
         assert message in str(error)
 
@@ -249,7 +249,7 @@ def test_an_error_in_the_exporter_is_not_taken_for_its_end(way):
 
     refit = way(plan)
     producer = lambda group: refit.send(group, broken_export())  # noqa: E731
-    (error,) = run([producer, lambda group: consume(refit.receiver(group))], SHORT, wanted=1)
+    (error,) = run([producer, lambda group: consume(refit.receiver(group))], wanted=1)
     assert isinstance(error, ValueError)
 
 
@@ -269,9 +269,9 @@ class Work:
             raise self._failure
 
 
-def on_gpu(work: Work) -> Flight:
+def on_gpu(work: Work, limit_s: float = 60.0) -> Flight:
     group = RefitGroup(
-        SimpleNamespace(broadcast=lambda tensor, root: work), 1, torch.device("cuda"), timedelta(seconds=0.2)
+        SimpleNamespace(broadcast=lambda tensor, root: work), 1, torch.device("cuda"), timedelta(seconds=limit_s)
     )
     return group.start(torch.zeros(1), "layers.0 ... layers.3 (4 tensors), 512 bytes")
 
@@ -287,7 +287,7 @@ def test_on_a_gpu_a_broadcast_is_looked_at_until_it_is_done():
 
 def test_on_a_gpu_a_broadcast_that_is_never_done_is_named_within_the_limit():
     with pytest.raises(RefitError, match=r"rank 1 could not broadcast layers.0 .* \(limit 0.2 s\): timed out"):
-        on_gpu(Work(float("inf"))).finish()
+        on_gpu(Work(float("inf")), limit_s=0.2).finish()
 
 
 def test_on_a_gpu_a_broadcast_that_failed_is_an_error():

@@ -20,7 +20,7 @@ def moody(response: str, answer: str) -> float:
     if response == "power":
         return float(len(str(7**7**9)))  # one step of C code, which no signal handler of Python interrupts
     if response == "sleep":
-        time.sleep(60)
+        time.sleep(600)
     if response == "raise":
         raise ValueError("x" * 5000)
     if response == "die":
@@ -41,7 +41,7 @@ def test_a_sample_that_hangs_is_an_error_and_the_others_get_their_verdict():
     responses = ["1", "power", "2", "raise", "sleep", "3", "die", "9"]
     started = time.perf_counter()
     verdicts = moody_judge(responses, problems(*"12345678"))
-    assert time.perf_counter() - started < 30
+    assert time.perf_counter() - started < 200
     assert [verdict for verdict in verdicts if isinstance(verdict, float)] == [1.0, 0.0, 0.0, 0.0]
     late = "no verdict within reward.timeout_s = 3"
     assert str(verdicts[1]) == str(verdicts[4]) == late
@@ -51,7 +51,7 @@ def test_a_sample_that_hangs_is_an_error_and_the_others_get_their_verdict():
 
 
 def test_math_verify_on_a_number_no_computer_can_hold():
-    verdicts = judge("math", timeout_s=1.0)(["$9^{9^{9^9}}$", "\\boxed{4}"], problems("42", "4"))
+    verdicts = judge("math", timeout_s=4.0)(["$9^{9^{9^9}}$", "\\boxed{4}"], problems("42", "4"))
     assert isinstance(verdicts[0], RewardError) and verdicts[1] == 1.0
 
 
@@ -61,17 +61,19 @@ def test_a_rollout_is_judged_fast():
     started = time.perf_counter()
     verdicts = math_judge([f"3 * {i} is {3 * i}" for i in range(500)], problems(*(str(3 * i) for i in range(500))))
     assert sum(verdicts) == 500
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 60
 
 
 def test_processes_end_with_the_pool():
     before = set(psutil.Process().children())
-    own = judge("exact_match", timeout_s=5.0)
+    own = judge(f"{HERE}.moody", timeout_s=500.0)
     assert own(["1"], problems("1")) == [1.0]
     started = set(psutil.Process().children()) - before
     assert len(started) == 2
+    # One of them is in a reward.
+    own._workers[0].pipe.send(("sleep", problems("1")[0]))
     del own
-    gone, alive = psutil.wait_procs(started, timeout=10)
+    gone, alive = psutil.wait_procs(started, timeout=120)
     assert len(gone) == 2 and not alive
 
 
