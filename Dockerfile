@@ -7,7 +7,7 @@
 #   docker run --rm --gpus all --shm-size=32g -v hf:/cache/huggingface -v "$PWD:/workspace" nemo-rl-lite \
 #       train recipes=...
 #
-# Ray's object store and the refit's buffers are in shared memory, of which Docker gives a container 64 MB: hence --shm-size
+# Ray's object store and NCCL's buffers are in shared memory, of which Docker gives a container 64 MB: hence --shm-size
 # (or --ipc=host). docs/clusters.md says more.
 ARG KIND=gpu
 

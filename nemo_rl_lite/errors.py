@@ -74,6 +74,10 @@ class RefitError(LauncherError):
     exit_status = 4
 
 
+class LostTouchError(RefitError):
+    """A peer of the refit is gone, or did not answer in time: the cause is mostly with it."""
+
+
 class WorkerError(LauncherError):
     """A worker raised or died. `cause` is one line; the worker's traceback is in `details`.
 

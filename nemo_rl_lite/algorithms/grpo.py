@@ -61,10 +61,10 @@ class GRPO:
         times = ValidationTimes(config.val_period, config.val_at_start, config.val_at_end)
         for step in self.steps.until(total, times, self.validate, self._prepare_to_save):
             self.step(step)
+        self.steps.checkpoints.finish()
         self.generation.finish_generation()
         self.policy.prepare_for_logprob()
         self.metrics.log(total, under("refit", self.check_refit()))
-        self.steps.checkpoints.finish()
 
     def step(self, step: int) -> None:
         """One rollout and the optimizer steps on it."""

@@ -67,6 +67,7 @@ class Steps:
                     prepare_to_save()
                     self.checkpoints.save(step)
                     self.checkpoints.finish()
+                    self.checkpoints.require()
                     raise RunStopped(step, total, reason, str(self.checkpoints.store.folder.parent))
 
     def _has_validated(self, step: int) -> bool:

@@ -27,7 +27,7 @@ class Saver(Protocol):
 class Checkpoints:
     """Saves every `period` steps (0: never) and when asked to; at most one checkpoint is being written at a time.
 
-    One that cannot be written is told of and does not end the training; `finish` raises if the last one failed.
+    One that cannot be written is told of and does not end the training; `require` raises if the last one failed.
     """
 
     def __init__(
@@ -93,12 +93,11 @@ class Checkpoints:
             self._finish_writing()
 
     def finish(self) -> None:
-        """Wait for what is being written.
-
-        Raises:
-            CheckpointError: the last checkpoint that was asked for was not written.
-        """
+        """Wait for what is being written."""
         self._finish_writing()
+
+    def require(self) -> None:
+        """Raises CheckpointError: the last checkpoint that was asked for was not written."""
         if self._failure is not None:
             raise self._failure
 

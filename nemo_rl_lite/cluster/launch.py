@@ -33,9 +33,7 @@ log = logging.getLogger(__name__)
 CPU_POLICY_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
 # A run on CPUs stays there, also on a machine that has GPUs: Ray no longer hides them from who asked for none.
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-# Batches of changing sizes leave gaps in torch's cache; segments that grow have fewer. Memory in them cannot be shared
-# with an engine's process.
-GROWING_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+_SEGMENTS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # How many queues of work the GPU takes from a process. In a single one, a copy that waits for the copy before it may
 # hold up kernels given later; tensor parallelism in megatron-core needs just that order, to overlap its communication
 # with computation.
@@ -175,7 +173,7 @@ def _policy_group(config: Config, placement: Placement, run_folder: Path) -> Wor
         environment = CPU_POLICY_ENVIRONMENT | NO_GPU
     else:
         environment = ONE_QUEUE if config.policy.megatron_cfg.tensor_model_parallel_size > 1 else MANY_QUEUES
-        environment = environment | ({} if config.algorithm.name == "grpo" else GROWING_SEGMENTS)
+        environment = environment | _segments(config)
     environment = environment | {"OMP_NUM_THREADS": str(_threads(config, policy_ranks(config)))}
     environment |= activations.environment(config.policy.megatron_cfg)
     log.info("environment of the policy: %s", environment)
@@ -184,10 +182,18 @@ def _policy_group(config: Config, placement: Placement, run_folder: Path) -> Wor
     )
 
 
+def _segments(config: Config) -> dict[str, str]:
+    """Batches of changing sizes leave gaps in torch's cache; segments that grow have fewer. Memory in them cannot be
+    shared with another process, nor put to sleep by vLLM."""
+    if config.algorithm.name != "grpo":
+        return dict.fromkeys(_SEGMENTS, "expandable_segments:True")
+    return dict.fromkeys(_SEGMENTS, "expandable_segments:False") if config.generation.colocated.enabled else {}
+
+
 def _generation_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
     on_vllm = config.generation.backend == "vllm"
     environment = vllm_worker.environment(config.generation, on_gpus(config)) if on_vllm else {}
-    environment |= {} if on_gpus(config) else NO_GPU
+    environment |= _segments(config) if on_gpus(config) else NO_GPU
     environment |= {"OMP_NUM_THREADS": str(_threads(config, engines(config)))}
     log.info("environment of the generation engines: %s", environment)
     seats = config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1

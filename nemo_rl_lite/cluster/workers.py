@@ -15,7 +15,7 @@ from torch.distributed import DistError
 from nemo_rl_lite.cluster.host import Host
 from nemo_rl_lite.cluster.placement import Slot
 from nemo_rl_lite.cluster.watchdog import hang
-from nemo_rl_lite.errors import RefitError, WorkerError
+from nemo_rl_lite.errors import LostTouchError, WorkerError
 from nemo_rl_lite.observability.profiling import Tool
 
 # After a first failure, so many seconds for others to show: the worker that fails first is often not the one to blame.
@@ -211,7 +211,9 @@ def wait(*calls: Call, timeout_s: float | None = None) -> list[Any]:
         nearest = min(failures, key=lambda failure: failure.distance)
         nearest.error.others_go_on = bool(pending)
         if pending and nearest.distance == _LOST_TOUCH:
-            raise hang(waiting, origin[pending[0]][1], f"it goes on, and {nearest.error}") from nearest.error
+            late = hang(waiting, origin[pending[0]][1], f"it goes on, and {nearest.error}")
+            late.details += f"\n\n{nearest.error.details}"
+            raise late from nearest.error
         raise nearest.error
     if pending:
         raise hang(waiting, origin[pending[0]][1], f"not done within {timeout_s:g} s")
@@ -232,9 +234,9 @@ def _outcome(reference: Any, worker: str, phase: str) -> Any:
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, BaseException) else error
         first_line = next(iter(str(cause).splitlines()), "")
-        distance = _LOST_TOUCH if isinstance(cause, (RefitError, DistError)) or _COMMUNICATION.search(str(cause)) else 1
+        lost_touch = isinstance(cause, (LostTouchError, DistError)) or _COMMUNICATION.search(str(cause))
         return _Failure(
-            distance,
+            _LOST_TOUCH if lost_touch else 1,
             WorkerError(
                 worker,
                 phase,

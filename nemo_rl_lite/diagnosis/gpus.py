@@ -199,11 +199,6 @@ def _traps(environment: Mapping[str, str], gpus: int) -> Iterator[Check]:
     for name, off in _SLOW_WHERE_SET.items():
         if environment.get(name, "0") not in ("0", ""):
             yield Check(name, Status.WARN, f"{name}={environment[name]}", "not set", f"unset {name}", off)
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if "expandable_segments:true" in environment.get(name, "").lower():
-            # The launcher sets this itself where nothing is shared.
-            off = "GRPO with generation.colocated: memory in such segments cannot be shared with an engine's process"
-            yield Check(name, Status.WARN, environment[name], "no expandable_segments", f"unset {name}", off)
     for folder in filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")):
         for library in ("libnccl.so", "libcudnn.so", "libcublas.so"):
             if found := next(Path(folder).glob(f"{library}*"), None):

@@ -56,6 +56,7 @@ class GRPOJob:
         groups = (workers.policy.group, workers.engines)
         max_length = config.policy.max_total_sequence_length
         turns = Turns(self._environment, config.environment.max_turns) if self._environment else None
+        steps = make_steps(config, self._folder, start, workers.policy, metrics, console, groups)
         GRPO(
             config=config.grpo,
             policy=workers.policy,
@@ -68,7 +69,7 @@ class GRPOJob:
             validation=self._validation,
             metrics=metrics,
             console=console,
-            steps=make_steps(config, self._folder, start, workers.policy, metrics, console, groups),
+            steps=steps,
             mismatch_warning=config.logger.mismatch_warning,
             devices=all_gpus(config) or policy_ranks(config),
             on_rollout=self._rollout_log(metrics, start),
@@ -77,6 +78,8 @@ class GRPOJob:
         workers.policy.release_host_memory()
         if config.checkpoint.export_hf_at_end:
             workers.policy.export_hf(str(self._folder / "hf"))
+        # Not before what was trained is somewhere.
+        steps.checkpoints.require()
         return workers.peak_memory()
 
     def _rollout_log(self, metrics: MetricsLog, start: Start) -> Callable[[int, Split, Rollout], None]:

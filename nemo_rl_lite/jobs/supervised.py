@@ -40,6 +40,7 @@ class SupervisedJob:
         metrics.log(start.steps, under("timing/setup", reserved.setup_seconds()))
         options = config.supervised
         compares = isinstance(options, DPOConfig)
+        steps = make_steps(config, self._folder, start, policy, metrics, console, [policy.group])
         Supervised(
             config=options,
             loss=DPOLoss(options) if isinstance(options, DPOConfig) else SFTLoss(),
@@ -50,11 +51,13 @@ class SupervisedJob:
             validation=self._validation,
             metrics=metrics,
             console=console,
-            steps=make_steps(config, self._folder, start, policy, metrics, console, [policy.group]),
+            steps=steps,
             devices=policy_ranks(config),
             system=SystemUsage(policy.group.processes).take,
         ).run()
         policy.release_host_memory()
         if config.checkpoint.export_hf_at_end:
             policy.export_hf(str(self._folder / "hf"))
+        # Not before what was trained is somewhere.
+        steps.checkpoints.require()
         return {f"{policy.group.name}-{rank}": size for rank, size in enumerate(policy.group.peak_memory())}

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 Parameters = Mapping[int, Tensor]
 """A producer's parameters by their number in the recipe, as uint8 [bytes]."""
+# Elements that are compared at a time.
+_COMPARED = 2**24
 Target = tuple[str, Piece, Tensor]
 """A tensor's name, a part of a parameter, and where that goes."""
 
@@ -211,10 +213,18 @@ def _differing(targets: Iterable[Target], parameters: Parameters) -> str | None:
     names, equal = list[str](), list[Tensor]()
     for name, piece, target in targets:
         bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[target.element_size()]
-        names.append(name)
-        equal.append((target.view(bits) == _part(piece, parameters, target.dtype).view(bits)).all())
+        source = _part(piece, parameters, target.dtype)
+        for ours, theirs in zip(_slabs(target.view(bits)), _slabs(source.view(bits)), strict=True):
+            names.append(name)
+            equal.append((ours == theirs).all())
     # Read at once: each reading waits for the device.
     return names[torch.stack(equal).tolist().index(False)] if equal and not torch.stack(equal).all() else None
+
+
+def _slabs(tensor: Tensor) -> Sequence[Tensor]:
+    """The tensor in parts, so that comparing it takes little memory beside it."""
+    whole = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
+    return whole.split(max(1, _COMPARED * whole.shape[0] // max(1, whole.numel())))
 
 
 def _settle(tensor: Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from nemo_rl_lite.errors import RefitError
+from nemo_rl_lite.errors import LostTouchError, RefitError
 
 _POLL_S = 0.0002
 _HASH = "the plan's hash"
@@ -42,7 +42,7 @@ class RefitGroup:
         given before. Every rank starts the same broadcasts in the same order; several may be on their way.
 
         Raises:
-            RefitError: a peer is gone.
+            LostTouchError: a peer is gone.
         """
         return self._begin(lambda: self.group.broadcast(tensor, 0), f"broadcast {what}")
 
@@ -50,7 +50,7 @@ class RefitGroup:
         """The same, and done when this returns.
 
         Raises:
-            RefitError: not done within the timeout, or a peer is gone.
+            LostTouchError: not done within the timeout, or a peer is gone.
         """
         self.start(tensor, what).finish()
 
@@ -71,7 +71,7 @@ class RefitGroup:
         self.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self.device), "a message")
 
     def hear(self) -> bytes:
-        """What the producer tells. Raises RefitError: nothing within the timeout, or the producer is gone."""
+        """What the producer tells. Raises LostTouchError: nothing within the timeout, or the producer is gone."""
         length = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.broadcast(length, "the length of a message")
         message = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
@@ -79,7 +79,8 @@ class RefitGroup:
         return bytes(message.tolist())
 
     def meet(self, what: str) -> None:
-        """Return when every rank has come here. Raises RefitError: one did not within the timeout, or is gone."""
+        """Return when every rank has come here. Raises LostTouchError: one did not within the timeout, or is
+        gone."""
         self._begin(lambda: self.group.allreduce(torch.zeros(1)), f"agree on {what}").finish()
 
     def _begin(self, start: Callable[[], Any], action: str) -> "Flight":
@@ -88,12 +89,12 @@ class RefitGroup:
 
     @contextmanager
     def naming(self, action: str) -> Iterator[None]:
-        """What the backend raises in the block is a RefitError that says what this rank was about to do."""
+        """What the backend raises in the block is a LostTouchError that says what this rank was about to do."""
         try:
             yield
         except RuntimeError as error:
             limit, cause = self.timeout.total_seconds(), str(error).splitlines()[0]
-            raise RefitError(f"rank {self.rank} could not {action} (limit {limit:g} s): {cause}") from error
+            raise LostTouchError(f"rank {self.rank} could not {action} (limit {limit:g} s): {cause}") from error
 
 
 @dataclass
@@ -109,7 +110,7 @@ class Flight:
         """Return when it is done; nothing is left to do where it was finished before.
 
         Raises:
-            RefitError: not done within the timeout, or a peer is gone.
+            LostTouchError: not done within the timeout, or a peer is gone.
         """
         if self._done:
             return

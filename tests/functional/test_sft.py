@@ -1,13 +1,13 @@
 """Supervised fine-tuning through the command line, with real Ray and Megatron."""
 
 import json
+import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.functional.conftest import train
+from tests.functional.conftest import run_command, train
 from tests.metric_names import not_logged, undocumented
 
 pytestmark = pytest.mark.functional
@@ -125,14 +125,19 @@ def test_other_layouts_train_as_one_rank_does(run, tmp_path, model_folder, layou
     assert series(metrics, "train/loss") == pytest.approx(series(expected, "train/loss"), abs=1e-4)
 
 
+def test_what_was_trained_is_there_although_its_checkpoint_cannot_be_written(tmp_path, model_folder):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "checkpoints").write_text("a file is in the way")
+    command = run_command(folder, model_folder, *SMALL, *write_data(tmp_path), "logger.plots=false")
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 1 and re.search(r"the checkpoint of step \d+ was not written", done.stderr)
+    assert (folder / "hf" / "model.safetensors").exists()
+
+
 def test_rows_that_are_too_long_end_the_run_before_it_starts(tmp_path, model_folder):
-    command = [sys.executable, "-m", "nemo_rl_lite.train", f"hydra.run.dir={tmp_path / 'run'}"]
-    overrides = [
-        *SMALL,
-        *write_data(tmp_path),
-        f"policy.model_name={model_folder}",
-        "policy.max_total_sequence_length=12",
-    ]
-    done = subprocess.run([*command, *overrides], capture_output=True, text=True, check=False, timeout=600)
+    overrides = [*SMALL, *write_data(tmp_path), "policy.max_total_sequence_length=12"]
+    command = run_command(tmp_path / "run", model_folder, *overrides)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "train.jsonl, row 1: prompt and response are" in done.stderr and "data.too_long=drop" in done.stderr

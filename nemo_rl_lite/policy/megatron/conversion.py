@@ -1,13 +1,14 @@
 """A checkpoint -> a Hugging Face folder, in this process, without Ray or an optimizer."""
 
 import dataclasses
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.checkpoint.export import write_hf_folder
+from nemo_rl_lite.checkpoint.export import on_host, write_hf_folder
 from nemo_rl_lite.config.schema import Config, PolicyConfig
 from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.policy.megatron.batches import forward_logprobs
@@ -31,7 +32,8 @@ def convert(config: Config, model_path: Path, saved: Path, target: Path, say: Ca
     on_gpu = torch.cuda.is_available()
     policy = _in_one_process(config.policy)
     say(f"building the model on {'a GPU' if on_gpu else 'the CPU'}")
-    model = build_model(policy, str(model_path), on_gpu, config.cluster.collective_timeout_s, config.algorithm.seed)
+    limit_s, seed = config.cluster.collective_timeout_s, config.algorithm.seed
+    model = build_model(policy, str(model_path), on_gpu, limit_s, seed, trains=False)
     PolicyState(model, None, None).load_weights(saved)
     tokens_1T = _probe(model.bridge.hf_pretrained.config.vocab_size)
     lengths_1 = torch.tensor([tokens_1T.shape[1]])
@@ -39,10 +41,16 @@ def convert(config: Config, model_path: Path, saved: Path, target: Path, say: Ca
     if scored_1T is None:
         raise RuntimeError("one process has the whole model, and so its logits")
     logprobs_1T: Tensor = scored_1T
+    weights, device = on_host(Producer(model).export()), model.device
+    # The folder's own model takes its place.
+    del model
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
     tolerance, differences = getattr(config.refit.probe_tolerance, config.policy.precision), []
 
     def check(folder: Path) -> None:
-        own_1T = _logprobs_of_folder(folder, tokens_1T, torch_dtype(policy.precision), model.device)
+        own_1T = _logprobs_of_folder(folder, tokens_1T, torch_dtype(policy.precision), device)
         differences.append((own_1T - logprobs_1T).abs().mean().item())
         if not differences[0] <= tolerance:
             raise CheckpointError(
@@ -51,7 +59,7 @@ def convert(config: Config, model_path: Path, saved: Path, target: Path, say: Ca
             )
 
     say("writing the folder and reading it back")
-    write_hf_folder(Producer(model).export(to_host=True), model_path, target, check)
+    write_hf_folder(weights, model_path, target, check)
     return differences[0]
 
 

@@ -73,12 +73,14 @@ def torch_dtype(precision: str) -> torch.dtype:
     return getattr(torch, precision)
 
 
-def build_model(config: PolicyConfig, path: str, on_gpu: bool, timeout_s: float, seed: int) -> MegatronModel:
+def build_model(
+    config: PolicyConfig, path: str, on_gpu: bool, timeout_s: float, seed: int, trains: bool = True
+) -> MegatronModel:
     """Start torch.distributed and model parallelism, build the model, load its weights.
 
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in the environment. On the first GPU that this process sees,
     with Transformer Engine's layers, or on the CPU. Logits, loss and export agree with the Hugging Face model for any
-    tensor, pipeline and data parallel size.
+    tensor, pipeline and data parallel size. One that does not train has no gradients.
     """
     parallel, device = config.megatron_cfg, torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -113,7 +115,7 @@ def build_model(config: PolicyConfig, path: str, on_gpu: bool, timeout_s: float,
 
     chunks = provider.provide_distributed_model(
         ddp_config=ddp,
-        wrap_with_ddp=True,
+        wrap_with_ddp=trains,
         use_cpu_initialization=not on_gpu,
         pre_wrap_hook=adapt if adapted is not None else None,
     )

@@ -142,17 +142,23 @@ class Producer:
                 self.assembly.finish(self.sender.buffer)
             raise
 
-    def export(self, to_host: bool = False) -> Iterable[Named]:
+    def export(self) -> Iterable[Named]:
         """All weights under their Hugging Face names, by megatron-bridge; the same on every rank."""
-        on_host = to_host or self._model.device.type == "cpu"
         return self._model.bridge.export_hf_weights(
-            self._model.chunks, cpu=on_host, show_progress=False, conversion_tasks=self._tasks()
+            self._model.chunks,
+            cpu=self._model.device.type == "cpu",
+            show_progress=False,
+            conversion_tasks=self._tasks(),
         )
 
     def _can_lend(self) -> bool:
-        wanted = self._config is not None and self._config.direct and self._found is not None
-        device = self._model.device
-        return wanted and self._model.place.is_whole and device.type == "cuda" and device_memory.can_share(device)
+        device, is_found = self._model.device, self._found is not None and self._model.place.is_whole
+        if self._config is None or not self._config.direct or not is_found or device.type != "cuda":
+            return False
+        if not device_memory.can_share(device):
+            log.warning("engines cannot open what torch allocates here: refits go through a buffer (refit.direct)")
+            return False
+        return True
 
     def _send_by_the_bridge(self, plan: RefitPlan) -> RefitReport | None:
         if self.sender is not None and not isinstance(self.sender, DirectSender):

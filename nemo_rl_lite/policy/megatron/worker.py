@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.algorithms.losses import Batch, Loss, Normalizers, combine_metrics
-from nemo_rl_lite.checkpoint.export import write_hf_folder
+from nemo_rl_lite.checkpoint.export import on_host, write_hf_folder
 from nemo_rl_lite.config.schema import ClusterConfig, PolicyConfig, RefitConfig
 from nemo_rl_lite.observability import progress
 from nemo_rl_lite.observability.memory import MemoryMeter, Peaks
@@ -213,9 +213,14 @@ class MegatronWorker:
     def export_hf(self, path: str) -> None:
         """Write the model with its configuration and tokenizer in Hugging Face format to the folder `path`."""
         self._phases.require(Component.PARAMETERS)
-        weights = list(self._producer.export(to_host=True))
-        if self._rank == 0:
-            write_hf_folder(weights, self._model_path, Path(path))
+        weights = iter(self._producer.export())
+        try:
+            if self._rank == 0:
+                write_hf_folder(on_host(weights), self._model_path, Path(path))
+        finally:
+            # The others gather, and keep nothing.
+            for _ in weights:
+                pass
 
     def _seed_step(self) -> None:
         """Random numbers of a step, such as dropout's, are those of run and step alone, whatever came before; a replica

@@ -222,7 +222,6 @@ def test_the_compiler(machine, tmp_path, monkeypatch):
         ({"CUDA_VISIBLE_DEVICES": "GPU-5a7f"}, Status.OK, "1 of 1 GPUs"),
         ({"NCCL_P2P_DISABLE": "1"}, Status.WARN, "NCCL_P2P_DISABLE=1"),
         ({"NCCL_P2P_DISABLE": "0"}, Status.OK, "none that is known"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, Status.WARN, "expandable_segments"),
     ],
 )
 def test_settings(machine, environment, status, said):

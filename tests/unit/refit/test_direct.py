@@ -223,6 +223,13 @@ def test_another_plan_is_refused_before_any_memory_is_opened(tmp_path):
     assert isinstance(refused, RefitError) and "another plan" in str(refused)
 
 
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (5, 4), (2, 50)])
+def test_what_is_compared_slab_by_slab_is_all_of_it(shape, monkeypatch):
+    monkeypatch.setattr(direct, "_COMPARED", 8)
+    tensor = torch.rand(shape)
+    assert torch.equal(torch.cat([slab.flatten() for slab in direct._slabs(tensor)]), tensor.flatten())
+
+
 @pytest.mark.parametrize("verify", ["off", "sample", "full"])
 def test_a_weight_that_was_not_copied_is_named(tmp_path, verify):
     def consumer(group):
