@@ -115,14 +115,14 @@ class PolicyState:
         self._put_weights(_read(self._sharded_weights(), folder))
 
     def _put_weights(self, state: dict[str, Any]) -> None:
-        for index, chunk in enumerate(self._model.chunks):
+        for index, chunk in enumerate(self._model.bare_chunks):
             # Those beside adapters are the starting model's.
-            chunk.module.load_state_dict(state[f"model{index}"], strict=self._model.lora is None)
+            chunk.load_state_dict(state[f"model{index}"], strict=self._model.lora is None)
 
     def _sharded_weights(self) -> dict[str, Any]:
         models = {}
-        for index, chunk in enumerate(self._model.chunks):
-            state = chunk.module.sharded_state_dict()
+        for index, chunk in enumerate(self._model.bare_chunks):
+            state = chunk.sharded_state_dict()
             kept = self._model.lora is None
             models[f"model{index}"] = {name: value for name, value in state.items() if kept or is_adapter(name)}
         return models
@@ -144,8 +144,8 @@ class PolicyState:
     def _live_storages(self) -> set[int]:
         """Addresses of the memory that training goes on in."""
         tensors = self._model.parameters()
-        for chunk in self._model.chunks:
-            tensors += chunk.module.buffers()
+        for chunk in self._model.bare_chunks:
+            tensors += chunk.buffers()
         for optimizer in torch_optimizers(self._optimizer):
             tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
             values = [value for state in optimizer.state.values() for value in state.values()]

@@ -51,7 +51,7 @@ class ParallelPlace:
 
 @dataclass
 class MegatronModel:
-    """The bridge, this rank's model chunks (DDP-wrapped), and the layout."""
+    """The bridge, this rank's model chunks, and the layout."""
 
     bridge: Any
     chunks: list[Any]
@@ -60,6 +60,12 @@ class MegatronModel:
     half_precision: bool
     lora: Any = None
     """megatron-bridge's description of the adapters, where there are any."""
+    trains: bool = True
+    """Whether chunks are wrapped, for their gradients (megatron-core's DistributedDataParallel)."""
+
+    @property
+    def bare_chunks(self) -> list[Any]:
+        return [chunk.module for chunk in self.chunks] if self.trains else self.chunks
 
     def parameters(self) -> list[Tensor]:
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
@@ -134,7 +140,9 @@ def build_model(
         has_logits=parallel_state.is_pipeline_last_stage(),
         is_whole=tensor * pipeline * experts == 1,
     )
-    return MegatronModel(bridge, chunks, place, device, half_precision=config.precision != "float32", lora=adapted)
+    return MegatronModel(
+        bridge, chunks, place, device, half_precision=config.precision != "float32", lora=adapted, trains=trains
+    )
 
 
 def _set_layout(provider: Any, config: PolicyConfig) -> None:
