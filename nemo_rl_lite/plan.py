@@ -12,9 +12,10 @@ from pathlib import Path
 from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.config.model_shape import ModelShape, NoModelError, model_shape, read_model_shape
 from nemo_rl_lite.config.rules.model import shape_fits_the_layout
+from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, LauncherError
 from nemo_rl_lite.planning.gpus import KNOWN, parse_size, size_of
-from nemo_rl_lite.planning.known_models import KNOWN_MODELS
+from nemo_rl_lite.planning.known_models import KNOWN_MODELS, MADE_HERE
 
 DOES_NOT_FIT = 1
 
@@ -38,8 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elsewhere = (
             [f"policy.model_name=config/{given.model_config.parent.name or 'here'}"] if given.model_config else []
         )
-        overrides = [*given.overrides, *elsewhere]
-        config = compose_config(overrides)
+        config, overrides = _compose([*given.overrides, *elsewhere])
         from nemo_rl_lite.observability.console import RunConsole
         from nemo_rl_lite.planning import page
 
@@ -56,6 +56,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         page.show(plan, RunConsole())
     sys.exit(0 if plan.fits else DOES_NOT_FIT)
+
+
+def _compose(overrides: list[str]) -> tuple[Config, list[str]]:
+    """The configuration, and the overrides that it is of: where the recipes' model is still to be made, with the
+    published one, which has the same sizes, in its place."""
+    try:
+        return compose_config(overrides), overrides
+    except ConfigError as error:
+        names = [str(one.value) for one in error.violations if one.key == "policy.model_name"]
+        published = [MADE_HERE[name] for name in names if name in MADE_HERE and not Path(name).exists()]
+        if not published:
+            raise
+    overrides = [*overrides, f"policy.model_name={published[0]}"]
+    return compose_config(overrides), overrides
 
 
 def find_shape(name: str, file: Path | None = None) -> ModelShape:

@@ -39,15 +39,21 @@ class ModelShape:
     """Queries and keys are normalised head by head."""
 
 
+# Where scripts/get_smollm2.py and the recipes have their model.
+MODELS_FOLDER = "models"
+
+
 class NoModelError(LauncherError):
     """The folder is not there, or is no Hugging Face model."""
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether `name` is `organisation/model` and no folder of that name exists."""
+    """Whether `name` is `organisation/model` and no folder of that name exists; `models/NAME` is a folder even where it
+    is not there yet."""
     parts = name.split("/")
     well_formed = len(parts) == 2 and all(re.fullmatch(r"[\w.-]+", part) for part in parts)
-    return well_formed and not name.startswith((".", "~", "/")) and not Path(name).exists()
+    is_folder = name.startswith((".", "~", "/")) or parts[0] == MODELS_FOLDER
+    return well_formed and not is_folder and not Path(name).exists()
 
 
 def read_model_shape(name: str) -> ModelShape | None:

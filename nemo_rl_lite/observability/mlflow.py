@@ -3,10 +3,13 @@
 import logging
 import math
 import os
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import batched
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 from nemo_rl_lite.config.leaves import leaves
@@ -21,17 +24,15 @@ log = logging.getLogger(__name__)
 RUN_ID_FILE = "mlflow-run-id.txt"
 # What MLflow takes at once, and of one parameter's value.
 _PARAMETERS, _CHARACTERS = 100, 500
-# A server that is gone would hold the run up for minutes a call; and two batches at once break a folder as the store:
-# each makes the folder of a new metric, and the one that comes second is lost.
-_SETTINGS = {
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
-    "MLFLOW_ASYNC_LOGGING_THREADPOOL_SIZE": "1",
-}
+# A server that cannot be reached would hold the start up for minutes.
+_SETTINGS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
+# How long the end of a run waits for what is still to be sent, in seconds.
+END_WAIT_S = 60.0
+_THREAD = "mlflow"
 
 
 class MLflow(Sink):
-    """One MLflow run, the same where it goes on. A thread sends metrics; one that does not arrive is a warning."""
+    """One MLflow run, the same where it goes on. What does not arrive is a warning, and training never waits."""
 
     def __init__(self, config: MLflowConfig, folder: Path, whole_config: Mapping[str, Any]):
         address, is_folder = _address(config.tracking_uri)
@@ -44,13 +45,14 @@ class MLflow(Sink):
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
-        self._status, self._sent = "FAILED", []
+        self._status = "FAILED"
         try:
             self._client = MlflowClient(address)
             self._run_id = self._resumed(folder / RUN_ID_FILE) or self._create(config, folder, whole_config)
         except MlflowException as error:
             fix = "logger.mlflow.tracking_uri is where it is looked for; logger.mlflow_enabled=false goes without"
             raise LauncherError(f"MLflow could not start: {error}. {fix}") from error
+        self._messages = _Messages()
 
     def log(self, step: int, metrics: Metrics) -> None:
         from mlflow.entities import Metric
@@ -59,29 +61,27 @@ class MLflow(Sink):
         # A database has no place for what is not a number.
         finite = [Metric(name, float(value), now, step) for name, value in metrics.items() if math.isfinite(value)]
         for part in batched(finite, 1000):
-            self._guarded(lambda part=part: self._send(part))
-
-    def _send(self, metrics: Sequence[Any]) -> None:
-        self._sent.append(self._client.log_batch(self._run_id, metrics=metrics, synchronous=False))
+            self._send_metrics(part)
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         text = "\n\n".join(f"reward {one.reward:g}\n{one.prompt}\n---\n{one.response}" for one in samples)
-        self._guarded(lambda: self._client.log_text(self._run_id, text, f"rollouts/step-{step:08d}.txt"))
+        self._messages.send(lambda: self._client.log_text(self._run_id, text, f"rollouts/step-{step:08d}.txt"))
 
     def log_summary(self, values: Metrics, charts: Sequence[Chart]) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         metrics = [Metric(f"summary/{name}", float(value), now, 0) for name, value in values.items()]
-        self._guarded(lambda: self._client.log_batch(self._run_id, metrics=metrics))
+        self._send_metrics(metrics)
         self._status = "FINISHED"
 
     def close(self) -> None:
-        for operation in self._sent:
-            if not self._guarded(operation.wait):
-                # The others would be waited for as long.
-                break
-        self._guarded(lambda: self._client.set_terminated(self._run_id, self._status))
+        self._messages.send(lambda: self._client.set_terminated(self._run_id, self._status))
+        self._messages.close(END_WAIT_S)
+
+    def _send_metrics(self, metrics: Sequence[Any]) -> None:
+        # MLflow's own threads, which MLFLOW_ENABLE_ASYNC_LOGGING would start, are waited for without a limit at exit.
+        self._messages.send(lambda: self._client.log_batch(self._run_id, metrics=metrics, synchronous=True))
 
     def _resumed(self, kept: Path) -> str | None:
         """The run that this one goes on with, where it is still there."""
@@ -102,20 +102,59 @@ class MLflow(Sink):
         run_id = self._client.create_run(experiment, run_name=config.name, tags={"run_folder": str(folder)}).info.run_id
         parameters = [Param(key, str(value)[:_CHARACTERS]) for key, value in leaves(for_others(folder, whole_config))]
         for part in batched(parameters, _PARAMETERS):
-            self._client.log_batch(run_id, params=part)
+            self._client.log_batch(run_id, params=part, synchronous=True)
         (folder / RUN_ID_FILE).write_text(f"{run_id}\n")
         return run_id
 
-    @staticmethod
-    def _guarded(call: Any) -> bool:
-        """Whether it went well."""
-        try:
-            call()
-            return True
-        # A store may raise errors of any library that it is reached through, and training does not hang on it.
-        except Exception as error:
-            log.warning("MLflow did not get everything: %s: %s", type(error).__name__, error)
-            return False
+
+class _Messages:
+    """Calls to the client, one at a time and in order: a folder as the store breaks where two batches come at once.
+
+    They are made in a thread that the end of the process does not wait for. What waits is kept in memory.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._sent, self._arrived, self._given_up = 0, 0, False
+        self._warned: set[str] = set()
+        self._thread = Thread(target=self._work, name=_THREAD, daemon=True)
+        logging.getLogger("urllib3.connectionpool").addFilter(_is_not_of_the_thread)
+        self._thread.start()
+
+    def send(self, call: Callable[[], object]) -> None:
+        self._sent += 1
+        self._waiting.put(call)
+
+    def close(self, wait_s: float) -> None:
+        """Wait so long for what is under way, give the rest up, and say how much that is."""
+        self._waiting.put(None)
+        self._thread.join(wait_s)
+        # The run may go on in this process: what is late must not end it there.
+        self._given_up = True
+        if missing := self._sent - self._arrived:
+            late = f"; the run's end waited {wait_s:g} s for it" if self._thread.is_alive() else ""
+            log.warning("MLflow did not get %d of %d messages%s", missing, self._sent, late)
+
+    def _work(self) -> None:
+        while (call := self._waiting.get()) is not None and not self._given_up:
+            try:
+                call()
+                self._arrived += 1
+            # A store may raise errors of any library that it is reached through; the next call may find it back.
+            except Exception as error:
+                self._warn(f"{type(error).__name__}: {error}")
+
+    def _warn(self, failure: str) -> None:
+        # The same failure has another object's address each time.
+        text = re.sub(r"\b0x[0-9a-f]+", "0x...", failure)
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning("MLflow did not get everything: %s", text)
+
+
+def _is_not_of_the_thread(record: logging.LogRecord) -> bool:
+    """Leaves out what the connection says of each new try while a server is away: the thread says it once."""
+    return record.threadName != _THREAD
 
 
 def _address(uri: str) -> tuple[str, bool]:

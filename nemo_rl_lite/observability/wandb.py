@@ -35,6 +35,7 @@ class WeightsAndBiases(Sink):
     def __init__(self, config: WandbConfig, folder: Path, whole_config: Mapping[str, Any]):
         import wandb
 
+        self._is_done = False
         try:
             self._run = self._start(config, folder, whole_config)
         except wandb.errors.Error as error:
@@ -86,6 +87,8 @@ class WeightsAndBiases(Sink):
             drawn = wandb.plot.bar(table, chart.columns[0], chart.columns[-1], title=chart.title)
             self._run.log({f"charts/{chart.name}": drawn})
         self._run.summary.update({f"summary/{name}": value for name, value in values.items()})
+        self._is_done = True
 
     def close(self) -> None:
-        self._run.finish()
+        # Without a status W&B shows a run that failed or was stopped as finished.
+        self._run.finish(exit_code=0 if self._is_done else 1)

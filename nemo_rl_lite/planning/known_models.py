@@ -13,6 +13,7 @@ _TIED: dict[str, Any] = {"tie_word_embeddings": True}
 _LONG: dict[str, Any] = {"max_position_embeddings": 32768}
 _WIDE: dict[str, Any] = {"head_dim": 128}
 _LLAMA: dict[str, Any] = {"vocab_size": 128256, "max_position_embeddings": 131072}
+_SMOL: dict[str, Any] = {"vocab_size": 49152, "max_position_embeddings": 8192}
 _EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8} | _WIDE
 KNOWN_MODELS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-0.5B-Instruct": _sizes("qwen2", 896, 4864, 24, 14, 2, **_TIED, **_LONG),
@@ -29,4 +30,7 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.2-1B-Instruct": _sizes("llama", 2048, 8192, 16, 32, 8, head_dim=64, **_TIED, **_LLAMA),
     "meta-llama/Llama-3.1-8B-Instruct": _sizes("llama", 4096, 14336, 32, 32, 8, **_LLAMA),
     "meta-llama/Llama-3.1-70B-Instruct": _sizes("llama", 8192, 28672, 80, 64, 8, **_LLAMA),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": _sizes("llama", 576, 1536, 30, 9, 3, **_TIED, **_SMOL),
 }
+# What scripts/get_smollm2.py makes, and the model that it has the sizes of.
+MADE_HERE = {"models/smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct"}

@@ -249,6 +249,13 @@ CASES = {
     ],
     # Models, data and rewards that are not there or not usable.
     "policy.model_name=./no/such/model": ["policy.model_name", "no such folder"],
+    "policy.model_name=models/mine": [
+        "policy.model_name = 'models/mine'",
+        "no such folder",
+        "a Hugging Face model folder",
+    ],
+    "recipes=grpo-smollm2-135m-1n1g": ["policy.model_name", "no such folder", "python scripts/get_smollm2.py"],
+    "--dry-run recipes=grpo-smollm2-135m-1n1g": ["policy.model_name", "no such folder", "1 problem found"],
     "policy.model_name=~nobody-here/x": ["is not an override", "quote a value"],
     "policy.model_name='~nobody-here/x'": ["policy.model_name", "home directory"],
     "policy.model_name='a b/c'": ["policy.model_name", "no such folder"],

@@ -1,6 +1,12 @@
 """TensorBoard, W&B and MLflow through their real clients, without a network; what they wrote is read back."""
 
 import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +104,11 @@ def test_wandb_has_samples_charts_and_a_summary(wandb_folder, wandb_records):
     assert last["summary/accuracy_after"] == "0.75" and last["summary/steps"] == "4"
 
 
+def test_wandb_shows_a_run_that_was_ended_as_failed_and_one_that_is_done_as_finished(wandb_records):
+    exits = [one.exit.exit_code for part in wandb_records for one in part if one.WhichOneof("record_type") == "exit"]
+    assert exits == [1, 0]
+
+
 def test_wandb_goes_on_with_the_same_run(wandb_folder, wandb_records, capfd):
     kept = (wandb_folder / RUN_ID_FILE).read_text().strip()
     ids = [one.run.run_id for part in wandb_records for one in part if one.WhichOneof("record_type") == "run"]
@@ -189,21 +200,71 @@ def test_mlflow_that_cannot_start_names_the_key(tmp_path):
         MLflow(config, tmp_path, CONFIG)
 
 
-def test_the_end_of_a_run_waits_once_for_an_mlflow_that_is_gone(tmp_path, caplog):
+@pytest.fixture
+def mlflow_sink(tmp_path) -> Any:
     pytest.importorskip("mlflow", reason="needs the extra mlflow")
     from nemo_rl_lite.observability.mlflow import MLflow
 
-    sink = MLflow(MLflowConfig(tracking_uri=str(tmp_path / "mlruns"), experiment="x", name=None), tmp_path, CONFIG)
-    fill(sink)
-    waited = []
+    return MLflow(MLflowConfig(tracking_uri=str(tmp_path / "mlruns"), experiment="x", name=None), tmp_path, CONFIG)
 
-    def gone():
-        waited.append(1)
-        raise ConnectionError("nobody answers")
 
-    for operation in sink._sent:
-        operation.wait()
-        operation.wait = gone
-    assert len(sink._sent) > 1
-    sink.close()
-    assert len(waited) == 1 and caplog.text.count("nobody answers") == 1
+def test_neither_training_nor_the_end_of_a_run_waits_for_an_mlflow_that_hangs(mlflow_sink, monkeypatch, caplog):
+    from nemo_rl_lite.observability import mlflow
+
+    monkeypatch.setattr(mlflow, "END_WAIT_S", 0.5)
+    answers, calls, threads = threading.Event(), [], set(threading.enumerate())
+    monkeypatch.setattr(mlflow_sink._client, "log_batch", lambda *_, **__: (calls.append("metrics"), answers.wait(60)))
+    monkeypatch.setattr(mlflow_sink._client, "set_terminated", lambda *_: calls.append("status"))
+    began = time.monotonic()
+    fill(mlflow_sink)
+    mlflow_sink.close()
+    assert time.monotonic() - began < 10
+    # Two batches, samples, the status.
+    assert "MLflow did not get 4 of 4 messages; the run's end waited 0.5 s for it" in caplog.text
+    # The run may have gone on by the time that it answers: nothing more is sent then.
+    answers.set()
+    mlflow_sink._messages._thread.join(10)
+    assert calls == ["metrics"] and set(threading.enumerate()) <= threads
+
+
+def test_an_mlflow_that_comes_back_gets_what_is_later_and_its_absence_is_one_warning(mlflow_sink, monkeypatch, caplog):
+    from mlflow import MlflowClient
+
+    log_batch, absences = mlflow_sink._client.log_batch, iter(range(3))
+
+    def absent_at_first(*arguments, **named):
+        if (absence := next(absences, None)) is not None:
+            logging.getLogger("urllib3.connectionpool").warning("Retrying after connection broken: refused")
+            raise ConnectionError(f"<HTTPConnection object at {0x7F00 + absence:#x}>: refused")
+        log_batch(*arguments, **named)
+
+    monkeypatch.setattr(mlflow_sink._client, "log_batch", absent_at_first)
+    for step in range(5):
+        mlflow_sink.log(step, {"train/reward": float(step)})
+    mlflow_sink.log_summary({}, [])
+    mlflow_sink.close()
+    run = MlflowClient(mlflow_sink._client.tracking_uri).get_run(mlflow_sink._run_id)
+    assert run.info.status == "FINISHED" and run.data.metrics["train/reward"] == 4
+    assert caplog.text.count("refused") == 1 and "MLflow did not get 3 of 7 messages\n" in caplog.text
+
+
+def test_the_end_of_a_process_does_not_wait_for_an_mlflow_that_hangs(tmp_path):
+    pytest.importorskip("mlflow", reason="needs the extra mlflow")
+    script = (
+        "import threading\n"
+        "from pathlib import Path\n"
+        "from nemo_rl_lite.config.schema import MLflowConfig\n"
+        "from nemo_rl_lite.observability import mlflow\n"
+        "mlflow.END_WAIT_S = 0.5\n"
+        "config = MLflowConfig(tracking_uri='mlruns', experiment='x', name=None)\n"
+        "sink = mlflow.MLflow(config, Path(), {})\n"
+        "sink._client._tracking_client.store.log_batch = lambda *_, **__: threading.Event().wait()\n"
+        "sink.log(1, {'train/reward': 1.0})\n"
+        "sink.close()\n"
+    )
+    # Also where MLflow is told to send from threads of its own, which it waits for at exit.
+    environment = os.environ | {"MLFLOW_ENABLE_ASYNC_LOGGING": "true"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and "MLflow did not get 2 of 2 messages" in done.stderr

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import huggingface_hub
 import pytest
 
 from nemo_rl_lite import plan, train
@@ -55,6 +56,23 @@ def test_a_model_that_nobody_has_is_told_so(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(NoModelError, match="--model-config"):
         plan.find_shape("nobody/nothing-at-all")
+
+
+def test_the_recipes_model_need_not_be_made_yet(capsys, tmp_path, monkeypatch):
+    def asked(*_, **__):
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", asked)
+    recipe = ["recipes=grpo-smollm2-135m-1n1g", "--gpu", "H100"]
+    status, text, _ = ends_with(recipe, capsys)
+    assert status == 0 and "HuggingFaceTB/SmolLM2-135M-Instruct (135 M parameters)" in text
+    status, text, _ = ends_with([*recipe, "--json"], capsys)
+    assert "pinned" in json.loads(text)["presets_that_fit"]
+    status, _, error = ends_with([*recipe, "policy.lr=1"], capsys)
+    assert status == 2 and "policy.lr" in error and "policy.model_name" not in error
+    status, _, error = ends_with([*recipe, "policy.model_name=models/mine"], capsys)
+    assert status == 2 and "policy.model_name = 'models/mine'" in error
 
 
 def test_a_plan_imports_nothing_heavy():
