@@ -2,13 +2,15 @@
 
 python scripts/bench/gpu_run.py NAME [override ...]     writes docs/benchmarks/runs/NAME.json
 
-`NRL_BENCH_OUT` names another folder, `NRL_BENCH_COMMIT` the commit where the machine has no git. `runs.py` makes the
-benchmark records of these files.
+`NRL_BENCH_OUT` names another folder, `NRL_BENCH_COMMIT` the commit where the machine has no git. After
+`NRL_BENCH_LIMIT_S` seconds the run is interrupted, and what it did is kept. `runs.py` makes the benchmark records of
+these files.
 """
 
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -30,9 +32,10 @@ def main() -> None:
     folder = record.ROOT / "outputs" / "bench" / f"{name}-{os.getpid()}"
     arguments = ["-m", "nemo_rl_lite.train", *overrides]
     started = time.time()
-    status = subprocess.run(
-        [sys.executable, *arguments, f"hydra.run.dir={folder}"], cwd=record.ROOT, check=False
-    ).returncode
+    status = _run([sys.executable, *arguments, f"hydra.run.dir={folder}"])
+    if status:
+        for log in sorted(folder.glob("logs/*.log")):
+            print(f"--- the end of {log.name}", *log.read_text(errors="replace").splitlines()[-15:], sep="\n")
     seconds = time.time() - started
     if not (folder / "metrics.jsonl").exists():
         sys.exit(f"{name}: the run ended with status {status} before it had any metrics; see its output above")
@@ -58,6 +61,16 @@ def main() -> None:
     target.write_text(json.dumps(kept) + "\n")
     print(f"{name}: status {status}, {seconds:.0f} s, {kept['seconds_to_first_step'] or 0:.0f} s to the first step")
     sys.exit(status)
+
+
+def _run(command: list[str]) -> int:
+    """Its exit status, once it is over."""
+    process, limit_s = subprocess.Popen(command, cwd=record.ROOT), os.environ.get("NRL_BENCH_LIMIT_S")
+    try:
+        return process.wait(float(limit_s) if limit_s else None)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        return process.wait()
 
 
 def _first_step_begins(lines: list[dict[str, Any]]) -> float | None:
