@@ -15,14 +15,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-
 from nemo_rl_lite.cluster.batch_job import BatchJob, Container
 from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.config.overrides import RUN_FOLDER, named_run_folder
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, LauncherError, Violation
 
-_RUN_FOLDER = "hydra.run.dir"
 # Options that sbatch has as well, and what they are for; `--NAME VALUE` becomes `#SBATCH --NAME=VALUE`.
 _SBATCH = {
     "partition": "where to run",
@@ -124,7 +122,11 @@ def _job(given: argparse.Namespace, config: Config) -> BatchJob:
     if "%" in str(Path(given.log).parent):
         rule = "has a pattern in its folder, which must be there before the job"
         violations.append(Violation("--log", given.log, rule, "--log=logs/%x-%j.out"))
-    run_folder = _run_folder(given.overrides, violations)
+    run_folder = named_run_folder(given.overrides)
+    if run_folder and "${" in run_folder:
+        rule = "must be the same whenever the job is queued again"
+        fix = f"{RUN_FOLDER}=outputs/my-run, or leave it to the job"
+        violations.append(Violation(RUN_FOLDER, run_folder, rule, fix))
     if violations:
         raise ConfigError(violations)
     own = {name: getattr(given, name.replace("-", "_")) for name in _SBATCH}
@@ -151,18 +153,6 @@ def _job(given: argparse.Namespace, config: Config) -> BatchJob:
         interface=given.interface,
         container=Container(given.container_runtime, image, mounts) if image else None,
     )
-
-
-def _run_folder(overrides: Sequence[str], violations: list[Violation]) -> str | None:
-    """The one that the overrides name, if they do."""
-    parsed = [OverridesParser.create().parse_override(override) for override in overrides]
-    named = [str(override.value()) for override in parsed if override.key_or_group == _RUN_FOLDER]
-    if named and "${" in named[-1]:
-        rule = "must be the same whenever the job is queued again"
-        violations.append(
-            Violation(_RUN_FOLDER, named[-1], rule, f"{_RUN_FOLDER}=outputs/my-run, or leave it to the job")
-        )
-    return named[-1] if named else None
 
 
 def _submit(script: str) -> str:

@@ -3,9 +3,10 @@
 import itertools
 import shlex
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -15,8 +16,7 @@ from omegaconf import DictConfig
 
 from nemo_rl_lite.config.compose import compose_config, resolve
 from nemo_rl_lite.config.keys import CONFIG_NAME, config_dir
-from nemo_rl_lite.config.overrides import check_overrides
-from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.overrides import check_overrides, named_run_folder
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line.
 
     Exit status: 0 done, 1 failed, 2 bad configuration or data, 3 a worker failed, 4 a refit failed, 75 stopped with a
-    checkpoint, 130 interrupted.
+    checkpoint, 130 interrupted; of a sweep, that of the first job that failed.
     """
     launch(sys.argv[1:] if arguments is None else list(arguments))
 
@@ -45,42 +45,66 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def launch(arguments: Sequence[str]) -> "list[Summary]":
     """Run what the command line asks for; the summary of each run (several with -m, none with --help and the like)."""
     flags, overrides = split_arguments(arguments)
+    sweeps = any(flag in _SWEEP for flag in flags)
     summaries: list[Summary] = []
+    # Of a sweep's jobs that failed: number and exit status.
+    failed: list[tuple[int, Any]] = []
 
     def task(composed: DictConfig) -> None:
+        hydra_config = HydraConfig.get()
         try:
-            config = resolve(composed)
-        except ConfigError as error:
-            fail(error)
-        summaries.append(_guarded(config, Path(HydraConfig.get().runtime.output_dir), arguments))
+            summaries.append(_guarded(composed, Path(hydra_config.runtime.output_dir), arguments))
+        except SystemExit as end:
+            if not sweeps or _was_ended(end):
+                raise
+            failed.append((hydra_config.job.num, end.code))
+        except Exception:
+            if not sweeps:
+                raise
+            # Hydra would tell of the first one alone, and when all jobs are done.
+            traceback.print_exc()
+            failed.append((hydra_config.job.num, LauncherError.exit_status))
 
     try:
         accepted, violations = check_overrides(overrides)
-        if only_informs(flags) and any(flag in _SWEEP for flag in flags):
+        if only_informs(flags) and sweeps:
             violations.append(Violation(" ".join(flags), None, "a sweep runs, the other flag only prints", "drop one"))
             raise ConfigError(violations)
         if violations or not only_informs(flags):
             # Before Hydra makes the run's folder, and before the first job of a sweep.
-            for job in _jobs(overrides) if any(flag in _SWEEP for flag in flags) else [overrides]:
+            for job in _jobs(overrides) if sweeps else [overrides]:
                 compose_config(job)
         if _DRY_RUN in flags:
-            _dry_run(flags, overrides)
+            _dry_run(flags, overrides, sweeps)
             return []
         sys.argv = [sys.argv[0], *flags, *accepted]
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=CONFIG_NAME)(task)()
     except ConfigError as error:
         fail(error)
+    if failed:
+        numbers = ", ".join(f"#{number}" for number, _ in failed)
+        sys.stderr.write(f"{len(failed)} of {len(failed) + len(summaries)} jobs of the sweep failed: {numbers}\n")
+        sys.exit(failed[0][1])
     return summaries
 
 
-def _dry_run(flags: Sequence[str], overrides: Sequence[str]) -> None:
+def _was_ended(end: SystemExit) -> bool:
+    """Whether the user or the scheduler ended the job: the rest of a sweep is not wanted either."""
+    from nemo_rl_lite.checkpoint.stopping import was_asked_to_end
+
+    return end.code in (INTERRUPTED, RunStopped.exit_status) or was_asked_to_end()
+
+
+def _dry_run(flags: Sequence[str], overrides: Sequence[str], sweeps: bool) -> None:
     from nemo_rl_lite.jobs.dry_run import dry_run
 
     if others := [flag for flag in flags if flag not in (_DRY_RUN, *_SWEEP)]:
         raise ConfigError([Violation(_DRY_RUN, None, f"does not go with {' '.join(others)}", "drop one")])
+    # The jobs of a sweep have folders of their own.
+    named = None if sweeps else named_run_folder(overrides)
     try:
         for job in _jobs(overrides):
-            dry_run(compose_config(job), job)
+            dry_run(compose_config(job), job, Path(named) if named else None)
     except LauncherError as error:
         fail(error)
 
@@ -118,7 +142,11 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return flags, overrides
 
 
-def _guarded(config: Config, folder: Path, arguments: Sequence[str]) -> "Summary":
+def _guarded(composed: DictConfig, folder: Path, arguments: Sequence[str]) -> "Summary":
+    try:
+        config = resolve(composed)
+    except ConfigError as error:
+        fail(error)
     from nemo_rl_lite.cluster.access import close_to_others
 
     close_to_others()

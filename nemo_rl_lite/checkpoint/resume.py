@@ -16,15 +16,14 @@ CHECKPOINTS = "checkpoints"
 _FIXED = ("algorithm.name", "policy.megatron_cfg.peft")
 # A checkpoint with `resume_layouts=data_parallel` holds the optimizer's buckets, which these cut.
 _MEGATRON = "policy.megatron_cfg"
-_LAYOUT = tuple(
-    f"{_MEGATRON}.{key}"
-    for key in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "expert_model_parallel_size",
-        "optimizer.use_distributed_optimizer",
-    )
+_DISTRIBUTED = f"{_MEGATRON}.optimizer.use_distributed_optimizer"
+_LAYOUT = (
+    *(f"{_MEGATRON}.{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")),
+    _DISTRIBUTED,
 )
+# Float32 parameters are their own main copies. Only megatron-core's distributed optimizer, and only where it saves by
+# parameter, writes both alike.
+_PRECISION = "policy.precision"
 # What no result depends on.
 _FREE = ("run_name", "logger", "checkpoint", "cluster")
 
@@ -71,8 +70,7 @@ def find_start(config: Config, whole_config: Mapping[str, Any], run_folder: Path
         return Start()
     saved = found.record.get("config", {})
     changes = changed(saved, whole_config)
-    by_rank = dict(leaves(saved)).get("checkpoint.resume_layouts") == "data_parallel"
-    fixed = (*_FIXED, *_LAYOUT) if by_rank else _FIXED
+    fixed = _fixed(dict(leaves(saved)), dict(leaves(whole_config)))
     wrong = [
         Violation(key, now, f"{found.path} was saved with {before!r}", "as it was, or another folder")
         for key, (before, now) in changes.items()
@@ -82,6 +80,14 @@ def find_start(config: Config, whole_config: Mapping[str, Any], run_folder: Path
         raise ConfigError(wrong)
     lines = tuple(f"{key}: {before!r} -> {now!r}" for key, (before, now) in changes.items())
     return Start(found.step, found.path / POLICY, lines)
+
+
+def _fixed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
+    """Keys whose values must be those of the checkpoint, by the leaves of both configurations."""
+    if saved.get("checkpoint.resume_layouts") == "data_parallel":
+        return (*_FIXED, *_LAYOUT, _PRECISION)
+    by_parameter = saved.get(_DISTRIBUTED) and now.get(_DISTRIBUTED)
+    return _FIXED if by_parameter else (*_FIXED, _PRECISION)
 
 
 def changed(

@@ -158,6 +158,11 @@ def load(path: Path) -> Checkpoint | None:
         return None
 
 
+def has_any(folder: Path) -> bool:
+    """Whether a run has saved there, also where `tidy` has yet to bring back what was being replaced."""
+    return any(path for begin in ("", _REPLACED) for path in folder.glob(f"{begin}{_PREFIX}*"))
+
+
 def _write_record(folder: Path, checkpoint: Checkpoint) -> None:
     content = {"step": checkpoint.step, "metrics": checkpoint.metrics, "record": checkpoint.record}
     unfinished = folder / f".{RECORD}"

@@ -11,6 +11,7 @@ from nemo_rl_lite.config.keys import groups, is_open, known_keys, unknown_key
 from nemo_rl_lite.errors import ConfigError, Violation
 
 HYDRA_PACKAGE = "hydra"
+RUN_FOLDER = "hydra.run.dir"
 
 
 def check_overrides(arguments: Sequence[str]) -> tuple[list[str], list[Violation]]:
@@ -34,6 +35,13 @@ def check_overrides(arguments: Sequence[str]) -> tuple[list[str], list[Violation
         elif override.key_or_group != "recipes" or override.value() is not None:
             accepted.append(_as_hydra_takes_it(argument, override.key_or_group))
     return accepted, violations
+
+
+def named_run_folder(arguments: Sequence[str]) -> str | None:
+    """The run's folder, where valid overrides name it; with `${...}` as it stands there."""
+    parsed = [override for override in map(_parse, arguments) if override]
+    named = [str(override.value()) for override in parsed if override.key_or_group == RUN_FOLDER]
+    return named[-1] if named else None
 
 
 def _parse(argument: str) -> Override | None:

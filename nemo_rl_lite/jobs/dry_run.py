@@ -8,6 +8,7 @@ from pathlib import Path
 from nemo_rl_lite.checkpoint.resume import changed, find_start
 from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.jobs.folder import check_folder
 from nemo_rl_lite.jobs.interface import make_job
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.plan import find_shape
@@ -15,27 +16,24 @@ from nemo_rl_lite.planning.gpus import size_of
 from nemo_rl_lite.planning.page import make_plan, show
 
 
-def dry_run(config: Config, overrides: Sequence[str]) -> None:
+def dry_run(config: Config, overrides: Sequence[str], run_folder: Path | None) -> None:
     """Print what differs from the defaults, read and check the data, print the plan. Starts no worker and writes
-    nothing but what the model's and the data's caches keep.
+    nothing but what the model's and the data's caches keep. `run_folder`: where the command names it.
 
     Raises:
         LauncherError: what would end the run before its first process.
     """
     console = RunConsole()
     console.table("differences from the defaults", ["", "default", "here"], differences(config))
-    with tempfile.TemporaryDirectory() as folder:
-        for line in find_start(config, dataclasses.asdict(config), run_folder(overrides) or Path(folder)).lines():
+    whole_config = dataclasses.asdict(config)
+    with tempfile.TemporaryDirectory() as empty:
+        folder = run_folder or Path(empty)
+        check_folder(folder, whole_config)
+        for line in find_start(config, whole_config, folder).lines():
             console.say(line)
-        make_job(config, Path(folder), console)
+        make_job(config, Path(empty), console)
     show(make_plan(config, overrides, find_shape(config.policy.model_name), size_of(None), None), console)
     console.say("dry run: nothing was started")
-
-
-def run_folder(overrides: Sequence[str]) -> Path | None:
-    """The run's folder, where the command names it."""
-    named = [override.partition("=")[2] for override in overrides if override.startswith("hydra.run.dir=")]
-    return Path(named[-1]) if named else None
 
 
 def differences(config: Config) -> list[list[str]]:

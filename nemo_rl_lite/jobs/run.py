@@ -1,27 +1,24 @@
 """One run of the command, from its folder to its report, through the loss of workers."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, Start, changed, checkpoint_store, find_start
+from nemo_rl_lite.checkpoint.resume import Start, checkpoint_store, find_start
 from nemo_rl_lite.cluster.launch import reserve
 from nemo_rl_lite.cluster.runtime import ray_runtime
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.errors import ConfigError, Violation, WorkerError
+from nemo_rl_lite.errors import WorkerError
+from nemo_rl_lite.jobs.folder import check_folder, locked, write_down
 from nemo_rl_lite.jobs.interface import Job, make_job
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.run_folder import CONFIG_FILE, status_kept, write_start
-from nemo_rl_lite.observability.sinks import METRICS_FILE, MetricsLog
-from nemo_rl_lite.observability.summary import SUMMARY_FILE, Summary, charts, show_summary, summarize, tracked
+from nemo_rl_lite.observability.run_folder import status_kept
+from nemo_rl_lite.observability.sinks import MetricsLog
+from nemo_rl_lite.observability.summary import Summary, charts, show_summary, summarize, tracked
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.observability.views import VIEWS
-
-# A run that is done goes on where it was given more of these.
-_LENGTH = {"algorithm.max_num_steps", "algorithm.max_num_epochs"}
 
 
 def run(config: Config, folder: Path, command: str) -> Summary:
@@ -29,15 +26,18 @@ def run(config: Config, folder: Path, command: str) -> Summary:
     worker's process dies, it goes on from the newest checkpoint, `cluster.max_restarts` times.
 
     Raises:
-        ConfigError: the folder holds another run, or one that is done.
+        ConfigError: the folder holds another run, or one that is done, or another process is running there.
         RunStopped: the run was asked to end, and is saved.
         LauncherError: what else a user can act on.
     """
     whole_config = dataclasses.asdict(config)
-    start = _find_start(config, whole_config, folder)
-    _open(folder, whole_config, command)
-    with status_kept(folder):
-        return _through_losses(config, folder, whole_config, start)
+    # Before anything is changed in the folder: what is unfinished there may be what another process is writing.
+    with locked(folder):
+        check_folder(folder, whole_config)
+        start = _find_start(config, whole_config, folder)
+        write_down(folder, whole_config, command)
+        with status_kept(folder):
+            return _through_losses(config, folder, whole_config, start)
 
 
 def _through_losses(config: Config, folder: Path, whole_config: Mapping[str, Any], start: Start) -> Summary:
@@ -86,30 +86,3 @@ class _Attempts:
             view = VIEWS[config.algorithm.name]
             show_summary(summary, metrics, console, config.run_name, view, config.logger.plots)
         return summary
-
-
-def _open(folder: Path, whole_config: Mapping[str, Any], command: str) -> None:
-    """Write down what is run. Raises ConfigError: the folder holds another run, or one that is done."""
-    kept = folder / CONFIG_FILE
-    if (folder / METRICS_FILE).exists():
-        changes = changed(_written(kept), json.loads(json.dumps(whole_config))).keys()
-        if (folder / SUMMARY_FILE).exists() and not (changes and changes <= _LENGTH):
-            rule = "holds a run already, and it is done"
-            fix = f"name another folder, or change nothing but {' or '.join(sorted(_LENGTH))} to go on with it"
-            raise ConfigError([Violation("hydra.run.dir", str(folder), rule, fix)])
-        if changes and not any((folder / CHECKPOINTS).glob("step-*")):
-            rule = "holds a run already, without a checkpoint; a second one would be mixed into it"
-            raise ConfigError(
-                [Violation("hydra.run.dir", str(folder), rule, "name another folder, or remove this one")]
-            )
-    # Written again when the run is done.
-    (folder / SUMMARY_FILE).unlink(missing_ok=True)
-    write_start(folder, whole_config, command)
-
-
-def _written(file: Path) -> dict[str, Any]:
-    """A configuration that was written down; nothing where that was cut short."""
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}

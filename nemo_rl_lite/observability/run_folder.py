@@ -75,6 +75,15 @@ def status_kept(folder: Path) -> Iterator[None]:
         )
 
 
+def running_process(folder: Path) -> str:
+    """Which process runs there, by status.json, to be put behind words that say that one does; else nothing."""
+    try:
+        status = json.loads((folder / STATUS_FILE).read_text())
+        return f" (process {status['pid']} on {status['host']})" if status["state"] == "running" else ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
 def _write(folder: Path, status: Status) -> None:
     partial = folder / f".{STATUS_FILE}"
     try:

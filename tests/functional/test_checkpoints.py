@@ -41,6 +41,8 @@ ON_ONE = {
     "sgd again": [SGD, "sgd"],
     "half": [HALF, None],
     "half again": [HALF, "half"],
+    "half from tensor": [HALF, "tensor"],
+    "one from half": [[], "half"],
 }
 
 ON_HOST = {
@@ -89,6 +91,14 @@ def test_another_layout_goes_on_from_it(folder, case):
     assert torch.allclose(torch.tensor(steps(folder, case)), torch.tensor(steps(folder, saved_by)), atol=1e-5)
     own, expected = weights(folder, case), weights(folder, saved_by)
     assert all(torch.allclose(own[name], expected[name], atol=1e-5) for name in expected)
+
+
+@pytest.mark.parametrize("case", ["half from tensor", "one from half"])
+def test_another_precision_goes_on_from_it_as_far_as_it_rounds_alike(folder, case):
+    saved_by = case.split(" from ")[1]
+    assert torch.allclose(torch.tensor(steps(folder, case)), torch.tensor(steps(folder, saved_by)), rtol=5e-3)
+    own, expected = weights(folder, case), weights(folder, saved_by)
+    assert all(torch.allclose(own[name].float(), expected[name].float(), atol=1e-3) for name in expected)
 
 
 @pytest.mark.parametrize("case", ["tensor", "lora", "sgd", "half"])

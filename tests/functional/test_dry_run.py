@@ -9,6 +9,9 @@ import pytest
 from nemo_rl_lite import train
 from nemo_rl_lite.checkpoint.resume import checkpoint_store
 from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.jobs.folder import write_down
+from nemo_rl_lite.observability.sinks import METRICS_FILE
+from nemo_rl_lite.observability.summary import SUMMARY_FILE
 
 pytestmark = pytest.mark.functional
 
@@ -39,7 +42,30 @@ def test_a_dry_run_reads_data_and_writes_nothing(capsys, tmp_path, monkeypatch, 
     train.launch(["--dry-run", "algorithm.max_num_steps=3", "hydra.run.dir=earlier", *data])
     text = capsys.readouterr().out
     assert "going on after step 7, from " in text and "changed since then  algorithm.max_num_steps: 30 -> 3" in text
+    train.launch(["--dry-run", "algorithm.max_num_steps=3", "++hydra.run.dir='earlier'", *data])
+    assert "going on after step 7, from " in capsys.readouterr().out
     (tmp_path / "rows.jsonl").write_text("{not json}\n")
     with pytest.raises(SystemExit) as end:
         train.launch(["--dry-run", *data])
     assert end.value.code == 2 and "rows.jsonl" in capsys.readouterr().err
+
+
+def test_a_dry_run_refuses_the_folder_that_the_run_would_refuse(capsys, tmp_path, monkeypatch, model_folder):
+    monkeypatch.chdir(tmp_path)
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    write_down(begun, dataclasses.asdict(compose_config()), "the command")
+    (begun / METRICS_FILE).write_text('{"step": 1}\n')
+    refused(capsys, "without a checkpoint", "hydra.run.dir=begun", "algorithm.seed=7")
+    (begun / SUMMARY_FILE).write_text("{}")
+    before = sorted(begun.iterdir())
+    refused(capsys, "it is done", "hydra.run.dir=begun")
+    assert sorted(begun.iterdir()) == before
+    # The jobs of a sweep do not run there.
+    assert train.launch(["-m", "--dry-run", "hydra.run.dir=begun", f"policy.model_name={model_folder}"]) == []
+
+
+def refused(capsys, why: str, *overrides: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        train.launch(["--dry-run", *overrides])
+    assert end.value.code == 2 and why in capsys.readouterr().err

@@ -9,6 +9,8 @@ from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, POLICY, Start, checkpoin
 from nemo_rl_lite.config.compose import compose_config, restore
 from nemo_rl_lite.errors import ConfigError
 
+DISTRIBUTED = "policy.megatron_cfg.optimizer.use_distributed_optimizer"
+
 
 def start(folder, *overrides):
     config = compose_config(overrides)
@@ -78,6 +80,26 @@ def test_another_model_parallel_layout_needs_a_checkpoint_for_any(tmp_path, layo
     else:
         with pytest.raises(ConfigError, match=rf"{key} = 2\n.*was saved with 1"):
             go_on(f"{key}=2")
+
+
+@pytest.mark.parametrize(
+    ("saved_with", "goes_on_with", "is_read"),
+    [
+        ([], [], True),
+        (["checkpoint.resume_layouts=data_parallel"], [], False),
+        ([f"{DISTRIBUTED}=false"], [f"{DISTRIBUTED}=false"], False),
+        ([], [f"{DISTRIBUTED}=false"], False),
+    ],
+    ids=["by parameter", "by rank", "not distributed", "no longer distributed"],
+)
+def test_another_precision_needs_optimizer_states_by_parameter(tmp_path, saved_with, goes_on_with, is_read):
+    save(tmp_path, 10, *saved_with)
+    half = [*goes_on_with, "policy.precision=bfloat16"]
+    if is_read:
+        assert start(tmp_path, *half).changes == ("policy.precision: 'float32' -> 'bfloat16'",)
+    else:
+        with pytest.raises(ConfigError, match=r"policy\.precision = 'bfloat16'\n.*was saved with 'float32'"):
+            start(tmp_path, *half)
 
 
 def test_a_configuration_comes_back_from_its_record(tmp_path):
