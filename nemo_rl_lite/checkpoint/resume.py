@@ -13,7 +13,7 @@ from nemo_rl_lite.errors import ConfigError, Violation
 
 CHECKPOINTS = "checkpoints"
 # A checkpoint of another value of these is of another kind of training.
-_FIXED = ("algorithm.name", "policy.megatron_cfg.peft")
+_FIXED = ("algorithm.name", "policy.megatron_cfg.peft", "policy.megatron_cfg.optimizer.optimizer")
 # A checkpoint with `resume_layouts=data_parallel` holds the optimizer's buckets, which these cut.
 _MEGATRON = "policy.megatron_cfg"
 _DISTRIBUTED = f"{_MEGATRON}.optimizer.use_distributed_optimizer"

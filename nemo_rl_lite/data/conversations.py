@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_rl_lite.config.schema import DataConfig
 from nemo_rl_lite.data.columns import column, to_problem
-from nemo_rl_lite.data.problems import Message, Problem
+from nemo_rl_lite.data.problems import Message, Problem, with_system
 from nemo_rl_lite.data.rows import Row
 from nemo_rl_lite.errors import DataError
 
@@ -55,9 +55,10 @@ def to_chat(config: DataConfig, row: Row, where: str) -> Example:
         DataError: the row lacks a column, one has a wrong type, or nobody could be trained on it.
     """
     if config.messages_column is None:
-        return chat_of(to_problem(with_responses(config), row, where), where)
+        problem = to_problem(with_responses(config), row, where)
+        return Example((answered(problem.messages, problem.answer),), where)
     value = column(row, config.messages_column, where)
-    messages = with_system(config, read_messages(value, f"{where}, column '{config.messages_column}'"))
+    messages = with_system(read_messages(value, f"{where}, column '{config.messages_column}'"), config.system_prompt)
     spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not spoken:
         raise DataError(f"{where}: column '{config.messages_column}' has no message of the assistant to train on")
@@ -67,8 +68,11 @@ def to_chat(config: DataConfig, row: Row, where: str) -> Example:
     return Example((Conversation(messages[: spoken[-1] + 1], first, _tools(config, row, where)),), where)
 
 
-def chat_of(problem: Problem, where: str = "a problem of the task") -> Example:
-    """A problem whose answer is the assistant's response."""
+def chat_of(problem: Problem) -> Example:
+    """A problem of a task, whose answer is the assistant's response. Raises DataError: it names none."""
+    where = "a problem of the task"
+    if not problem.answer:
+        raise DataError(f"{where} {problem.metadata.get('task', '')} names no answer that could be trained on")
     return Example((answered(problem.messages, problem.answer),), where)
 
 
@@ -81,13 +85,6 @@ def with_responses(config: DataConfig) -> DataConfig:
     """The same data with the whole text of `data.response_column` for the answer."""
     name = config.response_column or config.answer_column
     return dataclasses.replace(config, answer_column=name, answer_pattern=None)
-
-
-def with_system(config: DataConfig, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The messages behind `data.system_prompt`, unless they have a system message of their own."""
-    if config.system_prompt is None or messages[0]["role"] in ("system", "developer"):
-        return messages
-    return ({"role": "system", "content": config.system_prompt}, *messages)
 
 
 def read_messages(value: object, where: str) -> tuple[Message, ...]:

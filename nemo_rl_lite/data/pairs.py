@@ -13,8 +13,8 @@ from math import isnan
 
 from nemo_rl_lite.config.schema import DataConfig
 from nemo_rl_lite.data.columns import column
-from nemo_rl_lite.data.conversations import Conversation, Example, answered, read_messages, with_system
-from nemo_rl_lite.data.problems import Message, Problem, chat
+from nemo_rl_lite.data.conversations import Conversation, Example, answered, read_messages
+from nemo_rl_lite.data.problems import Message, Problem, chat, with_system
 from nemo_rl_lite.data.rows import Row
 from nemo_rl_lite.errors import DataError
 
@@ -104,5 +104,5 @@ def _ranked(completions: object, where: str) -> tuple[object, object]:
 
 
 def _with_system(config: DataConfig, one: Conversation) -> Conversation:
-    messages = with_system(config, one.messages)
+    messages = with_system(one.messages, config.system_prompt)
     return Conversation(messages, one.first_trained + len(messages) - len(one.messages), one.tools)

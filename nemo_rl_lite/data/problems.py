@@ -102,7 +102,14 @@ def chat(prompt: object, system_prompt: str | None = None, where: str = "prompt"
         messages = prompt
     else:
         raise DataError(f"{where}: the prompt must be text or a list of {{role, content}} messages")
-    return (*([{"role": "system", "content": system_prompt}] if system_prompt else []), *messages)
+    return with_system(tuple(messages), system_prompt)
+
+
+def with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tuple[Message, ...]:
+    """The messages behind the system prompt, unless they have a system message of their own."""
+    if not system_prompt or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return ({"role": "system", "content": system_prompt}, *messages)
 
 
 def is_held_out(problem: Asked, fraction: float) -> bool:

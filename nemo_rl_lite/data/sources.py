@@ -80,13 +80,18 @@ def check_file(config: DataConfig, path: str, limit: int, kind: Kind) -> None:
     rows = list(islice(file_rows(path), limit))
     if not rows:
         raise DataError(f"{path}: no rows")
-    for where, row in rows:
-        kind.from_row(config, row, where)
+    _read(config, rows, kind)
 
 
 def _read[T: Asked](config: DataConfig, rows: Iterable[tuple[str, Row]], kind: Kind[T]) -> list[T]:
     """Rows as what is trained on, without those that teach nothing."""
-    found = [kind.from_row(config, row, where) for where, row in rows]
+    found, tools = [], config.tools_column
+    has_tools = tools is None
+    for where, row in rows:
+        found.append(kind.from_row(config, row, where))
+        has_tools = has_tools or tools in row
+    if found and not has_tools:
+        raise DataError(f"{config.train_path or config.path}: no row has the column '{tools}' (data.tools_column)")
     kept = [one for one in found if one is not None]
     if len(kept) < len(found):
         log.warning("%d of %d rows prefer neither response and were left out", len(found) - len(kept), len(found))

@@ -91,11 +91,9 @@ def _table(step: int, split: Split, rollout: Rollout, limit: int | None) -> pa.T
 
 
 def _rows(rollout: Rollout) -> Iterator[dict[str, Any]]:
-    place, sample, rewards = -1, 0, rollout.rewards_B.tolist()
+    rewards = rollout.rewards_B.tolist()
     for index, problem in enumerate(rollout.problems):
-        # Samples of a problem are neighbours.
-        is_next = index == 0 or problem is not rollout.problems[index - 1]
-        place, sample = (place + 1, 0) if is_next else (place, sample + 1)
+        place, sample = divmod(index, rollout.samples_per_prompt)
         yield {
             "problem": place,
             "sample": sample,

@@ -37,6 +37,7 @@ class Rollout:
     rewards_B: Tensor
     problems: list[Problem]
     """One for each sequence."""
+    samples_per_prompt: int
     prompt_lengths: list[int]
     """Tokens; one for each sequence."""
     completions: list[Completion]
@@ -112,6 +113,7 @@ class RolloutCollector:
             lengths_B=lengths_B,
             rewards_B=rewards_B,
             problems=[episode.problem for episode in episodes],
+            samples_per_prompt=sampling.samples_per_prompt,
             prompt_lengths=[episode.prompt_length for episode in episodes],
             completions=[episode.completion() for episode in episodes],
             responses=[episode.response for episode in episodes],

@@ -28,6 +28,7 @@ seen = {
     "again": engine.generate(prompts, sampling),
     "other seed": engine.generate(prompts, replace(sampling, seed=12)),
     "stops": engine.generate(prompts, replace(sampling, stop_token_ids=tuple(range(2, 34)))),
+    "nothing stops": engine.generate(prompts, replace(sampling, stop_token_ids=(), max_new_tokens=20)),
     "top k": engine.generate(prompts, replace(sampling, top_k=1, samples_per_prompt=1)),
     "stop string": engine.generate(prompts, replace(sampling, stop_strings=("a", "b", "1"), max_new_tokens=20)),
 }

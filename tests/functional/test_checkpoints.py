@@ -22,6 +22,9 @@ OPTIMIZER = "policy.megatron_cfg.optimizer"
 SGD = [f"{OPTIMIZER}.optimizer=sgd", f"{OPTIMIZER}.sgd_momentum=0.9", f"{OPTIMIZER}.use_distributed_optimizer=false"]
 SHARES = ["checkpoint.resume_layouts=data_parallel"]
 HOST = "offload=cpu_optimizer"
+SCHEDULER = "policy.megatron_cfg.scheduler"
+CHANGED = [f"{OPTIMIZER}.lr=0.01", f"{OPTIMIZER}.min_lr=0.001", f"{OPTIMIZER}.adam_beta1=0.5"]
+CHANGED += [f"{SCHEDULER}.lr_warmup_iters=0", f"{SCHEDULER}.lr_decay_style=linear", f"{SCHEDULER}.lr_decay_iters=10"]
 HALF = ["policy.precision=bfloat16"]
 # Name: overrides, and whose checkpoint it goes on from (none: it saves one).
 ON_TWO = {
@@ -36,9 +39,11 @@ ON_TWO = {
 }
 ON_ONE = {
     "one from tensor": [[], "tensor"],
+    "changed from tensor": [CHANGED, "tensor"],
     "one from shares": [[], "shares"],
     "sgd": [SGD, None],
     "sgd again": [SGD, "sgd"],
+    "changed from sgd": [[*SGD, *CHANGED], "sgd"],
     "half": [HALF, None],
     "half again": [HALF, "half"],
     "half from tensor": [HALF, "tensor"],
@@ -51,6 +56,7 @@ ON_HOST = {
     "shares on the host": [[*DATA, *HALF, HOST, *SHARES], None],
     "shares on the host again": [[*DATA, *HALF, HOST, *SHARES], "shares on the host"],
     "device from on the host": [[*DATA, *HALF], "on the host"],
+    "changed from on the host": [[*DATA, *HALF, HOST, *CHANGED], "on the host"],
 }
 
 
@@ -91,6 +97,17 @@ def test_another_layout_goes_on_from_it(folder, case):
     assert torch.allclose(torch.tensor(steps(folder, case)), torch.tensor(steps(folder, saved_by)), atol=1e-5)
     own, expected = weights(folder, case), weights(folder, saved_by)
     assert all(torch.allclose(own[name], expected[name], atol=1e-5) for name in expected)
+
+
+@pytest.mark.parametrize("saved_by", ["tensor", "sgd", "on the host"])
+def test_it_goes_on_with_the_settings_that_it_is_given(folder, saved_by):
+    """Two of ten steps of the schedule are done; the weights are those that were saved."""
+    (replica, *_) = json.loads((folder / f"changed from {saved_by}.json").read_text())
+    rates = [step["lr"] for step in replica["steps"]]
+    assert rates == pytest.approx([0.001 + 0.009 * (10 - done) / 10 for done in (2, 3)])
+    (loss, _), (later, _) = steps(folder, f"changed from {saved_by}")
+    (expected, _), (other, _) = steps(folder, saved_by)
+    assert loss == pytest.approx(expected, rel=1e-4) and abs(later - other) > 1e-3
 
 
 @pytest.mark.parametrize("case", ["half from tensor", "one from half"])

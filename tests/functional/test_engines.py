@@ -138,6 +138,12 @@ def test_stop_tokens_end_a_response_and_are_part_of_it(seen):
     assert all(len(completion.tokens) == len(completion.logprobs) for completion in seen["stops"])
 
 
+def test_without_stop_tokens_the_models_own_end_token_ends_nothing(seen):
+    """As a refit's probe wants it: as long from every engine."""
+    assert {len(completion.tokens) for completion in seen["nothing stops"]} == {20}
+    assert any(2 in completion.tokens for completion in seen["nothing stops"])
+
+
 def test_stop_strings_end_a_response(seen):
     from nemo_rl_lite.embedded.reverse_digits import TOKENS
 

@@ -43,6 +43,16 @@ def training_ends(config: Config) -> Iterator[Violation]:
         yield Violation(key, None, "is null, and so is algorithm.max_num_epochs: training would not end", fix)
 
 
+@rule("algorithm.val_metric", "algorithm.higher_is_better")
+def better_is_what_the_metric_means(config: Config) -> Iterator[Violation]:
+    metric, key = config.algorithm.val_metric, "algorithm.higher_is_better"
+    more = metric in ("accuracy", "rewards_margin_mean", "rewards_chosen_mean")
+    # Of responses' lengths either may be meant.
+    if metric != "avg_length" and config.algorithm.higher_is_better != more:
+        rule_text = f"would keep the checkpoints with the worst {metric}"
+        yield Violation(key, config.algorithm.higher_is_better, rule_text, f"{key}={str(more).lower()}")
+
+
 @rule("data.name", algorithm="dpo")
 def tasks_know_mistakes(config: Config) -> Iterator[Violation]:
     if config.data.name == "reasoning_gym":

@@ -75,6 +75,20 @@ def only_tasks_take_arguments(config: Config) -> Iterator[Violation]:
         yield Violation("data.task_kwargs", data.task_kwargs, "rows take no arguments", "data.task_kwargs={}")
 
 
+@rule("data")
+def tasks_read_no_rows(config: Config) -> Iterator[Violation]:
+    data = config.data
+    if data.name not in TASKS:
+        return
+    unread = ["train_path", "validation_path", "path"]
+    if data.name == "reverse_digits":
+        unread += ["prompt_template", "answer_pattern", "response_column", "validation_fraction"]
+    for name in unread:
+        if value := getattr(data, name):
+            fix = f"data.{name}={'0' if isinstance(value, float) else 'null'}, or data=file"
+            yield Violation(f"data.{name}", value, f"{data.name} generates its problems, and does not read this", fix)
+
+
 @rule("data", "algorithm.val_at_start", "algorithm.val_at_end", "algorithm.val_period")
 def validation_has_problems(config: Config) -> Iterator[Violation]:
     data, algorithm = config.data, config.algorithm

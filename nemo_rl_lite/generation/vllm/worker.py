@@ -101,7 +101,8 @@ class VLLMEngine:
             stop_token_ids=list(sampling.stop_token_ids),
             stop=list(sampling.stop_strings) or None,
             detokenize=bool(sampling.stop_strings),
-            ignore_eos=False,
+            # vLLM adds the end tokens of the model's generation_config.json, but nothing ends a probe.
+            ignore_eos=not sampling.stop_token_ids,
             # That of the sampled token alone.
             logprobs=0,
             flat_logprobs=True,

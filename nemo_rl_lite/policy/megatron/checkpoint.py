@@ -99,11 +99,11 @@ class PolicyState:
         state = _read(self._sharded(_format_of(folder), is_loading=True), folder)
         self._put_weights(state)
         # In float32 the main parameters are the model's own, which take a gradient.
-        with torch.no_grad():
+        with saved_optimizer.own_settings(self._optimizer, state["optimizer"]), torch.no_grad():
             self._optimizer.load_state_dict(state["optimizer"])
-        # It adds the steps that it reads to those that it has.
+        # Of the schedule its place alone: the rest is the configuration's.
         self._scheduler.num_steps = 0
-        self._scheduler.load_state_dict(state["scheduler"])
+        self._scheduler.step(increment=state["scheduler"]["num_steps"])
         saved_optimizer.set_step_counts(self._optimizer)
         saved_optimizer.require_states(self._optimizer)
         if any(cpu_optimizer.is_split(own) for own in torch_optimizers(self._optimizer)):

@@ -2,6 +2,7 @@
 two parts of its CPU optimizer."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,10 @@ from nemo_rl_lite.offload import cpu_optimizer
 from nemo_rl_lite.policy.megatron.memory import torch_optimizers
 
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
+# What a group has beside them.
+_NO_SETTINGS = ("params", "step")
+# Of every group the same.
+_LEARNING_RATES = ("max_lr", "min_lr")
 
 
 def make_states(optimizer: Any) -> None:
@@ -30,6 +35,28 @@ def make_states(optimizer: Any) -> None:
             cpu_optimizer.collect_states(own)
 
 
+@contextmanager
+def own_settings(optimizer: Any, saved: dict[str, Any]) -> Iterator[None]:
+    """Around reading what was `saved`: groups keep the settings that they have (learning rate, betas, decay, ...), and
+    take parameters' states and step counts alone. megatron-core tells groups apart by their learning rates as well."""
+    groups = [group for own in torch_optimizers(optimizer) for group in own.param_groups]
+    settings = [{key: value for key, value in group.items() if key not in _NO_SETTINGS} for group in groups]
+    for group in _saved_groups(saved):
+        group.update({key: value for key, value in settings[0].items() if key in _LEARNING_RATES and key in group})
+    yield
+    groups = [group for own in torch_optimizers(optimizer) for group in own.param_groups]
+    for group, kept in zip(groups, settings, strict=True):
+        group.update(kept)
+
+
+def _saved_groups(saved: Any) -> Iterator[dict[str, Any]]:
+    """Of an optimizer or several, however they are nested."""
+    if isinstance(saved, dict):
+        yield from saved.get("param_groups", ())
+        for value in saved.values():
+            yield from _saved_groups(value)
+
+
 def require_states(optimizer: Any) -> None:
     """Raises RuntimeError: an Adam would begin with moments of zero."""
     for part in _stepping(optimizer):
@@ -40,15 +67,13 @@ def require_states(optimizer: Any) -> None:
 
 def restore_split(optimizer: Any) -> None:
     """Of megatron-core's CPU optimizer it reads states as views of what all ranks have of a parameter, which would stay
-    in memory with them; and groups as another optimizer may have saved them, without `fused`."""
+    in memory with them."""
     for own in filter(cpu_optimizer.is_split, torch_optimizers(optimizer)):
         for part in cpu_optimizer.parts(own):
             for state in part.state.values():
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
                         state[name] = value.clone()
-        for group in own.param_groups:
-            group["fused"] = own.defaults["fused"]
 
 
 def set_step_counts(optimizer: Any) -> None:

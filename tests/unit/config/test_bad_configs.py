@@ -171,6 +171,10 @@ CASES = {
     "cluster.num_nodes=2": ["cluster.cpu_ranks", "multiple of the 2 nodes", "cluster.cpu_ranks=2"],
     "policy.max_total_sequence_length=4096": ["policy.max_total_sequence_length", "128 positions"],
     "policy.model_name=MODEL": ["policy.model_name", "head_dim >= 32"],
+    "algorithm=dpo algorithm.val_metric=accuracy": ["algorithm.higher_is_better=true", "1 problem found"],
+    "algorithm.higher_is_better=true algorithm=sft": ["the worst val_loss", "1 problem found"],
+    "data.prompt_template='{x} y'": ["data.prompt_template", "does not read this", "data=file", "1 problem found"],
+    "data=reasoning_gym data.task=chain_sum data.train_path=x.jsonl": ["data.train_path=null", "1 problem found"],
     "logger.wandb_enabled=true": ["logger.wandb.mode", "wandb login", "offline"],
     # What leaves the GPU. GPU stands for a run on one, MOE for a model with experts.
     "offload=cpu_optimizer": [

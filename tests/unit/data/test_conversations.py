@@ -129,6 +129,10 @@ def test_the_systems_prompt_comes_first_unless_there_is_one(tmp_path):
     alone = chat(said("u:1", "a:2"), system_prompt="hello")
     assert alone.messages[0] == {"role": "system", "content": "hello"}
     assert chat(said("s:own", "u:1", "a:2"), system_prompt="hello").messages[0]["content"] == "own"
+    # A prompt of messages, with a response beside it, is no other.
+    config = dataclasses.replace(compose_config(["algorithm=sft"]).data, system_prompt="hello")
+    row = {"prompt": said("s:own", "u:1"), "answer": "2"}
+    assert [message["role"] for message in to_chat(config, row, "row 1").messages] == ["system", "user"]
 
 
 @pytest.mark.parametrize(

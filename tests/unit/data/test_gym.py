@@ -1,7 +1,7 @@
 import pytest
 
 from nemo_rl_lite.config.compose import compose_config
-from nemo_rl_lite.data.kinds import PROBLEMS
+from nemo_rl_lite.data.kinds import CHATS, PROBLEMS
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.rewards.registry import find_reward
@@ -66,3 +66,5 @@ def test_a_task_with_many_right_answers():
     problem = training_set(data, seed=0, kind=PROBLEMS).problem(0)
     assert problem.answer == ""
     assert find_reward("reasoning_gym", {"answer_tag": None})("no idea", problem) < 1
+    with pytest.raises(DataError, match="a problem of the task graph_color names no answer that could be trained on"):
+        training_set(data, seed=0, kind=CHATS).problem(0)

@@ -3,9 +3,9 @@ import json
 import pytest
 
 from nemo_rl_lite.config.compose import compose_config
-from nemo_rl_lite.data.kinds import PROBLEMS
+from nemo_rl_lite.data.kinds import CHATS, PROBLEMS
 from nemo_rl_lite.data.sources import training_set, validation_set
-from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.errors import ConfigError, DataError
 
 ROWS = [{"prompt": f"What is {i} + 1?", "answer": i + 1} for i in range(400)]
 
@@ -60,6 +60,17 @@ def test_too_few_rows_to_hold_one_out(tmp_path):
     data = split(tmp_path, ".jsonl", ROWS[:3], fraction=0.001)
     with pytest.raises(DataError, match=r"none of the 3 rows is held out with data.validation_fraction = 0.001"):
         validation_set(data, limit=10, kind=PROBLEMS)
+
+
+def test_a_column_of_tools_that_no_row_has_is_an_error(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}] * 3
+    write(tmp_path / "a.jsonl", [*rows, rows[0] | {"tools": []}])
+    columns = ["data.messages_column=messages", "data.validation_fraction=0.1"]
+    sft = ["algorithm=sft", "data=file", f"data.train_path={tmp_path / 'a.jsonl'}", *columns]
+    data = compose_config([*sft, "data.tools_column=tools"]).data
+    assert len(training_set(data, seed=0, kind=CHATS).finite()) == 4
+    with pytest.raises(ConfigError, match=r"no row has the column 'toolz' \(data.tools_column\)"):
+        compose_config([*sft, "data.tools_column=toolz"])
 
 
 def test_parquet_rows_are_numbered_from_one(tmp_path):

@@ -21,6 +21,7 @@ def make_rollout(responses: list[str], rewards: list[float], samples: int = 1) -
         lengths_B=torch.full((count,), 5),
         rewards_B=torch.tensor(rewards),
         problems=problems,
+        samples_per_prompt=samples,
         prompt_lengths=[2] * count,
         completions=[Completion((1, 2, 3), (0.0, 0.0, 0.0), "stop")] * count,
         responses=responses,

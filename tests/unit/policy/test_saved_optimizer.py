@@ -5,7 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_rl_lite.policy.megatron.saved_optimizer import make_states, require_states, restore_split, set_step_counts
+from nemo_rl_lite.policy.megatron.saved_optimizer import (
+    make_states,
+    own_settings,
+    require_states,
+    restore_split,
+    set_step_counts,
+)
 
 
 class Split:
@@ -63,4 +69,17 @@ def test_states_do_not_keep_those_of_other_ranks_in_memory():
     for part in own.sub_optimizers:
         (state,) = part.state.values()
         assert state["exp_avg"].tolist() == [3, 4, 5] and state["exp_avg"].untyped_storage().nbytes() == 12
-    assert own.param_groups[0]["fused"] is True
+
+
+def test_settings_are_the_configurations_and_steps_those_that_were_saved():
+    own = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.5, betas=(0.5, 0.6))
+    own.param_groups[0].update(max_lr=0.5, min_lr=0.0)
+    saved_group = {"params": [0], "lr": 0.1, "betas": (0.9, 0.99), "max_lr": 0.1, "min_lr": 0.1, "step": 7}
+    saved = {0: {"optimizer": {"param_groups": [saved_group]}}, "more": [1]}
+    with own_settings(wrapped(own), saved):
+        # As megatron-core tells groups apart.
+        assert (saved_group["max_lr"], saved_group["min_lr"]) == (0.5, 0.0)
+        # What another kind of optimizer has not saved.
+        own.param_groups = [saved_group]
+    (group,) = own.param_groups
+    assert (group["lr"], group["betas"], group["step"], group["fused"]) == (0.5, (0.5, 0.6), 7, None)
