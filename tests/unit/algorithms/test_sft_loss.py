@@ -7,9 +7,9 @@ from trl import SFTConfig, SFTTrainer
 
 from nemo_rl_lite.algorithms.losses import Normalizers
 from nemo_rl_lite.algorithms.sft_loss import SFTLoss
-from nemo_rl_lite.data.conversations import chat_of
+from nemo_rl_lite.data.conversations import Example, answered
 from nemo_rl_lite.data.examples import Encoder
-from nemo_rl_lite.data.problems import Problem, chat
+from nemo_rl_lite.data.problems import chat
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.embedded.build import build_model, build_tokenizer
 
@@ -22,7 +22,7 @@ def batch(tmp_path_factory):
     build_tokenizer().save_pretrained(folder)
     encoder = Encoder(ChatTokenizer(folder), max_length=64, too_long="error")
     texts = [("2+2", "4"), ("reverse 12345", "54321"), ("a", "a longer response than the others"), ("1", "")]
-    return encoder.batch([chat_of(Problem(chat(prompt), response)) for prompt, response in texts])
+    return encoder.batch([Example((answered(chat(prompt), response),), prompt) for prompt, response in texts])
 
 
 def token_logprobs(model, tokens):
