@@ -13,7 +13,7 @@ from nemo_rl_lite.policy.megatron.memory import torch_optimizers
 
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
 # What a group has beside them.
-_NO_SETTINGS = ("params", "step")
+_NO_SETTINGS = {"params", "step"}
 # Of every group the same.
 _LEARNING_RATES = ("max_lr", "min_lr")
 
@@ -39,14 +39,18 @@ def make_states(optimizer: Any) -> None:
 def own_settings(optimizer: Any, saved: dict[str, Any]) -> Iterator[None]:
     """Around reading what was `saved`: groups keep the settings that they have (learning rate, betas, decay, ...), and
     take parameters' states and step counts alone. megatron-core tells groups apart by their learning rates as well."""
-    groups = [group for own in torch_optimizers(optimizer) for group in own.param_groups]
-    settings = [{key: value for key, value in group.items() if key not in _NO_SETTINGS} for group in groups]
+    settings = [{key: group[key] for key in group.keys() - _NO_SETTINGS} for group in _groups(optimizer)]
+    rates = {key: value for own in settings for key, value in own.items() if key in _LEARNING_RATES}
     for group in _saved_groups(saved):
-        group.update({key: value for key, value in settings[0].items() if key in _LEARNING_RATES and key in group})
+        group.update({key: rates[key] for key in rates.keys() & group.keys()})
     yield
-    groups = [group for own in torch_optimizers(optimizer) for group in own.param_groups]
-    for group, kept in zip(groups, settings, strict=True):
+    for group, kept in zip(_groups(optimizer), settings, strict=True):
         group.update(kept)
+
+
+def _groups(optimizer: Any) -> Iterator[dict[str, Any]]:
+    for own in torch_optimizers(optimizer):
+        yield from own.param_groups
 
 
 def _saved_groups(saved: Any) -> Iterator[dict[str, Any]]:
