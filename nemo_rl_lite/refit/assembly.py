@@ -8,17 +8,17 @@ stage, is filled by that rank and broadcast as it is.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_rl_lite.refit.linking import everyones, linked_group
 from nemo_rl_lite.refit.packing import CopyList, view
 from nemo_rl_lite.refit.plan import RefitPlan
 from nemo_rl_lite.refit.report import RefitReport
-from nemo_rl_lite.refit.routes import Recipe, Route, linked, make_route
+from nemo_rl_lite.refit.routes import Recipe, Route, make_route
 
 
 def assemble(
@@ -33,26 +33,12 @@ def assemble(
     default group. `groups`: there already; others are made where they are needed. None where nobody needs this rank."""
     rank = dist.get_rank()
     own = None if recipe is None else {box.piece.rank for boxes in recipe.values() for box in boxes}
-    together = linked({one: needed for one, needed in enumerate(_everyones(own)) if needed is not None})
-    ranks = next((ranks for ranks in together if rank in ranks), [])
-    group: Any = next((one for one in groups if dist.get_process_group_ranks(one) == ranks), None)
-    if not all(_everyones(group is not None or len(ranks) < 2)):
-        # NCCL's watchdog ends the process without a word of what it waited for: who waits for weights comes first.
-        limit = timedelta(seconds=2 * timeout_s)
-        made = {tuple(ranks): dist.new_group(ranks, timeout=limit) for ranks in together if len(ranks) > 1}
-        group = made.get(tuple(ranks))
+    ranks, group = linked_group(own, groups, timeout_s)
     if not ranks:
         return None
-    wanted = dict(_everyones((rank, recipe), group)) if group is not None else {rank: recipe}
+    wanted = dict(everyones((rank, recipe), group)) if group is not None else {rank: recipe}
     recipes = {one: recipe for one, recipe in wanted.items() if recipe is not None}
     return Assembly(plan, parameters, recipes, rank, group, device)
-
-
-def _everyones(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank of the group gives, that of all ranks where none is said."""
-    given: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(given, own, group=group)
-    return given
 
 
 class Assembly:

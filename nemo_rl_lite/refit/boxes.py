@@ -72,7 +72,7 @@ class Places:
         places = torch.arange(begin, begin + parameter.numel(), device=parameter.device)
         return places.view(parameter.shape)
 
-    def unit(self, numbers: np.ndarray) -> np.ndarray:
+    def unit[Numbers: (int, np.ndarray)](self, numbers: Numbers) -> Numbers:
         """One number for rank and parameter."""
         return numbers // self._span
 
@@ -93,9 +93,11 @@ def find_boxes(numbers: Tensor, places: Places) -> list[Box] | None:
     flat = numbers.reshape(-1)
     if not flat.numel():
         return []
-    step = int(flat[1] - flat[0]) if flat.numel() > 1 else 1
-    if step <= 0 or int(flat.min()) < 0:
+    if int(flat.min()) < 0:
         return None
+    step = int(flat[1] - flat[0]) if flat.numel() > 1 else 1
+    if step <= 0 or places.unit(int(flat[0])) != places.unit(int(flat[0]) + step):
+        step = 1
     begins = _begins(flat, step)
     if len(begins) > _MOST_RUNS:
         return None

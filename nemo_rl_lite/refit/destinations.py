@@ -7,6 +7,7 @@ writes anything else there.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nemo_rl_lite.refit.packing import Arrived, CopyList, same_bytes
+from nemo_rl_lite.refit.packing import Arrived, CopyList, dtype_name, same_bytes
+from nemo_rl_lite.refit.parts import Part
 from nemo_rl_lite.refit.plan import Slot
 from nemo_rl_lite.refit.report import Named
 
@@ -39,8 +41,8 @@ class _Copy:
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    whole: bool
-    """Whether all of the tensor goes to one place as it is."""
+    part: Part | None
+    """What of the tensor that is; None where it does not go to one place as it is."""
 
     def source(self, buffer: Tensor) -> Tensor:
         typed = buffer.view(self.dtype)
@@ -85,13 +87,12 @@ class Destinations:
         """The tensors, of those that have come so far, that the loader gets at each refit."""
         return {name for route in self._routes.values() for name in route.left}
 
-    def whole(self) -> list[tuple[str, Tensor]] | None:
-        """The contiguous memory that each tensor goes to as it is; None where the loader does more with one than that.
-        After the first refit."""
+    def parts(self) -> list[tuple[str, Part, Tensor]] | None:
+        """Of each tensor the parts that go somewhere, and the contiguous memory that each goes to as it is; None where
+        the loader does more than that. After the first refit."""
         copies = [one for route in self._routes.values() for one in route.copies]
-        if self.left or not all(one.whole for one in copies):
-            return None
-        return [(one.name, one.target) for one in copies]
+        found = [(one.name, one.part, one.target) for one in copies if one.part is not None]
+        return found if len(found) == len(copies) and not self.left else None
 
     def forget_buffers(self) -> None:
         """Keep no views of buckets' memory, so that it can be given back."""
@@ -170,10 +171,12 @@ class _Watch(TorchDispatchMode):
 
     def _copy(self, target: Tensor, source: Tensor) -> _Copy:
         offset, size, slot = source.data_ptr() - self._begin, tuple(source.shape), self._slot(source)
-        all_of_it = source.is_contiguous() and source.numel() * source.element_size() == slot.nbytes
-        whole = all_of_it and target.is_contiguous() and target.dtype == source.dtype
+        part = None
+        if target.is_contiguous() and target.dtype == source.dtype and dtype_name(source.dtype) == slot.dtype:
+            begin = (offset - slot.offset) // source.element_size()
+            part = Part(math.prod(slot.shape), begin, size, source.stride())
         # Parameters are leaves of autograd; their memory is what is meant.
-        return _Copy(slot.name, target.detach(), offset, source.dtype, size, source.stride(), whole)
+        return _Copy(slot.name, target.detach(), offset, source.dtype, size, source.stride(), part)
 
     def _keep(self, tensors: Iterable[Any]) -> None:
         for one in tensors:

@@ -8,7 +8,6 @@ import ctypes
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -43,18 +42,9 @@ def handle(address: int) -> bytes:
     return bytes(made)
 
 
-def can_share(device: torch.device) -> bool:
-    """Whether what torch allocates on the device from now on can be opened by another process."""
-    try:
-        handle(allocation(torch.empty(1, device=device)))
-    except RefitError:
-        return False
-    return True
-
-
 @contextmanager
 def opened(handles: Iterable[bytes]) -> Iterator[dict[bytes, int]]:
-    """The addresses, in this process, of allocations of another one on the same device, until the block ends.
+    """The addresses, in this process, of other processes' allocations on GPUs of this machine, until the block ends.
 
     Raises:
         RefitError: the other process is gone, or cannot be reached from here.
@@ -72,9 +62,11 @@ def opened(handles: Iterable[bytes]) -> Iterator[dict[bytes, int]]:
 
 
 def tensor_at(address: int, nbytes: int) -> Tensor:
-    """uint8 [nbytes] on the current device; does not keep the memory."""
-    array = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=array), device="cuda")
+    """uint8 [nbytes] for the current device, which may read it over a link; does not keep the memory."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    # Ways that ask the driver whose memory it is find a GPU that need not be visible here.
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 @cache

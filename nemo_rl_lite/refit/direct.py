@@ -1,17 +1,16 @@
-"""Weights straight out of a policy's parameters into those of an engine on the same device: one copy, and no buffer.
+"""Weights straight out of a policy's parameters into those of an engine on the same devices: one copy, and no buffer.
 
-The producer says at each refit where its parameters are, which may have moved, and waits. The consumer opens that
+The producer says at each refit where the parameters are, which may have moved, and waits. The consumer opens that
 memory, copies, and closes it again. The first time it puts each bucket together in memory of its own, for the engine's
-loader; where the loader turns out to take tensors as they are, the two ends of each copy are known from then on.
+loader; where the loader turns out to do no more than copy parts of tensors, the two ends of each copy are known from
+then on, and a tensor-parallel consumer reads no more than its own parts, from whichever GPU of the machine has them.
 """
 
-import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,15 +21,15 @@ from nemo_rl_lite.refit.boxes import Piece
 from nemo_rl_lite.refit.checksum import Verify, looked_at
 from nemo_rl_lite.refit.destinations import Destinations
 from nemo_rl_lite.refit.group import RefitGroup
+from nemo_rl_lite.refit.lending import Key, Lending, Memory, Parameters, opened
 from nemo_rl_lite.refit.packing import Arrived, CopyList, new_buffers, view
+from nemo_rl_lite.refit.parts import boxes_of_part
 from nemo_rl_lite.refit.plan import RefitPlan
 from nemo_rl_lite.refit.report import RefitReport
 from nemo_rl_lite.refit.routes import Recipe
 
 log = logging.getLogger(__name__)
 
-Parameters = Mapping[int, Tensor]
-"""A producer's parameters by their number in the recipe, as uint8 [bytes]."""
 # Elements that are compared at a time.
 _COMPARED = 2**24
 Target = tuple[str, Piece, Tensor]
@@ -39,46 +38,36 @@ Target = tuple[str, Piece, Tensor]
 
 @dataclass(frozen=True)
 class DirectSource:
-    """What a consumer has to know once: which parts of the producer's parameters each tensor is made of."""
+    """What a consumer has to know once: which parts of which policy rank's parameters each tensor is made of."""
 
     recipe: Recipe
 
 
-class Memory(Protocol):
-    """How processes share a device's memory: `device_memory` on a GPU."""
-
-    def allocation(self, tensor: Tensor) -> int: ...
-
-    def handle(self, address: int) -> bytes: ...
-
-    def opened(self, handles: Iterable[bytes]) -> AbstractContextManager[dict[bytes, int]]: ...
-
-    def tensor_at(self, address: int, nbytes: int) -> Tensor: ...
-
-
 class DirectSender:
-    """The producer's side: `lend` as often as there are new weights."""
+    """A producer's side: `lend` as often as there are new weights, on all ranks that lend together."""
 
-    def __init__(
-        self, plan: RefitPlan, group: RefitGroup, parameters: Mapping[int, Tensor], memory: Memory = device_memory
-    ):
-        """`parameters`: by number, contiguous; what they hold when `lend` is called is what consumers get."""
-        self._plan, self._group, self._parameters, self._memory = plan, group, parameters, memory
+    def __init__(self, plan: RefitPlan, group: RefitGroup, lending: Lending):
+        """What the lent parameters hold when `lend` is called is what consumers get."""
+        self._plan, self._group, self._lending = plan, group, lending
 
     def lend(self) -> RefitReport:
-        """Let consumers copy; returns when all have.
+        """Let consumers copy; returns when those of all ranks have.
 
         Stages timed: `pack` (finding the memory), `transfer` (waiting for consumers).
 
         Raises:
-            RefitError: a consumer that was not done in time.
+            RefitError: a consumer that was not done in time, or a failure on another rank.
         """
-        report, clock = RefitReport(), time.perf_counter()
-        _settle(next(iter(self._parameters.values())))
-        self._group.announce(self._plan.digest)
-        self._group.tell(_described(self._parameters, self._memory))
-        clock = report.add("pack", clock)
-        self._group.meet("the end of the refit")
+        report, clock, error = RefitReport(), time.perf_counter(), None
+        where = self._lending.where()
+        try:
+            self._group.announce(self._plan.digest)
+            self._group.tell(where)
+            clock = report.add("pack", clock)
+            self._group.meet("the end of the refit")
+        except RefitError as raised:
+            error = raised
+        self._lending.end(error)
         report.add("transfer", clock)
         return report
 
@@ -100,6 +89,8 @@ class DirectReceiver:
         self._plan, self._group, self._recipe, self._device = plan, group, recipe, device
         self._verify, self._memory = verify, memory
         self._targets: list[Target] | None = None
+        # None: all parameters.
+        self._needed: set[Key] | None = None
         self._is_first = True
         # For parameters at these addresses.
         self._ready: tuple[list[int], CopyList] | None = None
@@ -123,6 +114,8 @@ class DirectReceiver:
             self._load(destinations, parameters)
             if self._is_first:
                 self._targets = self._direct(destinations, parameters)
+                if self._targets is not None:
+                    self._needed = {_key(piece) for _, piece, _ in self._targets}
                 self._is_first = False
         if self._device.type == "cuda":
             # The policy or the cache may want what buckets and trials took.
@@ -138,15 +131,11 @@ class DirectReceiver:
         """For one refit."""
         self.report, clock = RefitReport(), time.perf_counter()
         self._group.expect(self._plan.digest)
-        where = json.loads(self._group.hear())
-        handles = [bytes.fromhex(handle) for handle in where["handles"]]
+        where = self._group.hear()
         self.report.add("transfer", clock)
-        with self._memory.opened(handles) as addresses:
+        with opened(where, self._memory, self._needed) as parameters:
             try:
-                yield {
-                    int(number): self._memory.tensor_at(addresses[handles[handle]] + offset, nbytes)
-                    for number, (handle, offset, nbytes) in where["parameters"].items()
-                }
+                yield parameters
             finally:
                 _settle(torch.empty(0, device=self._device))
         self._group.meet("the end of the refit")
@@ -165,11 +154,16 @@ class DirectReceiver:
     def _direct(self, destinations: Destinations, parameters: Parameters) -> list[Target] | None:
         """Where each part of a parameter goes, after a first refit; None where that does not give what the engine's
         loader has just put there."""
-        whole = destinations.whole()
-        if whole is None:
-            log.info("every refit goes through buckets: the engine's loader does more than copy whole tensors")
+        targets = list[Target]()
+        for name, part, target in destinations.parts() or ():
+            boxes = boxes_of_part(self._recipe[name], part)
+            if boxes is None:
+                targets = []
+                break
+            targets += [(name, box.piece, box.of(target)) for box in boxes]
+        if not targets:
+            log.info("every refit goes through buckets: the engine's loader does more than copy parts of tensors")
             return None
-        targets = [(name, box.piece, box.of(target)) for name, target in whole for box in self._recipe[name]]
         differing = _differing(targets, parameters)
         if differing is not None:
             log.info("every refit goes through buckets: the engine has %s otherwise than it was loaded", differing)
@@ -195,17 +189,12 @@ def _copies(targets: Sequence[Target], parameters: Parameters) -> CopyList:
     return CopyList([target for _, _, target in targets], sources)
 
 
-def _described(parameters: Mapping[int, Tensor], memory: Memory) -> bytes:
-    begins, where = dict[int, int](), dict[int, tuple[int, int, int]]()
-    for number, parameter in parameters.items():
-        begin = memory.allocation(parameter)
-        index = begins.setdefault(begin, len(begins))
-        where[number] = index, parameter.data_ptr() - begin, parameter.numel() * parameter.element_size()
-    return json.dumps({"handles": [memory.handle(begin).hex() for begin in begins], "parameters": where}).encode()
+def _key(piece: Piece) -> Key:
+    return piece.rank, piece.part
 
 
 def _part(piece: Piece, parameters: Parameters, dtype: torch.dtype) -> Tensor:
-    return piece.of(parameters[piece.part].view(dtype))
+    return piece.of(parameters[_key(piece)].view(dtype))
 
 
 def _differing(targets: Iterable[Target], parameters: Parameters) -> str | None:

@@ -73,19 +73,6 @@ def make_route(bucket: Bucket, recipes: Mapping[int, Recipe], ranks: Sequence[in
     return route
 
 
-def linked(sources: Mapping[int, set[int]]) -> list[list[int]]:
-    """Ranks that need parameters of one another, in as many groups as there can be. `sources`: by rank that wants
-    weights, the ranks that have them."""
-    groups: list[set[int]] = []
-    for rank, needed in sources.items():
-        together = {rank} | needed
-        for group in [group for group in groups if group & together]:
-            groups.remove(group)
-            together |= group
-        groups.append(together)
-    return sorted(sorted(group) for group in groups)
-
-
 def _boxes(bucket: Bucket, recipe: Recipe) -> Iterator[tuple[Slot, Box]]:
     for slot in bucket.slots:
         for box in recipe[slot.name]:

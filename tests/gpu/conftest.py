@@ -1,6 +1,9 @@
 """GPU tests: skipped where there are too few GPUs; `bash scripts/gpu_tests.sh` runs them."""
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,18 +18,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), {there} here"))
 
 
+@pytest.fixture(autouse=True)
+def memory_for_other_processes() -> Iterator[None]:
+    """What a test took in this process is given back; those that come after it may start processes of their own."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="session")
 def gpu_model(tmp_path_factory) -> Path:
     """A small random Qwen3 that tensor parallel sizes 1, 2 and 4 divide, with the embedded task's tokenizer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    return _saved(tmp_path_factory.mktemp("gpu-model"), Qwen3ForCausalLM, Qwen3Config, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="session")
+def gpu_experts_model(tmp_path_factory) -> Path:
+    """The same with eight experts in each layer, and an output layer of its own."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder, experts = tmp_path_factory.mktemp("gpu-experts"), {"num_experts": 8, "num_experts_per_tok": 2}
+    return _saved(folder, Qwen3MoeForCausalLM, Qwen3MoeConfig, moe_intermediate_size=256, **experts)
+
+
+def _saved(folder: Path, model_class: Any, config_class: Any, **own: Any) -> Path:
     from nemo_rl_lite.embedded.build import build_tokenizer
     from nemo_rl_lite.embedded.reverse_digits import TOKENS
 
-    folder = tmp_path_factory.mktemp("gpu-model")
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
-    config = Qwen3Config(
+    config = config_class(
         vocab_size=-(-len(TOKENS) // 128) * 128,
         hidden_size=512,
         intermediate_size=1024,
@@ -35,12 +58,12 @@ def gpu_model(tmp_path_factory) -> Path:
         num_key_value_heads=4,
         head_dim=64,
         max_position_embeddings=1024,
-        tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
+        **own,
     )
     # Wide enough that logprobs are not all the same.
     config.initializer_range = 0.08
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model_class(config).to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -43,8 +43,8 @@ def check(metrics: list[dict]) -> None:
 
 
 def check_ways(folder: Path, shared: bool) -> None:
-    """Nothing was done tensor by tensor: one policy rank has the whole model, and vLLM's loader only copies. There were
-    no buckets either on a shared GPU."""
+    """Nothing was done tensor by tensor, since vLLM's loader only copies. There were no buckets either on shared
+    GPUs."""
     logs = "".join(path.read_text() for path in (folder / "logs").iterdir())
     assert "parts of parameters" in logs
     assert "left to the engine's loader" not in logs
@@ -75,7 +75,24 @@ def test_tensor_parallel_policy_to_tensor_parallel_engine(gpu_model, tmp_path):
     check(run(tmp_path / "apart", gpu_model, 4, f"{APART[1]}=2", APART[0], *tensor))
 
 
+PARALLEL = "policy.megatron_cfg.{}_parallel_size=2"
+LAYOUTS = {
+    "TP 2": [PARALLEL.format("tensor_model")],
+    "PP 2": [PARALLEL.format("pipeline_model")],
+    "DP 2": [],
+}
+
+
 @pytest.mark.gpu(2)
-def test_tensor_parallel_colocated(gpu_model, tmp_path):
-    tensor = ["policy.megatron_cfg.tensor_model_parallel_size=2", "generation.vllm_cfg.tensor_parallel_size=2"]
-    check(run(tmp_path / "run", gpu_model, 2, *tensor))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_tensor_parallel_engine_on_the_policys_gpus_copies_its_parts(layout, gpu_model, tmp_path):
+    folder = tmp_path / "run"
+    check(run(folder, gpu_model, 2, "generation.vllm_cfg.tensor_parallel_size=2", *LAYOUTS[layout]))
+    check_ways(folder, shared=True)
+
+
+@pytest.mark.gpu(2)
+def test_engines_copy_experts_that_two_gpus_have(gpu_experts_model, tmp_path):
+    folder, triton = tmp_path / "run", "+generation.vllm_kwargs.moe_backend=triton"
+    check(run(folder, gpu_experts_model, 2, PARALLEL.format("expert_model"), triton))
+    check_ways(folder, shared=True)

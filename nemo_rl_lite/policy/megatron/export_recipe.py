@@ -15,9 +15,11 @@ from torch import Tensor
 
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 from nemo_rl_lite.refit.boxes import Box, Places, find_boxes
+from nemo_rl_lite.refit.lending import Parameters
 from nemo_rl_lite.refit.packing import dtype_name, same_bytes
 from nemo_rl_lite.refit.plan import RefitPlan, Slot
 from nemo_rl_lite.refit.report import Named
+from nemo_rl_lite.refit.routes import Recipe
 
 
 @dataclass(frozen=True)
@@ -77,16 +79,18 @@ def find_export(model: MegatronModel, plan: RefitPlan) -> FoundExport:
     return FoundExport(own, recipe, unlike)
 
 
-def first_differing(found: FoundExport, exported: Iterable[Named]) -> str | None:
-    """The first tensor that megatron-bridge exports otherwise than the recipe puts it together; of a rank that has the
-    whole model."""
+def first_differing(recipe: Recipe, parameters: Parameters, exported: Iterable[Named]) -> str | None:
+    """The first tensor that megatron-bridge exports otherwise than the recipe puts it together of these parameters.
+    Other ranks may gather, so all that is exported is gone through."""
+    differing = None
     for name, tensor in exported:
-        made = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        for box in found.recipe[name]:
-            box.of(made).copy_(box.piece.of(found.parameters[box.piece.part]))
-        if not same_bytes(made, tensor):
-            return name
-    return None
+        if differing is None:
+            made = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            for box in recipe[name]:
+                source = parameters[box.piece.rank, box.piece.part]
+                box.of(made).copy_(box.piece.of(source.view(made.dtype)))
+            differing = None if same_bytes(made, tensor) else name
+    return differing
 
 
 def _part(weight: Tensor, known: set[int]) -> _Part:

@@ -1,7 +1,7 @@
 """The policy's side of a refit on one rank: what it exports, in which buckets, and to whom."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import psutil
@@ -13,12 +13,14 @@ from nemo_rl_lite.config.schema import RefitConfig
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.policy.megatron.export_recipe import FoundExport, find_export, first_differing
 from nemo_rl_lite.policy.megatron.model import MegatronModel
-from nemo_rl_lite.refit import device_memory, ipc
 from nemo_rl_lite.refit import group as refit_group
+from nemo_rl_lite.refit import ipc
 from nemo_rl_lite.refit.assembly import Assembly, assemble
 from nemo_rl_lite.refit.broadcast import BroadcastSender
 from nemo_rl_lite.refit.consumer import Shared
 from nemo_rl_lite.refit.direct import DirectSender, DirectSource
+from nemo_rl_lite.refit.lending import Key, Lending
+from nemo_rl_lite.refit.linking import everyones, linked_group
 from nemo_rl_lite.refit.packing import Stream, dtype_name, same_bytes, view
 from nemo_rl_lite.refit.plan import RefitPlan, bucket_size, make_plan
 from nemo_rl_lite.refit.report import Named, RefitReport
@@ -31,8 +33,8 @@ class Producer:
     collective: all ranks of the policy call it.
 
     `assembly`: what makes the buckets without megatron-bridge, where `join` has found that it can be done and this rank
-    has a part in it; `sender`: that to this rank's consumers, where it has any. Consumers on a GPU that has the whole
-    policy need no buckets: they copy its parameters.
+    has a part in it; `sender`: that to this rank's consumers, where it has any. Consumers on GPUs of one machine that
+    have the whole policy between them need no buckets: they copy its parameters.
     """
 
     def __init__(self, model: MegatronModel):
@@ -42,7 +44,9 @@ class Producer:
         self._plan: RefitPlan | None = None
         self._found: FoundExport | None = None
         self.assembly: Assembly | None = None
-        self._assembled = self._checked = self._lends = False
+        self._assembled = self._checked = False
+        self._lending: Lending | None = None
+        self._asked_to_lend = False
         self._store: Any = None
         self._staging: tuple[Tensor, ipc.StagingHandle] | None = None
         self.sender: BroadcastSender | ipc.IpcSender | DirectSender | None = None
@@ -50,8 +54,8 @@ class Producer:
     def plan(self, config: RefitConfig) -> RefitPlan:
         """Lay the exported weights into buckets; the same plan on every rank."""
         self._config = config
-        self._found = self.assembly = None
-        self._assembled = self._checked = False
+        self._found = self.assembly = self._lending = None
+        self._assembled = self._checked = self._asked_to_lend = False
         weights = [(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in self.export()]
         memory = psutil.virtual_memory().total
         if self._model.device.type == "cuda":
@@ -63,8 +67,8 @@ class Producer:
             self._found = find_export(self._model, self._plan)
             self._agree(self._found.unlike)
         if self._found is not None and self._model.place.is_whole:
-            self._agree(first_differing(self._found, self.export()))
-            self._checked = True
+            rank = dist.get_rank()
+            self._check({(rank, number): parameter for number, parameter in self._found.parameters.items()})
         if self._found is not None:
             parts = sum(len(boxes) for boxes in self._found.recipe.values())
             log.info("weights are copied from %d parts of parameters at each refit", parts)
@@ -75,7 +79,7 @@ class Producer:
 
     def open(self, host: str, shared_device: bool) -> tuple[int, Shared | None]:
         """Open this rank's meeting point; its port, and for consumers on the same device what they need to get at the
-        weights there."""
+        weights there. The first time the parameters are where `plan` found them."""
         if self._plan is None or self._config is None:
             raise RuntimeError("open needs plan first")
         # Those of a connection before, if there was one, make room first.
@@ -83,10 +87,11 @@ class Producer:
         if self.assembly is not None:
             self.assembly.forget_buffers()
         self._store = refit_group.host_store(host, self._config.timeout_s)
-        self._lends = shared_device and self._can_lend()
         if not shared_device:
             return self._store.port, None
-        if self._lends and self._found is not None:
+        if not self._asked_to_lend:
+            self._lending, self._asked_to_lend = self._lend(self._config), True
+        if self._lending is not None and self._found is not None:
             return self._store.port, DirectSource(self._found.recipe)
         self._staging = ipc.new_staging(self._plan, self._model.device)
         return self._store.port, self._staging[1]
@@ -95,7 +100,7 @@ class Producer:
         """Meet this rank's consumers; returns when all have joined."""
         if self._plan is None or self._config is None or self._store is None:
             raise RuntimeError("join needs plan and open first")
-        if self._found is not None and not self._lends and not self._assembled:
+        if self._found is not None and self._lending is None and not self._assembled:
             found, device = self._found, self._model.device
             recipe, limit = found.recipe if consumers else None, self._config.timeout_s
             self.assembly = assemble(self._plan, found.parameters, recipe, device, _groups(), limit)
@@ -103,13 +108,11 @@ class Producer:
         if not consumers:
             return
         verify, limit = self._config.verify, self._config.timeout_s
-        shared_device = self._lends or self._staging is not None
+        shared_device = self._lending is not None or self._staging is not None
         device = torch.device("cpu") if shared_device else self._model.device
         group = refit_group.join(self._store, 0, 1 + consumers, device, limit)
-        if self._lends and self._found is not None:
-            needed = {box.piece.part for boxes in self._found.recipe.values() for box in boxes}
-            lent = {number: self._found.parameters[number] for number in sorted(needed)}
-            self.sender = DirectSender(self._plan, group, lent)
+        if self._lending is not None:
+            self.sender = DirectSender(self._plan, group, self._lending)
         elif self._staging is None:
             self.sender = BroadcastSender(self._plan, group, verify, self._config.num_buffers)
         else:
@@ -151,14 +154,33 @@ class Producer:
             conversion_tasks=self._tasks(),
         )
 
-    def _can_lend(self) -> bool:
-        device, is_found = self._model.device, self._found is not None and self._model.place.is_whole
-        if self._config is None or not self._config.direct or not is_found or device.type != "cuda":
-            return False
-        if not device_memory.can_share(device):
-            log.warning("engines cannot open what torch allocates here: refits go through a buffer (refit.direct)")
-            return False
-        return True
+    def _lend(self, config: RefitConfig) -> Lending | None:
+        """How consumers get at the parameters without buckets, checked against megatron-bridge's export; None where
+        they cannot."""
+        found, device = self._found, self._model.device
+        if found is None or not config.direct or device.type != "cuda":
+            return None
+        needed = {box.piece.rank for boxes in found.recipe.values() for box in boxes}
+        ranks, group = linked_group(needed, _groups(), config.timeout_s)
+        lending = Lending(found.parameters, dist.get_rank(), ranks, group)
+        if not all(everyones(lending.on_one_machine())):
+            log.info("refits go through a buffer: the policy's weights are spread over several machines")
+            return None
+        if not all(everyones(lending.can_be_opened())):
+            if dist.get_rank() == 0:
+                log.warning("engines cannot open the policy's memory here: refits go through a buffer (refit.direct)")
+            return None
+        if not self._checked:
+            with lending.together() as parameters:
+                self._check(parameters)
+            torch.cuda.empty_cache()
+        return lending if self._found is not None else None
+
+    def _check(self, parameters: Mapping[Key, Tensor]) -> None:
+        """Compare what has been found with megatron-bridge's export, where this rank has all it needs at hand."""
+        if self._found is not None:
+            self._agree(first_differing(self._found.recipe, parameters, self.export()))
+            self._checked = True
 
     def _send_by_the_bridge(self, plan: RefitPlan) -> RefitReport | None:
         if self.sender is not None and not isinstance(self.sender, DirectSender):

@@ -1,7 +1,8 @@
 """What a producer sends: by what it has found of megatron-bridge's export, or by the bridge. With a made-up bridge."""
 
 import logging
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -231,38 +232,95 @@ def test_a_rank_that_nobody_asks_has_nothing_to_do():
     assert producer.send() is None and producer.assembly is None and bridge.exports == exports
 
 
-def refuses_to_share(producer, patch):
-    patch.setattr(producer_module.device_memory, "can_share", lambda device: False)
+class Lent:
+    """In place of `Lending`, on a rank that has all parameters though its model is said to be spread."""
+
+    on_one, opens = True, True
+    checked = 0
+
+    def __init__(self, parameters, rank, ranks, group):
+        assert (rank, ranks, group) == (0, [0], None)
+        self.parameters = parameters
+
+    def on_one_machine(self):
+        return self.on_one
+
+    def can_be_opened(self):
+        return self.opens
+
+    @contextmanager
+    def together(self):
+        type(self).checked += 1
+        # As another process's are seen.
+        yield {(0, number): tensor.view(-1).view(torch.uint8) for number, tensor in self.parameters.items()}
 
 
-def is_spread(producer, patch):
-    producer._model.place = SimpleNamespace(is_whole=False)
+def is_whole(producer, lent):
+    producer._checked = True
 
 
-def is_told_not_to(producer, patch):
+def is_spread(producer, lent):
+    producer._checked = False
+
+
+def is_found_wrong(producer, lent):
+    producer._checked = False
+    (box,) = producer._found.recipe["k"]
+    producer._found.recipe["k"] = [replace(box, piece=replace(box.piece, begin=0))]
+
+
+def cannot_be_opened(producer, lent):
+    lent.opens = False
+
+
+def is_on_several_machines(producer, lent):
+    lent.on_one = False
+
+
+def is_told_not_to(producer, lent):
     producer._config = compose_config(["refit.direct=false"]).refit
 
 
-def is_exported_by_the_bridge(producer, patch):
+def is_exported_by_the_bridge(producer, lent):
     producer._found = None
 
 
-@pytest.mark.parametrize("why_not", [None, refuses_to_share, is_spread, is_told_not_to, is_exported_by_the_bridge])
-def test_engines_on_the_gpu_of_a_whole_policy_copy_its_parameters(why_not, monkeypatch):
-    _, producer, _ = made(as_it_is)
-    monkeypatch.setattr(producer_module.device_memory, "can_share", lambda device: True)
+LENDING = [is_whole, is_spread]
+NOT_LENDING = [is_found_wrong, cannot_be_opened, is_on_several_machines, is_told_not_to, is_exported_by_the_bridge]
+
+
+@pytest.mark.parametrize("state", [*LENDING, *NOT_LENDING])
+def test_engines_on_the_gpus_of_a_policy_copy_its_parameters(state, monkeypatch):
+    bridge, producer, _ = made(as_it_is)
+    lent = type("OneLent", (Lent,), {})
+    monkeypatch.setattr(producer_module, "Lending", lent)
     monkeypatch.setattr(producer_module.ipc, "new_staging", lambda plan, device: ("memory", "a buffer"))
     monkeypatch.setattr(producer_module.ipc, "forget", lambda handle: None)
     monkeypatch.setattr(producer_module.refit_group, "join", lambda *arguments: SimpleNamespace(meet=lambda what: None))
+    monkeypatch.setattr(producer_module, "assemble", lambda *arguments: None)
     producer._model.device = torch.device("cuda")
-    if why_not is not None:
-        why_not(producer, monkeypatch)
-    _, shared = producer.open("127.0.0.1", shared_device=True)
-    producer.join(consumers=1)
-    if why_not is not None:
+    state(producer, lent)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            bridge,
+            "export_hf_weights",
+            lambda chunks, cpu, **rest: Bridge.export_hf_weights(bridge, chunks, cpu=True, **rest),
+        )
+        # A new connection asks for nothing again.
+        for _ in range(2):
+            _, shared = producer.open("127.0.0.1", shared_device=True)
+            producer.join(consumers=1)
+    assert lent.checked == (state in (is_spread, is_found_wrong))
+    if state in NOT_LENDING:
         assert shared == "a buffer" and isinstance(producer.sender, producer_module.ipc.IpcSender)
         return
     assert set(shared.recipe) == {"q", "k", "norm", "tied"}
     assert isinstance(producer.sender, producer_module.DirectSender)
     monkeypatch.setattr(producer.sender, "lend", lambda: "lent")
     assert producer.send() == "lent"
+
+
+def test_engines_on_other_gpus_are_lent_nothing(monkeypatch):
+    monkeypatch.setattr(producer_module, "Lending", None)
+    _, producer, _ = made(as_it_is)
+    assert producer.open("127.0.0.1", shared_device=False)[1] is None

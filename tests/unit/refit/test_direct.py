@@ -1,8 +1,5 @@
 """Weights out of a producer's parameters, one process a rank, with files for the memory of a device."""
 
-from contextlib import contextmanager
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,8 +8,10 @@ from nemo_rl_lite.refit import direct
 from nemo_rl_lite.refit.boxes import Box, Piece
 from nemo_rl_lite.refit.destinations import Destinations
 from nemo_rl_lite.refit.direct import DirectReceiver, DirectSender
+from nemo_rl_lite.refit.lending import Lending
 from nemo_rl_lite.refit.packing import same_bytes
 from nemo_rl_lite.refit.plan import make_plan
+from tests.unit.refit.files import Files
 from tests.unit.refit.ranks import CPU, SHORT, run
 
 HIDDEN, GROUPS = 6, 2
@@ -44,50 +43,6 @@ def plan(bucket_bytes: int = 600):
     return make_plan([(name, shape, dtype) for name, (shape, dtype) in PLAN_SHAPES.items()], bucket_bytes)
 
 
-class Files:
-    """Memory that processes share, each allocation a file that is opened by its path."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.now_open, self.opened_in_all = folder, 0, 0
-        self._made, self._opened = list[tuple[torch.Tensor, bytes]](), dict[int, torch.Tensor]()
-
-    def new(self, name: str, tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
-        """A tensor with the same values that begins `offset` bytes after its file."""
-        path, nbytes = self.folder / name, tensor.numel() * tensor.element_size()
-        path.write_bytes(bytes(offset + nbytes))
-        memory = torch.from_file(str(path), shared=True, size=offset + nbytes, dtype=torch.uint8)
-        self._made.append((memory, str(path).encode()))
-        return memory[offset:].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-    def allocation(self, tensor):
-        begins = (
-            memory.data_ptr() for memory, _ in self._made if 0 <= tensor.data_ptr() - memory.data_ptr() < len(memory)
-        )
-        return next(begins)
-
-    def handle(self, address):
-        return next(handle for memory, handle in self._made if memory.data_ptr() == address)
-
-    @contextmanager
-    def opened(self, handles):
-        addresses = {}
-        for handle in handles:
-            path = handle.decode()
-            memory = torch.from_file(path, shared=True, size=Path(path).stat().st_size, dtype=torch.uint8)
-            self._opened[memory.data_ptr()] = memory
-            addresses[handle] = memory.data_ptr()
-            self.now_open += 1
-            self.opened_in_all += 1
-        try:
-            yield addresses
-        finally:
-            self.now_open -= len(addresses)
-
-    def tensor_at(self, address, nbytes):
-        memory = next(one for begin, one in self._opened.items() if 0 <= address - begin < one.numel())
-        return memory[address - memory.data_ptr() :][:nbytes]
-
-
 def parameters(files: Files, seed: int) -> dict[int, torch.Tensor]:
     """In other files at each refit, as after a move."""
     torch.manual_seed(seed)
@@ -107,8 +62,8 @@ def lend(folder, refits: int):
 
     def producer(group):
         files = Files(folder)
-        reports = [DirectSender(plan(), group, parameters(files, seed), files).lend() for seed in range(refits)]
-        return [report.seconds for report in reports]
+        lent = [Lending(parameters(files, seed), 0, [0], None, files) for seed in range(refits)]
+        return [DirectSender(plan(), group, one).lend().seconds for one in lent]
 
     return producer
 
@@ -122,6 +77,7 @@ class Engine:
             "qk": torch.zeros(GROUPS * 3, HIDDEN),
             "norm": torch.zeros(HIDDEN, dtype=torch.bfloat16),
             "tied": torch.zeros(GROUPS, HIDDEN),
+            "turned": torch.zeros(HIDDEN, GROUPS),
         }
 
     def load(self, named):
@@ -171,11 +127,29 @@ def test_after_the_first_refit_weights_go_straight_to_their_places(tmp_path, con
     assert all(set(seconds) == {"pack", "transfer"} for seconds in times)
 
 
-def takes_apart(engine, name, tensor):
-    """The second row stays as it was."""
+def turns(engine, name, tensor):
+    """To memory that is not contiguous."""
     if name == "tied":
-        engine.memory["tied"][:1].copy_(tensor[:1])
+        engine.memory["turned"].T.copy_(tensor)
     return name == "tied"
+
+
+def takes_apart(engine, name, tensor):
+    """The second row stays as it was, and the first one's halves change places."""
+    if name == "tied":
+        engine.memory["tied"][0, :3].copy_(tensor[0, 3:])
+        engine.memory["tied"][0, 3:].copy_(tensor[0, :3])
+    return name == "tied"
+
+
+def test_a_loader_that_takes_parts_gets_no_more_than_them(tmp_path):
+    _, (seen, _) = run([lend(tmp_path, 3), fill(tmp_path, 3, takes_apart)])
+    for seed, (weights, calls) in enumerate(seen):
+        assert calls == len(plan().buckets)
+        alone = Engine(takes_apart)
+        alone.load(list(expected(seed).items()))
+        for name, tensor in alone.seen().items():
+            assert same_bytes(weights[name], tensor), (seed, name)
 
 
 def computes(engine, name, tensor):
@@ -193,7 +167,7 @@ def overwrites(engine, name, tensor):
     return name == "tied"
 
 
-@pytest.mark.parametrize("load_more", [takes_apart, computes, overwrites])
+@pytest.mark.parametrize("load_more", [turns, computes, overwrites])
 def test_a_loader_that_does_more_gets_each_bucket(tmp_path, load_more):
     _, (seen, _) = run([lend(tmp_path, 3), fill(tmp_path, 3, load_more)])
     for seed, (weights, _) in enumerate(seen):

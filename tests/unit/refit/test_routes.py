@@ -3,8 +3,9 @@
 import pytest
 
 from nemo_rl_lite.refit.boxes import Box, Piece
+from nemo_rl_lite.refit.linking import linked
 from nemo_rl_lite.refit.plan import Bucket, Slot
-from nemo_rl_lite.refit.routes import linked, make_route
+from nemo_rl_lite.refit.routes import make_route
 
 SLOTS = tuple(Slot(name, (256,), "float32", index * 1024, 1024) for index, name in enumerate("abcd"))
 BUCKET = Bucket(SLOTS, 4096)
