@@ -11,6 +11,7 @@ import ray
 from nemo_rl_lite.cluster.heartbeat import Heartbeat
 from nemo_rl_lite.cluster.ports import free_port
 from nemo_rl_lite.observability import profiling
+from nemo_rl_lite.observability.logs import log_to_stderr
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
@@ -39,9 +40,7 @@ class Host:
 
     def load(self, class_path: str, environment: dict[str, str]) -> None:
         """Set the environment and import the class with everything it will need, so that `start` is quick."""
-        import logging
-
-        logging.basicConfig(level=logging.INFO, format="[%(asctime)s][%(name)s][%(levelname)s] %(message)s")
+        log_to_stderr()
         os.environ.update(environment)
         module_name, _, class_name = class_path.rpartition(".")
         with self._heartbeat.during("import", None):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from nemo_rl_lite.errors import RefitError
+from nemo_rl_lite.observability.logs import log_to_stderr
 from nemo_rl_lite.observability.memory import device_bytes
 from nemo_rl_lite.refit.consumer import Connection, Receiver, Source
 from nemo_rl_lite.refit.destinations import Destinations
@@ -26,6 +27,8 @@ class RefitExtension:
         Raises:
             RefitError: a model whose layers compute with tensors that vLLM derives from its weights once, at the start.
         """
+        # A tensor-parallel engine's ranks are processes that vLLM has started.
+        log_to_stderr()
         model, config = self.model_runner.get_model(), self.model_runner.model_config
         if config.use_mla:
             raise RefitError(
