@@ -44,8 +44,8 @@ class ProbeSettings:
 class WeightSync:
     """Weights from the policy to every generation engine, checked on both sides.
 
-    Colocated, each engine rank reads from the policy rank on its own device, out of its parameters or through a buffer
-    both have open; otherwise policy rank 0 broadcasts to all.
+    Colocated, each engine rank hears from the policy rank on its own device: where the parameters are that it copies,
+    or what lies in a buffer that both have open. Otherwise policy rank 0 broadcasts to all.
     """
 
     def __init__(self, policy: RemotePolicy, generation: RemoteGeneration, config: Config, probe: ProbeSettings):

@@ -56,7 +56,7 @@ def _device_warnings(planned: Budget) -> Iterator[str]:
             advice = "smaller train micro-batches, activation_checkpointing or offload=cpu_optimizer helps"
         else:
             advice = "smaller logprob micro-batches or offload=logprob helps"
-        beside = size(planned.buffers + planned.overhead)
+        beside = size(planned.buffers[phase] + planned.overhead)
         yield (
             f"phase {phase.value} will hardly fit: {size(nbytes)} of a GPU of {size(planned.gpu_bytes)}, "
             f"{beside} of it for the refit's buffers, contexts and captured graphs; {advice}; nrl-lite plan says more"

@@ -12,8 +12,8 @@ from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.refit.plan import bucket_size
 
 # What contexts of CUDA and NCCL, captured graphs and blocks that torch keeps took beside all components on H100s and
-# H200s (docs/benchmarks, plan-against-measured): with an engine on the GPU, and without one.
-OVERHEAD_SHARED, OVERHEAD_ALONE = 7 * 2**30, 3 * 2**30
+# H200s (docs/benchmarks, plan-against-measured): with an engine on the GPU, with engines on others, and without any.
+OVERHEAD_SHARED, OVERHEAD_APART, OVERHEAD_ALONE = 7 * 2**30, 5 * 2**30, 3 * 2**30
 ENGINE = (Component.GENERATION_WEIGHTS, Component.KV_CACHE)
 
 
@@ -22,8 +22,10 @@ class Budget:
     """Bytes of the fullest policy rank's GPU and of its host's memory. `gpu_bytes` is None for a run on CPUs."""
 
     prediction: Prediction
-    buffers: int
-    """Of the refit."""
+    buffers: dict[Phase, int]
+    """The refit's."""
+    policy_buffers: int
+    """Those of them that the policy's process has, in all phases."""
     overhead: int
     reference: int
     """Host memory of a rank's reference weights."""
@@ -35,12 +37,13 @@ class Budget:
     @property
     def device(self) -> dict[Phase, int]:
         """All there is on the GPU, by phase."""
-        return {phase: sums.device + self.buffers + self.overhead for phase, sums in totals(self.prediction).items()}
+        sums = totals(self.prediction)
+        return {phase: sums[phase].device + buffers + self.overhead for phase, buffers in self.buffers.items()}
 
     @property
     def policy(self) -> dict[Phase, int]:
         """What torch's allocator holds in the policy's process, by phase."""
-        sums = dict.fromkeys(self.device, self.buffers)
+        sums = dict.fromkeys(self.device, self.policy_buffers)
         for (phase, component), nbytes in self.prediction.items():
             sums[phase] += 0 if component in ENGINE else nbytes.device
         return sums
@@ -69,11 +72,15 @@ def budget(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Budget:
     Raises:
         ValueError: an engine shares a GPU whose size is not given.
     """
-    ranks, shared = policy_ranks(config), Residency.of(config).engines_share_device
+    ranks = policy_ranks(config)
+    prediction, copied = predict(config, shape, gpu_bytes), engines_copy(config)
+    buffers, phases = _refit_buffers(config, shape, gpu_bytes), totals(prediction)
     return Budget(
-        predict(config, shape, gpu_bytes),
-        refit_buffers(config, shape, gpu_bytes),
-        (OVERHEAD_SHARED if shared else OVERHEAD_ALONE) if on_gpus(config) else 0,
+        prediction,
+        # An engine that copies has its bucket at the first refit alone.
+        {phase: 0 if copied and phase is not Phase.REFIT else buffers for phase in phases},
+        0 if copied else buffers,
+        _overhead(config),
         _reference(config, shape),
         min(-(-ranks // config.cluster.num_nodes), config.cluster.gpus_per_node or ranks),
         _engine_room(config, shape, gpu_bytes),
@@ -81,10 +88,26 @@ def budget(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Budget:
     )
 
 
-def refit_buffers(config: Config, shape: ModelShape, device_bytes: int | None) -> int:
-    """Bytes of the buckets that are on their way at a time; none larger than the model, none smaller than its largest
-    tensor. An engine that copies the policy's parameters takes one, at the first refit: what runs measured is from
-    before, so both are counted there too."""
+def engines_copy(config: Config) -> bool:
+    """Whether engines copy the policy's parameters, where those of one machine have the whole model between them."""
+    parallel, gpus = config.policy.megatron_cfg, config.cluster.gpus_per_node
+    side_by_side = max(parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size)
+    together = side_by_side * parallel.pipeline_model_parallel_size <= gpus
+    shared = Residency.of(config).engines_share_device
+    return shared and config.refit.direct and together and not parallel.peft.enabled
+
+
+def _overhead(config: Config) -> int:
+    if not on_gpus(config):
+        return 0
+    if Residency.of(config).engines_share_device:
+        return OVERHEAD_SHARED
+    return OVERHEAD_APART if config.algorithm.name == "grpo" else OVERHEAD_ALONE
+
+
+def _refit_buffers(config: Config, shape: ModelShape, device_bytes: int | None) -> int:
+    """Bytes of the buckets that are on their way at a time, or of that which an engine takes to begin with; none larger
+    than the model, none smaller than its largest tensor."""
     if config.algorithm.name != "grpo" or device_bytes is None:
         return 0
     weights = refit_bytes(config, shape)
@@ -92,7 +115,7 @@ def refit_buffers(config: Config, shape: ModelShape, device_bytes: int | None) -
     bucket = bucket_size(device_bytes, config.refit.buffer_memory_ratio, config.refit.bucket_bytes)
     bucket = min(max(bucket, largest), weights)
     count = 2 if Residency.of(config).engines_share_device else config.refit.num_buffers
-    return min(count, -(-weights // bucket)) * bucket
+    return min(1 if engines_copy(config) else count, -(-weights // bucket)) * bucket
 
 
 def refit_bytes(config: Config, shape: ModelShape) -> int:

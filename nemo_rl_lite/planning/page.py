@@ -99,7 +99,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "layout": dict(parallel_rows(plan.config, plan.shape)),
         "batches": dict(_batches(plan)),
         "memory": cells,
-        "refit_buffers": one.buffers,
+        "refit_buffers": {phase.value: nbytes for phase, nbytes in one.buffers.items()},
         "overhead": one.overhead,
         "device_bytes": {phase.value: nbytes for phase, nbytes in one.device.items()},
         "fullest_phase": one.fullest.value,
@@ -130,7 +130,7 @@ def _memory_rows(plan: Plan) -> list[list[str]]:
     phases = one.device
     return [
         *components,
-        ["refit's buffers", *([size(one.buffers) if one.buffers else "-"] * len(phases))],
+        ["refit's buffers", *(size(nbytes) if nbytes else "-" for nbytes in one.buffers.values())],
         ["contexts, graphs, slack", *([size(one.overhead)] * len(phases))],
         ["whole GPU", *(size(nbytes) for nbytes in phases.values())],
         host,

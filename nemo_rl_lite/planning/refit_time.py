@@ -2,7 +2,7 @@
 
 from nemo_rl_lite.config.model_shape import ModelShape
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.planning.budget import refit_bytes
+from nemo_rl_lite.planning.budget import engines_copy, refit_bytes
 
 # Bytes a second: 8 B of weights in 0.05 s from one H200 to another of the host; within one GPU it is less.
 IN_HOST = 330e9
@@ -11,7 +11,7 @@ PUT_TOGETHER = 400e9
 # One link of 400 Gb/s a GPU: assumed, not measured.
 BETWEEN_HOSTS = 50e9
 # Seconds a tensor where megatron-bridge exports it.
-BRIDGE_EXPORT_S = 0.26e-3
+BRIDGE_EXPORT_S = 0.30e-3
 _OF_A_LAYER, _OF_AN_EXPERT, _OUTSIDE = 9, 3, 3
 
 
@@ -24,7 +24,7 @@ def refit_seconds(config: Config, shape: ModelShape) -> float:
     nbytes, export = refit_bytes(config, shape), 0.0
     if parallel.peft.enabled:
         export = BRIDGE_EXPORT_S * _tensors(shape)
-    elif spread * parallel.expert_model_parallel_size > 1:
+    elif spread * parallel.expert_model_parallel_size > 1 and not engines_copy(config):
         export = nbytes / PUT_TOGETHER
     return nbytes / rate + export
 

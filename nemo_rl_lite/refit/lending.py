@@ -5,6 +5,7 @@ consumers is where the parameters of all of them are, and none takes its own awa
 """
 
 import json
+import logging
 import socket
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,7 +18,10 @@ from torch import Tensor
 
 from nemo_rl_lite.errors import LostTouchError, RefitError
 from nemo_rl_lite.refit import device_memory
-from nemo_rl_lite.refit.linking import everyones
+from nemo_rl_lite.refit.linking import everyones, linked_group
+from nemo_rl_lite.refit.routes import Recipe
+
+log = logging.getLogger(__name__)
 
 Key = tuple[int, int]
 """A policy rank, and the number of one of its parameters."""
@@ -37,6 +41,24 @@ class Memory(Protocol):
     def opened(self, handles: Iterable[bytes]) -> AbstractContextManager[dict[bytes, int]]: ...
 
     def tensor_at(self, address: int, nbytes: int) -> Tensor: ...
+
+
+def find_lending(
+    parameters: Mapping[int, Tensor], recipe: Recipe, groups: Sequence[dist.ProcessGroup], timeout_s: float
+) -> "Lending | None":
+    """How this rank lends its `parameters` to those that want weights by this `recipe`, and by those of other ranks;
+    None, on all ranks, where one cannot. Collective over the default group. `groups`: there already."""
+    needed = {box.piece.rank for boxes in recipe.values() for box in boxes}
+    ranks, group = linked_group(needed, groups, timeout_s)
+    lending = Lending(parameters, dist.get_rank(), ranks, group)
+    if not all(everyones(lending.on_one_machine())):
+        log.info("refits go through a buffer: the policy's weights are spread over several machines")
+        return None
+    if not all(everyones(lending.can_be_opened())):
+        if dist.get_rank() == 0:
+            log.warning("engines cannot open the policy's memory here: refits go through a buffer (refit.direct)")
+        return None
+    return lending
 
 
 class Lending:

@@ -112,8 +112,9 @@ def compared(run: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 def config_of(run: dict[str, Any]) -> Config:
-    """What the run was configured with; keys that came later have their defaults."""
-    whole = dataclasses.asdict(compose_config([f"algorithm={run['config']['algorithm']['name']}"]))
+    """What the run was configured with; keys that came later have their defaults, or what there was before them."""
+    before = [f"algorithm={run['config']['algorithm']['name']}", "refit.direct=false"]
+    whole = dataclasses.asdict(compose_config(before))
     return restore(json.dumps(_laid_over(whole, run["config"])))
 
 

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import record
 
 LINK_BYTES_PER_S, LINKS_PER_HOST = 50e9, 8
+BY_THE_BRIDGE = "tp2, all ranks: megatron-bridge's export"
+# Of Qwen3-8B's shape: 36 layers of 11, embedding, norm and output layer.
+TENSORS_OF_8B = 36 * 11 + 3
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ MODELS = {
 
 def main() -> None:
     wire = max(_medians("refit-apart-qwen3-8b-2x-h200", "transfer alone")) * 1e9
-    export = _medians("refit-layouts-2x-h200", "iterate")[0] / _exported_tensors()
+    export = _medians("refit-export-qwen3-8b-2x-h200", "export", BY_THE_BRIDGE)[0] / TENSORS_OF_8B
     results = []
     for name, model in MODELS.items():
         nbytes = 2 * model.parameters
@@ -57,14 +60,10 @@ def main() -> None:
     sys.stdout.write(record.write("refit-cost-predicted", results, []).read_text())
 
 
-def _medians(bench: str, name: str) -> list[float]:
+def _medians(bench: str, name: str, setting: str | None = None) -> list[float]:
     found = json.loads((record.FOLDER / f"{bench}.json").read_text())
-    return [row["median"] for row in found["results"] if row["name"] == name]
-
-
-def _exported_tensors() -> int:
-    """Of the 1.7 B model of refit-layouts: 28 layers of 11, an embedding and a norm."""
-    return 28 * 11 + 2
+    rows = [row for row in found["results"] if row["name"] == name]
+    return [row["median"] for row in rows if setting is None or row["config"] == setting]
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ class Table:
 
 KILLED = ("generation-0", "policy-0", "launcher")
 TRAINING = ("train", "policy_peak_bytes/train", "device_bytes/train")
+STAGES = ("seconds", "pack", "transfer", "load", "weights of a refit")
 # By the mark around the table.
 TABLES = {
     "quickstart table": Table(README, "quickstart", "cpu-2cores"),
@@ -90,12 +91,10 @@ TABLES = {
     "shared table": Table(REFIT, "refit-shared-qwen3-8b", "2x-h200", ("whole refit",)),
     "export table": Table(REFIT, "refit-export-qwen3-8b", "2x-h200", ("export",)),
     "experts refit table": Table(REFIT, "refit-shared-qwen3-moe-1.5b", "1x-h200", ("whole refit",)),
-    "layouts table": Table(
-        REFIT,
-        "refit-layouts",
-        "2x-h200",
-        columns=("seconds", "iterate", "pack", "transfer", "load", "weights of a refit"),
-    ),
+    "layouts table": Table(REFIT, "refit-layouts", "2x-h200", columns=STAGES),
+    "layouts on four table": Table(REFIT, "refit-layouts", "4x-h200", columns=STAGES),
+    "verified on one table": Table(REFIT, "refit-verified", "1x-h200"),
+    "verified on two table": Table(REFIT, "refit-verified", "2x-h200"),
     "cost table": Table(
         REFIT,
         "refit-cost-predicted",

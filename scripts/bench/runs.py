@@ -9,8 +9,9 @@ from typing import Any
 import matplotlib.pyplot as plt
 import random_model
 import record
+import refit_runs
 import supervised_runs
-from series import Run, typical, values, worst
+from series import Run, mismatch_bars, typical, values
 
 from nemo_rl_lite.config.model_shape import model_shape
 from nemo_rl_lite.offload.model_size import parameter_count
@@ -39,9 +40,12 @@ MEMORY = {
 SEEDS = ("chain-sum-seed1", "chain-sum-seed2", "chain-sum-seed42")
 STARTS = {"qwen3-1.7b-colocated": "1.7 B, first run", "chain-sum-start": "SmolLM2, later run"}
 PRESETS = ("none", "logprob", "colocated", "pinned", "cpu_optimizer", "activations", "max_memory")
-LAYOUTS = {"refit-tp2-tp2": "TP 2 -> TP 2", "refit-pp2-tp2": "PP 2 -> TP 2", "refit-dp2-2": "DP 2 -> 2 replicas"}
 _SHARED = "Measured while three other runs used the machine's other GPUs and its cores: times are longer than alone."
+_BESIDE = "Measured while the machine's other GPUs and its cores were at other work for some of the time."
 NOTES = {
+    ("refit-layouts", "2x-h200"): _BESIDE,
+    ("refit-verified", "1x-h200"): _BESIDE,
+    ("refit-verified", "2x-h200"): _BESIDE,
     ("grpo-chain-sum", "1x-h200"): _SHARED,
     ("sft-gsm8k", "1x-h200"): _SHARED,
     ("grpo-gsm8k", "1x-h200"): f"{_SHARED} Starts from the model that the SFT run left.",
@@ -63,7 +67,8 @@ def main() -> None:
         "grpo-qwen3-1.7b-noncolocated": (("qwen3-1.7b-noncolocated-1-1", "qwen3-1.7b-noncolocated-tp2-tp2"), apart),
         "start-up": (tuple(STARTS), start),
         "offload-presets": (tuple(f"preset-{name}" for name in PRESETS), presets),
-        "refit-layouts": (tuple(LAYOUTS), layouts),
+        "refit-layouts": (tuple(refit_runs.LAYOUTS), refit_runs.layouts),
+        "refit-verified": (tuple(refit_runs.VERIFIED), refit_runs.verified),
         "largest-model": (tuple(run["name"] for run in runs if run["name"].startswith("largest-")), largest),
     }
     for bench, (names, measure) in benches.items():
@@ -167,18 +172,6 @@ def presets(runs: list[Run]) -> tuple[list, list]:
     return results, bars
 
 
-def layouts(runs: list[Run]) -> tuple[list, list]:
-    """Refits after the first, which goes through the engine's loader."""
-    results = []
-    for run in sorted(runs, key=lambda run: tuple(LAYOUTS).index(run["name"])):
-        for name in ("seconds", "iterate_s", "pack_s", "transfer_s", "load_s"):
-            seconds = values(run, f"refit/{name}")[1:]
-            results.append(record.result(name.removesuffix("_s"), LAYOUTS[run["name"]], "s", seconds))
-        (nbytes,) = set(values(run, "refit/bytes"))
-        results.append(record.result("weights of a refit", LAYOUTS[run["name"]], "GB", [nbytes / 1e9]))
-    return results, mismatch_bars(runs)
-
-
 def _preset(run: Run) -> str:
     return run["name"].removeprefix("preset-")
 
@@ -247,15 +240,6 @@ def steady(runs: list[Run], config: str) -> Iterable[dict[str, Any]]:
     yield record.result("tokens a second and GPU, whole step", config, "1/s", tokens)
     for name, metric in MEMORY.items():
         yield record.result(name, config, "GiB", [max(values(run, metric)) / 2**30 for run in runs])
-
-
-def mismatch_bars(runs: list[Run]) -> list[dict[str, Any]]:
-    """How far policy and engine may be apart."""
-    difference, factor = worst(runs, "train/logprob_abs_diff_mean"), worst(runs, "train/token_mult_prob_error")
-    return [
-        record.bar("largest mean absolute logprob difference of a step", difference, 0.05, at_least=False),
-        record.bar("largest token_mult_prob_error of a step", factor, 1.05, at_least=False),
-    ]
 
 
 def reaches(run: Run, reward: float) -> int:

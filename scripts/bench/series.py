@@ -3,6 +3,8 @@
 import statistics
 from typing import Any
 
+import record
+
 Run = dict[str, Any]
 
 
@@ -16,3 +18,12 @@ def typical(runs: list[Run], metric: str) -> list[float]:
 
 def worst(runs: list[Run], metric: str) -> float:
     return max(max(values(run, metric)) for run in runs)
+
+
+def mismatch_bars(runs: list[Run]) -> list[dict[str, Any]]:
+    """How far policy and engine may be apart."""
+    difference, factor = worst(runs, "train/logprob_abs_diff_mean"), worst(runs, "train/token_mult_prob_error")
+    return [
+        record.bar("largest mean absolute logprob difference of a step", difference, 0.05, at_least=False),
+        record.bar("largest token_mult_prob_error of a step", factor, 1.05, at_least=False),
+    ]

@@ -19,8 +19,7 @@ from nemo_rl_lite.refit.assembly import Assembly, assemble
 from nemo_rl_lite.refit.broadcast import BroadcastSender
 from nemo_rl_lite.refit.consumer import Shared
 from nemo_rl_lite.refit.direct import DirectSender, DirectSource
-from nemo_rl_lite.refit.lending import Key, Lending
-from nemo_rl_lite.refit.linking import everyones, linked_group
+from nemo_rl_lite.refit.lending import Key, Lending, find_lending
 from nemo_rl_lite.refit.packing import Stream, dtype_name, same_bytes, view
 from nemo_rl_lite.refit.plan import RefitPlan, bucket_size, make_plan
 from nemo_rl_lite.refit.report import Named, RefitReport
@@ -160,17 +159,8 @@ class Producer:
         found, device = self._found, self._model.device
         if found is None or not config.direct or device.type != "cuda":
             return None
-        needed = {box.piece.rank for boxes in found.recipe.values() for box in boxes}
-        ranks, group = linked_group(needed, _groups(), config.timeout_s)
-        lending = Lending(found.parameters, dist.get_rank(), ranks, group)
-        if not all(everyones(lending.on_one_machine())):
-            log.info("refits go through a buffer: the policy's weights are spread over several machines")
-            return None
-        if not all(everyones(lending.can_be_opened())):
-            if dist.get_rank() == 0:
-                log.warning("engines cannot open the policy's memory here: refits go through a buffer (refit.direct)")
-            return None
-        if not self._checked:
+        lending = find_lending(found.parameters, found.recipe, _groups(), config.timeout_s)
+        if lending is not None and not self._checked:
             with lending.together() as parameters:
                 self._check(parameters)
             torch.cuda.empty_cache()

@@ -10,7 +10,7 @@ from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.config.model_shape import model_shape
 from nemo_rl_lite.offload.residency import Phase
 from nemo_rl_lite.planning.alternatives import largest_micro_batch, preset_budgets
-from nemo_rl_lite.planning.budget import OVERHEAD_ALONE, OVERHEAD_SHARED, budget
+from nemo_rl_lite.planning.budget import OVERHEAD_ALONE, OVERHEAD_APART, OVERHEAD_SHARED, budget, engines_copy
 from nemo_rl_lite.planning.known_models import KNOWN_MODELS
 
 ROOT = Path(__file__).parents[3]
@@ -18,6 +18,7 @@ GPU = int(79.2 * 2**30)
 MODEL = model_shape(KNOWN_MODELS["Qwen/Qwen3-1.7B"])
 ONE = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gpu", "policy.model_name=Qwen/Qwen3-1.7B"]
 SFT = ["algorithm=sft", "cluster.gpus_per_node=1", "policy=megatron_gpu", "policy.model_name=Qwen/Qwen3-1.7B"]
+THROUGH_A_BUFFER = ["refit.direct=false"]
 APART = [
     "cluster.gpus_per_node=2",
     "generation.colocated.enabled=false",
@@ -30,24 +31,53 @@ def planned(overrides, gpu=GPU):
 
 
 def test_buckets_contexts_and_components_add_up():
-    one = planned([*ONE, "refit.bucket_bytes=1000000000"])
-    assert (one.buffers, one.overhead) == (2_000_000_000, OVERHEAD_SHARED)
+    one = planned([*ONE, *THROUGH_A_BUFFER, "refit.bucket_bytes=1000000000"])
+    assert set(one.buffers.values()) == {2_000_000_000} and one.overhead == OVERHEAD_SHARED
     training = sum(nbytes.device for (phase, _), nbytes in one.prediction.items() if phase is Phase.TRAIN)
-    assert one.device[Phase.TRAIN] == training + one.buffers + one.overhead
-    assert one.policy[Phase.TRAIN] == training + one.buffers
+    assert one.device[Phase.TRAIN] == training + 2_000_000_000 + one.overhead
+    assert one.policy[Phase.TRAIN] == training + 2_000_000_000
 
 
 def test_a_bucket_is_as_large_as_the_largest_tensor_and_no_larger_than_the_model():
     embedding, weights = 151936 * 2048 * 2, 3_440_000_000
-    assert planned([*ONE, "refit.bucket_bytes=1000"]).buffers == 2 * embedding
-    assert planned([*ONE, "refit.bucket_bytes=90000000000"]).buffers == pytest.approx(weights, rel=0.01)
+    one = [*ONE, *THROUGH_A_BUFFER]
+    assert planned([*one, "refit.bucket_bytes=1000"]).policy_buffers == 2 * embedding
+    assert planned([*one, "refit.bucket_bytes=90000000000"]).policy_buffers == pytest.approx(weights, rel=0.01)
     three = [*ONE, *APART, "refit.num_buffers=3", "refit.bucket_bytes=1000000000"]
-    assert planned(three).buffers == 3_000_000_000
+    assert planned(three).policy_buffers == 3_000_000_000
+
+
+def test_an_engine_that_copies_has_one_bucket_in_the_refit():
+    one = planned([*ONE, "refit.bucket_bytes=1000000000"])
+    assert one.buffers == {Phase.GENERATE: 0, Phase.LOGPROB: 0, Phase.TRAIN: 0, Phase.REFIT: 1_000_000_000}
+    assert one.policy_buffers == 0
+
+
+PARALLEL = "policy.megatron_cfg.{}_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("more", "copies"),
+    [
+        ([], True),
+        ([PARALLEL.format("tensor_model") + "=2", PARALLEL.format("pipeline_model") + "=4"], True),
+        ([PARALLEL.format("tensor_model") + "=4", PARALLEL.format("expert_model") + "=8"], True),
+        ([PARALLEL.format("tensor_model") + "=4", PARALLEL.format("pipeline_model") + "=4"], False),
+        (THROUGH_A_BUFFER, False),
+        (["policy.megatron_cfg.peft.enabled=true"], False),
+        (["generation.colocated.enabled=false", "generation.colocated.resources.num_nodes=1"], False),
+    ],
+)
+def test_engines_copy_where_one_machine_has_the_whole_model(more, copies):
+    two_machines = ["cluster.num_nodes=2", "cluster.gpus_per_node=8", "policy=megatron_gpu", "generation=vllm_gpu"]
+    model = "policy.model_name=Qwen/Qwen3-30B-A3B"
+    assert engines_copy(compose_config([*two_machines, model, *more])) == copies
+    assert not engines_copy(compose_config([]))
 
 
 def test_without_engines_on_the_gpu_less_is_beside():
-    assert (planned(SFT).buffers, planned(SFT).overhead) == (0, OVERHEAD_ALONE)
-    assert planned([*ONE, *APART]).overhead == OVERHEAD_ALONE
+    assert set(planned(SFT).buffers.values()) == {0} and planned(SFT).overhead == OVERHEAD_ALONE
+    assert planned([*ONE, *APART]).overhead == OVERHEAD_APART
     assert planned([], None).overhead == 0 and planned([], None).fits_device
 
 

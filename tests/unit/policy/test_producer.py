@@ -15,6 +15,7 @@ from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.policy.megatron import producer as producer_module
 from nemo_rl_lite.policy.megatron.export_recipe import find_export
 from nemo_rl_lite.policy.megatron.producer import Producer
+from nemo_rl_lite.refit import lending as lending_module
 from nemo_rl_lite.refit.packing import same_bytes, view
 from nemo_rl_lite.refit.report import RefitReport
 
@@ -293,7 +294,7 @@ NOT_LENDING = [is_found_wrong, cannot_be_opened, is_on_several_machines, is_told
 def test_engines_on_the_gpus_of_a_policy_copy_its_parameters(state, monkeypatch):
     bridge, producer, _ = made(as_it_is)
     lent = type("OneLent", (Lent,), {})
-    monkeypatch.setattr(producer_module, "Lending", lent)
+    monkeypatch.setattr(lending_module, "Lending", lent)
     monkeypatch.setattr(producer_module.ipc, "new_staging", lambda plan, device: ("memory", "a buffer"))
     monkeypatch.setattr(producer_module.ipc, "forget", lambda handle: None)
     monkeypatch.setattr(producer_module.refit_group, "join", lambda *arguments: SimpleNamespace(meet=lambda what: None))
@@ -321,6 +322,6 @@ def test_engines_on_the_gpus_of_a_policy_copy_its_parameters(state, monkeypatch)
 
 
 def test_engines_on_other_gpus_are_lent_nothing(monkeypatch):
-    monkeypatch.setattr(producer_module, "Lending", None)
+    monkeypatch.setattr(producer_module, "find_lending", None)
     _, producer, _ = made(as_it_is)
     assert producer.open("127.0.0.1", shared_device=False)[1] is None
