@@ -1,6 +1,5 @@
 """Data: files that can be read, columns that are there, tasks that exist."""
 
-import importlib.util
 import re
 from collections.abc import Iterator
 
@@ -113,11 +112,13 @@ def validation_has_problems(config: Config) -> Iterator[Violation]:
 def task_can_be_made(config: Config) -> Iterator[Violation]:
     if config.data.name == "reverse_digits":
         yield from _reverse_digits_arguments(config)
-    elif config.data.name == "reasoning_gym" and importlib.util.find_spec("reasoning_gym") is None:
-        fix = "bash scripts/install.sh, or: pip install '.[reasoning-gym]' && pip install --no-deps reasoning-gym"
-        yield Violation("data.name", "reasoning_gym", "the package reasoning-gym is not installed here", fix)
     elif config.data.name == "reasoning_gym":
-        yield from _gym_task(config.data)
+        try:
+            yield from _gym_task(config.data)
+        except ImportError as error:
+            fix = "bash scripts/install.sh, or: pip install '.[reasoning-gym]' && pip install --no-deps reasoning-gym"
+            broken = f"the package reasoning-gym is not installed here, or not with all it needs: {error}"
+            yield Violation("data.name", "reasoning_gym", broken, fix)
 
 
 def _gym_task(data: DataConfig) -> Iterator[Violation]:
