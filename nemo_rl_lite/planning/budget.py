@@ -90,9 +90,11 @@ def budget(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Budget:
 
 def engines_copy(config: Config) -> bool:
     """Whether engines copy the policy's parameters, where those of one machine have the whole model between them."""
-    parallel, gpus = config.policy.megatron_cfg, config.cluster.gpus_per_node
-    side_by_side = max(parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size)
-    together = side_by_side * parallel.pipeline_model_parallel_size <= gpus
+    parallel, cluster = config.policy.megatron_cfg, config.cluster
+    neighbours = max(parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size)
+    # megatron-core puts pipeline stages furthest apart: on several machines each has stages of every replica.
+    pipeline_apart = cluster.num_nodes > 1 and parallel.pipeline_model_parallel_size > 1
+    together = neighbours <= cluster.gpus_per_node and not pipeline_apart
     shared = Residency.of(config).engines_share_device
     return shared and config.refit.direct and together and not parallel.peft.enabled
 

@@ -21,7 +21,7 @@ from nemo_rl_lite.refit.boxes import Piece
 from nemo_rl_lite.refit.checksum import Verify, looked_at
 from nemo_rl_lite.refit.destinations import Destinations
 from nemo_rl_lite.refit.group import RefitGroup
-from nemo_rl_lite.refit.lending import Key, Lending, Memory, Parameters, opened
+from nemo_rl_lite.refit.lending import Key, Lending, Memory, Parameters, opened, settle
 from nemo_rl_lite.refit.packing import Arrived, CopyList, new_buffers, view
 from nemo_rl_lite.refit.parts import boxes_of_part
 from nemo_rl_lite.refit.plan import RefitPlan
@@ -53,7 +53,7 @@ class DirectSender:
     def lend(self) -> RefitReport:
         """Let consumers copy; returns when those of all ranks have.
 
-        Stages timed: `pack` (finding the memory), `transfer` (waiting for consumers).
+        Stages timed: `pack` (finding the memory, of all ranks), `transfer` (waiting for consumers).
 
         Raises:
             RefitError: a consumer that was not done in time, or a failure on another rank.
@@ -137,7 +137,7 @@ class DirectReceiver:
             try:
                 yield parameters
             finally:
-                _settle(torch.empty(0, device=self._device))
+                settle(torch.empty(0, device=self._device))
         self._group.meet("the end of the refit")
 
     def _put_together(self, parameters: Parameters) -> Iterator[Arrived]:
@@ -154,16 +154,16 @@ class DirectReceiver:
     def _direct(self, destinations: Destinations, parameters: Parameters) -> list[Target] | None:
         """Where each part of a parameter goes, after a first refit; None where that does not give what the engine's
         loader has just put there."""
-        targets = list[Target]()
-        for name, part, target in destinations.parts() or ():
-            boxes = boxes_of_part(self._recipe[name], part)
-            if boxes is None:
-                targets = []
-                break
-            targets += [(name, box.piece, box.of(target)) for box in boxes]
-        if not targets:
+        parts, targets = destinations.parts(), list[Target]()
+        if parts is None:
             log.info("every refit goes through buckets: the engine's loader does more than copy parts of tensors")
             return None
+        for name, part, target in parts:
+            boxes = boxes_of_part(self._recipe[name], part)
+            if boxes is None:
+                log.info("every refit goes through buckets: the engine takes too irregular a part of %s", name)
+                return None
+            targets += [(name, box.piece, box.of(target)) for box in boxes]
         differing = _differing(targets, parameters)
         if differing is not None:
             log.info("every refit goes through buckets: the engine has %s otherwise than it was loaded", differing)
@@ -185,7 +185,7 @@ class DirectReceiver:
 
 
 def _copies(targets: Sequence[Target], parameters: Parameters) -> CopyList:
-    sources = [_part(piece, parameters, target.dtype) for _, piece, target in targets]
+    sources = [_source(piece, parameters, target.dtype) for _, piece, target in targets]
     return CopyList([target for _, _, target in targets], sources)
 
 
@@ -193,7 +193,7 @@ def _key(piece: Piece) -> Key:
     return piece.rank, piece.part
 
 
-def _part(piece: Piece, parameters: Parameters, dtype: torch.dtype) -> Tensor:
+def _source(piece: Piece, parameters: Parameters, dtype: torch.dtype) -> Tensor:
     return piece.of(parameters[_key(piece)].view(dtype))
 
 
@@ -202,7 +202,7 @@ def _differing(targets: Iterable[Target], parameters: Parameters) -> str | None:
     names, equal = list[str](), list[Tensor]()
     for name, piece, target in targets:
         bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[target.element_size()]
-        source = _part(piece, parameters, target.dtype)
+        source = _source(piece, parameters, target.dtype)
         for ours, theirs in zip(_slabs(target.view(bits)), _slabs(source.view(bits)), strict=True):
             names.append(name)
             equal.append((ours == theirs).all())
@@ -214,9 +214,3 @@ def _slabs(tensor: Tensor) -> Sequence[Tensor]:
     """The tensor in parts, so that comparing it takes little memory beside it."""
     whole = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
     return whole.split(max(1, _COMPARED * whole.shape[0] // max(1, whole.numel())))
-
-
-def _settle(tensor: Tensor) -> None:
-    """Wait until the tensor's device has done what was asked of it; the other process does not see our streams."""
-    if tensor.is_cuda:
-        torch.cuda.current_stream().synchronize()

@@ -83,7 +83,7 @@ class Lending:
         Raises:
             RefitError: memory of one of the ranks cannot be shared; on every rank.
         """
-        _settle(next(iter(self._parameters.values())))
+        settle(next(iter(self._parameters.values())))
         try:
             own: Any = self._describe()
         except RefitError as error:
@@ -174,6 +174,7 @@ def _machine() -> str:
     return _BOOT.read_text() if _BOOT.exists() else socket.gethostname()
 
 
-def _settle(tensor: Tensor) -> None:
+def settle(tensor: Tensor) -> None:
+    """Wait until the tensor's device has done what was asked of it; another process does not see our streams."""
     if tensor.is_cuda:
         torch.cuda.current_stream().synchronize()

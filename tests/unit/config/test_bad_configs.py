@@ -140,6 +140,11 @@ CASES = {
     ],
     "cluster.gpus_per_node=4 generation.data_parallel_size=3": ["generation.data_parallel_size = 3", "there are 4"],
     "cluster.gpus_per_node=2 generation=transformers generation.vllm_cfg.tensor_parallel_size=2": ["uses one GPU"],
+    f"policy.model_name=MOE cluster.gpus_per_node=8 policy=megatron_gpu {TP}=2 refit.timeout_s=300": [
+        "refit.timeout_s",
+        "cluster.collective_timeout_s = 300",
+        "refit.timeout_s=150",
+    ],
     "policy.megatron_cfg.sequence_parallel=true": ["policy.megatron_cfg.sequence_parallel", "on a CPU"],
     "cluster.gpus_per_node=1 policy.megatron_cfg.sequence_parallel=true": ["sequence_parallel", "there is one"],
     "policy.megatron_cfg.expert_model_parallel_size=2": ["expert_model_parallel_size", "must divide the 1 ranks"],

@@ -60,9 +60,12 @@ PARALLEL = "policy.megatron_cfg.{}_parallel_size"
     ("more", "copies"),
     [
         ([], True),
-        ([PARALLEL.format("tensor_model") + "=2", PARALLEL.format("pipeline_model") + "=4"], True),
+        (
+            ["cluster.num_nodes=1", PARALLEL.format("tensor_model") + "=2", PARALLEL.format("pipeline_model") + "=4"],
+            True,
+        ),
         ([PARALLEL.format("tensor_model") + "=4", PARALLEL.format("expert_model") + "=8"], True),
-        ([PARALLEL.format("tensor_model") + "=4", PARALLEL.format("pipeline_model") + "=4"], False),
+        ([PARALLEL.format("tensor_model") + "=2", PARALLEL.format("pipeline_model") + "=2"], False),
         (THROUGH_A_BUFFER, False),
         (["policy.megatron_cfg.peft.enabled=true"], False),
         (["generation.colocated.enabled=false", "generation.colocated.resources.num_nodes=1"], False),

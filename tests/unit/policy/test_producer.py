@@ -324,4 +324,7 @@ def test_engines_on_the_gpus_of_a_policy_copy_its_parameters(state, monkeypatch)
 def test_engines_on_other_gpus_are_lent_nothing(monkeypatch):
     monkeypatch.setattr(producer_module, "find_lending", None)
     _, producer, _ = made(as_it_is)
+    producer._model.device = torch.device("cuda")
     assert producer.open("127.0.0.1", shared_device=False)[1] is None
+    with pytest.raises(TypeError):
+        producer.open("127.0.0.1", shared_device=True)

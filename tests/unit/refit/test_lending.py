@@ -1,7 +1,9 @@
 """Two policy ranks that have the weights together, and a tensor-parallel engine's ranks beside them."""
 
+import logging
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -199,6 +201,26 @@ def test_memory_that_cannot_be_opened_is_seen_at_the_start(memory, tmp_path):
     if memory is Closed:
         with pytest.raises(RefitError, match="cuIpcGetMemHandle"):
             lending.where()
+
+
+@pytest.mark.parametrize("others", [True, False])
+@pytest.mark.parametrize("memory", [Files, Closed, Unreachable])
+def test_all_ranks_lend_or_none(memory, others, tmp_path, monkeypatch, caplog):
+    """`others`: whether the ranks that this one is not linked with can lend."""
+    files, asked = memory(tmp_path), []
+    monkeypatch.setattr(lending_module, "linked_group", lambda needed, *rest: asked.append(needed) or ([0, 1], None))
+    monkeypatch.setattr(lending_module, "Lending", partial(TwoRanks, memory=files))
+    monkeypatch.setattr(lending_module, "everyones", lambda own: [own, True])
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    if not others:
+        answers = iter([True, False])
+        monkeypatch.setattr(lending_module, "everyones", lambda own: [own, next(answers)])
+    parameters = {0: files.new("weights", torch.randn(4))}
+    with caplog.at_level(logging.WARNING):
+        found = lending_module.find_lending(parameters, recipe(0), [], 60.0)
+    assert asked == [{0, 1}]
+    assert (found is not None) == (others and memory is Files)
+    assert bool(caplog.records) == (found is None)
 
 
 def test_ranks_of_several_machines_do_not_lend(monkeypatch):

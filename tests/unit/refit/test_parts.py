@@ -26,11 +26,15 @@ def made_of(boxes: list[Box], shards: list[Tensor], shape: torch.Size) -> Tensor
 
 
 def cuts(whole: Tensor) -> Iterator[Tensor]:
-    """What tensor-parallel loaders take, along every axis and at every place."""
+    """What tensor-parallel loaders take, along every axis and at every place, some of them turned."""
     yield whole
     for axis, size in enumerate(whole.shape):
         for begin, end in itertools.combinations(range(size + 1), 2):
-            yield whole.narrow(axis, begin, end - begin)
+            cut = whole.narrow(axis, begin, end - begin)
+            yield cut
+            if whole.dim() > 1:
+                yield cut.transpose(0, 1)
+                yield cut.transpose(-1, -2).unsqueeze(1)
 
 
 @pytest.mark.parametrize("case", [case for case in CONVERSIONS if case != "nothing"])
@@ -62,7 +66,7 @@ def test_a_large_projection_takes_few_copies():
 
 
 def test_one_row_of_each_of_several_ranks():
-    """Where a whole shard is a unit."""
+    """Where a whole shard is a grain."""
     boxes = [Box(Piece(rank, 0, 0, (8,), (1,)), rank * 8, (1,)) for rank in range(3)]
     shards = [torch.randn(8) for _ in range(3)]
     whole = torch.cat(shards).view(3, 8)
@@ -73,6 +77,6 @@ def test_one_row_of_each_of_several_ranks():
 def test_what_is_not_regular_has_no_boxes(monkeypatch):
     boxes = [Box(Piece(0, 0, 0, (6,), (1,)), 0, (1,))]
     whole = torch.empty(6)
-    monkeypatch.setattr(parts_module, "_MOST_UNITS", 1)
+    monkeypatch.setattr(parts_module, "_MOST_GRAINS", 1)
     assert boxes_of_part(boxes, part_of(whole, whole[1:])) is None
     assert boxes_of_part(boxes, part_of(whole, whole)) is not None
