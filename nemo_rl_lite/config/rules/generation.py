@@ -85,9 +85,7 @@ def ranks_wait_for_the_engines_of_others(config: Config) -> Iterator[Violation]:
     sizes = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
     lend_together = max(*sizes, parallel.expert_model_parallel_size) > 1 and refit.direct
     if on_gpus(config) and config.generation.colocated.enabled and lend_together and refit.timeout_s >= longest:
-        rule_text = (
-            f"policy ranks wait so long for one another, and end at cluster.collective_timeout_s = {longest:g}"
-        )
+        rule_text = f"policy ranks wait so long for one another, and end at cluster.collective_timeout_s = {longest:g}"
         yield Violation("refit.timeout_s", refit.timeout_s, rule_text, f"refit.timeout_s={longest / 2:g}")
 
 
