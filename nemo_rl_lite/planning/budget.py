@@ -24,8 +24,6 @@ class Budget:
     prediction: Prediction
     buffers: dict[Phase, int]
     """The refit's."""
-    policy_buffers: int
-    """Those of them that the policy's process has, in all phases."""
     overhead: int
     reference: int
     """Host memory of a rank's reference weights."""
@@ -39,6 +37,11 @@ class Budget:
         """All there is on the GPU, by phase."""
         sums = totals(self.prediction)
         return {phase: sums[phase].device + buffers + self.overhead for phase, buffers in self.buffers.items()}
+
+    @property
+    def policy_buffers(self) -> int:
+        """Those that the policy's process has: it keeps them, and an engine that copies has its own for a refit."""
+        return min(self.buffers.values())
 
     @property
     def policy(self) -> dict[Phase, int]:
@@ -79,7 +82,6 @@ def budget(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Budget:
         prediction,
         # An engine that copies has its bucket at the first refit alone.
         {phase: 0 if copied and phase is not Phase.REFIT else buffers for phase in phases},
-        0 if copied else buffers,
         _overhead(config),
         _reference(config, shape),
         min(-(-ranks // config.cluster.num_nodes), config.cluster.gpus_per_node or ranks),

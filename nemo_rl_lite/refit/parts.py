@@ -31,7 +31,7 @@ def boxes_of_part(boxes: Sequence[Box], part: Part) -> list[Box] | None:
     They are found from numbers, as those of the whole tensor were, but of grains: of as many elements as lie next to
     one another wherever they are and wherever they go.
     """
-    rows = _contiguous(part.sizes)
+    rows = torch.empty(part.sizes, device="meta").stride()
     runs = [_runs(part.sizes, part.strides, rows)]
     runs += [_runs(box.piece.sizes, box.piece.strides, box.strides) for box in boxes]
     begins = [part.begin, *(begin for box in boxes for begin in (box.begin, box.piece.begin))]
@@ -47,11 +47,6 @@ def boxes_of_part(boxes: Sequence[Box], part: Part) -> list[Box] | None:
     sizes, strides, _ = _axes(grain, part.sizes, part.strides, rows)
     found = find_boxes(numbers.as_strided(sizes, strides, part.begin // grain), places)
     return None if found is None else [_multiplied(box, grain) for box in found]
-
-
-def _contiguous(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor whose last axis runs fastest."""
-    return tuple(math.prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
 
 
 def _runs(sizes: Sequence[int], *strides: Sequence[int]) -> Iterator[int]:

@@ -78,12 +78,14 @@ def engine_is_installed(config: Config) -> Iterator[Violation]:
     "policy.megatron_cfg.tensor_model_parallel_size",
     "policy.megatron_cfg.pipeline_model_parallel_size",
     "policy.megatron_cfg.expert_model_parallel_size",
+    "policy.megatron_cfg.peft",
     algorithm="grpo",
 )
 def ranks_wait_for_the_engines_of_others(config: Config) -> Iterator[Violation]:
     parallel, refit, longest = config.policy.megatron_cfg, config.refit, config.cluster.collective_timeout_s
     sizes = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
-    lend_together = max(*sizes, parallel.expert_model_parallel_size) > 1 and refit.direct
+    spread = max(*sizes, parallel.expert_model_parallel_size) > 1
+    lend_together = spread and refit.direct and not parallel.peft.enabled
     if on_gpus(config) and config.generation.colocated.enabled and lend_together and refit.timeout_s >= longest:
         rule_text = f"policy ranks wait so long for one another, and end at cluster.collective_timeout_s = {longest:g}"
         yield Violation("refit.timeout_s", refit.timeout_s, rule_text, f"refit.timeout_s={longest / 2:g}")
