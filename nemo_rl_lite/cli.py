@@ -1,6 +1,6 @@
 """`nrl-lite VERB ...`: each verb also runs as `python -m nemo_rl_lite.VERB`."""
 
-import importlib
+import runpy
 import sys
 
 VERBS = ("train", "plan", "slurm", "quickstart", "export", "report", "doctor")
@@ -8,7 +8,7 @@ USAGE = """usage: nrl-lite VERB [arguments]
 
   train        one training run: group=file and key.path=value overrides; `nrl-lite train --help` lists them
   plan         what a run needs and whether it fits, without a GPU, in seconds; arguments as for train
-  slurm        the same run as a Slurm job: prints a script for sbatch, or submits it; goes on after a time limit
+  slurm        the same run as a Slurm job: prints a script for sbatch, or submits it; resumes after a time limit
   export       a run's checkpoint as a Hugging Face folder, read back and compared before it is there
   report       one HTML page of one run or several: curves, times, memory, samples, configuration
   quickstart   the embedded example from nothing, in two minutes on two CPU cores
@@ -23,8 +23,8 @@ def main() -> None:
         sys.stdout.write(USAGE)
     elif verb in VERBS:
         sys.argv = [f"nrl-lite {verb}", *sys.argv[2:]]
-        # Only the verb's own imports: `doctor` must run where those of the others are missing.
-        importlib.import_module(f"nemo_rl_lite.{verb}").main()
+        # This imports the verb alone: `doctor` must run where packages of the other verbs are missing.
+        runpy.run_module(f"nemo_rl_lite.{verb}", run_name="__main__")
     else:
         sys.stderr.write(f"nrl-lite: there is no verb '{verb}'\n\n{USAGE}")
         sys.exit(2)

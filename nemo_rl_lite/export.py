@@ -11,8 +11,8 @@ from pathlib import Path
 
 from nemo_rl_lite.checkpoint.resume import POLICY, locate
 from nemo_rl_lite.checkpoint.store import Checkpoint
-from nemo_rl_lite.config.compose import restore
 from nemo_rl_lite.errors import CheckpointError, LauncherError
+from nemo_rl_lite.rules.compose import restore
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -48,8 +48,8 @@ def export(run: Path, target: Path | None) -> Path:
     config = restore(json.dumps(_saved_config(found)))
     import transformers
 
-    from nemo_rl_lite.checkpoint.source import locate_model
-    from nemo_rl_lite.cluster.ports import free_port
+    from nemo_rl_lite.host.ports import free_port
+    from nemo_rl_lite.models.source import locate_model
     from nemo_rl_lite.observability.console import RunConsole
     from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
 

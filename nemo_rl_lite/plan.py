@@ -9,13 +9,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl_lite.config.compose import compose_config
-from nemo_rl_lite.config.model_shape import ModelShape, NoModelError, model_shape, read_model_shape
-from nemo_rl_lite.config.rules.model import shape_fits_the_layout
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, LauncherError
+from nemo_rl_lite.models.known import KNOWN_MODELS, MADE_HERE
+from nemo_rl_lite.models.shape import ModelShape, NoModelError, model_shape, read_model_shape
 from nemo_rl_lite.planning.gpus import KNOWN, parse_size, size_of
-from nemo_rl_lite.planning.known_models import KNOWN_MODELS, MADE_HERE
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.rules.model import shape_fits_the_layout
 
 DOES_NOT_FIT = 1
 

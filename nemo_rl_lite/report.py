@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def write_report(runs: Sequence[Path], output: Path | None = None) -> Path:
     """Write the page; returns where. Raises ReportError: a folder is no run's."""
-    from nemo_rl_lite.observability.run_page import page
-    from nemo_rl_lite.observability.run_record import read_run
+    from nemo_rl_lite.run.report.page import page
+    from nemo_rl_lite.run.report.record import read_run
 
     records = [read_run(run) for run in dict.fromkeys(runs)]
     output = output or (records[0].folder / PAGE if len(records) == 1 else Path(PAGE))

@@ -14,10 +14,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from nemo_rl_lite.config.compose import compose_config, resolve
 from nemo_rl_lite.config.keys import CONFIG_NAME, config_dir
 from nemo_rl_lite.config.overrides import check_overrides, named_run_folder
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
+from nemo_rl_lite.rules.compose import compose_config, resolve
 
 if TYPE_CHECKING:
     from nemo_rl_lite.observability.summary import Summary
@@ -90,13 +90,13 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
 
 def _was_ended(end: SystemExit) -> bool:
     """Whether the user or the scheduler ended the job: the rest of a sweep is not wanted either."""
-    from nemo_rl_lite.checkpoint.stopping import was_asked_to_end
+    from nemo_rl_lite.host.stopping import was_asked_to_end
 
     return end.code in (INTERRUPTED, RunStopped.exit_status) or was_asked_to_end()
 
 
 def _dry_run(flags: Sequence[str], overrides: Sequence[str], sweeps: bool) -> None:
-    from nemo_rl_lite.jobs.dry_run import dry_run
+    from nemo_rl_lite.run.dry_run import dry_run
 
     if others := [flag for flag in flags if flag not in (_DRY_RUN, *_SWEEP)]:
         raise ConfigError([Violation(_DRY_RUN, None, f"does not go with {' '.join(others)}", "drop one")])
@@ -150,9 +150,9 @@ def _guarded(composed: DictConfig, folder: Path, arguments: Sequence[str]) -> "S
     from nemo_rl_lite.cluster.access import close_to_others
 
     close_to_others()
-    from nemo_rl_lite.checkpoint.stopping import was_asked_to_end
-    from nemo_rl_lite.jobs.run import run
-    from nemo_rl_lite.observability.run_folder import ERROR_FILE
+    from nemo_rl_lite.host.stopping import was_asked_to_end
+    from nemo_rl_lite.run.run import run
+    from nemo_rl_lite.run.status import ERROR_FILE
 
     command = shlex.join(["python", "-m", "nemo_rl_lite.train", *arguments])
     try:

@@ -79,8 +79,7 @@ def imports() -> tuple[Any, Any]:
     os.environ["TQDM_DISABLE"] = "1"
     try:
         import torch
-
-        from nemo_rl_lite.checkpoint.from_gguf import convert
+        from from_gguf import convert
     except ModuleNotFoundError as error:
         sys.exit(f"the package '{error.name}' is missing: bash scripts/install.sh, then source .venv/bin/activate")
     return torch, convert

@@ -6,19 +6,19 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from nemo_rl_lite.algorithms.advantages import baseline_metrics, group_advantages
-from nemo_rl_lite.algorithms.losses import Batch, GRPOLoss, mismatch_metrics
 from nemo_rl_lite.algorithms.steps import Steps, ValidationTimes
 from nemo_rl_lite.config.schema import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, TrainingSet
 from nemo_rl_lite.generation.interface import Generation, Sampling
+from nemo_rl_lite.losses.advantages import baseline_metrics, group_advantages
+from nemo_rl_lite.losses.policy_gradient import Batch, GRPOLoss, mismatch_metrics
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.memory import with_rest
-from nemo_rl_lite.observability.rollouts import Split
 from nemo_rl_lite.observability.sinks import MetricsLog, under
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.offload.mover import move_metrics
 from nemo_rl_lite.policy.interface import Policy
+from nemo_rl_lite.rollout.files import Split
 from nemo_rl_lite.rollout.rollout import Rollout, RolloutCollector
 
 log = logging.getLogger(__name__)

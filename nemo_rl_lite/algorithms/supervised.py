@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl_lite.algorithms.losses import Batch, Loss
 from nemo_rl_lite.algorithms.steps import Steps, ValidationTimes
 from nemo_rl_lite.config.schema import SupervisedConfig
 from nemo_rl_lite.data.examples import TrainingExamples
+from nemo_rl_lite.losses.policy_gradient import Batch, Loss
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.sinks import MetricsLog, under
 from nemo_rl_lite.observability.timer import Timer

@@ -9,9 +9,9 @@ from typing import Any
 import ray
 
 from nemo_rl_lite.cluster.heartbeat import Heartbeat
-from nemo_rl_lite.cluster.ports import free_port
+from nemo_rl_lite.host.logs import log_to_stderr
+from nemo_rl_lite.host.ports import free_port
 from nemo_rl_lite.observability import profiling
-from nemo_rl_lite.observability.logs import log_to_stderr
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)

@@ -9,7 +9,7 @@ from types import FrameType
 
 import ray
 
-from nemo_rl_lite.checkpoint.stopping import SIGNALS, note_signal
+from nemo_rl_lite.host.stopping import SIGNALS, note_signal
 
 # Seen by every process that Ray starts. No usage report, no idle worker for each core, no hub, no forked tokenizer
 # threads.

@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 
-from nemo_rl_lite.algorithms.losses import Batch
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.data.conversations import Conversation, Example
 from nemo_rl_lite.data.kinds import KINDS
@@ -16,6 +15,7 @@ from nemo_rl_lite.data.problems import TrainingSet
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.losses.policy_gradient import Batch
 
 log = logging.getLogger(__name__)
 

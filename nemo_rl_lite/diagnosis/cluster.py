@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from nemo_rl_lite.cluster.ports import LASTING_PORTS
 from nemo_rl_lite.diagnosis.check import Check, Examination, Machine, Status
 from nemo_rl_lite.diagnosis.host import ray_folder
+from nemo_rl_lite.host.ports import LASTING_PORTS
 
 ANSWER_LIMIT_S = 3.0
 # The longest path of a socket, and the longest that Ray appends to its folder.

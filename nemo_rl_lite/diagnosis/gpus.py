@@ -11,7 +11,7 @@ from nemo_rl_lite.diagnosis.check import Check, Examination, Machine, Status
 from nemo_rl_lite.diagnosis.cuda import OLDEST_DRIVER, is_too_old, remedy, start_cuda
 from nemo_rl_lite.diagnosis.packages import GPU, is_there, torch_cuda
 from nemo_rl_lite.diagnosis.smi import Gpu
-from nemo_rl_lite.offload.numa import NoNodeError, node_of
+from nemo_rl_lite.host.numa import NoNodeError, node_of
 
 ON_GPUS = "runs on GPUs (cluster.gpus_per_node > 0); runs on CPUs work"
 # CUDA 13 has no code for older ones; bfloat16, which policy=megatron_gpu and vLLM compute in, begins at the second.

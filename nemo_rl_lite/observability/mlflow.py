@@ -15,9 +15,9 @@ from typing import Any
 from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.config.schema import MLflowConfig
 from nemo_rl_lite.errors import LauncherError
-from nemo_rl_lite.observability.run_folder import for_others
 from nemo_rl_lite.observability.samples import Sample
 from nemo_rl_lite.observability.sinks import Chart, Metrics, Sink
+from nemo_rl_lite.run.status import for_others
 
 log = logging.getLogger(__name__)
 

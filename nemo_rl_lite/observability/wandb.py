@@ -7,9 +7,9 @@ from typing import Any
 
 from nemo_rl_lite.config.schema import WandbConfig
 from nemo_rl_lite.errors import LauncherError
-from nemo_rl_lite.observability.run_folder import for_others
 from nemo_rl_lite.observability.samples import Sample
 from nemo_rl_lite.observability.sinks import Chart, Metrics, Sink
+from nemo_rl_lite.run.status import for_others
 
 RUN_ID_FILE = "wandb-run-id.txt"
 # What metrics' names begin with: a section of the dashboard each, over the run's steps.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.errors import HostMemoryError
-from nemo_rl_lite.offload.host_memory import free_host_bytes
+from nemo_rl_lite.host.memory import free_host_bytes
 
 log = logging.getLogger(__name__)
 

@@ -4,9 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.config.keys import groups
-from nemo_rl_lite.config.model_shape import ModelShape
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import (
     batch_mode,
@@ -16,8 +14,10 @@ from nemo_rl_lite.config.sizes import (
     sequences_together,
 )
 from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.offload.residency import Phase
 from nemo_rl_lite.planning.budget import Budget, budget
+from nemo_rl_lite.rules.compose import compose_config
 
 GRAIN = 256
 

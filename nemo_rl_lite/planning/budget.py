@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from nemo_rl_lite.config.model_shape import ModelShape
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus, policy_ranks
-from nemo_rl_lite.offload.activation_size import item_bytes
-from nemo_rl_lite.offload.model_size import parameter_count, rank_parameters
-from nemo_rl_lite.offload.prediction import Prediction, predict, totals
+from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
+from nemo_rl_lite.planning.activation_size import item_bytes
+from nemo_rl_lite.planning.model_size import parameter_count, rank_parameters
+from nemo_rl_lite.planning.prediction import Prediction, predict, totals
 from nemo_rl_lite.refit.plan import bucket_size
 
 # What contexts of CUDA and NCCL, captured graphs and blocks that torch keeps took beside all components on H100s and

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from itertools import groupby
 
-from nemo_rl_lite.config.model_shape import ModelShape
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import (
     batch_mode,
@@ -16,7 +15,8 @@ from nemo_rl_lite.config.sizes import (
     sequences_per_optimizer_step,
     sequences_together,
 )
-from nemo_rl_lite.offload.activation_size import micro_batch
+from nemo_rl_lite.models.shape import ModelShape
+from nemo_rl_lite.planning.activation_size import micro_batch
 from nemo_rl_lite.planning.budget import a_token_of_cache
 
 Row = tuple[str, str]

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl_lite.config.model_shape import ModelShape
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
+from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.offload.memory_table import headers, render, size, title
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.planning.alternatives import MicroBatchLimit, largest_micro_batch, preset_budgets
 from nemo_rl_lite.planning.budget import Budget, budget, refit_bytes
 from nemo_rl_lite.planning.layout import Row, batch_rows, parallel_rows, rank_rows
+from nemo_rl_lite.planning.memory_table import headers, render, size, title
 from nemo_rl_lite.planning.refit_time import refit_seconds
 
 RANK_ROWS = 24

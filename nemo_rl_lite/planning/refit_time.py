@@ -1,7 +1,7 @@
 """How long a refit will take, from what refits were measured to take (docs/refit.md)."""
 
-from nemo_rl_lite.config.model_shape import ModelShape
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.planning.budget import engines_copy, refit_bytes
 
 # Bytes a second: 8 B of weights in 0.05 s from one H200 to another of the host; within one GPU it is less.

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from nemo_rl_lite.algorithms.losses import Batch, Loss
+from nemo_rl_lite.losses.policy_gradient import Batch, Loss
 from nemo_rl_lite.offload.mover import Move
 
 

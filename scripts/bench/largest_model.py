@@ -13,10 +13,10 @@ from pathlib import Path
 import random_model
 import record
 
-from nemo_rl_lite.config.compose import compose_config
-from nemo_rl_lite.config.model_shape import ModelShape, model_shape
-from nemo_rl_lite.offload.model_size import parameter_count
+from nemo_rl_lite.models.shape import ModelShape, model_shape
 from nemo_rl_lite.planning.budget import budget
+from nemo_rl_lite.planning.model_size import parameter_count
+from nemo_rl_lite.rules.compose import compose_config
 
 FAMILY = "qwen3-4b"
 COMMON_LAYERS = 24

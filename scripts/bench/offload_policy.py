@@ -18,12 +18,12 @@ import record
 import torch
 import torch.distributed as dist
 
-from nemo_rl_lite.algorithms.losses import Batch, GRPOLoss, Normalizers
-from nemo_rl_lite.cluster.launch import MANY_QUEUES, policy_arguments
-from nemo_rl_lite.cluster.ports import free_port
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.errors import LauncherError
+from nemo_rl_lite.host.ports import free_port
+from nemo_rl_lite.losses.policy_gradient import Batch, GRPOLoss, Normalizers
 from nemo_rl_lite.offload.mover import move_metrics
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run.workers.launch import MANY_QUEUES, policy_arguments
 
 ON_GPU = torch.cuda.is_available()
 PROMPT = 46

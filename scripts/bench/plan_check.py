@@ -16,13 +16,13 @@ from typing import Any
 import random_model
 import record
 
-from nemo_rl_lite.config.compose import compose_config, restore
-from nemo_rl_lite.config.model_shape import ModelShape, model_shape
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import data_parallel_size, samples_per_step, sequences_per_optimizer_step
-from nemo_rl_lite.offload.activation_size import micro_batch
+from nemo_rl_lite.models.shape import ModelShape, model_shape
 from nemo_rl_lite.offload.residency import Phase, Residency
+from nemo_rl_lite.planning.activation_size import micro_batch
 from nemo_rl_lite.planning.budget import budget
+from nemo_rl_lite.rules.compose import compose_config, restore
 
 RUNS = record.FOLDER / "runs"
 GIB = 2**30

@@ -18,12 +18,12 @@ from typing import Any
 import record
 import torch
 
-from nemo_rl_lite.cluster.launch import MANY_QUEUES
-from nemo_rl_lite.cluster.ports import free_port
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.config.schema import Config, RefitConfig
+from nemo_rl_lite.host.ports import free_port
 from nemo_rl_lite.refit.consumer import Source
 from nemo_rl_lite.refit.group import Meeting
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run.workers.launch import MANY_QUEUES
 
 ON_GPU = torch.cuda.device_count() > 0
 REPETITIONS, WARM_UP = 5, 2

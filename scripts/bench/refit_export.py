@@ -18,11 +18,11 @@ import record
 import torch
 import torch.distributed as dist
 
-from nemo_rl_lite.cluster.ports import free_port
-from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.host.ports import free_port
 from nemo_rl_lite.refit.assembly import assemble
 from nemo_rl_lite.refit.packing import Stream, buffer_of, new_buffers
 from nemo_rl_lite.refit.report import RefitReport
+from nemo_rl_lite.rules.compose import compose_config
 
 ON_GPU = torch.cuda.device_count() > 0
 REPETITIONS, WARM_UP = 5, 1

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nemo_rl_lite.algorithms.losses import Normalizers
-from nemo_rl_lite.algorithms.sft_loss import SFTLoss
-from nemo_rl_lite.cluster.launch import policy_arguments
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.errors import CheckpointError
+from nemo_rl_lite.losses.policy_gradient import Normalizers
+from nemo_rl_lite.losses.sft import SFTLoss
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run.workers.launch import policy_arguments
 from tests.functional.policy_rank import forget_layout
 
 ROWS, LENGTH = 8, 12

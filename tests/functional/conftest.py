@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.generation.vllm.worker import environment
+from nemo_rl_lite.rules.compose import compose_config
 
 ROOT = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -29,7 +29,7 @@ STDERR_FILE = "stderr.txt"
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory) -> Path:
     """The embedded model without its warm start, in Hugging Face format."""
-    from nemo_rl_lite.embedded.build import build_model, build_tokenizer
+    from nemo_rl_lite.models.embedded.build import build_model, build_tokenizer
 
     folder = tmp_path_factory.mktemp("model")
     build_model(seed=0).save_pretrained(folder)

@@ -4,9 +4,9 @@ import dataclasses
 import re
 import sys
 
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.policy.megatron import on_cpu
+from nemo_rl_lite.rules.compose import compose_config
 
 # Every parameter is on the device until it is copied to the host, and nothing is page-locked.
 on_cpu._RULES += tuple(

@@ -6,11 +6,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.interface import Sampling
-from nemo_rl_lite.generation.remote import ENGINE_CLASSES
 from nemo_rl_lite.refit.report import RefitReport
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run.workers.remote_generation import ENGINE_CLASSES
 
 backend, model_folder, source_file, output = sys.argv[1:]
 overrides = [f"generation={backend}", f"policy.model_name={model_folder}", "generation.stop_strings=['zz']"]

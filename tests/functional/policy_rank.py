@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nemo_rl_lite.algorithms.losses import GRPOLoss, Normalizers
-from nemo_rl_lite.cluster.launch import policy_arguments
-from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.losses.policy_gradient import GRPOLoss, Normalizers
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.refit.assembly import Assembly, assemble
 from nemo_rl_lite.refit.packing import same_bytes, view
 from nemo_rl_lite.refit.plan import RefitPlan
 from nemo_rl_lite.refit.report import RefitReport
 from nemo_rl_lite.refit.routes import Recipe
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run.workers.launch import policy_arguments
 
 TEMPERATURE = 0.7
 

@@ -8,10 +8,10 @@ import pytest
 
 from nemo_rl_lite import train
 from nemo_rl_lite.checkpoint.resume import checkpoint_store
-from nemo_rl_lite.config.compose import compose_config
-from nemo_rl_lite.jobs.folder import write_down
 from nemo_rl_lite.observability.sinks import METRICS_FILE
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run.folder import write_down
 
 pytestmark = pytest.mark.functional
 

@@ -8,9 +8,9 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl_lite.cluster.host import Host
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.generation.vllm import worker
+from nemo_rl_lite.rules.compose import compose_config
 
 pytestmark = pytest.mark.functional
 

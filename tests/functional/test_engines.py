@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.refit import group as refit_group
 from nemo_rl_lite.refit import ipc
@@ -18,6 +17,7 @@ from nemo_rl_lite.refit.group import Meeting
 from nemo_rl_lite.refit.packing import Stream, dtype_name
 from nemo_rl_lite.refit.plan import RefitPlan, make_plan
 from nemo_rl_lite.refit.report import RefitReport
+from nemo_rl_lite.rules.compose import compose_config
 
 pytestmark = pytest.mark.functional
 
@@ -145,7 +145,7 @@ def test_without_stop_tokens_the_models_own_end_token_ends_nothing(seen):
 
 
 def test_stop_strings_end_a_response(seen):
-    from nemo_rl_lite.embedded.reverse_digits import TOKENS
+    from nemo_rl_lite.models.embedded.reverse_digits import TOKENS
 
     stops = {TOKENS.index(letter) for letter in "ab1"}
     for completion in seen["stop string"]:

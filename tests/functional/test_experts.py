@@ -29,7 +29,7 @@ def model(tmp_path_factory) -> Path:
     """A small random Qwen3 with four experts, two of them for each token."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from nemo_rl_lite.embedded.build import build_tokenizer
+    from nemo_rl_lite.models.embedded.build import build_tokenizer
 
     torch.manual_seed(0)
     folder, tokenizer = tmp_path_factory.mktemp("experts"), build_tokenizer()

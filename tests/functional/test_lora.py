@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_rl_lite.config.compose import compose_config
-from nemo_rl_lite.config.model_shape import model_shape
-from nemo_rl_lite.embedded.reverse_digits import MODEL_CONFIG
-from nemo_rl_lite.offload.model_size import trained_parameters
+from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
+from nemo_rl_lite.models.shape import model_shape
+from nemo_rl_lite.planning.model_size import trained_parameters
+from nemo_rl_lite.rules.compose import compose_config
 from tests.functional import test_dpo, test_sft
 from tests.functional.conftest import train
 from tests.functional.test_sft import series

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.functional
 LOOK = """
 import os, time, ray
 from pathlib import Path
-from nemo_rl_lite.cluster.node import wait_for_nodes
+from nemo_rl_lite.slurm.node import wait_for_nodes
 from nemo_rl_lite.errors import LauncherError
 try:
     wait_for_nodes(os.environ["RAY_ADDRESS"], 3, 1.0, Path("logs"))
@@ -47,7 +47,7 @@ class Nodes:
         slurm = {"SLURM_PROCID": rank, "SLURM_NTASKS": count, "SLURM_NNODES": count, "SLURM_GPUS_ON_NODE": 1}
         environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         environ |= {name: str(value) for name, value in slurm.items()} | {"PYTHONPATH": PYTHONPATH}
-        command = [sys.executable, "-m", "nemo_rl_lite.cluster.node", f"--meeting={self.folder}"]
+        command = [sys.executable, "-m", "nemo_rl_lite.slurm.node", f"--meeting={self.folder}"]
         with (self.folder / f"{rank}.out").open("w") as output:
             process = subprocess.Popen(
                 [*command, f"--logs={self.folder / 'logs'}", *words],

@@ -9,8 +9,8 @@ from ray.cluster_utils import Cluster
 
 from nemo_rl_lite.cluster.placement import place
 from nemo_rl_lite.cluster.workers import WorkerGroup, wait
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.errors import WorkerError
+from nemo_rl_lite.rules.compose import compose_config
 from tests.functional.conftest import PYTHONPATH
 
 pytestmark = pytest.mark.functional

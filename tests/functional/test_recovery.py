@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_lite.observability.rollouts import read_rollout, rollout_files
+from nemo_rl_lite.rollout.files import read_rollout, rollout_files
 from tests.functional.conftest import PYTHONPATH, run_command, train
 from tests.functional.rewards import Gate
 from tests.functional.test_resume import assert_same_weights, metrics_of

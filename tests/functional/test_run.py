@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
-from nemo_rl_lite.observability.rollouts import read_rollout, rollout_files
-from nemo_rl_lite.observability.run_page import page
-from nemo_rl_lite.observability.run_record import SAMPLES, read_run
+from nemo_rl_lite.rollout.files import read_rollout, rollout_files
+from nemo_rl_lite.run.report.page import page
+from nemo_rl_lite.run.report.record import SAMPLES, read_run
 from tests.functional.conftest import STDERR_FILE, run_command, train
 from tests.metric_names import not_logged, undocumented
 

@@ -34,7 +34,7 @@ MODELS = {
 def test_a_second_refit_without_the_loader_gives_what_the_loader_gives(kind, engine_environment, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from nemo_rl_lite.embedded.build import build_tokenizer
+    from nemo_rl_lite.models.embedded.build import build_tokenizer
 
     folders = [tmp_path / "first", tmp_path / "second"]
     for seed, folder in enumerate(folders):

@@ -13,7 +13,7 @@ from vllm.distributed import init_distributed_environment, initialize_model_para
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 
-from nemo_rl_lite.cluster.ports import free_port
+from nemo_rl_lite.host.ports import free_port
 from nemo_rl_lite.refit.destinations import Destinations
 from tests.unit.refit.test_destinations import refit
 

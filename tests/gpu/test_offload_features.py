@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.algorithms.losses import Normalizers
-from nemo_rl_lite.algorithms.sft_loss import SFTLoss
-from nemo_rl_lite.cluster.launch import policy_arguments
-from nemo_rl_lite.config.compose import compose_config
-from nemo_rl_lite.offload import activations, cpu_optimizer, numa
+from nemo_rl_lite.host import numa
+from nemo_rl_lite.losses.policy_gradient import Normalizers
+from nemo_rl_lite.losses.sft import SFTLoss
+from nemo_rl_lite.offload import activations, cpu_optimizer
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run.workers.launch import policy_arguments
 from tests.functional.conftest import run_ranks
 from tests.functional.policy_rank import forget_layout
 

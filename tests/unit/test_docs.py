@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from nemo_rl_lite import cli
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.config.keys import groups, is_open, known_keys
 from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.train import only_informs, split_arguments
 from tests.unit.pages import DOCS, PAGES, ROOT, anchors, blocks, commands, inline_code, prose, tables
 

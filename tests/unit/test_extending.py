@@ -8,15 +8,15 @@ from types import ModuleType
 import pytest
 import torch
 
-from nemo_rl_lite.algorithms.losses import combine_metrics
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.config.schema import EnvironmentConfig
 from nemo_rl_lite.data import sources
 from nemo_rl_lite.data.kinds import KINDS
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.environments.registry import make_environment
+from nemo_rl_lite.losses.policy_gradient import combine_metrics
 from nemo_rl_lite.rewards.registry import find_reward
+from nemo_rl_lite.rules.compose import compose_config
 from tests.unit.pages import DOCS, blocks, commands
 
 PAGE = DOCS / "extending.md"

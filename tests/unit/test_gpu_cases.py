@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl_lite.config.compose import compose_config
+from nemo_rl_lite.rules.compose import compose_config
 from tests.gpu import test_checkpoints
 
 

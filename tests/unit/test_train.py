@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import sys, types
 from nemo_rl_lite import train
-from nemo_rl_lite.checkpoint import stopping
+from nemo_rl_lite.host import stopping
 from nemo_rl_lite.errors import LauncherError, RefitError, RunStopped, WorkerError
 
 def run(config, folder, command):
@@ -25,7 +25,7 @@ def run(config, folder, command):
         case 130: raise KeyboardInterrupt
     print("done", config.algorithm.seed)
 
-sys.modules["nemo_rl_lite.jobs.run"] = types.SimpleNamespace(run=run)
+sys.modules["nemo_rl_lite.run.run"] = types.SimpleNamespace(run=run)
 train.main(sys.argv[1:])
 """
 

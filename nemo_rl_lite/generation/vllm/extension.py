@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.observability.logs import log_to_stderr
+from nemo_rl_lite.host.logs import log_to_stderr
 from nemo_rl_lite.observability.memory import device_bytes
 from nemo_rl_lite.refit.consumer import Connection, Receiver, Source
 from nemo_rl_lite.refit.destinations import Destinations

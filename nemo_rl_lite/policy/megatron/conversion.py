@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.checkpoint.export import on_host, write_hf_folder
 from nemo_rl_lite.config.schema import Config, PolicyConfig
 from nemo_rl_lite.errors import CheckpointError
+from nemo_rl_lite.models.hf_folder import on_host, write_hf_folder
 from nemo_rl_lite.policy.megatron.batches import forward_logprobs
 from nemo_rl_lite.policy.megatron.checkpoint import PolicyState
 from nemo_rl_lite.policy.megatron.micro_batches import Layout

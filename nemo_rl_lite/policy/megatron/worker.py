@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.algorithms.losses import Batch, Loss, Normalizers, combine_metrics
-from nemo_rl_lite.checkpoint.export import on_host, write_hf_folder
 from nemo_rl_lite.config.schema import ClusterConfig, PolicyConfig, RefitConfig
+from nemo_rl_lite.host import numa
+from nemo_rl_lite.losses.policy_gradient import Batch, Loss, Normalizers, combine_metrics
+from nemo_rl_lite.models.hf_folder import on_host, write_hf_folder
 from nemo_rl_lite.observability import progress
 from nemo_rl_lite.observability.memory import MemoryMeter, Peaks
-from nemo_rl_lite.offload import numa
 from nemo_rl_lite.offload.cpu_optimizer import stays_on_host, step_threads
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.offload.residency import Component, Phase, Residency

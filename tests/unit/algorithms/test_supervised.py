@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl_lite.algorithms.sft_loss import SFTLoss
 from nemo_rl_lite.algorithms.steps import Steps
 from nemo_rl_lite.algorithms.supervised import Supervised
 from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
-from nemo_rl_lite.checkpoint.stopping import Stopping
 from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention
 from nemo_rl_lite.config.schema import SFTConfig
 from nemo_rl_lite.data.examples import TrainingExamples
+from nemo_rl_lite.host.stopping import Stopping
+from nemo_rl_lite.losses.sft import SFTLoss
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.sinks import MetricsLog
 from nemo_rl_lite.offload.mover import Move

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, POLICY, Start, checkpoint_store, find_start, locate
-from nemo_rl_lite.config.compose import compose_config, restore
 from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.rules.compose import compose_config, restore
 
 DISTRIBUTED = "policy.megatron_cfg.optimizer.use_distributed_optimizer"
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.config.sizes import batch_mode, data_parallel_size, engines, generation_gpus, on_gpus, policy_ranks
+from nemo_rl_lite.rules.compose import compose_config
 
 APART = "generation.colocated.enabled=false"
 RESOURCES = "generation.colocated.resources"

@@ -4,8 +4,8 @@ import pytest
 
 from nemo_rl_lite.data.conversations import answered
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
-from nemo_rl_lite.embedded.build import build_tokenizer
 from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.models.embedded.build import build_tokenizer
 
 CHATML = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}\n{% endfor %}"

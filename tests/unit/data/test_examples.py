@@ -2,14 +2,14 @@ import json
 
 import pytest
 
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.data.conversations import chat_of
 from nemo_rl_lite.data.examples import Encoder, TrainingExamples, training_examples, validation_examples
 from nemo_rl_lite.data.problems import Derived, Problem
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
-from nemo_rl_lite.embedded.build import build_tokenizer
 from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.models.embedded.build import build_tokenizer
+from nemo_rl_lite.rules.compose import compose_config
 
 CHATML = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>\n{% endfor %}"

@@ -2,11 +2,11 @@ import sys
 
 import pytest
 
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.data.kinds import CHATS, PROBLEMS
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.errors import ConfigError, DataError
 from nemo_rl_lite.rewards.registry import find_reward
+from nemo_rl_lite.rules.compose import compose_config
 
 # Sums of two digits: about 200 questions.
 SMALL = "data.task_kwargs={min_terms:2,max_terms:2,min_digits:1,max_digits:1}"

@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.data.kinds import PAIRS
 from nemo_rl_lite.data.pairs import pair_of, to_pair
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.sources import training_set
 from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.rules.compose import compose_config
 from tests.unit.data.test_conversations import said
 from tests.unit.data.test_examples import encoder
 

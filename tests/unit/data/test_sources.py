@@ -2,10 +2,10 @@ import json
 
 import pytest
 
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.data.kinds import CHATS, PROBLEMS
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.errors import ConfigError, DataError
+from nemo_rl_lite.rules.compose import compose_config
 
 ROWS = [{"prompt": f"What is {i} + 1?", "answer": i + 1} for i in range(400)]
 

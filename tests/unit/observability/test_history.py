@@ -3,9 +3,9 @@
 import json
 import resource
 
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.observability.history import rewind
 from nemo_rl_lite.observability.sinks import METRICS_FILE, JsonLines, MetricsLog
+from nemo_rl_lite.rules.compose import compose_config
 
 
 def lines(path):

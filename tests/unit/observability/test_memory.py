@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from nemo_rl_lite.generation.remote import engine_memory
 from nemo_rl_lite.observability.memory import MemoryMeter, with_rest
+from nemo_rl_lite.run.workers.remote_generation import engine_memory
 
 
 class Device:

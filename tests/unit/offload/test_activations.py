@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
+from nemo_rl_lite.rules.compose import compose_config
 
 MODULES = ("core_attn", "mlp_norm")
 LAYERS = 2

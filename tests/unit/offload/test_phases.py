@@ -6,13 +6,13 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.offload.arena import HostArena
 from nemo_rl_lite.offload.gradients import GradientBuffers
 from nemo_rl_lite.offload.mover import Movable
 from nemo_rl_lite.offload.phases import PhaseMemory
 from nemo_rl_lite.offload.prefetch import Prefetch
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
+from nemo_rl_lite.rules.compose import compose_config
 
 CPU = torch.device("cpu")
 STEP = (Phase.REFIT, Phase.GENERATE, Phase.LOGPROB, Phase.TRAIN)

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
+from nemo_rl_lite.rules.compose import compose_config
 
 GPU = ["cluster.gpus_per_node=2", "policy=megatron_gpu", "generation=vllm_gpu"]
 GPU += ["policy.max_total_sequence_length=64", "generation.max_new_tokens=16"]
@@ -80,5 +80,5 @@ def test_sft_has_two_phases_and_no_engines():
 
 def test_predicting_imports_nothing_heavy():
     heavy = "{'torch', 'ray', 'vllm', 'megatron', 'transformers'} & set(sys.modules)"
-    code = f"import sys, nemo_rl_lite.offload.memory_table; print(*({heavy}))"
+    code = f"import sys, nemo_rl_lite.planning.memory_table; print(*({heavy}))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_lite.config.compose import compose_config
-from nemo_rl_lite.config.model_shape import model_shape
+from nemo_rl_lite.models.known import KNOWN_MODELS
+from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.offload.residency import Phase
 from nemo_rl_lite.planning.alternatives import largest_micro_batch, preset_budgets
 from nemo_rl_lite.planning.budget import OVERHEAD_ALONE, OVERHEAD_APART, OVERHEAD_SHARED, budget, engines_copy
-from nemo_rl_lite.planning.known_models import KNOWN_MODELS
+from nemo_rl_lite.rules.compose import compose_config
 
 ROOT = Path(__file__).parents[3]
 GPU = int(79.2 * 2**30)

@@ -1,10 +1,10 @@
 """Who holds what and how batches are cut."""
 
-from nemo_rl_lite.config.compose import compose_config
-from nemo_rl_lite.config.model_shape import model_shape
-from nemo_rl_lite.planning.known_models import KNOWN_MODELS
+from nemo_rl_lite.models.known import KNOWN_MODELS
+from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.layout import batch_rows, parallel_rows, rank_rows
 from nemo_rl_lite.planning.refit_time import refit_seconds
+from nemo_rl_lite.rules.compose import compose_config
 
 SHAPE = model_shape(KNOWN_MODELS["Qwen/Qwen3-8B"])
 GPUS = ["policy=megatron_gpu", "generation=vllm_gpu", "policy.model_name=Qwen/Qwen3-8B"]

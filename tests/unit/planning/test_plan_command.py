@@ -8,9 +8,9 @@ import huggingface_hub
 import pytest
 
 from nemo_rl_lite import plan, train
-from nemo_rl_lite.config.model_shape import NoModelError
-from nemo_rl_lite.planning.known_models import KNOWN_MODELS
-from tests.unit.config.test_compose import HEAVY
+from nemo_rl_lite.models.known import KNOWN_MODELS
+from nemo_rl_lite.models.shape import NoModelError
+from tests.unit.rules.test_compose import HEAVY
 
 
 def ends_with(arguments, capsys):

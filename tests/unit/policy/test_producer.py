@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nemo_rl_lite.config.compose import compose_config
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.policy.megatron import producer as producer_module
 from nemo_rl_lite.policy.megatron.export_recipe import find_export
@@ -18,6 +17,7 @@ from nemo_rl_lite.policy.megatron.producer import Producer
 from nemo_rl_lite.refit import lending as lending_module
 from nemo_rl_lite.refit.packing import same_bytes, view
 from nemo_rl_lite.refit.report import RefitReport
+from nemo_rl_lite.rules.compose import compose_config
 
 
 @pytest.fixture(autouse=True)

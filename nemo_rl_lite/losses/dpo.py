@@ -1,0 +1,71 @@
+"""The loss of direct preference optimisation. Shapes: B sequences, T tokens, P pairs; the sequences of a pair are
+neighbours, the chosen one first."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_rl_lite.config.schema import DPOConfig
+from nemo_rl_lite.losses.policy_gradient import Batch, Metrics, Normalizers
+
+
+@dataclass(frozen=True)
+class DPOLoss:
+    """The preference loss of a micro-batch's pairs, and the chosen responses' negative log likelihood beside it.
+
+    Sources: DPO (Rafailov et al. 2023), label smoothing (Mitchell 2023: conservative DPO), IPO (Azar et al. 2024, with
+    logprobs averaged over tokens, as TRL has it by its authors' word), NLL beside it (Pang et al. 2024).
+    """
+
+    config: DPOConfig
+
+    def counts(self, batch: Batch) -> Normalizers:
+        """Of a global batch: the chosen responses' tokens, and pairs."""
+        return Normalizers(tokens=max(batch["mask"][::2].sum().item(), 1.0), sequences=len(batch["mask"]) / 2)
+
+    def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
+        """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value).
+
+        `batch` has `mask` [B, T], 1 on the responses' tokens, and `reference_logprobs` [B], their sums under the
+        reference policy.
+        """
+        config, mask_BT = self.config, batch["mask"]
+        tokens_B = mask_BT.sum(dim=1).clamp(min=1)
+        # Not a product: of tokens outside nothing is known, and nothing times infinity is no number.
+        sums_B = torch.where(mask_BT > 0, logprobs_BT, 0.0).sum(dim=1)
+        ratios_B = sums_B - batch["reference_logprobs"]
+        if config.preference_average_log_probs or config.preference_loss == "ipo":
+            ratios_B = ratios_B / tokens_B
+        chosen_P, rejected_P = ratios_B[::2], ratios_B[1::2]
+        preference = self._preference(chosen_P - rejected_P).sum() / counts.sequences
+        nll = -self._likelihood(sums_B[::2], tokens_B[::2], counts)
+        total = config.preference_loss_weight * preference + config.sft_loss_weight * nll
+        with torch.no_grad():
+            beta = config.reference_policy_kl_penalty
+            metrics = {
+                "loss": total.detach().clone(),
+                "preference_loss": preference.detach().clone(),
+                "sft_loss": nll.detach().clone(),
+                # A tie, as before the first step, is right by half.
+                "accuracy": ((chosen_P > rejected_P) + 0.5 * (chosen_P == rejected_P)).sum() / counts.sequences,
+                "rewards_chosen_mean": beta * chosen_P.sum() / counts.sequences,
+                "rewards_rejected_mean": beta * rejected_P.sum() / counts.sequences,
+                "rewards_margin_mean": beta * (chosen_P - rejected_P).sum() / counts.sequences,
+            }
+        return total, metrics
+
+    def _likelihood(self, chosen_P: Tensor, tokens_P: Tensor, counts: Normalizers) -> Tensor:
+        """Mean logprob of the chosen responses' tokens: over each response and then over pairs, or over all."""
+        if self.config.sft_average_log_probs:
+            return (chosen_P / tokens_P).sum() / counts.sequences
+        return chosen_P.sum() / counts.tokens
+
+    def _preference(self, difference_P: Tensor) -> Tensor:
+        """Each pair's loss, from how much more the policy prefers the chosen response than the reference does."""
+        beta, smoothing = self.config.reference_policy_kl_penalty, self.config.label_smoothing
+        if self.config.preference_loss == "ipo":
+            return (difference_P - 1 / (2 * beta)).square()
+        scaled_P = beta * difference_P
+        return -(1 - smoothing) * F.logsigmoid(scaled_P) - smoothing * F.logsigmoid(-scaled_P)

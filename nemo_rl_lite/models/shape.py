@@ -1,0 +1,117 @@
+"""What rules and memory predictions need to know of a model, from its Hugging Face config.json alone. Imports nothing
+heavy."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_rl_lite.errors import LauncherError
+from nemo_rl_lite.models.embedded import reverse_digits
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes from config.json. `max_positions` is in tokens."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    """Width of a dense layer's MLP."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    max_positions: int
+    experts: int
+    """0 in a dense model."""
+    experts_per_token: int
+    expert_ffn: int
+    """Width of one expert's MLP."""
+    shared_ffn: int
+    """Width of the expert that every token goes through; 0 where there is none."""
+    dense_layers: int
+    """Layers without experts."""
+    tied_embeddings: bool
+    """The output layer is the embedding."""
+    qkv_bias: bool
+    qk_norm: bool
+    """Queries and keys are normalised head by head."""
+
+
+# Where scripts/get_smollm2.py and the recipes have their model.
+MODELS_FOLDER = "models"
+
+
+class NoModelError(LauncherError):
+    """The folder is not there, or is no Hugging Face model."""
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether `name` is `organisation/model` and no folder of that name exists; `models/NAME` is a folder even where it
+    is not there yet."""
+    parts = name.split("/")
+    well_formed = len(parts) == 2 and all(re.fullmatch(r"[\w.-]+", part) for part in parts)
+    is_folder = name.startswith((".", "~", "/")) or parts[0] == MODELS_FOLDER
+    return well_formed and not is_folder and not Path(name).exists()
+
+
+def read_model_shape(name: str) -> ModelShape | None:
+    """The shape of the model `name`, or None for a hub name (its config is not on this machine).
+
+    Raises:
+        NoModelError: saying what is missing.
+    """
+    if name == reverse_digits.NAME:
+        return model_shape(reverse_digits.MODEL_CONFIG)
+    if name.startswith("embedded:"):
+        raise NoModelError(f"there is no such embedded model; the one there is: {reverse_digits.NAME}")
+    if is_hub_name(name):
+        return None
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        raise NoModelError("no such folder")
+    if not (folder / "config.json").is_file():
+        raise NoModelError("the folder has no config.json, so it is no Hugging Face model")
+    if not (folder / "tokenizer_config.json").is_file():
+        raise NoModelError("the folder has no tokenizer_config.json")
+    if not any(folder.glob("*.safetensors")):
+        raise NoModelError("the folder has no *.safetensors weights")
+    try:
+        return model_shape(json.loads((folder / "config.json").read_text()))
+    except (json.JSONDecodeError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise NoModelError(f"config.json is unusable: {type(error).__name__}: {error}") from None
+
+
+def model_shape(config: dict) -> ModelShape:
+    """The shape that a config.json's keys give."""
+    heads, layers, family = config["num_attention_heads"], config["num_hidden_layers"], config.get("model_type", "")
+    experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
+    # GPT-2 and its kin do not write what is four times the hidden size.
+    ffn = config.get("intermediate_size") or 4 * config["hidden_size"]
+    return ModelShape(
+        layers=layers,
+        hidden=config["hidden_size"],
+        ffn=ffn,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        vocabulary=config["vocab_size"],
+        max_positions=config["max_position_embeddings"],
+        experts=experts,
+        experts_per_token=config.get("num_experts_per_tok") or 0,
+        expert_ffn=config.get("moe_intermediate_size") or ffn,
+        shared_ffn=config.get("shared_expert_intermediate_size") or 0,
+        dense_layers=_dense_layers(config, layers) if experts else layers,
+        tied_embeddings=bool(config.get("tie_word_embeddings")),
+        # Qwen2's bias is in its code, not in its configuration.
+        qkv_bias=bool(config.get("attention_bias", family.startswith("qwen2"))),
+        qk_norm=family.startswith("qwen3"),
+    )
+
+
+def _dense_layers(config: dict, layers: int) -> int:
+    """How many layers of a model with experts have none, by the keys of Qwen and DeepSeek."""
+    listed, period = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
+    first = config.get("first_k_dense_replace") or 0
+    return sum(layer in listed or layer < first or (layer + 1) % period != 0 for layer in range(layers))

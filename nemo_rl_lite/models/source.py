@@ -1,0 +1,61 @@
+"""Where a run's starting weights are: on disk, on the hub, or still to be made."""
+
+import dataclasses
+from pathlib import Path
+
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.models.embedded.reverse_digits import NAME, embedded_digits, embedded_folder
+from nemo_rl_lite.models.shape import is_hub_name
+from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.rules import check_rules
+
+
+def locate_model(config: Config, console: RunConsole) -> Path:
+    """The folder of the model `policy.model_name`: made (embedded) or downloaded (hub) where it is not there yet.
+
+    Raises:
+        ConfigError: the hub cannot be reached or has no such model.
+    """
+    name = config.policy.model_name
+    if name == NAME:
+        return _embedded(config, console)
+    if not is_hub_name(name):
+        return Path(name).expanduser().resolve()
+    folder = _download(name, console)
+    # What the rules could not know before: whether the model fits the layout.
+    local = dataclasses.replace(config, policy=dataclasses.replace(config.policy, model_name=str(folder)))
+    violations = check_rules(local)
+    if violations:
+        raise ConfigError(violations)
+    return folder
+
+
+def _embedded(config: Config, console: RunConsole) -> Path:
+    from nemo_rl_lite.models.embedded.build import prepare
+
+    digits, folder = embedded_digits(config), embedded_folder(config)
+    if not folder.is_dir():
+        console.say(f"warming up a tiny model on {digits}-digit strings by SFT; it is kept in {folder}")
+        prepare(folder, digits, config.algorithm.seed, lambda step, loss: _show(console, step, loss))
+    return folder
+
+
+def _show(console: RunConsole, step: int, loss: float) -> None:
+    if step % 10 == 0:
+        console.say(f"  sft step {step:>3}  loss {loss:.3f}")
+
+
+def _download(name: str, console: RunConsole) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        with console.busy(f"fetching {name}"):
+            return Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        cause = str(error).splitlines()[0]
+        fix = "check the name and the network, or give a local folder such as ./models/NAME"
+        raise ConfigError(
+            [Violation("policy.model_name", name, f"cannot be fetched from the hub: {cause}", fix)]
+        ) from None

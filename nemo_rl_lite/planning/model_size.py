@@ -1,0 +1,86 @@
+"""How many parameters a model has, and a rank of it under megatron-core's parallelism.
+
+For models built like Llama, Qwen2, Qwen3, Mixtral and their mixtures of experts: grouped-query attention, RMSNorm,
+gated MLPs. Latent attention (DeepSeek) is counted as if it were grouped-query attention.
+"""
+
+from dataclasses import dataclass
+
+from nemo_rl_lite.config.schema import MegatronConfig
+from nemo_rl_lite.models.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters of one rank. The two kinds are replicated over different groups of ranks."""
+
+    dense: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+def parameter_count(shape: ModelShape) -> int:
+    """Parameters of the whole model."""
+    layers = sum(_layers_of_stage(shape, tensor=1, pipeline=1, expert=1))
+    embeddings = 1 if shape.tied_embeddings else 2
+    return layers + embeddings * shape.vocabulary * shape.hidden + shape.hidden
+
+
+def rank_parameters(shape: ModelShape, parallel: MegatronConfig, stage: int) -> Parameters:
+    """Parameters of a rank of pipeline stage `stage`, from 0.
+
+    Layers are spread evenly over stages and whole experts over expert-parallel ranks; a tensor-parallel group does not
+    split single experts. Tied embeddings are on the first and on the last stage. The vocabulary is not padded, since it
+    must be a multiple of the tensor parallel size.
+    """
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    dense, experts = _layers_of_stage(shape, tensor, pipeline, parallel.expert_model_parallel_size)
+    first, last = stage == 0, stage == pipeline - 1
+    matrices = 1 if pipeline == 1 and shape.tied_embeddings else first + last
+    dense += matrices * shape.vocabulary * shape.hidden // tensor + (shape.hidden if last else 0)
+    return Parameters(dense, experts)
+
+
+def trained_parameters(shape: ModelShape, parallel: MegatronConfig, stage: int, grouped: bool) -> Parameters:
+    """Those that have gradients: all, or with LoRA the adapters'. A rank's experts share an adapter where they are
+    `grouped`, as on GPUs."""
+    if not parallel.peft.enabled:
+        return rank_parameters(shape, parallel, stage)
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+
+    def of_mlp(width: int) -> dict[str, int]:
+        return {"linear_fc1": shape.hidden + 2 * width, "linear_fc2": width + shape.hidden}
+
+    attention = {"linear_qkv": shape.hidden + queries + 2 * keys, "linear_proj": queries + shape.hidden}
+    sparse = shape.layers - shape.dense_layers
+    widths = [(shape.layers, attention), (shape.dense_layers, of_mlp(shape.ffn))]
+    widths += [(sparse, of_mlp(shape.shared_ffn))] if shape.shared_ffn else []
+    dense, experts = (
+        sum(layers * sizes.get(name, 0) for layers, sizes in kinds for name in parallel.peft.target_modules)
+        for kinds in (widths, [(sparse, of_mlp(shape.expert_ffn))])
+    )
+    experts *= 1 if grouped else shape.experts // parallel.expert_model_parallel_size
+    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    return Parameters(
+        dense * parallel.peft.dim // split, experts * parallel.peft.dim // parallel.pipeline_model_parallel_size
+    )
+
+
+def _layers_of_stage(shape: ModelShape, tensor: int, pipeline: int, expert: int) -> tuple[int, int]:
+    """A stage's share of all layers' parameters, on one of its ranks: outside of experts and in them."""
+    hidden, sparse = shape.hidden, shape.layers - shape.dense_layers
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    split = hidden * (2 * queries + 2 * keys) + (queries + 2 * keys if shape.qkv_bias else 0)
+    whole = 2 * hidden + (2 * shape.head_dim if shape.qk_norm else 0)
+    dense = shape.layers * (split // tensor + whole) + shape.dense_layers * _gated(hidden, shape.ffn) // tensor
+    if sparse:
+        shared = _gated(hidden, shape.shared_ffn) // tensor + (hidden if shape.shared_ffn else 0)
+        dense += sparse * (hidden * shape.experts + shared)
+    return dense // pipeline, sparse * shape.experts * _gated(hidden, shape.expert_ffn) // (expert * pipeline)
+
+
+def _gated(hidden: int, ffn: int) -> int:
+    return 3 * hidden * ffn

@@ -1,0 +1,146 @@
+"""Bytes of each component in each phase on the fullest policy rank, before anything is started."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import data_parallel_size, engines, on_gpus, samples_per_step
+from nemo_rl_lite.models.shape import ModelShape
+from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
+from nemo_rl_lite.planning.activation_size import item_bytes, logprob_activations, training_activations
+from nemo_rl_lite.planning.model_size import Parameters, parameter_count, rank_parameters, trained_parameters
+
+# Gradients are summed, over micro-batches and ranks, in float32.
+GRADIENT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """On the rank's device and in its host's memory."""
+
+    device: int = 0
+    host: int = 0
+
+    def __add__(self, other: "Bytes") -> "Bytes":
+        return Bytes(self.device + other.device, self.host + other.host)
+
+
+Prediction = Mapping[tuple[Phase, Component], Bytes]
+
+
+def predict(config: Config, shape: ModelShape, device_bytes: int | None) -> dict[tuple[Phase, Component], Bytes]:
+    """Every phase and component of `Residency.of(config)`, on the pipeline stage whose fullest phase takes most.
+
+    `device_bytes` is the size of one GPU, None on CPUs. Left out are CUDA's context, captured graphs, the refit's
+    buffer and the reference weights in host memory. Optimizer states are those after the first step, which makes them.
+
+    Raises:
+        ValueError: an engine shares a GPU whose size is not given.
+    """
+    residency = Residency.of(config)
+    last = config.policy.megatron_cfg.pipeline_model_parallel_size - 1
+    stages = [_of_stage(config, shape, residency, device_bytes, stage) for stage in sorted({0, last})]
+    return max(stages, key=lambda stage: max(sums.device for sums in totals(stage).values()))
+
+
+def totals(prediction: Prediction) -> dict[Phase, Bytes]:
+    """All components together, by phase."""
+    sums: dict[Phase, Bytes] = {}
+    for (phase, _), nbytes in prediction.items():
+        sums[phase] = sums.get(phase, Bytes()) + nbytes
+    return sums
+
+
+def predicted_metrics(prediction: Prediction) -> dict[str, float]:
+    """`memory/predicted/<phase>/<component>`: bytes on the device, to be logged once."""
+    return {
+        f"memory/predicted/{phase}/{component}": float(nbytes.device)
+        for (phase, component), nbytes in prediction.items()
+    }
+
+
+def _of_stage(
+    config: Config, shape: ModelShape, residency: Residency, device_bytes: int | None, stage: int
+) -> dict[tuple[Phase, Component], Bytes]:
+    parallel = config.policy.megatron_cfg
+    parameters, trained = (
+        rank_parameters(shape, parallel, stage),
+        trained_parameters(shape, parallel, stage, on_gpus(config)),
+    )
+    held = parameters.total + (trained.total if parallel.peft.enabled else 0)
+    sizes = {
+        Component.PARAMETERS: held * item_bytes(config),
+        Component.GRADIENTS: trained.total * GRADIENT_BYTES,
+    }
+    if residency.engines_share_device:
+        weights = _engine_weights(config, shape)
+        sizes[Component.GENERATION_WEIGHTS] = weights
+        sizes[Component.KV_CACHE] = _kv_cache(config, shape, weights, device_bytes)
+
+    def cell(phase: Phase, component: Component) -> Bytes:
+        place = residency.place(phase, component)
+        if component is Component.OPTIMIZER_STATES:
+            return _optimizer_states(config, trained, place)
+        if component is Component.ACTIVATIONS:
+            return _activations(config, shape, phase, stage)
+        return _at(place, sizes[component])
+
+    return {
+        (phase, component): cell(phase, component) for phase in residency.phases for component in residency.components
+    }
+
+
+def _at(place: Place, nbytes: int) -> Bytes:
+    match place:
+        case Place.DEVICE:
+            return Bytes(device=nbytes)
+        case Place.HOST:
+            return Bytes(host=nbytes)
+        case Place.RELEASED:
+            return Bytes()
+
+
+def _activations(config: Config, shape: ModelShape, phase: Phase, stage: int) -> Bytes:
+    if phase is Phase.TRAIN:
+        return Bytes(*training_activations(config, shape, stage))
+    return Bytes(logprob_activations(config, shape, stage)) if phase is Phase.LOGPROB else Bytes()
+
+
+def _optimizer_states(config: Config, parameters: Parameters, place: Place) -> Bytes:
+    """Float32 master weights, unless the parameters are float32, and what the optimizer keeps of past gradients."""
+    parallel, settings = config.policy.megatron_cfg, config.policy.megatron_cfg.optimizer
+    replicas = data_parallel_size(config)
+    # Experts are not split over the tensor-parallel ranks, which so are replicas too, unless they have other experts.
+    expert_replicas = replicas * parallel.tensor_model_parallel_size // parallel.expert_model_parallel_size
+    held = parameters.total
+    if settings.use_distributed_optimizer:
+        held = ceil(parameters.dense / replicas) + ceil(parameters.experts / max(1, expert_replicas))
+    masters = 4 if config.policy.precision == "bfloat16" else 0
+    past = 8 if settings.optimizer == "adam" else 4 if settings.sgd_momentum > 0 else 0
+    whole = held * (masters + past)
+    if not settings.optimizer_cpu_offload:
+        return _at(place, whole)
+    away = settings.optimizer_offload_fraction
+    # Parameters and gradients that are stepped on the CPU have float32 copies there.
+    return Bytes(device=int((1 - away) * whole), host=int(away * held * (4 + GRADIENT_BYTES + past)))
+
+
+def _engine_weights(config: Config, shape: ModelShape) -> int:
+    ranks = config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1
+    return parameter_count(shape) * item_bytes(config) // ranks
+
+
+def _kv_cache(config: Config, shape: ModelShape, weights: int, device_bytes: int | None) -> int:
+    """On a GPU vLLM takes what its share of the device leaves beside its weights (and its own working memory, which is
+    counted in here)."""
+    settings = config.generation.vllm_cfg
+    if config.generation.backend == "transformers":
+        a_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * item_bytes(config)
+        rows = min(settings.max_num_seqs, -(-samples_per_step(config) // engines(config)))
+        return rows * config.policy.max_total_sequence_length * a_token
+    if not on_gpus(config):
+        return settings.cpu_kv_cache_gib * 2**30
+    if device_bytes is None:
+        raise ValueError("the size of a GPU's memory is needed to tell the size of the KV cache")
+    return max(0, int(settings.gpu_memory_utilization * device_bytes) - weights)

@@ -1,0 +1,116 @@
+"""What an algorithm needs of its own options."""
+
+from collections.abc import Iterator
+
+from nemo_rl_lite.config.schema import Config, DPOConfig
+from nemo_rl_lite.data.sources import TASKS
+from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.rules.base import rule
+
+
+@rule("algorithm.num_generations_per_prompt", algorithm="grpo")
+def groups_have_a_baseline(config: Config) -> Iterator[Violation]:
+    size = config.grpo.num_generations_per_prompt
+    if size < 2:
+        key = "algorithm.num_generations_per_prompt"
+        yield Violation(key, size, "GRPO compares samples of one prompt, so it needs at least 2", f"{key}=8")
+
+
+@rule("algorithm.loss_fn", algorithm="grpo")
+def loss_options_agree(config: Config) -> Iterator[Violation]:
+    loss = config.grpo.loss_fn
+    prefix = "algorithm.loss_fn"
+    if loss.sequence_level_importance_ratios and loss.token_level_loss:
+        key = f"{prefix}.sequence_level_importance_ratios"
+        yield Violation(key, True, "needs a sequence-level loss", f"{prefix}.token_level_loss=false")
+    if loss.truncated_importance_sampling_ratio is not None and not loss.use_importance_sampling_correction:
+        key = f"{prefix}.truncated_importance_sampling_ratio"
+        fix = f"{prefix}.use_importance_sampling_correction=true, or {key}=null"
+        yield Violation(key, loss.truncated_importance_sampling_ratio, "limits a correction that is off", fix)
+    if loss.ratio_clip_c is not None and loss.ratio_clip_c <= 1 + loss.ratio_clip_max:
+        key = f"{prefix}.ratio_clip_c"
+        limit = 1 + loss.ratio_clip_max
+        yield Violation(key, loss.ratio_clip_c, f"must exceed 1 + ratio_clip_max = {limit:g}", f"{key}=3.0")
+
+
+@rule("algorithm.max_num_epochs", "algorithm.max_num_steps", "data.name", algorithm=("sft", "dpo"))
+def training_ends(config: Config) -> Iterator[Violation]:
+    key, endless = "algorithm.max_num_steps", config.data.name in TASKS
+    if config.supervised.max_num_steps is None and endless:
+        yield Violation(key, None, f"is null, and the data of {config.data.name} never ends", f"{key}=100")
+    elif config.supervised.max_num_steps is None and config.supervised.max_num_epochs is None:
+        fix = f"{key}=100, or algorithm.max_num_epochs=1"
+        yield Violation(key, None, "is null, and so is algorithm.max_num_epochs: training would not end", fix)
+
+
+@rule("algorithm.val_metric", "algorithm.higher_is_better")
+def better_is_what_the_metric_means(config: Config) -> Iterator[Violation]:
+    metric, key = config.algorithm.val_metric, "algorithm.higher_is_better"
+    more = metric in ("accuracy", "rewards_margin_mean", "rewards_chosen_mean")
+    # Of responses' lengths either may be meant.
+    if metric != "avg_length" and config.algorithm.higher_is_better != more:
+        rule_text = f"would keep the checkpoints with the worst {metric}"
+        yield Violation(key, config.algorithm.higher_is_better, rule_text, f"{key}={str(more).lower()}")
+
+
+@rule("data.name", algorithm="dpo")
+def tasks_know_mistakes(config: Config) -> Iterator[Violation]:
+    if config.data.name == "reasoning_gym":
+        rule_text = "has right answers only, and a preference pair needs a wrong one as well"
+        yield Violation("data.name", config.data.name, rule_text, "data=file or data=hub, with pairs")
+
+
+@rule("data.too_long", algorithm="grpo")
+def prompts_are_not_cut(config: Config) -> Iterator[Violation]:
+    if config.data.too_long == "truncate":
+        fix = "data.too_long=drop, or a larger policy.max_total_sequence_length"
+        yield Violation("data.too_long", "truncate", "would cut off a prompt's end, which is what it asks", fix)
+
+
+@rule("data", algorithm="sft")
+def chats_are_in_rows(config: Config) -> Iterator[Violation]:
+    data, key = config.data, "data.messages_column"
+    if data.name in TASKS and data.messages_column is not None:
+        yield Violation(key, data.messages_column, f"{data.name} has no such columns", f"{key}=null")
+    if data.messages_column is None:
+        if data.tools_column is not None:
+            rule_text = "belongs to chats, and data.messages_column is null"
+            yield Violation("data.tools_column", data.tools_column, rule_text, f"{key}=messages")
+        return
+    for other in ("response_column", "prompt_template"):
+        if getattr(data, other) is not None:
+            rule_text = "prompts and responses are in the messages already"
+            yield Violation(f"data.{other}", getattr(data, other), rule_text, f"data.{other}=null, or {key}=null")
+
+
+@rule("data", algorithm=("grpo", "dpo"))
+def whole_chats_are_for_sft(config: Config) -> Iterator[Violation]:
+    unused = ["messages_column", "tools_column"]
+    unused += ["response_column", "prompt_template"] if config.algorithm.name == "dpo" else []
+    for name in unused:
+        if (value := getattr(config.data, name)) is not None:
+            rule_text = f"is not read with algorithm={config.algorithm.name}"
+            yield Violation(f"data.{name}", value, rule_text, f"data.{name}=null, or algorithm=sft")
+
+
+@rule("algorithm.early_stop_patience", "algorithm.val_period", algorithm=("sft", "dpo"))
+def patience_has_validations(config: Config) -> Iterator[Violation]:
+    options, key = config.supervised, "algorithm.early_stop_patience"
+    if options.early_stop_patience is not None and not options.val_period:
+        rule_text = "counts validations, and algorithm.val_period = 0"
+        yield Violation(key, options.early_stop_patience, rule_text, f"algorithm.val_period=10, or {key}=null")
+
+
+@rule("algorithm.preference_loss", "algorithm.label_smoothing", algorithm="dpo")
+def smoothing_is_of_the_sigmoid(config: Config) -> Iterator[Violation]:
+    options, key = config.supervised, "algorithm.label_smoothing"
+    if isinstance(options, DPOConfig) and options.preference_loss == "ipo" and options.label_smoothing:
+        yield Violation(key, options.label_smoothing, "preference_loss=ipo has no such term", f"{key}=0.0")
+
+
+@rule("data.name", "data.response_column", algorithm="sft")
+def responses_are_in_rows(config: Config) -> Iterator[Violation]:
+    data = config.data
+    if data.name in TASKS and data.response_column is not None:
+        key, rule_text = "data.response_column", f"{data.name} has no such columns; its answers are the responses"
+        yield Violation(key, data.response_column, rule_text, f"{key}=null")

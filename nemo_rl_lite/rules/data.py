@@ -1,0 +1,161 @@
+"""Data: files that can be read, columns that are there, tasks that exist."""
+
+import re
+from collections.abc import Iterator
+
+from nemo_rl_lite.config.schema import Config, DataConfig
+from nemo_rl_lite.data import gym
+from nemo_rl_lite.data.columns import template_columns
+from nemo_rl_lite.data.kinds import KINDS
+from nemo_rl_lite.data.sources import ROWS, TASKS, check_file, validation_source
+from nemo_rl_lite.errors import DataError, Violation
+from nemo_rl_lite.rules.base import rule
+
+
+@rule("data.name")
+def dataset_exists(config: Config) -> Iterator[Violation]:
+    if config.data.name not in (*ROWS, *TASKS):
+        fix = f"choose one of: {', '.join((*ROWS, *TASKS))}"
+        yield Violation("data.name", config.data.name, "no such dataset", fix)
+
+
+@rule("data.prompt_template")
+def template_is_plain(config: Config) -> Iterator[Violation]:
+    key, template = "data.prompt_template", config.data.prompt_template
+    if template is None:
+        return
+    fix = 'write columns as {column} and plain braces as {{ and }}, as in "{question} Answer briefly."'
+    try:
+        if not template_columns(template):
+            yield Violation(key, template, "names no column, so every prompt would be the same", fix)
+    except ValueError as error:
+        yield Violation(key, template, f"is no template: {error}", fix)
+
+
+@rule("data.answer_pattern")
+def answer_pattern_has_a_group(config: Config) -> Iterator[Violation]:
+    key, pattern = "data.answer_pattern", config.data.answer_pattern
+    if pattern is None:
+        return
+    fix = f"its first group is the answer, as in {key}='#### (.+)'"
+    try:
+        if not re.compile(pattern).groups:
+            yield Violation(key, pattern, "has no group", fix)
+    except re.error as error:
+        yield Violation(key, pattern, f"is no regular expression: {error}", fix)
+
+
+@rule("data")
+def files_can_be_read(config: Config) -> Iterator[Violation]:
+    data = config.data
+    if data.name != "file" or [*template_is_plain(config), *answer_pattern_has_a_group(config)]:
+        return
+    if data.train_path is None:
+        yield Violation("data.train_path", None, "is null", "data.train_path=FILE")
+    for key, path in (("data.train_path", data.train_path), ("data.validation_path", data.validation_path)):
+        if path is None:
+            continue
+        try:
+            check_file(data, path, 100, KINDS[config.algorithm.name])
+        except DataError as error:
+            yield Violation(key, path, str(error), "correct the path, or the columns, template or pattern of data")
+
+
+@rule("data.name", "data.path")
+def hub_dataset_is_named(config: Config) -> Iterator[Violation]:
+    if config.data.name == "hub" and not config.data.path:
+        yield Violation("data.path", config.data.path, "names no dataset", "data.path=organisation/name")
+
+
+@rule("data.name", "data.task_kwargs")
+def only_tasks_take_arguments(config: Config) -> Iterator[Violation]:
+    data = config.data
+    if data.name in ROWS and data.task_kwargs:
+        yield Violation("data.task_kwargs", data.task_kwargs, "rows take no arguments", "data.task_kwargs={}")
+
+
+@rule("data")
+def tasks_read_no_rows(config: Config) -> Iterator[Violation]:
+    data = config.data
+    if data.name not in TASKS:
+        return
+    unread = ["train_path", "validation_path", "path"]
+    if data.name == "reverse_digits":
+        unread += ["prompt_template", "answer_pattern", "response_column", "validation_fraction"]
+    for name in unread:
+        if value := getattr(data, name):
+            fix = f"data.{name}={'0' if isinstance(value, float) else 'null'}, or data=file"
+            yield Violation(f"data.{name}", value, f"{data.name} generates its problems, and does not read this", fix)
+
+
+@rule("data", "algorithm.val_at_start", "algorithm.val_at_end", "algorithm.val_period")
+def validation_has_problems(config: Config) -> Iterator[Violation]:
+    data, algorithm = config.data, config.algorithm
+    validates = algorithm.val_at_start or algorithm.val_at_end or algorithm.val_period
+    off = "algorithm.val_at_start=false algorithm.val_at_end=false algorithm.val_period=0"
+    fraction = "data.validation_fraction"
+    if data.name == "reasoning_gym" and validates and not data.validation_fraction:
+        yield Violation(
+            fraction, data.validation_fraction, "holds nothing out, but validation is on", f"{fraction}=0.1"
+        )
+    if data.name not in ROWS:
+        return
+    key = "data.validation_path" if data.name == "file" else "data.validation_split"
+    if validation_source(data) is None and not data.validation_fraction and validates:
+        yield Violation(key, None, "is null, but validation is on", f"name one, or {fraction}=0.05, or {off}")
+    if validation_source(data) is not None and data.validation_fraction:
+        rule_text = f"{key} names the validation problems already"
+        yield Violation(fraction, data.validation_fraction, rule_text, f"{fraction}=0, or {key}=null")
+
+
+@rule("data")
+def task_can_be_made(config: Config) -> Iterator[Violation]:
+    if config.data.name == "reverse_digits":
+        yield from _reverse_digits_arguments(config)
+    elif config.data.name == "reasoning_gym":
+        try:
+            yield from _gym_task(config.data)
+        except ImportError as error:
+            fix = "bash scripts/install.sh, or: pip install '.[reasoning-gym]' && pip install --no-deps reasoning-gym"
+            broken = f"the package reasoning-gym is not installed here, or not with all it needs: {error}"
+            yield Violation("data.name", "reasoning_gym", broken, fix)
+
+
+def _gym_task(data: DataConfig) -> Iterator[Violation]:
+    if data.task is None:
+        yield Violation("data.task", None, "names no task of reasoning-gym", "data.task=chain_sum")
+        return
+    hint = gym.nearest_task(data.task)
+    if hint is not None:
+        yield Violation("data.task", data.task, "reasoning-gym has no such task", hint)
+        return
+    unknown = gym.unknown_arguments(data.task, data.task_kwargs)
+    for name, hint in unknown.items():
+        yield Violation(f"data.task_kwargs.{name}", data.task_kwargs[name], "the task has no such argument", hint)
+    if unknown:
+        return
+    try:
+        gym.ReasoningGym(data, seed=0).problem(0)
+    except DataError as error:
+        fix = "correct the arguments, or the template, columns or validation_fraction of data"
+        yield Violation("data.task_kwargs", data.task_kwargs, str(error), fix)
+
+
+def _reverse_digits_arguments(config: Config) -> Iterator[Violation]:
+    given, key = config.data.task_kwargs, "data.task_kwargs.num_digits"
+    for name in given.keys() - {"num_digits"}:
+        fix = "remove it; reverse_digits takes: num_digits"
+        yield Violation(f"data.task_kwargs.{name}", given[name], "the task has no such argument", fix)
+    if "num_digits" not in given:
+        yield Violation(key, None, "has no value", f"{key}=5")
+    elif not isinstance(given["num_digits"], int) or not 2 <= given["num_digits"] <= 20:
+        yield Violation(key, given["num_digits"], "must be an integer between 2 and 20", f"{key}=5")
+
+
+@rule("data.name", "data.task_kwargs", "generation.max_new_tokens", algorithm="grpo")
+def answers_fit_the_response(config: Config) -> Iterator[Violation]:
+    digits = config.data.task_kwargs.get("num_digits")
+    if config.data.name == "reverse_digits" and isinstance(digits, int) and config.generation.max_new_tokens <= digits:
+        key = "generation.max_new_tokens"
+        rule_text = f"{digits} digits and the end token need {digits + 1}"
+        yield Violation(key, config.generation.max_new_tokens, rule_text, f"{key}={digits + 1}")

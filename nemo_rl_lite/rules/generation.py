@@ -1,0 +1,106 @@
+"""The generation engine and its sampling."""
+
+import importlib.util
+from collections.abc import Iterator
+
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import generation_gpus, on_gpus
+from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.rules.base import rule
+
+
+@rule(
+    "generation.vllm_cfg.tensor_parallel_size",
+    "generation.data_parallel_size",
+    "generation.colocated",
+    "generation.backend",
+    "cluster.num_nodes",
+    "cluster.gpus_per_node",
+    algorithm="grpo",
+)
+def engines_fill_their_gpus(config: Config) -> Iterator[Violation]:
+    key, size = "generation.vllm_cfg.tensor_parallel_size", config.generation.vllm_cfg.tensor_parallel_size
+    if not on_gpus(config):
+        if size > 1:
+            fix = f"{key}=1, and generation.data_parallel_size for more engines"
+            yield Violation(key, size, "a CPU engine is one process", fix)
+        return
+    if size > 1 and config.generation.backend != "vllm":
+        yield Violation(key, size, f"the {config.generation.backend} engine uses one GPU", f"{key}=1")
+        return
+    gpus, wanted = generation_gpus(config), config.generation.data_parallel_size
+    on_one_node = min(gpus, config.cluster.gpus_per_node)
+    if on_one_node % size:
+        sizes = [divisor for divisor in range(1, on_one_node + 1) if on_one_node % divisor == 0]
+        yield Violation(
+            key, size, f"must divide the {on_one_node} GPUs that generation has on a node", f"one of {sizes}"
+        )
+    elif wanted is not None and wanted * size != gpus:
+        rule_text = f"engines of {size} GPUs each fill {gpus} GPUs: there are {gpus // size}"
+        yield Violation("generation.data_parallel_size", wanted, rule_text, "generation.data_parallel_size=null")
+
+
+@rule("generation.backend", "generation.vllm_kwargs", "cluster.gpus_per_node", algorithm="grpo")
+def engine_is_installed(config: Config) -> Iterator[Violation]:
+    if config.generation.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        fix = "bash scripts/install.sh, or generation=transformers"
+        yield Violation("generation.backend", "vllm", "vLLM is not installed here", fix)
+    elif not on_gpus(config) and importlib.util.find_spec("transformer_engine") is not None:
+        fix = "cluster.gpus_per_node=1 policy=megatron_gpu generation=vllm_gpu, or bash scripts/install.sh cpu"
+        yield Violation("cluster.gpus_per_node", 0, "what is installed here (install.sh gpu) runs on GPUs only", fix)
+    owned = {
+        "model": "policy.model_name",
+        "dtype": "policy.precision",
+        "max_model_len": "policy.max_total_sequence_length",
+        "tensor_parallel_size": "generation.vllm_cfg.tensor_parallel_size",
+        "enforce_eager": "generation.vllm_cfg.enforce_eager",
+        "max_num_seqs": "generation.vllm_cfg.max_num_seqs",
+        "gpu_memory_utilization": "generation.vllm_cfg.gpu_memory_utilization",
+        "seed": "algorithm.seed",
+        "logprobs_mode": None,
+        "worker_extension_cls": None,
+        "disable_log_stats": None,
+        "skip_tokenizer_init": None,
+        "enable_sleep_mode": "generation.colocated.enabled",
+    }
+    for name in config.generation.vllm_kwargs:
+        if name in owned:
+            fix = f"set {owned[name]} instead" if owned[name] else "remove it"
+            yield Violation(f"generation.vllm_kwargs.{name}", None, "is set by the launcher", fix)
+
+
+@rule(
+    "refit.timeout_s",
+    "refit.direct",
+    "cluster.collective_timeout_s",
+    "cluster.gpus_per_node",
+    "generation.colocated",
+    "policy.megatron_cfg.tensor_model_parallel_size",
+    "policy.megatron_cfg.pipeline_model_parallel_size",
+    "policy.megatron_cfg.expert_model_parallel_size",
+    "policy.megatron_cfg.peft",
+    algorithm="grpo",
+)
+def ranks_wait_for_the_engines_of_others(config: Config) -> Iterator[Violation]:
+    parallel, refit, longest = config.policy.megatron_cfg, config.refit, config.cluster.collective_timeout_s
+    sizes = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+    spread = max(*sizes, parallel.expert_model_parallel_size) > 1
+    lend_together = spread and refit.direct and not parallel.peft.enabled
+    if on_gpus(config) and config.generation.colocated.enabled and lend_together and refit.timeout_s >= longest:
+        rule_text = f"policy ranks wait so long for one another, and end at cluster.collective_timeout_s = {longest:g}"
+        yield Violation("refit.timeout_s", refit.timeout_s, rule_text, f"refit.timeout_s={longest / 2:g}")
+
+
+@rule("generation.max_new_tokens", "policy.max_total_sequence_length", algorithm="grpo")
+def responses_fit_the_sequence(config: Config) -> Iterator[Violation]:
+    new, total = config.generation.max_new_tokens, config.policy.max_total_sequence_length
+    if new >= total:
+        rule_text = f"must leave room for the prompt within policy.max_total_sequence_length = {total}"
+        yield Violation("generation.max_new_tokens", new, rule_text, f"generation.max_new_tokens={max(total // 2, 1)}")
+
+
+@rule("generation.stop_strings", algorithm="grpo")
+def stop_strings_are_not_empty(config: Config) -> Iterator[Violation]:
+    if "" in config.generation.stop_strings:
+        key = "generation.stop_strings"
+        yield Violation(key, config.generation.stop_strings, "an empty string stops at once", f"{key}=[]")

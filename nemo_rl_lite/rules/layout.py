@@ -1,0 +1,225 @@
+"""Ranks, parallel groups, and batches that fill them."""
+
+from collections.abc import Iterator
+
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import (
+    all_gpus,
+    batch_mode,
+    data_parallel_size,
+    generation_gpus,
+    on_gpus,
+    policy_ranks,
+    samples_per_step,
+    sequences_together,
+)
+from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.rules.base import rule
+
+CLUSTER = (
+    "cluster.num_nodes",
+    "cluster.gpus_per_node",
+    "cluster.cpu_ranks",
+    "generation.colocated",
+)
+PARALLEL = (
+    *CLUSTER,
+    "policy.megatron_cfg.tensor_model_parallel_size",
+    "policy.megatron_cfg.pipeline_model_parallel_size",
+)
+_BATCHING = ("policy.precision", "policy.sequence_packing", "policy.dynamic_batching")
+MEGATRON = "policy.megatron_cfg"
+
+
+@rule("cluster.num_nodes", "cluster.gpus_per_node", "cluster.cpu_ranks")
+def cpu_ranks_fill_nodes(config: Config) -> Iterator[Violation]:
+    nodes, ranks = config.cluster.num_nodes, config.cluster.cpu_ranks
+    if not on_gpus(config) and ranks % nodes:
+        fix = f"cluster.cpu_ranks={-(-ranks // nodes) * nodes}, or cluster.num_nodes=1"
+        yield Violation("cluster.cpu_ranks", ranks, f"must be a multiple of the {nodes} nodes (cluster.num_nodes)", fix)
+
+
+@rule(*CLUSTER, "policy.precision")
+def gpus_compute_in_bfloat16(config: Config) -> Iterator[Violation]:
+    if on_gpus(config) and config.policy.precision == "float32":
+        fix = "policy=megatron_gpu generation=vllm_gpu, or policy.precision=bfloat16"
+        yield Violation("policy.precision", "float32", "is for CPUs: GPU kernels round it or do not take it", fix)
+
+
+@rule(*CLUSTER, algorithm="grpo")
+def generation_has_gpus(config: Config) -> Iterator[Violation]:
+    if not on_gpus(config) or config.generation.colocated.enabled:
+        return
+    prefix, resources = "generation.colocated.resources", config.generation.colocated.resources
+    gpus, total = generation_gpus(config), all_gpus(config)
+    if resources.num_nodes is not None and resources.gpus_per_node not in (None, config.cluster.gpus_per_node):
+        rule_text = "whole nodes are set apart, or GPUs of one node, not both"
+        yield Violation(f"{prefix}.gpus_per_node", resources.gpus_per_node, rule_text, f"{prefix}.gpus_per_node=null")
+    elif not 0 < gpus < total:
+        key = f"{prefix}.num_nodes" if resources.num_nodes is not None else f"{prefix}.gpus_per_node"
+        rule_text = f"sets {gpus} of the run's {total} GPUs apart for generation; at least one must, and one must stay"
+        fix = f"{prefix}.gpus_per_node=1" if total > 1 else "generation.colocated.enabled=true"
+        yield Violation(key, gpus or None, rule_text, fix)
+
+
+@rule(*PARALLEL, f"{MEGATRON}.expert_model_parallel_size")
+def ranks_fill_parallel_groups(config: Config) -> Iterator[Violation]:
+    parallel, ranks = config.policy.megatron_cfg, policy_ranks(config)
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if ranks % (tensor * pipeline) or not ranks:
+        more = "more GPUs" if on_gpus(config) else f"cluster.cpu_ranks={tensor * pipeline}"
+        yield Violation(
+            f"{MEGATRON}.tensor_model_parallel_size",
+            tensor,
+            f"tensor ({tensor}) x pipeline ({pipeline}) parallel size must divide the {ranks} policy ranks",
+            f"{more}, or smaller parallel sizes",
+        )
+    elif ranks // pipeline % parallel.expert_model_parallel_size:
+        key = f"{MEGATRON}.expert_model_parallel_size"
+        rule_text = f"must divide the {ranks // pipeline} ranks of a pipeline stage"
+        yield Violation(key, parallel.expert_model_parallel_size, rule_text, f"{key}=1")
+
+
+@rule(
+    *CLUSTER,
+    f"{MEGATRON}.sequence_parallel",
+    f"{MEGATRON}.tensor_model_parallel_size",
+    f"{MEGATRON}.expert_model_parallel_size",
+)
+def gpu_only_layouts(config: Config) -> Iterator[Violation]:
+    parallel = config.policy.megatron_cfg
+    if parallel.sequence_parallel and not on_gpus(config):
+        key = f"{MEGATRON}.sequence_parallel"
+        yield Violation(key, True, "megatron-core's norms on a CPU do not split sequences", f"{key}=false")
+    elif parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        key = f"{MEGATRON}.sequence_parallel"
+        yield Violation(key, True, "splits over tensor-parallel ranks, and there is one", f"{key}=false")
+
+
+@rule(
+    *CLUSTER,
+    *_BATCHING,
+    "policy.max_total_sequence_length",
+    "policy.sequence_length_round",
+    f"{MEGATRON}.sequence_parallel",
+    f"{MEGATRON}.tensor_model_parallel_size",
+)
+def token_batches_hold_a_sequence(config: Config) -> Iterator[Violation]:
+    policy, gpu = config.policy, on_gpus(config)
+    if policy.sequence_packing.enabled is True and policy.dynamic_batching.enabled:
+        key = "policy.dynamic_batching.enabled"
+        yield Violation(key, True, "packing and padding exclude each other", f"{key}=false")
+        return
+    if policy.sequence_packing.enabled is True and gpu and policy.precision != "bfloat16":
+        key, rule_text = "policy.sequence_packing.enabled", "packed attention on a GPU needs bfloat16"
+        yield Violation(key, True, rule_text, f"policy.precision=bfloat16, or {key}=false")
+    mode = batch_mode(policy, gpu)
+    if mode == "fixed":
+        return
+    name = "sequence_packing" if mode == "packed" else "dynamic_batching"
+    limits = policy.sequence_packing if mode == "packed" else policy.dynamic_batching
+    for key, tokens in (("train_mb_tokens", limits.train_mb_tokens), ("logprob_mb_tokens", limits.logprob_mb_tokens)):
+        together = sequences_together(config) if key == "train_mb_tokens" else 1
+        longest = together * policy.max_total_sequence_length
+        if tokens < longest:
+            held = "one sequence" if together == 1 else "a pair of sequences"
+            rule_text = f"must hold {held} of policy.max_total_sequence_length = {longest // together} tokens"
+            yield Violation(f"policy.{name}.{key}", tokens, rule_text, f"policy.{name}.{key}={longest}")
+    tensor = policy.megatron_cfg.tensor_model_parallel_size
+    if policy.megatron_cfg.sequence_parallel and policy.sequence_length_round % tensor:
+        key = "policy.sequence_length_round"
+        rule_text = f"sequence parallelism splits the length over {tensor} ranks"
+        yield Violation(key, policy.sequence_length_round, rule_text, f"{key}={tensor * 64}")
+
+
+@rule(
+    "algorithm.num_prompts_per_step",
+    "algorithm.num_generations_per_prompt",
+    "policy.train_global_batch_size",
+    algorithm="grpo",
+)
+def rollout_fills_optimizer_steps(config: Config) -> Iterator[Violation]:
+    samples, batch = samples_per_step(config), config.policy.train_global_batch_size
+    if samples % batch:
+        sizes = f"{config.grpo.num_prompts_per_step} prompts x {config.grpo.num_generations_per_prompt}"
+        yield Violation(
+            "policy.train_global_batch_size",
+            batch,
+            f"must divide the rollout's {samples} samples ({sizes} generations)",
+            f"policy.train_global_batch_size={samples}, or another divisor of {samples}",
+        )
+
+
+@rule(
+    f"{MEGATRON}.peft",
+    f"{MEGATRON}.expert_model_parallel_size",
+    f"{MEGATRON}.fine_grained_activation_offloading",
+)
+def adapters_agree_with_the_rest(config: Config) -> Iterator[Violation]:
+    parallel, key = config.policy.megatron_cfg, f"{MEGATRON}.peft.enabled"
+    spread = parallel.expert_model_parallel_size > 1
+    if parallel.peft.enabled and spread and {"linear_fc1", "linear_fc2"} & set(parallel.peft.target_modules):
+        # megatron-bridge would merge one rank's adapters into the experts of all.
+        rule_text = "adapters of experts that are spread over ranks would be exported wrongly"
+        fix = f"'{MEGATRON}.peft.target_modules=[linear_qkv,linear_proj]', or {MEGATRON}.expert_model_parallel_size=1"
+        yield Violation(key, True, rule_text, fix)
+    if parallel.peft.enabled and parallel.fine_grained_activation_offloading:
+        other = f"{MEGATRON}.fine_grained_activation_offloading"
+        rule_text = "activations are brought back by gradients of weights that are frozen then"
+        yield Violation(other, True, rule_text, f"{other}=false, or {MEGATRON}.activation_checkpointing=true instead")
+
+
+@rule(f"{MEGATRON}.peft", f"{MEGATRON}.tensor_model_parallel_size")
+def adapters_can_be_split(config: Config) -> Iterator[Violation]:
+    peft, tensor = config.policy.megatron_cfg.peft, config.policy.megatron_cfg.tensor_model_parallel_size
+    if peft.enabled and peft.dim % tensor:
+        key = f"{MEGATRON}.peft.dim"
+        fix = f"{key}={-(-peft.dim // tensor) * tensor}"
+        yield Violation(key, peft.dim, f"is split over tensor-parallel ranks ({tensor})", fix)
+    if peft.enabled and len(set(peft.target_modules)) < len(peft.target_modules):
+        key = f"{MEGATRON}.peft.target_modules"
+        once = ",".join(dict.fromkeys(peft.target_modules))
+        yield Violation(key, peft.target_modules, "names a module twice", f"'{key}=[{once}]'")
+
+
+@rule(*PARALLEL, *_BATCHING, "policy.train_global_batch_size", "policy.train_micro_batch_size")
+def micro_batches_fill_global_batch(config: Config) -> Iterator[Violation]:
+    ranks = data_parallel_size(config)
+    if not ranks:
+        return
+    fixed = batch_mode(config.policy, on_gpus(config)) == "fixed"
+    batch, micro = config.policy.train_global_batch_size, config.policy.train_micro_batch_size if fixed else 1
+    if not fixed and batch % ranks:
+        rule_text = f"must be a multiple of the data-parallel size ({ranks})"
+        fix = f"policy.train_global_batch_size={-(-batch // ranks) * ranks}"
+        yield Violation("policy.train_global_batch_size", batch, rule_text, fix)
+        return
+    if batch % (micro * ranks):
+        yield Violation(
+            "policy.train_micro_batch_size",
+            micro,
+            f"micro-batch ({micro}) x data-parallel size ({ranks}) must divide train_global_batch_size ({batch})",
+            f"policy.train_micro_batch_size={batch // ranks}" if batch % ranks == 0 else "change the batch sizes",
+        )
+
+
+@rule(
+    *PARALLEL,
+    *_BATCHING,
+    "algorithm.num_prompts_per_step",
+    "algorithm.num_generations_per_prompt",
+    "policy.logprob_batch_size",
+    algorithm="grpo",
+)
+def logprob_batches_fill_rollout(config: Config) -> Iterator[Violation]:
+    ranks = data_parallel_size(config)
+    if not ranks or batch_mode(config.policy, on_gpus(config)) != "fixed":
+        return
+    samples, micro = samples_per_step(config), config.policy.logprob_batch_size
+    if samples % (micro * ranks):
+        yield Violation(
+            "policy.logprob_batch_size",
+            micro,
+            f"micro-batch ({micro}) x data-parallel size ({ranks}) must divide the rollout's {samples} samples",
+            f"policy.logprob_batch_size={samples // ranks}" if samples % ranks == 0 else "change the batch sizes",
+        )

@@ -1,0 +1,45 @@
+"""Where metrics go."""
+
+import netrc
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.diagnosis.services import WANDB, wandb_login
+from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.rules.base import rule
+
+
+@rule("logger.wandb_enabled", "logger.wandb.mode")
+def wandb_can_log_in(config: Config) -> Iterator[Violation]:
+    if config.logger.wandb_enabled and config.logger.wandb.mode == "online" and not _wandb_key():
+        rule_text = "W&B has no API key on this machine"
+        fix = "run `wandb login`, set WANDB_API_KEY, or logger.wandb.mode=offline"
+        yield Violation("logger.wandb.mode", "online", rule_text, fix)
+
+
+@rule("logger.mlflow_enabled")
+def mlflow_is_there(config: Config) -> Iterator[Violation]:
+    if config.logger.mlflow_enabled and find_spec("mlflow") is None:
+        fix = "pip install -c constraints.txt 'nemo_rl_lite[mlflow]' (mlflow-skinny), or logger.mlflow_enabled=false"
+        yield Violation("logger.mlflow_enabled", True, "MLflow's client is not installed here", fix)
+
+
+@rule("logger.mlflow_enabled", "logger.mlflow.tracking_uri")
+def mlflow_has_its_database(config: Config) -> Iterator[Violation]:
+    uri = config.logger.mlflow.tracking_uri
+    of_a_database = uri.startswith(("sqlite:", "postgresql:", "mysql:", "mssql:"))
+    if config.logger.mlflow_enabled and of_a_database and find_spec("mlflow") and not find_spec("sqlalchemy"):
+        fix = "pip install mlflow, or a server's address or a folder"
+        yield Violation("logger.mlflow.tracking_uri", uri, "a database needs the whole of mlflow", fix)
+
+
+def _wandb_key() -> bool:
+    # A server of one's own may need no key, or one that is kept elsewhere; its client will say.
+    if os.environ.get("WANDB_BASE_URL"):
+        return True
+    try:
+        return bool(wandb_login(os.environ, WANDB))
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,82 @@
+"""Whether the model can be laid out as the configuration asks, from its config.json alone."""
+
+from collections.abc import Iterator
+
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.models.shape import ModelShape, NoModelError, read_model_shape
+from nemo_rl_lite.rules.base import rule
+from nemo_rl_lite.rules.layout import MEGATRON, PARALLEL
+
+
+@rule(
+    *PARALLEL,
+    "policy.model_name",
+    "policy.max_total_sequence_length",
+    "generation.backend",
+    f"{MEGATRON}.expert_model_parallel_size",
+    f"{MEGATRON}.sequence_parallel",
+    "generation.vllm_cfg.tensor_parallel_size",
+)
+def model_fits_the_layout(config: Config) -> Iterator[Violation]:
+    try:
+        model = read_model_shape(config.policy.model_name)
+    except (NoModelError, OSError, UnicodeDecodeError, RuntimeError) as error:
+        fix = "give a Hugging Face model folder or a hub name (organisation/model)"
+        if "smollm2" in config.policy.model_name:
+            fix = "python scripts/get_smollm2.py makes models/smollm2-135m-instruct"
+        yield Violation("policy.model_name", config.policy.model_name, str(error), fix)
+        return
+    if model is not None:
+        yield from shape_fits_the_layout(config, model)
+
+
+def shape_fits_the_layout(config: Config, model: ModelShape) -> Iterator[Violation]:
+    """What of a model's sizes the configuration cannot split or hold."""
+    tensor = config.policy.megatron_cfg.tensor_model_parallel_size
+    for what, count in (
+        ("attention heads", model.heads),
+        ("key/value heads", model.kv_heads),
+        ("tokens", model.vocabulary),
+    ):
+        if count % tensor:
+            key = f"{MEGATRON}.tensor_model_parallel_size"
+            sizes = [
+                size for size in range(1, count + 1) if _splits(model.heads, model.kv_heads, model.vocabulary, size)
+            ]
+            yield Violation(key, tensor, f"must divide the model's {count} {what}", f"one of {sizes}")
+    pipeline = config.policy.megatron_cfg.pipeline_model_parallel_size
+    if model.layers % pipeline:
+        key = f"{MEGATRON}.pipeline_model_parallel_size"
+        yield Violation(key, pipeline, f"must divide the model's {model.layers} layers", f"{key}=1")
+    yield from _experts(config, model)
+    length = config.policy.max_total_sequence_length
+    if length > model.max_positions:
+        key = "policy.max_total_sequence_length"
+        yield Violation(key, length, f"the model has {model.max_positions} positions", f"{key}={model.max_positions}")
+    generates = config.algorithm.name == "grpo"
+    engine = config.generation.vllm_cfg.tensor_parallel_size
+    if generates and model.heads % engine:
+        key = "generation.vllm_cfg.tensor_parallel_size"
+        yield Violation(key, engine, f"must divide the model's {model.heads} attention heads", f"{key}=1")
+    if generates and config.generation.backend == "vllm" and config.cluster.gpus_per_node == 0 and model.head_dim < 32:
+        fix = "generation=transformers, or a model with a larger head_dim"
+        yield Violation("policy.model_name", config.policy.model_name, "vLLM on a CPU needs head_dim >= 32", fix)
+
+
+def _experts(config: Config, model: ModelShape) -> Iterator[Violation]:
+    parallel, key = config.policy.megatron_cfg, f"{MEGATRON}.expert_model_parallel_size"
+    size = parallel.expert_model_parallel_size
+    if size > 1 and model.experts % size:
+        sizes = [divisor for divisor in range(1, model.experts + 1) if model.experts % divisor == 0]
+        yield Violation(key, size, f"must divide the model's {model.experts} experts", f"one of {sizes}")
+    elif size > 1 and not model.experts:
+        yield Violation(key, size, "the model has no experts", f"{key}=1")
+    if model.experts and parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        sequence = f"{MEGATRON}.sequence_parallel"
+        rule_text = "megatron-core trains experts under tensor parallelism with sequence parallelism only"
+        yield Violation(sequence, False, rule_text, f"{sequence}=true")
+
+
+def _splits(heads: int, kv_heads: int, vocabulary: int, size: int) -> bool:
+    return not (heads % size or kv_heads % size or vocabulary % size)

@@ -1,0 +1,64 @@
+"""Rewards and environments: named ones, and the user's own by a dotted path."""
+
+import importlib.util
+import re
+from collections.abc import Iterator
+
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.environments.registry import ENVIRONMENTS
+from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.rewards.registry import REWARDS
+from nemo_rl_lite.rules.base import rule
+
+# What a reward needs beside this package.
+_PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
+
+
+@rule("reward.name", algorithm="grpo")
+def reward_exists(config: Config) -> Iterator[Violation]:
+    name = config.reward.name
+    if name not in REWARDS and not _may_be_imported(name):
+        fix = f"choose one of {', '.join(REWARDS)}, or package.module.function of your own"
+        yield Violation("reward.name", name, "no such reward", fix)
+    package = _PACKAGES.get(name)
+    if package is not None and importlib.util.find_spec(package) is None:
+        fix = "bash scripts/install.sh"
+        yield Violation("reward.name", name, f"the package {package} is not installed here", fix)
+
+
+@rule("reward.name", "data.name", algorithm="grpo")
+def task_scores_its_own_problems(config: Config) -> Iterator[Violation]:
+    if config.reward.name == "reasoning_gym" and config.data.name != "reasoning_gym":
+        fix = "data=reasoning_gym, or reward=math or another"
+        yield Violation("reward.name", "reasoning_gym", "scores the problems of data=reasoning_gym alone", fix)
+
+
+@rule("reward.name", "reward.kwargs", algorithm="grpo")
+def format_is_a_pattern(config: Config) -> Iterator[Violation]:
+    key, pattern = "reward.kwargs.pattern", config.reward.kwargs.get("pattern")
+    if config.reward.name != "format":
+        return
+    fix = f"{key}='<answer>.*</answer>'"
+    if not isinstance(pattern, str):
+        yield Violation(key, pattern, "must be a regular expression", fix)
+        return
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        yield Violation(key, pattern, f"is no regular expression: {error}", fix)
+
+
+@rule("environment.name", "environment.max_turns", algorithm="grpo")
+def environment_exists(config: Config) -> Iterator[Violation]:
+    name, turns = config.environment.name, config.environment.max_turns
+    if name is None and turns > 1:
+        rule_text = "without an environment nothing is said between turns"
+        yield Violation("environment.max_turns", turns, rule_text, f"environment={next(iter(ENVIRONMENTS))}")
+    if name is not None and name not in ENVIRONMENTS and not _may_be_imported(name):
+        fix = f"choose one of {', '.join(ENVIRONMENTS)}, or package.module.Class of your own"
+        yield Violation("environment.name", name, "no such environment", fix)
+
+
+def _may_be_imported(path: str) -> bool:
+    top = path.split(".")[0]
+    return "." in path and bool(top) and importlib.util.find_spec(top) is not None

@@ -1,0 +1,43 @@
+"""Everything that a run does before its first process: its configuration, its data, its plan."""
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_rl_lite.checkpoint.resume import changed, find_start
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.plan import find_shape
+from nemo_rl_lite.planning.gpus import size_of
+from nemo_rl_lite.planning.page import make_plan, show
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run.folder import check_folder
+from nemo_rl_lite.run.jobs.interface import make_job
+
+
+def dry_run(config: Config, overrides: Sequence[str], run_folder: Path | None) -> None:
+    """Print what differs from the defaults, read and check the data, print the plan. Starts no worker and writes
+    nothing but what the model's and the data's caches keep. `run_folder`: where the command names it.
+
+    Raises:
+        LauncherError: what would end the run before its first process.
+    """
+    console = RunConsole()
+    console.table("differences from the defaults", ["", "default", "here"], differences(config))
+    whole_config = dataclasses.asdict(config)
+    with tempfile.TemporaryDirectory() as empty:
+        folder = run_folder or Path(empty)
+        check_folder(folder, whole_config)
+        for line in find_start(config, whole_config, folder).lines():
+            console.say(line)
+        make_job(config, Path(empty), console)
+    show(make_plan(config, overrides, find_shape(config.policy.model_name), size_of(None), None), console)
+    console.say("dry run: nothing was started")
+
+
+def differences(config: Config) -> list[list[str]]:
+    """Key, default and value of what is not as the algorithm's defaults have it."""
+    defaults = dataclasses.asdict(compose_config([f"algorithm={config.algorithm.name}"]))
+    changes = changed(defaults, dataclasses.asdict(config), but_for=())
+    return [[key, repr(before), repr(now)] for key, (before, now) in changes.items()]

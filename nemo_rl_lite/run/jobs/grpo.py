@@ -1,0 +1,95 @@
+"""A GRPO run: its data, its workers, the loop."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from nemo_rl_lite.algorithms.grpo import GRPO
+from nemo_rl_lite.checkpoint.resume import Start
+from nemo_rl_lite.cluster.system_usage import SystemUsage
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import all_gpus, policy_ranks
+from nemo_rl_lite.data.kinds import PROBLEMS
+from nemo_rl_lite.data.sources import training_set, validation_set
+from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.environments.registry import make_environment
+from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.models.source import locate_model
+from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.observability.samples import samples
+from nemo_rl_lite.observability.sinks import MetricsLog, under
+from nemo_rl_lite.rewards.judge import make_judge
+from nemo_rl_lite.rollout.files import RolloutFiles, Split
+from nemo_rl_lite.rollout.prompts import fitting_prompts
+from nemo_rl_lite.rollout.rollout import Rollout, RolloutCollector
+from nemo_rl_lite.rollout.turns import Turns
+from nemo_rl_lite.run.jobs.steps import make_steps
+from nemo_rl_lite.run.memory_plan import show_memory_plan
+from nemo_rl_lite.run.workers.launch import Reserved, launch
+
+# The best and the worst go to the terminal, so many to where there is more room.
+SHOWN, TRACKED = 2, 16
+
+
+class GRPOJob:
+    """Reads and checks everything when it is made; starts workers when it runs."""
+
+    def __init__(self, config: Config, folder: Path, console: RunConsole):
+        self._config, self._folder, self._console = config, folder, console
+        self._judge = make_judge(config.reward)
+        self._environment = make_environment(config.environment)
+        training = training_set(config.data, config.algorithm.seed, PROBLEMS)
+        validation = validation_set(config.data, config.algorithm.max_val_samples, PROBLEMS)
+        self._model_path = locate_model(config, console)
+        self._tokenizer = ChatTokenizer(self._model_path)
+        with console.busy("checking that every prompt fits"):
+            fitted = fitting_prompts(training, validation, self._tokenizer, config)
+        self._training, self._validation = fitted
+
+    def run(self, metrics: MetricsLog, reserved: Reserved, start: Start) -> dict[str, int]:
+        """Train in the reserved processes from `start` on; returns the workers' peak memory in bytes, by name."""
+        config, console = self._config, self._console
+        show_memory_plan(config, self._model_path, console, metrics, start.steps)
+        with console.busy(f"starting {policy_ranks(config)} policy rank(s) and {config.generation.backend}"):
+            probe_prompt = self._tokenizer.prompt(self._training.problem(0).messages)
+            workers = launch(reserved, self._model_path, probe_prompt, start.policy, console.say)
+        metrics.log(start.steps, under("timing/setup", reserved.setup_seconds()))
+        groups = (workers.policy.group, workers.engines)
+        max_length = config.policy.max_total_sequence_length
+        turns = Turns(self._environment, config.environment.max_turns) if self._environment else None
+        steps = make_steps(config, self._folder, start, workers.policy, metrics, console, groups)
+        GRPO(
+            config=config.grpo,
+            policy=workers.policy,
+            generation=workers.generation,
+            refit=workers.generation.refit,
+            check_refit=workers.weights.check,
+            collector=RolloutCollector(workers.generation, self._tokenizer, self._judge, max_length, turns),
+            sampling=Sampling.of(config.generation, self._tokenizer.end_token),
+            training=self._training,
+            validation=self._validation,
+            metrics=metrics,
+            console=console,
+            steps=steps,
+            mismatch_warning=config.logger.mismatch_warning,
+            devices=all_gpus(config) or policy_ranks(config),
+            on_rollout=self._rollout_log(metrics, start),
+            system=SystemUsage([process for group in groups for process in group.processes]).take,
+        ).run()
+        workers.policy.release_host_memory()
+        if config.checkpoint.export_hf_at_end:
+            workers.policy.export_hf(str(self._folder / "hf"))
+        # Not before what was trained is somewhere.
+        steps.checkpoints.require()
+        return workers.peak_memory()
+
+    def _rollout_log(self, metrics: MetricsLog, start: Start) -> Callable[[int, Split, Rollout], None]:
+        options, console = self._config.logger, self._console
+        files, period = RolloutFiles(self._folder, options.log_samples, start.steps), options.show_samples_period
+
+        def keep(step: int, split: Split, rollout: Rollout) -> None:
+            files.write(step, split, rollout)
+            if split == "train" and period and step % period == 0:
+                console.samples(step, samples(rollout, SHOWN))
+                metrics.log_samples(step, samples(rollout, TRACKED))
+
+        return keep

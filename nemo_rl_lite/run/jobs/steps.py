@@ -1,0 +1,42 @@
+"""What a run's steps are counted and saved by, from the configuration."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_rl_lite.algorithms.steps import Steps
+from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
+from nemo_rl_lite.checkpoint.resume import Start, checkpoint_store
+from nemo_rl_lite.cluster.profiler import StepProfiler
+from nemo_rl_lite.cluster.workers import WorkerGroup
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.host.stopping import Stopping, seconds
+from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.observability.sinks import MetricsLog
+from nemo_rl_lite.observability.timer import seconds_since_command
+from nemo_rl_lite.policy.interface import Policy
+
+
+def make_steps(
+    config: Config,
+    folder: Path,
+    start: Start,
+    policy: Policy,
+    metrics: MetricsLog,
+    console: RunConsole,
+    groups: Sequence[WorkerGroup],
+) -> Steps:
+    """The steps of a run in `folder` after `start`. `groups`: all workers, which may be profiled."""
+    options = config.checkpoint
+    checkpoints = Checkpoints(
+        checkpoint_store(config, folder),
+        policy,
+        options.save_period,
+        options.async_save,
+        {"config": dataclasses.asdict(config)},
+        console.say,
+        saved=start.steps or None,
+    )
+    stopping = Stopping(seconds(options.must_save_by), seconds_since_command)
+    around = StepProfiler(config.profile, folder, groups).around
+    return Steps(start.steps, checkpoints, stopping, metrics, config.policy.max_skipped_steps, around)

@@ -1,0 +1,63 @@
+"""A run of SFT or DPO: its data, its policy, the loop."""
+
+from pathlib import Path
+
+from nemo_rl_lite.algorithms.supervised import Supervised
+from nemo_rl_lite.checkpoint.resume import Start
+from nemo_rl_lite.cluster.system_usage import SystemUsage
+from nemo_rl_lite.config.schema import Config, DPOConfig
+from nemo_rl_lite.config.sizes import policy_ranks
+from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
+from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.losses.dpo import DPOLoss
+from nemo_rl_lite.losses.sft import SFTLoss
+from nemo_rl_lite.models.source import locate_model
+from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.observability.sinks import MetricsLog, under
+from nemo_rl_lite.run.jobs.steps import make_steps
+from nemo_rl_lite.run.memory_plan import show_memory_plan
+from nemo_rl_lite.run.workers.launch import Reserved, launch_policy
+
+
+class SupervisedJob:
+    """Reads and checks everything when it is made; starts workers when it runs."""
+
+    def __init__(self, config: Config, folder: Path, console: RunConsole):
+        self._config, self._folder, self._console = config, folder, console
+        self._model_path = locate_model(config, console)
+        tokenizer = ChatTokenizer(self._model_path)
+        encoder = Encoder(tokenizer, config.policy.max_total_sequence_length, config.data.too_long)
+        with console.busy("checking that every chat fits"):
+            self._training = training_examples(config, encoder)
+            self._validation = validation_examples(config, encoder)
+
+    def run(self, metrics: MetricsLog, reserved: Reserved, start: Start) -> dict[str, int]:
+        """Train in the reserved processes from `start` on; returns the workers' peak memory in bytes, by name."""
+        config, console = self._config, self._console
+        show_memory_plan(config, self._model_path, console, metrics, start.steps)
+        with console.busy(f"starting {policy_ranks(config)} policy rank(s)"):
+            policy = launch_policy(reserved, self._model_path, start.policy)
+        metrics.log(start.steps, under("timing/setup", reserved.setup_seconds()))
+        options = config.supervised
+        compares = isinstance(options, DPOConfig)
+        steps = make_steps(config, self._folder, start, policy, metrics, console, [policy.group])
+        Supervised(
+            config=options,
+            loss=DPOLoss(options) if isinstance(options, DPOConfig) else SFTLoss(),
+            with_reference=compares,
+            shown=("accuracy", "rewards_margin_mean") if compares else (),
+            policy=policy,
+            training=self._training,
+            validation=self._validation,
+            metrics=metrics,
+            console=console,
+            steps=steps,
+            devices=policy_ranks(config),
+            system=SystemUsage(policy.group.processes).take,
+        ).run()
+        policy.release_host_memory()
+        if config.checkpoint.export_hf_at_end:
+            policy.export_hf(str(self._folder / "hf"))
+        # Not before what was trained is somewhere.
+        steps.checkpoints.require()
+        return {f"{policy.group.name}-{rank}": size for rank, size in enumerate(policy.group.peak_memory())}

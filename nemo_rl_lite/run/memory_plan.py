@@ -1,0 +1,73 @@
+"""What will be where, and how large, shown before anything is built."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import on_gpus
+from nemo_rl_lite.host.devices import gpu_bytes
+from nemo_rl_lite.host.memory import free_host_bytes
+from nemo_rl_lite.models.shape import ModelShape, NoModelError, read_model_shape
+from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.observability.sinks import MetricsLog
+from nemo_rl_lite.offload.residency import Phase, Residency
+from nemo_rl_lite.planning.budget import ENGINE, Budget, budget
+from nemo_rl_lite.planning.memory_table import headers, render, size, title
+from nemo_rl_lite.planning.prediction import Bytes, predicted_metrics
+
+NOTHING = Bytes()
+
+
+def show_memory_plan(config: Config, model_path: Path, console: RunConsole, metrics: MetricsLog, step: int) -> None:
+    """Print the residency table with predicted bytes, log these as `memory/predicted/...` at `step`, and say what will
+    hardly fit."""
+    shape = _shape(model_path, console)
+    if shape is None:
+        return
+    residency = Residency.of(config)
+    device_bytes = gpu_bytes() if on_gpus(config) else None
+    unknown = on_gpus(config) and device_bytes is None
+    # Without a size the KV cache, a share of it, is shown as nothing.
+    planned = budget(config, shape, 0 if unknown else device_bytes)
+    console.table(title(config, shape, device_bytes), headers(residency), render(residency, planned.prediction))
+    if unknown and residency.engines_share_device:
+        console.say("nvidia-smi tells no GPU's size on this machine, so the KV cache is not predicted")
+    metrics.log(step, predicted_metrics(planned.prediction))
+    for warning in (*(() if unknown else _device_warnings(planned)), *_host_warnings(planned)):
+        console.say(warning)
+
+
+def _shape(model_path: Path, console: RunConsole) -> ModelShape | None:
+    try:
+        return read_model_shape(str(model_path))
+    except NoModelError as error:
+        console.say(f"memory is not predicted for this model: {error}")
+        return None
+
+
+def _device_warnings(planned: Budget) -> Iterator[str]:
+    for phase, nbytes in planned.device.items():
+        if planned.gpu_bytes is None or nbytes <= planned.gpu_bytes:
+            continue
+        engine = sum(planned.prediction.get((phase, part), NOTHING).device for part in ENGINE)
+        if engine:
+            advice = "offload=pinned or a smaller generation.vllm_cfg.gpu_memory_utilization helps"
+        elif phase is Phase.TRAIN:
+            advice = "smaller train micro-batches, activation_checkpointing or offload=cpu_optimizer helps"
+        else:
+            advice = "smaller logprob micro-batches or offload=logprob helps"
+        beside = size(planned.buffers[phase] + planned.overhead)
+        yield (
+            f"phase {phase.value} will hardly fit: {size(nbytes)} of a GPU of {size(planned.gpu_bytes)}, "
+            f"{beside} of it for the refit's buffers, contexts and captured graphs; {advice}; nrl-lite plan says more"
+        )
+
+
+def _host_warnings(planned: Budget) -> Iterator[str]:
+    """Of host memory, by this machine's: ranks check for themselves when they take it, but one after the other."""
+    free = free_host_bytes()
+    if planned.host > free:
+        yield (
+            f"the {planned.ranks_per_host} policy rank(s) of a machine will want {size(planned.host)} of host memory "
+            f"for what leaves their devices and for reference weights, and {size(free)} are free on this one"
+        )

@@ -1,0 +1,111 @@
+"""One self-contained HTML page of one run or several, laid over each other: no network, nothing but the page."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_lite.observability.console import PHASES
+from nemo_rl_lite.observability.memory_plot import LAST_STEPS
+from nemo_rl_lite.observability.views import VIEWS
+from nemo_rl_lite.run.report.record import RunRecord, defaults_of
+
+ASSETS = Path(__file__).parent / "page"
+# A page keeps so many numbers of all curves together, and of a curve at least and at most so many.
+NUMBERS, FEWEST, MOST = 300_000, 200, 2000
+_DIGITS = 6
+
+
+def page(runs: Sequence[RunRecord]) -> str:
+    """The page as text."""
+    series = sum(len(_names(run)) for run in runs)
+    points = min(MOST, max(FEWEST, NUMBERS // (2 * max(series, 1))))
+    data = {
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "views": {name: _view(name) for name in VIEWS},
+        "phases": {phase: list(timers) for phase, (timers, _) in PHASES.items()},
+        "lastSteps": LAST_STEPS,
+        "runs": [_run(run, name, points) for run, name in zip(runs, _labels(runs), strict=True)],
+        "defaults": {name: _texts(defaults_of(name)) for name in sorted({run.algorithm for run in runs})},
+    }
+    text = (ASSETS / "page.html").read_text(encoding="utf-8")
+    for name in ("page.css", "chart.js", "page.js"):
+        text = text.replace(f"/* {name} */", (ASSETS / name).read_text(encoding="utf-8"))
+    return text.replace("/* data */", embedded(data))
+
+
+def embedded(data: Any) -> str:
+    """JSON that stays within its element whatever a text in it says: nothing in it can end a script or begin markup."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for char, escape in (("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026")):
+        text = text.replace(char, escape)
+    # Half a character, of a text that was cut, cannot be written to a file.
+    return text.encode("utf-8", errors="replace").decode()
+
+
+def _run(run: RunRecord, label: str, points: int) -> dict[str, Any]:
+    times = {entry["step"]: entry["time"] for entry in run.metrics if entry.get("time") is not None}
+    first = min(times.values(), default=0.0)
+    return {
+        "label": label,
+        "folder": str(run.folder),
+        "algorithm": run.algorithm,
+        "status": run.status,
+        "error": run.error,
+        "command": run.command,
+        "notes": run.notes,
+        "config": _texts(run.config),
+        "environment": _texts(run.environment),
+        "minutes": {f"{step:g}": _rounded((time - first) / 60) for step, time in times.items()},
+        "series": {name: _series(run, name, points) for name in _names(run)},
+        "samples": run.samples,
+    }
+
+
+def _labels(runs: Sequence[RunRecord]) -> list[str]:
+    """A name for each run: its own, and as much of its folder as it takes to tell it from the others."""
+    names = [str(run.config.get("run_name", run.folder.name)) for run in runs]
+    labels = [
+        name if names.count(name) == 1 else f"{name} · {run.folder.name}" for name, run in zip(names, runs, strict=True)
+    ]
+    return [
+        label if labels.count(label) == 1 else f"{label} · {run.folder}"
+        for label, run in zip(labels, runs, strict=True)
+    ]
+
+
+def _names(run: RunRecord) -> list[str]:
+    return sorted({name for entry in run.metrics for name in entry} - {"step", "time"})
+
+
+def _series(run: RunRecord, name: str, points: int) -> list[list[float | None]]:
+    """Steps and values; of more than `points` every so-many-th and the last. What is not a number is None."""
+    # A step's later line is the one that counts, as where a validation was repeated.
+    found = {entry["step"]: entry[name] for entry in run.metrics if name in entry}
+    steps = sorted(found, key=lambda step: step or 0)
+    stride = math.ceil(len(steps) / points)
+    kept = sorted({*range(0, len(steps), stride), len(steps) - 1}) if steps else []
+    return [[steps[place] for place in kept], [_rounded(found[steps[place]]) for place in kept]]
+
+
+def _rounded(value: float | None) -> float | None:
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+    return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in values.items()}
+
+
+def _view(algorithm: str) -> list[dict[str, Any]]:
+    return [
+        {
+            "title": panel.title,
+            "limits": panel.limits,
+            "curves": [{"metric": one.metric, "label": one.label, "heldOut": one.held_out} for one in panel.curves],
+        }
+        for panel in VIEWS[algorithm]
+    ]

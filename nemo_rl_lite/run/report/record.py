@@ -1,0 +1,151 @@
+"""A run read back from its folder, for its report: also one that is still running, was killed, or lacks files."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from nemo_rl_lite.config.leaves import leaves
+from nemo_rl_lite.errors import ConfigError, LauncherError
+from nemo_rl_lite.observability.redaction import redact, redact_command
+from nemo_rl_lite.observability.samples import spread, text_of
+from nemo_rl_lite.observability.sinks import METRICS_FILE
+from nemo_rl_lite.rollout.files import read_rollout, rollout_files
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run.status import (
+    COMMAND_FILE,
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    ERROR_FILE,
+    STATUS_FILE,
+)
+
+# Of so many rollouts, evenly over the run, so many samples each, from the worst to the best.
+ROLLOUTS, SAMPLES = 12, 6
+_CHARACTERS, _ERROR_LINES = 4000, 40
+
+
+class ReportError(LauncherError):
+    """A folder that no report can be made of."""
+
+    exit_status = 2
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run's folder tells. Where something is missing or broken, `notes` say so and the rest is there."""
+
+    folder: Path
+    config: dict[str, Any]
+    """By dotted key, without secrets."""
+    metrics: list[dict[str, float | None]]
+    samples: list[dict[str, Any]]
+    environment: dict[str, Any]
+    status: dict[str, Any]
+    error: str
+    command: str
+    notes: list[str]
+
+    @property
+    def algorithm(self) -> str:
+        """As the configuration has it; of a run without one, what its metrics look like."""
+        return str(self.config.get("algorithm.name", "grpo"))
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Raises ReportError: it is no run's folder."""
+    if not folder.is_dir():
+        raise ReportError(f"{folder} is not a folder: name a run's, such as outputs/NAME/TIME")
+    if not any((folder / name).exists() for name in (CONFIG_FILE, METRICS_FILE)):
+        raise ReportError(f"{folder} is no run's folder: it has neither {CONFIG_FILE} nor {METRICS_FILE}")
+    notes: list[str] = []
+    return RunRecord(
+        folder=folder,
+        config=dict(leaves(redact(_read_json(folder / CONFIG_FILE, notes)))),
+        metrics=_read_metrics(folder / METRICS_FILE, notes),
+        samples=_read_samples(folder, notes),
+        environment=dict(leaves(_read_json(folder / ENVIRONMENT_FILE, notes))),
+        status=_read_json(folder / STATUS_FILE, notes),
+        error="\n".join(_read_text(folder / ERROR_FILE).splitlines()[:_ERROR_LINES]),
+        command=redact_command((_read_text(folder / COMMAND_FILE).splitlines() or [""])[-1]),
+        notes=notes,
+    )
+
+
+def defaults_of(algorithm: str) -> dict[str, Any]:
+    """The default configuration of an algorithm by dotted key; nothing where there is none of that name."""
+    try:
+        return dict(leaves(asdict(compose_config([f"algorithm={algorithm}"]))))
+    except ConfigError:
+        return {}
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _read_json(file: Path, notes: list[str]) -> dict[str, Any]:
+    text = _read_text(file)
+    if not text:
+        notes.append(f"{file.name} is missing")
+        return {}
+    try:
+        content = json.loads(text)
+    except ValueError:
+        content = None
+    if not isinstance(content, Mapping):
+        notes.append(f"{file.name} is cut short or no JSON")
+        return {}
+    return dict(content)
+
+
+def _read_metrics(file: Path, notes: list[str]) -> list[dict[str, float | None]]:
+    lines = _read_text(file).splitlines()
+    entries = [entry for line in lines if (entry := _entry(line)) is not None]
+    if len(entries) < len(lines):
+        notes.append(
+            f"{len(lines) - len(entries)} of {len(lines)} lines of {file.name} cannot be read and are left out"
+        )
+    if not entries:
+        notes.append("no metrics yet")
+    return entries
+
+
+def _entry(line: str) -> dict[str, float | None] | None:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(entry, dict) or not isinstance(entry.get("step"), (int, float)):
+        return None
+    return {name: value for name, value in entry.items() if value is None or isinstance(value, (int, float))}
+
+
+def _read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for split in ("train", "validation"):
+        files = [file for file in rollout_files(folder) if file.stem.endswith(split)]
+        for place in spread(range(len(files)), ROLLOUTS):
+            try:
+                rows = read_rollout(files[place])
+                found += [_shown(rows[row]) for row in spread([row["reward"] for row in rows], SAMPLES)]
+            except (OSError, pa.ArrowException, KeyError, TypeError) as error:
+                notes.append(f"{files[place].name} cannot be read: {str(error).splitlines()[0]}")
+    return found
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    texts = {"prompt": text_of(row["prompt"]), "said": text_of(row["turns"]), "answer": row["answer"] or ""}
+    kept = {name: row[name] for name in ("step", "split", "reward", "tokens", "ending")}
+    return kept | {name: _cut(text) for name, text in texts.items()}
+
+
+def _cut(text: str) -> str:
+    cut = len(text) - _CHARACTERS
+    return text if cut <= 0 else f"{text[:_CHARACTERS]}\n[{cut} more characters in the rollout's file]"

@@ -1,0 +1,88 @@
+"""One run of the command, from its folder to its report, through the loss of workers."""
+
+import dataclasses
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_lite.checkpoint.resume import Start, checkpoint_store, find_start
+from nemo_rl_lite.cluster.runtime import ray_runtime
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.errors import WorkerError
+from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.observability.sinks import MetricsLog
+from nemo_rl_lite.observability.summary import Summary, charts, show_summary, summarize, tracked
+from nemo_rl_lite.observability.timer import Timer
+from nemo_rl_lite.observability.views import VIEWS
+from nemo_rl_lite.run.folder import check_folder, locked, write_down
+from nemo_rl_lite.run.jobs.interface import Job, make_job
+from nemo_rl_lite.run.status import status_kept
+from nemo_rl_lite.run.workers.launch import reserve
+
+
+def run(config: Config, folder: Path, command: str) -> Summary:
+    """One training run in `folder`, from starting weights or the folder's newest checkpoint to the report. Where a
+    worker's process dies, it goes on from the newest checkpoint, `cluster.max_restarts` times.
+
+    Raises:
+        ConfigError: the folder holds another run, or one that is done, or another process is running there.
+        RunStopped: the run was asked to end, and is saved.
+        LauncherError: what else a user can act on.
+    """
+    whole_config = dataclasses.asdict(config)
+    # Before anything is changed in the folder: what is unfinished there may be what another process is writing.
+    with locked(folder):
+        check_folder(folder, whole_config)
+        start = _find_start(config, whole_config, folder)
+        write_down(folder, whole_config, command)
+        with status_kept(folder):
+            return _through_losses(config, folder, whole_config, start)
+
+
+def _through_losses(config: Config, folder: Path, whole_config: Mapping[str, Any], start: Start) -> Summary:
+    attempts, restarts = _Attempts(config, folder, whole_config), 0
+    while True:
+        try:
+            return attempts.go_on(start)
+        except WorkerError as error:
+            if not error.lost or restarts == config.cluster.max_restarts:
+                raise
+            restarts += 1
+            limit = f"restart {restarts} of at most {config.cluster.max_restarts}, cluster.max_restarts"
+            attempts.console.say(f"{error}; starting again from the last checkpoint ({limit})")
+        start = _find_start(config, whole_config, folder)
+
+
+def _find_start(config: Config, whole_config: Mapping[str, Any], folder: Path) -> Start:
+    checkpoint_store(config, folder).tidy()
+    return find_start(config, whole_config, folder)
+
+
+class _Attempts:
+    """Each with a Ray and workers of its own; data is read and checked once."""
+
+    def __init__(self, config: Config, folder: Path, whole_config: Mapping[str, Any]):
+        self.console = RunConsole()
+        self._config, self._folder, self._whole_config = config, folder, whole_config
+        self._job: Job | None = None
+
+    def go_on(self, start: Start) -> Summary:
+        config, folder, console, setup = self._config, self._folder, self.console, Timer()
+        for line in start.lines():
+            console.say(line)
+        with ExitStack() as stack:
+            with ray_runtime():
+                # Workers import for as long as the data takes to read and check, or longer.
+                with setup("processes"):
+                    reserved = reserve(config, folder, setup)
+                with setup("data"):
+                    self._job = self._job or make_job(config, folder, console)
+                log = MetricsLog.open(config.logger, folder, self._whole_config, start.steps)
+                metrics = stack.enter_context(closing(log))
+                peak_memory = self._job.run(metrics, reserved, start)
+            summary = summarize(metrics, folder, peak_memory)
+            metrics.log_summary(tracked(summary), charts(summary, metrics))
+            view = VIEWS[config.algorithm.name]
+            show_summary(summary, metrics, console, config.run_name, view, config.logger.plots)
+        return summary

@@ -1,0 +1,261 @@
+"""From a configuration to running workers."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_lite.cluster.placement import Placement, place
+from nemo_rl_lite.cluster.runtime import available_cores
+from nemo_rl_lite.cluster.workers import Call, WorkerGroup, wait
+from nemo_rl_lite.config.schema import Config, GRPOConfig
+from nemo_rl_lite.config.sizes import (
+    engines,
+    on_gpus,
+    policy_ranks,
+    sequences_per_optimizer_step,
+    sequences_together,
+)
+from nemo_rl_lite.errors import CheckpointError
+from nemo_rl_lite.generation.vllm import worker as vllm_worker
+from nemo_rl_lite.observability.timer import Timer, seconds_since_command
+from nemo_rl_lite.offload import activations
+from nemo_rl_lite.offload.residency import Residency
+from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
+from nemo_rl_lite.run.workers.remote_generation import ENGINE_CLASSES, RemoteGeneration
+from nemo_rl_lite.run.workers.remote_policy import WORKER_CLASS, RemotePolicy
+from nemo_rl_lite.run.workers.weight_sync import ProbeSettings, WeightSync
+
+log = logging.getLogger(__name__)
+
+# megatron-core compiles a few fused functions; on a CPU that takes seconds at the first batch and gains nothing.
+CPU_POLICY_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
+# A run on CPUs stays there, also on a machine that has GPUs: Ray no longer hides them from who asked for none.
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+_SEGMENTS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+# How many queues of work the GPU takes from a process. In a single one, a copy that waits for the copy before it may
+# hold up kernels given later; tensor parallelism in megatron-core needs just that order, to overlap its communication
+# with computation.
+ONE_QUEUE, MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+
+@dataclass(frozen=True)
+class Workers:
+    """A run's workers, connected for refits."""
+
+    policy: RemotePolicy
+    generation: RecoveringGeneration
+    engines: WorkerGroup
+    weights: WeightSync
+
+    def peak_memory(self) -> dict[str, int]:
+        """Highest resident bytes by worker name."""
+        return _peak_memory(self.policy.group) | _peak_memory(self.engines)
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Processes in their places that import what they will need, while the launcher reads its data."""
+
+    config: Config
+    policy: WorkerGroup
+    generation: WorkerGroup | None
+    imports: tuple[Call, ...]
+    setup: Timer
+
+    def setup_seconds(self) -> dict[str, float]:
+        """Where the time since the command went; `total` is all of it, with Ray and the launcher's own start."""
+        return self.setup.take() | {"total": seconds_since_command()}
+
+
+def reserve(config: Config, run_folder: Path, setup: Timer) -> Reserved:
+    """Start a process for every policy rank and, where the algorithm generates, every engine (Ray is up). `setup` times
+    what happens until the first step.
+
+    Raises:
+        WorkerError: the GPUs are not there, or a process did not start within `cluster.start_timeout_s`.
+    """
+    generates = config.algorithm.name == "grpo"
+    placement = place(config, engines(config) if generates else 0)
+    policy = _policy_group(config, placement, run_folder)
+    generation = _generation_group(config, placement, run_folder) if generates else None
+    imports = [_load_policy(config, policy)]
+    if generation is not None:
+        imports.append(_load_generation(config, generation))
+    return Reserved(config, policy, generation, tuple(imports), setup)
+
+
+def launch(
+    reserved: Reserved,
+    model_path: Path,
+    probe_prompt: Sequence[int],
+    saved: Path | None,
+    say: Callable[[str], None],
+) -> Workers:
+    """Start policy and engines in their processes and connect them; the policy goes on from `saved` where that is
+    given. `say` tells of engines that are lost on the way.
+
+    After each refit a continuation of `probe_prompt` (token ids) shows whether both sides compute the same.
+
+    Raises:
+        WorkerError: one did not start, or not within `cluster.start_timeout_s`.
+    """
+    config, policy, generation, setup = reserved.config, reserved.policy, reserved.generation, reserved.setup
+    if generation is None:
+        raise ValueError("no processes were reserved for generation")
+    limit = config.cluster.start_timeout_s
+    with setup("import"):
+        wait(*reserved.imports, timeout_s=limit)
+    policy_start = policy_arguments(config, model_path)
+    engine_start = {
+        "generation": config.generation,
+        "policy": config.policy,
+        "model_path": str(model_path),
+        "seed": config.algorithm.seed,
+        "on_gpu": on_gpus(config),
+    }
+    remote_generation = RemoteGeneration(generation, config.generation.colocated.enabled)
+    if on_gpus(config) and config.generation.colocated.enabled:
+        # An engine measures the GPU while it starts, so nobody else may move in meanwhile; then it makes room.
+        with setup("generation_init"):
+            wait(generation.start([engine_start] * len(generation)), timeout_s=limit)
+            remote_generation.finish_generation()
+        with setup("policy_init"):
+            wait(policy.start([policy_start] * len(policy)), timeout_s=limit)
+    else:
+        with setup("policy_and_generation_init"):
+            wait(
+                policy.start([policy_start] * len(policy)),
+                generation.start([engine_start] * len(generation)),
+                timeout_s=limit,
+            )
+    remote_policy = _ready_policy(reserved, saved)
+    with setup("connect"):
+        weights = WeightSync(remote_policy, remote_generation, config, ProbeSettings.of(config, probe_prompt))
+
+    def start_engines(group: WorkerGroup) -> None:
+        wait(_load_generation(config, group), timeout_s=limit)
+        wait(group.start([engine_start] * len(group)), timeout_s=limit)
+
+    recovering = RecoveringGeneration(remote_generation, weights, start_engines, config.cluster.max_restarts, say)
+    return Workers(remote_policy, recovering, generation, weights)
+
+
+def launch_policy(reserved: Reserved, model_path: Path, saved: Path | None) -> RemotePolicy:
+    """Start the policy alone, for a run that generates nothing. Raises WorkerError as `launch` does."""
+    config, policy, limit = reserved.config, reserved.policy, reserved.config.cluster.start_timeout_s
+    with reserved.setup("import"):
+        wait(*reserved.imports, timeout_s=limit)
+    with reserved.setup("policy_init"):
+        wait(policy.start([policy_arguments(config, model_path)] * len(policy)), timeout_s=limit)
+    return _ready_policy(reserved, saved)
+
+
+def _ready_policy(reserved: Reserved, saved: Path | None) -> RemotePolicy:
+    policy = RemotePolicy(reserved.policy, sequences_per_optimizer_step(reserved.config))
+    if saved is not None:
+        with reserved.setup("resume"):
+            _load(policy, saved)
+    return policy
+
+
+def _load(policy: RemotePolicy, saved: Path) -> None:
+    try:
+        policy.load(str(saved))
+    except CheckpointError as error:
+        advice = f"If {saved.parent} is damaged, a new run can begin from another one: checkpoint.resume_from=..."
+        raise CheckpointError(f"{error}\n{advice}") from error
+
+
+def _policy_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
+    if not on_gpus(config):
+        environment = CPU_POLICY_ENVIRONMENT | NO_GPU
+    else:
+        environment = ONE_QUEUE if config.policy.megatron_cfg.tensor_model_parallel_size > 1 else MANY_QUEUES
+        environment = environment | _segments(config)
+    environment = environment | {"OMP_NUM_THREADS": str(_threads(config, policy_ranks(config)))}
+    environment |= activations.environment(config.policy.megatron_cfg)
+    log.info("environment of the policy: %s", environment)
+    return WorkerGroup(
+        "policy", placement.policy, str(run_folder / "logs"), environment, limit_s=config.cluster.phase_timeout_s
+    )
+
+
+def _segments(config: Config) -> dict[str, str]:
+    """Batches of changing sizes leave gaps in torch's cache; segments that grow have fewer. Memory in them cannot be
+    shared with another process, nor put to sleep by vLLM."""
+    if config.algorithm.name != "grpo":
+        return dict.fromkeys(_SEGMENTS, "expandable_segments:True")
+    return dict.fromkeys(_SEGMENTS, "expandable_segments:False") if config.generation.colocated.enabled else {}
+
+
+def _generation_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
+    on_vllm = config.generation.backend == "vllm"
+    environment = vllm_worker.environment(config.generation, on_gpus(config)) if on_vllm else {}
+    environment |= _segments(config) if on_gpus(config) else NO_GPU
+    environment |= {"OMP_NUM_THREADS": str(_threads(config, engines(config)))}
+    log.info("environment of the generation engines: %s", environment)
+    seats = config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1
+    return WorkerGroup(
+        "generation",
+        placement.generation,
+        str(run_folder / "logs"),
+        environment,
+        seats,
+        config.cluster.phase_timeout_s,
+    )
+
+
+def _load_policy(config: Config, policy: WorkerGroup) -> Call:
+    host, port = policy.addresses(config.cluster.start_timeout_s)[0]
+    places = [
+        {
+            "RANK": str(rank),
+            # Each process sees its own GPU only.
+            "LOCAL_RANK": "0" if on_gpus(config) else str(rank),
+            "WORLD_SIZE": str(len(policy)),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+        }
+        for rank in range(len(policy))
+    ]
+    return policy.load(WORKER_CLASS, places)
+
+
+def _load_generation(config: Config, generation: WorkerGroup) -> Call:
+    visible = [
+        {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+        for gpus in generation.gpus(config.cluster.start_timeout_s)
+    ]
+    return generation.load(ENGINE_CLASSES[config.generation.backend], visible)
+
+
+def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
+    """What `MegatronWorker` is made with, on every rank the same."""
+    algorithm, compared = config.algorithm, config.algorithm.name == "dpo"
+    if isinstance(algorithm, GRPOConfig):
+        compared = algorithm.loss_fn.reference_policy_kl_penalty > 0
+    return {
+        "policy": config.policy,
+        "cluster": config.cluster,
+        "model_path": str(model_path),
+        "seed": config.algorithm.seed,
+        "temperature": config.generation.temperature if algorithm.name == "grpo" else 1.0,
+        "keep_reference": compared,
+        "sequences_together": sequences_together(config),
+        "threads": _threads(config, policy_ranks(config)),
+        "on_gpu": on_gpus(config),
+        "residency": Residency.of(config),
+        "resume_layouts": config.checkpoint.resume_layouts,
+    }
+
+
+def _threads(config: Config, workers: int) -> int:
+    """CPU threads of each of so many workers, which share the machine's cores."""
+    on_one_machine = -(-workers // config.cluster.num_nodes)
+    return config.cluster.threads_per_worker or max(1, available_cores() // on_one_machine)
+
+
+def _peak_memory(group: WorkerGroup) -> dict[str, int]:
+    return {f"{group.name}-{rank}": size for rank, size in enumerate(group.peak_memory())}

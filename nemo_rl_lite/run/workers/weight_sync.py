@@ -1,0 +1,173 @@
+"""A refit across the two groups of workers: connect once, then new weights whenever the loop asks."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nemo_rl_lite.cluster.workers import wait
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import on_gpus
+from nemo_rl_lite.errors import RefitError
+from nemo_rl_lite.generation.interface import Completion, Sampling
+from nemo_rl_lite.refit.consumer import Source
+from nemo_rl_lite.refit.group import Meeting
+from nemo_rl_lite.refit.plan import RefitPlan
+from nemo_rl_lite.refit.report import RefitReport, compare_checksums
+from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
+from nemo_rl_lite.run.workers.remote_policy import RemotePolicy
+
+PROBE_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """What the probe continues (token ids of a prompt like those of the run: bfloat16 is far less exact on nonsense),
+    how it samples, and what mean difference of logprobs (nats) it tolerates."""
+
+    prompt: list[int]
+    tokens: int
+    temperature: float
+    tolerance: float
+
+    @classmethod
+    def of(cls, config: Config, prompt: Sequence[int]) -> "ProbeSettings":
+        return cls(
+            prompt=list(prompt),
+            tokens=min(PROBE_TOKENS, config.generation.max_new_tokens),
+            temperature=config.generation.temperature,
+            tolerance=getattr(config.refit.probe_tolerance, config.policy.precision),
+        )
+
+
+class WeightSync:
+    """Weights from the policy to every generation engine, checked on both sides.
+
+    Colocated, each engine rank hears from the policy rank on its own device: where the parameters are that it copies,
+    or what lies in a buffer that both have open. Otherwise policy rank 0 broadcasts to all.
+    """
+
+    def __init__(self, policy: RemotePolicy, generation: RemoteGeneration, config: Config, probe: ProbeSettings):
+        self._policy, self._generation, self._probe = policy, generation, probe
+        self._config = config.refit
+        self._probed: list[Completion] = []
+        self._limit_s = config.cluster.start_timeout_s
+        self._ranks_per_engine = config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1
+        self._shared_device = config.generation.colocated.enabled
+        self._producers = producers(
+            len(policy.group), len(generation.group) * self._ranks_per_engine, self._shared_device
+        )
+        self._plan: RefitPlan = wait(policy.group.call("plan_refit", config.refit), timeout_s=self._limit_s)[0]
+        self.connect()
+
+    def connect(self) -> None:
+        """Bring every engine rank together with its producer; again where an engine is a new one."""
+        trainers, generators, limit = self._policy.group, self._generation.group, self._limit_s
+        hosts = [host for host, _ in trainers.addresses(limit)]
+        opened = wait(
+            trainers.call_each("open_refit", [(host, self._shared_device) for host in hosts]), timeout_s=limit
+        )
+        consumers = [self._producers.count(rank) for rank in range(len(trainers))]
+        joined = [0] * len(trainers)
+        sources = []
+        for producer in self._producers:
+            joined[producer] += 1
+            port, shared = opened[producer]
+            meeting = Meeting(hosts[producer], port, rank=joined[producer], world_size=1 + consumers[producer])
+            sources.append(Source(self._plan, self._config, meeting, shared))
+        size = self._ranks_per_engine
+        of_engines = [(sources[start : start + size],) for start in range(0, len(sources), size)]
+        wait(
+            trainers.call_each("join_refit", [(count,) for count in consumers]),
+            generators.call_each("join_refit", of_engines),
+            timeout_s=limit,
+        )
+
+    def refit(self) -> dict[str, float]:
+        """Bring the policy's weights to every engine and compare the checksums of both sides; returns metrics.
+
+        Engines that slept take memory for weights before, and for the KV cache after, when the policy has entered its
+        generation phase.
+
+        Raises:
+            RefitError: a consumer received other bytes than were sent.
+            WorkerError: a bucket did not get through.
+        """
+        started = time.perf_counter()
+        self._policy.prepare_for_refit(self._plan.nbytes // self._ranks_per_engine if self._shared_device else 0)
+        self._generation.wake_weights()
+        transfer_started = time.perf_counter()
+        send = self._policy.group.call("send_weights", phase="refit")
+        receive = self._generation.group.call("receive_weights", phase="refit")
+        results = wait(send, receive)
+        seconds = time.perf_counter() - transfer_started
+        self._policy.prepare_for_generation()
+        self._generation.wake_cache()
+        woken = time.perf_counter() - started - seconds
+
+        sent: list[RefitReport | None] = results[: len(self._policy.group)]
+        received = [report for engine in results[len(self._policy.group) :] for report in engine]
+        for consumer, (producer, report) in enumerate(zip(self._producers, received, strict=True)):
+            engine, rank = divmod(consumer, self._ranks_per_engine)
+            compare_checksums(self._plan, _present(sent[producer]), report, f"rank {rank} of generation rank {engine}")
+        metrics = _slowest("iterate", sent) | _slowest("pack", sent) | _slowest("transfer", sent)
+        metrics |= _slowest("load", received) | {
+            "bytes": float(self._plan.nbytes),
+            "buckets": float(len(self._plan.buckets)),
+            "seconds": seconds,
+            "gb_per_s": self._plan.nbytes / seconds / 1e9,
+            "wake_s": woken,
+        }
+        if self._config.verify != "off":
+            self._sample_probe()
+        return metrics
+
+    def check(self) -> dict[str, float]:
+        """Let the policy, in its logprob phase, score what every engine sampled after the last refit: the logprobs must
+        agree. Empty where there is nothing to check.
+
+        Raises:
+            RefitError: naming the engine and the difference.
+        """
+        if not self._probed:
+            return {}
+        started = time.perf_counter()
+        prompt, completions = self._probe.prompt, self._probed
+        self._probed = []
+        sequences = torch.tensor([[*prompt, *completion.tokens] for completion in completions])
+        lengths = torch.full((len(completions),), sequences.shape[1])
+        scored = self._policy.logprobs(sequences, lengths, phase="probe")[:, len(prompt) :]
+        sampled = torch.tensor([completion.logprobs for completion in completions])
+        differences = (scored - sampled).abs().mean(dim=1).tolist()
+        for engine, difference in enumerate(differences):
+            if difference > self._probe.tolerance:
+                raise RefitError(
+                    f"generation rank {engine} and the policy give the tokens of a probe logprobs that differ by "
+                    f"{difference:.4f} nats on average after the refit (limit {self._probe.tolerance:g}, "
+                    "refit.probe_tolerance)"
+                )
+        return {"probe_logprob_diff": max(differences), "probe_s": time.perf_counter() - started}
+
+    def _sample_probe(self) -> None:
+        """Let every engine sample a short sequence with its new weights, for `check`: the policy's own weights may be
+        on the host by now, so it scores the sequences when it has them again."""
+        prompt, tokens = self._probe.prompt, self._probe.tokens
+        sampling = Sampling(self._probe.temperature, 1.0, None, tokens, stop_token_ids=(), stop_strings=(), seed=1)
+        engines = len(self._generation.group)
+        self._probed = self._generation.generate([prompt] * engines, sampling)
+
+
+def producers(policy_ranks: int, consumers: int, shared_device: bool) -> list[int]:
+    """The policy rank that each engine rank gets its weights from: the one on its device, or rank 0."""
+    return [consumer % policy_ranks if shared_device else 0 for consumer in range(consumers)]
+
+
+def _present(report: RefitReport | None) -> RefitReport:
+    if report is None:
+        raise RuntimeError("a producer sent no report")
+    return report
+
+
+def _slowest(stage: str, reports: list[RefitReport | None] | list[RefitReport]) -> dict[str, float]:
+    return {f"{stage}_s": max(report.seconds.get(stage, 0.0) for report in reports if report is not None)}

@@ -1,0 +1,60 @@
+"""Ending early, with a checkpoint."""
+
+import os
+import signal
+
+import pytest
+
+from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.host.stopping import Stopping, seconds
+from nemo_rl_lite.rules.compose import compose_config
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_is_kept_until_the_step_is_done(number, capfd):
+    stopping = Stopping(None, lambda: 0.0)
+    before = signal.getsignal(number)
+    with stopping.listening():
+        assert stopping.after_step() is None
+        os.kill(os.getpid(), number)
+        assert stopping.after_step() == f"{number.name} was received"
+        said = f"{number.name}: the run ends after this step, with a checkpoint; again to end it at once\n"
+        assert capfd.readouterr().err == said
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+
+
+def test_no_step_is_begun_that_could_end_too_late(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("nemo_rl_lite.host.stopping.time.monotonic", lambda: now[0])
+    stopping = Stopping(100.0, lambda: now[0])
+    with stopping.listening():
+        for now[0] in (30.0, 40.0, 69.0):
+            assert stopping.after_step() is None
+        # The longest step took 30 s.
+        now[0] = 71.0
+        assert "must_save_by = 100 s" in stopping.after_step()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, None), (90, 90), ("1:30", 90.0), ("2:00:00", 7200.0), ("1:00:00:05", 86405.0), ("0:5", 5.0)],
+)
+def test_durations(given, expected):
+    assert seconds(given) == expected
+
+
+@pytest.mark.parametrize("given", ["soon", "1:2:3:4:5", "-5", "0"])
+def test_what_is_no_duration_is_an_error(given):
+    with pytest.raises(ConfigError, match=r"checkpoint\.must_save_by"):
+        compose_config([f"checkpoint.must_save_by='{given}'" if ":" in given else f"checkpoint.must_save_by={given}"])
+
+
+def test_a_duration_is_taken_from_the_command_line():
+    assert seconds(compose_config(["checkpoint.must_save_by=3:50:00"]).checkpoint.must_save_by) == 13800
+
+
+def test_a_limit_needs_checkpoints():
+    with pytest.raises(ConfigError, match=r"checkpoint\.must_save_by = .*\n.*saves nothing"):
+        compose_config(["checkpoint.must_save_by=60", "checkpoint.save_period=0"])

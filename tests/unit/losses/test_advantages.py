@@ -1,0 +1,45 @@
+import pytest
+import torch
+
+from nemo_rl_lite.losses.advantages import baseline_metrics, group_advantages
+
+
+def test_leave_one_out_baseline_is_the_mean_of_the_others():
+    rewards = torch.tensor([[1.0, 0.0, 0.5]])
+    advantages = group_advantages(rewards, leave_one_out=True, normalize=False)
+    torch.testing.assert_close(advantages, torch.tensor([[1 - 0.25, 0 - 0.75, 0.5 - 0.5]]))
+
+
+def test_mean_baseline_and_normalisation_are_grpos():
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [3.0, 1.0, 2.0, 2.0]])
+    advantages = group_advantages(rewards, leave_one_out=False, normalize=True)
+    expected = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
+    torch.testing.assert_close(advantages, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("leave_one_out", [True, False])
+def test_normalisation_is_defined_for_two_samples(leave_one_out):
+    advantages = group_advantages(torch.tensor([[1.0, 0.0]]), leave_one_out, normalize=True)
+    assert torch.isfinite(advantages).all()
+    assert advantages[0, 0] > 0.5 and advantages[0, 1] == -advantages[0, 0]
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.3, 10.1, 1000.1])
+@pytest.mark.parametrize("size", [2, 3, 7, 8])
+@pytest.mark.parametrize("leave_one_out", [True, False])
+def test_equal_rewards_teach_exactly_nothing(reward, size, leave_one_out):
+    advantages = group_advantages(torch.full((2, size), reward), leave_one_out, normalize=True)
+    assert (advantages == 0).all()
+
+
+def test_a_single_sample_is_an_error():
+    with pytest.raises(ValueError, match="samples >= 2"):
+        group_advantages(torch.ones(3, 1), leave_one_out=True, normalize=False)
+
+
+def test_baseline_metrics():
+    rewards = torch.tensor([[0.0, 0.0], [1.0, 1.0], [1.0, 0.0], [0.5, 0.5]])
+    metrics = baseline_metrics(rewards, group_advantages(rewards, leave_one_out=True, normalize=False))
+    assert metrics["baseline_reward/pct_0"] == metrics["baseline_reward/pct_1"] == 0.25
+    assert metrics["baseline_reward/pct_mixed"] == 0.25
+    assert metrics["advantages/max"] == 1

@@ -1,0 +1,109 @@
+import math
+
+import pytest
+import torch
+
+from nemo_rl_lite.losses.policy_gradient import GRPOLoss, Normalizers, combine_metrics, kl_estimate, mismatch_metrics
+from tests.unit.losses.test_losses_match_trl import loss_config, random_inputs
+
+EVERYTHING = {
+    "ratio_clip_c": 2.0,
+    "reference_policy_kl_penalty": 0.05,
+    "use_importance_sampling_correction": True,
+    "truncated_importance_sampling_ratio": 2.0,
+}
+
+
+@pytest.mark.parametrize("pieces", [[6], [3, 3], [1, 5], [2, 2, 2], [1] * 6])
+@pytest.mark.parametrize("token_level", [True, False])
+def test_loss_does_not_depend_on_how_the_batch_is_split(pieces, token_level):
+    inputs = random_inputs()
+    loss = GRPOLoss(loss_config(**EVERYTHING, token_level_loss=token_level))
+    counts = Normalizers.of(inputs["mask"])
+    whole, whole_metrics = loss(inputs["logprobs"], inputs, counts)
+    parts, metrics, start = [], [], 0
+    for size in pieces:
+        piece = {name: values[start : start + size] for name, values in inputs.items()}
+        value, piece_metrics = loss(piece["logprobs"], piece, counts)
+        parts.append(value)
+        metrics.append({name: metric.item() for name, metric in piece_metrics.items()})
+        start += size
+    torch.testing.assert_close(sum(parts), whole)
+    combined = combine_metrics(metrics)
+    for name, value in whole_metrics.items():
+        assert combined[name] == pytest.approx(value.item(), abs=1e-6), name
+
+
+def test_padding_may_hold_anything():
+    inputs = random_inputs()
+    loss, counts = GRPOLoss(loss_config(**EVERYTHING)), Normalizers.of(inputs["mask"])
+    clean, _ = loss(inputs["logprobs"], inputs, counts)
+    dirty = {
+        name: torch.where(inputs["mask"] > 0, values, -50.0) if name.endswith("logprobs") else values
+        for name, values in inputs.items()
+    }
+    soiled, _ = loss(dirty["logprobs"], dirty, counts)
+    torch.testing.assert_close(soiled, clean)
+
+
+def test_on_policy_the_ratio_is_one_and_the_kl_zero():
+    inputs = random_inputs()
+    for name in ("previous_logprobs", "reference_logprobs", "generation_logprobs"):
+        inputs[name] = inputs["logprobs"]
+    _, metrics = GRPOLoss(loss_config(**EVERYTHING))(inputs["logprobs"], inputs, Normalizers.of(inputs["mask"]))
+    assert metrics["kl_penalty"].item() == 0
+    assert metrics["probs_ratio"].item() == pytest.approx(1, abs=1e-6)
+    assert metrics["probs_ratio_min"].item() == metrics["probs_ratio_max"].item() == 1
+
+
+def test_an_empty_response_contributes_nothing_and_breaks_nothing():
+    inputs = random_inputs()
+    inputs["mask"][2] = 0
+    counts = Normalizers.of(inputs["mask"])
+    assert counts.sequences == 5
+    for token_level in (True, False):
+        loss, _ = GRPOLoss(loss_config(token_level_loss=token_level))(inputs["logprobs"], inputs, counts)
+        assert math.isfinite(loss.item())
+    empty = {name: values[2:3] for name, values in inputs.items()}
+    loss, metrics = GRPOLoss(loss_config())(empty["logprobs"], empty, counts)
+    assert loss.item() == 0
+    assert metrics["probs_ratio_min"].item() == math.inf
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_kl_estimators_have_the_right_mean_and_gradient(kind):
+    """Exactly, over a small vocabulary: E[estimate] and E[gradient] against the true KL (k3's gradient is biased)."""
+    logits = torch.tensor([0.3, -0.2, 0.6, 0.1], requires_grad=True)
+    reference = torch.tensor([0.25, -0.15, 0.5, 0.2]).log_softmax(0)
+    true = (logits.softmax(0) * (logits.log_softmax(0) - reference)).sum()
+    (true_gradient,) = torch.autograd.grad(true, logits)
+
+    logprobs = logits.log_softmax(0)
+    probabilities = logprobs.exp().detach()
+    estimate = kl_estimate(logprobs, reference, kind)
+    expected = (probabilities * estimate).sum()
+    (gradient,) = torch.autograd.grad(expected, logits)
+    assert expected.item() == pytest.approx(true.item(), abs=2e-4)
+    torch.testing.assert_close(gradient, true_gradient, atol=1e-6 if kind != "k3" else 5e-3, rtol=0)
+
+
+def test_kl_clamps():
+    logprobs, reference = torch.tensor([-30.0, -1.0]), torch.tensor([0.0, -1.0])
+    assert kl_estimate(logprobs, reference, "k3", 20.0, 10.0).tolist() == [10.0, 0.0]
+    with pytest.raises(ValueError, match="k4"):
+        kl_estimate(logprobs, reference, "k4")
+
+
+def test_mismatch_metrics():
+    mask = torch.tensor([[0.0, 1.0, 1.0]])
+    same = torch.tensor([[-9.0, -1.0, -2.0]])
+    equal = mismatch_metrics(same, same, mask)
+    assert equal["token_mult_prob_error"] == 1
+    assert equal["gen_kl_error"] == equal["policy_kl_error"] == equal["logprob_abs_diff_max"] == 0
+    assert equal["js_divergence_error"] == pytest.approx(0, abs=1e-12)
+    other = mismatch_metrics(same, same + torch.tensor([[5.0, 0.1, -0.2]]), mask)
+    assert other["token_mult_prob_error"] == pytest.approx((math.exp(0.1) + math.exp(0.2)) / 2, rel=1e-5)
+    assert other["gen_kl_error"] == pytest.approx(
+        ((math.exp(-0.1) - 1 + 0.1) + (math.exp(0.2) - 1 - 0.2)) / 2, rel=1e-4
+    )
+    assert other["logprob_abs_diff_max"] == pytest.approx(0.2, rel=1e-5)

@@ -1,0 +1,150 @@
+"""Values and gradients of the GRPO loss against TRL's GRPOTrainer, on the same random inputs."""
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from nemo_rl_lite.config.schema import LossConfig
+from nemo_rl_lite.losses.policy_gradient import GRPOLoss, Normalizers
+
+TOLERANCE = 1e-5
+
+
+def loss_config(**changes) -> LossConfig:
+    values = {
+        "ratio_clip_min": 0.2,
+        "ratio_clip_max": 0.2,
+        "ratio_clip_c": None,
+        "reference_policy_kl_penalty": 0.0,
+        "reference_policy_kl_type": "k3",
+        "kl_input_clamp_value": None,
+        "kl_output_clamp_value": None,
+        "token_level_loss": True,
+        "sequence_level_importance_ratios": False,
+        "use_importance_sampling_correction": False,
+        "truncated_importance_sampling_ratio": None,
+    }
+    return LossConfig(**(values | changes))
+
+
+def random_inputs(seed: int = 0, rows: int = 6, prompt: int = 3, response: int = 7) -> dict[str, torch.Tensor]:
+    """Sequences of `prompt` + `response` tokens whose responses end at random places."""
+    source = torch.Generator().manual_seed(seed)
+    shape = (rows, prompt + response)
+    logprobs = -torch.rand(shape, generator=source) * 3
+    lengths = torch.randint(1, response + 1, (rows, 1), generator=source)
+    place = torch.arange(prompt + response)[None] - prompt
+
+    def near(scale: float) -> torch.Tensor:
+        return logprobs + scale * torch.randn(shape, generator=source)
+
+    return {
+        "logprobs": logprobs,
+        "previous_logprobs": near(0.4),
+        "generation_logprobs": near(0.4),
+        "reference_logprobs": near(0.4),
+        "mask": ((place >= 0) & (place < lengths)).float(),
+        "advantages": torch.randn(rows, generator=source),
+    }
+
+
+def our_loss(config: LossConfig, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    logprobs = inputs["logprobs"].clone().requires_grad_()
+    loss, _ = GRPOLoss(config)(logprobs, inputs, Normalizers.of(inputs["mask"]))
+    loss.backward()
+    return loss.detach(), logprobs.grad
+
+
+def trl_loss(config: LossConfig, inputs: dict[str, torch.Tensor], prompt: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """TRL's own `_compute_loss`, with a trainer reduced to the attributes it reads."""
+    logprobs = inputs["logprobs"].clone().requires_grad_()
+    response = {name: values[:, prompt:] for name, values in inputs.items() if values.dim() == 2}
+    correction = (response["previous_logprobs"] - response["generation_logprobs"]).exp()
+    if config.truncated_importance_sampling_ratio is not None:
+        correction = correction.clamp(max=config.truncated_importance_sampling_ratio)
+    unchanged = lambda value, **_: value  # noqa: E731
+    trainer = SimpleNamespace(
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        importance_sampling_level="sequence" if config.sequence_level_importance_ratios else "token",
+        beta=config.reference_policy_kl_penalty,
+        args=SimpleNamespace(use_bias_correction_kl=False, delta=config.ratio_clip_c),
+        loss_type="bnpo" if config.token_level_loss else "grpo",
+        epsilon_low=config.ratio_clip_min,
+        epsilon_high=config.ratio_clip_max,
+        use_vllm=config.use_importance_sampling_correction,
+        vllm_importance_sampling_correction=True,
+        model=SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=1,
+        _entropy_bonus_enabled=False,
+        _metrics={"train": defaultdict(list)},
+        accelerator=SimpleNamespace(gather=unchanged, reduce=unchanged),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs[:, prompt:], torch.zeros(1, 1), None),
+    )
+    rows = logprobs.shape[0]
+    loss = GRPOTrainer._compute_loss(
+        trainer,
+        None,
+        {
+            "prompt_ids": torch.zeros(rows, prompt, dtype=torch.long),
+            "prompt_mask": torch.ones(rows, prompt),
+            "completion_ids": torch.zeros(rows, logprobs.shape[1] - prompt, dtype=torch.long),
+            "completion_mask": response["mask"],
+            "advantages": inputs["advantages"],
+            "old_per_token_logps": response["previous_logprobs"],
+            "ref_per_token_logps": response["reference_logprobs"],
+            "importance_sampling_ratio": correction,
+        },
+    )
+    loss.backward()
+    return loss.detach(), logprobs.grad
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"ratio_clip_max": 0.28},
+        {"token_level_loss": False},
+        {"ratio_clip_c": 1.5},
+        {"reference_policy_kl_penalty": 0.1},
+        {"reference_policy_kl_penalty": 0.1, "token_level_loss": False},
+        {"token_level_loss": False, "sequence_level_importance_ratios": True},
+        {"use_importance_sampling_correction": True},
+        {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 1.2},
+        {
+            "ratio_clip_max": 0.28,
+            "ratio_clip_c": 2.0,
+            "reference_policy_kl_penalty": 0.05,
+            "use_importance_sampling_correction": True,
+            "truncated_importance_sampling_ratio": 2.0,
+        },
+    ],
+    ids=lambda changes: "+".join(changes) or "defaults",
+)
+def test_value_and_gradient_agree_with_trl(changes, seed):
+    config, inputs = loss_config(**changes), random_inputs(seed)
+    ours, our_gradient = our_loss(config, inputs)
+    theirs, their_gradient = trl_loss(config, inputs)
+    torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(our_gradient, their_gradient, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_options_change_the_loss():
+    """The comparison above would pass if neither side looked at an option; so each option must matter."""
+    inputs = random_inputs()
+    plain, _ = our_loss(loss_config(), inputs)
+    for changes in (
+        {"ratio_clip_max": 0.05},
+        {"ratio_clip_c": 1.21},
+        {"token_level_loss": False},
+        {"reference_policy_kl_penalty": 0.1},
+        {"use_importance_sampling_correction": True},
+    ):
+        changed, _ = our_loss(loss_config(**changes), inputs)
+        assert not torch.isclose(changed, plain, atol=1e-4), changes

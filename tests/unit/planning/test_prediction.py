@@ -1,0 +1,286 @@
+"""Predicted bytes against built models and against what was measured on GPUs."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
+from nemo_rl_lite.models.shape import ModelShape, model_shape
+from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.offload.residency import Component, Phase, Residency
+from nemo_rl_lite.planning.activation_size import item_bytes, logits_elements, micro_batch
+from nemo_rl_lite.planning.memory_table import headers, render, title
+from nemo_rl_lite.planning.model_size import parameter_count, rank_parameters
+from nemo_rl_lite.planning.prediction import Bytes, predict, predicted_metrics, totals
+from nemo_rl_lite.rules.compose import compose_config
+
+GIB = 2**30
+H100 = int(79.2 * GIB)
+MEGATRON = "policy.megatron_cfg"
+TENSOR, PIPELINE = f"{MEGATRON}.tensor_model_parallel_size", f"{MEGATRON}.pipeline_model_parallel_size"
+OPTIMIZER = f"{MEGATRON}.optimizer"
+TWO_REPLICAS = ["cluster.cpu_ranks=2", "policy.train_micro_batch_size=64"]
+SGD = [f"{OPTIMIZER}.optimizer=sgd", f"{OPTIMIZER}.use_distributed_optimizer=false"]
+ONE_GPU = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gpu", "generation.max_new_tokens=32"]
+SIZES = {"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 64, "vocab_size": 96}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "max_position_embeddings": 64}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def shape_of(model_type: str, **config: object) -> ModelShape:
+    return model_shape({"model_type": model_type} | config)
+
+
+SMOLLM2 = shape_of(
+    "llama",
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    vocab_size=49152,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+)
+QWEN3 = shape_of(
+    "qwen3",
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+    max_position_embeddings=40960,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [
+        ("qwen3", MODEL_CONFIG),
+        ("llama", SIZES | {"tie_word_embeddings": False}),
+        ("qwen2", SIZES | {"tie_word_embeddings": True}),
+        ("qwen3_moe", SIZES | EXPERTS),
+        ("qwen3_moe", SIZES | EXPERTS | {"mlp_only_layers": [1]}),
+        ("qwen2_moe", SIZES | EXPERTS | {"shared_expert_intermediate_size": 48, "decoder_sparse_step": 2}),
+        ("mixtral", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ],
+)
+def test_parameters_are_counted_as_transformers_builds_them(model_type, config):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    built = AutoConfig.for_model(model_type, **{name: value for name, value in config.items() if name != "model_type"})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(built)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert parameter_count(model_shape({"model_type": model_type} | config)) == count
+
+
+def test_parameters_of_known_models():
+    assert parameter_count(SMOLLM2) == 134_515_008
+    assert parameter_count(QWEN3) == 1_720_574_976
+
+
+def test_ranks_together_hold_the_model():
+    shape = shape_of("qwen3_moe", **SIZES | EXPERTS | {"num_hidden_layers": 4})
+    overrides = [f"{TENSOR}=2", f"{PIPELINE}=2", f"{MEGATRON}.expert_model_parallel_size=4"]
+    overrides += [f"{MEGATRON}.sequence_parallel=true", "cluster.gpus_per_node=8", "policy.model_name=a/moe"]
+    parallel = compose_config([*ONE_GPU, *overrides]).policy.megatron_cfg
+    first, last = (rank_parameters(shape, parallel, stage) for stage in (0, 1))
+    assert 4 * 2 * first.experts == 4 * 8 * 3 * 64 * 32
+    # Norms and routers are on both tensor-parallel ranks.
+    replicated = 4 * (2 * 64 + 2 * 16 + 64 * 8) + 64
+    assert 2 * (first.dense + last.dense) - replicated + 8 * first.experts == parameter_count(shape)
+    tied = replace(shape, tied_embeddings=True)
+    assert rank_parameters(tied, parallel, 1) == last and parameter_count(tied) < parameter_count(shape)
+
+
+# GiB, from docs/benchmarks/runs: policy_peak_bytes of steady steps; what of it was there before the phase is in `rest`
+# (policy_peak_bytes/probe, with the refit's buffer).
+COLOCATED = ["policy.sequence_packing.train_mb_tokens=8192", "policy.sequence_packing.logprob_mb_tokens=16384"]
+APART = ["generation.colocated.enabled=false", "policy.sequence_packing.train_mb_tokens=8192"]
+THIRTEEN = [f"policy.sequence_packing.{phase}_mb_tokens={13 * 558}" for phase in ("train", "logprob")]
+TWO_GPUS = ["cluster.gpus_per_node=2", "generation.colocated.resources.gpus_per_node=1"]
+TWO_RANKS = ["cluster.gpus_per_node=4", f"{TENSOR}=2", "generation.vllm_cfg.tensor_parallel_size=2"]
+MEASURED = {
+    # grpo-chain-sum-1x-h100
+    "smollm2": (SMOLLM2, ["policy.max_total_sequence_length=128"], {Phase.TRAIN: 14.9, Phase.LOGPROB: 5.98}, 2.64),
+    # offload-prepare-1x-h100, states stay; no engine beside it. 13 sequences of 558 tokens are the longest pack there.
+    "qwen3": (
+        QWEN3,
+        ["generation.colocated.enabled=false", *TWO_GPUS, "policy.max_total_sequence_length=640", *THIRTEEN],
+        {Phase.TRAIN: 48.9, Phase.LOGPROB: 34.2},
+        28.9,
+    ),
+    # The runs below were measured with a gated MLP that was not fused, which makes no difference to logprobs.
+    # grpo-qwen3-1.7b-1x-h100
+    "qwen3 colocated": (
+        QWEN3,
+        [*COLOCATED, "policy.max_total_sequence_length=640", "policy.train_global_batch_size=512"],
+        {Phase.LOGPROB: 42.4},
+        32.1,
+    ),
+    # grpo-qwen3-1.7b-noncolocated-2x-h200
+    "qwen3 apart": (
+        QWEN3,
+        [*APART, *TWO_GPUS],
+        {Phase.LOGPROB: 34.7},
+        29.0,
+    ),
+    # grpo-qwen3-1.7b-noncolocated-4x-h200
+    "qwen3 tensor parallel": (
+        QWEN3,
+        [*APART, *TWO_RANKS, "generation.colocated.resources.gpus_per_node=2"],
+        {Phase.LOGPROB: 17.4},
+        14.5,
+    ),
+}
+# Each kind of place is in its table.
+EVERYWHERE = [
+    "offload=max_memory",
+    f"{MEGATRON}.activation_checkpointing=false",
+    f"{MEGATRON}.fine_grained_activation_offloading=true",
+    f"{MEGATRON}.offload_modules=[core_attn,attn_proj]",
+]
+BATCH = ["algorithm.num_prompts_per_step=64", "algorithm.num_generations_per_prompt=8"]
+BATCH += ["policy.train_global_batch_size=256", "policy.model_name=a/model"]
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_predictions_agree_with_what_was_measured(name):
+    shape, overrides, peaks, rest = MEASURED[name]
+    config = compose_config([*ONE_GPU, *BATCH, *overrides])
+    prediction = predict(config, shape, H100)
+    for phase, peak in peaks.items():
+        # When these were measured, the logits of the micro-batch before were still there in logprob inference.
+        logits = logits_elements(config, shape, micro_batch(config, training=False)) * item_bytes(config)
+        more = logits / GIB if phase is Phase.LOGPROB else 0.0
+        assert totals(prediction)[phase].device / GIB + more == pytest.approx(peak, rel=0.15)
+        activations = prediction[phase, Component.ACTIVATIONS].device / GIB
+        assert activations + more == pytest.approx(peak - rest, rel=0.06)
+
+
+def tiny(*overrides: str, shape: ModelShape | None = None, device_bytes: int | None = None):
+    return predict(compose_config(list(overrides)), shape or model_shape(MODEL_CONFIG), device_bytes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bytes_a_parameter"),
+    [
+        ([], 8),
+        (["policy.precision=bfloat16"], 12),
+        (TWO_REPLICAS, 4),
+        ([*TWO_REPLICAS, f"{OPTIMIZER}.use_distributed_optimizer=false"], 8),
+        (SGD, 4),
+        ([*SGD, f"{OPTIMIZER}.sgd_momentum=0.0"], 0),
+    ],
+)
+def test_optimizer_states_are_sharded_over_replicas_and_follow_the_precision(overrides, bytes_a_parameter):
+    states = tiny(*overrides)[Phase.TRAIN, Component.OPTIMIZER_STATES]
+    assert states == Bytes(bytes_a_parameter * parameter_count(model_shape(MODEL_CONFIG)))
+
+
+def test_a_part_of_the_optimizer_can_live_on_the_host():
+    away = f"{OPTIMIZER}.optimizer_offload_fraction=0.5"
+    config = [
+        *ONE_GPU,
+        *BATCH,
+        "policy.max_total_sequence_length=128",
+        "offload=cpu_optimizer",
+        away,
+    ]
+    prediction, parameters = predict(compose_config(config), SMOLLM2, H100), parameter_count(SMOLLM2)
+    for phase in Phase:
+        assert prediction[phase, Component.OPTIMIZER_STATES] == Bytes(6 * parameters, 8 * parameters)
+
+
+def test_what_is_released_takes_nothing_and_what_left_is_on_the_host():
+    prediction = predict(
+        compose_config([*ONE_GPU, *BATCH, "policy.max_total_sequence_length=128", "offload=colocated"]), SMOLLM2, H100
+    )
+    parameters = parameter_count(SMOLLM2)
+    assert prediction[Phase.GENERATE, Component.PARAMETERS] == Bytes(host=2 * parameters)
+    assert prediction[Phase.GENERATE, Component.GRADIENTS] == prediction[Phase.TRAIN, Component.KV_CACHE] == Bytes()
+    generating = totals(prediction)[Phase.GENERATE]
+    # The engine's share of the GPU is all that is taken of it.
+    assert generating.device == int(0.5 * H100) and generating.host == 14 * parameters
+
+
+def test_recomputation_and_offloading_keep_less_on_the_device():
+    base = [*ONE_GPU, *BATCH, "policy.max_total_sequence_length=128"]
+    plain, recomputed, offloaded = (
+        predict(compose_config([*base, *overrides]), SMOLLM2, H100)[Phase.TRAIN, Component.ACTIVATIONS]
+        for overrides in ([], [f"{MEGATRON}.activation_checkpointing=true"], ["offload=activations"])
+    )
+    assert plain.host == recomputed.host == 0
+    # Layers' inputs, the last norm's two tensors, logits.
+    assert recomputed.device == 16384 * (30 * 2 * 576 + 2 * 2 * 576 + 6 * 49152)
+    assert offloaded.host > 0 and offloaded.device + offloaded.host == plain.device
+
+
+# offload-activations-1x-h100: one sequence of 8192 tokens a micro-batch; GiB of the peak that a set of modules saves.
+SAVED = {"core_attn,attn_proj": 2.53, "mlp": 9.27, "qkv_linear,core_attn,attn_proj,mlp": 14.75}
+
+
+@pytest.mark.parametrize("modules", SAVED)
+def test_offloaded_activations_are_what_was_measured(modules):
+    long = ["policy.max_total_sequence_length=8192", "policy.sequence_packing.train_mb_tokens=8192"]
+    chosen = ["offload=activations", f"{MEGATRON}.offload_modules=[{modules}]"]
+    config = compose_config([*ONE_GPU, *BATCH, *long, *chosen, "generation.vllm_cfg.gpu_memory_utilization=0.3"])
+    offloaded = predict(config, QWEN3, H100)[Phase.TRAIN, Component.ACTIVATIONS].host
+    assert offloaded / GIB == pytest.approx(SAVED[modules], rel=0.01)
+
+
+def test_the_fullest_stage_of_a_pipeline_is_taken():
+    wide = replace(model_shape(MODEL_CONFIG), vocabulary=10**6)
+    first_fullest = tiny("cluster.cpu_ranks=2", f"{PIPELINE}=2")
+    last_fullest = tiny("cluster.cpu_ranks=2", f"{PIPELINE}=2", shape=wide)
+    parallel = compose_config(["cluster.cpu_ranks=2", f"{PIPELINE}=2"]).policy.megatron_cfg
+    for prediction, shape, stage in ((first_fullest, model_shape(MODEL_CONFIG), 0), (last_fullest, wide, 1)):
+        held = rank_parameters(shape, parallel, stage).total
+        assert prediction[Phase.REFIT, Component.PARAMETERS] == Bytes(4 * held)
+
+
+def test_the_cache_of_an_engine_on_a_cpu_is_configured():
+    assert tiny()[Phase.TRAIN, Component.KV_CACHE] == Bytes(GIB)
+    assert 0 < tiny("generation=transformers")[Phase.TRAIN, Component.KV_CACHE].device < GIB
+
+
+def test_a_shared_gpu_must_have_a_size():
+    with pytest.raises(ValueError, match="size of a GPU's memory"):
+        predict(compose_config([*ONE_GPU, *BATCH, "policy.max_total_sequence_length=128"]), SMOLLM2, None)
+
+
+def test_metrics_are_the_device_bytes_under_phase_and_component():
+    prediction = tiny()
+    metrics = predicted_metrics(prediction)
+    assert len(metrics) == len(Phase) * len(Component)
+    assert metrics["memory/predicted/train/parameters"] == 4 * parameter_count(model_shape(MODEL_CONFIG))
+
+
+def test_the_table_says_how_much_is_where():
+    config = compose_config([*ONE_GPU, *BATCH, "policy.max_total_sequence_length=128", *EVERYWHERE])
+    table = Residency.of(config)
+    rows = {row[0]: row[1:] for row in render(table, predict(config, SMOLLM2, H100))}
+    assert rows["parameters"] == ["257 MiB host", "257 MiB device", "257 MiB device", "257 MiB device"]
+    assert rows["gradients"] == ["-", "-", "513 MiB device", "-"]
+    assert rows["optimizer states"] == ["2.0 GiB host"] * 4
+    assert rows["activations"][0] == "-" and " device\n" in rows["activations"][2]
+    assert rows["sum on the device"][0] == "39.6 GiB" and rows["sum on the host"][0] == "2.3 GiB"
+
+
+def test_the_table_fits_a_hundred_columns():
+    config = compose_config([*ONE_GPU, *BATCH, "policy.max_total_sequence_length=128", *EVERYWHERE])
+    table, stream = Residency.of(config), io.StringIO()
+    console = RunConsole(Console(file=stream, width=100))
+    console.table(title(config, SMOLLM2, H100), headers(table), render(table, predict(config, SMOLLM2, H100)))
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    assert lines[0] == "predicted memory of the policy rank on a GPU of 79.2 GiB: a/model (135 M parameters)"
+    assert max(map(len, lines)) <= 100
+    # Nothing is broken over lines but what is in two places: title, three rules, headers, eight rows, one more line.
+    assert len(lines) == 14

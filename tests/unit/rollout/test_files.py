@@ -1,0 +1,94 @@
+"""Rollouts on disk."""
+
+import resource
+
+import pyarrow.dataset
+import pytest
+
+from nemo_rl_lite.observability.samples import samples, spread, text_of
+from nemo_rl_lite.rollout.files import (
+    RolloutFiles,
+    read_rollout,
+    rollout_files,
+)
+from tests.unit.observability.rollouts import make_rollout
+
+FOUR = make_rollout(["a", "b", "c", "d"], [0.0, 1.0, 0.5, 0.25], samples=2)
+
+
+def names(folder) -> list[str]:
+    return [file.stem for file in rollout_files(folder)]
+
+
+def test_every_sample_is_there_and_the_folder_reads_as_one_table(tmp_path):
+    files = RolloutFiles(tmp_path, None, done=0)
+    files.write(1, "train", FOUR)
+    files.write(2, "validation", FOUR)
+    first, _ = rollout_files(tmp_path)
+    rows = read_rollout(first)
+    assert [(row["problem"], row["sample"], row["response"], row["reward"]) for row in rows] == [
+        (0, 0, "a", 0.0),
+        (0, 1, "b", 1.0),
+        (1, 0, "c", 0.5),
+        (1, 1, "d", 0.25),
+    ]
+    assert rows[2]["prompt"] == [{"role": "user", "content": "question 1", "other": None}] and rows[2]["answer"] == "1"
+    assert rows[0]["tokens"] == 3 and rows[0]["prompt_tokens"] == 2 and rows[0]["ending"] == "stop"
+    whole = pyarrow.dataset.dataset(tmp_path / "rollouts").to_table()
+    assert whole.num_rows == 8 and set(whole["split"].to_pylist()) == {"train", "validation"}
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(0, None), (3, 3), (9, 4)])
+def test_a_limit_on_samples(tmp_path, limit, expected):
+    RolloutFiles(tmp_path, limit, done=0).write(1, "train", FOUR)
+    assert [len(read_rollout(file)) for file in rollout_files(tmp_path)] == ([expected] if expected else [])
+
+
+def test_rollouts_of_steps_that_are_taken_again_are_put_aside(tmp_path):
+    files = RolloutFiles(tmp_path, None, done=0)
+    for step in (1, 2, 3):
+        files.write(step, "train", FOUR)
+    # What a kill left of one that was being written.
+    (tmp_path / "rollouts" / ".step-00000004-train.parquet").write_bytes(b"PAR1 cut")
+    again = RolloutFiles(tmp_path, None, done=1)
+    assert names(tmp_path) == ["step-00000001-train"]
+    assert len(list((tmp_path / "rollouts-undone").iterdir())) == 2
+    assert not list((tmp_path / "rollouts").glob(".*"))
+    again.write(2, "train", FOUR)
+    RolloutFiles(tmp_path, None, done=1)
+    assert names(tmp_path) == ["step-00000001-train"]
+
+
+def test_a_full_disk_ends_no_run_and_leaves_no_half_file(tmp_path, caplog):
+    """A limit on the file's size instead of a full disk."""
+    files, limits = RolloutFiles(tmp_path, None, done=0), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        files.write(1, "train", FOUR)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert names(tmp_path) == [] and "rollout of step 1 cannot be written" in caplog.text
+    files.write(2, "train", FOUR)
+    assert names(tmp_path) == ["step-00000002-train"]
+
+
+def test_samples_are_spread_from_the_worst_to_the_best():
+    assert spread([0.5, 0.0, 1.0, 0.25], 2) == [1, 2]
+    assert spread([0.5, 0.0, 1.0, 0.25], 3) == [1, 0, 2]
+    assert spread([1.0], 2) == [0] and spread([], 2) == []
+    worst, best = samples(FOUR, 2)
+    assert (worst.response, worst.reward, best.response, best.reward) == ("a", 0.0, "b", 1.0)
+
+
+def test_who_said_what_is_told_where_there_are_several():
+    assert text_of([{"role": "user", "content": "1+1"}]) == "1+1"
+    said = [{"role": "assistant", "content": "let me see"}, {"role": "tool", "content": None}]
+    assert text_of(said) == "assistant: let me see\ntool: "
+
+
+def test_tool_calls_are_kept(tmp_path):
+    rollout = make_rollout(["a"], [0.0])
+    rollout.turns[0].append({"role": "tool", "content": "2", "tool_call_id": "x"})
+    RolloutFiles(tmp_path, None, done=0).write(1, "train", rollout)
+    (row,) = read_rollout(rollout_files(tmp_path)[0])
+    assert row["turns"][1]["other"] == '{"tool_call_id": "x"}'

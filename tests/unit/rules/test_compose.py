@@ -1,0 +1,196 @@
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from nemo_rl_lite.config import keys
+from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.train import split_arguments
+
+HEAVY = ("torch", "ray", "vllm", "megatron", "transformers", "numpy")
+
+
+def test_the_default_is_valid_and_frozen():
+    config = compose_config()
+    assert config.run_name == "grpo-reverse_digits"
+    with pytest.raises(AttributeError):
+        config.run_name = "other"
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_known_keys_work_with_and_without_plus(prefix):
+    config = compose_config([f"{prefix}policy.offload_optimizer_states_for_logprob=true"])
+    assert config.policy.offload_optimizer_states_for_logprob is True
+
+
+def test_the_offload_preset_is_packaged_onto_the_policy():
+    assert compose_config(["offload=logprob"]).policy.offload_optimizer_states_for_logprob is True
+
+
+@pytest.mark.parametrize("prefix", ["", "+"])
+def test_sections_of_others_take_new_keys(prefix):
+    config = compose_config([f"{prefix}generation.vllm_kwargs.block_size=16", f"{prefix}reward.kwargs.weight=2"])
+    assert config.generation.vllm_kwargs == {"block_size": 16}
+    assert config.reward.kwargs == {"weight": 2}
+
+
+def test_scientific_notation_and_whole_numbers_are_numbers():
+    config = compose_config(["policy.megatron_cfg.optimizer.lr=1e-4", "refit.timeout_s=60"])
+    assert config.policy.megatron_cfg.optimizer.lr == 1e-4
+    assert config.refit.timeout_s == 60
+
+
+@pytest.mark.parametrize(
+    ("variable", "key", "good", "bad", "complaint"),
+    [
+        ("NRL_REFIT_BUFFER_MEMORY_RATIO", "buffer_memory_ratio", 0.5, "half", "must be a number"),
+        ("NRL_REFIT_NUM_BUFFERS", "num_buffers", 3, "two", "must be an integer"),
+    ],
+)
+def test_environment_variables_of_the_refit_are_read_and_bad_values_are_errors(
+    variable, key, good, bad, complaint, monkeypatch
+):
+    monkeypatch.setenv(variable, str(good))
+    assert getattr(compose_config().refit, key) == good
+    monkeypatch.setenv(variable, bad)
+    with pytest.raises(ConfigError, match=rf"refit.{key} = '{bad}'\n.*{complaint}"):
+        compose_config()
+    # What is empty is no number either.
+    monkeypatch.setenv(variable, "")
+    with pytest.raises(ConfigError, match=key):
+        compose_config()
+
+
+def test_valid_but_unusual_overrides_are_accepted():
+    assert compose_config(["recipes=null"]).run_name == "grpo-reverse_digits"
+    assert compose_config(["generation.vllm_kwargs={block_size:16}"]).generation.vllm_kwargs == {"block_size": 16}
+    config = compose_config(["policy.megatron_cfg.optimizer.lr=1e-6", "run_name='ünï-code'"])
+    assert config.run_name == "ünï-code"
+
+
+def test_every_recipe_is_valid(tmp_path, monkeypatch):
+    """Also where scripts/get_smollm2.py has not run: its model is a folder under the working directory, and so are the
+    pairs that scripts/gsm8k_pairs.py writes."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "models" / "smollm2-135m-instruct"
+    folder.mkdir(parents=True)
+    shape = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+    (folder / "config.json").write_text(json.dumps(shape | {"vocab_size": 49152, "max_position_embeddings": 8192}))
+    for file in ("tokenizer_config.json", "model.safetensors"):
+        (folder / file).write_text("{}")
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "2+2", "chosen": "4", "rejected": "5"}) + "\n")
+    for name in keys.groups()["recipes"]:
+        compose_config([f"recipes={name}"])
+
+
+def test_a_recipes_keys_are_checked_too(tmp_path, monkeypatch):
+    shutil.copytree(keys.config_dir(), tmp_path / "configs", symlinks=False)
+    recipe = tmp_path / "configs" / "recipes" / "mine.yaml"
+    recipe.write_text("# @package _global_\npolicy:\n  learning_rate: 1\n  precision: half\n")
+    monkeypatch.setattr(keys, "config_dir", lambda: tmp_path / "configs")
+    keys.groups.cache_clear()
+    try:
+        with pytest.raises(ConfigError) as error:
+            compose_config(["recipes=mine"])
+    finally:
+        keys.groups.cache_clear()
+    assert "policy.learning_rate" in str(error.value)
+
+
+def test_every_key_has_a_comment_or_a_telling_name():
+    """Keys that need explaining are explained: each YAML file of a group has comments, or fewer than four keys."""
+    for file in keys.config_dir().glob("*/*.yaml"):
+        text = file.read_text()
+        assert "#" in text or text.count(":") < 4, file
+
+
+def test_flags_and_overrides_are_told_apart():
+    flags, overrides = split_arguments(["-m", "a=1,2", "--cfg", "job", "--config-dir", "here", "b=3", "--resolve"])
+    assert flags == ["-m", "--cfg", "job", "--config-dir", "here", "--resolve"]
+    assert overrides == ["a=1,2", "b=3"]
+
+
+def test_bad_configs_are_reported_without_heavy_imports():
+    script = (
+        "import sys\n"
+        "from nemo_rl_lite import train\n"
+        "try: train.main(['policy.lr=1', 'algorithm.seed=x', 'policy.logprob_batch_size=48'])\n"
+        f"finally: print([name for name in {HEAVY} if name in sys.modules], file=sys.stdout)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_config_package_imports_nothing_heavy():
+    script = (
+        "import sys, pkgutil, importlib, nemo_rl_lite.config as package\n"
+        "for module in pkgutil.iter_modules(package.__path__):\n"
+        "    importlib.import_module('nemo_rl_lite.config.' + module.name)\n"
+        f"sys.exit(str([name for name in {HEAVY} if name in sys.modules]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job"], ["--cfg", "hydra"], ["--info", "defaults-tree"]])
+def test_hydras_own_flags_work(flags):
+    command = [sys.executable, "-m", "nemo_rl_lite.train", *flags, "+policy.offload_optimizer_states_for_logprob=true"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) > 10
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "reward.name=no.such.reward",
+        "generation.max_new_tokens=32",
+        "generation.stop_strings=['']",
+        "generation.vllm_cfg.tensor_parallel_size=2",
+        "policy.logprob_batch_size=48",
+        "policy.train_global_batch_size=384",
+    ],
+)
+def test_what_sft_does_not_use_is_no_error_in_sft(override):
+    assert compose_config(["algorithm=sft", override]).run_name == "sft-reverse_digits"
+    with pytest.raises(ConfigError):
+        compose_config([override])
+
+
+def test_the_algorithms_options_are_those_of_its_name():
+    sft, grpo = compose_config(["algorithm=sft", "algorithm.max_num_epochs=3"]), compose_config()
+    assert sft.supervised.max_num_epochs == 3 and grpo.grpo.num_prompts_per_step == 64
+    with pytest.raises(TypeError, match="GRPOConfig expected, this run has SFTConfig"):
+        _ = sft.grpo
+
+
+def test_a_recipes_algorithm_is_spoken_of_when_a_key_of_it_is_wrong(tmp_path, monkeypatch):
+    shutil.copytree(keys.config_dir(), tmp_path / "configs", symlinks=False)
+    recipe = tmp_path / "configs" / "recipes" / "mine.yaml"
+    content = "algorithm:\n  max_num_epoch: 1\n  loss_fn: null\n"
+    recipe.write_text(f"# @package _global_\ndefaults:\n  - override /algorithm: sft\n{content}")
+    monkeypatch.setattr(keys, "config_dir", lambda: tmp_path / "configs")
+    keys.groups.cache_clear()
+    keys.known_keys.cache_clear()
+    try:
+        with pytest.raises(ConfigError) as error:
+            compose_config(["recipes=mine", "algorithm.max_num_epochs=2"])
+    finally:
+        keys.groups.cache_clear()
+        keys.known_keys.cache_clear()
+    assert [violation.key for violation in error.value.violations] == ["algorithm.max_num_epoch", "algorithm.loss_fn"]
+    assert "did you mean algorithm.max_num_epochs?" in str(error.value)
+    assert "is a key of algorithm=grpo only" in str(error.value)
+
+
+def test_a_value_of_a_wrong_type_is_one_problem():
+    """Rules that read it have nothing to say of the default in its place."""
+    with pytest.raises(ConfigError) as raised:
+        compose_config(["data=file", "data.train_path=5"])
+    assert [violation.rule for violation in raised.value.violations if violation.key == "data.train_path"] == [
+        "must be a string"
+    ]

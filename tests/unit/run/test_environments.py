@@ -1,0 +1,34 @@
+"""What the launcher puts into the environment of GPU processes, whatever the user's has."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run.workers import launch
+
+GPU = ["policy=megatron_gpu", "cluster.gpus_per_node=1", "policy.train_micro_batch_size=64"]
+GPU += ["policy.max_total_sequence_length=128"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "segments"),
+    [
+        ([], "expandable_segments:False"),
+        (["algorithm=sft"], "expandable_segments:True"),
+        (["generation.colocated.enabled=false", "generation.colocated.resources.gpus_per_node=1"], None),
+    ],
+    ids=["shared GPUs", "no engine", "GPUs of their own"],
+)
+def test_memory_that_is_shared_or_put_to_sleep_is_in_fixed_segments(overrides, segments, monkeypatch, tmp_path):
+    made = {}
+    monkeypatch.setattr(
+        launch, "WorkerGroup", lambda name, slots, logs, environment, *_, **__: made.update(environment)
+    )
+    more = ["cluster.gpus_per_node=2"] if segments is None else []
+    config = compose_config([*GPU, *overrides, *more])
+    groups = [launch._policy_group] + ([launch._generation_group] if config.algorithm.name == "grpo" else [])
+    for group in groups:
+        made.clear()
+        group(config, SimpleNamespace(policy=[], generation=[]), tmp_path)
+        assert {made.get("PYTORCH_CUDA_ALLOC_CONF"), made.get("PYTORCH_ALLOC_CONF")} == {segments}

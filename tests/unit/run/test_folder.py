@@ -1,0 +1,149 @@
+"""Which runs a folder can go on with, and that there is one at a time."""
+
+import dataclasses
+import errno
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+
+from nemo_rl_lite.checkpoint.resume import checkpoint_store
+from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.observability.sinks import METRICS_FILE
+from nemo_rl_lite.observability.summary import SUMMARY_FILE
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run.folder import check_folder, locked, write_down
+from nemo_rl_lite.run.run import run
+from nemo_rl_lite.run.status import COMMAND_FILE, CONFIG_FILE, STATUS_FILE, status_kept
+
+# Takes the lock, starts a program that would inherit every file it may, names it and waits.
+HOLDER = """
+import subprocess, sys, time
+from pathlib import Path
+from nemo_rl_lite.run.folder import locked
+with locked(Path(sys.argv[1])):
+    child = subprocess.Popen(["sleep", "600"], close_fds=False, stdout=subprocess.DEVNULL)
+    print(child.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def enter(folder, *overrides):
+    whole_config = dataclasses.asdict(compose_config(overrides))
+    check_folder(folder, whole_config)
+    write_down(folder, whole_config, "the command")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Of a run that was killed before it saved anything."""
+    enter(tmp_path)
+    (tmp_path / METRICS_FILE).write_text('{"step": 1}\n')
+    return tmp_path
+
+
+def save(folder):
+    store = checkpoint_store(compose_config(), folder)
+    store.begin(10)
+    store.finish(10, {}, {})
+
+
+def test_the_same_command_starts_again_where_nothing_was_saved(folder):
+    enter(folder, "logger.log_samples=9")
+    assert (folder / COMMAND_FILE).read_text() == "the command\n" * 2
+
+
+def test_another_one_does_not(folder):
+    before = (folder / CONFIG_FILE).read_text()
+    with pytest.raises(ConfigError, match="holds a run already, without a checkpoint"):
+        enter(folder, "algorithm.seed=7")
+    assert (folder / CONFIG_FILE).read_text() == before
+
+
+def test_a_run_with_a_checkpoint_may_go_on_with_other_settings(folder):
+    save(folder)
+    enter(folder, "policy.megatron_cfg.optimizer.lr=1e-5")
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], ["logger.log_samples=9"], ["algorithm.max_num_steps=99", "algorithm.seed=7"]]
+)
+def test_a_run_that_is_done_stays_as_it_is(folder, overrides):
+    save(folder)
+    (folder / SUMMARY_FILE).write_text("{}")
+    with pytest.raises(
+        ConfigError, match=r"it is done\n.*nothing but algorithm.max_num_epochs or algorithm.max_num_steps"
+    ):
+        enter(folder, *overrides)
+    assert (folder / SUMMARY_FILE).exists()
+
+
+def test_it_goes_on_where_it_is_given_more_steps(folder):
+    save(folder)
+    (folder / SUMMARY_FILE).write_text("{}")
+    enter(folder, "algorithm.max_num_steps=99")
+    assert not (folder / SUMMARY_FILE).exists()
+
+
+def test_a_checkpoint_that_was_being_replaced_counts(folder):
+    save(folder)
+    saved = checkpoint_store(compose_config(), folder).latest().path
+    saved.rename(saved.with_name(f".replaced-{saved.name}"))
+    enter(folder, "algorithm.seed=7")
+
+
+def test_a_second_run_at_the_same_time_is_refused_and_changes_nothing(folder):
+    (unfinished := checkpoint_store(compose_config(), folder).begin(10)).joinpath("weights").write_text("half")
+    files = lambda: {path: path.stat().st_mtime_ns for path in folder.rglob("*")}  # noqa: E731
+    with locked(folder), status_kept(folder):
+        before = files()
+        process = rf"\(process {os.getpid()} on {socket.gethostname()}\)"
+        with pytest.raises(ConfigError, match=f"hydra.run.dir = .*\n.*another process is running there {process}"):
+            run(compose_config(), folder, "the command")
+        assert files() == before and unfinished.exists()
+
+
+def test_who_runs_there_is_not_told_by_what_an_earlier_run_has_left(folder):
+    (folder / STATUS_FILE).write_text(json.dumps({"state": "done", "pid": 1, "host": "elsewhere"}))
+    with locked(folder), pytest.raises(ConfigError, match="another process is running there\n"), locked(folder):
+        pass
+
+
+def test_the_lock_ends_with_the_process_whatever_that_has_started(tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    child = int(holder.stdout.readline())
+    try:
+        with pytest.raises(ConfigError, match="another process is running there"), locked(tmp_path):
+            pass
+        holder.kill()
+        holder.wait()
+        os.kill(child, 0)
+        with locked(tmp_path):
+            pass
+    finally:
+        holder.kill()
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+def test_where_the_file_system_has_no_locks_there_is_a_warning(tmp_path, monkeypatch, caplog):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with caplog.at_level(logging.WARNING), locked(tmp_path):
+        assert "cannot be locked against a second run in it" in caplog.text
+
+
+def test_what_a_run_raises_is_not_taken_for_a_lack_of_locks(tmp_path):
+    with pytest.raises(OSError, match="of the run"), locked(tmp_path):
+        raise OSError("of the run")
+    with locked(tmp_path):
+        pass

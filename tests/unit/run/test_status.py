@@ -1,0 +1,71 @@
+"""What a run writes down of itself."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from nemo_rl_lite.errors import RefitError, RunStopped
+from nemo_rl_lite.run.status import ENVIRONMENT_FILE, ERROR_FILE, STATUS_FILE, status_kept, write_start
+
+
+def status(folder) -> dict:
+    return json.loads((folder / STATUS_FILE).read_text())
+
+
+def test_a_run_that_is_done(tmp_path):
+    with status_kept(tmp_path):
+        assert (status(tmp_path)["state"], status(tmp_path)["ended"]) == ("running", None)
+        assert status(tmp_path)["pid"] == os.getpid()
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_status"]) == ("done", 0)
+    assert status(tmp_path)["ended"] >= status(tmp_path)["started"]
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "code"),
+    [
+        (RefitError("bucket 3"), "failed", 4),
+        (RunStopped(3, 9, "SIGTERM was received", "here"), "stopped", 75),
+        (KeyboardInterrupt(), "interrupted", None),
+        (ValueError("a defect"), "failed", 1),
+    ],
+)
+def test_a_run_that_ends_otherwise_says_how(tmp_path, error, state, code):
+    with pytest.raises(type(error)), status_kept(tmp_path):
+        raise error
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_status"]) == (state, code)
+
+
+def test_one_that_is_killed_is_still_running_there(tmp_path):
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from nemo_rl_lite.run.status import status_kept\n"
+        "with status_kept(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert done.returncode == -signal.SIGKILL and status(tmp_path)["state"] == "running"
+
+
+def test_the_environment_is_told_without_environment_variables(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "very-secret-value")
+    (tmp_path / ERROR_FILE).write_text("of an earlier start")
+    write_start(tmp_path, {"run_name": "x"}, "the command")
+    text = (tmp_path / ENVIRONMENT_FILE).read_text()
+    environment = json.loads(text)
+    assert environment["versions"]["torch"] and environment["hardware"]["cores"] >= 1 and environment["host"]
+    assert "very-secret-value" not in text and not (tmp_path / ERROR_FILE).exists()
+
+
+def test_the_commit_of_the_working_directory(tmp_path, monkeypatch):
+    from nemo_rl_lite.observability.environment import describe_environment
+
+    monkeypatch.chdir(tmp_path)
+    assert "commit" not in describe_environment()
+    author = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for command in (["init", "-q"], ["add", "-A"], [*author, "commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run(["git", *command], check=True)
+    environment = describe_environment()
+    assert len(environment["commit"]) == 40 and environment["uncommitted_changes"] is False

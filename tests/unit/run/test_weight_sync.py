@@ -1,0 +1,66 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_rl_lite.errors import RefitError
+from nemo_rl_lite.generation.interface import Completion
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run.workers.weight_sync import PROBE_TOKENS, ProbeSettings, WeightSync, producers
+
+PROMPT = [5, 6, 7]
+
+
+def sync_with(engine_logprobs: list[list[float]]) -> WeightSync:
+    """A connected refit whose policy gives every token -1 and whose engines give these."""
+    sync = object.__new__(WeightSync)
+    tokens = len(engine_logprobs[0])
+    sync._probe = ProbeSettings(PROMPT, tokens, temperature=1.0, tolerance=1e-3)
+
+    def logprobs(tokens_BT, lengths_B, phase):
+        assert lengths_B.tolist() == [len(PROMPT) + tokens] * len(engine_logprobs)
+        return torch.full(tokens_BT.shape, -1.0)
+
+    def generate(prompts, sampling):
+        assert prompts == [PROMPT] * len(engine_logprobs)
+        assert sampling.top_p == 1 and sampling.top_k is None and sampling.max_new_tokens == tokens
+        return [Completion((7,) * tokens, tuple(values), "length") for values in engine_logprobs]
+
+    sync._probed = []
+    sync._policy = SimpleNamespace(logprobs=logprobs)
+    sync._generation = SimpleNamespace(group=[None] * len(engine_logprobs), generate=generate)
+    return sync
+
+
+def test_a_probe_that_agrees_reports_the_mean_difference_once():
+    sync = sync_with([[-1.0, -1.0], [-1.0005, -0.9995], [-1.0, -1.0015]])
+    sync._sample_probe()
+    assert sync.check()["probe_logprob_diff"] == pytest.approx(7.5e-4, rel=1e-3)
+    assert sync.check() == {}
+
+
+def test_a_probe_that_disagrees_names_the_engine():
+    sync = sync_with([[-1.0, -1.0], [-1.01, -0.99]])
+    sync._sample_probe()
+    with pytest.raises(RefitError, match=r"generation rank 1 .* differ by 0.0100 nats on average"):
+        sync.check()
+
+
+def test_the_probe_is_no_longer_than_a_response():
+    config = compose_config(["generation.max_new_tokens=6"])
+    assert ProbeSettings.of(config, PROMPT) == ProbeSettings(PROMPT, 6, config.generation.temperature, 1e-3)
+    assert (
+        ProbeSettings.of(
+            compose_config(["policy.max_total_sequence_length=64", "generation.max_new_tokens=40"]), PROMPT
+        ).tokens
+        == PROBE_TOKENS
+    )
+
+
+def test_consumers_get_their_weights_on_their_own_device_or_from_rank_0():
+    # Four policy ranks; two engines of two GPUs each share them, or have others.
+    assert producers(4, 4, shared_device=True) == [0, 1, 2, 3]
+    assert producers(4, 4, shared_device=False) == [0, 0, 0, 0]
+    # On a CPU the numbers need not match.
+    assert producers(1, 3, shared_device=True) == [0, 0, 0]
+    assert producers(2, 3, shared_device=True) == [0, 1, 0]

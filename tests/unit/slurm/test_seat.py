@@ -1,0 +1,57 @@
+"""What a task tells Ray of its node."""
+
+import os
+
+import pytest
+
+from nemo_rl_lite.errors import LauncherError
+from nemo_rl_lite.slurm import seat
+from nemo_rl_lite.slurm.seat import MIB, Seat
+
+TASK = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_NNODES": "2"}
+CORES = len(os.sched_getaffinity(0))
+
+
+def test_ray_is_told_of_the_jobs_share_of_a_node():
+    found = Seat.of_slurm(
+        TASK | {"SLURM_CPUS_ON_NODE": "1", "SLURM_GPUS_ON_NODE": "4", "SLURM_MEM_PER_NODE": "1000"}, interface="lo"
+    )
+    assert found == Seat(rank=1, count=2, cpus=1, gpus=4, memory=1000 * MIB, address="127.0.0.1")
+    options = dict(option.split("=") for option in found.ray_options())
+    assert options["--num-cpus"] == "1" and options["--num-gpus"] == "4"
+    assert options["--node-ip-address"] == "127.0.0.1"
+    assert int(options["--memory"]) + int(options["--object-store-memory"]) == 1000 * MIB
+    assert found.environment() == {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_memory_may_be_given_by_cpu():
+    assert Seat.of_slurm(TASK | {"SLURM_CPUS_ON_NODE": "3", "SLURM_MEM_PER_CPU": "100"}).memory == 300 * MIB
+
+
+def test_what_slurm_does_not_say_ray_finds_out():
+    found = Seat.of_slurm(TASK)
+    assert found.ray_options() == [f"--num-cpus={CORES}"] and found.environment() == {}
+
+
+def test_not_more_cpus_than_the_task_may_use():
+    assert Seat.of_slurm(TASK | {"SLURM_CPUS_ON_NODE": "100000"}).cpus == CORES
+
+
+def test_the_address_is_that_of_the_interface_towards_srun(monkeypatch):
+    assert Seat.of_slurm(TASK | {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}).address is None
+    monkeypatch.setattr(seat, "_addresses", lambda: [("eth0", "10.0.0.1"), ("ib0", "10.1.0.1"), ("ib0", "10.1.0.2")])
+    assert Seat.of_slurm(TASK, "ib0").address == "10.1.0.1"
+    assert Seat.of_slurm(TASK, "ib0").environment() == {"GLOO_SOCKET_IFNAME": "ib0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "interface", "message"),
+    [
+        ({}, None, "SLURM_PROCID is not set: start this with srun"),
+        (TASK | {"SLURM_NTASKS": "4"}, None, "4 tasks on 2 nodes, where one on each is needed"),
+        (TASK, "ib7", "has no interface 'ib7' with an IPv4 address; it has .*lo"),
+    ],
+)
+def test_what_cannot_be_is_said(environ, interface, message):
+    with pytest.raises(LauncherError, match=message):
+        Seat.of_slurm(environ, interface)

@@ -1,0 +1,202 @@
+"""Scripts for sbatch: what they ask for, and that they run the command word by word. Stand-ins are Slurm's programs."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_lite.slurm import __main__ as slurm
+
+TWO_NODES = ["recipes=grpo-qwen3-8b-2n8g-noncolocated"]
+# srun: the command on this machine, as task 0. squeue: the job is running. sbatch keeps what it is given.
+TOOLS = {
+    "srun": 'printf "%s\\n" "$@" >"$SEEN/srun"; while [[ $1 != bash ]]; do shift; done; SLURM_PROCID=0 exec "$@"',
+    "squeue": "echo ${JOB_STATE:-RUNNING}",
+    "scontrol": 'echo "$@" >"$SEEN/scontrol"',
+    "sbatch": 'cat >"$SEEN/script"; [[ -z ${REFUSES:-} ]] || { echo "$REFUSES" >&2; exit 1; }; echo "17;cluster"',
+    # Stands for Python: says what it was given, makes a checkpoint, and waits for the signal or ends.
+    "run": 'printf "%s\\n" "$@" >"$SEEN/run"; trap "exit 75" USR1; '
+    '[[ -z ${LATEST:-} ]] || echo "$LATEST" >"run folder/checkpoints/latest"; '
+    "[[ -z ${SIGNAL:-} ]] || { kill -USR1 $PPID; for _ in {1..3000}; do sleep 0.1; done; }; exit ${STATUS:-0}",
+}
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder to work in, Slurm's programs, and what they were given."""
+    for name in ("work", "tools", "seen"):
+        (tmp_path / name).mkdir()
+    for name, body in TOOLS.items():
+        tool = tmp_path / "tools" / name
+        tool.write_text(f"#!/usr/bin/env bash\n{body}\n")
+        tool.chmod(0o755)
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'tools'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    return tmp_path
+
+
+def script(capsys, *words: str) -> str:
+    slurm.main(list(words))
+    return capsys.readouterr().out
+
+
+def directives(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+
+
+def refused(capsys, *words: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        slurm.main(list(words))
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_nodes_and_gpus_are_the_configurations(capsys, site):
+    asked = directives(script(capsys, "-p", "gpu", "-t", "4:00:00", "--sbatch=--constraint=h100", *TWO_NODES))
+    for option in ("--nodes=2", "--gpus-per-node=8", "--ntasks-per-node=1", "--partition=gpu", "--time=4:00:00"):
+        assert option in asked
+    assert asked[-1] == "--constraint=h100" and "--signal=B:USR1@120" in asked and "--requeue" in asked
+    assert {"--exclusive", "--mem=0"} <= set(asked)
+
+
+def test_a_job_that_shares_its_node_says_how_much_of_it(capsys, site):
+    asked = directives(script(capsys, "-c", "4", "--mem", "16G", "--gres", "gpu:h100:1", "recipes=grpo-tiny-1n1g"))
+    assert {"--cpus-per-task=4", "--mem=16G", "--gres=gpu:h100:1"} <= set(asked)
+    assert not {"--exclusive", "--gpus-per-node=1"} & set(asked)
+    assert not any(option.startswith("--gpus") for option in directives(script(capsys)))
+
+
+def test_options_may_be_kept_in_a_file(capsys, site):
+    Path("site.txt").write_text("--partition=gpu\n--account=me\n")
+    assert {"--partition=gpu", "--account=me"} <= set(directives(script(capsys, "@site.txt")))
+
+
+CONTAINERS = {
+    "pyxis": "srun_options=('--container-image=r#i:1' --container-mounts={work}:{work},/data:/data "
+    "--container-workdir={work})",
+    "apptainer": "in_container=(apptainer exec --nv --bind {work} --bind /data:/data --pwd {work} 'r#i:1')",
+}
+
+
+@pytest.mark.parametrize("runtime", CONTAINERS)
+def test_containers_see_the_working_folder(capsys, site, runtime):
+    container = ["--container-image=r#i:1", "--container-mounts=/data:/data", f"--container-runtime={runtime}"]
+    text = script(capsys, *container, *TWO_NODES)
+    assert CONTAINERS[runtime].format(work=site / "work") in text and "\npython=python\n" in text
+
+
+@pytest.mark.parametrize("words", [TWO_NODES, ["--setup=module load cuda", "--interface=ib0", *TWO_NODES], []])
+def test_the_script_is_good_shell(capsys, site, words):
+    text = script(capsys, *words)
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    if shutil.which("shellcheck"):
+        done = subprocess.run(
+            ["shellcheck", "-S", "warning", "-"], input=text, text=True, capture_output=True, check=False
+        )
+        assert done.returncode == 0, done.stdout
+
+
+ODD = ["data=file", "data.train_path='a b.jsonl'", "data.validation_fraction=0.5"]
+ODD += ["data.prompt_template='it\\'s {a} $HOME \"x\" `id`'"]
+
+
+def run_job(capsys, site, *words: str, **environment: str) -> tuple[int, Path]:
+    """Render a job and run it as Slurm would; its status, and what the programs saw."""
+    (site / "work" / "a b.jsonl").write_text('{"a": 1, "answer": 2}\n' * 40)
+    words = ("hydra.run.dir='run folder'", *words)
+    text = script(capsys, f"--python={site / 'tools' / 'run'}", *words)
+    Path("run folder/checkpoints").mkdir(parents=True, exist_ok=True)
+    environment = {"SLURM_JOB_ID": "17", **environment}
+    done = subprocess.run(["bash"], input=text, text=True, env=os.environ | environment, check=False, timeout=400)
+    return done.returncode, site / "seen"
+
+
+def test_every_word_of_the_command_arrives_as_it_was_given(capsys, site):
+    status, seen = run_job(capsys, site, *ODD)
+    assert status == 0
+    assert (seen / "run").read_text().splitlines() == ["-m", "nemo_rl_lite.train", "hydra.run.dir='run folder'", *ODD]
+    assert not (seen / "scontrol").exists() and not any(Path("run folder/.slurm").iterdir())
+
+
+def test_the_signal_gets_to_the_launcher_and_a_stopped_run_is_queued_again(capsys, site):
+    status, seen = run_job(capsys, site, SIGNAL="1", LATEST="step-00000003")
+    assert status == 75 and (seen / "scontrol").read_text() == "requeue 17\n"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"STATUS": "3", "LATEST": "step-00000003"},
+        {"STATUS": "75"},
+        {"STATUS": "75", "LATEST": "step-00000003", "JOB_STATE": "CANCELLED"},
+    ],
+    ids=["failed", "no new checkpoint", "cancelled"],
+)
+def test_a_job_that_would_get_no_further_is_not_queued_again(capsys, site, environment):
+    status, seen = run_job(capsys, site, **environment)
+    assert status == int(environment["STATUS"]) and not (seen / "scontrol").exists()
+
+
+def test_a_run_folder_of_the_jobs_own(capsys, site):
+    text = script(capsys, f"--python={site / 'tools' / 'run'}", "run_name='my $(run)'")
+    subprocess.run(["bash"], input=text, text=True, env=os.environ | {"SLURM_JOB_ID": "17"}, check=True, timeout=400)
+    assert (site / "seen" / "run").read_text().splitlines()[-1] == "hydra.run.dir=outputs/my---run-/slurm-17"
+
+
+def test_on_several_nodes_each_joins_ray_first(capsys, site):
+    text = script(capsys, f"--python={site / 'tools' / 'run'}", "--interface=ib0", "--join-timeout=9", *TWO_NODES)
+    subprocess.run(["bash"], input=text, text=True, env=os.environ | {"SLURM_JOB_ID": "17"}, check=True, timeout=400)
+    ran = (site / "seen" / "run").read_text().split()
+    assert ran[:3] == ["-m", "nemo_rl_lite.slurm.node", "--meeting"]
+    assert {"--join-timeout-s=9", "--interface=ib0"} < set(ran)
+    assert ran[ran.index("--") + 2 : ran.index("--") + 5] == ["-m", "nemo_rl_lite.train", *TWO_NODES]
+    assert {"--nodes=2", "--ntasks-per-node=1"} < set((site / "seen" / "srun").read_text().split())
+
+
+def test_it_is_submitted_and_the_job_named(capsys, site):
+    assert script(capsys, "--submit", "--log=logs/%j.out") == "17\n"
+    assert (site / "seen" / "script").read_text().startswith("#!/usr/bin/env bash\n") and Path("logs").is_dir()
+
+
+def test_what_sbatch_says_against_a_job_is_shown(capsys, site, monkeypatch):
+    monkeypatch.setenv("REFUSES", "invalid partition specified: nowhere")
+    with pytest.raises(SystemExit) as caught:
+        slurm.main(["--submit"])
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == "sbatch refuses the job: invalid partition specified: nowhere\n"
+
+
+def test_without_slurm_it_says_where_to_submit(capsys, site, monkeypatch):
+    monkeypatch.setenv("PATH", str(site))
+    with pytest.raises(SystemExit):
+        slurm.main(["--submit"])
+    assert "sbatch is not on PATH" in capsys.readouterr().err
+
+
+WRONG = {
+    ("policy.lr=1e-4",): ["policy.lr", "did you mean"],
+    ("checkpoint.save_period=0",): ["checkpoint.save_period = 0", "--no-requeue"],
+    ("--container-mounts=/a:/b",): ["--container-mounts", "--container-image"],
+    ("--stop-before=0",): ["--stop-before = 0", "greater than 0"],
+    ("--sbatch=constraint=h100",): ["--sbatch = 'constraint=h100'", "--sbatch=--constraint=h100"],
+    ("--setup=a\nb",): ["--setup", "one line"],
+    ("hydra.run.dir=outputs/${now:%H}",): ["hydra.run.dir", "same whenever the job is queued again"],
+    ("-m", "algorithm.seed=1,2"): ["unrecognized arguments: -m"],
+}
+
+
+@pytest.mark.parametrize("words", WRONG, ids=" ".join)
+def test_mistakes_are_told_before_anything_is_submitted(capsys, site, words):
+    said = refused(capsys, "--submit", *words)
+    for part in WRONG[words]:
+        assert part in said
+    assert not (site / "seen" / "script").exists()
+
+
+def test_nothing_heavy_is_imported():
+    code = "import sys, nemo_rl_lite.slurm; assert not {'torch', 'ray', 'vllm', 'megatron'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
