@@ -11,8 +11,7 @@ from pathlib import Path
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, LauncherError
-from nemo_rl_lite.models.known import KNOWN_MODELS, MADE_HERE
-from nemo_rl_lite.models.shape import ModelShape, NoModelError, model_shape, read_model_shape
+from nemo_rl_lite.models.known import MADE_HERE, find_shape
 from nemo_rl_lite.planning.gpus import KNOWN, parse_size, size_of
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.rules.model import shape_fits_the_layout
@@ -70,38 +69,6 @@ def _compose(overrides: list[str]) -> tuple[Config, list[str]]:
             raise
     overrides = [*overrides, f"policy.model_name={published[0]}"]
     return compose_config(overrides), overrides
-
-
-def find_shape(name: str, file: Path | None = None) -> ModelShape:
-    """The shape of a model: of its config.json `file`, of its folder, as known here, or as the hub has it.
-
-    Raises:
-        NoModelError: none of these.
-    """
-    if file is not None:
-        try:
-            return model_shape(json.loads(file.read_text()))
-        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-            raise NoModelError(f"--model-config {file}: {type(error).__name__}: {error}") from None
-    shape = read_model_shape(name)
-    if shape is not None:
-        return shape
-    if name in KNOWN_MODELS:
-        return model_shape(KNOWN_MODELS[name])
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return model_shape(json.loads(Path(hf_hub_download(name, "config.json")).read_text()))
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise NoModelError(
-            f"{name}: its config.json is not of a model of text: {type(error).__name__}: {error}"
-        ) from None
-    except (OSError, ValueError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
-        fix = "give its config.json with --model-config"
-        raise NoModelError(
-            f"policy.model_name={name}: the hub has no config.json for it, or cannot be reached; {fix}"
-        ) from None
 
 
 if __name__ == "__main__":

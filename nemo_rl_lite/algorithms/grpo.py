@@ -14,7 +14,7 @@ from nemo_rl_lite.losses.advantages import baseline_metrics, group_advantages
 from nemo_rl_lite.losses.policy_gradient import Batch, GRPOLoss, mismatch_metrics
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.memory import with_rest
-from nemo_rl_lite.observability.sinks import MetricsLog, under
+from nemo_rl_lite.observability.metrics_log import MetricsLog, under
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.offload.mover import move_metrics
 from nemo_rl_lite.policy.interface import Policy

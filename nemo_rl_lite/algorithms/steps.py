@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
 from nemo_rl_lite.errors import RunStopped, TrainingError
 from nemo_rl_lite.host.stopping import Stopping
-from nemo_rl_lite.observability.sinks import MetricsLog
+from nemo_rl_lite.observability.metrics_log import MetricsLog
 
 # Runs the validation after a step; its metrics, under the names that `algorithm.val_metric` knows.
 Validate = Callable[[int], Mapping[str, float]]

@@ -11,7 +11,7 @@ from nemo_rl_lite.config.schema import SupervisedConfig
 from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.losses.policy_gradient import Batch, Loss
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.sinks import MetricsLog, under
+from nemo_rl_lite.observability.metrics_log import MetricsLog, under
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.offload.mover import move_metrics
 from nemo_rl_lite.policy.interface import Policy

@@ -5,6 +5,8 @@ from typing import Literal
 from nemo_rl_lite.config.schema import Config, PolicyConfig
 
 BatchMode = Literal["fixed", "dynamic", "packed"]
+# Without a gradient, the policy makes float32 logits for this many tokens at a time.
+LOGPROB_CHUNK = 2048
 
 
 def on_gpus(config: Config) -> bool:

@@ -9,8 +9,9 @@ from urllib.parse import urlsplit
 
 from nemo_rl_lite.diagnosis.check import Check, Examination, Machine, Status
 from nemo_rl_lite.diagnosis.host import hub_cache
+from nemo_rl_lite.host.wandb_login import WANDB, netrc_file, wandb_login
 
-HUB, WANDB = "https://huggingface.co", "https://api.wandb.ai"
+HUB = "https://huggingface.co"
 ANSWER_LIMIT_S = 4.0
 # As huggingface_hub understands its switches.
 _YES = ("1", "ON", "YES", "TRUE")
@@ -71,29 +72,6 @@ def hub_home(environment: Mapping[str, str]) -> Path:
     home = environment.get("HF_HOME")
     # The cache may be elsewhere; without HF_HOME the default home is beside it.
     return Path(home).expanduser() if home else hub_cache({**environment, "HF_HUB_CACHE": ""}).parent
-
-
-def wandb_login(environment: Mapping[str, str], address: str) -> str:
-    """Where W&B would find its key for the server at `address`; empty where it would not.
-
-    Raises:
-        OSError, netrc.NetrcParseError: the netrc file cannot be read.
-    """
-    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
-        if environment.get(name):
-            return name
-    file = netrc_file(environment)
-    if not file.is_file():
-        return ""
-    entry = netrc.netrc(str(file)).authenticators(urlsplit(address).netloc)
-    return str(file) if entry and entry[2] else ""
-
-
-def netrc_file(environment: Mapping[str, str]) -> Path:
-    if named := environment.get("NETRC"):
-        return Path(named).expanduser()
-    home = Path(environment.get("HOME", "~")).expanduser()
-    return next((file for file in (home / ".netrc", home / "_netrc") if file.is_file()), home / ".netrc")
 
 
 def _unreachable(address: str) -> str:

@@ -1,6 +1,10 @@
 """Shapes of published models, so that a plan needs no network: what their config.json says, as far as sizes go."""
 
+import json
+from pathlib import Path
 from typing import Any
+
+from nemo_rl_lite.models.shape import ModelShape, NoModelError, model_shape, read_model_shape
 
 
 def _sizes(family: str, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
@@ -34,3 +38,35 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
 }
 # What scripts/get_smollm2.py makes, and the model that it has the sizes of.
 MADE_HERE = {"models/smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+
+
+def find_shape(name: str, file: Path | None = None) -> ModelShape:
+    """The shape of a model: of its config.json `file`, of its folder, as known here, or as the hub has it.
+
+    Raises:
+        NoModelError: none of these.
+    """
+    if file is not None:
+        try:
+            return model_shape(json.loads(file.read_text()))
+        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+            raise NoModelError(f"--model-config {file}: {type(error).__name__}: {error}") from None
+    shape = read_model_shape(name)
+    if shape is not None:
+        return shape
+    if name in KNOWN_MODELS:
+        return model_shape(KNOWN_MODELS[name])
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return model_shape(json.loads(Path(hf_hub_download(name, "config.json")).read_text()))
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise NoModelError(
+            f"{name}: its config.json is not of a model of text: {type(error).__name__}: {error}"
+        ) from None
+    except (OSError, ValueError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
+        fix = "give its config.json with --model-config"
+        raise NoModelError(
+            f"policy.model_name={name}: the hub has no config.json for it, or cannot be reached; {fix}"
+        ) from None

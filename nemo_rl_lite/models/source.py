@@ -1,6 +1,5 @@
 """Where a run's starting weights are: on disk, on the hub, or still to be made."""
 
-import dataclasses
 from pathlib import Path
 
 from nemo_rl_lite.config.schema import Config
@@ -8,7 +7,6 @@ from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.models.embedded.reverse_digits import NAME, embedded_digits, embedded_folder
 from nemo_rl_lite.models.shape import is_hub_name
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.rules import check_rules
 
 
 def locate_model(config: Config, console: RunConsole) -> Path:
@@ -22,13 +20,7 @@ def locate_model(config: Config, console: RunConsole) -> Path:
         return _embedded(config, console)
     if not is_hub_name(name):
         return Path(name).expanduser().resolve()
-    folder = _download(name, console)
-    # What the rules could not know before: whether the model fits the layout.
-    local = dataclasses.replace(config, policy=dataclasses.replace(config.policy, model_name=str(folder)))
-    violations = check_rules(local)
-    if violations:
-        raise ConfigError(violations)
-    return folder
+    return _download(name, console)
 
 
 def _embedded(config: Config, console: RunConsole) -> Path:

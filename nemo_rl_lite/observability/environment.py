@@ -1,10 +1,11 @@
 """Where and with what a run was made: versions, hardware, the commit. Of environment variables it tells nothing."""
 
+import json
 import os
 import platform
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 
 import nemo_rl_lite
+from nemo_rl_lite.observability.redaction import redact
 
 PACKAGES = (
     "torch",
@@ -24,6 +26,7 @@ PACKAGES = (
     "ray",
     "numpy",
 )
+ENVIRONMENT_FILE = "environment.json"
 _LIMIT_S = 10
 
 
@@ -36,6 +39,14 @@ def describe_environment() -> dict[str, Any]:
         "versions": {"nemo_rl_lite": nemo_rl_lite.__version__} | versions(PACKAGES),
         **_commit(Path.cwd()),
     }
+
+
+def for_trackers(folder: Path, whole_config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a tracker is told about the run in `folder`: its configuration without secrets, and its environment under
+    the key `launched_on`."""
+    file = folder / ENVIRONMENT_FILE
+    environment = {"launched_on": json.loads(file.read_text())} if file.exists() else {}
+    return redact(whole_config) | environment
 
 
 def _hardware() -> dict[str, Any]:

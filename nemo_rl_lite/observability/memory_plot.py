@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import mean
 
 from nemo_rl_lite.observability.console import PHASES
-from nemo_rl_lite.observability.sinks import MetricsLog
+from nemo_rl_lite.observability.metrics_log import MetricsLog
 
 PREDICTED, MEASURED = "memory/predicted/", "memory/measured/"
 # Measured values are means over so many steps at the end of the run, when everything has been allocated.

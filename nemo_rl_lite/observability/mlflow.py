@@ -15,9 +15,9 @@ from typing import Any
 from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.config.schema import MLflowConfig
 from nemo_rl_lite.errors import LauncherError
+from nemo_rl_lite.observability.environment import for_trackers
 from nemo_rl_lite.observability.samples import Sample
-from nemo_rl_lite.observability.sinks import Chart, Metrics, Sink
-from nemo_rl_lite.run.status import for_others
+from nemo_rl_lite.observability.sink import Chart, Metrics, Sink
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class MLflow(Sink):
         known = self._client.get_experiment_by_name(config.experiment)
         experiment = known.experiment_id if known else self._client.create_experiment(config.experiment)
         run_id = self._client.create_run(experiment, run_name=config.name, tags={"run_folder": str(folder)}).info.run_id
-        parameters = [Param(key, str(value)[:_CHARACTERS]) for key, value in leaves(for_others(folder, whole_config))]
+        parameters = [Param(key, str(value)[:_CHARACTERS]) for key, value in leaves(for_trackers(folder, whole_config))]
         for part in batched(parameters, _PARAMETERS):
             self._client.log_batch(run_id, params=part, synchronous=True)
         (folder / RUN_ID_FILE).write_text(f"{run_id}\n")

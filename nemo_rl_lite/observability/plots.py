@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.observability.console import phases_in
-from nemo_rl_lite.observability.sinks import MetricsLog
+from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.observability.views import Panel, View
 
 

@@ -2,10 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from nemo_rl_lite.rollout.rollout import Rollout
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -23,17 +20,6 @@ def spread(rewards: Sequence[float], count: int) -> list[int]:
     if len(order) <= count:
         return order
     return [order[round(index * (len(order) - 1) / max(count - 1, 1))] for index in range(count)]
-
-
-def samples(rollout: "Rollout", count: int) -> list[Sample]:
-    """`count` samples, from the worst to the best."""
-    places = spread(rollout.rewards_B.tolist(), count)
-    return [
-        Sample(
-            text_of(rollout.problems[place].messages), text_of(rollout.turns[place]), rollout.rewards_B[place].item()
-        )
-        for place in places
-    ]
 
 
 def text_of(messages: Sequence[dict[str, Any]]) -> str:

@@ -9,8 +9,9 @@ from statistics import median
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.observability.console import PHASES, RunConsole, phases_in
 from nemo_rl_lite.observability.memory_plot import GIB, MEASURED, PREDICTED, plot_memory, stacks
+from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.observability.plots import plot_run
-from nemo_rl_lite.observability.sinks import Chart, MetricsLog
+from nemo_rl_lite.observability.sink import Chart
 from nemo_rl_lite.observability.views import Curve, View
 
 SUMMARY_FILE = "summary.json"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl_lite.observability.samples import Sample
-from nemo_rl_lite.observability.sinks import Chart, Metrics, Sink
+from nemo_rl_lite.observability.sink import Chart, Metrics, Sink
 
 log = logging.getLogger(__name__)
 

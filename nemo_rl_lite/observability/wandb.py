@@ -7,9 +7,9 @@ from typing import Any
 
 from nemo_rl_lite.config.schema import WandbConfig
 from nemo_rl_lite.errors import LauncherError
+from nemo_rl_lite.observability.environment import for_trackers
 from nemo_rl_lite.observability.samples import Sample
-from nemo_rl_lite.observability.sinks import Chart, Metrics, Sink
-from nemo_rl_lite.run.status import for_others
+from nemo_rl_lite.observability.sink import Chart, Metrics, Sink
 
 RUN_ID_FILE = "wandb-run-id.txt"
 # What metrics' names begin with: a section of the dashboard each, over the run's steps.
@@ -62,7 +62,7 @@ class WeightsAndBiases(Sink):
             entity=config.entity,
             mode=config.mode,
             dir=folder,
-            config=for_others(folder, whole_config),
+            config=for_trackers(folder, whole_config),
             save_code=False,
             settings=wandb.Settings(
                 console="off", silent=True, disable_git=True, disable_job_creation=True, x_disable_meta=True

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import (
+    LOGPROB_CHUNK,
     batch_mode,
     data_parallel_size,
     on_gpus,
@@ -26,9 +27,6 @@ from nemo_rl_lite.config.sizes import (
     sequences_together,
 )
 from nemo_rl_lite.models.shape import ModelShape
-
-# Tokens whose logits are float32 at a time where no gradient is wanted.
-LOGPROB_CHUNK = 2048
 
 
 @dataclass(frozen=True)

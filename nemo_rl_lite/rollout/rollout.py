@@ -12,6 +12,7 @@ from nemo_rl_lite.data.problems import Message, Problem
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Completion, Generation, Sampling
+from nemo_rl_lite.observability.samples import Sample, spread, text_of
 from nemo_rl_lite.rewards.judge import Judge
 from nemo_rl_lite.rollout.episode import Ending, Episode, as_tensors
 from nemo_rl_lite.rollout.prompts import check_length
@@ -70,6 +71,14 @@ class Rollout:
             "max_turns_reached_rate": self.endings.count("turns") / samples,
             "reward_errors": float(self.reward_errors),
         }
+
+    def samples(self, count: int) -> list[Sample]:
+        """`count` samples to show to people, from the worst reward to the best."""
+        rewards = self.rewards_B.tolist()
+        return [
+            Sample(text_of(self.problems[row].messages), text_of(self.turns[row]), rewards[row])
+            for row in spread(rewards, count)
+        ]
 
 
 class RolloutCollector:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.diagnosis.services import WANDB, wandb_login
 from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.host.wandb_login import WANDB, wandb_login
 from nemo_rl_lite.rules.base import rule
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from nemo_rl_lite.checkpoint.resume import changed, find_start
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.models.known import find_shape
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.plan import find_shape
 from nemo_rl_lite.planning.gpus import size_of
 from nemo_rl_lite.planning.page import make_plan, show
 from nemo_rl_lite.rules.compose import compose_config

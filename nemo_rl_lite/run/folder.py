@@ -12,7 +12,7 @@ from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, changed
 from nemo_rl_lite.checkpoint.store import has_any
 from nemo_rl_lite.config.overrides import RUN_FOLDER
 from nemo_rl_lite.errors import ConfigError, Violation
-from nemo_rl_lite.observability.sinks import METRICS_FILE
+from nemo_rl_lite.observability.metrics_log import METRICS_FILE
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
 from nemo_rl_lite.run.status import CONFIG_FILE, running_process, write_start
 

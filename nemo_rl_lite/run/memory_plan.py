@@ -9,7 +9,7 @@ from nemo_rl_lite.host.devices import gpu_bytes
 from nemo_rl_lite.host.memory import free_host_bytes
 from nemo_rl_lite.models.shape import ModelShape, NoModelError, read_model_shape
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.sinks import MetricsLog
+from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.offload.residency import Phase, Residency
 from nemo_rl_lite.planning.budget import ENGINE, Budget, budget
 from nemo_rl_lite.planning.memory_table import headers, render, size, title

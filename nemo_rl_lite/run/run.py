@@ -11,7 +11,7 @@ from nemo_rl_lite.cluster.runtime import ray_runtime
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.sinks import MetricsLog
+from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.observability.summary import Summary, charts, show_summary, summarize, tracked
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.observability.views import VIEWS

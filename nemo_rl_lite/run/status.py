@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemo_rl_lite.errors import LauncherError, RunStopped
-from nemo_rl_lite.observability.environment import describe_environment
-from nemo_rl_lite.observability.redaction import redact, redact_text
+from nemo_rl_lite.observability.environment import ENVIRONMENT_FILE, describe_environment
+from nemo_rl_lite.observability.redaction import redact_text
 
 log = logging.getLogger(__name__)
 
-CONFIG_FILE, COMMAND_FILE, ENVIRONMENT_FILE = "config.json", "command.txt", "environment.json"
+CONFIG_FILE, COMMAND_FILE = "config.json", "command.txt"
 STATUS_FILE, ERROR_FILE = "status.json", "error.txt"
 
 
@@ -43,13 +43,6 @@ def write_start(folder: Path, whole_config: Mapping[str, Any], command: str) -> 
     with (folder / COMMAND_FILE).open("a") as file:
         file.write(f"{command}\n")
     (folder / ENVIRONMENT_FILE).write_text(json.dumps(describe_environment(), indent=2) + "\n")
-
-
-def for_others(folder: Path, whole_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What trackers are told of a run: its configuration without secrets, and as `launched_on` its environment."""
-    file = folder / ENVIRONMENT_FILE
-    environment = {"launched_on": json.loads(file.read_text())} if file.exists() else {}
-    return redact(whole_config) | environment
 
 
 @contextmanager

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_lite import train
 from nemo_rl_lite.checkpoint.resume import checkpoint_store
-from nemo_rl_lite.observability.sinks import METRICS_FILE
+from nemo_rl_lite.observability.metrics_log import METRICS_FILE
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
 from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run import command
 from nemo_rl_lite.run.folder import write_down
 
 pytestmark = pytest.mark.functional
@@ -34,19 +34,19 @@ def test_a_dry_run_reads_data_and_writes_nothing(capsys, tmp_path, monkeypatch, 
         "data.validation_path=rows.jsonl",
         f"policy.model_name={model_folder}",
     ]
-    assert train.launch(["--dry-run", "algorithm.max_num_steps=3", *data]) == []
+    assert command.launch(["--dry-run", "algorithm.max_num_steps=3", *data]) == []
     text = capsys.readouterr().out
     assert "algorithm.max_num_steps" in text and "dry run: nothing was started" in text
     assert not (tmp_path / "outputs" / "grpo-file").exists()
     save_checkpoint(tmp_path / "earlier", 7, *data)
-    train.launch(["--dry-run", "algorithm.max_num_steps=3", "hydra.run.dir=earlier", *data])
+    command.launch(["--dry-run", "algorithm.max_num_steps=3", "hydra.run.dir=earlier", *data])
     text = capsys.readouterr().out
     assert "going on after step 7, from " in text and "changed since then  algorithm.max_num_steps: 30 -> 3" in text
-    train.launch(["--dry-run", "algorithm.max_num_steps=3", "++hydra.run.dir='earlier'", *data])
+    command.launch(["--dry-run", "algorithm.max_num_steps=3", "++hydra.run.dir='earlier'", *data])
     assert "going on after step 7, from " in capsys.readouterr().out
     (tmp_path / "rows.jsonl").write_text("{not json}\n")
     with pytest.raises(SystemExit) as end:
-        train.launch(["--dry-run", *data])
+        command.launch(["--dry-run", *data])
     assert end.value.code == 2 and "rows.jsonl" in capsys.readouterr().err
 
 
@@ -62,10 +62,10 @@ def test_a_dry_run_refuses_the_folder_that_the_run_would_refuse(capsys, tmp_path
     refused(capsys, "it is done", "hydra.run.dir=begun")
     assert sorted(begun.iterdir()) == before
     # The jobs of a sweep do not run there.
-    assert train.launch(["-m", "--dry-run", "hydra.run.dir=begun", f"policy.model_name={model_folder}"]) == []
+    assert command.launch(["-m", "--dry-run", "hydra.run.dir=begun", f"policy.model_name={model_folder}"]) == []
 
 
 def refused(capsys, why: str, *overrides: str) -> None:
     with pytest.raises(SystemExit) as end:
-        train.launch(["--dry-run", *overrides])
+        command.launch(["--dry-run", *overrides])
     assert end.value.code == 2 and why in capsys.readouterr().err

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_rl_lite.config.sizes import LOGPROB_CHUNK
 from nemo_rl_lite.losses.policy_gradient import Batch
 from nemo_rl_lite.observability import progress
 from nemo_rl_lite.observability.profiling import span
 from nemo_rl_lite.offload import activations
-from nemo_rl_lite.planning.activation_size import LOGPROB_CHUNK
 from nemo_rl_lite.policy.megatron.micro_batches import Layout, MicroBatch, cut
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 

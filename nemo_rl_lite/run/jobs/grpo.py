@@ -13,10 +13,8 @@ from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.environments.registry import make_environment
 from nemo_rl_lite.generation.interface import Sampling
-from nemo_rl_lite.models.source import locate_model
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.samples import samples
-from nemo_rl_lite.observability.sinks import MetricsLog, under
+from nemo_rl_lite.observability.metrics_log import MetricsLog, under
 from nemo_rl_lite.rewards.judge import make_judge
 from nemo_rl_lite.rollout.files import RolloutFiles, Split
 from nemo_rl_lite.rollout.prompts import fitting_prompts
@@ -24,6 +22,7 @@ from nemo_rl_lite.rollout.rollout import Rollout, RolloutCollector
 from nemo_rl_lite.rollout.turns import Turns
 from nemo_rl_lite.run.jobs.steps import make_steps
 from nemo_rl_lite.run.memory_plan import show_memory_plan
+from nemo_rl_lite.run.model import starting_model
 from nemo_rl_lite.run.workers.launch import Reserved, launch
 
 # The best and the worst go to the terminal, so many to where there is more room.
@@ -39,7 +38,7 @@ class GRPOJob:
         self._environment = make_environment(config.environment)
         training = training_set(config.data, config.algorithm.seed, PROBLEMS)
         validation = validation_set(config.data, config.algorithm.max_val_samples, PROBLEMS)
-        self._model_path = locate_model(config, console)
+        self._model_path = starting_model(config, console)
         self._tokenizer = ChatTokenizer(self._model_path)
         with console.busy("checking that every prompt fits"):
             fitted = fitting_prompts(training, validation, self._tokenizer, config)
@@ -89,7 +88,7 @@ class GRPOJob:
         def keep(step: int, split: Split, rollout: Rollout) -> None:
             files.write(step, split, rollout)
             if split == "train" and period and step % period == 0:
-                console.samples(step, samples(rollout, SHOWN))
-                metrics.log_samples(step, samples(rollout, TRACKED))
+                console.samples(step, rollout.samples(SHOWN))
+                metrics.log_samples(step, rollout.samples(TRACKED))
 
         return keep

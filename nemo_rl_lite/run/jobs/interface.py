@@ -6,7 +6,7 @@ from typing import Protocol
 from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.sinks import MetricsLog
+from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.run.workers.launch import Reserved
 
 

@@ -12,7 +12,7 @@ from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.host.stopping import Stopping, seconds
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.sinks import MetricsLog
+from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.observability.timer import seconds_since_command
 from nemo_rl_lite.policy.interface import Policy
 

@@ -11,11 +11,11 @@ from nemo_rl_lite.data.examples import Encoder, training_examples, validation_ex
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.losses.dpo import DPOLoss
 from nemo_rl_lite.losses.sft import SFTLoss
-from nemo_rl_lite.models.source import locate_model
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.sinks import MetricsLog, under
+from nemo_rl_lite.observability.metrics_log import MetricsLog, under
 from nemo_rl_lite.run.jobs.steps import make_steps
 from nemo_rl_lite.run.memory_plan import show_memory_plan
+from nemo_rl_lite.run.model import starting_model
 from nemo_rl_lite.run.workers.launch import Reserved, launch_policy
 
 
@@ -24,7 +24,7 @@ class SupervisedJob:
 
     def __init__(self, config: Config, folder: Path, console: RunConsole):
         self._config, self._folder, self._console = config, folder, console
-        self._model_path = locate_model(config, console)
+        self._model_path = starting_model(config, console)
         tokenizer = ChatTokenizer(self._model_path)
         encoder = Encoder(tokenizer, config.policy.max_total_sequence_length, config.data.too_long)
         with console.busy("checking that every chat fits"):

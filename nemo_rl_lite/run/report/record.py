@@ -10,18 +10,13 @@ import pyarrow as pa
 
 from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.errors import ConfigError, LauncherError
+from nemo_rl_lite.observability.environment import ENVIRONMENT_FILE
+from nemo_rl_lite.observability.metrics_log import METRICS_FILE
 from nemo_rl_lite.observability.redaction import redact, redact_command
 from nemo_rl_lite.observability.samples import spread, text_of
-from nemo_rl_lite.observability.sinks import METRICS_FILE
 from nemo_rl_lite.rollout.files import read_rollout, rollout_files
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.status import (
-    COMMAND_FILE,
-    CONFIG_FILE,
-    ENVIRONMENT_FILE,
-    ERROR_FILE,
-    STATUS_FILE,
-)
+from nemo_rl_lite.run.status import COMMAND_FILE, CONFIG_FILE, ERROR_FILE, STATUS_FILE
 
 # Of so many rollouts, evenly over the run, so many samples each, from the worst to the best.
 ROLLOUTS, SAMPLES = 12, 6

@@ -17,7 +17,7 @@ from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.host.stopping import Stopping
 from nemo_rl_lite.losses.sft import SFTLoss
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.sinks import MetricsLog
+from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.offload.mover import Move
 
 CONFIG = SFTConfig(

@@ -1,5 +1,5 @@
 from nemo_rl_lite.observability.memory_plot import LAST_STEPS, MEASURED, PREDICTED, plot_memory, stacks
-from nemo_rl_lite.observability.sinks import MetricsLog
+from nemo_rl_lite.observability.metrics_log import MetricsLog
 
 
 def log(steps: list[dict]) -> MetricsLog:

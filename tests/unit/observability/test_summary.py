@@ -6,7 +6,7 @@ from rich.console import Console
 
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.sinks import MetricsLog
+from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.observability.summary import PICTURE, SUMMARY_FILE, charts, show_summary, summarize, tracked
 from nemo_rl_lite.observability.views import VIEWS
 

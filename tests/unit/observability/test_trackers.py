@@ -15,7 +15,7 @@ import pytest
 
 from nemo_rl_lite.config.schema import MLflowConfig, WandbConfig
 from nemo_rl_lite.observability.samples import Sample
-from nemo_rl_lite.observability.sinks import Chart, Sink
+from nemo_rl_lite.observability.sink import Chart, Sink
 from nemo_rl_lite.observability.tensorboard import TensorBoard
 from nemo_rl_lite.observability.wandb import RUN_ID_FILE, WeightsAndBiases
 from nemo_rl_lite.run.status import write_start

@@ -5,7 +5,7 @@ import resource
 import pyarrow.dataset
 import pytest
 
-from nemo_rl_lite.observability.samples import samples, spread, text_of
+from nemo_rl_lite.observability.samples import spread, text_of
 from nemo_rl_lite.rollout.files import (
     RolloutFiles,
     read_rollout,
@@ -76,7 +76,7 @@ def test_samples_are_spread_from_the_worst_to_the_best():
     assert spread([0.5, 0.0, 1.0, 0.25], 2) == [1, 2]
     assert spread([0.5, 0.0, 1.0, 0.25], 3) == [1, 0, 2]
     assert spread([1.0], 2) == [0] and spread([], 2) == []
-    worst, best = samples(FOUR, 2)
+    worst, best = FOUR.samples(2)
     assert (worst.response, worst.reward, best.response, best.reward) == ("a", 0.0, "b", 1.0)
 
 

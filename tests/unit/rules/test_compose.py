@@ -8,7 +8,7 @@ import pytest
 from nemo_rl_lite.config import keys
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.train import split_arguments
+from nemo_rl_lite.run.command import split_arguments
 
 HEAVY = ("torch", "ray", "vllm", "megatron", "transformers", "numpy")
 

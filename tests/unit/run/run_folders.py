@@ -5,7 +5,7 @@ import json
 from functools import cache
 from pathlib import Path
 
-from nemo_rl_lite.observability.sinks import METRICS_FILE
+from nemo_rl_lite.observability.metrics_log import METRICS_FILE
 from nemo_rl_lite.rollout.files import RolloutFiles
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.status import status_kept, write_start

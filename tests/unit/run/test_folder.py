@@ -16,7 +16,7 @@ import pytest
 
 from nemo_rl_lite.checkpoint.resume import checkpoint_store
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.observability.sinks import METRICS_FILE
+from nemo_rl_lite.observability.metrics_log import METRICS_FILE
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.folder import check_folder, locked, write_down

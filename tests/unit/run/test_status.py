@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from nemo_rl_lite.errors import RefitError, RunStopped
-from nemo_rl_lite.run.status import ENVIRONMENT_FILE, ERROR_FILE, STATUS_FILE, status_kept, write_start
+from nemo_rl_lite.observability.environment import ENVIRONMENT_FILE
+from nemo_rl_lite.run.status import ERROR_FILE, STATUS_FILE, status_kept, write_start
 
 
 def status(folder) -> dict:

@@ -7,44 +7,20 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.config.schema import LoggerConfig
 from nemo_rl_lite.observability.history import rewind
+from nemo_rl_lite.observability.mlflow import MLflow
 from nemo_rl_lite.observability.samples import Sample
+from nemo_rl_lite.observability.sink import Chart, Metrics, Sink
+from nemo_rl_lite.observability.tensorboard import TensorBoard
+from nemo_rl_lite.observability.wandb import WeightsAndBiases
 
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
-Metrics = Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A bar for each row: its label, and its value in the last column."""
-
-    name: str
-    title: str
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[str | float | None, ...]]
-
-
-class Sink:
-    """One place that metrics go to; what it has no use for it leaves."""
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Metrics of one step."""
-
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """A few samples of the step's rollout, from the worst to the best."""
-
-    def log_summary(self, values: Metrics, charts: Sequence[Chart]) -> None:
-        """The run as a whole, when it is done."""
-
-    def close(self) -> None:
-        """Bring everything to where it belongs."""
 
 
 class JsonLines(Sink):
@@ -95,16 +71,10 @@ class MetricsLog:
         ]
         sinks: list[Sink] = [JsonLines(run_folder / METRICS_FILE)]
         if config.tensorboard_enabled:
-            from nemo_rl_lite.observability.tensorboard import TensorBoard
-
             sinks.append(TensorBoard(run_folder / "tensorboard", done))
         if config.wandb_enabled:
-            from nemo_rl_lite.observability.wandb import WeightsAndBiases
-
             sinks.append(WeightsAndBiases(config.wandb, run_folder, whole_config))
         if config.mlflow_enabled:
-            from nemo_rl_lite.observability.mlflow import MLflow
-
             sinks.append(MLflow(config.mlflow, run_folder, whole_config))
         return cls(sinks, history)
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from nemo_rl_lite.observability.sinks import METRICS_FILE, JsonLines, MetricsLog, under
+from nemo_rl_lite.observability.metrics_log import METRICS_FILE, JsonLines, MetricsLog, under
 from nemo_rl_lite.observability.timer import Timer
 
 

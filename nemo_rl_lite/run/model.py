@@ -1,0 +1,28 @@
+"""The folder of the model that a run starts from, checked against the configuration."""
+
+import dataclasses
+from pathlib import Path
+
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.models.shape import is_hub_name
+from nemo_rl_lite.models.source import locate_model
+from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.rules import check_rules
+
+
+def starting_model(config: Config, console: RunConsole) -> Path:
+    """The model's folder, made or downloaded where it is not there yet.
+
+    Raises:
+        ConfigError: the hub cannot be reached or has no such model, or the model does not fit the configuration.
+    """
+    was_unknown = is_hub_name(config.policy.model_name)
+    folder = locate_model(config, console)
+    if was_unknown:
+        # The rules could not see the shape of a model on the hub before it was downloaded.
+        local = dataclasses.replace(config, policy=dataclasses.replace(config.policy, model_name=str(folder)))
+        violations = check_rules(local)
+        if violations:
+            raise ConfigError(violations)
+    return folder
