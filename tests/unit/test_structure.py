@@ -100,7 +100,11 @@ def test_modules_import_each_other_in_no_circle():
     ("files", "rooms", "circle"),
     [
         ({"low/a.py": "from house.high.b import f", "high/b.py": ""}, {"low": {"high"}, "high": set()}, False),
-        ({"low/a.py": "", "high/b.py": "def g():\n    from house.low import a"}, {"low": set(), "high": {"low"}}, False),
+        (
+            {"low/a.py": "", "high/b.py": "def g():\n    from house.low import a"},
+            {"low": set(), "high": {"low"}},
+            False,
+        ),
         ({"low/a.py": "import house.low.b", "low/b.py": "from house.low.a import f"}, {"low": set()}, True),
     ],
     ids=["upward", "within a function", "circle"],
