@@ -43,37 +43,44 @@ class LossConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class GRPOConfig:
-    name: Literal["grpo"]
+class AlgorithmConfig:
+    """Options of every algorithm."""
+
+    name: str
     seed: Seed
-    val_metric: Literal["accuracy", "avg_length"]
+    max_num_steps: PositiveInt | None
+    val_metric: str
     higher_is_better: bool
-    num_prompts_per_step: PositiveInt
-    num_generations_per_prompt: PositiveInt
-    max_num_steps: PositiveInt
-    use_leave_one_out_baseline: bool
-    normalize_rewards: bool
     val_period: NonNegativeInt
     val_at_start: bool
     val_at_end: bool
     max_val_samples: PositiveInt
+
+
+@dataclass(frozen=True, config=STRICT)
+class RolloutAlgorithmConfig(AlgorithmConfig):
+    """Options of the algorithms that train on what engines generate."""
+
+    max_num_steps: PositiveInt
+    num_prompts_per_step: PositiveInt
+    num_generations_per_prompt: PositiveInt
     val_temperature: NonNegativeFloat
+
+
+@dataclass(frozen=True, config=STRICT)
+class GRPOConfig(RolloutAlgorithmConfig):
+    name: Literal["grpo"]
+    val_metric: Literal["accuracy", "avg_length"]
+    use_leave_one_out_baseline: bool
+    normalize_rewards: bool
     loss_fn: LossConfig
 
 
 @dataclass(frozen=True, config=STRICT)
-class SupervisedConfig:
-    """What SFT and DPO have in common."""
+class SupervisedConfig(AlgorithmConfig):
+    """Options of the algorithms that train on a data set."""
 
-    seed: Seed
-    val_metric: str
     max_num_epochs: PositiveInt | None
-    max_num_steps: PositiveInt | None
-    val_period: NonNegativeInt
-    val_at_start: bool
-    val_at_end: bool
-    max_val_samples: PositiveInt
-    higher_is_better: bool
     early_stop_patience: PositiveInt | None
 
 
@@ -350,19 +357,8 @@ class Config:
     profile: ProfileConfig
     checkpoint: CheckpointConfig
 
-    @property
-    def grpo(self) -> GRPOConfig:
-        """The algorithm's options, where it is known to be GRPO. Raises TypeError where it is not."""
-        return _checked(self.algorithm, GRPOConfig)
-
-    @property
-    def supervised(self) -> SFTConfig | DPOConfig:
-        """The algorithm's options, where it is known to be SFT or DPO. Raises TypeError where it is not."""
-        return _checked(self.algorithm, SFTConfig | DPOConfig)
-
-
-def _checked(options: Any, kind: Any) -> Any:
-    if not isinstance(options, kind):
-        expected = getattr(kind, "__name__", kind)
-        raise TypeError(f"{expected} expected, this run has {type(options).__name__}")
-    return options
+    def options[T: AlgorithmConfig](self, kind: type[T]) -> T:
+        """The algorithm's options, which the caller knows to be of `kind`. Raises TypeError: they are not."""
+        if not isinstance(self.algorithm, kind):
+            raise TypeError(f"{kind.__name__} expected, this run has {type(self.algorithm).__name__}")
+        return self.algorithm

@@ -2,7 +2,9 @@
 
 from typing import Literal
 
-from nemo_rl_lite.config.schema import Config, PolicyConfig
+from nemo_rl_lite.config.algorithms import algorithm_of, generates
+from nemo_rl_lite.config.parallel import ParallelDims
+from nemo_rl_lite.config.schema import Config, PolicyConfig, RolloutAlgorithmConfig
 
 BatchMode = Literal["fixed", "dynamic", "packed"]
 # Without a gradient, the policy makes float32 logits for this many tokens at a time.
@@ -31,7 +33,7 @@ def policy_ranks(config: Config) -> int:
     """Policy workers: one for each GPU that is not set apart for generation, or `cluster.cpu_ranks`."""
     if not on_gpus(config):
         return config.cluster.cpu_ranks
-    shared = config.generation.colocated.enabled or config.algorithm.name != "grpo"
+    shared = config.generation.colocated.enabled or not generates(config)
     return all_gpus(config) - (0 if shared else generation_gpus(config))
 
 
@@ -42,10 +44,14 @@ def engines(config: Config) -> int:
     return generation_gpus(config) // config.generation.vllm_cfg.tensor_parallel_size
 
 
-def data_parallel_size(config: Config) -> int:
-    """Policy replicas: ranks over tensor x pipeline parallel size."""
-    parallel = config.policy.megatron_cfg
-    return policy_ranks(config) // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+def engine_ranks(config: Config) -> int:
+    """Processes, and on GPUs devices, of one engine."""
+    return config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1
+
+
+def parallel_dims(config: Config) -> ParallelDims:
+    """How the policy's ranks are split."""
+    return ParallelDims.of(config.policy.megatron_cfg, policy_ranks(config))
 
 
 def batch_mode(policy: PolicyConfig, on_gpu: bool) -> BatchMode:
@@ -57,8 +63,8 @@ def batch_mode(policy: PolicyConfig, on_gpu: bool) -> BatchMode:
 
 
 def sequences_together(config: Config) -> int:
-    """Sequences that a loss compares, and that so must be in one micro-batch: two of a preference pair."""
-    return 2 if config.algorithm.name == "dpo" else 1
+    """Neighbouring sequences that the loss compares, such as a preference pair's two."""
+    return algorithm_of(config).sequences_together
 
 
 def sequences_per_optimizer_step(config: Config) -> int:
@@ -66,5 +72,6 @@ def sequences_per_optimizer_step(config: Config) -> int:
 
 
 def samples_per_step(config: Config) -> int:
-    """Sequences a rollout."""
-    return config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    """Sequences of a rollout."""
+    options = config.options(RolloutAlgorithmConfig)
+    return options.num_prompts_per_step * options.num_generations_per_prompt

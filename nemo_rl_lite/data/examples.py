@@ -10,7 +10,7 @@ import torch
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.data.conversations import Conversation, Example
-from nemo_rl_lite.data.kinds import KINDS
+from nemo_rl_lite.data.kinds import kind_of
 from nemo_rl_lite.data.problems import TrainingSet
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
@@ -108,7 +108,7 @@ def training_examples(config: Config, encoder: Encoder) -> TrainingExamples:
     Raises:
         DataError: an example cannot be used, or there are too few for one batch.
     """
-    kind, batch_size = KINDS[config.algorithm.name], config.policy.train_global_batch_size
+    kind, batch_size = kind_of(config), config.policy.train_global_batch_size
     examples = training_set(config.data, config.algorithm.seed, kind)
     source, count = config.data.train_path or config.data.path or config.data.name, len(examples.finite())
     if longer := encoder.longer(examples.finite()):
@@ -133,7 +133,7 @@ def validation_examples(config: Config, encoder: Encoder) -> Batch | None:
     Raises:
         DataError: an example cannot be used.
     """
-    kind = KINDS[config.algorithm.name]
+    kind = kind_of(config)
     examples = validation_set(config.data, config.algorithm.max_val_samples, kind)
     source = config.data.validation_path or config.data.train_path or config.data.path or config.data.name
     longer = encoder.longer(examples)

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nemo_rl_lite.config.schema import DataConfig
+from nemo_rl_lite.config.algorithms import algorithm_of, imported
+from nemo_rl_lite.config.schema import Config, DataConfig
 from nemo_rl_lite.data.columns import to_problem
 from nemo_rl_lite.data.conversations import Example, chat_of, to_chat
 from nemo_rl_lite.data.pairs import pair_of, to_pair
@@ -19,10 +20,16 @@ class Kind[T: Asked]:
     name: str
     from_row: Callable[[DataConfig, Row, str], T | None]
     from_problem: Callable[[Problem], T]
+    unread: tuple[str, ...] = ()
+    """Keys of `data` that name columns of the other kinds."""
 
 
-PROBLEMS = Kind[Problem]("problems", to_problem, lambda problem: problem)
+_CHAT_COLUMNS = ("messages_column", "tools_column")
+PROBLEMS = Kind[Problem]("problems", to_problem, lambda problem: problem, unread=_CHAT_COLUMNS)
 CHATS = Kind[Example]("chats", to_chat, chat_of)
-PAIRS = Kind[Example]("pairs", to_pair, pair_of)
-# By algorithm.
-KINDS: dict[str, Kind] = {"grpo": PROBLEMS, "sft": CHATS, "dpo": PAIRS}
+PAIRS = Kind[Example]("pairs", to_pair, pair_of, unread=(*_CHAT_COLUMNS, "response_column", "prompt_template"))
+
+
+def kind_of(config: Config) -> Kind:
+    """What the configuration's algorithm trains on."""
+    return imported(algorithm_of(config).data)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from nemo_rl_lite.config.algorithms import ALGORITHMS, imported
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -29,47 +31,50 @@ class Panel:
 
 View = tuple[Panel, ...]
 
-VIEWS: dict[str, View] = {
-    "grpo": (
-        Panel(
-            "reward",
-            (
-                Curve("validation/accuracy", "held-out accuracy", 3, "tab:orange"),
-                Curve("train/reward", "training reward", 3, "tab:blue"),
-            ),
-            limits=(0, 1.02),
+REWARD: View = (
+    Panel(
+        "reward",
+        (
+            Curve("validation/accuracy", "held-out accuracy", 3, "tab:orange"),
+            Curve("train/reward", "training reward", 3, "tab:blue"),
         ),
-        Panel(
-            "KL to the starting policy (nats a token)",
-            (Curve("train/kl_penalty", "KL to the start", 4, "tab:red"),),
+        limits=(0, 1.02),
+    ),
+    Panel(
+        "KL to the starting policy (nats a token)",
+        (Curve("train/kl_penalty", "KL to the start", 4, "tab:red"),),
+    ),
+)
+PREFERENCE: View = (
+    Panel(
+        "preference accuracy",
+        (
+            Curve("validation/accuracy", "held-out accuracy", 3, "tab:orange"),
+            Curve("train/accuracy", "training accuracy", 3, "tab:blue"),
+        ),
+        limits=(0, 1.02),
+    ),
+    Panel(
+        "loss",
+        (
+            Curve("validation/val_loss", "held-out loss", 4, "tab:orange"),
+            Curve("train/loss", "training loss", 4, "tab:blue"),
         ),
     ),
-    "dpo": (
-        Panel(
-            "preference accuracy",
-            (
-                Curve("validation/accuracy", "held-out accuracy", 3, "tab:orange"),
-                Curve("train/accuracy", "training accuracy", 3, "tab:blue"),
-            ),
-            limits=(0, 1.02),
+    Panel("reward margin", (Curve("train/rewards_margin_mean", "reward margin", 3, "tab:green"),)),
+)
+LOSS: View = (
+    Panel(
+        "loss (nats a response token)",
+        (
+            Curve("validation/val_loss", "held-out loss", 4, "tab:orange"),
+            Curve("train/loss", "training loss", 4, "tab:blue"),
         ),
-        Panel(
-            "loss",
-            (
-                Curve("validation/val_loss", "held-out loss", 4, "tab:orange"),
-                Curve("train/loss", "training loss", 4, "tab:blue"),
-            ),
-        ),
-        Panel("reward margin", (Curve("train/rewards_margin_mean", "reward margin", 3, "tab:green"),)),
     ),
-    "sft": (
-        Panel(
-            "loss (nats a response token)",
-            (
-                Curve("validation/val_loss", "held-out loss", 4, "tab:orange"),
-                Curve("train/loss", "training loss", 4, "tab:blue"),
-            ),
-        ),
-        Panel("gradient norm", (Curve("train/grad_norm", "gradient norm", 3, "tab:red"),)),
-    ),
-}
+    Panel("gradient norm", (Curve("train/grad_norm", "gradient norm", 3, "tab:red"),)),
+)
+
+
+def view_of(algorithm: str) -> View:
+    """The view of the algorithm of this name."""
+    return imported(ALGORITHMS[algorithm].view)

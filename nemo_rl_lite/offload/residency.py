@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from nemo_rl_lite.config.algorithms import generates
+from nemo_rl_lite.config.engines import engines_sleep
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import on_gpus
 
 
 class Phase(StrEnum):
@@ -52,13 +53,11 @@ class Residency:
 
     @classmethod
     def of(cls, config: Config) -> "Residency":
-        generates = config.algorithm.name == "grpo"
-        shared = generates and config.generation.colocated.enabled
-        phases = tuple(Phase) if generates else (Phase.LOGPROB, Phase.TRAIN)
+        shared = generates(config) and config.generation.colocated.enabled
+        phases = tuple(Phase) if generates(config) else (Phase.LOGPROB, Phase.TRAIN)
         table = {phase: _policy(config, phase, shared) for phase in phases}
         if shared:
-            sleeps = on_gpus(config) and config.generation.backend == "vllm"
-            table = {phase: row | _engine(phase, sleeps) for phase, row in table.items()}
+            table = {phase: row | _engine(phase, engines_sleep(config)) for phase, row in table.items()}
         return cls(table, shared)
 
     @property

@@ -16,12 +16,13 @@ A token of SmolLM2-135M and one of a Qwen3 of 1.7 B take within 3 % of this, and
 
 from dataclasses import dataclass
 
+from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import (
     LOGPROB_CHUNK,
     batch_mode,
-    data_parallel_size,
     on_gpus,
+    parallel_dims,
     samples_per_step,
     sequences_per_optimizer_step,
     sequences_together,
@@ -58,8 +59,8 @@ def micro_batch(config: Config, training: bool) -> MicroBatch:
 def _sequences(config: Config, training: bool) -> int | None:
     """Sequences of a replica in one go; None where that is not known (a validation set's)."""
     if training:
-        return -(-sequences_per_optimizer_step(config) // data_parallel_size(config))
-    return -(-samples_per_step(config) // data_parallel_size(config)) if config.algorithm.name == "grpo" else None
+        return -(-sequences_per_optimizer_step(config) // parallel_dims(config).dp)
+    return -(-samples_per_step(config) // parallel_dims(config).dp) if generates(config) else None
 
 
 def item_bytes(config: Config) -> int:
@@ -70,15 +71,14 @@ def hidden_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
     """Bytes of the hidden states between two layers. Tensor-parallel ranks hold the same, unless they split the
     sequence."""
     parallel = config.policy.megatron_cfg
-    ranks = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    ranks = parallel_dims(config).tp if parallel.sequence_parallel else 1
     return batch.tokens * item_bytes(config) * shape.hidden / ranks
 
 
 def layer_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> dict[str, float]:
     """Bytes that a layer keeps for its backward pass, by the module that keeps them: those that `offload_modules` can
     name, and `rest`. Of a model with experts, the mean over its layers."""
-    parallel = config.policy.megatron_cfg
-    tensor, item, hidden = parallel.tensor_model_parallel_size, item_bytes(config), hidden_bytes(config, shape, batch)
+    tensor, item, hidden = parallel_dims(config).tp, item_bytes(config), hidden_bytes(config, shape, batch)
     # Of one tensor as wide as all queries, all keys, the MLP, an expert.
     elements = batch.tokens * item / tensor
     queries, keys = elements * shape.heads * shape.head_dim, elements * shape.kv_heads * shape.head_dim
@@ -110,7 +110,7 @@ def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple
     A stage holds the activations of as many micro-batches as there are stages from it to the end.
     """
     parallel, batch = config.policy.megatron_cfg, micro_batch(config, training=True)
-    pipeline, item = parallel.pipeline_model_parallel_size, item_bytes(config)
+    pipeline, item = parallel_dims(config).pp, item_bytes(config)
     layer = layer_bytes(config, shape, batch)
     layers, in_flight = shape.layers // pipeline, pipeline - stage
     hidden = hidden_bytes(config, shape, batch)
@@ -130,9 +130,9 @@ def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple
 
 def logprob_activations(config: Config, shape: ModelShape, stage: int) -> int:
     """Bytes at the peak of logprob inference on pipeline stage `stage`: in a layer, or as logits turn float32."""
-    parallel, batch = config.policy.megatron_cfg, micro_batch(config, training=False)
+    batch = micro_batch(config, training=False)
     working = sum(layer_bytes(config, shape, batch).values())
-    if stage < parallel.pipeline_model_parallel_size - 1:
+    if stage < parallel_dims(config).pp - 1:
         return int(working)
     elements = logits_elements(config, shape, batch)
     logits = elements * item_bytes(config)
@@ -141,11 +141,11 @@ def logprob_activations(config: Config, shape: ModelShape, stage: int) -> int:
 
 
 def logits_elements(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
-    return batch.tokens * shape.vocabulary / config.policy.megatron_cfg.tensor_model_parallel_size
+    return batch.tokens * shape.vocabulary / parallel_dims(config).tp
 
 
 def _logits_bytes(config: Config, item: int) -> int:
     """A logit in training: as the model gave it, beside its float32 copy, which turns into the softmax and its gradient
     in place. Scaling by a temperature makes another float32 gradient."""
-    scaled = config.algorithm.name == "grpo" and config.generation.temperature != 1
+    scaled = generates(config) and config.generation.temperature != 1
     return max(4 + item, 8 if scaled else 0)

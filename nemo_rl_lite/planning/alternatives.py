@@ -8,8 +8,8 @@ from nemo_rl_lite.config.keys import groups
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import (
     batch_mode,
-    data_parallel_size,
     on_gpus,
+    parallel_dims,
     sequences_per_optimizer_step,
     sequences_together,
 )
@@ -36,7 +36,7 @@ class MicroBatchLimit:
 def largest_micro_batch(config: Config, shape: ModelShape, gpu_bytes: int | None) -> MicroBatchLimit:
     """The largest training micro-batch whose training phase fits the GPU."""
     policy, mode = config.policy, batch_mode(config.policy, on_gpus(config))
-    replicas = data_parallel_size(config)
+    replicas = parallel_dims(config).dp
     longest = policy.max_total_sequence_length
     if mode == "fixed":
         key, now = "train_micro_batch_size", policy.train_micro_batch_size

@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 
+from nemo_rl_lite.config.algorithms import compares, generates
+from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import on_gpus, policy_ranks
+from nemo_rl_lite.config.sizes import on_gpus, parallel_dims, policy_ranks
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.planning.activation_size import item_bytes
 from nemo_rl_lite.planning.model_size import parameter_count, rank_parameters
-from nemo_rl_lite.planning.prediction import Prediction, predict, totals
+from nemo_rl_lite.planning.prediction import Prediction, predict, token_cache_bytes, totals
 from nemo_rl_lite.refit.plan import bucket_size
 
 # What contexts of CUDA and NCCL, captured graphs and blocks that torch keeps took beside all components on H100s and
@@ -92,13 +94,12 @@ def budget(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Budget:
 
 def engines_copy(config: Config) -> bool:
     """Whether engines copy the policy's parameters, where those of one machine have the whole model between them."""
-    parallel, cluster = config.policy.megatron_cfg, config.cluster
-    neighbours = max(parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size)
-    # megatron-core puts pipeline stages furthest apart: on several machines each has stages of every replica.
-    pipeline_apart = cluster.num_nodes > 1 and parallel.pipeline_model_parallel_size > 1
-    together = neighbours <= cluster.gpus_per_node and not pipeline_apart
+    dims, cluster = parallel_dims(config), config.cluster
+    # Pipeline stages are furthest apart: on several machines, each machine has stages of every replica.
+    pipeline_apart = cluster.num_nodes > 1 and dims.pp > 1
+    together = dims.neighbours <= cluster.gpus_per_node and not pipeline_apart
     shared = Residency.of(config).engines_share_device
-    return shared and config.refit.direct and together and not parallel.peft.enabled
+    return shared and config.refit.direct and together and not config.policy.megatron_cfg.peft.enabled
 
 
 def _overhead(config: Config) -> int:
@@ -106,13 +107,13 @@ def _overhead(config: Config) -> int:
         return 0
     if Residency.of(config).engines_share_device:
         return OVERHEAD_SHARED
-    return OVERHEAD_APART if config.algorithm.name == "grpo" else OVERHEAD_ALONE
+    return OVERHEAD_APART if generates(config) else OVERHEAD_ALONE
 
 
 def _refit_buffers(config: Config, shape: ModelShape, device_bytes: int | None) -> int:
     """Bytes of the buckets that are on their way at a time, or of that which an engine takes to begin with; none larger
     than the model, none smaller than its largest tensor."""
-    if config.algorithm.name != "grpo" or device_bytes is None:
+    if not generates(config) or device_bytes is None:
         return 0
     weights = refit_bytes(config, shape)
     largest = shape.vocabulary * shape.hidden * item_bytes(config)
@@ -127,29 +128,19 @@ def refit_bytes(config: Config, shape: ModelShape) -> int:
     return parameter_count(shape) * item_bytes(config)
 
 
-def a_token_of_cache(config: Config, shape: ModelShape) -> int:
-    """Bytes that a token takes of the KV cache on one GPU of an engine."""
-    own_heads = -(-shape.kv_heads // config.generation.vllm_cfg.tensor_parallel_size)
-    return 2 * shape.layers * own_heads * shape.head_dim * item_bytes(config)
-
-
 def _engine_room(config: Config, shape: ModelShape, gpu_bytes: int | None) -> int:
     settings = config.generation.vllm_cfg
-    if config.algorithm.name != "grpo" or config.generation.backend != "vllm" or gpu_bytes is None:
+    if not generates(config) or not engine_of(config).takes_share or gpu_bytes is None:
         return 0
     weights = refit_bytes(config, shape) // settings.tensor_parallel_size
-    longest = config.policy.max_total_sequence_length * a_token_of_cache(config, shape)
+    longest = config.policy.max_total_sequence_length * token_cache_bytes(config, shape)
     return int(settings.gpu_memory_utilization * gpu_bytes) - weights - longest
 
 
 def _reference(config: Config, shape: ModelShape) -> int:
     """Bytes of the starting weights that wait in host memory for the policy to be compared with, and of their place."""
-    algorithm, parallel = config.algorithm, config.policy.megatron_cfg
-    compared = algorithm.name == "dpo" or (
-        algorithm.name == "grpo" and config.grpo.loss_fn.reference_policy_kl_penalty > 0
-    )
-    if not compared or parallel.peft.enabled:
+    if not compares(config) or config.policy.megatron_cfg.peft.enabled:
         return 0
-    last = parallel.pipeline_model_parallel_size - 1
-    # And the policy's own, while they take its place.
-    return 2 * max(rank_parameters(shape, parallel, stage).total for stage in {0, last}) * item_bytes(config)
+    dims = parallel_dims(config)
+    # The policy's own weights are on the host while the reference weights take their place on the device.
+    return 2 * max(rank_parameters(shape, dims, stage).total for stage in {0, dims.pp - 1}) * item_bytes(config)

@@ -1,44 +1,43 @@
 """Who holds what and how a batch is cut, in words and numbers, from the configuration alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.algorithms import generates
+from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import (
     batch_mode,
-    data_parallel_size,
+    engine_ranks,
     engines,
     generation_gpus,
     on_gpus,
-    policy_ranks,
+    parallel_dims,
     samples_per_step,
     sequences_per_optimizer_step,
     sequences_together,
 )
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.planning.activation_size import micro_batch
-from nemo_rl_lite.planning.budget import a_token_of_cache
+from nemo_rl_lite.planning.prediction import token_cache_bytes
 
 Row = tuple[str, str]
 
 
 def parallel_rows(config: Config, shape: ModelShape) -> Iterator[Row]:
     """The policy's ranks, the layers of each stage, the engines."""
-    parallel = config.policy.megatron_cfg
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    ranks, replicas = policy_ranks(config), data_parallel_size(config)
-    sizes = f"tensor {tensor} x pipeline {pipeline} x data {replicas}"
+    dims = parallel_dims(config)
+    sizes = f"tensor {dims.tp} x pipeline {dims.pp} x data {dims.dp}"
     if shape.experts:
-        sizes += f", experts over {parallel.expert_model_parallel_size}"
-    yield "policy", f"{ranks} rank{'s' * (ranks > 1)}: {sizes}"
-    layers = shape.layers // pipeline
-    for stage in range(pipeline if pipeline > 1 else 0):
-        ends = [name for name, there in (("embedding", stage == 0), ("output", stage == pipeline - 1)) if there]
+        sizes += f", experts over {dims.ep}"
+    yield "policy", f"{dims.world} rank{'s' * (dims.world > 1)}: {sizes}"
+    layers = shape.layers // dims.pp
+    for stage in range(dims.pp if dims.pp > 1 else 0):
+        ends = [name for name, there in (("embedding", stage == 0), ("output", stage == dims.pp - 1)) if there]
         own = f"layers {stage * layers} to {(stage + 1) * layers - 1}"
-        yield f"stage {stage}", f"{', '.join([own, *ends])}: rank{_span(_of_stage(stage, tensor, pipeline, replicas))}"
-    if config.algorithm.name != "grpo":
+        yield f"stage {stage}", f"{', '.join([own, *ends])}: rank{_span(dims.ranks_of_stage(stage))}"
+    if not generates(config):
         return
-    count, wide = engines(config), config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1
+    count, wide = engines(config), engine_ranks(config)
     where = "on the policy's GPUs" if config.generation.colocated.enabled else "on GPUs of their own"
     where = where if on_gpus(config) else "on CPUs"
     yield "engines", f"{count} of {config.generation.backend}, tensor {wide}, {where}"
@@ -46,18 +45,16 @@ def parallel_rows(config: Config, shape: ModelShape) -> Iterator[Row]:
 
 def rank_rows(config: Config) -> Iterator[list[str]]:
     """Node, GPUs, and what is on them: one row for neighbours on a node with the same stage, replica and engine."""
-    parallel = config.policy.megatron_cfg
-    tensor, replicas = parallel.tensor_model_parallel_size, data_parallel_size(config)
-    ranks, a_node = policy_ranks(config), config.cluster.gpus_per_node
+    dims, a_node = parallel_dims(config), config.cluster.gpus_per_node
     wide, shared = config.generation.vllm_cfg.tensor_parallel_size, config.generation.colocated.enabled
-    generating = generation_gpus(config) if config.algorithm.name == "grpo" else 0
-    first = 0 if shared else ranks
+    generating = generation_gpus(config) if generates(config) else 0
+    first = 0 if shared else dims.world
 
     def holds(gpu: int) -> tuple[int, str, str]:
         policy = engine = "-"
-        if gpu < ranks:
-            # megatron-core's order: tensor, data, pipeline.
-            policy = f"stage {gpu // (tensor * replicas)}, replica {gpu // tensor % replicas}"
+        if gpu < dims.world:
+            stage, replica = dims.stage_and_replica(gpu)
+            policy = f"stage {stage}, replica {replica}"
         if first <= gpu < first + generating:
             engine = f"engine {(gpu - first) // wide}"
         return gpu // a_node, policy, engine
@@ -69,16 +66,16 @@ def rank_rows(config: Config) -> Iterator[list[str]]:
 def batch_rows(config: Config, kv_bytes: int, shape: ModelShape) -> Iterator[Row]:
     """From a step's samples to a rank's micro-batches. `kv_bytes`: for the KV cache on an engine's GPU; 0 where that is
     not known."""
-    policy, replicas = config.policy, data_parallel_size(config)
+    policy, replicas = config.policy, parallel_dims(config).dp
     batch, longest = sequences_per_optimizer_step(config), policy.max_total_sequence_length
-    if config.algorithm.name == "grpo":
-        samples, each = samples_per_step(config), engines(config)
-        prompts, answers = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
+    if generates(config):
+        options, samples, each = config.options(RolloutAlgorithmConfig), samples_per_step(config), engines(config)
+        prompts, answers = options.num_prompts_per_step, options.num_generations_per_prompt
         steps = f"{samples // batch} optimizer step{'s' * (samples > batch)}"
         yield "a step", f"{prompts} prompts x {answers} answers = {samples} samples, {steps}"
         limit = config.generation.vllm_cfg.max_num_seqs
         yield "an engine", f"{-(-samples // each)} samples, at most {limit} at a time{_kv(config, kv_bytes, shape)}"
-    pairs = " (pairs count twice)" if config.algorithm.name == "dpo" else ""
+    pairs = " (pairs count twice)" if sequences_together(config) > 1 else ""
     yield (
         "an optimizer step",
         f"{batch} sequences{pairs} of at most {longest} tokens, {-(-batch // replicas)} a replica",
@@ -93,14 +90,10 @@ def batch_rows(config: Config, kv_bytes: int, shape: ModelShape) -> Iterator[Row
 def _kv(config: Config, kv_bytes: int, shape: ModelShape) -> str:
     if not kv_bytes or not on_gpus(config):
         return ""
-    room = kv_bytes // (a_token_of_cache(config, shape) * config.policy.max_total_sequence_length)
+    room = kv_bytes // (token_cache_bytes(config, shape) * config.policy.max_total_sequence_length)
     return f"; its KV cache holds {room} of the longest"
 
 
-def _of_stage(stage: int, tensor: int, pipeline: int, replicas: int) -> list[int]:
-    return list(range(stage * tensor * replicas, (stage + 1) * tensor * replicas))
-
-
-def _span(numbers: list[int]) -> str:
+def _span(numbers: Sequence[int]) -> str:
     """` 3` or `s 0-3`."""
     return f" {numbers[0]}" if len(numbers) == 1 else f"s {numbers[0]}-{numbers[-1]}"

@@ -6,7 +6,8 @@ gated MLPs. Latent attention (DeepSeek) is counted as if it were grouped-query a
 
 from dataclasses import dataclass
 
-from nemo_rl_lite.config.schema import MegatronConfig
+from nemo_rl_lite.config.parallel import ParallelDims
+from nemo_rl_lite.config.schema import LoraConfig
 from nemo_rl_lite.models.shape import ModelShape
 
 
@@ -29,26 +30,27 @@ def parameter_count(shape: ModelShape) -> int:
     return layers + embeddings * shape.vocabulary * shape.hidden + shape.hidden
 
 
-def rank_parameters(shape: ModelShape, parallel: MegatronConfig, stage: int) -> Parameters:
+def rank_parameters(shape: ModelShape, dims: ParallelDims, stage: int) -> Parameters:
     """Parameters of a rank of pipeline stage `stage`, from 0.
 
     Layers are spread evenly over stages and whole experts over expert-parallel ranks; a tensor-parallel group does not
     split single experts. Tied embeddings are on the first and on the last stage. The vocabulary is not padded, since it
     must be a multiple of the tensor parallel size.
     """
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    dense, experts = _layers_of_stage(shape, tensor, pipeline, parallel.expert_model_parallel_size)
-    first, last = stage == 0, stage == pipeline - 1
-    matrices = 1 if pipeline == 1 and shape.tied_embeddings else first + last
-    dense += matrices * shape.vocabulary * shape.hidden // tensor + (shape.hidden if last else 0)
+    dense, experts = _layers_of_stage(shape, dims.tp, dims.pp, dims.ep)
+    first, last = stage == 0, stage == dims.pp - 1
+    matrices = 1 if dims.pp == 1 and shape.tied_embeddings else first + last
+    dense += matrices * shape.vocabulary * shape.hidden // dims.tp + (shape.hidden if last else 0)
     return Parameters(dense, experts)
 
 
-def trained_parameters(shape: ModelShape, parallel: MegatronConfig, stage: int, grouped: bool) -> Parameters:
+def trained_parameters(
+    shape: ModelShape, dims: ParallelDims, peft: LoraConfig, stage: int, grouped: bool
+) -> Parameters:
     """Those that have gradients: all, or with LoRA the adapters'. A rank's experts share an adapter where they are
     `grouped`, as on GPUs."""
-    if not parallel.peft.enabled:
-        return rank_parameters(shape, parallel, stage)
+    if not peft.enabled:
+        return rank_parameters(shape, dims, stage)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
 
     def of_mlp(width: int) -> dict[str, int]:
@@ -59,14 +61,11 @@ def trained_parameters(shape: ModelShape, parallel: MegatronConfig, stage: int, 
     widths = [(shape.layers, attention), (shape.dense_layers, of_mlp(shape.ffn))]
     widths += [(sparse, of_mlp(shape.shared_ffn))] if shape.shared_ffn else []
     dense, experts = (
-        sum(layers * sizes.get(name, 0) for layers, sizes in kinds for name in parallel.peft.target_modules)
+        sum(layers * sizes.get(name, 0) for layers, sizes in kinds for name in peft.target_modules)
         for kinds in (widths, [(sparse, of_mlp(shape.expert_ffn))])
     )
-    experts *= 1 if grouped else shape.experts // parallel.expert_model_parallel_size
-    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    return Parameters(
-        dense * parallel.peft.dim // split, experts * parallel.peft.dim // parallel.pipeline_model_parallel_size
-    )
+    experts *= 1 if grouped else shape.experts // dims.ep
+    return Parameters(dense * peft.dim // (dims.tp * dims.pp), experts * peft.dim // dims.pp)
 
 
 def _layers_of_stage(shape: ModelShape, tensor: int, pipeline: int, expert: int) -> tuple[int, int]:

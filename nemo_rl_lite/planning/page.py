@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.models.shape import ModelShape
@@ -13,7 +14,6 @@ from nemo_rl_lite.planning.alternatives import MicroBatchLimit, largest_micro_ba
 from nemo_rl_lite.planning.budget import Budget, budget, refit_bytes
 from nemo_rl_lite.planning.layout import Row, batch_rows, parallel_rows, rank_rows
 from nemo_rl_lite.planning.memory_table import headers, render, size, title
-from nemo_rl_lite.planning.refit_time import refit_seconds
 
 RANK_ROWS = 24
 
@@ -153,9 +153,8 @@ def _verdict(plan: Plan) -> list[str]:
         for_what = ", for what leaves the GPUs and for reference weights" if on_gpus(plan.config) else ""
         word = "host memory" if plan.fits_host(one) else "HOST MEMORY DOES NOT SUFFICE"
         lines.append(f"{word}: {size(one.host)}{there} a machine{for_what}")
-    if plan.config.algorithm.name == "grpo" and on_gpus(plan.config):
-        about = refit_seconds(plan.config, plan.shape)
-        lines.append(f"a refit: {size(refit_bytes(plan.config, plan.shape))}, about {about:.2f} s without checksums")
+    if generates(plan.config) and on_gpus(plan.config):
+        lines.append(f"a refit: {size(refit_bytes(plan.config, plan.shape))}")
     if not plan.fits:
         others = ", ".join(f"offload={preset}" for preset in plan.fitting_presets)
         lines.append(f"would fit: {others or 'no offload preset'}")
@@ -180,11 +179,6 @@ def _word(plan: Plan, one: Budget) -> str:
 
 
 def _refit_json(plan: Plan) -> dict[str, Any]:
-    if plan.config.algorithm.name != "grpo" or not on_gpus(plan.config):
+    if not generates(plan.config) or not on_gpus(plan.config):
         return {}
-    return {
-        "refit": {
-            "bytes": refit_bytes(plan.config, plan.shape),
-            "about_s": round(refit_seconds(plan.config, plan.shape), 3),
-        }
-    }
+    return {"refit": {"bytes": refit_bytes(plan.config, plan.shape)}}

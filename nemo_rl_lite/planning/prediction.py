@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
+from nemo_rl_lite.config.engines import CacheFacts, engine_of
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import data_parallel_size, engines, on_gpus, samples_per_step
+from nemo_rl_lite.config.sizes import engine_ranks, on_gpus, parallel_dims
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
 from nemo_rl_lite.planning.activation_size import item_bytes, logprob_activations, training_activations
@@ -39,8 +40,8 @@ def predict(config: Config, shape: ModelShape, device_bytes: int | None) -> dict
         ValueError: an engine shares a GPU whose size is not given.
     """
     residency = Residency.of(config)
-    last = config.policy.megatron_cfg.pipeline_model_parallel_size - 1
-    stages = [_of_stage(config, shape, residency, device_bytes, stage) for stage in sorted({0, last})]
+    ends = sorted({0, parallel_dims(config).pp - 1})
+    stages = [_of_stage(config, shape, residency, device_bytes, stage) for stage in ends]
     return max(stages, key=lambda stage: max(sums.device for sums in totals(stage).values()))
 
 
@@ -63,12 +64,9 @@ def predicted_metrics(prediction: Prediction) -> dict[str, float]:
 def _of_stage(
     config: Config, shape: ModelShape, residency: Residency, device_bytes: int | None, stage: int
 ) -> dict[tuple[Phase, Component], Bytes]:
-    parallel = config.policy.megatron_cfg
-    parameters, trained = (
-        rank_parameters(shape, parallel, stage),
-        trained_parameters(shape, parallel, stage, on_gpus(config)),
-    )
-    held = parameters.total + (trained.total if parallel.peft.enabled else 0)
+    dims, peft = parallel_dims(config), config.policy.megatron_cfg.peft
+    trained = trained_parameters(shape, dims, peft, stage, grouped=on_gpus(config))
+    held = rank_parameters(shape, dims, stage).total + (trained.total if peft.enabled else 0)
     sizes = {
         Component.PARAMETERS: held * item_bytes(config),
         Component.GRADIENTS: trained.total * GRADIENT_BYTES,
@@ -76,7 +74,9 @@ def _of_stage(
     if residency.engines_share_device:
         weights = _engine_weights(config, shape)
         sizes[Component.GENERATION_WEIGHTS] = weights
-        sizes[Component.KV_CACHE] = _kv_cache(config, shape, weights, device_bytes)
+        sizes[Component.KV_CACHE] = engine_of(config).kv_bytes(
+            config, CacheFacts(token_cache_bytes(config, shape), weights, device_bytes)
+        )
 
     def cell(phase: Phase, component: Component) -> Bytes:
         place = residency.place(phase, component)
@@ -109,13 +109,10 @@ def _activations(config: Config, shape: ModelShape, phase: Phase, stage: int) ->
 
 def _optimizer_states(config: Config, parameters: Parameters, place: Place) -> Bytes:
     """Float32 master weights, unless the parameters are float32, and what the optimizer keeps of past gradients."""
-    parallel, settings = config.policy.megatron_cfg, config.policy.megatron_cfg.optimizer
-    replicas = data_parallel_size(config)
-    # Experts are not split over the tensor-parallel ranks, which so are replicas too, unless they have other experts.
-    expert_replicas = replicas * parallel.tensor_model_parallel_size // parallel.expert_model_parallel_size
+    settings, dims = config.policy.megatron_cfg.optimizer, parallel_dims(config)
     held = parameters.total
     if settings.use_distributed_optimizer:
-        held = ceil(parameters.dense / replicas) + ceil(parameters.experts / max(1, expert_replicas))
+        held = ceil(parameters.dense / dims.dp) + ceil(parameters.experts / dims.expert_dp)
     masters = 4 if config.policy.precision == "bfloat16" else 0
     past = 8 if settings.optimizer == "adam" else 4 if settings.sgd_momentum > 0 else 0
     whole = held * (masters + past)
@@ -127,20 +124,10 @@ def _optimizer_states(config: Config, parameters: Parameters, place: Place) -> B
 
 
 def _engine_weights(config: Config, shape: ModelShape) -> int:
-    ranks = config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1
-    return parameter_count(shape) * item_bytes(config) // ranks
+    return parameter_count(shape) * item_bytes(config) // engine_ranks(config)
 
 
-def _kv_cache(config: Config, shape: ModelShape, weights: int, device_bytes: int | None) -> int:
-    """On a GPU vLLM takes what its share of the device leaves beside its weights (and its own working memory, which is
-    counted in here)."""
-    settings = config.generation.vllm_cfg
-    if config.generation.backend == "transformers":
-        a_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * item_bytes(config)
-        rows = min(settings.max_num_seqs, -(-samples_per_step(config) // engines(config)))
-        return rows * config.policy.max_total_sequence_length * a_token
-    if not on_gpus(config):
-        return settings.cpu_kv_cache_gib * 2**30
-    if device_bytes is None:
-        raise ValueError("the size of a GPU's memory is needed to tell the size of the KV cache")
-    return max(0, int(settings.gpu_memory_utilization * device_bytes) - weights)
+def token_cache_bytes(config: Config, shape: ModelShape) -> int:
+    """Bytes that a token takes of the KV cache on one GPU of an engine."""
+    own_heads = -(-shape.kv_heads // config.generation.vllm_cfg.tensor_parallel_size)
+    return 2 * shape.layers * own_heads * shape.head_dim * item_bytes(config)

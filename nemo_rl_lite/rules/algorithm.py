@@ -2,23 +2,24 @@
 
 from collections.abc import Iterator
 
-from nemo_rl_lite.config.schema import Config, DPOConfig
+from nemo_rl_lite.config.schema import Config, DPOConfig, GRPOConfig, SupervisedConfig
+from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
 from nemo_rl_lite.data.sources import TASKS
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rules.base import rule
 
 
-@rule("algorithm.num_generations_per_prompt", algorithm="grpo")
+@rule("algorithm.num_generations_per_prompt", options=GRPOConfig)
 def groups_have_a_baseline(config: Config) -> Iterator[Violation]:
-    size = config.grpo.num_generations_per_prompt
+    size = config.options(GRPOConfig).num_generations_per_prompt
     if size < 2:
         key = "algorithm.num_generations_per_prompt"
         yield Violation(key, size, "GRPO compares samples of one prompt, so it needs at least 2", f"{key}=8")
 
 
-@rule("algorithm.loss_fn", algorithm="grpo")
+@rule("algorithm.loss_fn", options=GRPOConfig)
 def loss_options_agree(config: Config) -> Iterator[Violation]:
-    loss = config.grpo.loss_fn
+    loss = config.options(GRPOConfig).loss_fn
     prefix = "algorithm.loss_fn"
     if loss.sequence_level_importance_ratios and loss.token_level_loss:
         key = f"{prefix}.sequence_level_importance_ratios"
@@ -33,12 +34,13 @@ def loss_options_agree(config: Config) -> Iterator[Violation]:
         yield Violation(key, loss.ratio_clip_c, f"must exceed 1 + ratio_clip_max = {limit:g}", f"{key}=3.0")
 
 
-@rule("algorithm.max_num_epochs", "algorithm.max_num_steps", "data.name", algorithm=("sft", "dpo"))
+@rule("algorithm.max_num_epochs", "algorithm.max_num_steps", "data.name", options=SupervisedConfig)
 def training_ends(config: Config) -> Iterator[Violation]:
+    options = config.options(SupervisedConfig)
     key, endless = "algorithm.max_num_steps", config.data.name in TASKS
-    if config.supervised.max_num_steps is None and endless:
+    if options.max_num_steps is None and endless:
         yield Violation(key, None, f"is null, and the data of {config.data.name} never ends", f"{key}=100")
-    elif config.supervised.max_num_steps is None and config.supervised.max_num_epochs is None:
+    elif options.max_num_steps is None and options.max_num_epochs is None:
         fix = f"{key}=100, or algorithm.max_num_epochs=1"
         yield Violation(key, None, "is null, and so is algorithm.max_num_epochs: training would not end", fix)
 
@@ -53,23 +55,25 @@ def better_is_what_the_metric_means(config: Config) -> Iterator[Violation]:
         yield Violation(key, config.algorithm.higher_is_better, rule_text, f"{key}={str(more).lower()}")
 
 
-@rule("data.name", algorithm="dpo")
+@rule("data.name")
 def tasks_know_mistakes(config: Config) -> Iterator[Violation]:
-    if config.data.name == "reasoning_gym":
+    if config.data.name == "reasoning_gym" and kind_of(config) is PAIRS:
         rule_text = "has right answers only, and a preference pair needs a wrong one as well"
         yield Violation("data.name", config.data.name, rule_text, "data=file or data=hub, with pairs")
 
 
-@rule("data.too_long", algorithm="grpo")
+@rule("data.too_long")
 def prompts_are_not_cut(config: Config) -> Iterator[Violation]:
-    if config.data.too_long == "truncate":
+    if config.data.too_long == "truncate" and kind_of(config) is PROBLEMS:
         fix = "data.too_long=drop, or a larger policy.max_total_sequence_length"
         yield Violation("data.too_long", "truncate", "would cut off a prompt's end, which is what it asks", fix)
 
 
-@rule("data", algorithm="sft")
+@rule("data")
 def chats_are_in_rows(config: Config) -> Iterator[Violation]:
     data, key = config.data, "data.messages_column"
+    if kind_of(config) is not CHATS:
+        return
     if data.name in TASKS and data.messages_column is not None:
         yield Violation(key, data.messages_column, f"{data.name} has no such columns", f"{key}=null")
     if data.messages_column is None:
@@ -83,34 +87,33 @@ def chats_are_in_rows(config: Config) -> Iterator[Violation]:
             yield Violation(f"data.{other}", getattr(data, other), rule_text, f"data.{other}=null, or {key}=null")
 
 
-@rule("data", algorithm=("grpo", "dpo"))
-def whole_chats_are_for_sft(config: Config) -> Iterator[Violation]:
-    unused = ["messages_column", "tools_column"]
-    unused += ["response_column", "prompt_template"] if config.algorithm.name == "dpo" else []
-    for name in unused:
+@rule("data")
+def columns_are_read(config: Config) -> Iterator[Violation]:
+    kind = kind_of(config)
+    for name in kind.unread:
         if (value := getattr(config.data, name)) is not None:
-            rule_text = f"is not read with algorithm={config.algorithm.name}"
+            rule_text = f"is not read with algorithm={config.algorithm.name}, which trains on {kind.name}"
             yield Violation(f"data.{name}", value, rule_text, f"data.{name}=null, or algorithm=sft")
 
 
-@rule("algorithm.early_stop_patience", "algorithm.val_period", algorithm=("sft", "dpo"))
+@rule("algorithm.early_stop_patience", "algorithm.val_period", options=SupervisedConfig)
 def patience_has_validations(config: Config) -> Iterator[Violation]:
-    options, key = config.supervised, "algorithm.early_stop_patience"
+    options, key = config.options(SupervisedConfig), "algorithm.early_stop_patience"
     if options.early_stop_patience is not None and not options.val_period:
         rule_text = "counts validations, and algorithm.val_period = 0"
         yield Violation(key, options.early_stop_patience, rule_text, f"algorithm.val_period=10, or {key}=null")
 
 
-@rule("algorithm.preference_loss", "algorithm.label_smoothing", algorithm="dpo")
+@rule("algorithm.preference_loss", "algorithm.label_smoothing", options=DPOConfig)
 def smoothing_is_of_the_sigmoid(config: Config) -> Iterator[Violation]:
-    options, key = config.supervised, "algorithm.label_smoothing"
-    if isinstance(options, DPOConfig) and options.preference_loss == "ipo" and options.label_smoothing:
+    options, key = config.options(DPOConfig), "algorithm.label_smoothing"
+    if options.preference_loss == "ipo" and options.label_smoothing:
         yield Violation(key, options.label_smoothing, "preference_loss=ipo has no such term", f"{key}=0.0")
 
 
-@rule("data.name", "data.response_column", algorithm="sft")
+@rule("data.name", "data.response_column")
 def responses_are_in_rows(config: Config) -> Iterator[Violation]:
     data = config.data
-    if data.name in TASKS and data.response_column is not None:
+    if kind_of(config) is CHATS and data.name in TASKS and data.response_column is not None:
         key, rule_text = "data.response_column", f"{data.name} has no such columns; its answers are the responses"
         yield Violation(key, data.response_column, rule_text, f"{key}=null")

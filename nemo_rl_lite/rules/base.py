@@ -1,13 +1,13 @@
-"""What a rule is, and how all of them are asked.
+"""What a rule is, and how all rules are checked.
 
 A rule names the keys it reads, so that a key with a wrong type does not also break every rule that uses it, and the
-algorithm it is about, where others do not use what it checks.
+options class of the algorithms that it is about, where other algorithms do not use what it checks.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.schema import AlgorithmConfig, Config
 from nemo_rl_lite.errors import Violation
 
 Check = Callable[[Config], Iterator[Violation]]
@@ -17,31 +17,29 @@ Check = Callable[[Config], Iterator[Violation]]
 class Rule:
     keys: tuple[str, ...]
     check: Check
-    algorithms: tuple[str, ...]
-    """All where empty."""
+    options: type[AlgorithmConfig]
 
 
 RULES: list[Rule] = []
 
 
-def rule(*keys: str, algorithm: str | tuple[str, ...] = ()) -> Callable[[Check], Check]:
-    """Register a check with the keys (or sections) it reads; for one `algorithm`, several, or all."""
-    algorithms = (algorithm,) if isinstance(algorithm, str) else algorithm
+def rule(*keys: str, options: type[AlgorithmConfig] = AlgorithmConfig) -> Callable[[Check], Check]:
+    """Register a check with the keys (or sections) it reads, for algorithms with these `options`."""
 
     def register(check: Check) -> Check:
-        RULES.append(Rule(keys, check, algorithms))
+        RULES.append(Rule(keys, check, options))
         return check
 
     return register
 
 
 def check_rules(config: Config, unusable: frozenset[str] = frozenset()) -> list[Violation]:
-    """Everything the rules find wrong. Rules that read a key of `unusable`, or are about another
-    algorithm, are left out."""
+    """Everything the rules find wrong. Rules that read a key of `unusable`, or are about other algorithms, are left
+    out."""
     return [
         violation
         for rule in RULES
-        if (not rule.algorithms or config.algorithm.name in rule.algorithms)
+        if isinstance(config.algorithm, rule.options)
         and not any(_overlap(key, bad) for key in rule.keys for bad in unusable)
         for violation in rule.check(config)
     ]

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Iterator
 
-from nemo_rl_lite.config.schema import Config, DataConfig
+from nemo_rl_lite.config.schema import Config, DataConfig, RolloutAlgorithmConfig
 from nemo_rl_lite.data import gym
 from nemo_rl_lite.data.columns import template_columns
-from nemo_rl_lite.data.kinds import KINDS
+from nemo_rl_lite.data.kinds import kind_of
 from nemo_rl_lite.data.sources import ROWS, TASKS, check_file, validation_source
 from nemo_rl_lite.errors import DataError, Violation
 from nemo_rl_lite.rules.base import rule
@@ -56,7 +56,7 @@ def files_can_be_read(config: Config) -> Iterator[Violation]:
         if path is None:
             continue
         try:
-            check_file(data, path, 100, KINDS[config.algorithm.name])
+            check_file(data, path, 100, kind_of(config))
         except DataError as error:
             yield Violation(key, path, str(error), "correct the path, or the columns, template or pattern of data")
 
@@ -152,7 +152,7 @@ def _reverse_digits_arguments(config: Config) -> Iterator[Violation]:
         yield Violation(key, given["num_digits"], "must be an integer between 2 and 20", f"{key}=5")
 
 
-@rule("data.name", "data.task_kwargs", "generation.max_new_tokens", algorithm="grpo")
+@rule("data.name", "data.task_kwargs", "generation.max_new_tokens", options=RolloutAlgorithmConfig)
 def answers_fit_the_response(config: Config) -> Iterator[Violation]:
     digits = config.data.task_kwargs.get("num_digits")
     if config.data.name == "reverse_digits" and isinstance(digits, int) and config.generation.max_new_tokens <= digits:

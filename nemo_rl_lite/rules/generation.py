@@ -3,8 +3,9 @@
 import importlib.util
 from collections.abc import Iterator
 
-from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import generation_gpus, on_gpus
+from nemo_rl_lite.config.engines import engine_of
+from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
+from nemo_rl_lite.config.sizes import generation_gpus, on_gpus, parallel_dims
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rules.base import rule
 
@@ -16,7 +17,7 @@ from nemo_rl_lite.rules.base import rule
     "generation.backend",
     "cluster.num_nodes",
     "cluster.gpus_per_node",
-    algorithm="grpo",
+    options=RolloutAlgorithmConfig,
 )
 def engines_fill_their_gpus(config: Config) -> Iterator[Violation]:
     key, size = "generation.vllm_cfg.tensor_parallel_size", config.generation.vllm_cfg.tensor_parallel_size
@@ -25,7 +26,7 @@ def engines_fill_their_gpus(config: Config) -> Iterator[Violation]:
             fix = f"{key}=1, and generation.data_parallel_size for more engines"
             yield Violation(key, size, "a CPU engine is one process", fix)
         return
-    if size > 1 and config.generation.backend != "vllm":
+    if size > 1 and not engine_of(config).spans_gpus:
         yield Violation(key, size, f"the {config.generation.backend} engine uses one GPU", f"{key}=1")
         return
     gpus, wanted = generation_gpus(config), config.generation.data_parallel_size
@@ -40,11 +41,12 @@ def engines_fill_their_gpus(config: Config) -> Iterator[Violation]:
         yield Violation("generation.data_parallel_size", wanted, rule_text, "generation.data_parallel_size=null")
 
 
-@rule("generation.backend", "generation.vllm_kwargs", "cluster.gpus_per_node", algorithm="grpo")
+@rule("generation.backend", "generation.vllm_kwargs", "cluster.gpus_per_node", options=RolloutAlgorithmConfig)
 def engine_is_installed(config: Config) -> Iterator[Violation]:
-    if config.generation.backend == "vllm" and importlib.util.find_spec("vllm") is None:
-        fix = "bash scripts/install.sh, or generation=transformers"
-        yield Violation("generation.backend", "vllm", "vLLM is not installed here", fix)
+    backend, package = config.generation.backend, engine_of(config).package
+    if importlib.util.find_spec(package) is None:
+        fix = "bash scripts/install.sh, or another generation.backend"
+        yield Violation("generation.backend", backend, f"the package {package} is not installed here", fix)
     elif not on_gpus(config) and importlib.util.find_spec("transformer_engine") is not None:
         fix = "cluster.gpus_per_node=1 policy=megatron_gpu generation=vllm_gpu, or bash scripts/install.sh cpu"
         yield Violation("cluster.gpus_per_node", 0, "what is installed here (install.sh gpu) runs on GPUs only", fix)
@@ -79,19 +81,18 @@ def engine_is_installed(config: Config) -> Iterator[Violation]:
     "policy.megatron_cfg.pipeline_model_parallel_size",
     "policy.megatron_cfg.expert_model_parallel_size",
     "policy.megatron_cfg.peft",
-    algorithm="grpo",
+    options=RolloutAlgorithmConfig,
 )
 def ranks_wait_for_the_engines_of_others(config: Config) -> Iterator[Violation]:
-    parallel, refit, longest = config.policy.megatron_cfg, config.refit, config.cluster.collective_timeout_s
-    sizes = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
-    spread = max(*sizes, parallel.expert_model_parallel_size) > 1
-    lend_together = spread and refit.direct and not parallel.peft.enabled
-    if on_gpus(config) and config.generation.colocated.enabled and lend_together and refit.timeout_s >= longest:
+    refit, longest = config.refit, config.cluster.collective_timeout_s
+    shares_together = parallel_dims(config).splits_weights and refit.direct
+    shares_together = shares_together and not config.policy.megatron_cfg.peft.enabled
+    if on_gpus(config) and config.generation.colocated.enabled and shares_together and refit.timeout_s >= longest:
         rule_text = f"policy ranks wait so long for one another, and end at cluster.collective_timeout_s = {longest:g}"
         yield Violation("refit.timeout_s", refit.timeout_s, rule_text, f"refit.timeout_s={longest / 2:g}")
 
 
-@rule("generation.max_new_tokens", "policy.max_total_sequence_length", algorithm="grpo")
+@rule("generation.max_new_tokens", "policy.max_total_sequence_length", options=RolloutAlgorithmConfig)
 def responses_fit_the_sequence(config: Config) -> Iterator[Violation]:
     new, total = config.generation.max_new_tokens, config.policy.max_total_sequence_length
     if new >= total:
@@ -99,7 +100,7 @@ def responses_fit_the_sequence(config: Config) -> Iterator[Violation]:
         yield Violation("generation.max_new_tokens", new, rule_text, f"generation.max_new_tokens={max(total // 2, 1)}")
 
 
-@rule("generation.stop_strings", algorithm="grpo")
+@rule("generation.stop_strings", options=RolloutAlgorithmConfig)
 def stop_strings_are_not_empty(config: Config) -> Iterator[Violation]:
     if "" in config.generation.stop_strings:
         key = "generation.stop_strings"

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 
-from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import (
     all_gpus,
     batch_mode,
-    data_parallel_size,
     generation_gpus,
     on_gpus,
-    policy_ranks,
+    parallel_dims,
     samples_per_step,
     sequences_together,
 )
@@ -46,7 +45,7 @@ def gpus_compute_in_bfloat16(config: Config) -> Iterator[Violation]:
         yield Violation("policy.precision", "float32", "is for CPUs: GPU kernels round it or do not take it", fix)
 
 
-@rule(*CLUSTER, algorithm="grpo")
+@rule(*CLUSTER, options=RolloutAlgorithmConfig)
 def generation_has_gpus(config: Config) -> Iterator[Violation]:
     if not on_gpus(config) or config.generation.colocated.enabled:
         return
@@ -64,20 +63,18 @@ def generation_has_gpus(config: Config) -> Iterator[Violation]:
 
 @rule(*PARALLEL, f"{MEGATRON}.expert_model_parallel_size")
 def ranks_fill_parallel_groups(config: Config) -> Iterator[Violation]:
-    parallel, ranks = config.policy.megatron_cfg, policy_ranks(config)
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if ranks % (tensor * pipeline) or not ranks:
-        more = "more GPUs" if on_gpus(config) else f"cluster.cpu_ranks={tensor * pipeline}"
+    dims = parallel_dims(config)
+    if not dims.fills_world:
+        more = "more GPUs" if on_gpus(config) else f"cluster.cpu_ranks={dims.replica}"
         yield Violation(
             f"{MEGATRON}.tensor_model_parallel_size",
-            tensor,
-            f"tensor ({tensor}) x pipeline ({pipeline}) parallel size must divide the {ranks} policy ranks",
+            dims.tp,
+            f"tensor ({dims.tp}) x pipeline ({dims.pp}) parallel size must divide the {dims.world} policy ranks",
             f"{more}, or smaller parallel sizes",
         )
-    elif ranks // pipeline % parallel.expert_model_parallel_size:
+    elif dims.stage % dims.ep:
         key = f"{MEGATRON}.expert_model_parallel_size"
-        rule_text = f"must divide the {ranks // pipeline} ranks of a pipeline stage"
-        yield Violation(key, parallel.expert_model_parallel_size, rule_text, f"{key}=1")
+        yield Violation(key, dims.ep, f"must divide the {dims.stage} ranks of a pipeline stage", f"{key}=1")
 
 
 @rule(
@@ -136,12 +133,13 @@ def token_batches_hold_a_sequence(config: Config) -> Iterator[Violation]:
     "algorithm.num_prompts_per_step",
     "algorithm.num_generations_per_prompt",
     "policy.train_global_batch_size",
-    algorithm="grpo",
+    options=RolloutAlgorithmConfig,
 )
 def rollout_fills_optimizer_steps(config: Config) -> Iterator[Violation]:
     samples, batch = samples_per_step(config), config.policy.train_global_batch_size
     if samples % batch:
-        sizes = f"{config.grpo.num_prompts_per_step} prompts x {config.grpo.num_generations_per_prompt}"
+        options = config.options(RolloutAlgorithmConfig)
+        sizes = f"{options.num_prompts_per_step} prompts x {options.num_generations_per_prompt}"
         yield Violation(
             "policy.train_global_batch_size",
             batch,
@@ -184,7 +182,7 @@ def adapters_can_be_split(config: Config) -> Iterator[Violation]:
 
 @rule(*PARALLEL, *_BATCHING, "policy.train_global_batch_size", "policy.train_micro_batch_size")
 def micro_batches_fill_global_batch(config: Config) -> Iterator[Violation]:
-    ranks = data_parallel_size(config)
+    ranks = parallel_dims(config).dp
     if not ranks:
         return
     fixed = batch_mode(config.policy, on_gpus(config)) == "fixed"
@@ -209,10 +207,10 @@ def micro_batches_fill_global_batch(config: Config) -> Iterator[Violation]:
     "algorithm.num_prompts_per_step",
     "algorithm.num_generations_per_prompt",
     "policy.logprob_batch_size",
-    algorithm="grpo",
+    options=RolloutAlgorithmConfig,
 )
 def logprob_batches_fill_rollout(config: Config) -> Iterator[Violation]:
-    ranks = data_parallel_size(config)
+    ranks = parallel_dims(config).dp
     if not ranks or batch_mode(config.policy, on_gpus(config)) != "fixed":
         return
     samples, micro = samples_per_step(config), config.policy.logprob_batch_size

@@ -2,7 +2,10 @@
 
 from collections.abc import Iterator
 
+from nemo_rl_lite.config.algorithms import generates
+from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.models.shape import ModelShape, NoModelError, read_model_shape
 from nemo_rl_lite.rules.base import rule
@@ -54,14 +57,15 @@ def shape_fits_the_layout(config: Config, model: ModelShape) -> Iterator[Violati
     if length > model.max_positions:
         key = "policy.max_total_sequence_length"
         yield Violation(key, length, f"the model has {model.max_positions} positions", f"{key}={model.max_positions}")
-    generates = config.algorithm.name == "grpo"
     engine = config.generation.vllm_cfg.tensor_parallel_size
-    if generates and model.heads % engine:
+    if generates(config) and model.heads % engine:
         key = "generation.vllm_cfg.tensor_parallel_size"
         yield Violation(key, engine, f"must divide the model's {model.heads} attention heads", f"{key}=1")
-    if generates and config.generation.backend == "vllm" and config.cluster.gpus_per_node == 0 and model.head_dim < 32:
+    least = engine_of(config).least_cpu_head_dim
+    if generates(config) and not on_gpus(config) and model.head_dim < least:
         fix = "generation=transformers, or a model with a larger head_dim"
-        yield Violation("policy.model_name", config.policy.model_name, "vLLM on a CPU needs head_dim >= 32", fix)
+        rule_text = f"{config.generation.backend} on a CPU needs head_dim >= {least}"
+        yield Violation("policy.model_name", config.policy.model_name, rule_text, fix)
 
 
 def _experts(config: Config, model: ModelShape) -> Iterator[Violation]:

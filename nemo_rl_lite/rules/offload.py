@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import on_gpus
+from nemo_rl_lite.config.sizes import on_gpus, parallel_dims
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.models.shape import ModelShape, NoModelError, read_model_shape
 from nemo_rl_lite.rules.base import rule
@@ -84,7 +85,7 @@ def cpu_optimizer_states_never_move(config: Config) -> Iterator[Violation]:
 @rule(*CLUSTER, "policy.offload_for_generation")
 def somebody_needs_the_room(config: Config) -> Iterator[Violation]:
     leaving, key = config.policy.offload_for_generation, "policy.offload_for_generation"
-    if leaving and config.algorithm.name != "grpo":
+    if leaving and not generates(config):
         rule_text = f"makes room for engines that generate, and {config.algorithm.name} generates nothing"
         yield Violation(key, leaving, rule_text, f"'{key}=[]', or offload=none")
     elif leaving and not config.generation.colocated.enabled:
@@ -150,7 +151,7 @@ def offload_modules_are_in_the_model(config: Config) -> Iterator[Violation]:
     elif not others:
         rule_text = f"nothing to offload: in this model {' and '.join(modules)} is part of a linear layer"
         yield Violation(_MODULES, modules, rule_text, fix)
-    stage = model.layers // parallel.pipeline_model_parallel_size
+    stage = model.layers // parallel_dims(config).pp
     if stage == 1 and len(modules) > 1:
         # Where all its modules are kept, megatron-core takes a layer for finished after the first of them.
         rule_text = "megatron-core offloads several modules only where a pipeline stage has more than one layer"

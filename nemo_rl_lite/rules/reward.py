@@ -4,7 +4,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 
-from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
 from nemo_rl_lite.environments.registry import ENVIRONMENTS
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rewards.registry import REWARDS
@@ -14,7 +14,7 @@ from nemo_rl_lite.rules.base import rule
 _PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 
 
-@rule("reward.name", algorithm="grpo")
+@rule("reward.name", options=RolloutAlgorithmConfig)
 def reward_exists(config: Config) -> Iterator[Violation]:
     name = config.reward.name
     if name not in REWARDS and not _may_be_imported(name):
@@ -26,14 +26,14 @@ def reward_exists(config: Config) -> Iterator[Violation]:
         yield Violation("reward.name", name, f"the package {package} is not installed here", fix)
 
 
-@rule("reward.name", "data.name", algorithm="grpo")
+@rule("reward.name", "data.name", options=RolloutAlgorithmConfig)
 def task_scores_its_own_problems(config: Config) -> Iterator[Violation]:
     if config.reward.name == "reasoning_gym" and config.data.name != "reasoning_gym":
         fix = "data=reasoning_gym, or reward=math or another"
         yield Violation("reward.name", "reasoning_gym", "scores the problems of data=reasoning_gym alone", fix)
 
 
-@rule("reward.name", "reward.kwargs", algorithm="grpo")
+@rule("reward.name", "reward.kwargs", options=RolloutAlgorithmConfig)
 def format_is_a_pattern(config: Config) -> Iterator[Violation]:
     key, pattern = "reward.kwargs.pattern", config.reward.kwargs.get("pattern")
     if config.reward.name != "format":
@@ -48,7 +48,7 @@ def format_is_a_pattern(config: Config) -> Iterator[Violation]:
         yield Violation(key, pattern, f"is no regular expression: {error}", fix)
 
 
-@rule("environment.name", "environment.max_turns", algorithm="grpo")
+@rule("environment.name", "environment.max_turns", options=RolloutAlgorithmConfig)
 def environment_exists(config: Config) -> Iterator[Violation]:
     name, turns = config.environment.name, config.environment.max_turns
     if name is None and turns > 1:

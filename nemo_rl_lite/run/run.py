@@ -14,7 +14,7 @@ from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.observability.summary import Summary, charts, show_summary, summarize, tracked
 from nemo_rl_lite.observability.timer import Timer
-from nemo_rl_lite.observability.views import VIEWS
+from nemo_rl_lite.observability.views import view_of
 from nemo_rl_lite.run.folder import check_folder, locked, write_down
 from nemo_rl_lite.run.jobs.interface import Job, make_job
 from nemo_rl_lite.run.status import status_kept
@@ -83,6 +83,6 @@ class _Attempts:
                 peak_memory = self._job.run(metrics, reserved, start)
             summary = summarize(metrics, folder, peak_memory)
             metrics.log_summary(tracked(summary), charts(summary, metrics))
-            view = VIEWS[config.algorithm.name]
+            view = view_of(config.algorithm.name)
             show_summary(summary, metrics, console, config.run_name, view, config.logger.plots)
         return summary

@@ -18,6 +18,7 @@ import record
 import torch
 import torch.distributed as dist
 
+from nemo_rl_lite.config.schema import GRPOConfig
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.host.ports import free_port
 from nemo_rl_lite.losses.policy_gradient import Batch, GRPOLoss, Normalizers
@@ -142,7 +143,7 @@ def measure(
         os.environ[name] = value
     worker = MegatronWorker(**policy_arguments(config, Path(model)))
     try:
-        return steps_of(worker, GRPOLoss(config.grpo.loss_fn), steps, count, length)
+        return steps_of(worker, GRPOLoss(config.options(GRPOConfig).loss_fn), steps, count, length)
     finally:
         empty(worker)
         del worker

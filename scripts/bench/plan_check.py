@@ -16,8 +16,9 @@ from typing import Any
 import random_model
 import record
 
+from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import data_parallel_size, samples_per_step, sequences_per_optimizer_step
+from nemo_rl_lite.config.sizes import parallel_dims, samples_per_step, sequences_per_optimizer_step
 from nemo_rl_lite.models.shape import ModelShape, model_shape
 from nemo_rl_lite.offload.residency import Phase, Residency
 from nemo_rl_lite.planning.activation_size import micro_batch
@@ -82,8 +83,8 @@ def fullest_pack(run: dict[str, Any], config: Config) -> int:
     """Tokens of the fullest micro-batch that a rank trained on."""
     series, limit = run["series"], micro_batch(config, training=True).tokens
     rates, times = series["performance/tokens_per_sec"], series["timing/train/total_step_time"]
-    samples = samples_per_step(config) if config.algorithm.name == "grpo" else sequences_per_optimizer_step(config)
-    ranks_and_steps = data_parallel_size(config) * samples / sequences_per_optimizer_step(config)
+    samples = samples_per_step(config) if generates(config) else sequences_per_optimizer_step(config)
+    ranks_and_steps = parallel_dims(config).dp * samples / sequences_per_optimizer_step(config)
     tokens = [rate * seconds / ranks_and_steps for (_, rate), (_, seconds) in zip(rates, times, strict=True)]
     return int(max(one / ceil(one / limit) for one in tokens))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_lite.generation.vllm.worker import environment
+from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.rules.compose import compose_config
 
 ROOT = Path(__file__).parents[2]
@@ -103,5 +103,5 @@ def train(
 @pytest.fixture(scope="session")
 def engine_environment() -> dict[str, str]:
     """The environment in which the launcher runs vLLM."""
-    own = environment(compose_config().generation, on_gpu=False)
+    own = ENGINES["vllm"].environment(compose_config().generation, False)
     return dict(os.environ) | own | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}

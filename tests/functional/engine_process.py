@@ -6,16 +6,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.refit.report import RefitReport
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.remote_generation import ENGINE_CLASSES
 
 backend, model_folder, source_file, output = sys.argv[1:]
 overrides = [f"generation={backend}", f"policy.model_name={model_folder}", "generation.stop_strings=['zz']"]
 config = compose_config(overrides)
-module_name, _, class_name = ENGINE_CLASSES[backend].rpartition(".")
+module_name, _, class_name = ENGINES[backend].worker.rpartition(".")
 engine_class = getattr(importlib.import_module(module_name), class_name)
 engine = engine_class(config.generation, config.policy, model_folder, seed=0, on_gpu=False)
 

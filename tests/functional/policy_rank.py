@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from nemo_rl_lite.config.schema import GRPOConfig
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss, Normalizers
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.refit.assembly import Assembly, assemble
@@ -64,7 +65,7 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
     worker.prepare_for_logprob()
     first = worker.logprobs(tokens[own], lengths[own])
     reference = worker.reference_logprobs(tokens[own], lengths[own])
-    loss = GRPOLoss(config.grpo.loss_fn)
+    loss = GRPOLoss(config.options(GRPOConfig).loss_fn)
     steps, previous = [], first
     for _ in range(2):
         batch = {"tokens": tokens[own], "lengths": lengths[own], "mask": mask[own], "advantages": advantages[own]}

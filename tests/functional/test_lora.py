@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nemo_rl_lite.config.sizes import parallel_dims
 from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
 from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.model_size import trained_parameters
@@ -69,8 +70,9 @@ def test_only_linear_layers_have_changed_and_by_a_low_rank(run, model_folder):
 def test_as_many_parameters_are_trained_as_predicted(run):
     folder, layout, _, _ = run
     trained, whole = map(int, re.findall(r"LoRA: (\d+) of (\d+) param", (folder / "logs/policy-0.log").read_text())[0])
-    shape, parallel = model_shape(MODEL_CONFIG), compose_config([*test_sft.SMALL, *LORA, *layout]).policy.megatron_cfg
-    assert trained == trained_parameters(shape, parallel, stage=0, grouped=False).total < whole / 4
+    shape, config = model_shape(MODEL_CONFIG), compose_config([*test_sft.SMALL, *LORA, *layout])
+    peft = config.policy.megatron_cfg.peft
+    assert trained == trained_parameters(shape, parallel_dims(config), peft, stage=0, grouped=False).total < whole / 4
 
 
 def test_the_reference_of_preferences_is_the_model_without_adapters(tmp_path, model_folder):

@@ -10,7 +10,7 @@ import torch
 
 from nemo_rl_lite.config.schema import EnvironmentConfig
 from nemo_rl_lite.data import sources
-from nemo_rl_lite.data.kinds import KINDS
+from nemo_rl_lite.data.kinds import CHATS, PROBLEMS
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.environments.registry import make_environment
@@ -77,8 +77,8 @@ def test_the_rows(package):
     module("capitals").main("capitals.jsonl")
     command = next(words for words in commands(PAGE) if "data=file" in words)
     config = compose_config(command[3:])
-    everything = training_set(config.data, 1, KINDS["grpo"]).finite()
-    held_out = validation_set(config.data, 10, KINDS["grpo"])
+    everything = training_set(config.data, 1, PROBLEMS).finite()
+    held_out = validation_set(config.data, 10, PROBLEMS)
     assert len(everything) + len(held_out) == 8 and held_out
     asked = {one.messages[0]["content"]: one.answer for one in [*everything, *held_out]}
     assert asked["What is the capital of Kenya? One word."] == "Nairobi"
@@ -87,12 +87,12 @@ def test_the_rows(package):
 def test_the_task(package, monkeypatch):
     monkeypatch.setitem(sources.TASKS, "doubling", module("doubling").Doubling)
     config = compose_config(["data.name=doubling", "data.task_kwargs={}"])
-    training = training_set(config.data, 1, KINDS["grpo"])
+    training = training_set(config.data, 1, PROBLEMS)
     seen = [training.problem(place) for place in range(200)]
     assert seen == [training.problem(place) for place in range(200)]
-    held_out = {one.answer for one in validation_set(config.data, 300, KINDS["grpo"])}
+    held_out = {one.answer for one in validation_set(config.data, 300, PROBLEMS)}
     assert len(held_out) == 143 and not held_out & {one.answer for one in seen}
-    chat = training_set(config.data, 1, KINDS["sft"]).problem(0)
+    chat = training_set(config.data, 1, CHATS).problem(0)
     assert json.dumps(chat.conversations[0].messages[-1]) == json.dumps(
         {"role": "assistant", "content": seen[0].answer}
     )

@@ -18,26 +18,6 @@ EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
 SLEEP_LEVEL = 2
 
 
-def environment(config: GenerationConfig, on_gpu: bool) -> dict[str, str]:
-    """What vLLM needs in the environment of its process."""
-    common = {
-        # With one GPU or none, the engine core in this process: one process less to start, to stop and to lose.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "INFO",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    if on_gpu:
-        # The sampler that needs no package beside vLLM; processes of a tensor-parallel engine start anew, since CUDA
-        # does not survive a fork.
-        return common | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    return common | {
-        "VLLM_CPU_KVCACHE_SPACE": str(config.vllm_cfg.cpu_kv_cache_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # Otherwise the sampler is compiled with a C++ compiler at the first call (6 to 37 s).
-        "TORCH_COMPILE_DISABLE": "1",
-    }
-
-
 def preload() -> None:
     """Import what takes long to import."""
     from vllm import LLM  # noqa: F401

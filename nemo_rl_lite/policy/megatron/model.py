@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_rl_lite.config.parallel import ParallelDims
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.policy.megatron import lora
@@ -130,15 +131,13 @@ def build_model(
     activations.add_mlps(chunks, parallel)
     if adapted is not None:
         log.info("LoRA: %d of %d parameters are trained on this rank", *lora.trained_of_all(chunks))
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    experts = parallel.expert_model_parallel_size
     place = ParallelPlace(
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         has_logits=parallel_state.is_pipeline_last_stage(),
-        is_whole=tensor * pipeline * experts == 1,
+        is_whole=not ParallelDims.of(parallel, dist.get_world_size()).splits_weights,
     )
     return MegatronModel(
         bridge, chunks, place, device, half_precision=config.precision != "float32", lora=adapted, trains=trains

@@ -6,7 +6,7 @@ from pathlib import Path
 from nemo_rl_lite.algorithms.grpo import GRPO
 from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.cluster.system_usage import SystemUsage
-from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.schema import Config, GRPOConfig
 from nemo_rl_lite.config.sizes import all_gpus, policy_ranks
 from nemo_rl_lite.data.kinds import PROBLEMS
 from nemo_rl_lite.data.sources import training_set, validation_set
@@ -57,7 +57,7 @@ class GRPOJob:
         turns = Turns(self._environment, config.environment.max_turns) if self._environment else None
         steps = make_steps(config, self._folder, start, workers.policy, metrics, console, groups)
         GRPO(
-            config=config.grpo,
+            config=config.options(GRPOConfig),
             policy=workers.policy,
             generation=workers.generation,
             refit=workers.generation.refit,

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Protocol
 
 from nemo_rl_lite.checkpoint.resume import Start
+from nemo_rl_lite.config.algorithms import algorithm_of, imported
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog
@@ -25,10 +26,4 @@ def make_job(config: Config, folder: Path, console: RunConsole) -> Job:
         ConfigError: the model cannot be had, or lacks something.
         DataError: naming file, row and what is wrong.
     """
-    if config.algorithm.name == "grpo":
-        from nemo_rl_lite.run.jobs.grpo import GRPOJob
-
-        return GRPOJob(config, folder, console)
-    from nemo_rl_lite.run.jobs.supervised import SupervisedJob
-
-    return SupervisedJob(config, folder, console)
+    return imported(algorithm_of(config).job)(config, folder, console)

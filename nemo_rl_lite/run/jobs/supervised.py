@@ -5,7 +5,7 @@ from pathlib import Path
 from nemo_rl_lite.algorithms.supervised import Supervised
 from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.cluster.system_usage import SystemUsage
-from nemo_rl_lite.config.schema import Config, DPOConfig
+from nemo_rl_lite.config.schema import Config, DPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import policy_ranks
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
@@ -38,7 +38,7 @@ class SupervisedJob:
         with console.busy(f"starting {policy_ranks(config)} policy rank(s)"):
             policy = launch_policy(reserved, self._model_path, start.policy)
         metrics.log(start.steps, under("timing/setup", reserved.setup_seconds()))
-        options = config.supervised
+        options = config.options(SupervisedConfig)
         compares = isinstance(options, DPOConfig)
         steps = make_steps(config, self._folder, start, policy, metrics, console, [policy.group])
         Supervised(

@@ -7,9 +7,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_lite.config.algorithms import ALGORITHMS
 from nemo_rl_lite.observability.console import PHASES
 from nemo_rl_lite.observability.memory_plot import LAST_STEPS
-from nemo_rl_lite.observability.views import VIEWS
+from nemo_rl_lite.observability.views import view_of
 from nemo_rl_lite.run.report.record import RunRecord, defaults_of
 
 ASSETS = Path(__file__).parent / "page"
@@ -24,7 +25,7 @@ def page(runs: Sequence[RunRecord]) -> str:
     points = min(MOST, max(FEWEST, NUMBERS // (2 * max(series, 1))))
     data = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        "views": {name: _view(name) for name in VIEWS},
+        "views": {name: _view(name) for name in ALGORITHMS},
         "phases": {phase: list(timers) for phase, (timers, _) in PHASES.items()},
         "lastSteps": LAST_STEPS,
         "runs": [_run(run, name, points) for run, name in zip(runs, _labels(runs), strict=True)],
@@ -107,5 +108,5 @@ def _view(algorithm: str) -> list[dict[str, Any]]:
             "limits": panel.limits,
             "curves": [{"metric": one.metric, "label": one.label, "heldOut": one.held_out} for one in panel.curves],
         }
-        for panel in VIEWS[algorithm]
+        for panel in view_of(algorithm)
     ]

@@ -9,21 +9,24 @@ from typing import Any
 from nemo_rl_lite.cluster.placement import Placement, place
 from nemo_rl_lite.cluster.runtime import available_cores
 from nemo_rl_lite.cluster.workers import Call, WorkerGroup, wait
-from nemo_rl_lite.config.schema import Config, GRPOConfig
+from nemo_rl_lite.config.algorithms import compares, generates
+from nemo_rl_lite.config.engines import engine_of
+from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import (
+    engine_ranks,
     engines,
     on_gpus,
+    parallel_dims,
     policy_ranks,
     sequences_per_optimizer_step,
     sequences_together,
 )
 from nemo_rl_lite.errors import CheckpointError
-from nemo_rl_lite.generation.vllm import worker as vllm_worker
 from nemo_rl_lite.observability.timer import Timer, seconds_since_command
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.offload.residency import Residency
 from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
-from nemo_rl_lite.run.workers.remote_generation import ENGINE_CLASSES, RemoteGeneration
+from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
 from nemo_rl_lite.run.workers.remote_policy import WORKER_CLASS, RemotePolicy
 from nemo_rl_lite.run.workers.weight_sync import ProbeSettings, WeightSync
 
@@ -76,10 +79,9 @@ def reserve(config: Config, run_folder: Path, setup: Timer) -> Reserved:
     Raises:
         WorkerError: the GPUs are not there, or a process did not start within `cluster.start_timeout_s`.
     """
-    generates = config.algorithm.name == "grpo"
-    placement = place(config, engines(config) if generates else 0)
+    placement = place(config, engines(config) if generates(config) else 0)
     policy = _policy_group(config, placement, run_folder)
-    generation = _generation_group(config, placement, run_folder) if generates else None
+    generation = _generation_group(config, placement, run_folder) if generates(config) else None
     imports = [_load_policy(config, policy)]
     if generation is not None:
         imports.append(_load_generation(config, generation))
@@ -172,7 +174,7 @@ def _policy_group(config: Config, placement: Placement, run_folder: Path) -> Wor
     if not on_gpus(config):
         environment = CPU_POLICY_ENVIRONMENT | NO_GPU
     else:
-        environment = ONE_QUEUE if config.policy.megatron_cfg.tensor_model_parallel_size > 1 else MANY_QUEUES
+        environment = ONE_QUEUE if parallel_dims(config).tp > 1 else MANY_QUEUES
         environment = environment | _segments(config)
     environment = environment | {"OMP_NUM_THREADS": str(_threads(config, policy_ranks(config)))}
     environment |= activations.environment(config.policy.megatron_cfg)
@@ -185,24 +187,22 @@ def _policy_group(config: Config, placement: Placement, run_folder: Path) -> Wor
 def _segments(config: Config) -> dict[str, str]:
     """Batches of changing sizes leave gaps in torch's cache; segments that grow have fewer. Memory in them cannot be
     shared with another process, nor put to sleep by vLLM."""
-    if config.algorithm.name != "grpo":
+    if not generates(config):
         return dict.fromkeys(_SEGMENTS, "expandable_segments:True")
     return dict.fromkeys(_SEGMENTS, "expandable_segments:False") if config.generation.colocated.enabled else {}
 
 
 def _generation_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
-    on_vllm = config.generation.backend == "vllm"
-    environment = vllm_worker.environment(config.generation, on_gpus(config)) if on_vllm else {}
+    environment = engine_of(config).environment(config.generation, on_gpus(config))
     environment |= _segments(config) if on_gpus(config) else NO_GPU
     environment |= {"OMP_NUM_THREADS": str(_threads(config, engines(config)))}
     log.info("environment of the generation engines: %s", environment)
-    seats = config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1
     return WorkerGroup(
         "generation",
         placement.generation,
         str(run_folder / "logs"),
         environment,
-        seats,
+        engine_ranks(config),
         config.cluster.phase_timeout_s,
     )
 
@@ -228,21 +228,18 @@ def _load_generation(config: Config, generation: WorkerGroup) -> Call:
         {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         for gpus in generation.gpus(config.cluster.start_timeout_s)
     ]
-    return generation.load(ENGINE_CLASSES[config.generation.backend], visible)
+    return generation.load(engine_of(config).worker, visible)
 
 
 def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
     """What `MegatronWorker` is made with, on every rank the same."""
-    algorithm, compared = config.algorithm, config.algorithm.name == "dpo"
-    if isinstance(algorithm, GRPOConfig):
-        compared = algorithm.loss_fn.reference_policy_kl_penalty > 0
     return {
         "policy": config.policy,
         "cluster": config.cluster,
         "model_path": str(model_path),
         "seed": config.algorithm.seed,
-        "temperature": config.generation.temperature if algorithm.name == "grpo" else 1.0,
-        "keep_reference": compared,
+        "temperature": config.generation.temperature if generates(config) else 1.0,
+        "keep_reference": compares(config),
         "sequences_together": sequences_together(config),
         "threads": _threads(config, policy_ranks(config)),
         "on_gpu": on_gpus(config),

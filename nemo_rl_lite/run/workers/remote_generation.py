@@ -7,11 +7,6 @@ from itertools import pairwise
 from nemo_rl_lite.cluster.workers import WorkerGroup, wait
 from nemo_rl_lite.generation.interface import Completion, Sampling
 
-ENGINE_CLASSES = {
-    "vllm": "nemo_rl_lite.generation.vllm.worker.VLLMEngine",
-    "transformers": "nemo_rl_lite.generation.transformers.TransformersEngine",
-}
-
 
 class RemoteGeneration:
     """`Generation` over a group of started engines."""

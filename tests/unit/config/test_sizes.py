@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl_lite.config.sizes import batch_mode, data_parallel_size, engines, generation_gpus, on_gpus, policy_ranks
+from nemo_rl_lite.config.sizes import batch_mode, engines, generation_gpus, on_gpus, parallel_dims, policy_ranks
 from nemo_rl_lite.rules.compose import compose_config
 
 APART = "generation.colocated.enabled=false"
@@ -42,7 +42,7 @@ def test_who_gets_how_many(overrides, ranks, gpus, number_of_engines, replicas):
         batches = []
     micro = ["policy.train_micro_batch_size=1", "policy.precision=bfloat16"]
     config = compose_config([*overrides, *batches, *micro])
-    found = (policy_ranks(config), generation_gpus(config), engines(config), data_parallel_size(config))
+    found = (policy_ranks(config), generation_gpus(config), engines(config), parallel_dims(config).dp)
     assert found == (ranks, gpus, number_of_engines, replicas)
     assert on_gpus(config) == any("gpus_per_node" in override for override in overrides)
 

@@ -8,7 +8,7 @@ from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.observability.summary import PICTURE, SUMMARY_FILE, charts, show_summary, summarize, tracked
-from nemo_rl_lite.observability.views import VIEWS
+from nemo_rl_lite.observability.views import view_of
 
 GRPO_SECONDS = {"generation": 1.0, "policy_training": 0.5, "total_step_time": 2.0}
 
@@ -28,7 +28,7 @@ def reported(metrics: MetricsLog, folder, algorithm: str) -> tuple[str, dict]:
         metrics,
         RunConsole(Console(file=stream, width=100)),
         "title",
-        VIEWS[algorithm],
+        view_of(algorithm),
         plots=True,
     )
     assert (folder / PICTURE).stat().st_size > 0

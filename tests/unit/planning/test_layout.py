@@ -3,7 +3,6 @@
 from nemo_rl_lite.models.known import KNOWN_MODELS
 from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.layout import batch_rows, parallel_rows, rank_rows
-from nemo_rl_lite.planning.refit_time import refit_seconds
 from nemo_rl_lite.rules.compose import compose_config
 
 SHAPE = model_shape(KNOWN_MODELS["Qwen/Qwen3-8B"])
@@ -47,13 +46,3 @@ def test_batches_add_up():
     assert "packed into one row" in rows["a micro-batch"]
     preferences = dict(batch_rows(compose_config(["algorithm=dpo"]), 0, SHAPE))
     assert "pairs count twice" in preferences["an optimizer step"] and "a step" not in preferences
-
-
-def test_a_refit_between_hosts_takes_longer_and_gathering_too():
-    one, spread = [*GPUS, "cluster.gpus_per_node=8"], f"{PARALLEL}.tensor_model_parallel_size=2"
-    apart = ["generation.colocated.enabled=false", "generation.colocated.resources.num_nodes=1"]
-    seconds = [
-        refit_seconds(compose_config([*one, *more]), SHAPE)
-        for more in ([], [spread], [spread, "refit.direct=false"], [*apart, "cluster.num_nodes=2"])
-    ]
-    assert 0.04 < seconds[0] == seconds[1] < seconds[2] < seconds[3] < 1

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from nemo_rl_lite.config.sizes import parallel_dims
 from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
 from nemo_rl_lite.models.shape import ModelShape, model_shape
 from nemo_rl_lite.observability.console import RunConsole
@@ -90,14 +91,14 @@ def test_ranks_together_hold_the_model():
     shape = shape_of("qwen3_moe", **SIZES | EXPERTS | {"num_hidden_layers": 4})
     overrides = [f"{TENSOR}=2", f"{PIPELINE}=2", f"{MEGATRON}.expert_model_parallel_size=4"]
     overrides += [f"{MEGATRON}.sequence_parallel=true", "cluster.gpus_per_node=8", "policy.model_name=a/moe"]
-    parallel = compose_config([*ONE_GPU, *overrides]).policy.megatron_cfg
-    first, last = (rank_parameters(shape, parallel, stage) for stage in (0, 1))
+    dims = parallel_dims(compose_config([*ONE_GPU, *overrides]))
+    first, last = (rank_parameters(shape, dims, stage) for stage in (0, 1))
     assert 4 * 2 * first.experts == 4 * 8 * 3 * 64 * 32
     # Norms and routers are on both tensor-parallel ranks.
     replicated = 4 * (2 * 64 + 2 * 16 + 64 * 8) + 64
     assert 2 * (first.dense + last.dense) - replicated + 8 * first.experts == parameter_count(shape)
     tied = replace(shape, tied_embeddings=True)
-    assert rank_parameters(tied, parallel, 1) == last and parameter_count(tied) < parameter_count(shape)
+    assert rank_parameters(tied, dims, 1) == last and parameter_count(tied) < parameter_count(shape)
 
 
 # GiB, from docs/benchmarks/runs: policy_peak_bytes of steady steps; what of it was there before the phase is in `rest`
@@ -240,9 +241,9 @@ def test_the_fullest_stage_of_a_pipeline_is_taken():
     wide = replace(model_shape(MODEL_CONFIG), vocabulary=10**6)
     first_fullest = tiny("cluster.cpu_ranks=2", f"{PIPELINE}=2")
     last_fullest = tiny("cluster.cpu_ranks=2", f"{PIPELINE}=2", shape=wide)
-    parallel = compose_config(["cluster.cpu_ranks=2", f"{PIPELINE}=2"]).policy.megatron_cfg
+    dims = parallel_dims(compose_config(["cluster.cpu_ranks=2", f"{PIPELINE}=2"]))
     for prediction, shape, stage in ((first_fullest, model_shape(MODEL_CONFIG), 0), (last_fullest, wide, 1)):
-        held = rank_parameters(shape, parallel, stage).total
+        held = rank_parameters(shape, dims, stage).total
         assert prediction[Phase.REFIT, Component.PARAMETERS] == Bytes(4 * held)
 
 
@@ -252,7 +253,7 @@ def test_the_cache_of_an_engine_on_a_cpu_is_configured():
 
 
 def test_a_shared_gpu_must_have_a_size():
-    with pytest.raises(ValueError, match="size of a GPU's memory"):
+    with pytest.raises(ValueError, match="size of the GPU's memory"):
         predict(compose_config([*ONE_GPU, *BATCH, "policy.max_total_sequence_length=128"]), SMOLLM2, None)
 
 

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from nemo_rl_lite.config import keys
+from nemo_rl_lite.config.schema import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.command import split_arguments
@@ -163,9 +164,10 @@ def test_what_sft_does_not_use_is_no_error_in_sft(override):
 
 def test_the_algorithms_options_are_those_of_its_name():
     sft, grpo = compose_config(["algorithm=sft", "algorithm.max_num_epochs=3"]), compose_config()
-    assert sft.supervised.max_num_epochs == 3 and grpo.grpo.num_prompts_per_step == 64
+    assert sft.options(SupervisedConfig).max_num_epochs == 3
+    assert grpo.options(GRPOConfig).num_prompts_per_step == 64
     with pytest.raises(TypeError, match="GRPOConfig expected, this run has SFTConfig"):
-        _ = sft.grpo
+        sft.options(GRPOConfig)
 
 
 def test_a_recipes_algorithm_is_spoken_of_when_a_key_of_it_is_wrong(tmp_path, monkeypatch):

@@ -1,0 +1,92 @@
+"""The algorithms, one row each: what other rooms must know about an algorithm without asking for its name.
+
+A new algorithm is its options (`schema.py`), a loop (`algorithms/`) with its job (`run/jobs/`), a file in
+`configs/algorithm/`, and a row here. Imports nothing heavy: a row names code above this room by a dotted path.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl_lite.config.schema import (
+    AlgorithmConfig,
+    Config,
+    DPOConfig,
+    GRPOConfig,
+    RolloutAlgorithmConfig,
+    SFTConfig,
+)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One algorithm. `data`, `job`, `loss` and `view` are dotted paths, see `imported`."""
+
+    options: type[AlgorithmConfig]
+    data: str
+    """What it trains on: a `data.kinds.Kind`."""
+    job: str
+    """Its data, workers and loop: a class with the constructor and the method of `run.jobs.interface.Job`."""
+    loss: str
+    """Its own loss, which `algorithm.loss` can replace."""
+    view: str
+    """The curves by which a run of it is judged: an `observability.views.View`."""
+    sequences_together: int = 1
+    """Neighbouring sequences that the loss compares, so that they must be in one micro-batch."""
+    compares: Callable[[Any], bool] = lambda options: False
+    """Whether its loss, with these options, compares the policy with the reference policy."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether it trains on what engines generate."""
+        return issubclass(self.options, RolloutAlgorithmConfig)
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "grpo": Algorithm(
+        options=GRPOConfig,
+        data="nemo_rl_lite.data.kinds.PROBLEMS",
+        job="nemo_rl_lite.run.jobs.grpo.GRPOJob",
+        loss="nemo_rl_lite.losses.policy_gradient.GRPOLoss",
+        view="nemo_rl_lite.observability.views.REWARD",
+        compares=lambda options: options.loss_fn.reference_policy_kl_penalty > 0,
+    ),
+    "sft": Algorithm(
+        options=SFTConfig,
+        data="nemo_rl_lite.data.kinds.CHATS",
+        job="nemo_rl_lite.run.jobs.supervised.SupervisedJob",
+        loss="nemo_rl_lite.losses.sft.SFTLoss",
+        view="nemo_rl_lite.observability.views.LOSS",
+    ),
+    "dpo": Algorithm(
+        options=DPOConfig,
+        data="nemo_rl_lite.data.kinds.PAIRS",
+        job="nemo_rl_lite.run.jobs.supervised.SupervisedJob",
+        loss="nemo_rl_lite.losses.dpo.DPOLoss",
+        view="nemo_rl_lite.observability.views.PREFERENCE",
+        sequences_together=2,
+        compares=lambda options: True,
+    ),
+}
+
+
+def algorithm_of(config: Config) -> Algorithm:
+    """The row of the configuration's algorithm."""
+    return ALGORITHMS[config.algorithm.name]
+
+
+def generates(config: Config) -> bool:
+    """Whether engines generate in this run."""
+    return algorithm_of(config).generates
+
+
+def compares(config: Config) -> bool:
+    """Whether this run's loss compares the policy with the reference policy."""
+    return algorithm_of(config).compares(config.algorithm)
+
+
+def imported(path: str) -> Any:
+    """The object at a dotted path, `package.module.name`."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)

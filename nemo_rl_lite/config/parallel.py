@@ -1,0 +1,75 @@
+"""How a policy's ranks are split: the one place where parallel sizes are multiplied. Imports nothing heavy.
+
+The order of ranks is megatron-core's: tensor-parallel neighbours first, then context parallel, data parallel, and
+pipeline stages furthest apart. Experts are spread over the ranks of a pipeline stage; a tensor-parallel group does not
+split single experts.
+"""
+
+from dataclasses import dataclass
+
+from nemo_rl_lite.config.schema import MegatronConfig
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Sizes in ranks: tensor, pipeline, context and expert parallel, and `world`, all policy ranks."""
+
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    world: int
+
+    @classmethod
+    def of(cls, parallel: MegatronConfig, world: int) -> "ParallelDims":
+        """How `world` ranks are split. No key asks for context parallelism yet."""
+        return cls(
+            tp=parallel.tensor_model_parallel_size,
+            pp=parallel.pipeline_model_parallel_size,
+            cp=1,
+            ep=parallel.expert_model_parallel_size,
+            world=world,
+        )
+
+    @property
+    def replica(self) -> int:
+        """Ranks that have the model once, outside experts."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel replicas; 0 where the ranks are too few for one."""
+        return self.world // self.replica
+
+    @property
+    def stage(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.world // self.pp
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks of a stage that have the same experts, at least 1."""
+        return max(1, self.stage // self.ep)
+
+    @property
+    def fills_world(self) -> bool:
+        """Whether whole replicas use all ranks."""
+        return self.world > 0 and self.world % self.replica == 0
+
+    @property
+    def splits_weights(self) -> bool:
+        """Whether a rank has only a part of the weights. Context parallelism splits none."""
+        return self.tp * self.pp * self.ep > 1
+
+    @property
+    def neighbours(self) -> int:
+        """Consecutive ranks of a stage that have its weights between them."""
+        return max(self.tp, self.ep)
+
+    def ranks_of_stage(self, stage: int) -> range:
+        """The ranks of pipeline stage `stage`, from 0."""
+        return range(stage * self.stage, (stage + 1) * self.stage)
+
+    def stage_and_replica(self, rank: int) -> tuple[int, int]:
+        """The pipeline stage and the data-parallel replica of a rank."""
+        return rank // self.stage, rank // (self.tp * self.cp) % self.dp

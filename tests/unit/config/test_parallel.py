@@ -1,0 +1,40 @@
+"""Parallel sizes, multiplied in one place."""
+
+import itertools
+
+import pytest
+
+from nemo_rl_lite.config.parallel import ParallelDims
+
+LAYOUTS = [
+    ParallelDims(tp, pp, cp, ep, tp * pp * cp * dp)
+    for tp, pp, cp, dp, ep in itertools.product((1, 2), (1, 2, 4), (1, 2), (1, 3), (1, 2))
+    if tp * cp * dp % ep == 0
+]
+
+
+@pytest.mark.parametrize("dims", LAYOUTS, ids=str)
+def test_ranks_are_those_of_megatron_core(dims):
+    """Against megatron-core's own order of ranks, tensor fastest and pipeline slowest."""
+    from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
+
+    prepare_import()
+    from megatron.core.parallel_state import RankGenerator
+
+    ranks = RankGenerator(tp=dims.tp, ep=1, dp=dims.dp, pp=dims.pp, cp=dims.cp, order="tp-cp-ep-dp-pp")
+    for replica in ranks.get_ranks("tp-cp-pp"):
+        assert len({dims.stage_and_replica(rank)[1] for rank in replica}) == 1
+        assert sorted({dims.stage_and_replica(rank)[0] for rank in replica}) == list(range(dims.pp))
+    for stage in range(dims.pp):
+        assert {dims.stage_and_replica(rank)[0] for rank in dims.ranks_of_stage(stage)} == {stage}
+    experts = RankGenerator(tp=1, ep=dims.ep, dp=dims.expert_dp, pp=dims.pp, cp=1, order="tp-cp-ep-dp-pp")
+    assert {len(group) for group in experts.get_ranks("dp")} == {dims.expert_dp}
+    assert dims.fills_world and dims.world == dims.replica * dims.dp == dims.stage * dims.pp
+    assert dims.splits_weights == (dims.tp * dims.pp * dims.ep > 1)
+
+
+def test_too_few_ranks_fill_nothing():
+    assert not ParallelDims(tp=4, pp=1, cp=1, ep=1, world=2).fills_world
+    assert ParallelDims(tp=4, pp=1, cp=1, ep=1, world=2).dp == 0
+    assert not ParallelDims(tp=2, pp=1, cp=1, ep=1, world=3).fills_world
+    assert not ParallelDims(tp=1, pp=1, cp=1, ep=1, world=0).fills_world

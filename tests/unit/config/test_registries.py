@@ -1,0 +1,57 @@
+"""The registries of algorithms and engines: every row leads to code, and nothing asks for a name outside of them."""
+
+import ast
+import typing
+from inspect import signature
+
+import pytest
+
+from nemo_rl_lite.config.algorithms import ALGORITHMS, compares, generates, imported
+from nemo_rl_lite.config.engines import ENGINES
+from nemo_rl_lite.config.keys import groups
+from nemo_rl_lite.config.schema import Config, GenerationConfig
+from nemo_rl_lite.data.kinds import Kind
+from nemo_rl_lite.observability.views import Panel
+from nemo_rl_lite.rules.compose import compose_config
+from tests.unit.pages import ROOT
+
+PACKAGE = ROOT / "nemo_rl_lite"
+REGISTRIES = {PACKAGE / "config" / name for name in ("algorithms.py", "engines.py", "schema.py")}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithms_row_leads_to_its_code(name):
+    row, config = ALGORITHMS[name], compose_config([f"algorithm={name}"])
+    assert isinstance(config.algorithm, row.options)
+    assert isinstance(imported(row.data), Kind)
+    assert list(signature(imported(row.job)).parameters) == ["config", "folder", "console"]
+    assert all(callable(getattr(imported(row.loss), method)) for method in ("counts", "__call__"))
+    assert all(isinstance(panel, Panel) for panel in imported(row.view))
+
+
+def test_rows_are_those_of_the_configuration():
+    union = typing.get_args(Config.__annotations__["algorithm"])[0]
+    assert set(typing.get_args(union)) == {row.options for row in ALGORITHMS.values()}
+    assert sorted(ALGORITHMS) == groups()["algorithm"]
+    assert set(typing.get_args(GenerationConfig.__annotations__["backend"])) == ENGINES.keys()
+
+
+def test_what_follows_from_a_row():
+    assert [generates(compose_config([f"algorithm={name}"])) for name in ("grpo", "sft", "dpo")] == [True, False, False]
+    kl = "algorithm.loss_fn.reference_policy_kl_penalty"
+    asked = [["algorithm=sft"], ["algorithm=dpo"], [f"{kl}=0.0"], [f"{kl}=0.1"]]
+    assert [compares(compose_config(one)) for one in asked] == [False, True, False, True]
+
+
+def test_nothing_compares_a_name_outside_the_registries():
+    """An algorithm or an engine may be named in a message, not in a comparison."""
+    names = {*ALGORITHMS, *ENGINES}
+    found = [
+        f"{file.relative_to(PACKAGE)}:{node.lineno}"
+        for file in PACKAGE.rglob("*.py")
+        if file not in REGISTRIES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Compare)
+        and any(isinstance(part, ast.Constant) and part.value in names for part in [node.left, *node.comparators])
+    ]
+    assert found == []
