@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     try:
-        # Whatever folder the configuration names need not be here.
+        # With --model-config, the folder that policy.model_name names need not exist.
         elsewhere = (
             [f"policy.model_name=config/{given.model_config.parent.name or 'here'}"] if given.model_config else []
         )
@@ -58,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _compose(overrides: list[str]) -> tuple[Config, list[str]]:
-    """The configuration, and the overrides that it is of: where the recipes' model is still to be made, with the
-    published one, which has the same sizes, in its place."""
+    """Compose the configuration; returns it with its overrides. If the model of the recipes has not been made yet, the
+    published model with the same sizes takes its place."""
     try:
         return compose_config(overrides), overrides
     except ConfigError as error:

@@ -12,18 +12,18 @@ from pydantic.dataclasses import dataclass
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 PositiveInt = Annotated[int, Field(gt=0)]
-# What numpy, and so vLLM, takes.
+# The range that numpy accepts, and therefore vLLM.
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Precision = Literal["float32", "bfloat16"]
-# Parts of a layer whose inputs can wait for the backward pass in host memory.
+# Parts of a layer whose inputs can be kept in host memory until the backward pass.
 OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp", "expert_fc1", "moe_act"]
 # Linear layers that can have an adapter.
 LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-# What can leave the GPU while the engines generate.
+# Components that can leave the GPU while the engines generate.
 OffloadedComponent = Literal["parameters", "gradients", "optimizer_states"]
 
 
@@ -343,7 +343,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class Config:
-    # Part of a path: no folder of somebody else's.
+    # The name is part of a path, so it must not lead to another folder.
     run_name: Annotated[str, Field(pattern=r"^[^./\\\s][^/\\]*$")]
     algorithm: Annotated[GRPOConfig | SFTConfig | DPOConfig, Field(discriminator="name")]
     policy: PolicyConfig

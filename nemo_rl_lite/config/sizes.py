@@ -20,7 +20,7 @@ def all_gpus(config: Config) -> int:
 
 
 def generation_gpus(config: Config) -> int:
-    """GPUs that engines run on: all of them where colocated, else those set apart. 0 on CPUs."""
+    """GPUs that engines run on: all GPUs if colocated, otherwise those set apart. 0 on CPUs."""
     if not on_gpus(config) or config.generation.colocated.enabled:
         return all_gpus(config)
     resources = config.generation.colocated.resources
@@ -55,7 +55,7 @@ def parallel_dims(config: Config) -> ParallelDims:
 
 
 def batch_mode(policy: PolicyConfig, on_gpu: bool) -> BatchMode:
-    """How sequences are put together for the model. `auto` packs where Transformer Engine can: on GPUs in bfloat16."""
+    """How sequences become micro-batches. `auto` packs where Transformer Engine can: on GPUs in bfloat16."""
     packs = policy.sequence_packing.enabled
     if packs == "auto":
         packs = on_gpu and policy.precision == "bfloat16" and not policy.dynamic_batching.enabled

@@ -1,4 +1,4 @@
-"""Shapes of published models, so that a plan needs no network: what their config.json says, as far as sizes go."""
+"""The sizes of published models from their config.json, so that a plan needs no network."""
 
 import json
 from pathlib import Path
@@ -36,15 +36,15 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.1-70B-Instruct": _sizes("llama", 8192, 28672, 80, 64, 8, **_LLAMA),
     "HuggingFaceTB/SmolLM2-135M-Instruct": _sizes("llama", 576, 1536, 30, 9, 3, **_TIED, **_SMOL),
 }
-# What scripts/get_smollm2.py makes, and the model that it has the sizes of.
+# The folder that scripts/get_smollm2.py makes -> the published model with the same sizes.
 MADE_HERE = {"models/smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
 
 def find_shape(name: str, file: Path | None = None) -> ModelShape:
-    """The shape of a model: of its config.json `file`, of its folder, as known here, or as the hub has it.
+    """Find the shape of a model: from the config.json `file`, its folder, the table above, or the hub.
 
     Raises:
-        NoModelError: none of these.
+        NoModelError: none of these has it.
     """
     if file is not None:
         try:
@@ -63,10 +63,10 @@ def find_shape(name: str, file: Path | None = None) -> ModelShape:
         return model_shape(json.loads(Path(hf_hub_download(name, "config.json")).read_text()))
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise NoModelError(
-            f"{name}: its config.json is not of a model of text: {type(error).__name__}: {error}"
+            f"{name}: its config.json does not describe a text model: {type(error).__name__}: {error}"
         ) from None
     except (OSError, ValueError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
         fix = "give its config.json with --model-config"
         raise NoModelError(
-            f"policy.model_name={name}: the hub has no config.json for it, or cannot be reached; {fix}"
+            f"policy.model_name={name}: the hub cannot be reached or has no config.json for it; {fix}"
         ) from None

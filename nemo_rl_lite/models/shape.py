@@ -1,4 +1,4 @@
-"""What rules and memory predictions need to know of a model, from its Hugging Face config.json alone. Imports nothing
+"""The sizes of a model that rules and memory predictions need, read from its Hugging Face config.json. Imports nothing
 heavy."""
 
 import json
@@ -39,17 +39,17 @@ class ModelShape:
     """Queries and keys are normalised head by head."""
 
 
-# Where scripts/get_smollm2.py and the recipes have their model.
+# The folder in which scripts/get_smollm2.py puts the model of the recipes.
 MODELS_FOLDER = "models"
 
 
 class NoModelError(LauncherError):
-    """The folder is not there, or is no Hugging Face model."""
+    """The folder does not exist, or is not a Hugging Face model."""
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether `name` is `organisation/model` and no folder of that name exists; `models/NAME` is a folder even where it
-    is not there yet."""
+    """Whether `name` is `organisation/model` and no folder has that name. `models/NAME` is always a folder, even before
+    it exists."""
     parts = name.split("/")
     well_formed = len(parts) == 2 and all(re.fullmatch(r"[\w.-]+", part) for part in parts)
     is_folder = name.startswith((".", "~", "/")) or parts[0] == MODELS_FOLDER
@@ -60,7 +60,7 @@ def read_model_shape(name: str) -> ModelShape | None:
     """The shape of the model `name`, or None for a hub name (its config is not on this machine).
 
     Raises:
-        NoModelError: saying what is missing.
+        NoModelError: the model is missing or incomplete; the message says what is missing.
     """
     if name == reverse_digits.NAME:
         return model_shape(reverse_digits.MODEL_CONFIG)
@@ -72,7 +72,7 @@ def read_model_shape(name: str) -> ModelShape | None:
     if not folder.is_dir():
         raise NoModelError("no such folder")
     if not (folder / "config.json").is_file():
-        raise NoModelError("the folder has no config.json, so it is no Hugging Face model")
+        raise NoModelError("the folder has no config.json, so it is not a Hugging Face model")
     if not (folder / "tokenizer_config.json").is_file():
         raise NoModelError("the folder has no tokenizer_config.json")
     if not any(folder.glob("*.safetensors")):
@@ -84,10 +84,10 @@ def read_model_shape(name: str) -> ModelShape | None:
 
 
 def model_shape(config: dict) -> ModelShape:
-    """The shape that a config.json's keys give."""
+    """Read the shape from the keys of a config.json."""
     heads, layers, family = config["num_attention_heads"], config["num_hidden_layers"], config.get("model_type", "")
     experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
-    # GPT-2 and its kin do not write what is four times the hidden size.
+    # GPT-2 and related models omit the MLP width, which is four times the hidden size.
     ffn = config.get("intermediate_size") or 4 * config["hidden_size"]
     return ModelShape(
         layers=layers,
@@ -104,14 +104,14 @@ def model_shape(config: dict) -> ModelShape:
         shared_ffn=config.get("shared_expert_intermediate_size") or 0,
         dense_layers=_dense_layers(config, layers) if experts else layers,
         tied_embeddings=bool(config.get("tie_word_embeddings")),
-        # Qwen2's bias is in its code, not in its configuration.
+        # Qwen2 hard-codes its bias; its config.json does not mention it.
         qkv_bias=bool(config.get("attention_bias", family.startswith("qwen2"))),
         qk_norm=family.startswith("qwen3"),
     )
 
 
 def _dense_layers(config: dict, layers: int) -> int:
-    """How many layers of a model with experts have none, by the keys of Qwen and DeepSeek."""
+    """Count the layers without experts in a mixture-of-experts model, by the keys of Qwen and DeepSeek."""
     listed, period = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
     first = config.get("first_k_dense_replace") or 0
     return sum(layer in listed or layer < first or (layer + 1) % period != 0 for layer in range(layers))

@@ -1,4 +1,4 @@
-"""Where a run's starting weights are: on disk, on the hub, or still to be made."""
+"""Find the weights that a run starts from: on disk, on the hub, or made here."""
 
 from pathlib import Path
 
@@ -10,10 +10,10 @@ from nemo_rl_lite.observability.console import RunConsole
 
 
 def locate_model(config: Config, console: RunConsole) -> Path:
-    """The folder of the model `policy.model_name`: made (embedded) or downloaded (hub) where it is not there yet.
+    """Return the folder of `policy.model_name`; make the embedded model, or download a hub model, if it is missing.
 
     Raises:
-        ConfigError: the hub cannot be reached or has no such model.
+        ConfigError: the hub cannot be reached, or has no such model.
     """
     name = config.policy.model_name
     if name == NAME:

@@ -1,17 +1,18 @@
 """Bytes of activations and logits, from the model's shape and the size of a micro-batch.
 
-After Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4: what each
-operation of a layer keeps for its backward pass. Their layer keeps 34 bytes a token and hidden unit beside attention's
-scores, dropout masks included; ours has no dropout, but grouped-query attention, RMSNorm and a gated MLP. With h the
-hidden size, q and k the widths of all queries and of all keys, and f the MLP's width, it keeps, in elements a token:
+After Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4: the tensors
+that each operation of a layer keeps for its backward pass. Their layer keeps 34 bytes a token and hidden unit in
+addition to attention scores, dropout masks included. Ours has no dropout, but grouped-query attention, RMSNorm and a
+gated MLP. With h the hidden size, q and k the widths of all queries and of all keys, and f the MLP's width, it keeps,
+in elements a token:
 
     inputs and outputs of the two norms          4 h
     queries, keys and values as attended to      q + 2 k     and q + k more where they are normalised
     attention's output                           q
     gated MLP                                    3 f fused, 5 f on CPUs, where it is computed step by step
 
-A token of SmolLM2-135M and one of a Qwen3 of 1.7 B take within 3 % of this, and what is offloaded of the latter within
-1 % where all of a module is (docs/benchmarks). Not compared: experts, pipeline stages, and CPUs.
+Measured activations of SmolLM2-135M and of a 1.7 B Qwen3 are within 3 % of this, and offloaded whole modules of the
+latter within 1 % (docs/benchmarks). Experts, pipeline stages and CPUs were not measured.
 """
 
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class MicroBatch:
 
 
 def micro_batch(config: Config, training: bool) -> MicroBatch:
-    """The largest micro-batch that training, or logprob inference, can meet."""
+    """The largest micro-batch of training, or of logprob inference."""
     policy = config.policy
     longest, mode = policy.max_total_sequence_length, batch_mode(policy, on_gpus(config))
     together = sequences_together(config) if training else 1
@@ -47,7 +48,7 @@ def micro_batch(config: Config, training: bool) -> MicroBatch:
         size = policy.train_micro_batch_size * together if training else policy.logprob_batch_size
         return MicroBatch(size * longest, longest)
     limits = policy.sequence_packing if mode == "packed" else policy.dynamic_batching
-    # A longer sequence, or pair, has a micro-batch of its own.
+    # A sequence or pair above the limit is a micro-batch by itself.
     tokens = max(limits.train_mb_tokens if training else limits.logprob_mb_tokens, together * longest)
     share = _sequences(config, training)
     if share is not None:
@@ -57,7 +58,7 @@ def micro_batch(config: Config, training: bool) -> MicroBatch:
 
 
 def _sequences(config: Config, training: bool) -> int | None:
-    """Sequences of a replica in one go; None where that is not known (a validation set's)."""
+    """Sequences that a replica processes per call; None if unknown, as for a validation set."""
     if training:
         return -(-sequences_per_optimizer_step(config) // parallel_dims(config).dp)
     return -(-samples_per_step(config) // parallel_dims(config).dp) if generates(config) else None
@@ -68,7 +69,7 @@ def item_bytes(config: Config) -> int:
 
 
 def hidden_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
-    """Bytes of the hidden states between two layers. Tensor-parallel ranks hold the same, unless they split the
+    """Bytes of the hidden states between two layers. Tensor-parallel ranks all hold them, unless they split the
     sequence."""
     parallel = config.policy.megatron_cfg
     ranks = parallel_dims(config).tp if parallel.sequence_parallel else 1
@@ -76,21 +77,21 @@ def hidden_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
 
 
 def layer_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> dict[str, float]:
-    """Bytes that a layer keeps for its backward pass, by the module that keeps them: those that `offload_modules` can
-    name, and `rest`. Of a model with experts, the mean over its layers."""
+    """Bytes that a layer keeps for its backward pass, by module: the names of `offload_modules`, and `rest`. For a
+    model with experts, the mean over its layers."""
     tensor, item, hidden = parallel_dims(config).tp, item_bytes(config), hidden_bytes(config, shape, batch)
-    # Of one tensor as wide as all queries, all keys, the MLP, an expert.
+    # Bytes of one tensor per unit of its width.
     elements = batch.tokens * item / tensor
     queries, keys = elements * shape.heads * shape.head_dim, elements * shape.kv_heads * shape.head_dim
     sparse = 1 - shape.dense_layers / shape.layers
     shared = sparse * elements * shape.shared_ffn
-    # Under tensor parallelism experts come with a split sequence: each rank sends out its own tokens.
+    # With tensor parallelism, experts require a split sequence, so each rank dispatches its own tokens.
     dispatched = sparse * shape.experts_per_token
     fused = on_gpus(config)
     # Flash attention keeps one number a token and head, megatron-core's own attention all scores, both in float32.
     scores = batch.tokens * 4 * shape.heads / tensor * (1 if on_gpus(config) else batch.row)
     return {
-        # Transformer Engine computes norms within the linear layer behind them, but for that before experts.
+        # Transformer Engine fuses a norm into the following linear layer, except for the norm before experts.
         "attn_norm": 0.0,
         "qkv_linear": 2 * hidden + (queries + keys if shape.qk_norm else 0),
         "core_attn": queries + 2 * keys,
@@ -98,16 +99,16 @@ def layer_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> dict[st
         "mlp_norm": sparse * hidden,
         "mlp": 2 * (1 - sparse) * hidden + (3 if fused else 5) * (1 - sparse) * elements * shape.ffn,
         "expert_fc1": dispatched * hidden,
-        # The gate's probability multiplies what the expert's activation gives: one product more.
+        # The router's probability multiplies the expert's activation, which is one more tensor.
         "moe_act": dispatched * elements * (3 if fused else 6) * shape.expert_ffn,
         "rest": sparse * (hidden + 8 * batch.tokens * shape.experts) + (3 if fused else 5) * shared + scores,
     }
 
 
 def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple[int, int]:
-    """Bytes (device, host) at the start of the backward pass of pipeline stage `stage`, where they peak.
+    """Bytes (device, host) at the start of the backward pass of pipeline stage `stage`, where memory peaks.
 
-    A stage holds the activations of as many micro-batches as there are stages from it to the end.
+    Stage s of p holds the activations of p - s micro-batches.
     """
     parallel, batch = config.policy.megatron_cfg, micro_batch(config, training=True)
     pipeline, item = parallel_dims(config).pp, item_bytes(config)
@@ -120,16 +121,16 @@ def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple
         head = 2 * hidden + logits_elements(config, shape, batch) * _logits_bytes(config, item)
     waiting = 0.0
     if parallel.fine_grained_activation_offloading and not parallel.activation_checkpointing:
-        # The last layer's inputs stay: they are wanted at once.
+        # The inputs of the last layer stay on the device: the backward pass needs them first.
         chosen = parallel.activation_offload_fraction * sum(layer[module] for module in parallel.offload_modules or ())
         waiting = (layers * in_flight - 1) * chosen
-    # Once the head's gradient is computed, that of a layer takes about as much again as the layer kept.
+    # After the head, the gradient of a layer takes about as many bytes as the layer's activations.
     device = layers * in_flight * kept - waiting + max(head, sum(layer.values()))
     return int(device), int(waiting)
 
 
 def logprob_activations(config: Config, shape: ModelShape, stage: int) -> int:
-    """Bytes at the peak of logprob inference on pipeline stage `stage`: in a layer, or as logits turn float32."""
+    """Peak bytes of logprob inference on pipeline stage `stage`: in a layer, or while logits become float32."""
     batch = micro_batch(config, training=False)
     working = sum(layer_bytes(config, shape, batch).values())
     if stage < parallel_dims(config).pp - 1:
@@ -145,7 +146,7 @@ def logits_elements(config: Config, shape: ModelShape, batch: MicroBatch) -> flo
 
 
 def _logits_bytes(config: Config, item: int) -> int:
-    """A logit in training: as the model gave it, beside its float32 copy, which turns into the softmax and its gradient
-    in place. Scaling by a temperature makes another float32 gradient."""
+    """Bytes per logit in training: the model's logit and its float32 copy, which becomes the softmax and its gradient
+    in place. Scaling by a temperature adds another float32 gradient."""
     scaled = generates(config) and config.generation.temperature != 1
     return max(4 + item, 8 if scaled else 0)

@@ -1,4 +1,4 @@
-"""What else would fit: larger micro-batches, other offload presets."""
+"""Search for settings that would fit: larger micro-batches, other offload presets."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +24,8 @@ GRAIN = 256
 
 @dataclass(frozen=True)
 class MicroBatchLimit:
-    """`key` can be up to `most`, where training fits at all (else 0); it is `now`. `whole`: `most` holds all that a
-    rank trains on in an optimizer step."""
+    """`key` has the value `now` and fits up to `most`, 0 if training does not fit. `whole`: `most`
+    holds everything that a rank trains on in an optimizer step."""
 
     key: str
     now: int
@@ -34,7 +34,7 @@ class MicroBatchLimit:
 
 
 def largest_micro_batch(config: Config, shape: ModelShape, gpu_bytes: int | None) -> MicroBatchLimit:
-    """The largest training micro-batch whose training phase fits the GPU."""
+    """Find the largest training micro-batch that fits the GPU."""
     policy, mode = config.policy, batch_mode(config.policy, on_gpus(config))
     replicas = parallel_dims(config).dp
     longest = policy.max_total_sequence_length
@@ -59,7 +59,7 @@ def largest_micro_batch(config: Config, shape: ModelShape, gpu_bytes: int | None
 def preset_budgets(
     overrides: Sequence[str], shape: ModelShape, gpu_bytes: int | None
 ) -> Iterator[tuple[str, Budget | None]]:
-    """Each offload preset with the budget of the same configuration under it; None where the rules refuse it."""
+    """Yield each offload preset with its budget, or None if the rules refuse the preset here."""
     others = [override for override in overrides if not override.startswith("offload=")]
     for preset in groups()["offload"]:
         try:
@@ -79,7 +79,7 @@ def _with(config: Config, key: str, value: int) -> Config:
 
 
 def _last(holds: Callable[[int], bool], end: int) -> int | None:
-    """The last of 0..end that `holds`, which does so up to some number; None where 0 does not."""
+    """Return the largest number of 0..end for which the monotone `holds` is true; None if it is false for 0."""
     if not holds(0):
         return None
     low, high = 0, end

@@ -1,4 +1,4 @@
-"""Whether a configuration fits a GPU and its host: the predicted components and what there is beside them."""
+"""Whether a configuration fits a GPU and its host: predicted components, refit buffers and overhead."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ from nemo_rl_lite.planning.model_size import parameter_count, rank_parameters
 from nemo_rl_lite.planning.prediction import Prediction, predict, token_cache_bytes, totals
 from nemo_rl_lite.refit.plan import bucket_size
 
-# What contexts of CUDA and NCCL, captured graphs and blocks that torch keeps took beside all components on H100s and
-# H200s (docs/benchmarks, plan-against-measured): with an engine on the GPU, with engines on others, and without any.
+# The overhead of CUDA and NCCL contexts, captured graphs and torch's cached blocks as measured on H100s and H200s
+# (docs/benchmarks, plan-against-measured): with an engine on the GPU, with engines on other GPUs, and without engines.
 OVERHEAD_SHARED, OVERHEAD_APART, OVERHEAD_ALONE = 7 * 2**30, 5 * 2**30, 3 * 2**30
 ENGINE = (Component.GENERATION_WEIGHTS, Component.KV_CACHE)
 
@@ -25,29 +25,29 @@ class Budget:
 
     prediction: Prediction
     buffers: dict[Phase, int]
-    """The refit's."""
+    """Buffers of the refit, by phase."""
     overhead: int
     reference: int
     """Host memory of a rank's reference weights."""
     ranks_per_host: int
     engine_room: int
-    """Of an engine's share of its GPU, what its weights and one of the longest sequences leave; 0 without engines."""
+    """What an engine's share of its GPU leaves after its weights and one longest sequence; 0 without engines."""
     gpu_bytes: int | None
 
     @property
     def device(self) -> dict[Phase, int]:
-        """All there is on the GPU, by phase."""
+        """Bytes on the GPU, by phase."""
         sums = totals(self.prediction)
         return {phase: sums[phase].device + buffers + self.overhead for phase, buffers in self.buffers.items()}
 
     @property
     def policy_buffers(self) -> int:
-        """Those that the policy's process has: it keeps them, and an engine that copies has its own for a refit."""
+        """Refit buffers in the policy's process. An engine that copies parameters has a buffer only during a refit."""
         return min(self.buffers.values())
 
     @property
     def policy(self) -> dict[Phase, int]:
-        """What torch's allocator holds in the policy's process, by phase."""
+        """Bytes that torch's allocator holds in the policy's process, by phase."""
         sums = dict.fromkeys(self.device, self.policy_buffers)
         for (phase, component), nbytes in self.prediction.items():
             sums[phase] += 0 if component in ENGINE else nbytes.device
@@ -59,7 +59,7 @@ class Budget:
 
     @property
     def host(self) -> int:
-        """Of a machine's policy ranks together, in the phase that takes most; on CPUs that is where everything is."""
+        """Host memory of all policy ranks of a machine, in the fullest phase. On CPUs it includes the device bytes."""
         on_cpus = self.gpu_bytes is None
         most = max(sums.host + (sums.device if on_cpus else 0) for sums in totals(self.prediction).values())
         return self.ranks_per_host * (most + self.reference)
@@ -82,7 +82,7 @@ def budget(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Budget:
     buffers, phases = _refit_buffers(config, shape, gpu_bytes), totals(prediction)
     return Budget(
         prediction,
-        # An engine that copies has its bucket at the first refit alone.
+        # An engine that copies parameters needs a bucket only at the first refit.
         {phase: 0 if copied and phase is not Phase.REFIT else buffers for phase in phases},
         _overhead(config),
         _reference(config, shape),
@@ -93,7 +93,7 @@ def budget(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Budget:
 
 
 def engines_copy(config: Config) -> bool:
-    """Whether engines copy the policy's parameters, where those of one machine have the whole model between them."""
+    """Whether engines copy the policy's parameters directly: the GPUs of one machine hold the whole model."""
     dims, cluster = parallel_dims(config), config.cluster
     # Pipeline stages are furthest apart: on several machines, each machine has stages of every replica.
     pipeline_apart = cluster.num_nodes > 1 and dims.pp > 1
@@ -111,8 +111,8 @@ def _overhead(config: Config) -> int:
 
 
 def _refit_buffers(config: Config, shape: ModelShape, device_bytes: int | None) -> int:
-    """Bytes of the buckets that are on their way at a time, or of that which an engine takes to begin with; none larger
-    than the model, none smaller than its largest tensor."""
+    """Bytes of the buckets in flight, or of the first refit's bucket in an engine that copies. A bucket is at most the
+    model, and at least its largest tensor."""
     if not generates(config) or device_bytes is None:
         return 0
     weights = refit_bytes(config, shape)
@@ -124,7 +124,7 @@ def _refit_buffers(config: Config, shape: ModelShape, device_bytes: int | None) 
 
 
 def refit_bytes(config: Config, shape: ModelShape) -> int:
-    """The model's weights, as each refit carries them."""
+    """Bytes of the weights that a refit transfers."""
     return parameter_count(shape) * item_bytes(config)
 
 
@@ -138,7 +138,7 @@ def _engine_room(config: Config, shape: ModelShape, gpu_bytes: int | None) -> in
 
 
 def _reference(config: Config, shape: ModelShape) -> int:
-    """Bytes of the starting weights that wait in host memory for the policy to be compared with, and of their place."""
+    """Bytes of the reference weights in host memory, and of the policy's own weights while they are swapped out."""
     if not compares(config) or config.policy.megatron_cfg.peft.enabled:
         return 0
     dims = parallel_dims(config)

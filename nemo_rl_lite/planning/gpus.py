@@ -1,11 +1,11 @@
-"""How much memory a GPU has: of this machine's, by name, or as given."""
+"""The memory of a GPU: this machine's, by name, or as given."""
 
 import re
 
 from nemo_rl_lite.host.devices import gpu_bytes
 
 _UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-# What the driver tells of each (nvidia-smi's memory.total), in MiB; of the H100 and the H200 as read on one.
+# memory.total of nvidia-smi, in MiB; those of the H100 and the H200 were read on one.
 KNOWN = {
     "H100": 81559,
     "H200": 143771,
@@ -19,15 +19,15 @@ ASSUMED = "H100"
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as `80GiB` or `1.5 TB`. Raises ValueError: it is none."""
+    """Parse a size such as `80GiB` or `1.5 TB` to bytes. Raises ValueError: it is not a size."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b)\s*", text.lower())
     if found is None:
-        raise ValueError(f"'{text}' is no size: give a number and a unit, such as 80GiB")
+        raise ValueError(f"'{text}' is not a size: give a number and a unit, such as 80GiB")
     return int(float(found[1]) * _UNITS[found[2]])
 
 
 def size_of(gpu: str | None) -> tuple[str, int]:
-    """A GPU's name and its bytes: of `gpu`, a name or a size, or of this machine's smallest, or of an `ASSUMED` one.
+    """Return the name and bytes of `gpu` (a name or a size), or of this machine's smallest GPU, or of an `ASSUMED` one.
 
     Raises:
         ValueError: `gpu` is neither.
@@ -41,4 +41,4 @@ def size_of(gpu: str | None) -> tuple[str, int]:
     try:
         return f"a GPU of {gpu}", parse_size(gpu)
     except ValueError:
-        raise ValueError(f"'{gpu}' is no GPU known here ({', '.join(KNOWN)}) and no size such as 80GiB") from None
+        raise ValueError(f"'{gpu}' is neither a known GPU ({', '.join(KNOWN)}) nor a size such as 80GiB") from None

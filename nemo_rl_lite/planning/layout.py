@@ -1,4 +1,4 @@
-"""Who holds what and how a batch is cut, in words and numbers, from the configuration alone."""
+"""Describe the layout of ranks and the splitting of batches, from the configuration alone."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -24,7 +24,7 @@ Row = tuple[str, str]
 
 
 def parallel_rows(config: Config, shape: ModelShape) -> Iterator[Row]:
-    """The policy's ranks, the layers of each stage, the engines."""
+    """Yield rows about the policy's ranks, the layers of each stage, and the engines."""
     dims = parallel_dims(config)
     sizes = f"tensor {dims.tp} x pipeline {dims.pp} x data {dims.dp}"
     if shape.experts:
@@ -44,7 +44,7 @@ def parallel_rows(config: Config, shape: ModelShape) -> Iterator[Row]:
 
 
 def rank_rows(config: Config) -> Iterator[list[str]]:
-    """Node, GPUs, and what is on them: one row for neighbours on a node with the same stage, replica and engine."""
+    """Yield node, GPUs, and what runs on them; neighbours with the same stage, replica and engine share a row."""
     dims, a_node = parallel_dims(config), config.cluster.gpus_per_node
     wide, shared = config.generation.vllm_cfg.tensor_parallel_size, config.generation.colocated.enabled
     generating = generation_gpus(config) if generates(config) else 0
@@ -64,8 +64,8 @@ def rank_rows(config: Config) -> Iterator[list[str]]:
 
 
 def batch_rows(config: Config, kv_bytes: int, shape: ModelShape) -> Iterator[Row]:
-    """From a step's samples to a rank's micro-batches. `kv_bytes`: for the KV cache on an engine's GPU; 0 where that is
-    not known."""
+    """Yield rows from a step's samples to a rank's micro-batches. `kv_bytes`: the KV cache on an engine's GPU; 0 if
+    unknown."""
     policy, replicas = config.policy, parallel_dims(config).dp
     batch, longest = sequences_per_optimizer_step(config), policy.max_total_sequence_length
     if generates(config):

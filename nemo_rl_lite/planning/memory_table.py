@@ -1,4 +1,4 @@
-"""The residency table with its predicted bytes, as rows of text for a person."""
+"""The residency table with predicted bytes, as rows of text."""
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus, policy_ranks
@@ -12,7 +12,7 @@ NOTHING = "-"
 
 
 def title(config: Config, shape: ModelShape, device_bytes: int | None) -> str:
-    """What the table is about: predicted memory of one policy rank, of which model, on what."""
+    """The table's title: which rank, which device, which model."""
     ranks = policy_ranks(config)
     whose = "the policy rank" if ranks == 1 else f"the fullest of {ranks} policy ranks"
     device = "a CPU" if not on_gpus(config) else "a GPU" if device_bytes is None else f"a GPU of {size(device_bytes)}"
@@ -21,12 +21,12 @@ def title(config: Config, shape: ModelShape, device_bytes: int | None) -> str:
 
 
 def headers(residency: Residency) -> list[str]:
-    """Of the table's columns: one a phase."""
+    """The table's column headers: one per phase."""
     return ["", *(phase.value for phase in residency.phases)]
 
 
 def render(residency: Residency, prediction: Prediction) -> list[list[str]]:
-    """The table's rows: components, with their bytes in each phase and where these are, then sums."""
+    """The table's rows: each component's bytes and places by phase, then sums."""
     rows = [
         [
             component.value.replace("_", " "),
@@ -48,7 +48,7 @@ def size(nbytes: int) -> str:
 
 
 def _cell(place: Place, nbytes: Bytes) -> str:
-    """A line for each place that has a part of it; the place alone where that is nothing."""
+    """One line for each place that holds a part of the component; only the place if it holds 0 bytes."""
     if place is Place.RELEASED:
         return NOTHING
     parts = [(Place.DEVICE, nbytes.device), (Place.HOST, nbytes.host)]

@@ -1,7 +1,7 @@
-"""How many parameters a model has, and a rank of it under megatron-core's parallelism.
+"""Parameters of a model, and of one rank under megatron-core's parallelism.
 
-For models built like Llama, Qwen2, Qwen3, Mixtral and their mixtures of experts: grouped-query attention, RMSNorm,
-gated MLPs. Latent attention (DeepSeek) is counted as if it were grouped-query attention.
+The counts hold for models like Llama, Qwen2, Qwen3 and Mixtral, with or without experts: grouped-query attention,
+RMSNorm, gated MLPs. Latent attention (DeepSeek) is counted as if it were grouped-query attention.
 """
 
 from dataclasses import dataclass
@@ -47,8 +47,8 @@ def rank_parameters(shape: ModelShape, dims: ParallelDims, stage: int) -> Parame
 def trained_parameters(
     shape: ModelShape, dims: ParallelDims, peft: LoraConfig, stage: int, grouped: bool
 ) -> Parameters:
-    """Those that have gradients: all, or with LoRA the adapters'. A rank's experts share an adapter where they are
-    `grouped`, as on GPUs."""
+    """Parameters that have gradients: all, or with LoRA those of the adapters. A rank's experts share an adapter if
+    they are `grouped`, as on GPUs."""
     if not peft.enabled:
         return rank_parameters(shape, dims, stage)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -69,7 +69,7 @@ def trained_parameters(
 
 
 def _layers_of_stage(shape: ModelShape, tensor: int, pipeline: int, expert: int) -> tuple[int, int]:
-    """A stage's share of all layers' parameters, on one of its ranks: outside of experts and in them."""
+    """Parameters of a stage's layers on one rank: outside experts, and in experts."""
     hidden, sparse = shape.hidden, shape.layers - shape.dense_layers
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     split = hidden * (2 * queries + 2 * keys) + (queries + 2 * keys if shape.qkv_bias else 0)

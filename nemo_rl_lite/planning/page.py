@@ -1,4 +1,4 @@
-"""A plan: what a run of a configuration will need and whether it fits, as tables for a person and as JSON."""
+"""A plan: what a run needs and whether it fits, as tables and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ class Plan:
     config: Config
     shape: ModelShape
     gpu: str
-    """What the memory is that of."""
+    """The device whose memory is planned."""
     host_bytes: int | None
-    """Of a machine, where it is known."""
+    """Host memory of a machine; None if unknown."""
     budget: Budget
     micro_batch: MicroBatchLimit
     presets: dict[str, Budget | None]
-    """By name; None where the configuration's rules refuse one."""
+    """By name; None where the rules refuse the preset."""
 
     @property
     def fits(self) -> bool:
@@ -51,7 +51,7 @@ def make_plan(
     gpu: tuple[str, int],
     host_bytes: int | None,
 ) -> Plan:
-    """`overrides` are what `config` was composed of, `gpu` a name and its bytes, which a run on CPUs leaves aside."""
+    """`overrides` are those that `config` was composed from; `gpu` is a name and its bytes, ignored for CPUs."""
     name, nbytes = gpu if on_gpus(config) else ("CPUs", None)
     return Plan(
         config,
@@ -65,7 +65,7 @@ def make_plan(
 
 
 def show(plan: Plan, console: RunConsole) -> None:
-    """Print it."""
+    """Print the plan as tables."""
     config, shape, one = plan.config, plan.shape, plan.budget
     console.table("layout", ["", ""], [list(row) for row in parallel_rows(config, shape)])
     if on_gpus(config):
@@ -82,7 +82,7 @@ def show(plan: Plan, console: RunConsole) -> None:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The same in numbers: bytes, seconds."""
+    """The plan as JSON; sizes are in bytes."""
     one, limit = plan.budget, plan.micro_batch
     cells = {
         phase.value: {

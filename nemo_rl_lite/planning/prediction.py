@@ -1,4 +1,4 @@
-"""Bytes of each component in each phase on the fullest policy rank, before anything is started."""
+"""Predict the bytes of each component in each phase on the fullest policy rank."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ GRADIENT_BYTES = 4
 
 @dataclass(frozen=True)
 class Bytes:
-    """On the rank's device and in its host's memory."""
+    """Bytes on the rank's device, and in its host's memory."""
 
     device: int = 0
     host: int = 0
@@ -31,13 +31,13 @@ Prediction = Mapping[tuple[Phase, Component], Bytes]
 
 
 def predict(config: Config, shape: ModelShape, device_bytes: int | None) -> dict[tuple[Phase, Component], Bytes]:
-    """Every phase and component of `Residency.of(config)`, on the pipeline stage whose fullest phase takes most.
+    """Predict every phase and component of `Residency.of(config)`, for the pipeline stage with the highest peak.
 
-    `device_bytes` is the size of one GPU, None on CPUs. Left out are CUDA's context, captured graphs, the refit's
-    buffer and the reference weights in host memory. Optimizer states are those after the first step, which makes them.
+    `device_bytes` is the size of one GPU, None on CPUs. CUDA's context, captured graphs, the refit's buffers and the
+    reference weights in host memory are not included. Optimizer states are those after the first step.
 
     Raises:
-        ValueError: an engine shares a GPU whose size is not given.
+        ValueError: an engine shares a GPU, and `device_bytes` is None.
     """
     residency = Residency.of(config)
     ends = sorted({0, parallel_dims(config).pp - 1})
@@ -46,7 +46,7 @@ def predict(config: Config, shape: ModelShape, device_bytes: int | None) -> dict
 
 
 def totals(prediction: Prediction) -> dict[Phase, Bytes]:
-    """All components together, by phase."""
+    """Sum all components, by phase."""
     sums: dict[Phase, Bytes] = {}
     for (phase, _), nbytes in prediction.items():
         sums[phase] = sums.get(phase, Bytes()) + nbytes
@@ -54,7 +54,7 @@ def totals(prediction: Prediction) -> dict[Phase, Bytes]:
 
 
 def predicted_metrics(prediction: Prediction) -> dict[str, float]:
-    """`memory/predicted/<phase>/<component>`: bytes on the device, to be logged once."""
+    """Metrics `memory/predicted/<phase>/<component>`: bytes on the device, logged once."""
     return {
         f"memory/predicted/{phase}/{component}": float(nbytes.device)
         for (phase, component), nbytes in prediction.items()
@@ -108,7 +108,7 @@ def _activations(config: Config, shape: ModelShape, phase: Phase, stage: int) ->
 
 
 def _optimizer_states(config: Config, parameters: Parameters, place: Place) -> Bytes:
-    """Float32 master weights, unless the parameters are float32, and what the optimizer keeps of past gradients."""
+    """Bytes of float32 master weights, unless the parameters are float32, and of the optimizer's moments."""
     settings, dims = config.policy.megatron_cfg.optimizer, parallel_dims(config)
     held = parameters.total
     if settings.use_distributed_optimizer:
@@ -119,7 +119,7 @@ def _optimizer_states(config: Config, parameters: Parameters, place: Place) -> B
     if not settings.optimizer_cpu_offload:
         return _at(place, whole)
     away = settings.optimizer_offload_fraction
-    # Parameters and gradients that are stepped on the CPU have float32 copies there.
+    # The CPU optimizer keeps float32 copies of the parameters and gradients that it steps.
     return Bytes(device=int((1 - away) * whole), host=int(away * held * (4 + GRADIENT_BYTES + past)))
 
 

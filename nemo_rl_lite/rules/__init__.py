@@ -1,4 +1,4 @@
-"""What configuration fields must mean together. Each rule is a small function that yields what is wrong."""
+"""Rules about combinations of configuration keys. Each rule is a small function that yields violations."""
 
 from nemo_rl_lite.rules import (
     algorithm,

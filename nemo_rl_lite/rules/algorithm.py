@@ -1,4 +1,4 @@
-"""What an algorithm needs of its own options."""
+"""Rules about the options of algorithms and the data that they train on."""
 
 from collections.abc import Iterator
 
@@ -49,7 +49,7 @@ def training_ends(config: Config) -> Iterator[Violation]:
 def better_is_what_the_metric_means(config: Config) -> Iterator[Violation]:
     metric, key = config.algorithm.val_metric, "algorithm.higher_is_better"
     more = metric in ("accuracy", "rewards_margin_mean", "rewards_chosen_mean")
-    # Of responses' lengths either may be meant.
+    # Longer and shorter responses can both be a goal.
     if metric != "avg_length" and config.algorithm.higher_is_better != more:
         rule_text = f"would keep the checkpoints with the worst {metric}"
         yield Violation(key, config.algorithm.higher_is_better, rule_text, f"{key}={str(more).lower()}")

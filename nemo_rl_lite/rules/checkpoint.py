@@ -1,4 +1,4 @@
-"""What a run saves."""
+"""Rules about checkpoints."""
 
 from collections.abc import Iterator
 

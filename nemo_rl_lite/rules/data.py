@@ -1,4 +1,4 @@
-"""Data: files that can be read, columns that are there, tasks that exist."""
+"""Rules about data: files can be read, columns exist, tasks exist."""
 
 import re
 from collections.abc import Iterator

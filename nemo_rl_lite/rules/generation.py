@@ -1,4 +1,4 @@
-"""The generation engine and its sampling."""
+"""Rules about generation engines and sampling."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -88,7 +88,9 @@ def ranks_wait_for_the_engines_of_others(config: Config) -> Iterator[Violation]:
     shares_together = parallel_dims(config).splits_weights and refit.direct
     shares_together = shares_together and not config.policy.megatron_cfg.peft.enabled
     if on_gpus(config) and config.generation.colocated.enabled and shares_together and refit.timeout_s >= longest:
-        rule_text = f"policy ranks wait so long for one another, and end at cluster.collective_timeout_s = {longest:g}"
+        rule_text = (
+            f"policy ranks wait this long for each other; must be below cluster.collective_timeout_s = {longest:g}"
+        )
         yield Violation("refit.timeout_s", refit.timeout_s, rule_text, f"refit.timeout_s={longest / 2:g}")
 
 

@@ -1,4 +1,4 @@
-"""Ranks, parallel groups, and batches that fill them."""
+"""Rules about ranks, parallel groups, and batches that fill them."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Where metrics go."""
+"""Rules about trackers."""
 
 import netrc
 import os
@@ -32,11 +32,11 @@ def mlflow_has_its_database(config: Config) -> Iterator[Violation]:
     of_a_database = uri.startswith(("sqlite:", "postgresql:", "mysql:", "mssql:"))
     if config.logger.mlflow_enabled and of_a_database and find_spec("mlflow") and not find_spec("sqlalchemy"):
         fix = "pip install mlflow, or a server's address or a folder"
-        yield Violation("logger.mlflow.tracking_uri", uri, "a database needs the whole of mlflow", fix)
+        yield Violation("logger.mlflow.tracking_uri", uri, "a database needs the full mlflow package", fix)
 
 
 def _wandb_key() -> bool:
-    # A server of one's own may need no key, or one that is kept elsewhere; its client will say.
+    # A self-hosted server may need no key, or a key that is kept elsewhere. W&B reports it if one is missing.
     if os.environ.get("WANDB_BASE_URL"):
         return True
     try:

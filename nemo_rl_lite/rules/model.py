@@ -1,4 +1,4 @@
-"""Whether the model can be laid out as the configuration asks, from its config.json alone."""
+"""Rules that compare the layout with the sizes in the model's config.json."""
 
 from collections.abc import Iterator
 
@@ -35,7 +35,7 @@ def model_fits_the_layout(config: Config) -> Iterator[Violation]:
 
 
 def shape_fits_the_layout(config: Config, model: ModelShape) -> Iterator[Violation]:
-    """What of a model's sizes the configuration cannot split or hold."""
+    """Yield the model sizes that the configured layout cannot split or hold."""
     tensor = config.policy.megatron_cfg.tensor_model_parallel_size
     for what, count in (
         ("attention heads", model.heads),

@@ -1,4 +1,4 @@
-"""What can leave the GPU, and what must not be asked of it."""
+"""Rules about offloading."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ _EXPERT_MODULES = ("expert_fc1", "moe_act")
 @rule(*CLUSTER, _CPU)
 def cpu_optimizer_needs_gpus(config: Config) -> Iterator[Violation]:
     if config.policy.megatron_cfg.optimizer.optimizer_cpu_offload and not on_gpus(config):
-        # megatron-core would fail at the first step: it keeps a map from CUDA parameters only.
+        # megatron-core would fail at the first step, because it maps CUDA parameters only.
         rule_text = "is for GPUs: on CPUs weights and optimizer states are in host memory already"
         yield Violation(_CPU, True, rule_text, f"{_CPU}=false, or offload=none")
 
@@ -30,7 +30,7 @@ def cpu_optimizer_has_float32_copies(config: Config) -> Iterator[Violation]:
     precision, key = config.policy.precision, "policy.precision"
     wanted = config.policy.megatron_cfg.optimizer.optimizer_cpu_offload and on_gpus(config)
     if wanted and precision == "float32":
-        # Weights in float32 are views of one buffer, which torch's optimizers refuse to step.
+        # torch's optimizers refuse float32 weights, which are views of one buffer.
         rule_text = "megatron-core's CPU optimizer steps float32 copies of weights in bfloat16"
         yield Violation(key, precision, rule_text, f"{key}=bfloat16, or {_CPU}=false")
 
@@ -153,13 +153,13 @@ def offload_modules_are_in_the_model(config: Config) -> Iterator[Violation]:
         yield Violation(_MODULES, modules, rule_text, fix)
     stage = model.layers // parallel_dims(config).pp
     if stage == 1 and len(modules) > 1:
-        # Where all its modules are kept, megatron-core takes a layer for finished after the first of them.
+        # If no module of a layer is offloaded, megatron-core considers the layer finished after its first module.
         rule_text = "megatron-core offloads several modules only where a pipeline stage has more than one layer"
         yield Violation(_MODULES, modules, rule_text, f"'{_MODULES}=[{modules[0]}]', or fewer pipeline stages")
 
 
 def _model(config: Config) -> ModelShape | None:
-    """None also where the model is not usable, of which another rule speaks."""
+    """Return None also if the model is unusable, which another rule reports."""
     try:
         return read_model_shape(config.policy.model_name)
     except (NoModelError, OSError, UnicodeDecodeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Optimizer and schedule."""
+"""Rules about the optimizer and its schedule."""
 
 from collections.abc import Iterator
 

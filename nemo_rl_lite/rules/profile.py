@@ -1,4 +1,4 @@
-"""What a run looks into itself."""
+"""Rules about profiled steps."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Rewards and environments: named ones, and the user's own by a dotted path."""
+"""Rules about rewards and environments, by name or by the dotted path of a user's own."""
 
 import importlib.util
 import re
@@ -10,7 +10,7 @@ from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rewards.registry import REWARDS
 from nemo_rl_lite.rules.base import rule
 
-# What a reward needs beside this package.
+# Packages that a reward needs in addition to this one.
 _PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 
 

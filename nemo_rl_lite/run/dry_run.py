@@ -1,4 +1,4 @@
-"""Everything that a run does before its first process: its configuration, its data, its plan."""
+"""Do everything that a run does before it starts a process: configuration, data, plan."""
 
 import dataclasses
 import tempfile
@@ -17,11 +17,11 @@ from nemo_rl_lite.run.jobs.interface import make_job
 
 
 def dry_run(config: Config, overrides: Sequence[str], run_folder: Path | None) -> None:
-    """Print what differs from the defaults, read and check the data, print the plan. Starts no worker and writes
-    nothing but what the model's and the data's caches keep. `run_folder`: where the command names it.
+    """Print the differences from the defaults, read and check the data, print the plan. Starts no worker, and writes
+    only to the caches of models and data. `run_folder`: the folder that the command names, if any.
 
     Raises:
-        LauncherError: what would end the run before its first process.
+        LauncherError: an error that would end the run before its first process.
     """
     console = RunConsole()
     console.table("differences from the defaults", ["", "default", "here"], differences(config))
@@ -37,7 +37,7 @@ def dry_run(config: Config, overrides: Sequence[str], run_folder: Path | None) -
 
 
 def differences(config: Config) -> list[list[str]]:
-    """Key, default and value of what is not as the algorithm's defaults have it."""
+    """List key, default and value of every key that differs from the algorithm's defaults."""
     defaults = dataclasses.asdict(compose_config([f"algorithm={config.algorithm.name}"]))
     changes = changed(defaults, dataclasses.asdict(config), but_for=())
     return [[key, repr(before), repr(now)] for key, (before, now) in changes.items()]

@@ -1,4 +1,4 @@
-"""What will be where, and how large, shown before anything is built."""
+"""Show the predicted memory of a run before anything is built."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,19 +19,19 @@ NOTHING = Bytes()
 
 
 def show_memory_plan(config: Config, model_path: Path, console: RunConsole, metrics: MetricsLog, step: int) -> None:
-    """Print the residency table with predicted bytes, log these as `memory/predicted/...` at `step`, and say what will
-    hardly fit."""
+    """Print the residency table with predicted bytes, log them as `memory/predicted/...` at `step`, and warn about
+    phases that may not fit."""
     shape = _shape(model_path, console)
     if shape is None:
         return
     residency = Residency.of(config)
     device_bytes = gpu_bytes() if on_gpus(config) else None
     unknown = on_gpus(config) and device_bytes is None
-    # Without a size the KV cache, a share of it, is shown as nothing.
+    # The KV cache is a share of the GPU. Without the GPU's size it is shown as 0 bytes.
     planned = budget(config, shape, 0 if unknown else device_bytes)
     console.table(title(config, shape, device_bytes), headers(residency), render(residency, planned.prediction))
     if unknown and residency.engines_share_device:
-        console.say("nvidia-smi tells no GPU's size on this machine, so the KV cache is not predicted")
+        console.say("nvidia-smi reports no GPU memory on this machine, so the KV cache is not predicted")
     metrics.log(step, predicted_metrics(planned.prediction))
     for warning in (*(() if unknown else _device_warnings(planned)), *_host_warnings(planned)):
         console.say(warning)
@@ -56,18 +56,18 @@ def _device_warnings(planned: Budget) -> Iterator[str]:
             advice = "smaller train micro-batches, activation_checkpointing or offload=cpu_optimizer helps"
         else:
             advice = "smaller logprob micro-batches or offload=logprob helps"
-        beside = size(planned.buffers[phase] + planned.overhead)
+        other = size(planned.buffers[phase] + planned.overhead)
         yield (
-            f"phase {phase.value} will hardly fit: {size(nbytes)} of a GPU of {size(planned.gpu_bytes)}, "
-            f"{beside} of it for the refit's buffers, contexts and captured graphs; {advice}; nrl-lite plan says more"
+            f"phase {phase.value} may not fit: {size(nbytes)} on a GPU of {size(planned.gpu_bytes)}, "
+            f"of which {other} for the refit's buffers, contexts and captured graphs; {advice}; see nrl-lite plan"
         )
 
 
 def _host_warnings(planned: Budget) -> Iterator[str]:
-    """Of host memory, by this machine's: ranks check for themselves when they take it, but one after the other."""
+    """Compare the host memory of all ranks with this machine's: each rank alone checks only its own part."""
     free = free_host_bytes()
     if planned.host > free:
         yield (
-            f"the {planned.ranks_per_host} policy rank(s) of a machine will want {size(planned.host)} of host memory "
-            f"for what leaves their devices and for reference weights, and {size(free)} are free on this one"
+            f"the {planned.ranks_per_host} policy rank(s) of a machine need {size(planned.host)} of host memory for "
+            f"offloaded components and reference weights, and this machine has {size(free)} free"
         )

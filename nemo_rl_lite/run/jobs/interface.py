@@ -1,4 +1,4 @@
-"""One run of an algorithm, whichever it is."""
+"""What a job is: one run of an algorithm."""
 
 from pathlib import Path
 from typing import Protocol
@@ -12,18 +12,18 @@ from nemo_rl_lite.run.workers.launch import Reserved
 
 
 class Job(Protocol):
-    """Has read and checked its data when it is made; starts workers when it runs."""
+    """Reads and checks its data in the constructor, and starts workers in `run`."""
 
     def run(self, metrics: MetricsLog, reserved: Reserved, start: Start) -> dict[str, int]:
-        """Train in the reserved processes from `start` on; returns the workers' peak memory in bytes, by name."""
+        """Train in the reserved processes, beginning at `start`; returns each worker's peak memory in bytes."""
         ...
 
 
 def make_job(config: Config, folder: Path, console: RunConsole) -> Job:
-    """The job that `algorithm.name` means, for a run in `folder`.
+    """Make the job of the configured algorithm for a run in `folder`.
 
     Raises:
-        ConfigError: the model cannot be had, or lacks something.
-        DataError: naming file, row and what is wrong.
+        ConfigError: the model cannot be found or downloaded, or is incomplete.
+        DataError: the data is unusable; the message names file, row and cause.
     """
     return imported(algorithm_of(config).job)(config, folder, console)

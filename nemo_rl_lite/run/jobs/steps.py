@@ -1,4 +1,4 @@
-"""What a run's steps are counted and saved by, from the configuration."""
+"""Build the checkpoints, the stopping rules and the profiler of a run from its configuration."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def make_steps(
     console: RunConsole,
     groups: Sequence[WorkerGroup],
 ) -> Steps:
-    """The steps of a run in `folder` after `start`. `groups`: all workers, which may be profiled."""
+    """Make the steps of a run in `folder` after `start`. `groups`: all workers, for the profiler."""
     options = config.checkpoint
     checkpoints = Checkpoints(
         checkpoint_store(config, folder),

@@ -1,4 +1,4 @@
-"""From a configuration to running workers."""
+"""Start the workers that a configuration asks for, and connect them."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -32,14 +32,14 @@ from nemo_rl_lite.run.workers.weight_sync import ProbeSettings, WeightSync
 
 log = logging.getLogger(__name__)
 
-# megatron-core compiles a few fused functions; on a CPU that takes seconds at the first batch and gains nothing.
+# megatron-core compiles a few fused functions. On a CPU that delays the first batch by seconds and gains nothing.
 CPU_POLICY_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
-# A run on CPUs stays there, also on a machine that has GPUs: Ray no longer hides them from who asked for none.
+# A run on CPUs must not see GPUs: Ray does not hide them from an actor that asked for none.
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 _SEGMENTS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-# How many queues of work the GPU takes from a process. In a single one, a copy that waits for the copy before it may
-# hold up kernels given later; tensor parallelism in megatron-core needs just that order, to overlap its communication
-# with computation.
+# The number of hardware work queues of a process. With a single queue, a copy that waits for an earlier copy also
+# delays kernels that were launched after it. megatron-core's tensor parallelism needs that order to overlap
+# communication with computation; other layouts do not.
 ONE_QUEUE, MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
@@ -53,13 +53,13 @@ class Workers:
     weights: WeightSync
 
     def peak_memory(self) -> dict[str, int]:
-        """Highest resident bytes by worker name."""
+        """The highest resident memory of each worker, in bytes, by worker name."""
         return _peak_memory(self.policy.group) | _peak_memory(self.engines)
 
 
 @dataclass(frozen=True)
 class Reserved:
-    """Processes in their places that import what they will need, while the launcher reads its data."""
+    """Worker processes that import their packages while the launcher reads its data."""
 
     config: Config
     policy: WorkerGroup
@@ -68,16 +68,16 @@ class Reserved:
     setup: Timer
 
     def setup_seconds(self) -> dict[str, float]:
-        """Where the time since the command went; `total` is all of it, with Ray and the launcher's own start."""
+        """Seconds of each part of the set-up; `total` is the time since the command, including the start of Ray."""
         return self.setup.take() | {"total": seconds_since_command()}
 
 
 def reserve(config: Config, run_folder: Path, setup: Timer) -> Reserved:
-    """Start a process for every policy rank and, where the algorithm generates, every engine (Ray is up). `setup` times
-    what happens until the first step.
+    """Start a process for every policy rank and, where the algorithm generates, for every engine. Ray is running.
+    `setup` times the set-up until the first step.
 
     Raises:
-        WorkerError: the GPUs are not there, or a process did not start within `cluster.start_timeout_s`.
+        WorkerError: there are too few GPUs, or a process did not start within `cluster.start_timeout_s`.
     """
     placement = place(config, engines(config) if generates(config) else 0)
     policy = _policy_group(config, placement, run_folder)
@@ -95,13 +95,13 @@ def launch(
     saved: Path | None,
     say: Callable[[str], None],
 ) -> Workers:
-    """Start policy and engines in their processes and connect them; the policy goes on from `saved` where that is
-    given. `say` tells of engines that are lost on the way.
+    """Start policy and engines in their processes and connect them. The policy resumes from the folder `saved`, if
+    there is one. `say` reports engines that are lost during the run.
 
-    After each refit a continuation of `probe_prompt` (token ids) shows whether both sides compute the same.
+    After each refit, every engine continues `probe_prompt` (token ids), and the policy scores the continuation.
 
     Raises:
-        WorkerError: one did not start, or not within `cluster.start_timeout_s`.
+        WorkerError: a worker did not start within `cluster.start_timeout_s`.
     """
     config, policy, generation, setup = reserved.config, reserved.policy, reserved.generation, reserved.setup
     if generation is None:
@@ -119,7 +119,7 @@ def launch(
     }
     remote_generation = RemoteGeneration(generation, config.generation.colocated.enabled)
     if on_gpus(config) and config.generation.colocated.enabled:
-        # An engine measures the GPU while it starts, so nobody else may move in meanwhile; then it makes room.
+        # An engine measures the GPU's free memory while it starts, so the policy starts when the engine sleeps.
         with setup("generation_init"):
             wait(generation.start([engine_start] * len(generation)), timeout_s=limit)
             remote_generation.finish_generation()
@@ -166,7 +166,7 @@ def _load(policy: RemotePolicy, saved: Path) -> None:
     try:
         policy.load(str(saved))
     except CheckpointError as error:
-        advice = f"If {saved.parent} is damaged, a new run can begin from another one: checkpoint.resume_from=..."
+        advice = f"If {saved.parent} is damaged, start a new run from another checkpoint: checkpoint.resume_from=..."
         raise CheckpointError(f"{error}\n{advice}") from error
 
 
@@ -185,8 +185,8 @@ def _policy_group(config: Config, placement: Placement, run_folder: Path) -> Wor
 
 
 def _segments(config: Config) -> dict[str, str]:
-    """Batches of changing sizes leave gaps in torch's cache; segments that grow have fewer. Memory in them cannot be
-    shared with another process, nor put to sleep by vLLM."""
+    """Set torch's allocator: batches of changing sizes fragment its cache less with expandable segments. Memory of such
+    segments can neither be shared with another process nor be put to sleep by vLLM."""
     if not generates(config):
         return dict.fromkeys(_SEGMENTS, "expandable_segments:True")
     return dict.fromkeys(_SEGMENTS, "expandable_segments:False") if config.generation.colocated.enabled else {}
@@ -212,7 +212,7 @@ def _load_policy(config: Config, policy: WorkerGroup) -> Call:
     places = [
         {
             "RANK": str(rank),
-            # Each process sees its own GPU only.
+            # Each process sees one GPU.
             "LOCAL_RANK": "0" if on_gpus(config) else str(rank),
             "WORLD_SIZE": str(len(policy)),
             "MASTER_ADDR": host,
@@ -232,7 +232,7 @@ def _load_generation(config: Config, generation: WorkerGroup) -> Call:
 
 
 def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
-    """What `MegatronWorker` is made with, on every rank the same."""
+    """Keyword arguments of `MegatronWorker`, which are the same on every rank."""
     return {
         "policy": config.policy,
         "cluster": config.cluster,
@@ -249,7 +249,7 @@ def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
 
 
 def _threads(config: Config, workers: int) -> int:
-    """CPU threads of each of so many workers, which share the machine's cores."""
+    """CPU threads of each of `workers` workers, which share the cores of their machines."""
     on_one_machine = -(-workers // config.cluster.num_nodes)
     return config.cluster.threads_per_worker or max(1, available_cores() // on_one_machine)
 

@@ -1,4 +1,4 @@
-"""An engine that dies is started anew, gets the policy's weights, and does again what it was asked for."""
+"""Restart an engine that died, refit it from the policy, and repeat the call that was lost."""
 
 import time
 from collections.abc import Callable
@@ -14,11 +14,10 @@ Result = TypeVar("Result")
 
 
 class RecoveringGeneration:
-    """`Generation`, and refits of it, whose engines may die `max_restarts` times until the run itself starts again.
+    """`Generation` with refits, whose engines may die `max_restarts` times before the run itself restarts.
 
-    All prompts of a call are generated again, by every engine with the seed that it had: the result is the same as if
-    nothing had happened. Where an engine cannot be started beside what is on its device now, the loss is an error, as
-    that of any other worker.
+    After a loss, all engines generate all prompts of the call again with the same seeds, so the result is the same. If
+    a new engine does not fit on its device next to what is there now, the loss is an error like that of other workers.
     """
 
     def __init__(
@@ -29,7 +28,7 @@ class RecoveringGeneration:
         max_restarts: int,
         say: Callable[[str], None],
     ):
-        """`start` brings up engines in a group of empty processes."""
+        """`start` starts engines in a group of empty processes."""
         self._generation, self._weights, self._start = generation, weights, start
         self._left, self._say = max_restarts, say
 
@@ -48,7 +47,7 @@ class RecoveringGeneration:
             try:
                 return call()
             except WorkerError as error:
-                # The lost one may be of the policy.
+                # The lost worker may be a policy rank.
                 lost = self._generation.group.lost() if error.lost and self._left else []
                 if not lost:
                     raise
@@ -59,13 +58,13 @@ class RecoveringGeneration:
 
     def _recover(self, lost: list[int], error: WorkerError) -> None:
         started = time.monotonic()
-        self._say(f"{error}; it is started anew ({self._left} more of cluster.max_restarts)")
+        self._say(f"{error}; restarting it ({self._left} more restarts allowed, cluster.max_restarts)")
         try:
             self._start(self._generation.group.replace(lost))
-            # A new engine is awake; where it shares the policy's device, it makes room for what a refit brings there.
+            # A new engine is awake. If it shares the policy's device, it sleeps until the refit wakes it.
             self._generation.finish_generation()
             self._weights.connect()
         except WorkerError as failure:
-            self._say(f"that failed: {failure}")
+            self._say(f"the restart failed: {failure}")
             raise error from failure
-        self._say(f"it is back after {time.monotonic() - started:.1f} s")
+        self._say(f"the engine is back after {time.monotonic() - started:.1f} s")

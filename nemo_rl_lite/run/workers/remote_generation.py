@@ -1,4 +1,4 @@
-"""Generation engines in Ray actors: replicas share the prompts."""
+"""Generation engines in Ray actors. Replicas split the prompts between them."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +15,7 @@ class RemoteGeneration:
         self.group, self._shares_device = group, shares_device
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
-        """Prompts are split into contiguous shares; each replica samples with a seed of its own."""
+        """Split the prompts into contiguous shares; each replica samples with a different seed."""
         count = len(self.group)
         bounds = [len(prompts) * replica // count for replica in range(count + 1)]
         shares = [
@@ -25,7 +25,7 @@ class RemoteGeneration:
         return [completion for share in wait(self.group.call_each("generate", shares)) for completion in share]
 
     def finish_generation(self) -> dict[str, float]:
-        """Engines that share a GPU with the policy fall asleep; metrics of what their devices held before."""
+        """Put engines that share a GPU with the policy to sleep; returns memory metrics from before."""
         held = max(wait(self.group.call("memory")), key=lambda own: own.get("device", 0))
         wait(self.group.call("sleep"))
         return engine_memory(held, self._shares_device) if held else {}
@@ -38,8 +38,8 @@ class RemoteGeneration:
 
 
 def engine_memory(held: Mapping[str, int], shares_device: bool) -> dict[str, float]:
-    """An engine's `memory()` as metrics: of the generation phase all, of the refit phase the weights, beside what the
-    policy has there. Those of a device of its own are apart, as `engine/<what>`."""
+    """Convert an engine's `memory()` (bytes) to metrics. On a shared device they are the generation phase's components
+    and the refit phase's weights, next to the policy's; on a device that the policy does not use, `engine/<what>`."""
     if not shares_device:
         return {f"engine/{name}": float(nbytes) for name, nbytes in held.items()}
     weights = float(held["generation_weights"])
