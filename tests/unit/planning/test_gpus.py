@@ -12,8 +12,8 @@ def test_sizes_and_names():
 
 
 @pytest.mark.parametrize("text", ["H1000", "80", "eighty GiB", "-3GiB"])
-def test_what_is_neither_is_told_so(text):
-    with pytest.raises(ValueError, match=r"no GPU known here .*H100"):
+def test_an_unknown_gpu_is_an_error(text):
+    with pytest.raises(ValueError, match=r"neither a known GPU .*H100"):
         gpus.size_of(text)
 
 

@@ -38,10 +38,10 @@ def test_json_has_the_same_numbers(capsys):
     assert "pinned" in numbers["presets_that_fit"] and numbers["refit"]["bytes"] == pytest.approx(16.4e9, rel=0.01)
 
 
-def test_mistakes_are_told_in_a_line(capsys, tmp_path):
+def test_a_mistake_is_one_line(capsys, tmp_path):
     assert ends_with(["policy.nothing=1"], capsys)[0] == 2
     status, _, error = ends_with(["--gpu", "H1000"], capsys)
-    assert status == 2 and "no GPU known here" in error
+    assert status == 2 and "neither a known GPU" in error
     status, _, error = ends_with(["--model-config", str(tmp_path / "none.json")], capsys)
     assert status == 1 and "none.json: FileNotFoundError" in error
 
