@@ -1,148 +1,125 @@
-"""What a check finds, and how checks are made: at the same time, and each within a limit that holds even where a driver
-or a file system never answers."""
+"""What a check of this machine gives, and how checks run: concurrently, and within a time limit that holds even where
+a driver or a file system never answers."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
-from nemo_rl_lite.diagnosis.smi import GpuAnswer
+INSTALL = "bash scripts/install.sh"
+EVERY_RUN = "every run"
 
 
-class Status(StrEnum):
+class CheckStatus(StrEnum):
     OK = "ok"
     WARN = "warn"
     """Runs work, but something is off or slow."""
     FAIL = "fail"
     """Runs that this machine and its environment are for will not work."""
     SKIPPED = "skipped"
-    """Does not matter here."""
+    """The check does not apply here."""
+
+
+OK, WARN, FAIL, SKIPPED = CheckStatus
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the diagnosis."""
+    """One line of the diagnosis. `off` names the feature that does not work, or is slow, until it is fixed."""
 
     name: str
-    status: Status
+    status: CheckStatus
     found: str
     wanted: str = ""
     fix: str = ""
     off: str = ""
-    """The feature that is off, or slow, as it is."""
+    subject: str = ""
+
+
+def judge(
+    name: str,
+    fits: bool,
+    found: str,
+    wanted: str = "",
+    fix: str = "",
+    off: str = "",
+    bad: CheckStatus = CheckStatus.WARN,
+) -> Check:
+    """A check that is ok where what was found `fits`, and `bad` otherwise."""
+    return Check(name, OK, found, wanted) if fits else Check(name, bad, found, wanted, fix, off)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What nvidia-smi says of one GPU."""
+
+    index: str
+    uuid: str
+    name: str
+    driver: str
+    total_mib: int
+    used_mib: int
+    compute_mode: str
+    """Default, Exclusive_Process or Prohibited."""
+    capability: tuple[int, ...]
+    """The compute capability, (9, 0); empty where it is unknown."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What several checks look at."""
+    """What several checks read."""
 
-    gpus: GpuAnswer
-    environment: Mapping[str, str]
-    folder: Path
-    """The current one."""
-    kind: str
-    """`cpu` or `gpu`: which of the two the Python environment is for."""
+    gpus: Sequence[Gpu] = ()
+    gpu_trouble: str = ""
+    """Why nvidia-smi named no GPU; empty where there is no nvidia-smi."""
+    kind: str = ""
+    """`cpu` or `gpu`: what the Python environment is for; empty where it is unknown."""
     system: Path = Path("/")
     """Where /proc, /sys and /dev are."""
 
 
-@dataclass(frozen=True)
-class Examination:
-    """Some checks of one subject that are made together."""
-
-    subject: str
-    about: str
-    """Names it where it gives no answer."""
-    look: Callable[[Machine], Iterable[Check]]
+type Look = Callable[[Machine], Iterable[Check]]
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A check and its subject."""
+def run_within[Result](limit_s: float, calls: Sequence[Callable[[], Result]]) -> list[Result | Exception]:
+    """Run `calls` concurrently and return what each returned or raised: TimeoutError where it did neither within
+    `limit_s` seconds. The threads are daemons, so a call that hangs does not keep the process alive."""
+    results: list[Result | Exception] = [TimeoutError() for _ in calls]
 
-    subject: str
-    check: Check
-
-
-class Pending[Result]:
-    """A call that goes on in a thread. What hangs in it for ever does not keep the process from its end."""
-
-    def __init__(self, call: Callable[[], Result]):
-        self._call = call
-        self._results: list[Result] = []
-        self._errors: list[Exception] = []
-        self._thread = Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def get(self, deadline: float) -> Result:
-        """Its result, or what it raised; TimeoutError where it has neither at `deadline` (of time.monotonic)."""
-        self._thread.join(max(deadline - time.monotonic(), 0))
-        if self._errors:
-            raise self._errors[0]
-        if not self._results:
-            raise TimeoutError
-        return self._results[0]
-
-    def _run(self) -> None:
+    def run(index: int) -> None:
         try:
-            self._results.append(self._call())
-        except Exception as error:  # it is raised again in `get`
-            self._errors.append(error)
+            results[index] = calls[index]()
+        except Exception as error:  # the caller decides what an error means
+            results[index] = error
 
-
-def examine(machine: Machine, examinations: Sequence[Examination], limit_s: float) -> list[Finding]:
-    """All findings, in the order of the examinations, which run side by side for at most `limit_s` seconds."""
+    threads = [Thread(target=run, args=(index,), daemon=True) for index in range(len(calls))]
     deadline = time.monotonic() + limit_s
-    pending = [(one, Pending(_looking(one, machine))) for one in examinations]
-    return [
-        Finding(examination.subject, check)
-        for examination, answer in pending
-        for check in _checks(examination, answer, deadline, limit_s)
-    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0))
+    return list(results)
 
 
-def _looking(examination: Examination, machine: Machine) -> Callable[[], list[Check]]:
-    return lambda: list(examination.look(machine))
+def examine(machine: Machine, looks: Mapping[str, Sequence[Look]], limit_s: float) -> list[Check]:
+    """Run all checks, listed by subject, and return what they found in the same order. One that raises or hangs gives a
+    line that says so."""
+    named = [(subject, look) for subject, group in looks.items() for look in group]
+    answers = run_within(limit_s, [lambda look=look: list(look(machine)) for _, look in named])
+    checks: list[Check] = []
+    for (subject, look), answer in zip(named, answers, strict=True):
+        found = [_unanswered(look, answer, limit_s)] if isinstance(answer, Exception) else answer
+        checks += [replace(check, subject=subject) for check in found]
+    return checks
 
 
-def _checks(examination: Examination, answer: Pending[list[Check]], deadline: float, limit_s: float) -> list[Check]:
-    try:
-        return answer.get(deadline)
-    except TimeoutError:
-        found, fix = f"no answer within {limit_s:g} s", "see what hangs: a driver, a network or its file system"
-    except ImportError as error:
-        found, fix = f"not examined: {error}", "bash scripts/install.sh"
-    except Exception as error:  # one check that breaks must not hide the others
-        found, fix = f"not examined: {type(error).__name__}: {error}", ""
-    return [Check(examination.about, Status.WARN, found, fix=fix)]
-
-
-def gather[Result](call: Callable[[], Result], limit_s: float, otherwise: Result) -> Result:
-    """What `call` returns within `limit_s` seconds, or `otherwise`."""
-    try:
-        return Pending(call).get(time.monotonic() + limit_s)
-    except TimeoutError:
-        return otherwise
-
-
-def failed(findings: Iterable[Finding]) -> bool:
-    return any(finding.check.status is Status.FAIL for finding in findings)
-
-
-def as_data(findings: Iterable[Finding]) -> list[dict[str, Any]]:
-    """For machines: one flat mapping a check, all values text."""
-    return [
-        {
-            "subject": finding.subject,
-            "name": finding.check.name,
-            "status": finding.check.status.value,
-            "found": finding.check.found,
-            "wanted": finding.check.wanted,
-            "fix": finding.check.fix,
-            "off": finding.check.off,
-        }
-        for finding in findings
-    ]
+def _unanswered(look: Look, error: Exception, limit_s: float) -> Check:
+    name = look.__name__.replace("_", " ")
+    if isinstance(error, TimeoutError):
+        fix = "see what hangs: a driver, a network or its file system"
+        return Check(name, WARN, f"no answer within {limit_s:g} s", fix=fix)
+    if isinstance(error, ImportError):
+        return Check(name, WARN, f"not examined: {error}", fix=INSTALL)
+    return Check(name, WARN, f"not examined: {type(error).__name__}: {error}", fix="report it, with this line")

@@ -3,61 +3,68 @@ import sys
 import threading
 import time
 
-from nemo_rl_lite.diagnosis.check import Check, Examination, Status, as_data, examine, failed, gather
+from nemo_rl_lite.diagnosis.check import Check, CheckStatus, examine, judge, run_within
+from nemo_rl_lite.diagnosis.diagnose import lines
 
 
-def test_findings_come_in_order_with_their_subject(machine):
-    one, two = Check("one", Status.OK, "1"), Check("two", Status.FAIL, "2", "3", "mend it", "a feature")
-    findings = examine(
-        machine(), [Examination("a", "x", lambda _: [one]), Examination("b", "y", lambda _: iter([two]))], 5
-    )
-    assert [(finding.subject, finding.check) for finding in findings] == [("a", one), ("b", two)]
-    assert failed(findings) and not failed(findings[:1])
-    assert as_data(findings)[1] == {
-        "subject": "b",
-        "name": "two",
-        "status": "fail",
-        "found": "2",
-        "wanted": "3",
-        "fix": "mend it",
-        "off": "a feature",
-    }
+def test_checks_come_in_order_with_their_subject(machine):
+    one, two = Check("one", CheckStatus.OK, "1"), Check("two", CheckStatus.FAIL, "2", "3", "fix it", "a feature")
+    checks = examine(machine(), {"a": (lambda _: [one],), "b": (lambda _: iter([two]),)}, 5)
+    assert [(check.subject, check.name) for check in checks] == [("a", "one"), ("b", "two")]
 
 
 def test_what_hangs_is_a_line_and_hides_nothing(machine):
     forever = threading.Event()
-    hangs = Examination("gpus", "driver", lambda _: [Check("never", Status.OK, str(forever.wait(60)))])
-    fine = Examination("host", "memory", lambda _: [Check("memory", Status.OK, "enough")])
+
+    def the_driver(_):
+        return [Check("never", CheckStatus.OK, str(forever.wait(60)))]
+
     started = time.monotonic()
-    findings = examine(machine(), [hangs, fine], 2.0)
+    checks = examine(machine(), {"a": (the_driver, lambda _: [Check("memory", CheckStatus.OK, "enough")])}, 2.0)
     forever.set()
     assert time.monotonic() - started < 55
-    assert [finding.check.status for finding in findings] == [Status.WARN, Status.OK]
-    assert findings[0].check.name == "driver" and findings[0].check.found == "no answer within 2 s"
+    assert [check.status for check in checks] == [CheckStatus.WARN, CheckStatus.OK]
+    assert checks[0].name == "the driver" and checks[0].found == "no answer within 2 s"
 
 
 def test_what_hangs_does_not_keep_the_process():
     code = (
-        "import time\nfrom nemo_rl_lite.diagnosis.check import gather\n"
-        "print(gather(lambda: time.sleep(60), 0.1, 'gave up'))"
+        "import time\nfrom nemo_rl_lite.diagnosis.check import run_within\n"
+        "print(run_within(0.1, [lambda: time.sleep(60)]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=55, check=True)
-    assert done.stdout == "gave up\n"
+    assert done.stdout == "[TimeoutError()]\n"
 
 
 def test_what_breaks_is_a_line(machine):
-    def lacks_a_package(_):
+    def memory(_):
         raise ModuleNotFoundError("No module named 'psutil'")
 
-    def breaks(_):
-        yield Check("before", Status.OK, "")
+    def other(_):
+        yield Check("before", CheckStatus.OK, "")
         raise KeyError("x")
 
-    findings = examine(machine(), [Examination("a", "memory", lacks_a_package), Examination("a", "other", breaks)], 5)
-    first, second = (finding.check for finding in findings)
+    first, second = examine(machine(), {"a": (memory, other)}, 5)
     assert first.found == "not examined: No module named 'psutil'" and first.fix == "bash scripts/install.sh"
-    assert (second.name, second.status, second.found) == ("other", Status.WARN, "not examined: KeyError: 'x'")
+    assert (second.name, second.status, second.found) == ("other", CheckStatus.WARN, "not examined: KeyError: 'x'")
 
 
-def test_gather_takes_what_comes_in_time():
-    assert gather(lambda: 3, 5, 4) == 3
+def test_what_comes_in_time_is_returned():
+    assert run_within(5, [lambda: 3, lambda: 4]) == [3, 4]
+
+
+def test_lines_say_what_to_do_where_a_check_is_not_ok():
+    checks = [
+        judge("one", True, "1", "2", "fix it", "a feature"),
+        judge("other", False, "1", "2", "fix it", "a feature"),
+    ]
+    assert checks[0].fix == checks[0].off == ""
+    assert lines(checks)[1:] == [
+        "  ok       one    1 (wanted: 2)",
+        "  warn     other  1",
+        "                  wanted: 2",
+        "                  fix: fix it",
+        "                  off: a feature",
+        "1 ok, 1 warn, 0 fail, 0 skipped: nothing was found that stops a run",
+    ]
+    assert "\x1b[33mwarn" in lines(checks, coloured=True)[2]

@@ -77,21 +77,18 @@ def test_it_runs_where_nothing_is_installed(tmp_path):
 
 
 def test_gpus_are_found_through_the_driver(tmp_path):
-    command = samples.answering(tmp_path, samples.H200_X4, samples.H200_PROCESSES, samples.H200_TOPOLOGY)
-    assert command == str(tmp_path / "nvidia-smi")
-    done = doctor(tmp_path, "--json", CUDA_VISIBLE_DEVICES="", NCCL_P2P_DISABLE="1")
+    samples.answering(tmp_path, samples.H200_X4, samples.H200_PROCESSES)
+    done = doctor(tmp_path, "--json", CUDA_VISIBLE_DEVICES="")
     checks = {check["name"]: check for check in json.loads(done.stdout)}
     assert checks["GPU 0"]["status"] == "ok" and checks["GPU 2"]["status"] == "warn"
-    assert checks["links"]["found"] == "6 pairs by NV18"
-    assert checks["CUDA_VISIBLE_DEVICES"]["status"] == checks["NCCL_P2P_DISABLE"]["status"] == "warn"
-    assert checks["C compiler"]["status"] != "skipped"
+    assert checks["CUDA_VISIBLE_DEVICES"]["status"] == "warn"
+    assert "C compiler" in checks
 
 
 def test_a_driver_that_hangs_is_a_line(tmp_path):
     samples.smi(tmp_path, "exec sleep 100")
     code = (
-        "from nemo_rl_lite.diagnosis import diagnose, smi\n"
-        "diagnose.read_gpus = lambda: smi.read_gpus(limit_s=0.5)\n"
+        "from nemo_rl_lite.diagnosis import gpus\ngpus.LIMIT_S = 0.5\n"
         "from nemo_rl_lite.doctor import main\nmain(['--json'])"
     )
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
