@@ -1,4 +1,4 @@
-"""What a person at the terminal sees: one line a step, a sample now and then, and a table at the end."""
+"""What a run prints on the terminal: one line a step, samples at times, and a table at the end."""
 
 import logging
 import math
@@ -23,20 +23,21 @@ PHASES = {
     "refit": (("prepare_for_generation/transfer_and_update_weights",), "magenta"),
 }
 BAR_CELLS = 6
-# So many values of the past are drawn beside the latest.
+# The number of past values that a sparkline shows.
 TREND_VALUES = 12
-# Steps whose duration tells how long the rest will take.
+# The number of steps from whose duration the remaining time is predicted.
 _RECENT_STEPS = 20
-# Characters of a sample's prompt and response that are shown.
+# The number of characters of a sample's prompt and response that are shown.
 _SHOWN_CHARACTERS = 600
-# Columns of a table where there is no terminal to fit; rich would take 80.
+# The width of a table without a terminal, where rich would take 80 columns.
 PLAIN_WIDTH = 100
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
 class RunConsole:
-    """Progress on stdout, plain lines where that is no terminal; the same lines go to the run's log."""
+    """Prints progress on stdout, as plain lines where stdout is no terminal, and writes the same lines to the run's
+    log."""
 
     def __init__(self, console: Console | None = None):
         self.console = console or _standard_console()
@@ -48,7 +49,7 @@ class RunConsole:
 
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
-        """Show that something long is going on."""
+        """Show that a long operation is running."""
         if self.console.is_terminal:
             with self.console.status(what):
                 yield
@@ -64,8 +65,8 @@ class RunConsole:
         seconds: Mapping[str, float],
         trend: Sequence[float] = (),
     ) -> None:
-        """`step 3/30  reward 0.412 ▁▃▅  kl 0.0021  1.32 s  36 s left  generate ██▌ 0.41 ...`: values, the first of them
-        with its `trend` so far, then a bar for each phase, full where the phase takes the whole step."""
+        """Print `step 3/30  reward 0.412 ▁▃▅  kl 0.0021  1.32 s  36 s left  generate ██▌ 0.41 ...`: values, the first
+        of them with its `trend` so far, then a bar for each phase, full where the phase takes the whole step."""
         total = seconds["total_step_time"]
         line = Text(f"step {step:>{len(str(steps))}}/{steps}")
         for place, (name, value) in enumerate(values.items()):
@@ -84,7 +85,7 @@ class RunConsole:
         self.console.print(line)
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """What the policy was asked in a step, what it said, and what that was worth."""
+        """Print prompt, response and reward of each sample."""
         table = Table(title=f"samples of step {step}", title_justify="left", title_style="bold", show_lines=True)
         table.add_column("prompt", ratio=2)
         table.add_column("response", ratio=3)
@@ -110,7 +111,7 @@ def _standard_console() -> Console:
 
 
 def phases_in(timers: Iterable[str]) -> dict[str, tuple[tuple[str, ...], str]]:
-    """Of PHASES, those that any of the timers belongs to: not every algorithm has every phase."""
+    """The entries of PHASES that have any of the timers: not every algorithm has every phase."""
     present = set(timers)
     return {phase: (names, colour) for phase, (names, colour) in PHASES.items() if not present.isdisjoint(names)}
 
@@ -123,16 +124,16 @@ def bar(share: float) -> str:
 
 
 class Pace:
-    """How long steps take from one to the next, with what comes between them."""
+    """Measures how long steps take, including the time between them, and predicts the remaining time."""
 
     def __init__(self) -> None:
         self._ended: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
 
     def left(self, step: int, steps: int, seconds: float) -> float:
-        """Seconds until the last step is done, now that one that took `seconds` is."""
+        """Seconds until the last step is done, called when `step`, which took `seconds`, is done."""
         now = time.monotonic()
         if self._ended and self._ended[-1][0] != step - 1:
-            # The run went back to a checkpoint.
+            # The run was resumed from an earlier checkpoint.
             self._ended.clear()
         if not self._ended:
             self._ended.append((step - 1, now - seconds))
@@ -150,7 +151,7 @@ def duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """The last TREND_VALUES, from the lowest of them to the highest in eight heights; blank where it is no number."""
+    """The last TREND_VALUES values in eight heights, from the lowest to the highest; NaN is a blank."""
     shown = values[-TREND_VALUES:]
     finite = [value for value in shown if math.isfinite(value)]
     if not finite:
@@ -162,7 +163,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def readable(text: str) -> str:
-    """What a model wrote, for a terminal: nothing in it moves the cursor or changes colours, and it has an end."""
+    """Escape a model's text for a terminal, so that it cannot move the cursor or change colours, and shorten it."""
     plain = "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
     if len(plain) <= _SHOWN_CHARACTERS:
         return plain

@@ -1,4 +1,4 @@
-"""Where and with what a run was made: versions, hardware, the commit. Of environment variables it tells nothing."""
+"""Describes where a run is made: versions, hardware and the commit, without environment variables."""
 
 import json
 import os
@@ -31,7 +31,7 @@ _LIMIT_S = 10
 
 
 def describe_environment() -> dict[str, Any]:
-    """Of this process' machine and the working directory. What cannot be found out is not in it."""
+    """Describe this machine and the commit of the working directory. Facts that cannot be found are left out."""
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),
@@ -42,8 +42,8 @@ def describe_environment() -> dict[str, Any]:
 
 
 def for_trackers(folder: Path, whole_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a tracker is told about the run in `folder`: its configuration without secrets, and its environment under
-    the key `launched_on`."""
+    """What trackers store about the run in `folder`: its configuration without secrets, and its environment under the
+    key `launched_on`."""
     file = folder / ENVIRONMENT_FILE
     environment = {"launched_on": json.loads(file.read_text())} if file.exists() else {}
     return redact(whole_config) | environment
@@ -69,7 +69,7 @@ def _cpu_model() -> str:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Python's, and those of the packages that are there."""
+    """The versions of Python and of those packages that are installed."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -80,7 +80,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def _commit(folder: Path) -> dict[str, Any]:
-    """Of the checkout that `folder` is in, where it is in one, and whether tracked files differ from it."""
+    """The commit of the checkout that has `folder`, and whether tracked files differ from it; empty without one."""
     commit = _answer("git", "-C", str(folder), "rev-parse", "HEAD")
     if not commit:
         return {}
@@ -89,7 +89,7 @@ def _commit(folder: Path) -> dict[str, Any]:
 
 
 def _answer(*command: str) -> str:
-    """What a command prints; nothing where it is not there or fails."""
+    """What a command prints; empty where it does not exist or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""What a run has logged before it was ended and goes on."""
+"""Logs of a resumed run: entries of steps that will be repeated are moved away."""
 
 import json
 from collections.abc import Iterable
@@ -7,8 +7,8 @@ from typing import Any
 
 
 def rewind(path: Path, step: int) -> list[dict[str, Any]]:
-    """Of a file of JSON lines, each with its `step`: leave those up to `step`, and return them. The others, of steps
-    that are taken again, go to `<name>-undone.jsonl` beside it, as does a line that was cut short."""
+    """Keep the entries up to `step` of a file of JSON lines, each with its `step`, and return them. Move later entries,
+    whose steps will be repeated, and incomplete lines to `<name>-undone.jsonl` in the same folder."""
     if not path.exists():
         return []
     kept, undone, entries = [], [], []
@@ -29,7 +29,7 @@ def rewind(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def set_aside(files: Iterable[Path], folder: Path) -> None:
-    """Move whole files, of steps that are taken again, to `folder`."""
+    """Move the files of steps that will be repeated to `folder`."""
     for file in files:
         folder.mkdir(exist_ok=True)
         file.replace(folder / file.name)

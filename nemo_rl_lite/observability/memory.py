@@ -1,4 +1,4 @@
-"""Device memory by phase and component, as one process and as the whole device see it."""
+"""Measures device memory by phase and component, of this process and of the whole device."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,25 +10,25 @@ Peaks = dict[str, float]
 
 
 class MemoryMeter:
-    """Collects what was measured in named phases until it is taken. `components` tells the bytes that each component of
-    the policy takes of the device now.
+    """Collects measurements of named phases until `take`. `components` returns the bytes of the device that each
+    component of the policy takes now.
 
-    - `measured/<phase>/<component>`: what it took throughout the phase; what was on its way at one end is not in it
-    - where there is a GPU, `measured/<phase>/activations`: what the allocator handed out during the phase, at the peak;
-      `measured/<phase>/other`: what buffers, other processes, CUDA itself and torch's cache held of the device;
-      `policy_peak_bytes/<phase>` and `device_bytes/<phase>`: the allocator's peak, and what all held at the end
+    - `measured/<phase>/<component>`: bytes that it took throughout the phase, without what moved during the phase
+    - on a GPU, `measured/<phase>/activations`: the peak of what the allocator handed out during the phase;
+      `measured/<phase>/other`: device memory of buffers, other processes, CUDA itself and torch's cache;
+      `policy_peak_bytes/<phase>` and `device_bytes/<phase>`: the allocator's peak, and the bytes in use at the end
     """
 
     def __init__(self, components: Callable[[], Mapping[str, int]]) -> None:
         self._components = components
         self._peaks: Peaks = {}
         self._working: dict[str, int] = {}
-        # Of the phase that is measured: bytes beside components, of components, and the peaks so far.
+        # Of the current phase: bytes outside components, bytes of components, and the peaks so far.
         self._beside = self._held = self._peak = self._most = 0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures the block."""
+        """Measure the block as the phase `name`."""
         before = dict(self._components())
         self._beside = _allocated(sum(before.values())) - sum(before.values())
         self._peak = self._most = 0
@@ -51,23 +51,22 @@ class MemoryMeter:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Around what moves components within a phase, so that they are not taken for working memory, nor the other way
-        round."""
+        """Enclose a move of components within a phase, so that they are not counted as working memory or vice versa."""
         self._end_segment()
         yield
         self._begin_segment()
 
     def note(self, phase: str) -> None:
-        """Measures the components alone, as they are now."""
+        """Record the components' bytes as they are now."""
         for component, nbytes in self._components().items():
             self._keep(f"measured/{phase}/{component}", nbytes)
 
     def working_bytes(self, phase: str) -> int | None:
-        """The most that the phase has taken beyond the components; None before it was measured."""
+        """The peak of the phase without the components; None before it was measured."""
         return self._working.get(phase)
 
     def take(self) -> Peaks:
-        """What was measured since the last `take`."""
+        """Return what was measured since the last `take`."""
         taken, self._peaks = self._peaks, {}
         return taken
 
@@ -90,8 +89,8 @@ def _allocated(on_a_cpu: int) -> int:
 
 
 def with_rest(phase: str, memory: Mapping[str, float]) -> dict[str, float]:
-    """The metrics and, where the whole device was measured in `phase`, what none of its components accounts for, as
-    `measured/<phase>/other`."""
+    """Add `measured/<phase>/other` to the metrics where the whole device was measured in `phase`: the bytes that belong
+    to no component."""
     whole = memory.get(f"device_bytes/{phase}")
     if whole is None:
         return dict(memory)
@@ -100,6 +99,6 @@ def with_rest(phase: str, memory: Mapping[str, float]) -> dict[str, float]:
 
 
 def device_bytes() -> int:
-    """Bytes of the current GPU in use, by whichever process."""
+    """Bytes of the current GPU that all processes use."""
     free, total = torch.cuda.mem_get_info()
     return total - free

@@ -1,4 +1,4 @@
-"""Where metrics go: a JSON-lines file always, W&B, TensorBoard and MLflow where the configuration asks for them."""
+"""Writes metrics to a JSON-lines file always, and to W&B, TensorBoard and MLflow where they are enabled."""
 
 import json
 import logging
@@ -24,14 +24,14 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class JsonLines(Sink):
-    """One line a call: `{"step": ..., "time": ..., name: value, ...}`, with the file system when `log` returns. Where
-    that is full, lines wait for the next call."""
+    """Writes one line a call: `{"step": ..., "time": ..., name: value, ...}`. It is in the file when `log` returns;
+    where the file system is full, lines wait in memory for the next call."""
 
     def __init__(self, path: Path):
         self._path, self._waiting = path, ""
 
     def log(self, step: int, metrics: Metrics) -> None:
-        # JSON has no NaN: what is not a number is null.
+        # JSON has no NaN or infinity: they are written as null.
         numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._waiting += json.dumps({"step": step, "time": time.time(), **numbers}) + "\n"
         self._write()
@@ -48,13 +48,13 @@ class JsonLines(Sink):
             self._waiting = ""
         except OSError as error:
             log.warning("metrics cannot be written to %s now: %s", self._path, error)
-            # What got there of them comes again, whole.
+            # The lines that were partly written are written again.
             with suppress(OSError):
                 os.truncate(self._path, size)
 
 
 class MetricsLog:
-    """All sinks behind one call; remembers everything, for the report at the end."""
+    """Sends metrics to all sinks, and keeps them for the summary at the end."""
 
     def __init__(self, sinks: list[Sink], history: Sequence[dict[str, float]] = ()):
         self._sinks = sinks
@@ -64,7 +64,7 @@ class MetricsLog:
     def open(
         cls, config: LoggerConfig, run_folder: Path, whole_config: Mapping[str, Any], done: int = 0
     ) -> "MetricsLog":
-        """Go on after `done` steps with what the folder has of them; what it has of later ones is put aside."""
+        """Open the sinks of a run of which `done` steps are done: keep their metrics and move later ones away."""
         history = [
             {name: float(value) for name, value in entry.items() if name != "time" and value is not None}
             for entry in rewind(run_folder / METRICS_FILE, done)
@@ -79,7 +79,7 @@ class MetricsLog:
         return cls(sinks, history)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Metrics of one step, under their full names."""
+        """Log the metrics of one step, under their full names."""
         self.history.append({"step": float(step), **metrics})
         for sink in self._sinks:
             sink.log(step, metrics)
@@ -93,7 +93,7 @@ class MetricsLog:
             sink.log_summary(values, charts)
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
-        """Steps and values of one metric so far."""
+        """The steps and values of one metric so far."""
         points = [(entry["step"], entry[name]) for entry in self.history if name in entry]
         return [step for step, _ in points], [value for _, value in points]
 
@@ -104,5 +104,5 @@ class MetricsLog:
 
 
 def under(prefix: str, metrics: Metrics) -> dict[str, float]:
-    """The metrics with `prefix/` before each name."""
+    """Put `prefix/` before each metric's name."""
     return {f"{prefix}/{name}": value for name, value in metrics.items()}

@@ -1,28 +1,90 @@
-"""Pictures of a run from its metrics."""
+"""Pictures of a run: its curves, and device memory by phase, predicted and measured."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
-from nemo_rl_lite.observability.console import phases_in
+from nemo_rl_lite.observability.console import PHASES, phases_in
 from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.observability.views import Panel, View
 
+PREDICTED, MEASURED = "memory/predicted/", "memory/measured/"
+LAST_STEPS = 5
+"""Measured memory is the mean over this many last steps of the run, when everything has been allocated."""
+OTHER = "other"
+"""Measured memory of no component: CUDA contexts, captured graphs, buffers, sleeping engines."""
+GIB, MIB = 2**30, 2**20
+_BAR_WIDTH = 0.38
+
+# Phase -> component -> bytes.
+Stacks = Mapping[str, Mapping[str, float]]
+
 
 def plot_run(metrics: MetricsLog, path: Path, title: str, view: View) -> None:
-    """The view's panels and phase times over steps, as one PNG at `path`."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    """Draw the view's panels and the phases' seconds over steps as a PNG at `path`."""
+    plt = _pyplot()
     figure, axes = plt.subplots(1, len(view) + 1, figsize=(5 * (len(view) + 1), 4), layout="constrained")
     figure.suptitle(title)
     for axis, panel in zip(axes[:-1], view, strict=True):
         _draw_panel(axis, panel, metrics)
     _draw_phases(axes[-1], metrics)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    _save(figure, path)
+
+
+def plot_memory(metrics: MetricsLog, path: Path, title: str) -> bool:
+    """Draw two stacked bars a phase, predicted and measured, as a PNG at `path`. Return False, without a picture, where
+    nothing was measured."""
+    measured = stacks(metrics, MEASURED)
+    if not measured:
+        return False
+    # On CPUs engines and activations are predicted but not measured: they could not be compared.
+    known = {component for parts in measured.values() for component in parts}
+    predicted = {
+        phase: {name: nbytes for name, nbytes in parts.items() if name in known}
+        for phase, parts in stacks(metrics, PREDICTED).items()
+    }
+    bars = [parts for phases in (predicted, measured) for parts in phases.values()]
+    unit, scale = ("GiB", GIB) if max(sum(parts.values()) for parts in bars) >= GIB else ("MiB", MIB)
+    plt = _pyplot()
+    from matplotlib.patches import Patch
+
+    phases = [phase for phase in PHASES if phase in predicted or phase in measured]
+    colours = _colours(bars)
+    figure, axis = plt.subplots(figsize=(2.2 * len(phases) + 3, 4.5), layout="constrained")
+    for half, hatch, stack in ((-1, "///", predicted), (1, "", measured)):
+        for place, phase in enumerate(phases):
+            x, bottom = place + half * _BAR_WIDTH / 2, 0.0
+            for component, colour in colours.items():
+                height = stack.get(phase, {}).get(component, 0.0) / scale
+                style = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.5}
+                axis.bar(x, height, _BAR_WIDTH, bottom=bottom, **style)
+                bottom += height
+    axis.set_xticks(range(len(phases)), phases)
+    axis.set(title=f"{title}: device memory, predicted (hatched) and measured", ylabel=unit)
+    # The legend lists components in the order of the stack, from the top.
+    handles = [Patch(color=colour, label=name.replace("_", " ")) for name, colour in reversed(colours.items())]
+    figure.legend(handles=handles, loc="outside right upper", fontsize="small")
+    _save(figure, path)
+    return True
+
+
+def stacks(metrics: MetricsLog, prefix: str) -> dict[str, dict[str, float]]:
+    """Bytes by phase and component of the metrics `<prefix><phase>/<component>`: means over the last steps."""
+    names = dict.fromkeys(name for entry in metrics.history for name in entry if name.startswith(prefix))
+    found: dict[str, dict[str, float]] = {}
+    for name in names:
+        phase, component = name.removeprefix(prefix).split("/")
+        _, values = metrics.series(name)
+        found.setdefault(phase, {})[component] = mean(values[-LAST_STEPS:])
+    return found
+
+
+def _colours(bars: list[Mapping[str, float]]) -> dict[str, str]:
+    """A colour for each component that takes any memory, in the order of the stack, with OTHER on top."""
+    taken = list(dict.fromkeys(name for parts in bars for name, nbytes in parts.items() if nbytes))
+    named = {name: f"C{index}" for index, name in enumerate(name for name in taken if name != OTHER)}
+    return named | ({OTHER: "lightgrey"} if OTHER in taken else {})
 
 
 def _draw_panel(axis: Any, panel: Panel, metrics: MetricsLog) -> None:
@@ -32,7 +94,7 @@ def _draw_panel(axis: Any, panel: Panel, metrics: MetricsLog) -> None:
         axis.plot(steps, values, line, label=curve.label, color=curve.colour)
         drawn += values
     axis.set(title=panel.title, xlabel="step")
-    # A reward may be any number.
+    # A reward may lie outside the panel's limits.
     if panel.limits and all(panel.limits[0] <= value <= panel.limits[1] for value in drawn):
         axis.set(ylim=panel.limits)
     if len(panel.curves) > 1:
@@ -42,11 +104,11 @@ def _draw_panel(axis: Any, panel: Panel, metrics: MetricsLog) -> None:
 def _draw_phases(axis: Any, metrics: MetricsLog) -> None:
     steps, _ = metrics.series("timing/train/total_step_time")
     logged = {name for entry in metrics.history for name in entry}
-    stacks = {
+    seconds = {
         phase: [sum(values) for values in zip(*(_timer(metrics, name, len(steps)) for name in timers), strict=True)]
         for phase, (timers, _) in phases_in(name.removeprefix("timing/train/") for name in logged).items()
     }
-    axis.stackplot(steps, list(stacks.values()), labels=list(stacks), alpha=0.85)
+    axis.stackplot(steps, list(seconds.values()), labels=list(seconds), alpha=0.85)
     axis.set(title="seconds a step, by phase", xlabel="step")
     axis.legend(loc="upper right", fontsize="small")
 
@@ -54,3 +116,18 @@ def _draw_phases(axis: Any, metrics: MetricsLog) -> None:
 def _timer(metrics: MetricsLog, name: str, count: int) -> list[float]:
     _, values = metrics.series(f"timing/train/{name}")
     return values if len(values) == count else [0.0] * count
+
+
+def _pyplot() -> Any:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    _pyplot().close(figure)

@@ -1,4 +1,4 @@
-"""Traces of single steps: what this process computed, with ranges that are named as the run's phases are."""
+"""Records traces of single steps of this process, with ranges named after the run's phases."""
 
 import os
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _NOTHING = nullcontext()
 
 
 class _Recording:
-    """Of this process. torch's profiler keeps what it sees in memory until `end`; nsys sees it from outside."""
+    """A trace being recorded. torch's profiler keeps it in memory until `end`; nsys records from outside."""
 
     def __init__(self, tool: Tool, on_device: bool):
         import torch
@@ -20,7 +20,7 @@ class _Recording:
         self._has_device = on_device and torch.cuda.is_available()
         self._profiler: Any = None
         if not self._has_device:
-            # The profiler's own library would call it an error.
+            # Without this, the profiler's library logs the missing device as an error.
             os.environ.setdefault("KINETO_LOG_LEVEL", "5")
         if tool == "torch":
             activities = [torch.profiler.ProfilerActivity.CPU]
@@ -56,15 +56,15 @@ _recording: _Recording | None = None
 
 
 def begin(tool: Tool, on_device: bool = True) -> None:
-    """Record from now on. `on_device`: also what the process' GPU does."""
+    """Start recording. `on_device`: include the process' GPU."""
     global _recording
     end(None)
     _recording = _Recording(tool, on_device)
 
 
 def end(file: Path | None) -> None:
-    """Record no more; what was recorded goes to `file` (None: nowhere) as a Chrome trace, gzipped if its name ends in
-    .gz. Does nothing where nothing is recorded."""
+    """Stop recording, and write a Chrome trace to `file` (None: discard it), gzipped if its name ends in .gz. Do
+    nothing where nothing is recorded."""
     global _recording
     recording, _recording = _recording, None
     if recording is not None:
@@ -72,7 +72,7 @@ def end(file: Path | None) -> None:
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """A named range around a block, in torch's trace and in NVTX, while this process records; else nothing."""
+    """Mark a block as a named range in torch's trace and in NVTX while this process records."""
     return _NOTHING if _recording is None else _named(name)
 
 
@@ -80,7 +80,7 @@ def span(name: str) -> AbstractContextManager[None]:
 def _named(name: str) -> Iterator[None]:
     import torch
 
-    # They need no GPU, but torch's builds for CPUs have none.
+    # NVTX ranges need no GPU, but torch's builds for CPUs lack them.
     nvtx = torch.version.cuda is not None
     if nvtx:
         torch.cuda.nvtx.range_push(name)

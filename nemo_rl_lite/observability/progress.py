@@ -1,10 +1,10 @@
-"""How far this process is, for whoever watches it from outside: a few counts, the latest of each."""
+"""The progress of this process, for its heartbeat: the latest value of a few counts."""
 
 _counts: dict[str, int] = {}
 
 
 def note(**counts: int) -> None:
-    """`note(step=3, micro_batch=2)`."""
+    """Set counts: `note(step=3, micro_batch=2)`."""
     _counts.update(counts)
 
 

@@ -1,4 +1,4 @@
-"""Secrets that a user gave in a configuration do not go to trackers or into pages that are passed on."""
+"""Removes secrets of a configuration before it goes to trackers or into a report."""
 
 import re
 import shlex
@@ -9,14 +9,14 @@ HIDDEN = "REDACTED"
 _KINDS = r"(?:api|access|secret|private)[_-]?keys?|secrets?|passwords?|passwd|token|auth(?:orization)?|credentials?"
 _NAMES = rf"(?:[\w-]*[_-])?(?:{_KINDS})"
 _SECRET = re.compile(rf"^{_NAMES}$", re.IGNORECASE)
-# user:password@ in an address, and what an address is asked with.
+# user:password@ in an address.
 _IN_ADDRESS = re.compile(r"(?<=://)[^/\s]+@")
 # `{api_key: ...}` in an override, `password=...` in an address.
 _IN_TEXT = re.compile(rf"(?<![\w-])(['\"]?{_NAMES}['\"]?\s*[:=]\s*)('[^']*'|\"[^\"]*\"|[^\s,}}\]&'\"]+)", re.IGNORECASE)
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """A configuration with everything hidden that its key calls a secret, and what an address has of one."""
+    """Hide the values of a configuration whose keys name secrets, and credentials in addresses."""
     if isinstance(value, Mapping):
         return {name: redact(child, name) for name, child in value.items()}
     if isinstance(value, (list, tuple)):
@@ -27,12 +27,12 @@ def redact(value: Any, key: str = "") -> Any:
 
 
 def redact_text(text: str) -> str:
-    """The same of a text: what follows the name of a secret, and what an address has of one."""
+    """Hide in a text the values that follow the name of a secret, and credentials in addresses."""
     return _IN_TEXT.sub(rf"\1{HIDDEN}", _IN_ADDRESS.sub(f"{HIDDEN}@", text))
 
 
 def redact_command(command: str) -> str:
-    """The same of a command line's overrides. Nothing is left of one that was cut short."""
+    """Hide secrets in a command line's overrides. A command line that cannot be parsed becomes empty."""
     try:
         words = shlex.split(command)
     except ValueError:

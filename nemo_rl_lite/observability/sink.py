@@ -1,4 +1,4 @@
-"""What a tracker is: one place that metrics go to."""
+"""The interface of a tracker."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ class Chart:
 
 
 class Sink:
-    """One place that metrics go to. It ignores what it cannot show."""
+    """Receives a run's metrics, and ignores what it cannot show."""
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Metrics of one step."""
+        """Log the metrics of one step."""
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """A few samples of the step's rollout, from the worst to the best."""
+        """Log samples of the step's rollout, ordered from the lowest reward to the highest."""
 
     def log_summary(self, values: Metrics, charts: Sequence[Chart]) -> None:
-        """The run as a whole, when it is done."""
+        """Log the summary of a run that is done."""
 
     def close(self) -> None:
-        """Bring everything to where it belongs."""
+        """Write what is still in memory."""

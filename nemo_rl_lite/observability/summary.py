@@ -1,4 +1,4 @@
-"""What a run leaves behind: a table on the terminal, a picture, a summary for machines."""
+"""Summarizes a run that is done: a table on the terminal, pictures, and summary.json."""
 
 import json
 from collections.abc import Mapping
@@ -8,9 +8,8 @@ from statistics import median
 
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.observability.console import PHASES, RunConsole, phases_in
-from nemo_rl_lite.observability.memory_plot import GIB, MEASURED, PREDICTED, plot_memory, stacks
 from nemo_rl_lite.observability.metrics_log import MetricsLog
-from nemo_rl_lite.observability.plots import plot_run
+from nemo_rl_lite.observability.plots import GIB, MEASURED, PREDICTED, plot_memory, plot_run, stacks
 from nemo_rl_lite.observability.sink import Chart
 from nemo_rl_lite.observability.views import Curve, View
 
@@ -21,8 +20,8 @@ MEMORY_PICTURE = Path("plots") / "memory.png"
 
 @dataclass(frozen=True)
 class Summary:
-    """One run in numbers. Accuracies and validation losses (nats a token) are those before the first and after the last
-    step, None where the run did not measure them there; seconds are medians over steps."""
+    """One run in numbers. Accuracies and validation losses (nats a token) are measured before the first and after the
+    last step (None: not measured); seconds are medians over steps."""
 
     run_folder: str
     steps: int
@@ -36,11 +35,11 @@ class Summary:
 
 
 def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, int]) -> Summary:
-    """Raises LauncherError: no step was taken."""
+    """Summarize the metrics. Raises LauncherError: no step was taken."""
     steps, totals = metrics.series("timing/train/total_step_time")
     if not steps:
-        reason = "the checkpoint that the run goes on from has taken all that it asks for"
-        raise LauncherError(f"no step was left to take: {reason}; give it a larger algorithm.max_num_steps")
+        reason = "the checkpoint that the run was resumed from has all of them"
+        raise LauncherError(f"no step was left to take: {reason}; set a larger algorithm.max_num_steps")
     timers = {name.removeprefix("timing/train/") for entry in metrics.history for name in entry}
     accuracy_before, accuracy_after = _held_out(metrics, "validation/accuracy")
     val_loss_before, val_loss_after = _held_out(metrics, "validation/val_loss")
@@ -81,7 +80,7 @@ def show_summary(
 
 
 def tracked(summary: Summary) -> dict[str, float]:
-    """The summary's numbers for trackers, by name."""
+    """The summary's numbers by name, for trackers."""
     numbers = {name: value for name, value in asdict(summary).items() if isinstance(value, (int, float))}
     phases = {f"seconds_by_phase/{phase}": seconds for phase, seconds in summary.seconds_by_phase.items()}
     memory = {f"peak_memory_gb/{worker}": nbytes / GIB for worker, nbytes in summary.peak_memory_bytes.items()}
@@ -89,7 +88,7 @@ def tracked(summary: Summary) -> dict[str, float]:
 
 
 def charts(summary: Summary, metrics: MetricsLog) -> list[Chart]:
-    """Where a step's time goes, and what is on the device in which phase."""
+    """Charts of the seconds and of the device memory of each phase."""
     seconds = list(summary.seconds_by_phase.items())
     predicted, measured = stacks(metrics, PREDICTED), stacks(metrics, MEASURED)
     residency = [
@@ -108,7 +107,7 @@ def _gib(nbytes: float | None) -> float | None:
 
 
 def _row(curve: Curve, metrics: MetricsLog) -> tuple[str, str, str] | None:
-    """A metric at the start and at the end of the run; None where it was not measured at both."""
+    """Label and values of a metric at the start and at the end of the run; None where either is missing."""
     if curve.held_out:
         before, after = _held_out(metrics, curve.metric)
     else:

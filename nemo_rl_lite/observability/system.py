@@ -1,4 +1,4 @@
-"""What this process' GPUs and its machine are doing, read by a thread of its own."""
+"""Samples the use of this machine and of this process' GPUs in a thread."""
 
 import logging
 import threading
@@ -18,8 +18,8 @@ MILLIWATTS = 1000
 
 @dataclass(frozen=True)
 class Usage:
-    """Sums of so many samples since the process began, by metric. What happened between two of them is their
-    difference, whoever asked in between and however often."""
+    """Sums over `samples` samples since the process began, by metric. The difference of two is the use between them, so
+    several readers do not disturb each other."""
 
     samples: int = 0
     sums: Mapping[str, float] = field(default_factory=dict)
@@ -28,8 +28,8 @@ class Usage:
         return Usage(self.samples + 1, {name: self.sums.get(name, 0.0) + value for name, value in sample.items()})
 
     def means_since(self, before: "Usage") -> dict[str, float]:
-        """Means of the samples after `before`; of all where those are of a process that is gone. Nothing where there is
-        no new one."""
+        """Means of the samples after `before`, or of all where `before` is of an earlier process. Empty without a new
+        sample."""
         if before.samples > self.samples:
             before = Usage()
         count = self.samples - before.samples
@@ -42,7 +42,7 @@ class System:
     """Reads the machine and, where there are any, `gpus` (as CUDA_VISIBLE_DEVICES names them)."""
 
     def __init__(self, gpus: Sequence[str]):
-        # From here on it tells what was used since it was last asked.
+        # The first call starts the measurement that the next call returns.
         psutil.cpu_percent()
         self._gpus: dict[int, object] = {}
         if gpus:
@@ -80,7 +80,7 @@ class System:
 
 
 def _read(nvml: ModuleType, gpu: object) -> dict[str, float]:
-    """What this GPU tells: not each tells everything."""
+    """The readings that this GPU supports."""
     readings = {
         "util": lambda: float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
         "mem_gb": lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used / GIB,
@@ -97,14 +97,14 @@ def _read(nvml: ModuleType, gpu: object) -> dict[str, float]:
 
 
 class Sampler:
-    """Samples every SAMPLE_S seconds; `usage` is what it has so far."""
+    """Samples every SAMPLE_S seconds into `usage`."""
 
     def __init__(self, gpus: Sequence[str]):
         self.usage = Usage()
         threading.Thread(target=self._sample, args=(gpus,), name="system", daemon=True).start()
 
     def _sample(self, gpus: Sequence[str]) -> None:
-        # NVML takes its time to start.
+        # NVML is slow to start, so the thread starts it.
         system = System(gpus)
         while True:
             time.sleep(SAMPLE_S)

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 class TensorBoard(Sink):
     def __init__(self, folder: Path, done: int):
-        """Steps after `done` that are there already are taken again, and no longer shown."""
+        """Hide what the folder has of steps after `done`, which will be repeated."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=done + 1)
@@ -21,7 +21,7 @@ class TensorBoard(Sink):
         try:
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, step)
-        # Its thread's, when the disk is full: metrics.jsonl has them all.
+        # The writer's thread failed, as on a full disk; metrics.jsonl has all metrics.
         except OSError as error:
             log.warning("TensorBoard did not get everything: %s", error)
 
@@ -39,7 +39,7 @@ class TensorBoard(Sink):
 
 
 def _as_text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown; what a model wrote stays within its cell."""
+    """A Markdown table whose cells are escaped, because a model wrote them."""
     cells = [[_cell(value) for value in row] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in [list(columns), ["---"] * len(columns), *cells])
 

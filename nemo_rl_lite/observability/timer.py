@@ -1,4 +1,4 @@
-"""Wall-clock seconds of named phases."""
+"""Measures wall-clock seconds of named phases."""
 
 import time
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class Timer:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def take(self) -> dict[str, float]:
-        """Seconds by name since the last `take`."""
+        """Return the seconds by name since the last `take`."""
         taken, self._seconds = self._seconds, {}
         return taken
 

@@ -16,13 +16,13 @@ class Curve:
 
     @property
     def held_out(self) -> bool:
-        """Whether it is measured at validations only, before the first step (as step 0) and between steps."""
+        """Whether only validations measure it: before the first step (as step 0) and between steps."""
         return self.metric.startswith("validation/")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves that share a vertical axis; `limits` are that axis's, where they are known."""
+    """Curves that share a vertical axis, and the limits of that axis where they are known."""
 
     title: str
     curves: tuple[Curve, ...]
@@ -31,48 +31,27 @@ class Panel:
 
 View = tuple[Panel, ...]
 
+_ACCURACY = Curve("validation/accuracy", "held-out accuracy", 3, "tab:orange")
+_REWARD = Curve("train/reward", "training reward", 3, "tab:blue")
+_TRAINING_ACCURACY = Curve("train/accuracy", "training accuracy", 3, "tab:blue")
+_KL = Curve("train/kl_penalty", "KL to the start", 4, "tab:red")
+_MARGIN = Curve("train/rewards_margin_mean", "reward margin", 3, "tab:green")
+_GRADIENT_NORM = Curve("train/grad_norm", "gradient norm", 3, "tab:red")
+_LOSSES = (
+    Curve("validation/val_loss", "held-out loss", 4, "tab:orange"),
+    Curve("train/loss", "training loss", 4, "tab:blue"),
+)
+
 REWARD: View = (
-    Panel(
-        "reward",
-        (
-            Curve("validation/accuracy", "held-out accuracy", 3, "tab:orange"),
-            Curve("train/reward", "training reward", 3, "tab:blue"),
-        ),
-        limits=(0, 1.02),
-    ),
-    Panel(
-        "KL to the starting policy (nats a token)",
-        (Curve("train/kl_penalty", "KL to the start", 4, "tab:red"),),
-    ),
+    Panel("reward", (_ACCURACY, _REWARD), limits=(0, 1.02)),
+    Panel("KL to the starting policy (nats a token)", (_KL,)),
 )
 PREFERENCE: View = (
-    Panel(
-        "preference accuracy",
-        (
-            Curve("validation/accuracy", "held-out accuracy", 3, "tab:orange"),
-            Curve("train/accuracy", "training accuracy", 3, "tab:blue"),
-        ),
-        limits=(0, 1.02),
-    ),
-    Panel(
-        "loss",
-        (
-            Curve("validation/val_loss", "held-out loss", 4, "tab:orange"),
-            Curve("train/loss", "training loss", 4, "tab:blue"),
-        ),
-    ),
-    Panel("reward margin", (Curve("train/rewards_margin_mean", "reward margin", 3, "tab:green"),)),
+    Panel("preference accuracy", (_ACCURACY, _TRAINING_ACCURACY), limits=(0, 1.02)),
+    Panel("loss", _LOSSES),
+    Panel("reward margin", (_MARGIN,)),
 )
-LOSS: View = (
-    Panel(
-        "loss (nats a response token)",
-        (
-            Curve("validation/val_loss", "held-out loss", 4, "tab:orange"),
-            Curve("train/loss", "training loss", 4, "tab:blue"),
-        ),
-    ),
-    Panel("gradient norm", (Curve("train/grad_norm", "gradient norm", 3, "tab:red"),)),
-)
+LOSS: View = (Panel("loss (nats a response token)", _LOSSES), Panel("gradient norm", (_GRADIENT_NORM,)))
 
 
 def view_of(algorithm: str) -> View:

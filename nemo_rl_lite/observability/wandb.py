@@ -12,7 +12,7 @@ from nemo_rl_lite.observability.samples import Sample
 from nemo_rl_lite.observability.sink import Chart, Metrics, Sink
 
 RUN_ID_FILE = "wandb-run-id.txt"
-# What metrics' names begin with: a section of the dashboard each, over the run's steps.
+# Prefixes of metrics; each is a section of the dashboard, drawn over the run's steps.
 SECTIONS = (
     "train",
     "timing/train",
@@ -25,7 +25,7 @@ SECTIONS = (
     "validation",
     "ray",
 )
-# Of what is compared between runs, the value that counts in W&B's table of runs.
+# The aggregate of these metrics in W&B's table of runs.
 BEST = {"validation/accuracy": "max", "validation/val_loss": "min", "train/reward": "max", "train/loss": "min"}
 
 
@@ -54,7 +54,7 @@ class WeightsAndBiases(Sink):
         if not kept.exists():
             kept.write_text(secrets.token_hex(4) + "\n")
         return wandb.init(
-            # A run that goes on is the same run there.
+            # A resumed run continues the same W&B run.
             id=kept.read_text().strip(),
             resume="allow" if config.mode == "online" else None,
             project=config.project,
@@ -90,5 +90,5 @@ class WeightsAndBiases(Sink):
         self._is_done = True
 
     def close(self) -> None:
-        # Without a status W&B shows a run that failed or was stopped as finished.
+        # Without an exit code W&B shows a failed or stopped run as finished.
         self._run.finish(exit_code=0 if self._is_done else 1)

@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS
 from nemo_rl_lite.observability.console import PHASES
-from nemo_rl_lite.observability.memory_plot import LAST_STEPS
+from nemo_rl_lite.observability.plots import LAST_STEPS
 from nemo_rl_lite.observability.views import view_of
 from nemo_rl_lite.run.report.record import RunRecord, defaults_of
 

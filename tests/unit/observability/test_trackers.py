@@ -223,7 +223,7 @@ def test_neither_training_nor_the_end_of_a_run_waits_for_an_mlflow_that_hangs(ml
     assert "MLflow did not get 4 of 4 messages; the run's end waited 0.5 s for it" in caplog.text
     # The run may have gone on by the time that it answers: nothing more is sent then.
     answers.set()
-    mlflow_sink._messages._thread.join(10)
+    mlflow_sink._calls._thread.join(10)
     assert calls == ["metrics"] and set(threading.enumerate()) <= threads
 
 
@@ -241,7 +241,7 @@ def test_an_mlflow_that_comes_back_gets_what_is_later_and_its_absence_is_one_war
     monkeypatch.setattr(mlflow_sink._client, "log_batch", absent_at_first)
     for step in range(5):
         mlflow_sink.log(step, {"train/reward": float(step)})
-    mlflow_sink.log_summary({}, [])
+    mlflow_sink.log_summary({"steps": 5.0}, [])
     mlflow_sink.close()
     run = MlflowClient(mlflow_sink._client.tracking_uri).get_run(mlflow_sink._run_id)
     assert run.info.status == "FINISHED" and run.data.metrics["train/reward"] == 4

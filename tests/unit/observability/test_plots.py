@@ -1,5 +1,5 @@
-from nemo_rl_lite.observability.memory_plot import LAST_STEPS, MEASURED, PREDICTED, plot_memory, stacks
 from nemo_rl_lite.observability.metrics_log import MetricsLog
+from nemo_rl_lite.observability.plots import LAST_STEPS, MEASURED, PREDICTED, plot_memory, stacks
 
 
 def log(steps: list[dict]) -> MetricsLog:
