@@ -9,10 +9,10 @@ USAGE = """usage: nrl-lite VERB [arguments]
   train        one training run: group=file and key.path=value overrides; `nrl-lite train --help` lists them
   plan         what a run needs and whether it fits, without a GPU, in seconds; arguments as for train
   slurm        the same run as a Slurm job: prints a script for sbatch, or submits it; resumes after a time limit
-  export       a run's checkpoint as a Hugging Face folder, read back and compared before it is there
-  report       one HTML page of one run or several: curves, times, memory, samples, configuration
-  quickstart   the embedded example from nothing, in two minutes on two CPU cores
-  doctor       what this machine and its packages have and lack for runs, with the fix for each
+  export       a run's checkpoint as a Hugging Face folder, read back and compared with the checkpoint
+  report       one HTML page of one or several runs: curves, times, memory, samples, configuration
+  quickstart   the embedded example, in two minutes on two CPU cores
+  doctor       checks of this machine and its packages, with the fix for each problem
 """
 
 
@@ -23,7 +23,7 @@ def main() -> None:
         sys.stdout.write(USAGE)
     elif verb in VERBS:
         sys.argv = [f"nrl-lite {verb}", *sys.argv[2:]]
-        # This imports the verb alone: `doctor` must run where packages of the other verbs are missing.
+        # Import only this verb: `doctor` must run where packages of the other verbs are missing.
         runpy.run_module(f"nemo_rl_lite.{verb}", run_name="__main__")
     else:
         sys.stderr.write(f"nrl-lite: there is no verb '{verb}'\n\n{USAGE}")

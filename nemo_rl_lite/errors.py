@@ -1,18 +1,18 @@
-"""The errors a user can act on, and the exit status of each. Imports nothing heavy."""
+"""Errors that a user can act on, with their exit statuses. Imports nothing heavy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 class LauncherError(Exception):
-    """Base of every error that is shown as a message instead of a traceback."""
+    """The base of all errors that are shown as a message without a traceback."""
 
     exit_status = 1
 
 
 @dataclass(frozen=True)
 class Violation:
-    """One thing wrong with the configuration: where, what is there, what must hold, how to mend it."""
+    """One problem of a configuration: the key, its value, the rule it violates, and the fix."""
 
     key: str
     value: object
@@ -25,7 +25,7 @@ class Violation:
 
 
 class ConfigError(LauncherError):
-    """Everything wrong with a configuration, at once."""
+    """All problems of a configuration."""
 
     exit_status = 2
 
@@ -41,48 +41,48 @@ class ConfigError(LauncherError):
 
 
 class DataError(LauncherError):
-    """A dataset that cannot be read: names the file, the row and what is wrong there."""
+    """A dataset cannot be read. The message names the file, the row and the problem."""
 
     exit_status = 2
 
 
 class HostMemoryError(LauncherError):
-    """Too little host memory for what is to leave the device: says what is needed and what is free."""
+    """There is too little host memory for an offload. The message says what is needed and what is free."""
 
 
 class CheckpointError(LauncherError):
-    """A checkpoint that could not be written or read: names the folder. Older ones are as they were."""
+    """A checkpoint cannot be written or read. The message names the folder; older checkpoints are unchanged."""
 
 
 class TrainingError(LauncherError):
-    """Training that leads nowhere: says what was seen, and what limits it."""
+    """Training makes no progress. The message says what was seen, and which key limits it."""
 
 
 class RunStopped(LauncherError):
-    """A run that was asked to end before its last step: everything is saved, and the same command goes on."""
+    """The run was asked to end before its last step. It is saved, and the same command resumes it."""
 
     exit_status = 75
 
     def __init__(self, step: int, total: int, reason: str, folder: str):
-        go_on = f"The same command goes on from there, with hydra.run.dir={folder}"
-        super().__init__(f"stopped after step {step} of {total}: {reason}. {go_on}")
+        resume = f"To resume, give the same command with hydra.run.dir={folder}"
+        super().__init__(f"stopped after step {step} of {total}: {reason}. {resume}")
 
 
 class RefitError(LauncherError):
-    """New weights did not arrive whole: names the bucket and its tensors."""
+    """New weights did not arrive completely. The message names the bucket and its tensors."""
 
     exit_status = 4
 
 
 class LostTouchError(RefitError):
-    """A peer of the refit is gone, or did not answer in time: the cause is mostly with it."""
+    """A peer of the refit died, or did not answer in time; the cause is mostly on its side."""
 
 
 class WorkerError(LauncherError):
     """A worker raised or died. `cause` is one line; the worker's traceback is in `details`.
 
-    `lost`: its process is gone, so that a new one may do better; `raised`: the class of what it raised otherwise;
-    `others_go_on`: some workers have neither finished nor failed.
+    `lost`: its process died, so that a restart may help; `raised`: otherwise the class of its exception;
+    `others_running`: some workers have neither finished nor failed.
     """
 
     exit_status = 3
@@ -91,5 +91,5 @@ class WorkerError(LauncherError):
         self, worker: str, phase: str, cause: str, details: str = "", lost: bool = False, raised: str | None = None
     ):
         self.worker, self.phase, self.cause, self.details = worker, phase, cause, details
-        self.lost, self.raised, self.others_go_on = lost, raised, False
+        self.lost, self.raised, self.others_running = lost, raised, False
         super().__init__(f"worker error: {worker} failed in phase '{phase}': {cause}")

@@ -1,4 +1,4 @@
-"""`python -m nemo_rl_lite.export RUN [FOLDER]`: a checkpoint as a Hugging Face folder."""
+"""`python -m nemo_rl_lite.export RUN [FOLDER]`: write a checkpoint as a Hugging Face folder."""
 
 import argparse
 import json
@@ -18,8 +18,8 @@ from nemo_rl_lite.rules.compose import restore
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. Exit status: 0 done, 1 failed, 2 bad arguments."""
     parser = argparse.ArgumentParser(prog="nrl-lite export", description=__doc__)
-    parser.add_argument("run", type=Path, help="a run's folder (its newest checkpoint is taken), or one checkpoint's")
-    parser.add_argument("folder", type=Path, nargs="?", help="what to write (default: hf-step-N in the run's folder)")
+    parser.add_argument("run", type=Path, help="a run's folder (for its newest checkpoint), or one checkpoint's")
+    parser.add_argument("folder", type=Path, nargs="?", help="folder to write (default: hf-step-N in the run's folder)")
     given = parser.parse_args(arguments)
     try:
         export(given.run.resolve(), given.folder.resolve() if given.folder else None)
@@ -32,18 +32,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def export(run: Path, target: Path | None) -> Path:
-    """Write the newest checkpoint of a run, or one checkpoint, to `target`, checked; returns the folder.
+    """Write the newest checkpoint of a run, or one checkpoint, to `target`, check it, and return the folder.
 
     Raises:
-        CheckpointError: there is none, the model that it started from is not there any more, or what was written does
-            not compute the same.
-        ConfigError: its configuration is of another version of this package.
+        CheckpointError: there is no checkpoint, the model that the run started from is missing, or the written model
+            computes other logprobs.
+        ConfigError: the checkpoint's configuration is of another version of this package.
     """
     found = locate(run)
     if found is None:
         raise CheckpointError(f"{run} has no complete checkpoint: name a run's folder, or one in its checkpoints/")
     if target is not None and target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} is there already, and is not empty: name another folder, or remove it")
+        raise CheckpointError(f"{target} exists and is not empty: name another folder, or remove it")
     target = target or found.path.parents[1] / f"hf-{found.path.name}"
     config = restore(json.dumps(_saved_config(found)))
     import transformers
@@ -56,7 +56,7 @@ def export(run: Path, target: Path | None) -> Path:
     prepare_import()
     from nemo_rl_lite.policy.megatron.conversion import convert
 
-    # The libraries' own progress.
+    # Hide the libraries' progress bars and warnings.
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
@@ -65,7 +65,7 @@ def export(run: Path, target: Path | None) -> Path:
     os.environ.update({name: str(value) for name, value in place.items()})
     model = locate_model(config, console)
     if not (model / "config.json").exists():
-        rule = "which has the tokenizer and, with LoRA, the weights, is not there"
+        rule = "which has the tokenizer and, with LoRA, the weights, does not exist"
         raise CheckpointError(f"{model}, the model that the run started from (policy.model_name), {rule}")
     difference = convert(config, model, found.path / POLICY, target, console.say)
     console.say(f"step {found.step} -> {target}; transformers' logprobs differ by {difference:.2g} nats on average")

@@ -1,4 +1,4 @@
-"""`python -m nemo_rl_lite.quickstart [overrides]`: the main job from nothing, with a last line for machines."""
+"""`python -m nemo_rl_lite.quickstart [overrides]`: run the embedded example, and print a last line for scripts."""
 
 import shutil
 import sys
@@ -10,12 +10,12 @@ from nemo_rl_lite.models.embedded.reverse_digits import NAME, embedded_folder
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.command import fail, launch, split_arguments
 
-# Not the process' own start: scripts/quickstart.sh becomes this process after it has set up the machine.
+# The time of this import: scripts/quickstart.sh becomes this process after it has set up the machine.
 STARTED = time.perf_counter()
 
 
 def main() -> None:
-    """Warm start and GRPO on the embedded task; the arguments are those of `nemo_rl_lite.train`."""
+    """Run warm start and GRPO on the embedded task. The arguments are those of `nemo_rl_lite.train`."""
     arguments = sys.argv[1:]
     flags, overrides = split_arguments(arguments)
     if not flags:
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _forget_warm_start(overrides: Sequence[str]) -> None:
-    """The warm start is part of the job, so one that is left from an earlier run is made anew."""
+    """Remove the warm start of an earlier run, because the job includes making it."""
     try:
         config = compose_config(overrides)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""`python -m nemo_rl_lite.report RUN [RUN ...]`: one HTML page of runs, laid over each other."""
+"""`python -m nemo_rl_lite.report RUN [RUN ...]`: write one HTML page of one or several runs."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. Exit status: 0 done, 1 the page cannot be written, 2 bad arguments."""
     parser = argparse.ArgumentParser(prog="nrl-lite report", description=__doc__)
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="a run's folder")
-    where = f"what to write (default: {PAGE} in the run's folder; of several runs, in this one)"
+    where = f"the file to write (default: {PAGE} in the run's folder, or for several runs in this one)"
     parser.add_argument("--output", metavar="FILE", type=Path, help=where)
     given = parser.parse_args(arguments)
     try:
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def write_report(runs: Sequence[Path], output: Path | None = None) -> Path:
-    """Write the page; returns where. Raises ReportError: a folder is no run's."""
+    """Write the page and return its path. Raises ReportError: a folder is no run's."""
     from nemo_rl_lite.run.report.page import page
     from nemo_rl_lite.run.report.record import read_run
 

@@ -1,4 +1,4 @@
-"""A run's checkpoints while it trains: written when they are due, beside the training."""
+"""Saves a run's checkpoints while it trains."""
 
 import logging
 import time
@@ -15,7 +15,7 @@ POLICY = "policy"
 
 
 class Saver(Protocol):
-    """What is saved: the policy on all its ranks."""
+    """The part of a policy that saving needs."""
 
     def begin_save(self, folder: str) -> None: ...
 
@@ -25,9 +25,9 @@ class Saver(Protocol):
 
 
 class Checkpoints:
-    """Saves every `period` steps (0: never) and when asked to; at most one checkpoint is being written at a time.
+    """Saves every `period` steps (0: never) and on request; writes at most one checkpoint at a time.
 
-    One that cannot be written is told of and does not end the training; `require` raises if the last one failed.
+    A checkpoint that cannot be written is a warning and does not end the training; `require` raises if the last failed.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class Checkpoints:
         say: Callable[[str], None],
         saved: int | None = None,
     ):
-        """`record` is kept with every checkpoint: what the run is, for whoever goes on from there. `saved`: the step
-        that the run goes on from."""
+        """`record` is written into every checkpoint, for the run that resumes from it. `saved`: the step that this run
+        was resumed from."""
         self.store, self._policy, self._period, self._asynchronous = store, policy, period, asynchronous
         self._record, self._say = dict(record), say
         self._writing: int | None = None
@@ -61,11 +61,11 @@ class Checkpoints:
             self.save(step)
 
     def save(self, step: int) -> None:
-        """Save the state after `step`, once; the policy is in its training phase. It may be training again when this
-        returns, while the checkpoint is still being written."""
+        """Save the state after `step`, once, in the policy's training phase. Training may continue when this returns,
+        overlapped with the writing."""
         if not self._period or step == self._saved:
             return
-        self._finish_writing()
+        self.finish()
         self._saved, self._failure, self._begun_s = step, None, time.monotonic()
         try:
             folder = self.store.begin(step) / POLICY
@@ -76,10 +76,10 @@ class Checkpoints:
             return
         self._writing = step
         if not self._asynchronous:
-            self._finish_writing()
+            self.finish()
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
-        """What the validation after `step` found: the best checkpoints are kept by it."""
+        """Store the validation metrics of `step`, which decide what the best checkpoints are."""
         self._measured = (step, dict(metrics))
         try:
             if step != self._writing:
@@ -88,20 +88,17 @@ class Checkpoints:
             self._say(f"warning: {error}")
 
     def settle(self) -> None:
-        """Complete what is written by now, without waiting for more."""
+        """Complete the current checkpoint if it is written, without waiting."""
         if self._writing is not None and self._policy.save_is_written():
-            self._finish_writing()
-
-    def finish(self) -> None:
-        """Wait for what is being written."""
-        self._finish_writing()
+            self.finish()
 
     def require(self) -> None:
-        """Raises CheckpointError: the last checkpoint that was asked for was not written."""
+        """Raise CheckpointError where the last checkpoint was not written."""
         if self._failure is not None:
             raise self._failure
 
-    def _finish_writing(self) -> None:
+    def finish(self) -> None:
+        """Wait for the current checkpoint, and complete it."""
         step, self._writing = self._writing, None
         if step is None:
             return
@@ -117,6 +114,6 @@ class Checkpoints:
     def _fail(self, step: int, error: Exception) -> None:
         self.store.discard(step)
         newest = self.store.latest()
-        there = f"the newest is that of step {newest.step}" if newest else "there is none yet"
+        there = f"the newest checkpoint is of step {newest.step}" if newest else "there is none yet"
         self._failure = CheckpointError(f"the checkpoint of step {step} was not written: {error}; {there}")
         self._say(f"warning: {self._failure}")

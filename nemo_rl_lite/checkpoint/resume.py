@@ -1,4 +1,4 @@
-"""Where a run begins: at the model it names, or where a checkpoint left off. Imports nothing heavy."""
+"""Finds where a run starts: at its model, or at a checkpoint. Imports nothing heavy."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,41 +12,41 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, Violation
 
 CHECKPOINTS = "checkpoints"
-# A checkpoint of another value of these is of another kind of training.
+# A run cannot resume from a checkpoint with other values of these keys.
 _FIXED = ("algorithm.name", "policy.megatron_cfg.peft", "policy.megatron_cfg.optimizer.optimizer")
-# A checkpoint with `resume_layouts=data_parallel` holds the optimizer's buckets, which these cut.
+# These keys decide the optimizer's buckets, which a checkpoint with `resume_layouts=data_parallel` holds.
 _MEGATRON = "policy.megatron_cfg"
 _DISTRIBUTED = f"{_MEGATRON}.optimizer.use_distributed_optimizer"
 _LAYOUT = (
     *(f"{_MEGATRON}.{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")),
     _DISTRIBUTED,
 )
-# Float32 parameters are their own main copies. Only megatron-core's distributed optimizer, and only where it saves by
-# parameter, writes both alike.
+# Float32 parameters have no separate main copies. Only megatron-core's distributed optimizer, where it saves by
+# parameter, writes the same with and without them.
 _PRECISION = "policy.precision"
-# What no result depends on.
+# Sections that do not affect results.
 _FREE = ("run_name", "logger", "checkpoint", "cluster")
 
 
 @dataclass(frozen=True)
 class Start:
-    """`steps` are done; the policy's state after them is in the folder `policy`, where there is one."""
+    """`steps` are done, and `policy` is the folder of the policy's state after them (None: a new run)."""
 
     steps: int = 0
     policy: Path | None = None
     changes: tuple[str, ...] = ()
-    """Lines that say what of the configuration is not as it was saved."""
+    """One line for each key that differs from the saved configuration."""
 
     def lines(self) -> Iterator[str]:
-        """What there is to say of it; nothing at the beginning."""
+        """Lines for the terminal; none for a new run."""
         if self.steps:
-            yield f"going on after step {self.steps}, from {self.policy}"
+            yield f"resuming after step {self.steps}, from {self.policy}"
         for change in self.changes:
             yield f"changed since then  {change}"
 
 
 def checkpoint_store(config: Config, run_folder: Path) -> CheckpointStore:
-    """The run's own."""
+    """The store of the run's own checkpoints."""
     options, algorithm = config.checkpoint, config.algorithm
     metric, higher = algorithm.val_metric, algorithm.higher_is_better
     retention = Retention(options.keep_newest, options.keep_best, metric, higher)
@@ -54,11 +54,11 @@ def checkpoint_store(config: Config, run_folder: Path) -> CheckpointStore:
 
 
 def find_start(config: Config, whole_config: Mapping[str, Any], run_folder: Path) -> Start:
-    """From the newest checkpoint in the run's folder, or else from where `checkpoint.resume_from` points, or else from
-    the beginning.
+    """Find the newest checkpoint in the run's folder, or else the one that `checkpoint.resume_from` names, or else
+    start from the model.
 
     Raises:
-        ConfigError: there is no checkpoint at `checkpoint.resume_from`, or it is of another kind of training.
+        ConfigError: there is no checkpoint at `checkpoint.resume_from`, or one that this run cannot resume from.
     """
     found, named = checkpoint_store(config, run_folder).latest(), config.checkpoint.resume_from
     if found is None and named is not None:
@@ -72,7 +72,7 @@ def find_start(config: Config, whole_config: Mapping[str, Any], run_folder: Path
     changes = changed(saved, whole_config)
     fixed = _fixed(dict(leaves(saved)), dict(leaves(whole_config)))
     wrong = [
-        Violation(key, now, f"{found.path} was saved with {before!r}", "as it was, or another folder")
+        Violation(key, now, f"{found.path} was saved with {before!r}", "the saved value, or another folder")
         for key, (before, now) in changes.items()
         if _is_within(key, fixed)
     ]
@@ -83,7 +83,7 @@ def find_start(config: Config, whole_config: Mapping[str, Any], run_folder: Path
 
 
 def _fixed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
-    """Keys whose values must be those of the checkpoint, by the leaves of both configurations."""
+    """The keys that must have the checkpoint's values, from the leaves of both configurations."""
     if saved.get("checkpoint.resume_layouts") == "data_parallel":
         return (*_FIXED, *_LAYOUT, _PRECISION)
     by_parameter = saved.get(_DISTRIBUTED) and now.get(_DISTRIBUTED)
@@ -93,15 +93,14 @@ def _fixed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
 def changed(
     before: Mapping[str, Any], now: Mapping[str, Any], but_for: tuple[str, ...] = _FREE
 ) -> dict[str, tuple[Any, Any]]:
-    """What differs between two configurations, but for sections that no result depends on: key -> value before and
-    now."""
+    """The keys outside `but_for` that differ between two configurations -> their values before and now."""
     old, new = dict(leaves(before)), dict(leaves(now))
     keys = [key for key in sorted(old.keys() | new.keys()) if not _is_within(key, but_for)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
 def locate(path: Path) -> Checkpoint | None:
-    """The checkpoint in a folder, or the newest of the run in it."""
+    """The checkpoint in a folder, or the newest one of the run in it."""
     path = path.expanduser().resolve()
     return load(path) or CheckpointStore(path / CHECKPOINTS, Retention(1, 0, None, True)).latest()
 

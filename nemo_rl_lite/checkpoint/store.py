@@ -1,8 +1,8 @@
-"""The checkpoints of a run on disk: whole or not there, whenever the process ends. Imports nothing heavy.
+"""Stores a run's checkpoints so that each is complete or absent, whenever the process ends. Imports nothing heavy.
 
 A checkpoint is a folder `step-00000120` with what the run wrote and `checkpoint.json`. It is written under a name that
-begins with a dot, brought to the disk, and only then renamed; `latest` names the newest. What was there before stays
-until the new one is complete.
+begins with a dot, synced to the disk, and then renamed; `latest` names the newest. Older ones stay until the new one is
+complete.
 """
 
 import json
@@ -23,7 +23,7 @@ RECORD, LATEST, _PREFIX, _REPLACED = "checkpoint.json", "latest", "step-", ".rep
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete one: `record` is what the run wrote of itself, `metrics` what was last measured at it."""
+    """A complete checkpoint: `record` describes the run, `metrics` are the last validation's at its step."""
 
     path: Path
     step: int
@@ -33,7 +33,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept: the newest, and the best by a metric where there is one."""
+    """The number of newest checkpoints, and of best ones by `metric`, that are kept."""
 
     newest: int
     best: int
@@ -48,10 +48,10 @@ class CheckpointStore:
         self.folder, self._retention = folder, retention
 
     def begin(self, step: int) -> Path:
-        """An empty folder for the checkpoint of `step`, seen by nobody who looks for complete ones.
+        """Make an empty folder for the checkpoint of `step`, under a name that no reader looks for.
 
         Raises:
-            CheckpointError: it cannot be made.
+            CheckpointError: the folder cannot be made.
         """
         unfinished = self.folder / f".{_name(step)}"
         try:
@@ -62,10 +62,10 @@ class CheckpointStore:
         return unfinished
 
     def finish(self, step: int, metrics: Mapping[str, float], record: Mapping[str, Any]) -> Checkpoint:
-        """Make what was written since `begin` the newest checkpoint, and remove those that are not to be kept.
+        """Complete the checkpoint that was begun, and remove those that are not kept.
 
         Raises:
-            CheckpointError: it did not get to the disk whole; older ones are as they were.
+            CheckpointError: it was not written completely; older checkpoints are unchanged.
         """
         unfinished, target = self.folder / f".{_name(step)}", self.folder / _name(step)
         try:
@@ -79,18 +79,18 @@ class CheckpointStore:
             unfinished.rename(target)
             _to_disk(self.folder)
         except OSError as error:
-            raise CheckpointError(f"the checkpoint of step {step} did not get to {self.folder}: {error}") from error
+            raise CheckpointError(f"step {step} cannot be written to {self.folder}: {error}") from error
         try:
             shutil.rmtree(replaced, ignore_errors=True)
             self._point_to(target)
             self._prune()
         except OSError as error:
-            log.warning("the checkpoint of step %d is there, but not everything about it: %s", step, error)
+            log.warning("the checkpoint of step %d is complete, but older ones were not tidied up: %s", step, error)
         return Checkpoint(target, step, dict(metrics), dict(record))
 
     def tidy(self) -> None:
-        """Remove what a run that was killed has left unfinished; one that was being replaced comes back where the new
-        one is not there."""
+        """Remove the unfinished checkpoints of a killed run, and restore one that was being replaced where the new one
+        is missing."""
         for replaced in self.folder.glob(f"{_REPLACED}{_PREFIX}*"):
             target = self.folder / replaced.name.removeprefix(_REPLACED)
             if load(target) is None and load(replaced) is not None:
@@ -101,31 +101,31 @@ class CheckpointStore:
             shutil.rmtree(unfinished, ignore_errors=True)
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep what was measured at the checkpoint of `step`; nothing where there is none."""
+        """Write `metrics` into the checkpoint of `step`, if there is one."""
         target = self.folder / _name(step)
         found = load(target)
         if found is not None:
             try:
                 _write_record(target, Checkpoint(target, step, dict(metrics), found.record))
             except OSError as error:
-                raise CheckpointError(f"what step {step} measured did not get to {target}: {error}") from error
+                raise CheckpointError(f"the metrics of step {step} were not written to {target}: {error}") from error
 
     def discard(self, step: int) -> None:
-        """Remove what was written since `begin`."""
+        """Remove the checkpoint that was begun."""
         shutil.rmtree(self.folder / f".{_name(step)}", ignore_errors=True)
 
     def complete(self) -> list[Checkpoint]:
-        """All complete ones, the oldest first."""
+        """All complete checkpoints, the oldest first."""
         found = (load(path) for path in self.folder.glob(f"{_PREFIX}*"))
         return sorted((one for one in found if one is not None), key=lambda one: one.step)
 
     def latest(self) -> Checkpoint | None:
-        """The newest complete one."""
+        """The newest complete checkpoint."""
         checkpoints = self.complete()
         return checkpoints[-1] if checkpoints else None
 
     def best(self, count: int = 1) -> list[Checkpoint]:
-        """So many with the best metric, the best first; of equal ones the newer. Those without it do not count."""
+        """The `count` checkpoints with the best metric, the best first; of equal ones the newer first."""
         metric, sign = self._retention.metric, 1 if self._retention.higher_is_better else -1
         measured = [one for one in self.complete() if metric is not None and metric in one.metrics]
         return sorted(measured, key=lambda one: (sign * one.metrics[metric or ""], one.step), reverse=True)[:count]
@@ -136,7 +136,7 @@ class CheckpointStore:
         kept |= {one.path for one in self.best(self._retention.best)}
         for one in checkpoints:
             if one.path not in kept:
-                # Out of sight first: a removal that is cut short leaves no half of a checkpoint.
+                # Rename it first, so that an interrupted removal leaves no incomplete checkpoint.
                 gone = one.path.with_name(f".{one.path.name}")
                 shutil.rmtree(gone, ignore_errors=True)
                 one.path.rename(gone)
@@ -150,7 +150,7 @@ class CheckpointStore:
 
 
 def load(path: Path) -> Checkpoint | None:
-    """The checkpoint in a folder; None where there is no complete one."""
+    """Read the checkpoint in a folder; None where there is no complete one."""
     try:
         content = json.loads((path / RECORD).read_text())
         return Checkpoint(path, content["step"], content["metrics"], content["record"])
@@ -159,7 +159,7 @@ def load(path: Path) -> Checkpoint | None:
 
 
 def has_any(folder: Path) -> bool:
-    """Whether a run has saved there, also where `tidy` has yet to bring back what was being replaced."""
+    """Whether a run has saved there, including a replaced checkpoint that `tidy` would restore."""
     return any(path for begin in ("", _REPLACED) for path in folder.glob(f"{begin}{_PREFIX}*"))
 
 

@@ -1,4 +1,4 @@
-"""A distributed checkpoint has pickles in it, which could run anything: torch is let read them, but nothing run."""
+"""Reads the pickles of a distributed checkpoint safely: tensors and its own records load, anything else is refused."""
 
 import os
 import pickle
@@ -11,9 +11,9 @@ import torch
 
 from nemo_rl_lite.errors import CheckpointError
 
-# Where torch.distributed.checkpoint keeps it.
+# The file name that torch.distributed.checkpoint uses.
 INDEX_FILE = ".metadata"
-# torch.distributed.checkpoint reads what is no tensor with weights_only=False; this overrules it.
+# torch.distributed.checkpoint reads other objects than tensors with weights_only=False; this overrides it.
 _TENSORS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _METADATA = "torch.distributed.checkpoint.metadata"
 _RECORDS = (
@@ -39,10 +39,10 @@ _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 @contextmanager
 def reading_only(folder: Path) -> Iterator[None]:
-    """Within the block, megatron-core and torch can read the checkpoint in `folder`, and nothing in it can run.
+    """Let megatron-core and torch read the checkpoint in `folder` within the block, without running code from it.
 
     Raises:
-        CheckpointError: there is no index, or it names something that is not part of one.
+        CheckpointError: there is no index, or it names an object that no index needs.
     """
     path = folder / INDEX_FILE
     try:

@@ -1,4 +1,4 @@
-"""What each worker is doing, told by a thread of its own, so that a worker that hangs can be found and looked into."""
+"""Heartbeats: each worker's process reports what it does, so that a worker that hangs, and its stack, can be found."""
 
 import faulthandler
 import json
@@ -14,20 +14,21 @@ from dataclasses import asdict, dataclass, field
 import ray
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
+from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.observability import progress
 from nemo_rl_lite.observability.system import Sampler, Usage
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 2.0
-# Without a beat for so long, a process is held up as a whole.
-SILENT_S = 5 * BEAT_S
+PERIOD_S = 2.0
+# A process without a heartbeat for longer than this is held up as a whole.
+SILENT_S = 5 * PERIOD_S
 _FRAMES = 24
 
 
 @dataclass(frozen=True)
-class Beat:
-    """One sign of life. Times are seconds since the epoch."""
+class Heartbeat:
+    """What a worker's process does at one time. Times are seconds since the epoch."""
 
     worker: str
     phase: str
@@ -35,19 +36,19 @@ class Beat:
     at: float
     counts: dict[str, int] = field(default_factory=dict)
     stack: tuple[str, ...] = ()
-    """`file:line function` of the thread that works, the innermost frame last."""
+    """`file:line function` of the main thread, the innermost frame last."""
     node: str = ""
     usage: Usage = field(default_factory=Usage)
-    """Of its machine and its GPUs."""
+    """Use of the process' machine and GPUs."""
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether it is in a collective operation, and so waits for ranks that are not there yet."""
+        """Whether it is in a collective operation, and so waits for other ranks."""
         return any("torch/distributed/" in frame for frame in self.stack[-4:])
 
     @property
-    def done(self) -> tuple[int, ...]:
-        """How far it is."""
+    def progress(self) -> tuple[int, ...]:
+        """The optimizer step and micro-batch that it is at."""
         return tuple(self.counts.get(name, 0) for name in ("optimizer_step", "micro_batch"))
 
     def is_silent(self, now: float) -> bool:
@@ -61,17 +62,18 @@ class Beat:
         return f"{self.worker}: {self.phase} for {now - self.since:.0f} s{counts}{silent}{where}"
 
 
-class Heartbeat:
-    """Of this process, whose main thread works."""
+class HeartbeatThread:
+    """Writes this process' heartbeat into Ray's key-value store every PERIOD_S seconds."""
 
     def __init__(self, worker: str, gpus: Sequence[str] = ()):
         self._worker, self._phase, self._since = worker, "idle", time.time()
         self._node, self._system = ray.get_runtime_context().get_node_id(), Sampler(gpus)
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._write_all, name="heartbeat", daemon=True).start()
 
     @contextmanager
     def during(self, phase: str, limit_s: float | None) -> Iterator[None]:
-        """Where the phase takes longer than its limit, all threads' stacks go to the log, even if Python hangs."""
+        """Report the block as `phase`. Where it takes longer than its limit, all threads' stacks go to the log, even if
+        Python hangs."""
         self._phase, self._since = phase, time.time()
         if limit_s is not None:
             faulthandler.dump_traceback_later(limit_s, file=sys.stderr)
@@ -81,35 +83,52 @@ class Heartbeat:
             faulthandler.cancel_dump_traceback_later()
             self._phase, self._since = "idle", time.time()
 
-    def _beat(self) -> None:
+    def _write_all(self) -> None:
         while True:
-            beat = Beat(
-                self._worker,
-                self._phase,
-                self._since,
-                time.time(),
-                progress.latest(),
-                _main_stack(),
-                self._node,
-                self._system.usage,
-            )
+            counts, stack, usage = progress.latest(), _main_stack(), self._system.usage
+            heartbeat = Heartbeat(self._worker, self._phase, self._since, time.time(), counts, stack, self._node, usage)
             try:
-                _internal_kv_put(_key(self._worker), json.dumps(asdict(beat)).encode(), overwrite=True)
-            except Exception as error:  # whatever it is: the next beat may get through
-                log.debug("a heartbeat did not get through: %s", error)
-            time.sleep(BEAT_S)
+                _internal_kv_put(_key(self._worker), json.dumps(asdict(heartbeat)).encode(), overwrite=True)
+            except Exception as error:  # of any kind: the next heartbeat may succeed
+                log.debug("a heartbeat was not written: %s", error)
+            time.sleep(PERIOD_S)
 
 
-def last_beats(workers: Sequence[str]) -> list[Beat]:
-    """The last of each worker that has given any."""
-    beats = []
+def last_heartbeats(workers: Sequence[str]) -> list[Heartbeat]:
+    """The last heartbeat of each worker that has written one."""
+    found = []
     for worker in workers:
         value = _internal_kv_get(_key(worker))
         if value is not None:
             content = json.loads(value)
-            whole = {"stack": tuple(content["stack"]), "usage": Usage(**content["usage"])}
-            beats.append(Beat(**content | whole))
-    return beats
+            typed = {"stack": tuple(content["stack"]), "usage": Usage(**content["usage"])}
+            found.append(Heartbeat(**content | typed))
+    return found
+
+
+def hang(workers: Sequence[str], phase: str, cause: str) -> WorkerError:
+    """The error for workers that are still in `phase`. It names the stragglers, and has every worker's stack in its
+    details."""
+    heartbeats, now = last_heartbeats(workers), time.time()
+    named = stragglers(heartbeats, now) or list(workers)
+    seen = "; ".join(one.describe(now) for one in heartbeats if one.worker in named)
+    others = len(workers) - len(named)
+    waiting = f"; {others} other{'s' if others > 1 else ''} wait{'' if others > 1 else 's'}" if others else ""
+    details = "\n\n".join("\n  ".join([one.describe(now), *one.stack]) for one in heartbeats)
+    return WorkerError(", ".join(named), phase, f"{cause}{waiting}; {seen}" if seen else cause, details=details)
+
+
+def stragglers(heartbeats: Sequence[Heartbeat], now: float) -> list[str]:
+    """The workers that the others seem to wait for: silent ones, or else those with the least progress, or else, among
+    equals, those outside torch's collectives. On GPUs a rank mostly waits where it reads a result, so all equals are
+    named."""
+    silent = [one for one in heartbeats if one.is_silent(now)]
+    # Engines count nothing, so their progress cannot be compared.
+    comparable = all(one.counts for one in heartbeats)
+    least = min((one.progress for one in heartbeats), default=())
+    behind = [one for one in heartbeats if one.progress == least] if comparable else list(heartbeats)
+    busy = [one for one in behind if not one.waits_for_others]
+    return [one.worker for one in silent or busy or behind]
 
 
 def _main_stack() -> tuple[str, ...]:

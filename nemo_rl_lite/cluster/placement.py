@@ -1,4 +1,4 @@
-"""Which worker runs on which GPU: one Ray bundle for each GPU, shared by the policy and an engine or not."""
+"""Places workers on GPUs: one Ray bundle for each GPU, which the policy and an engine may share."""
 
 import logging
 import os
@@ -25,17 +25,17 @@ Slot = dict[str, Any]
 
 @dataclass(frozen=True)
 class Placement:
-    """A slot for each policy rank and for each GPU of generation, neighbours on one node where that is possible."""
+    """A slot for each policy rank and for each GPU of generation; neighbours are on one node where possible."""
 
     policy: list[Slot]
     generation: list[Slot]
 
 
 def place(config: Config, engines: int) -> Placement:
-    """Reserve the run's GPUs; on CPUs there is nothing to reserve, and ranks are spread over the nodes, each engine
-    beside the policy rank it gets its weights from. `engines` is 0 for a run without generation.
+    """Reserve the run's GPUs. On CPUs nothing is reserved: ranks are spread over the nodes, and each engine is on the
+    node of the policy rank that sends it weights. `engines` is 0 for a run without generation.
 
-    A cluster that RAY_ADDRESS names may still be growing, or wait for a node in place of one that was lost.
+    In a cluster that RAY_ADDRESS names, wait for nodes that have not joined yet.
 
     Raises:
         WorkerError: the cluster does not have the GPUs or nodes, or not within `cluster.start_timeout_s`.
@@ -73,7 +73,7 @@ def _alive() -> list[str]:
 
 
 def _wait_for(there: Callable[[], int], wanted: int, what: str, limit_s: float) -> None:
-    """A Ray of the run's own is whole from the beginning; one that RAY_ADDRESS names may grow."""
+    """Wait until there are enough nodes or GPUs. Only a cluster that RAY_ADDRESS names can still grow."""
     limit_s = limit_s if "RAY_ADDRESS" in os.environ else 0
     deadline = time.monotonic() + limit_s
     while (count := there()) < wanted:
@@ -97,14 +97,14 @@ def _reserve(gpus: int, limit_s: float) -> PlacementGroup:
 
 
 def _by_node(group: PlacementGroup) -> dict[int, str]:
-    """The node of each bundle, bundles of a node beside each other."""
+    """The node of each bundle, ordered by node."""
     nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     log.info("bundles by node: %s", nodes)
     return dict(sorted(nodes.items(), key=lambda item: (item[1], item[0])))
 
 
 def check_nodes(nodes: list[str], gpus_per_node: int) -> None:
-    """Raises WorkerError: Ray found GPUs, but not as many on each node as the run's layout counts on."""
+    """Raise WorkerError where a node does not have the number of GPUs that the run's layout needs."""
     counts = Counter(nodes)
     if any(count != gpus_per_node for count in counts.values()):
         spread = " + ".join(str(count) for count in counts.values())

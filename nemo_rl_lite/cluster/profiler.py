@@ -1,4 +1,4 @@
-"""Traces of the steps that `profile.steps` names, of the launcher and of every worker."""
+"""Traces the steps in `profile.steps`, in the launcher and in every worker."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ class StepProfiler:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Records the block, if it is a step to look into. Where it fails, nothing is written."""
+        """Trace the block if `step` is one of them. Nothing is written where the block raises."""
         if step not in self._config.steps:
             yield
             return

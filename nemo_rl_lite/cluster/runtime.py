@@ -1,4 +1,4 @@
-"""Ray itself: up with the run, down with it, however the run ends."""
+"""Starts Ray with the run and stops it, however the run ends."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ import ray
 
 from nemo_rl_lite.host.stopping import SIGNALS, note_signal
 
-# Seen by every process that Ray starts. No usage report, no idle worker for each core, no hub, no forked tokenizer
+# The environment of every process that Ray starts: no usage report, no idle worker for each core, no hub, no tokenizer
 # threads.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -25,7 +25,7 @@ ENVIRONMENT = {
 
 @contextmanager
 def ray_runtime() -> Iterator[None]:
-    """Ray on this machine (or the cluster that RAY_ADDRESS names) for the time of the block.
+    """Run Ray on this machine (or join the cluster that RAY_ADDRESS names) for the time of the block.
 
     SIGTERM and SIGUSR1 end the block like Ctrl-C does, so that no worker outlives the run.
     """
@@ -33,7 +33,7 @@ def ray_runtime() -> Iterator[None]:
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name.startswith("RAY_")})
     try:
         ray.init(
-            # Without this, Ray joins whatever cluster was last started on this machine.
+            # Without this, Ray joins the cluster that was last started on this machine.
             address=os.environ.get("RAY_ADDRESS", "local"),
             include_dashboard=False,
             log_to_driver=False,
@@ -41,11 +41,11 @@ def ray_runtime() -> Iterator[None]:
             configure_logging=False,
             runtime_env={"env_vars": ENVIRONMENT},
         )
-        # ray.init has put a handler of its own in place, which would end the process at once.
+        # ray.init has installed its own handler, which would end the process at once.
         signal.signal(signal.SIGTERM, _interrupt)
         yield
     finally:
-        # A second, impatient Ctrl-C must not leave half of Ray behind.
+        # A second Ctrl-C must not interrupt the shutdown.
         handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (*SIGNALS, signal.SIGINT)}
         ray.shutdown()
         for number, handler in (handlers | previous).items():

@@ -1,4 +1,4 @@
-"""Groups of workers in Ray actors: start them, call them together, and fail at once when one fails."""
+"""Groups of workers in Ray actors: starts them, calls them together, and fails soon after one fails."""
 
 import copy
 import re
@@ -12,15 +12,15 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from torch.distributed import DistError
 
-from nemo_rl_lite.cluster.host import Host
+from nemo_rl_lite.cluster.actor import WorkerActor
+from nemo_rl_lite.cluster.heartbeat import hang
 from nemo_rl_lite.cluster.placement import Slot
-from nemo_rl_lite.cluster.watchdog import hang
 from nemo_rl_lite.errors import LostTouchError, WorkerError
 from nemo_rl_lite.observability.profiling import Tool
 
-# After a first failure, so many seconds for others to show: the worker that fails first is often not the one to blame.
+# Seconds to wait for other failures after the first, which is often not the cause.
 GRACE_S = 2.0
-# After one whose peer is gone: until Ray knows of a process or a node that has died.
+# Seconds to wait after a failed communication, until Ray notices that a process or a node has died.
 DEATH_S = 15.0
 _LOST_TOUCH = 2
 _COMMUNICATION = re.compile(r"connection (closed|reset)|gloo|nccl|timed out waiting", re.IGNORECASE)
@@ -28,8 +28,8 @@ _COMMUNICATION = re.compile(r"connection (closed|reset)|gloo|nccl|timed out wait
 
 @dataclass(frozen=True)
 class Call:
-    """A method running on every worker of a group. `phase` says what for; it is in the error when one fails. `limit_s`:
-    seconds after which it is taken to hang (None: never)."""
+    """A method that runs on every worker of a group. An error names `phase`. `limit_s`: seconds after which the call
+    counts as hanging (None: never)."""
 
     workers: tuple[str, ...]
     phase: str
@@ -38,7 +38,7 @@ class Call:
 
 
 class WorkerGroup:
-    """Workers of one kind, ranks 0, 1, ..., each in a process of its own."""
+    """Workers of one kind, ranks 0, 1, ..., each in its own process."""
 
     def __init__(
         self,
@@ -46,45 +46,46 @@ class WorkerGroup:
         slots: Sequence[Slot],
         log_folder: str,
         environment: dict[str, str],
-        seats: int = 1,
+        slots_each: int = 1,
         limit_s: float | None = None,
     ):
-        """Start an empty process in every slot. `environment` is there before the first import.
+        """Start an empty process in every slot, with `environment`.
 
-        A worker may need several GPUs (`seats`): the process in its first slot is the worker, those in its other slots
-        hold GPUs for it. `limit_s`: seconds that a call of a worker's method may take.
+        A worker may need several GPUs (`slots_each`): the process in its first slot is the worker, the processes in its
+        other slots reserve GPUs for it. `limit_s`: seconds that a call of a worker's method may take.
         """
         self.name, self._log_folder, self._environment = name, log_folder, environment
         self._limit_s = limit_s
-        self._slots = [list(slots[start : start + seats]) for start in range(0, len(slots), seats)]
+        self._slots = [list(slots[start : start + slots_each]) for start in range(0, len(slots), slots_each)]
         self._ranks = list(range(len(self._slots)))
         self.places = [self._new_place(place) for place in range(len(self._slots))]
 
     @property
     def hosts(self) -> list[Any]:
-        """The worker of each place: the process in its first seat."""
+        """The worker of each place: the process in its first slot."""
         return [place[0] for place in self.places]
 
     @property
     def processes(self) -> list[str]:
-        """All of them, as their heartbeats call them."""
+        """The names of all processes in their heartbeats."""
         return [
-            _name(self.name, rank, seat)
+            _name(self.name, rank, index)
             for rank, place in zip(self._ranks, self.places, strict=True)
-            for seat in range(len(place))
+            for index in range(len(place))
         ]
 
     def __len__(self) -> int:
         return len(self.places)
 
     def lost(self) -> list[int]:
-        """Ranks whose processes are gone. Waits for what the others are doing, at most as long as a call may take."""
+        """Find the ranks whose processes have died. Wait for the others' current calls, at most as long as a call may
+        take."""
         asked = {process.is_there.remote(): rank for rank, place in enumerate(self.places) for process in place}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=self._limit_s)
         return sorted({asked[answer] for answer in answered if not _was_there(answer)})
 
     def replace(self, ranks: Sequence[int]) -> "WorkerGroup":
-        """Start new, empty processes for these ranks, where the old ones were; a group of them alone."""
+        """Start new, empty processes for these ranks in the same slots; return a group of these ranks alone."""
         for rank in ranks:
             for process in self.places[rank]:
                 ray.kill(process)
@@ -95,12 +96,12 @@ class WorkerGroup:
         return part
 
     def _new_place(self, rank: int) -> list[Any]:
-        actor: Any = Host
+        actor: Any = WorkerActor
         runtime = {"runtime_env": {"env_vars": self._environment}}
         processes = []
-        for seat, slot in enumerate(self._slots[rank]):
-            worker = _name(self.name, rank, seat)
-            log_file = f"{self._log_folder}/{self.name}-{rank}{f'-seat-{seat}' if seat else ''}.log"
+        for index, slot in enumerate(self._slots[rank]):
+            worker = _name(self.name, rank, index)
+            log_file = f"{self._log_folder}/{self.name}-{rank}{f'-slot-{index}' if index else ''}.log"
             processes.append(actor.options(**runtime, **slot).remote(worker, log_file))
         return processes
 
@@ -115,21 +116,21 @@ class WorkerGroup:
         return self._as_call("start", [h.start.remote(own) for h, own in zip(self.hosts, arguments, strict=True)])
 
     def gpus(self, timeout_s: float) -> list[list[str]]:
-        """Each worker's GPUs, those that are held for it included, as CUDA_VISIBLE_DEVICES names them."""
-        seats = [(index, seat) for index, place in enumerate(self.places) for seat in place]
-        names = tuple(f"{self.name} rank {self._ranks[index]}" for index, _ in seats)
-        named = wait(Call(names, "start", tuple(seat.gpus.remote() for _, seat in seats)), timeout_s=timeout_s)
+        """Each worker's GPUs, including those reserved for it, in the form of CUDA_VISIBLE_DEVICES."""
+        processes = [(index, process) for index, place in enumerate(self.places) for process in place]
+        names = tuple(f"{self.name} rank {self._ranks[index]}" for index, _ in processes)
+        asked = Call(names, "start", tuple(process.gpus.remote() for _, process in processes))
         gpus: list[list[str]] = [[] for _ in self.places]
-        for (index, _), own in zip(seats, named, strict=True):
+        for (index, _), own in zip(processes, wait(asked, timeout_s=timeout_s), strict=True):
             gpus[index] += own
         return gpus
 
     def call(self, method: str, *arguments: Any, phase: str = "") -> Call:
-        """The same call on every worker."""
+        """Call a method of every worker with the same arguments."""
         return self.call_each(method, [arguments] * len(self), phase)
 
     def call_each(self, method: str, arguments: Sequence[Sequence[Any]], phase: str = "") -> Call:
-        """A call on every worker, each with its own arguments."""
+        """Call a method of every worker, each with its own arguments."""
         phase, limit_s = phase or method, self._limit_s
         pairs = zip(self.hosts, arguments, strict=True)
         references = [host.call.remote(method, phase, limit_s, *own) for host, own in pairs]
@@ -144,11 +145,11 @@ class WorkerGroup:
         return wait(self._as_call("memory", [host.peak_memory.remote() for host in self.hosts]))
 
     def begin_profile(self, tool: Tool) -> Call:
-        """Let every worker's process record what it does."""
+        """Start a trace in every worker's process."""
         return self._as_call("profile", [host.begin_profile.remote(tool) for host in self.hosts], self._limit_s)
 
     def end_profile(self, folder: Path, suffix: str) -> Call:
-        """Write that to `<folder>/<name>-<rank><suffix>`."""
+        """Write the traces to `<folder>/<name>-<rank><suffix>`."""
         files = [str(folder / f"{self.name}-{rank}{suffix}") for rank in self._ranks]
         ended = [host.end_profile.remote(file) for host, file in zip(self.hosts, files, strict=True)]
         return self._as_call("profile", ended, self._limit_s)
@@ -157,8 +158,8 @@ class WorkerGroup:
         return Call(tuple(f"{self.name} rank {rank}" for rank in self._ranks), phase, tuple(references), limit_s)
 
 
-def _name(group: str, rank: int, seat: int) -> str:
-    return f"{group} rank {rank}" + (f" seat {seat}" if seat else "")
+def _name(group: str, rank: int, slot: int) -> str:
+    return f"{group} rank {rank}" + (f" slot {slot}" if slot else "")
 
 
 def _was_there(answer: Any) -> bool:
@@ -169,19 +170,19 @@ def _was_there(answer: Any) -> bool:
 
 
 def wait(*calls: Call, timeout_s: float | None = None) -> list[Any]:
-    """The results of all workers of all calls, in order; raises soon after the first failure, wherever that is.
+    """Return the results of all workers of all calls, in order, or raise soon after the first failure.
 
-    Where one worker's failure makes others fail (a collective whose peer is gone), the error is that of the worker
-    that died, or else of one that failed otherwise than in communication, or else of one that goes on while the others
-    gave up waiting for it.
+    Where one worker's failure makes others fail (a collective whose peer has died), raise the error of the worker that
+    died, or else of one that failed outside communication, or else of one that is still running while the others gave
+    up waiting for it.
 
     Raises:
-        WorkerError: naming the worker, the phase and the cause; also after `timeout_s` seconds, or those that all of
-            the calls are limited to.
+        WorkerError: names the worker, the phase and the cause; also raised after `timeout_s` seconds, or after the
+            longest `limit_s` of the calls where each has one.
     """
     limits = [call.limit_s for call in calls if call.limit_s is not None]
     if timeout_s is None and len(limits) == len(calls):
-        # Stacks are on their way to the logs at that time.
+        # At their limits the workers write their stacks to the logs first.
         timeout_s = max(limits) + GRACE_S
     origin = {
         reference: (worker, call.phase)
@@ -209,9 +210,9 @@ def wait(*calls: Call, timeout_s: float | None = None) -> list[Any]:
     waiting = [origin[reference][0] for reference in pending]
     if failures:
         nearest = min(failures, key=lambda failure: failure.distance)
-        nearest.error.others_go_on = bool(pending)
+        nearest.error.others_running = bool(pending)
         if pending and nearest.distance == _LOST_TOUCH:
-            late = hang(waiting, origin[pending[0]][1], f"it goes on, and {nearest.error}")
+            late = hang(waiting, origin[pending[0]][1], f"it is still running, and {nearest.error}")
             late.details += f"\n\n{nearest.error.details}"
             raise late from nearest.error
         raise nearest.error
@@ -222,7 +223,7 @@ def wait(*calls: Call, timeout_s: float | None = None) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Failure:
-    """A worker's error, and how far it is from the cause: 0 died, 1 failed, 2 lost touch with another."""
+    """A worker's error, and its distance from the cause: 0 died, 1 failed, 2 lost connection to another."""
 
     distance: int
     error: WorkerError

@@ -1,4 +1,4 @@
-"""What the driver may know of the GPUs without making itself at home on one."""
+"""Reads facts of GPUs without creating a CUDA context."""
 
 import subprocess
 
@@ -6,7 +6,7 @@ MIB = 2**20
 
 
 def gpu_bytes(command: str = "nvidia-smi") -> int | None:
-    """Memory of this machine's smallest GPU in bytes; None where there is none, or the driver does not tell."""
+    """Memory of this machine's smallest GPU in bytes; None where there is no GPU, or the driver does not say."""
     query = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout

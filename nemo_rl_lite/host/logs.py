@@ -1,8 +1,8 @@
-"""What the processes of a run write to their log files."""
+"""Sets up logging in the processes of a run."""
 
 import logging
 
 
 def log_to_stderr() -> None:
-    """Messages from INFO on; nothing where the process has been told so before."""
+    """Log messages from level INFO to stderr. A second call does nothing."""
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s][%(name)s][%(levelname)s] %(message)s")

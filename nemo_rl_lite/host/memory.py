@@ -1,13 +1,13 @@
-"""How much host memory is left for this process. Imports nothing heavy."""
+"""Measures the host memory that is free for this process. Imports nothing heavy."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 
 def free_host_bytes(system: Path = Path("/")) -> int:
-    """Bytes that this process could still take: what the machine has available, or less where its control groups (of
-    either version, its own or one above) allow less. `system` is where /proc and /sys are."""
-    # The doctor speaks of control groups also where psutil is missing.
+    """Bytes that this process could still allocate: what the machine has available, or less where its control groups
+    (of either version, its own or one above) allow less. `system` is where /proc and /sys are."""
+    # The doctor imports this module also where psutil is missing.
     import psutil
 
     free = psutil.virtual_memory().available
@@ -17,8 +17,8 @@ def free_host_bytes(system: Path = Path("/")) -> int:
 
 
 def control_groups(controller: str, system: Path = Path("/")) -> Iterator[Path]:
-    """The folders of the control groups, of either version, that this process is in and that may have limits of
-    `controller` (memory, cpu, ...): from its own to the top."""
+    """The folders of this process' control groups, of either version, that may limit `controller` (memory, cpu, ...):
+    from its own to the top."""
     try:
         groups = (system / "proc/self/cgroup").read_text().split()
     except OSError:
@@ -35,7 +35,7 @@ def control_groups(controller: str, system: Path = Path("/")) -> Iterator[Path]:
 
 
 def _allowed(group: Path, unlimited: int) -> int:
-    """Bytes that a control group still allows; `unlimited` where it sets no limit or is not to be read."""
+    """Bytes that a control group still allows; `unlimited` where it sets no limit or cannot be read."""
     for limit, used, cached in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -44,7 +44,7 @@ def _allowed(group: Path, unlimited: int) -> int:
             most, now = int((group / limit).read_text()), int((group / used).read_text())
             kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):
-            # Not there, or "max".
+            # The file is missing, or has "max".
             continue
         return most - now + int(kept.get(cached, 0))
     return unlimited

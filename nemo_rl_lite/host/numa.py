@@ -1,7 +1,7 @@
-"""Keep a process on the CPUs, and its new memory on the node, that its GPU is attached to.
+"""Binds a process to the CPUs, and its new memory to the NUMA node, of its GPU.
 
-A GPU's link ends at one NUMA node; copies from another node's memory cross the link between sockets, and the CPU
-optimizer would read its states across it. Where the machine does not say, or does not allow it, nothing is changed.
+Copies from another node's memory cross the link between sockets, and the CPU optimizer would read its states across it.
+Where the machine does not name the node, or forbids the binding, nothing changes.
 """
 
 import ctypes
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 SYSFS = Path("/sys")
-# set_mempolicy has no function in libc. The number of the system call, and that of the policy: this node, and others
-# when it is full.
+# libc has no function for set_mempolicy, so this is the number of the system call. MPOL_PREFERRED: allocate on this
+# node,
+# and on others when it is full.
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _PREFERRED = 1
 _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
@@ -23,16 +24,16 @@ _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 @dataclass(frozen=True)
 class Binding:
-    """Where this process runs after `bind`."""
+    """The result of `bind`."""
 
     node: int | None
-    """The NUMA node it was bound to; None where it was left alone."""
+    """The NUMA node that the process is bound to; None: it is not bound."""
     cpus: frozenset[int]
-    """CPUs it may use."""
+    """The CPUs that the process may use."""
     memory: bool
-    """Whether new memory comes from the node by policy; otherwise from where the thread that first writes it runs."""
+    """Whether the policy allocates new memory on the node; otherwise on the node of the thread that writes it first."""
     note: str
-    """What was not done, and why; empty where everything was."""
+    """What failed, and why; empty where nothing failed."""
 
     def describe(self) -> str:
         """One line for the log."""
@@ -43,15 +44,15 @@ class Binding:
 
 
 class NoNodeError(Exception):
-    """A GPU's NUMA node is not known, or not to be used: why."""
+    """A GPU's NUMA node is unknown, or this process may not use it."""
 
 
 def node_of(gpu: str, root: Path = SYSFS) -> tuple[int, frozenset[int]]:
-    """The NUMA node of the GPU at PCI address `gpu`, and those of its CPUs that this process may use. `root` is where
-    sysfs is mounted.
+    """The NUMA node of the GPU at PCI address `gpu`, and the CPUs of that node that this process may use. `root` is
+    where sysfs is mounted.
 
     Raises:
-        NoNodeError: the machine does not tell, or this process may use none of them.
+        NoNodeError: the machine does not name the node, or this process may use none of its CPUs.
     """
     try:
         node = int((root / "bus/pci/devices" / gpu / "numa_node").read_text())
@@ -59,7 +60,7 @@ def node_of(gpu: str, root: Path = SYSFS) -> tuple[int, frozenset[int]]:
             raise NoNodeError(f"the machine names no node for GPU {gpu}")
         there = parse_cpulist((root / f"devices/system/node/node{node}/cpulist").read_text())
     except (OSError, ValueError) as error:
-        raise NoNodeError(f"sysfs does not tell GPU {gpu}'s node ({error})") from error
+        raise NoNodeError(f"sysfs does not name GPU {gpu}'s node ({error})") from error
     cpus = frozenset(os.sched_getaffinity(0)) & there
     if not cpus:
         raise NoNodeError(f"this process may use no CPU of node {node}, which GPU {gpu} is on")
@@ -69,7 +70,7 @@ def node_of(gpu: str, root: Path = SYSFS) -> tuple[int, frozenset[int]]:
 def bind(gpu: str, root: Path = SYSFS) -> Binding:
     """Bind all threads of this process, and those they start, to the NUMA node of the GPU at PCI address `gpu`.
 
-    Never raises on what the machine says or forbids; the result tells. `root` is where sysfs is mounted.
+    Never raise where the machine forbids it; the result says so. `root` is where sysfs is mounted.
     """
     try:
         node, cpus = node_of(gpu, root)
@@ -91,10 +92,10 @@ def gpu_address(device: int = 0) -> str:
 
 
 def parse_cpulist(text: str) -> frozenset[int]:
-    """The numbers in a list such as `0-3,8,10-11`; none in an empty one.
+    """The numbers in a list such as `0-3,8,10-11`.
 
     Raises:
-        ValueError: it is no such list.
+        ValueError: `text` is no such list.
     """
     cpus: set[int] = set()
     for part in text.strip().split(",") if text.strip() else []:
@@ -104,27 +105,28 @@ def parse_cpulist(text: str) -> frozenset[int]:
 
 
 def _run_on(cpus: Set[int]) -> None:
-    """A new thread inherits its creator's CPUs, so all that run are moved, until a look finds no other."""
+    """Bind all threads. A new thread inherits its creator's CPUs, so repeat until there is no unbound thread."""
     moved: set[int] = set()
     while waiting := {int(entry.name) for entry in Path("/proc/self/task").iterdir()} - moved:
         for thread in waiting:
             try:
                 os.sched_setaffinity(thread, cpus)
             except ProcessLookupError:
-                # It ended meanwhile.
+                # The thread has ended.
                 continue
         moved |= waiting
 
 
 def _prefer_memory_of(node: int) -> str:
-    """Set this thread's memory policy, which threads it starts inherit; why it could not be set, or nothing."""
+    """Set this thread's memory policy, which threads that it starts inherit. Return why that failed, or an empty
+    text."""
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is None:
         return f"memory is left where it is first written ({platform.machine()} is not known)"
     mask = (ctypes.c_ulong * (node // _BITS + 1))()
     mask[node // _BITS] = 1 << node % _BITS
     libc = ctypes.CDLL(None, use_errno=True)
-    # The kernel reads one bit less than it is told.
+    # The kernel reads one bit less than this number.
     bits = ctypes.c_ulong(len(mask) * _BITS + 1)
     if libc.syscall(ctypes.c_long(number), ctypes.c_int(_PREFERRED), mask, bits) == 0:
         return ""

@@ -1,18 +1,18 @@
-"""Ports that are free, for workers to meet at. Imports nothing heavy."""
+"""Finds free ports at which workers meet. Imports nothing heavy."""
 
 import random
 import socket
 from contextlib import suppress
 
-# Above Ray's own and below what kernels hand out for outgoing connections.
+# Above Ray's default ports, and below those that kernels use for outgoing connections.
 LASTING_PORTS = range(20_000, 32_000)
 
 
 def free_port() -> int:
-    """A port that is free on this machine now, and not one that the kernel hands out: it is used a while later.
+    """A free port of this machine that the kernel does not use for outgoing connections, because it is opened later.
 
     Raises:
-        OSError: there is none.
+        OSError: there is no free port.
     """
     for port in [*random.sample(LASTING_PORTS, 20), 0]:
         with socket.socket() as probe, suppress(OSError):

@@ -1,4 +1,4 @@
-"""A run that is asked to end: after the step that it is at, with a checkpoint."""
+"""Ends a run on request, after its current step and with a checkpoint."""
 
 import os
 import signal
@@ -7,28 +7,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-# Slurm's before it takes a job's nodes away, and the one that `sbatch --signal=USR1@300` asks for before the end.
+# SIGTERM is Slurm's before it takes a job's nodes; SIGUSR1 is what `sbatch --signal=USR1@300` asks for.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _STANDARD_ERROR = 2
-# Of SIGNALS, those that came; Ray turns the exception that a handler raises into one that says nothing.
+# The signals received so far. They are noted here because Ray replaces the exception that a handler raises.
 _received: list[signal.Signals] = []
 
 
 def note_signal(number: int) -> None:
-    """To be called by every handler of SIGNALS."""
+    """Note a signal. Every handler of SIGNALS calls this."""
     _received.append(signal.Signals(number))
 
 
 def was_asked_to_end() -> bool:
-    """Whether one of SIGNALS came since this process began."""
+    """Whether this process has received one of SIGNALS."""
     return bool(_received)
 
 
 class Stopping:
-    """Why the run should end now, if it should: a signal came, or its time would run out in the next step."""
+    """Decides whether a run should end: a signal came, or its time would run out in the next step."""
 
     def __init__(self, limit_s: float | None, elapsed_s: Callable[[], float]):
-        """`limit_s`: seconds, as `elapsed_s` counts them, by which the run must have ended (None: whenever)."""
+        """`limit_s`: the seconds of `elapsed_s` by which the run must have ended (None: no limit)."""
         self._limit_s, self._elapsed_s = limit_s, elapsed_s
         self._signal: signal.Signals | None = None
         self._longest_s = 0.0
@@ -36,7 +36,7 @@ class Stopping:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within the block, a first signal is kept for `after_step`; a second one interrupts like Ctrl-C."""
+        """Within the block, keep a first signal for `after_step`; a second one interrupts like Ctrl-C."""
         previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
         self._step_started = time.monotonic()
         try:
@@ -46,7 +46,7 @@ class Stopping:
                 signal.signal(number, handler)
 
     def after_step(self, save_s: float = 0.0) -> str | None:
-        """To be asked once a step, after everything that belongs to it. `save_s`: seconds that a save takes."""
+        """Why the run should end, or None. Call it once after each step. `save_s`: seconds that a save takes."""
         now = time.monotonic()
         self._longest_s, self._step_started = max(self._longest_s, now - self._step_started), now
         if self._signal is not None:
@@ -61,13 +61,13 @@ class Stopping:
             raise KeyboardInterrupt
         self._signal = signal.Signals(number)
         message = f"{self._signal.name}: the run ends after this step, with a checkpoint; again to end it at once\n"
-        # Not through a stream or a logger, which may be what was interrupted.
+        # The signal may have interrupted a stream or a logger, so write directly.
         with suppress(OSError):
             os.write(_STANDARD_ERROR, message.encode())
 
 
 def seconds(duration: str | int | None) -> float | None:
-    """Of "[[days:]hours:]minutes:seconds", or of a number of seconds."""
+    """The seconds of "[[days:]hours:]minutes:seconds", or of a number of seconds."""
     if duration is None or isinstance(duration, int):
         return duration
     total = 0

@@ -1,4 +1,4 @@
-"""Where this machine keeps its key for W&B. Imports nothing heavy, and never shows the key."""
+"""Finds where this machine keeps its key for W&B. Imports nothing heavy, and never shows the key."""
 
 import netrc
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ WANDB = "https://api.wandb.ai"
 
 
 def wandb_login(environment: Mapping[str, str], address: str) -> str:
-    """Where W&B would find its key for the server at `address`; empty where it would not.
+    """The variable or file where W&B would find its key for the server at `address`; empty without one.
 
     Raises:
         OSError, netrc.NetrcParseError: the netrc file cannot be read.

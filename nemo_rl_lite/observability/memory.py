@@ -24,13 +24,13 @@ class MemoryMeter:
         self._peaks: Peaks = {}
         self._working: dict[str, int] = {}
         # Of the current phase: bytes outside components, bytes of components, and the peaks so far.
-        self._beside = self._held = self._peak = self._most = 0
+        self._outside = self._held = self._peak = self._most = 0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure the block as the phase `name`."""
         before = dict(self._components())
-        self._beside = _allocated(sum(before.values())) - sum(before.values())
+        self._outside = _allocated(sum(before.values())) - sum(before.values())
         self._peak = self._most = 0
         self._begin_segment()
         try:
@@ -76,9 +76,9 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats()
 
     def _end_segment(self) -> None:
-        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else self._held + self._beside
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else self._held + self._outside
         self._peak = max(self._peak, peak)
-        self._most = max(self._most, peak - self._held - self._beside)
+        self._most = max(self._most, peak - self._held - self._outside)
 
     def _keep(self, name: str, value: float) -> None:
         self._peaks[name] = max(value, self._peaks.get(name, 0.0))

@@ -1,6 +1,6 @@
 """Pictures of a run: its curves, and device memory by phase, predicted and measured."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -80,7 +80,7 @@ def stacks(metrics: MetricsLog, prefix: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def _colours(bars: list[Mapping[str, float]]) -> dict[str, str]:
+def _colours(bars: Sequence[Mapping[str, float]]) -> dict[str, str]:
     """A colour for each component that takes any memory, in the order of the stack, with OTHER on top."""
     taken = list(dict.fromkeys(name for parts in bars for name, nbytes in parts.items() if nbytes))
     named = {name: f"C{index}" for index, name in enumerate(name for name in taken if name != OTHER)}

@@ -1,4 +1,4 @@
-"""From the words of a training command line to its runs: compose, validate, run."""
+"""Turns a training command line into runs: compose, validate, run."""
 
 import itertools
 import shlex
@@ -28,17 +28,17 @@ _INFORMATION = ("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--i
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 _INFO = ("--info", "-i")
 _INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-# Ours: everything up to the first process.
+# This launcher's own flag: do everything up to the first process.
 _DRY_RUN = "--dry-run"
 _SWEEP = ("--multirun", "-m")
 
 
 def launch(arguments: Sequence[str]) -> "list[Summary]":
-    """Run what the command line asks for; the summary of each run (several with -m, none with --help and the like)."""
+    """Run the command line, and return the summary of each run (several with -m, none with --help and the like)."""
     flags, overrides = split_arguments(arguments)
     sweeps = any(flag in _SWEEP for flag in flags)
     summaries: list[Summary] = []
-    # Of a sweep's jobs that failed: number and exit status.
+    # Number and exit status of each job of a sweep that failed.
     failed: list[tuple[int, Any]] = []
 
     def task(composed: DictConfig) -> None:
@@ -52,7 +52,7 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
         except Exception:
             if not sweeps:
                 raise
-            # Hydra would tell of the first one alone, and when all jobs are done.
+            # Hydra would report only the first failure, after all jobs.
             traceback.print_exc()
             failed.append((hydra_config.job.num, LauncherError.exit_status))
 
@@ -62,7 +62,7 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
             violations.append(Violation(" ".join(flags), None, "a sweep runs, the other flag only prints", "drop one"))
             raise ConfigError(violations)
         if violations or not only_informs(flags):
-            # Before Hydra makes the run's folder, and before the first job of a sweep.
+            # Check before Hydra makes the run's folder, and before the first job of a sweep.
             for job in _jobs(overrides) if sweeps else [overrides]:
                 compose_config(job)
         if _DRY_RUN in flags:
@@ -80,7 +80,7 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
 
 
 def _was_ended(end: SystemExit) -> bool:
-    """Whether the user or the scheduler ended the job: the rest of a sweep is not wanted either."""
+    """Whether the user or the scheduler ended the job, which also ends the sweep."""
     from nemo_rl_lite.host.stopping import was_asked_to_end
 
     return end.code in (INTERRUPTED, RunStopped.exit_status) or was_asked_to_end()
@@ -90,8 +90,8 @@ def _dry_run(flags: Sequence[str], overrides: Sequence[str], sweeps: bool) -> No
     from nemo_rl_lite.run.dry_run import dry_run
 
     if others := [flag for flag in flags if flag not in (_DRY_RUN, *_SWEEP)]:
-        raise ConfigError([Violation(_DRY_RUN, None, f"does not go with {' '.join(others)}", "drop one")])
-    # The jobs of a sweep have folders of their own.
+        raise ConfigError([Violation(_DRY_RUN, None, f"cannot be combined with {' '.join(others)}", "drop one")])
+    # Each job of a sweep has its own folder.
     named = None if sweeps else named_run_folder(overrides)
     try:
         for job in _jobs(overrides):
@@ -106,13 +106,13 @@ def only_informs(flags: Sequence[str]) -> bool:
 
 
 def _jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """The overrides of each job of a sweep, as Hydra's basic sweeper makes them."""
+    """The overrides of each job of a sweep, in the order of Hydra's basic sweeper."""
     choices = [values for override in overrides if (values := _values(override))]
     return map(list, itertools.product(*choices))
 
 
 def _values(argument: str) -> list[str]:
-    """An override for each value it sweeps over; none where only Hydra can tell the values."""
+    """An override for each value of the sweep; empty where only Hydra knows the values."""
     try:
         override = OverridesParser.create().parse_override(argument)
     except HydraException:
@@ -142,8 +142,8 @@ def _guarded(composed: DictConfig, folder: Path, arguments: Sequence[str]) -> "S
 
     close_to_others()
     from nemo_rl_lite.host.stopping import was_asked_to_end
+    from nemo_rl_lite.run.folder import ERROR_FILE
     from nemo_rl_lite.run.run import run
-    from nemo_rl_lite.run.status import ERROR_FILE
 
     command = shlex.join(["python", "-m", "nemo_rl_lite.train", *arguments])
     try:
@@ -155,12 +155,12 @@ def _guarded(composed: DictConfig, folder: Path, arguments: Sequence[str]) -> "S
         fail(error)
     except KeyboardInterrupt:
         saves = config.checkpoint.save_period > 0
-        more = f"; the same command goes on from there, with hydra.run.dir={folder}" if saves else ""
+        more = f"; to resume, give the same command with hydra.run.dir={folder}" if saves else ""
         sys.stderr.write(f"\ninterrupted; what was done so far is in {folder}{more}\n")
         sys.exit(RunStopped.exit_status if saves and was_asked_to_end() else INTERRUPTED)
 
 
 def fail(error: LauncherError, *more: str) -> NoReturn:
-    """Say what went wrong and exit with the error's status."""
+    """Print the error and exit with its status."""
     sys.stderr.write("\n".join([str(error), *more]) + "\n")
     sys.exit(error.exit_status)

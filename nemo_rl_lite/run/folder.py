@@ -1,32 +1,53 @@
-"""A run's folder, before anything is run in it: whether it may be, and that no other process does."""
+"""A run's folder: whether a run may start in it, the lock against a second one, and the files that describe the run
+itself (configuration, command, environment, status). docs/dashboards.md describes the whole folder."""
 
 import fcntl
 import json
 import logging
+import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, changed
 from nemo_rl_lite.checkpoint.store import has_any
 from nemo_rl_lite.config.overrides import RUN_FOLDER
-from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation
+from nemo_rl_lite.observability.environment import ENVIRONMENT_FILE, describe_environment
 from nemo_rl_lite.observability.metrics_log import METRICS_FILE
+from nemo_rl_lite.observability.redaction import redact_text
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
-from nemo_rl_lite.run.status import CONFIG_FILE, running_process, write_start
 
 log = logging.getLogger(__name__)
 
-LOCK_FILE = ".lock"
-# A run that is done goes on where it was given more of these.
+CONFIG_FILE, COMMAND_FILE, LOCK_FILE = "config.json", "command.txt", ".lock"
+STATUS_FILE, ERROR_FILE = "status.json", "error.txt"
+# A run that is done is resumed where only these keys changed.
 _LENGTH = {"algorithm.max_num_steps", "algorithm.max_num_epochs"}
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The content of status.json. `exit_status` is None while the run's command runs, and where a signal ended it.
+    Times are ISO 8601, in UTC."""
+
+    state: Literal["running", "done", "stopped", "interrupted", "failed"]
+    exit_status: int | None
+    message: str
+    host: str
+    pid: int
+    started: str
+    ended: str | None
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Around a run: no other process runs in the folder. However this one ends, the lock ends with it: programs that it
-    starts do not inherit the file.
+    """Lock the folder against other processes for the time of the block. The lock ends with this process, because
+    programs that it starts do not inherit the file.
 
     Raises:
         ConfigError: another process is running there.
@@ -36,7 +57,7 @@ def locked(folder: Path) -> Iterator[None]:
             file = stack.enter_context((folder / LOCK_FILE).open("a"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            rule = f"another process is running there{running_process(folder)}"
+            rule = f"another process is running there{_running_process(folder)}"
             fix = "wait for it, end it, or name another folder"
             raise ConfigError([Violation(RUN_FOLDER, str(folder), rule, fix)]) from None
         except OSError as error:
@@ -45,29 +66,74 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def check_folder(folder: Path, whole_config: Mapping[str, Any]) -> None:
-    """Raises ConfigError: the folder holds another run, or one that is done."""
+    """Raise ConfigError where the folder holds another run, or one that is done."""
     if not (folder / METRICS_FILE).exists():
         return
-    changes = changed(_written(folder / CONFIG_FILE), json.loads(json.dumps(whole_config))).keys()
+    changes = changed(_read_json(folder / CONFIG_FILE), json.loads(json.dumps(whole_config))).keys()
     if (folder / SUMMARY_FILE).exists() and not (changes and changes <= _LENGTH):
         rule = "holds a run already, and it is done"
-        fix = f"name another folder, or change nothing but {' or '.join(sorted(_LENGTH))} to go on with it"
+        fix = f"name another folder, or resume it by changing nothing but {' or '.join(sorted(_LENGTH))}"
         raise ConfigError([Violation(RUN_FOLDER, str(folder), rule, fix)])
     if changes and not has_any(folder / CHECKPOINTS):
         rule = "holds a run already, without a checkpoint; a second one would be mixed into it"
         raise ConfigError([Violation(RUN_FOLDER, str(folder), rule, "name another folder, or remove this one")])
 
 
-def write_down(folder: Path, whole_config: Mapping[str, Any], command: str) -> None:
-    """Write down what is run in a folder that was checked."""
-    # Written again when the run is done.
+def write_start(folder: Path, whole_config: Mapping[str, Any], command: str) -> None:
+    """Write down what is run, and where; remove the summary and the error of an earlier start."""
     (folder / SUMMARY_FILE).unlink(missing_ok=True)
-    write_start(folder, whole_config, command)
+    (folder / ERROR_FILE).unlink(missing_ok=True)
+    (folder / CONFIG_FILE).write_text(json.dumps(whole_config, indent=2) + "\n")
+    with (folder / COMMAND_FILE).open("a") as file:
+        file.write(f"{command}\n")
+    (folder / ENVIRONMENT_FILE).write_text(json.dumps(describe_environment(), indent=2) + "\n")
 
 
-def _written(file: Path) -> dict[str, Any]:
-    """A configuration that was written down; nothing where that was cut short."""
+@contextmanager
+def status_kept(folder: Path) -> Iterator[None]:
+    """Write status.json: that the run is running, and after the block how it ended. A killed run stays `running`."""
+    status = RunStatus("running", None, "", socket.gethostname(), os.getpid(), _now(), None)
+    _write(folder, status)
+    message = "an error without a message: its traceback was printed"
+    ending = replace(status, state="failed", exit_status=LauncherError.exit_status, message=message)
     try:
-        return json.loads(file.read_text())
+        yield
+        ending = replace(status, state="done", exit_status=0)
+    except LauncherError as error:
+        state = "stopped" if isinstance(error, RunStopped) else "failed"
+        ending = replace(status, state=state, exit_status=error.exit_status, message=redact_text(str(error)))
+        raise
+    except KeyboardInterrupt:
+        ending = replace(status, state="interrupted", message="Ctrl-C, or a signal before the first step")
+        raise
+    finally:
+        _write(folder, replace(ending, ended=_now()))
+
+
+def _running_process(folder: Path) -> str:
+    """The process and host that status.json names; empty where it does not say."""
+    status = _read_json(folder / STATUS_FILE)
+    known = status.get("state") == "running" and {"pid", "host"} <= status.keys()
+    return f" (process {status['pid']} on {status['host']})" if known else ""
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The mapping in a file; empty where the file is missing or incomplete."""
+    try:
+        content = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _write(folder: Path, status: RunStatus) -> None:
+    partial = folder / f".{STATUS_FILE}"
+    try:
+        partial.write_text(json.dumps(asdict(status), indent=2) + "\n")
+        partial.replace(folder / STATUS_FILE)
+    except OSError as error:
+        log.warning("%s cannot be written: %s", folder / STATUS_FILE, error)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -12,7 +12,7 @@ from nemo_rl_lite.rules import check_rules
 
 
 def starting_model(config: Config, console: RunConsole) -> Path:
-    """The model's folder, made or downloaded where it is not there yet.
+    """Find the model's folder; make or download it where it does not exist.
 
     Raises:
         ConfigError: the hub cannot be reached or has no such model, or the model does not fit the configuration.

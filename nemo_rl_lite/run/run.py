@@ -1,4 +1,4 @@
-"""One run of the command, from its folder to its report, through the loss of workers."""
+"""Runs one command, from its folder to its summary, and restarts it where workers are lost."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,36 +15,35 @@ from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.observability.summary import Summary, charts, show_summary, summarize, tracked
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.observability.views import view_of
-from nemo_rl_lite.run.folder import check_folder, locked, write_down
+from nemo_rl_lite.run.folder import check_folder, locked, status_kept, write_start
 from nemo_rl_lite.run.jobs.interface import Job, make_job
-from nemo_rl_lite.run.status import status_kept
 from nemo_rl_lite.run.workers.launch import reserve
 
 
 def run(config: Config, folder: Path, command: str) -> Summary:
-    """One training run in `folder`, from starting weights or the folder's newest checkpoint to the report. Where a
-    worker's process dies, it goes on from the newest checkpoint, `cluster.max_restarts` times.
+    """Train in `folder`, from the starting weights or the folder's newest checkpoint. Where a worker's process dies,
+    restart from the newest checkpoint, at most `cluster.max_restarts` times.
 
     Raises:
         ConfigError: the folder holds another run, or one that is done, or another process is running there.
         RunStopped: the run was asked to end, and is saved.
-        LauncherError: what else a user can act on.
+        LauncherError: any other error that a user can act on.
     """
     whole_config = dataclasses.asdict(config)
-    # Before anything is changed in the folder: what is unfinished there may be what another process is writing.
+    # Lock before changing the folder: an unfinished checkpoint there may belong to another process.
     with locked(folder):
         check_folder(folder, whole_config)
         start = _find_start(config, whole_config, folder)
-        write_down(folder, whole_config, command)
+        write_start(folder, whole_config, command)
         with status_kept(folder):
-            return _through_losses(config, folder, whole_config, start)
+            return _with_restarts(config, folder, whole_config, start)
 
 
-def _through_losses(config: Config, folder: Path, whole_config: Mapping[str, Any], start: Start) -> Summary:
+def _with_restarts(config: Config, folder: Path, whole_config: Mapping[str, Any], start: Start) -> Summary:
     attempts, restarts = _Attempts(config, folder, whole_config), 0
     while True:
         try:
-            return attempts.go_on(start)
+            return attempts.run(start)
         except WorkerError as error:
             if not error.lost or restarts == config.cluster.max_restarts:
                 raise
@@ -60,20 +59,20 @@ def _find_start(config: Config, whole_config: Mapping[str, Any], folder: Path) -
 
 
 class _Attempts:
-    """Each with a Ray and workers of its own; data is read and checked once."""
+    """Runs attempts, each with its own Ray and workers; reads and checks the data once."""
 
     def __init__(self, config: Config, folder: Path, whole_config: Mapping[str, Any]):
         self.console = RunConsole()
         self._config, self._folder, self._whole_config = config, folder, whole_config
         self._job: Job | None = None
 
-    def go_on(self, start: Start) -> Summary:
+    def run(self, start: Start) -> Summary:
         config, folder, console, setup = self._config, self._folder, self.console, Timer()
         for line in start.lines():
             console.say(line)
         with ExitStack() as stack:
             with ray_runtime():
-                # Workers import for as long as the data takes to read and check, or longer.
+                # Workers import their packages while this process reads and checks the data.
                 with setup("processes"):
                     reserved = reserve(config, folder, setup)
                 with setup("data"):

@@ -1,9 +1,8 @@
 """`nrl-lite slurm [options] [group=file ...] [key.path=value ...]`: a training run as a Slurm job.
 
 Prints a script for sbatch, or submits it. Nodes and GPUs are the configuration's (cluster.num_nodes,
-cluster.gpus_per_node), which is checked first. A job that is stopped before its end, by its time limit or for another
-job, is queued again and goes on from its newest checkpoint. Options may be kept in a file, one on a line, and given as
-@FILE.
+cluster.gpus_per_node), which is checked first. A job that is stopped early, by its time limit or for another job, is
+requeued and resumes from its newest checkpoint. Options may be kept in a file, one on a line, and given as @FILE.
 """
 
 import argparse
@@ -21,12 +20,12 @@ from nemo_rl_lite.errors import ConfigError, LauncherError, Violation
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.slurm.batch_job import BatchJob, Container
 
-# Options that sbatch has as well, and what they are for; `--NAME VALUE` becomes `#SBATCH --NAME=VALUE`.
+# Options of sbatch, and their help; `--NAME VALUE` becomes `#SBATCH --NAME=VALUE`.
 _SBATCH = {
     "partition": "where to run",
     "account": "on whose account",
     "qos": "quality of service",
-    "time": "limit, as minutes or [days-]hours:minutes:seconds; a run that needs longer is queued again",
+    "time": "limit, as minutes or [days-]hours:minutes:seconds; a longer run is requeued",
     "cpus-per-task": "CPUs of each node, where the job shares its nodes (default: whole nodes)",
     "mem": "memory of each node, where the job shares its nodes",
     "gres": "in place of --gpus-per-node=N, for instance gpu:h100:8",
@@ -35,7 +34,7 @@ _SHARED = ("cpus-per-task", "mem")
 
 
 class _Parser(argparse.ArgumentParser):
-    """A line of @FILE has options as a shell takes them, and comments."""
+    """Parses a line of @FILE as a shell does, with comments."""
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         return shlex.split(arg_line, comments=True)
@@ -49,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         job = _job(given, compose_config(given.overrides))
         script = job.script(["nrl-lite", "slurm", *words])
-        # Slurm does not make it, and a job that cannot write there ends without a word.
+        # Slurm does not make this folder, and a job that cannot write there ends without a message.
         (job.work_folder / job.log).parent.mkdir(parents=True, exist_ok=True)
         if given.submit:
             sys.stdout.write(f"{_submit(script)}\n")
@@ -88,27 +87,27 @@ def _parser() -> argparse.ArgumentParser:
     slurm.add_argument("--log", default="slurm-%j.out", help="the job's output, as sbatch's --output (%(default)s)")
     stop = "seconds before the limit at which the run saves and stops; a step and a save must fit (%(default)s)"
     slurm.add_argument("--stop-before", type=int, default=120, metavar="S", help=stop)
-    slurm.add_argument("--no-requeue", dest="requeue", action="store_false", help="do not queue a stopped job again")
+    slurm.add_argument("--no-requeue", dest="requeue", action="store_false", help="do not requeue a stopped job")
     nodes = parser.add_argument_group("on the nodes")
     nodes.add_argument("--setup", action="append", default=[], metavar="LINE", help="a shell line to begin with")
     nodes.add_argument("--interface", metavar="NAME", help="network interface of Ray, gloo and NCCL's sockets")
     nodes.add_argument("--join-timeout", type=float, default=600.0, metavar="S", help="for all nodes (%(default)g s)")
     nodes.add_argument("--python", help="(default: this one; in a container: python)")
     nodes.add_argument("--container-image", metavar="IMAGE", help="an image that pyxis or Apptainer takes")
-    nodes.add_argument("--container-mounts", metavar="A:B,...", help="host:inside, beside the working folder")
+    nodes.add_argument("--container-mounts", metavar="A:B,...", help="host:inside, in addition to the working folder")
     nodes.add_argument("--container-runtime", choices=("pyxis", "apptainer"), default="pyxis", help="(%(default)s)")
     return parser
 
 
 def _job(given: argparse.Namespace, config: Config) -> BatchJob:
-    """Raises ConfigError: the options do not go with the configuration or with each other."""
+    """Make the job. Raises ConfigError: the options contradict the configuration or each other."""
     violations = []
     if given.requeue and not config.checkpoint.save_period:
-        rule = "a job that is queued again has nothing to go on from"
+        rule = "a requeued job would have no checkpoint to resume from"
         violations.append(Violation("checkpoint.save_period", 0, rule, "checkpoint.save_period=10, or --no-requeue"))
     if given.container_mounts and not given.container_image:
         violations.append(
-            Violation("--container-mounts", given.container_mounts, "is of a container", "--container-image=...")
+            Violation("--container-mounts", given.container_mounts, "needs a container", "--container-image=...")
         )
     if given.stop_before <= 0:
         violations.append(Violation("--stop-before", given.stop_before, "must be greater than 0", "--stop-before=120"))
@@ -117,14 +116,14 @@ def _job(given: argparse.Namespace, config: Config) -> BatchJob:
             if "\n" in line or (name in ("sbatch", "srun") and not line.startswith("-")):
                 example = f"--{name}=--constraint=h100" if name != "setup" else "--setup='module load cuda'"
                 violations.append(
-                    Violation(f"--{name}", line, "must be one line, and an option where that is meant", example)
+                    Violation(f"--{name}", line, "must be one line, and for sbatch and srun an option", example)
                 )
     if "%" in str(Path(given.log).parent):
-        rule = "has a pattern in its folder, which must be there before the job"
+        rule = "has a pattern in its folder, which must exist before the job"
         violations.append(Violation("--log", given.log, rule, "--log=logs/%x-%j.out"))
     run_folder = named_run_folder(given.overrides)
     if run_folder and "${" in run_folder:
-        rule = "must be the same whenever the job is queued again"
+        rule = "must stay the same when the job is requeued"
         fix = f"{RUN_FOLDER}=outputs/my-run, or leave it to the job"
         violations.append(Violation(RUN_FOLDER, run_folder, rule, fix))
     if violations:
@@ -156,7 +155,7 @@ def _job(given: argparse.Namespace, config: Config) -> BatchJob:
 
 
 def _submit(script: str) -> str:
-    """The job's id. Raises LauncherError: sbatch is not there, or refuses."""
+    """Submit the script and return the job's id. Raises LauncherError: sbatch is missing, or refuses."""
     if shutil.which("sbatch") is None:
         raise LauncherError(
             "sbatch is not on PATH: submit from a machine of the cluster, or print the script (no --submit)"

@@ -1,4 +1,4 @@
-"""A training run as a script for sbatch. Imports nothing heavy."""
+"""Writes a training run as a script for sbatch. Imports nothing heavy."""
 
 import re
 import shlex
@@ -13,8 +13,8 @@ _BODY = "slurm_job.sh"
 
 @dataclass(frozen=True)
 class Container:
-    """What the job's tasks run in: an image that pyxis or Apptainer takes, and `host:inside` paths that they see beside
-    the working folder."""
+    """The container of the job's tasks: an image for pyxis or Apptainer, and `host:inside` mounts in addition to the
+    working folder."""
 
     runtime: Literal["pyxis", "apptainer"]
     image: str
@@ -31,7 +31,7 @@ class Container:
         ]
 
     def prefix(self, work_folder: Path, on_gpus: bool) -> list[str]:
-        """What a task's command begins with."""
+        """The words before a task's command."""
         if self.runtime != "apptainer":
             return []
         mounts = [option for mount in (str(work_folder), *self.mounts) for option in ("--bind", mount)]
@@ -42,8 +42,8 @@ class Container:
 class BatchJob:
     """One run of `nemo_rl_lite.train` over `nodes` nodes, with `gpus_per_node` GPUs of each.
 
-    `run_folder`: where the overrides put the run; None: a folder named after the job, which is the same when it is
-    queued again. `sbatch_options`: those that are taken as they are. `setup`: shell lines that come first.
+    `run_folder`: the one that the overrides name; None: a folder named after the job, which stays the same when the job
+    is requeued. `sbatch_options`: further options of sbatch. `setup`: shell lines at the beginning.
     """
 
     name: str
@@ -64,13 +64,13 @@ class BatchJob:
     container: Container | None = None
 
     def script(self, made_by: Sequence[str]) -> str:
-        """The whole file. `made_by`: the command that it comes from, word by word."""
+        """The whole file. `made_by`: the words of the command that makes it."""
         return "\n".join(
             [
                 "#!/usr/bin/env bash",
                 f"# Made by: {shlex.join(made_by)}".replace("\n", " "),
                 *(f"#SBATCH {option}" for option in self._sbatch_options()),
-                # `module load` and the like read variables that are not set.
+                # `module load` reads unset variables, which `set -u` forbids.
                 *(["set -eo pipefail", *self.setup, "set -u"] if self.setup else ["set -euo pipefail"]),
                 "",
                 *self._values(),
@@ -97,7 +97,7 @@ class BatchJob:
         ]
 
     def _values(self) -> list[str]:
-        """What the script's second part, the same for all jobs, reads."""
+        """The variables that the script's second part, the same for all jobs, reads."""
         srun, prefix = [*self.srun_options], []
         if self.container:
             srun += self.container.srun_options(self.work_folder)
@@ -115,7 +115,7 @@ class BatchJob:
         return [
             *interface,
             f"work_folder={shlex.quote(str(self.work_folder))}",
-            "# The same whenever the job is queued again, so that it goes on from its newest checkpoint.",
+            "# The same whenever the job is requeued, so that it resumes from its newest checkpoint.",
             f"run_folder={folder}",
             f"nodes={self.nodes}",
             f"requeue={str(self.requeue).lower()}",
@@ -130,5 +130,5 @@ class BatchJob:
 
 
 def plain(name: str) -> str:
-    """`name` without what Hydra, Slurm or a shell might read in it."""
+    """`name` without characters that Hydra, Slurm or a shell would interpret."""
     return re.sub(r"[^\w.+-]", "-", name)

@@ -1,9 +1,8 @@
-"""One node's part in a Ray over the nodes of a Slurm job: `srun --ntasks-per-node=1 python -m ...cluster.node`.
+"""Runs one node's part of a Ray over the nodes of a Slurm job: `srun --ntasks-per-node=1 python -m ...slurm.node`.
 
 Task 0 starts Ray's head, writes down how to attach to it, waits until every node has joined, and runs a command there,
-or idles. The other tasks join, and leave when the head is gone. Ray is told of this job's CPUs, GPUs and memory alone,
-its ports are free ones, and it serves only who knows the secret in `attach.sh`. Nothing is left on a node when its task
-ends.
+or idles. The other tasks join, and leave when the head has ended. Ray gets this job's CPUs, GPUs and memory alone, uses
+free ports, and serves only processes that know the secret in `attach.sh`. A task leaves no process on its node.
 """
 
 import argparse
@@ -22,15 +21,15 @@ from types import FrameType
 from nemo_rl_lite.errors import LauncherError, RunStopped
 from nemo_rl_lite.host.ports import free_port
 from nemo_rl_lite.slurm.ray_process import RayProcess, answers
-from nemo_rl_lite.slurm.seat import Seat
+from nemo_rl_lite.slurm.task import SlurmTask
 
 log = logging.getLogger(__name__)
 
 ATTACH, STATUS = "attach.sh", "status"
-# What Slurm sends to a task before it ends it, and what the batch script passes on.
+# The signals that Slurm sends before it ends a task, and that the batch script forwards.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _POLL_S = 0.5
-# A Ray that dies on a node, while the head is there, is started again so many times.
+# The number of times that a node's Ray is restarted while the head runs.
 _RESTARTS = 3
 
 
@@ -43,10 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s")
     try:
-        seat = Seat.of_slurm(os.environ, given.interface)
+        task = SlurmTask.from_environment(os.environ, given.interface)
         given.meeting.mkdir(parents=True, exist_ok=True)
         given.logs.mkdir(parents=True, exist_ok=True)
-        status = _head(seat, given) if seat.rank == 0 else _member(seat, given)
+        status = _head(task, given) if task.rank == 0 else _member(task, given)
     except LauncherError as error:
         sys.stderr.write(f"node: {error}\n")
         status = error.exit_status
@@ -58,20 +57,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m nemo_rl_lite.slurm.node", description=__doc__)
-    where = f"a folder that all nodes see: the first one leaves {ATTACH} there, and the command's exit status"
+    where = f"a folder that all nodes see, for {ATTACH} and the command's exit status"
     parser.add_argument("--meeting", type=Path, required=True, help=where)
     parser.add_argument("--logs", type=Path, required=True, help="a folder for Ray's output, a file for each node")
-    parser.add_argument("--interface", help="network interface of every node (default: the one that srun was heard on)")
+    parser.add_argument("--interface", help="network interface of every node (default: the one towards srun)")
     parser.add_argument("--join-timeout-s", type=float, default=600.0, help="until every node must have joined")
     parser.add_argument("--dashboard", action="store_true", help="with Ray's dashboard, which `ray job submit` needs")
     parser.add_argument("command", nargs="*", help="what to run on the first node (after --); nothing: idle")
     return parser
 
 
-def _head(seat: Seat, given: argparse.Namespace) -> int:
+def _head(task: SlurmTask, given: argparse.Namespace) -> int:
     started, command = time.monotonic(), _Command()
     access = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    # Ray looks at them when it is imported.
+    # Ray reads these variables when it is imported.
     os.environ.update(access)
     options = ["--head", f"--port={free_port()}", f"--ray-client-server-port={free_port()}"]
     options.append(f"--include-dashboard={str(given.dashboard).lower()}")
@@ -79,7 +78,7 @@ def _head(seat: Seat, given: argparse.Namespace) -> int:
     if dashboard is not None:
         options += ["--dashboard-host=0.0.0.0", f"--dashboard-port={dashboard}"]
     attach = given.meeting / ATTACH
-    with RayProcess(seat, options, given.logs) as process:
+    with RayProcess(task, options, given.logs) as process:
         address = process.address(given.join_timeout_s)
         access["RAY_ADDRESS"] = address
         if dashboard is not None:
@@ -87,12 +86,12 @@ def _head(seat: Seat, given: argparse.Namespace) -> int:
         _write_secretly(attach, "".join(f"export {name}={shlex.quote(value)}\n" for name, value in access.items()))
         try:
             left_s = given.join_timeout_s - (time.monotonic() - started)
-            wait_for_nodes(address, seat.count, left_s, given.logs)
-            log.info("Ray is up on %d nodes at %s; to attach, on one of them: source %s", seat.count, address, attach)
-            status = command.run(given.command, seat.environment() | access) if given.command else command.idle()
+            wait_for_nodes(address, task.count, left_s, given.logs)
+            log.info("Ray is up on %d nodes at %s; to attach, on one of them: source %s", task.count, address, attach)
+            status = command.run(given.command, task.environment() | access) if given.command else command.idle()
         finally:
             attach.unlink()
-    # Beside srun's own, which is that of the task that ended worst.
+    # srun's exit status is the highest of all tasks, so the command's is written down.
     (given.meeting / STATUS).write_text(f"{status}\n")
     return status
 
@@ -101,7 +100,7 @@ def wait_for_nodes(address: str, count: int, limit_s: float, logs: Path) -> None
     """Wait until `count` nodes have joined the Ray at `address`.
 
     Raises:
-        LauncherError: they did not within `limit_s` seconds; says which are there.
+        LauncherError: they did not within `limit_s` seconds; the message names those that did.
     """
     import ray
 
@@ -118,34 +117,34 @@ def wait_for_nodes(address: str, count: int, limit_s: float, logs: Path) -> None
         ray.shutdown()
 
 
-def _member(seat: Seat, given: argparse.Namespace) -> int:
+def _member(task: SlurmTask, given: argparse.Namespace) -> int:
     for number in _SIGNALS:
-        # The first node decides when all end; until then the run needs this one, to save.
+        # The first node decides when all end; until then the run needs this node to save.
         signal.signal(number, _stay)
     attach, deadline = given.meeting / ATTACH, time.monotonic() + given.join_timeout_s
     while not (access := _read(attach)):
         if time.monotonic() > deadline:
-            told = f"the first node did not say within {given.join_timeout_s:g} s where its Ray is"
-            raise LauncherError(f"node {seat.rank}: {told}. Do all nodes see {given.meeting}?")
+            late = f"the first node did not say within {given.join_timeout_s:g} s where its Ray is"
+            raise LauncherError(f"node {task.rank}: {late}. Do all nodes see {given.meeting}?")
         time.sleep(_POLL_S)
     os.environ.update(access)
     address = access["RAY_ADDRESS"]
     for _ in range(1 + _RESTARTS):
-        with RayProcess(seat, [f"--address={address}"], given.logs) as process:
+        with RayProcess(task, [f"--address={address}"], given.logs) as process:
             while process.runs() and answers(address):
                 time.sleep(_POLL_S)
         if not answers(address):
             return 0
-        log.warning("node %d: its Ray ended, see %s", seat.rank, process.log_file)
-    raise LauncherError(f"node {seat.rank}: its Ray ended {1 + _RESTARTS} times, see {process.log_file}")
+        log.warning("node %d: its Ray ended, see %s", task.rank, process.log_file)
+    raise LauncherError(f"node {task.rank}: its Ray ended {1 + _RESTARTS} times, see {process.log_file}")
 
 
 def _stay(number: int, frame: FrameType | None) -> None:
-    log.info("%s: this node stays until the first one is done", signal.Signals(number).name)
+    log.info("%s: this node stays until the first node is done", signal.Signals(number).name)
 
 
 class _Command:
-    """What runs on the first node, and gets the signals that come to this process."""
+    """The command on the first node. It gets the signals that this process receives."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -161,16 +160,16 @@ class _Command:
         self._process.send_signal(number)
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Its exit status, as a shell gives it."""
-        # ray.init has put a handler of its own in place.
+        """Run the command and return its exit status as a shell does."""
+        # ray.init has installed its own handler.
         self._listen()
-        # In a session of its own, so that what is sent to this process' group comes to it once.
+        # A new session, so that a signal to this process' group reaches the command once.
         self._process = subprocess.Popen(command, env=os.environ | environment, start_new_session=True)
         status = self._process.wait()
         return status if status >= 0 else 128 - status
 
     def idle(self) -> int:
-        """Until a signal comes."""
+        """Sleep until a signal comes."""
         self._listen()
         try:
             while True:
@@ -180,7 +179,7 @@ class _Command:
 
 
 def _write_secretly(file: Path, text: str) -> None:
-    """At once, and for this user alone."""
+    """Write the file atomically, readable by this user alone."""
     part = file.with_name(f".{file.name}")
     with os.fdopen(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as stream:
         stream.write(text)
@@ -188,7 +187,7 @@ def _write_secretly(file: Path, text: str) -> None:
 
 
 def _read(attach: Path) -> dict[str, str]:
-    """The variables that it exports; none while it is not there."""
+    """The variables that attach.sh exports; empty while the file does not exist."""
     try:
         words = shlex.split(attach.read_text())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""`ray start` on this node, up for the time of a block and gone after it. Imports nothing heavy."""
+"""Runs `ray start` on this node for the time of a block. Imports nothing heavy."""
 
 import os
 import shutil
@@ -15,34 +15,34 @@ import psutil
 
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.host.ports import free_port
-from nemo_rl_lite.slurm.seat import Seat
+from nemo_rl_lite.slurm.task import SlurmTask
 
-# Ray writes it when everything runs.
+# Ray writes this file when all its processes run.
 _ADDRESS_FILE = "ray_current_cluster"
 _POLL_S, _TRIES, _CONNECT_S, _STOP_S = 0.2, 3, 5.0, 20.0
-# Lines of Ray's output that an error shows.
+# The number of lines of Ray's output that an error shows.
 _SHOWN = 15
 
 
 class RayProcess:
-    """Ray's processes of one node. Their output is in `log_file`; their folder is this job's own."""
+    """Ray's processes of one node. Their output is in `log_file`; no other job uses their folder."""
 
-    def __init__(self, seat: Seat, options: list[str], logs: Path):
-        """`options` of `ray start`, beside those that name the node's resources."""
-        self.log_file = logs / f"ray-node-{seat.rank}.log"
-        self._seat, self._options = seat, options
+    def __init__(self, task: SlurmTask, options: list[str], logs: Path):
+        """`options`: those of `ray start` in addition to the node's resources."""
+        self.log_file = logs / f"ray-node-{task.rank}.log"
+        self._task, self._options = task, options
 
     def __enter__(self) -> "RayProcess":
-        # Not in TMPDIR: the path of a socket may have 107 bytes.
+        # TMPDIR may be too long: the path of a socket has at most 107 bytes.
         self._folder = Path(tempfile.mkdtemp(prefix="nrl-ray-", dir="/tmp"))
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-        command += [*self._options, *self._seat.ray_options(), f"--temp-dir={self._folder}"]
+        command += [*self._options, *self._task.ray_options(), f"--temp-dir={self._folder}"]
         command.append(f"--dashboard-agent-listen-port={free_port()}")
         with self.log_file.open("a") as output:
-            # In a session of its own: what is sent to this process' group is not meant for Ray.
+            # A new session, so that signals to this process' group do not reach Ray.
             self._process = subprocess.Popen(
                 command,
-                env=os.environ | self._seat.environment(),
+                env=os.environ | self._task.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -53,12 +53,12 @@ class RayProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        everyone = _family(self._process.pid)
+        family = _family(self._process.pid)
         self._process.terminate()
-        # Of itself it ends its children.
+        # `ray start` ends its children itself.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_STOP_S)
-        for process in everyone:
+        for process in family:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self._process.wait()
@@ -71,7 +71,7 @@ class RayProcess:
         """host:port of the cluster, once Ray is up here.
 
         Raises:
-            LauncherError: it did not start, or not within `limit_s` seconds; with the end of its output.
+            LauncherError: Ray did not start within `limit_s` seconds; the message has the end of its output.
         """
         deadline = time.monotonic() + limit_s
         while not (self._folder / _ADDRESS_FILE).exists():
@@ -84,7 +84,7 @@ class RayProcess:
 
 
 def answers(address: str) -> bool:
-    """Whether somebody listens at host:port."""
+    """Whether a process listens at host:port."""
     host, _, port = address.rpartition(":")
     for _ in range(_TRIES):
         try:
@@ -96,7 +96,7 @@ def answers(address: str) -> bool:
 
 
 def _family(pid: int) -> list[psutil.Process]:
-    """A process and all that it has started."""
+    """A process and its descendants."""
     try:
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]

@@ -41,9 +41,9 @@ def test_a_dry_run_reads_data_and_writes_nothing(capsys, tmp_path, monkeypatch, 
     save_checkpoint(tmp_path / "earlier", 7, *data)
     command.launch(["--dry-run", "algorithm.max_num_steps=3", "hydra.run.dir=earlier", *data])
     text = capsys.readouterr().out
-    assert "going on after step 7, from " in text and "changed since then  algorithm.max_num_steps: 30 -> 3" in text
+    assert "resuming after step 7, from " in text and "changed since then  algorithm.max_num_steps: 30 -> 3" in text
     command.launch(["--dry-run", "algorithm.max_num_steps=3", "++hydra.run.dir='earlier'", *data])
-    assert "going on after step 7, from " in capsys.readouterr().out
+    assert "resuming after step 7, from " in capsys.readouterr().out
     (tmp_path / "rows.jsonl").write_text("{not json}\n")
     with pytest.raises(SystemExit) as end:
         command.launch(["--dry-run", *data])

@@ -7,7 +7,7 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_rl_lite.cluster.host import Host
+from nemo_rl_lite.cluster.actor import WorkerActor
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.generation.vllm import worker
 from nemo_rl_lite.rules.compose import compose_config
@@ -35,7 +35,7 @@ def test_ranks_of_an_engine_ask_ray_for_nothing(model_folder, tmp_path):
         group = placement_group([{"seat": 1}, {"seat": 1}])
         ray.get(group.ready())
         engine, _ = (
-            Host.options(
+            WorkerActor.options(
                 resources={"seat": 1},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=seat),
                 runtime_env={"env_vars": environment},

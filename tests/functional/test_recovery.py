@@ -44,7 +44,7 @@ def hit(folder: Path, model: Path, blows: dict[int, tuple[str, signal.Signals]])
     try:
         for line in process.stdout:
             output += line
-            found = re.match(r"step +(\d+)/|going on after step (\d+)", line)
+            found = re.match(r"step +(\d+)/|resuming after step (\d+)", line)
             if found is None:
                 continue
             if found[1] and int(found[1]) in blows:
@@ -60,7 +60,7 @@ def hit(folder: Path, model: Path, blows: dict[int, tuple[str, signal.Signals]])
 
 def beginnings(output: str) -> list[int]:
     """The steps after which a run has gone on."""
-    return [int(step) for step in re.findall(r"going on after step (\d)", output)]
+    return [int(step) for step in re.findall(r"resuming after step (\d)", output)]
 
 
 def rollouts_of(folder: Path) -> dict[str, list[dict]]:

@@ -35,7 +35,7 @@ def test_half_and_half_is_the_whole(tmp_path, model_folder, options, write):
     train(tmp_path / "whole", model_folder, *common, "algorithm.max_num_steps=6")
     train(tmp_path / "halves", model_folder, *common, "algorithm.max_num_steps=3")
     output, _ = train(tmp_path / "halves", model_folder, *common, "algorithm.max_num_steps=6")
-    assert "going on after step 3" in output
+    assert "resuming after step 3" in output
     halves, whole = metrics_of(tmp_path / "halves"), metrics_of(tmp_path / "whole")
     # Only the first half validates after its last step.
     only = {key for key in halves if key not in whole}

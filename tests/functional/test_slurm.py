@@ -104,9 +104,9 @@ def test_a_run_on_two_nodes_is_stopped_in_time_queued_again_and_ends(site, tmp_p
     job.until(r"^step +3/")
     # What Slurm does at --signal, before the time limit.
     site.ask("scancel", "--batch", "--signal=USR1", job.id)
-    job.until("stopped with a checkpoint; queued again")
+    job.until("stopped with a checkpoint; requeued")
     job.starts_again_now()
-    job.until("^going on after step")
+    job.until("^resuming after step")
     assert job.ends() == "COMPLETED"
     assert job.log.count("Ray is up on 2 nodes") == 2
     assert job.steps() == list(range(1, STEPS + 1))
@@ -122,9 +122,9 @@ def test_a_run_that_gives_way_to_another_job_goes_on_after_it_and_stays_cancelle
     site.ask("sbatch", "--chdir=/", *other)
     job.until("SIGTERM: the run ends after this step")
     job.starts_again_now()
-    job.until(f"^going on after step (.|\\n)*^step +{STEPS - 2}/")
+    job.until(f"^resuming after step (.|\\n)*^step +{STEPS - 2}/")
     site.ask("scancel", job.id)
     assert job.ends() == "CANCELLED"
-    assert job.log.count("queued again") == 1
+    assert job.log.count("requeued") == 1
     steps = job.steps()
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= STEPS - 2

@@ -7,7 +7,7 @@ import pytest
 import ray
 
 from nemo_rl_lite.cluster import heartbeat
-from nemo_rl_lite.cluster.heartbeat import last_beats
+from nemo_rl_lite.cluster.heartbeat import last_heartbeats
 from nemo_rl_lite.cluster.workers import WorkerGroup, wait
 from nemo_rl_lite.errors import WorkerError
 from tests.functional.conftest import PYTHONPATH, free_ports
@@ -43,7 +43,7 @@ def test_the_one_that_the_others_wait_for_is_named_with_every_stack(tmp_path, mo
     group = group_of_two(tmp_path, limit_s=5.0, collective_timeout_s=600.0)
     wait(group.call("meet", -1, 0), timeout_s=200)
     call = group.call("meet", 1, 600, phase="train")
-    until(lambda: all(word in str(last_beats(call.workers)) for word in ("barrier", "compute_for_ever")))
+    until(lambda: all(word in str(last_heartbeats(call.workers)) for word in ("barrier", "compute_for_ever")))
     with pytest.raises(WorkerError) as caught:
         wait(call)
     error = caught.value
@@ -66,5 +66,5 @@ def test_where_others_give_up_first_it_is_still_the_one_that_is_named(tmp_path):
     with pytest.raises(WorkerError) as caught:
         wait(group.call("meet", 0, 600, phase="train"))
     assert caught.value.worker == "policy rank 0"
-    assert "it goes on, and worker error: policy rank 1 failed in phase 'train'" in str(caught.value)
+    assert "it is still running, and worker error: policy rank 1 failed in phase 'train'" in str(caught.value)
     assert "compute_for_ever" in caught.value.details

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of one run or several, laid over each other: no network, nothing but the page."""
+"""Makes one self-contained HTML page of one or several runs, whose curves are drawn over each other."""
 
 import json
 import math
@@ -14,13 +14,13 @@ from nemo_rl_lite.observability.views import view_of
 from nemo_rl_lite.run.report.record import RunRecord, defaults_of
 
 ASSETS = Path(__file__).parent / "page"
-# A page keeps so many numbers of all curves together, and of a curve at least and at most so many.
+# A page has about this many numbers in all its curves, and between FEWEST and MOST points in one curve.
 NUMBERS, FEWEST, MOST = 300_000, 200, 2000
 _DIGITS = 6
 
 
 def page(runs: Sequence[RunRecord]) -> str:
-    """The page as text."""
+    """Return the page as text."""
     series = sum(len(_names(run)) for run in runs)
     points = min(MOST, max(FEWEST, NUMBERS // (2 * max(series, 1))))
     data = {
@@ -38,11 +38,11 @@ def page(runs: Sequence[RunRecord]) -> str:
 
 
 def embedded(data: Any) -> str:
-    """JSON that stays within its element whatever a text in it says: nothing in it can end a script or begin markup."""
+    """JSON for a script element: no text in it can end the element or begin markup."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for char, escape in (("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026")):
         text = text.replace(char, escape)
-    # Half a character, of a text that was cut, cannot be written to a file.
+    # A text that was cut in the middle of a character cannot be encoded without `replace`.
     return text.encode("utf-8", errors="replace").decode()
 
 
@@ -66,7 +66,7 @@ def _run(run: RunRecord, label: str, points: int) -> dict[str, Any]:
 
 
 def _labels(runs: Sequence[RunRecord]) -> list[str]:
-    """A name for each run: its own, and as much of its folder as it takes to tell it from the others."""
+    """A label for each run: its name, and its folder where several runs have the same name."""
     names = [str(run.config.get("run_name", run.folder.name)) for run in runs]
     labels = [
         name if names.count(name) == 1 else f"{name} · {run.folder.name}" for name, run in zip(names, runs, strict=True)
@@ -82,8 +82,8 @@ def _names(run: RunRecord) -> list[str]:
 
 
 def _series(run: RunRecord, name: str, points: int) -> list[list[float | None]]:
-    """Steps and values; of more than `points` every so-many-th and the last. What is not a number is None."""
-    # A step's later line is the one that counts, as where a validation was repeated.
+    """Steps and values: at most about `points` at even distances, and the last. NaN is None."""
+    # A later line of the same step replaces an earlier one, as where a validation was repeated.
     found = {entry["step"]: entry[name] for entry in run.metrics if name in entry}
     steps = sorted(found, key=lambda step: step or 0)
     stride = math.ceil(len(steps) / points)

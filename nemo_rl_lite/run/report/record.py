@@ -1,4 +1,4 @@
-"""A run read back from its folder, for its report: also one that is still running, was killed, or lacks files."""
+"""Reads a run back from its folder for a report, also a run that is still running, was killed, or lacks files."""
 
 import json
 from collections.abc import Mapping
@@ -16,22 +16,22 @@ from nemo_rl_lite.observability.redaction import redact, redact_command
 from nemo_rl_lite.observability.samples import spread, text_of
 from nemo_rl_lite.rollout.files import read_rollout, rollout_files
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.status import COMMAND_FILE, CONFIG_FILE, ERROR_FILE, STATUS_FILE
+from nemo_rl_lite.run.folder import COMMAND_FILE, CONFIG_FILE, ERROR_FILE, STATUS_FILE
 
-# Of so many rollouts, evenly over the run, so many samples each, from the worst to the best.
+# The report shows this many rollouts, evenly over the run, and this many samples of each.
 ROLLOUTS, SAMPLES = 12, 6
 _CHARACTERS, _ERROR_LINES = 4000, 40
 
 
 class ReportError(LauncherError):
-    """A folder that no report can be made of."""
+    """Raised for a folder that is no run's."""
 
     exit_status = 2
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run's folder tells. Where something is missing or broken, `notes` say so and the rest is there."""
+    """The content of a run's folder. `notes` list what is missing or broken."""
 
     folder: Path
     config: dict[str, Any]
@@ -46,12 +46,12 @@ class RunRecord:
 
     @property
     def algorithm(self) -> str:
-        """As the configuration has it; of a run without one, what its metrics look like."""
+        """The algorithm of the configuration; GRPO where there is no configuration."""
         return str(self.config.get("algorithm.name", "grpo"))
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Raises ReportError: it is no run's folder."""
+    """Read a run. Raises ReportError: `folder` is no run's folder."""
     if not folder.is_dir():
         raise ReportError(f"{folder} is not a folder: name a run's, such as outputs/NAME/TIME")
     if not any((folder / name).exists() for name in (CONFIG_FILE, METRICS_FILE)):
@@ -71,7 +71,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def defaults_of(algorithm: str) -> dict[str, Any]:
-    """The default configuration of an algorithm by dotted key; nothing where there is none of that name."""
+    """The default configuration of an algorithm by dotted key; empty for an unknown algorithm."""
     try:
         return dict(leaves(asdict(compose_config([f"algorithm={algorithm}"]))))
     except ConfigError:
@@ -95,7 +95,7 @@ def _read_json(file: Path, notes: list[str]) -> dict[str, Any]:
     except ValueError:
         content = None
     if not isinstance(content, Mapping):
-        notes.append(f"{file.name} is cut short or no JSON")
+        notes.append(f"{file.name} is incomplete or no JSON")
         return {}
     return dict(content)
 

@@ -92,7 +92,7 @@ class RemotePolicy:
             wait(self.group.call(method, *arguments, phase="checkpoint"))
         except WorkerError as error:
             # Where some ranks go on, in a collective that will not end, they are no longer in step.
-            if error.raised == CheckpointError.__name__ and not error.others_go_on:
+            if error.raised == CheckpointError.__name__ and not error.others_running:
                 raise CheckpointError(error.cause.removeprefix(f"{error.raised}: ")) from error
             raise
 

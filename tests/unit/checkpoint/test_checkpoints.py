@@ -109,7 +109,7 @@ def test_a_full_disk_is_told_of_and_training_goes_on(run):
     checkpoints.save_if_due(4, last=False)
     checkpoints.settle()
     (line,) = said
-    assert "step 4 was not written: no space left on device; the newest is that of step 2" in line
+    assert "step 4 was not written: no space left on device; the newest checkpoint is of step 2" in line
     assert steps(store) == [2] and [path.name for path in store.folder.glob(".step*")] == []
     checkpoints.finish()
     with pytest.raises(CheckpointError, match="step 4 was not written"):

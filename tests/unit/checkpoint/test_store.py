@@ -72,7 +72,7 @@ def test_whatever_fails_leaves_the_one_before(broken, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(*((os, "fsync", fail) if broken == "fsync" else (Path, broken, fail)))
-    with pytest.raises(CheckpointError, match=r"step 2 did not get to .*No space left"):
+    with pytest.raises(CheckpointError, match=r"step 2 cannot be written to .*No space left"):
         store.finish(2, {}, {})
     monkeypatch.undo()
     found = make(tmp_path).latest()

@@ -3,19 +3,19 @@
 import pytest
 
 from nemo_rl_lite.cluster import system_usage
-from nemo_rl_lite.cluster.heartbeat import Beat
+from nemo_rl_lite.cluster.heartbeat import Heartbeat
 from nemo_rl_lite.cluster.system_usage import SystemUsage
 from nemo_rl_lite.observability.system import Usage
 
 
-def beat(worker: str, node: str, samples: int, **sums: float) -> Beat:
-    return Beat(worker, "idle", 0.0, 0.0, node=node, usage=Usage(samples, sums))
+def beat(worker: str, node: str, samples: int, **sums: float) -> Heartbeat:
+    return Heartbeat(worker, "idle", 0.0, 0.0, node=node, usage=Usage(samples, sums))
 
 
 @pytest.fixture
-def beats(monkeypatch) -> list[Beat]:
-    told: list[Beat] = []
-    monkeypatch.setattr(system_usage, "last_beats", lambda workers: [one for one in told if one.worker in workers])
+def beats(monkeypatch) -> list[Heartbeat]:
+    told: list[Heartbeat] = []
+    monkeypatch.setattr(system_usage, "last_heartbeats", lambda workers: [one for one in told if one.worker in workers])
     return told
 
 

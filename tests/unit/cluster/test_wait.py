@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RayTaskError
 
-from nemo_rl_lite.cluster import watchdog, workers
+from nemo_rl_lite.cluster import heartbeat, workers
 from nemo_rl_lite.cluster.workers import Call, wait
 from nemo_rl_lite.errors import LostTouchError, RefitError, WorkerError
 
@@ -26,7 +26,7 @@ def raised(monkeypatch):
         return done, [reference for reference in pending if reference not in done]
 
     monkeypatch.setattr(workers, "ray", SimpleNamespace(get=get, wait=first_done))
-    monkeypatch.setattr(watchdog, "last_beats", lambda workers: [])
+    monkeypatch.setattr(heartbeat, "last_heartbeats", lambda workers: [])
     return raised
 
 
@@ -35,19 +35,21 @@ def test_an_engines_own_error_is_told_although_the_policy_waits_for_it(raised):
     with pytest.raises(WorkerError) as caught:
         wait(*CALLS)
     assert caught.value.worker == ENGINE and caught.value.cause.startswith("RefitError: cuIpcOpenMemHandle_v2")
-    assert "the traceback of copies" in caught.value.details and caught.value.others_go_on
+    assert "the traceback of copies" in caught.value.details and caught.value.others_running
 
 
 def test_where_the_policy_has_lost_touch_it_is_still_the_engines(raised):
     raised.update(lends=LostTouchError("rank 0 could not agree"), copies=RefitError("the engine's q is not"))
     with pytest.raises(WorkerError) as caught:
         wait(*CALLS)
-    assert caught.value.worker == ENGINE and not caught.value.others_go_on
+    assert caught.value.worker == ENGINE and not caught.value.others_running
 
 
 def test_one_that_goes_on_is_named_beside_the_traceback_of_one_that_gave_up(raised):
     raised["copies"] = LostTouchError("rank 1 could not broadcast the plan's hash")
     with pytest.raises(WorkerError) as caught:
         wait(*CALLS)
-    assert caught.value.worker == POLICY and f"it goes on, and worker error: {ENGINE} failed" in str(caught.value)
+    assert caught.value.worker == POLICY and f"it is still running, and worker error: {ENGINE} failed" in str(
+        caught.value
+    )
     assert "the traceback of copies" in caught.value.details

@@ -64,11 +64,11 @@ def test_the_process_runs_on_the_cpus_of_the_node_that_it_may_use(machine):
     ("node", "cpulist", "why"),
     [
         ("-1", None, "names no node"),
-        ("0", None, "sysfs does not tell"),
+        ("0", None, "sysfs does not name"),
         ("0", "64-127", "may use no CPU of node 0"),
         ("0", "", "may use no CPU of node 0"),
-        ("0", "all of them", "sysfs does not tell"),
-        ("unknown", None, "sysfs does not tell"),
+        ("0", "all of them", "sysfs does not name"),
+        ("unknown", None, "sysfs does not name"),
     ],
 )
 def test_where_the_machine_does_not_tell_nothing_is_done(node, cpulist, why, machine):
@@ -79,7 +79,7 @@ def test_where_the_machine_does_not_tell_nothing_is_done(node, cpulist, why, mac
 
 
 def test_without_sysfs_nothing_is_done(machine, tmp_path):
-    assert "sysfs does not tell" in bind(GPU, tmp_path / "nothing").describe()
+    assert "sysfs does not name" in bind(GPU, tmp_path / "nothing").describe()
 
 
 def test_where_cpus_cannot_be_chosen_that_is_said(machine, monkeypatch):

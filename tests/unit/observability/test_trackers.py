@@ -18,7 +18,7 @@ from nemo_rl_lite.observability.samples import Sample
 from nemo_rl_lite.observability.sink import Chart, Sink
 from nemo_rl_lite.observability.tensorboard import TensorBoard
 from nemo_rl_lite.observability.wandb import RUN_ID_FILE, WeightsAndBiases
-from nemo_rl_lite.run.status import write_start
+from nemo_rl_lite.run.folder import write_start
 
 CONFIG = {"algorithm": {"name": "grpo", "seed": 7}, "reward": {"kwargs": {"api_key": "sk-very-secret"}}}
 SAMPLES = [Sample("2+2", "<script>5|</script>", 0.0), Sample("1+1", "2", 1.0)]

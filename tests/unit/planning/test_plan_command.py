@@ -89,4 +89,4 @@ def test_a_plan_imports_nothing_heavy():
 def test_a_dry_run_goes_with_no_flag_that_prints(capsys):
     with pytest.raises(SystemExit) as end:
         train.launch(["--dry-run", "--cfg", "job"])
-    assert end.value.code == 2 and "does not go with --cfg job" in capsys.readouterr().err
+    assert end.value.code == 2 and "cannot be combined with --cfg job" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 from nemo_rl_lite.observability.metrics_log import METRICS_FILE
 from nemo_rl_lite.rollout.files import RolloutFiles
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.status import status_kept, write_start
+from nemo_rl_lite.run.folder import status_kept, write_start
 from tests.unit.observability.rollouts import make_rollout
 
 # What a model may write, and what must stay text.

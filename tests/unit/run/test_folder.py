@@ -19,9 +19,16 @@ from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.observability.metrics_log import METRICS_FILE
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.folder import check_folder, locked, write_down
+from nemo_rl_lite.run.folder import (
+    COMMAND_FILE,
+    CONFIG_FILE,
+    STATUS_FILE,
+    check_folder,
+    locked,
+    status_kept,
+    write_start,
+)
 from nemo_rl_lite.run.run import run
-from nemo_rl_lite.run.status import COMMAND_FILE, CONFIG_FILE, STATUS_FILE, status_kept
 
 # Takes the lock, starts a program that would inherit every file it may, names it and waits.
 HOLDER = """
@@ -38,7 +45,7 @@ with locked(Path(sys.argv[1])):
 def enter(folder, *overrides):
     whole_config = dataclasses.asdict(compose_config(overrides))
     check_folder(folder, whole_config)
-    write_down(folder, whole_config, "the command")
+    write_start(folder, whole_config, "the command")
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def test_a_run_that_was_killed_early_has_a_page_that_says_so(tmp_path):
     assert len(run["series"]["train/reward"][0]) == 3 and "policy rank 1" in run["error"]
     notes = "\n".join(run["notes"])
     assert "1 of 4 lines of metrics.jsonl" in notes and "environment.json is missing" in notes
-    assert "status.json is cut short" in notes and f"{file.name} cannot be read" in notes
+    assert "status.json is incomplete" in notes and f"{file.name} cannot be read" in notes
 
 
 def test_a_run_without_metrics_yet(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_rl_lite.errors import RefitError, RunStopped
 from nemo_rl_lite.observability.environment import ENVIRONMENT_FILE
-from nemo_rl_lite.run.status import ERROR_FILE, STATUS_FILE, status_kept, write_start
+from nemo_rl_lite.run.folder import ERROR_FILE, STATUS_FILE, status_kept, write_start
 
 
 def status(folder) -> dict:
@@ -43,7 +43,7 @@ def test_a_run_that_ends_otherwise_says_how(tmp_path, error, state, code):
 def test_one_that_is_killed_is_still_running_there(tmp_path):
     code = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from nemo_rl_lite.run.status import status_kept\n"
+        "from nemo_rl_lite.run.folder import status_kept\n"
         "with status_kept(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)

@@ -184,7 +184,7 @@ WRONG = {
     ("--stop-before=0",): ["--stop-before = 0", "greater than 0"],
     ("--sbatch=constraint=h100",): ["--sbatch = 'constraint=h100'", "--sbatch=--constraint=h100"],
     ("--setup=a\nb",): ["--setup", "one line"],
-    ("hydra.run.dir=outputs/${now:%H}",): ["hydra.run.dir", "same whenever the job is queued again"],
+    ("hydra.run.dir=outputs/${now:%H}",): ["hydra.run.dir", "must stay the same when the job is requeued"],
     ("-m", "algorithm.seed=1,2"): ["unrecognized arguments: -m"],
 }
 

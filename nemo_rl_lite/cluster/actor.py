@@ -1,4 +1,4 @@
-"""The one Ray actor there is: it hosts any plain class, named by its dotted path, and calls its methods."""
+"""The only Ray actor: it hosts an instance of any plain class, named by its dotted path, and calls its methods."""
 
 import importlib
 import os
@@ -8,16 +8,15 @@ from typing import Any
 
 import ray
 
-from nemo_rl_lite.cluster.heartbeat import Heartbeat
+from nemo_rl_lite.cluster.heartbeat import HeartbeatThread
 from nemo_rl_lite.host.logs import log_to_stderr
 from nemo_rl_lite.host.ports import free_port
 from nemo_rl_lite.observability import profiling
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
-class Host:
-    """A process for one worker. Its output goes to `log_file`; the driver's console stays readable. A heartbeat tells
-    what `worker` is doing."""
+class WorkerActor:
+    """A process for one worker. Its output goes to `log_file`, and its heartbeats report what `worker` does."""
 
     def __init__(self, worker: str, log_file: str):
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
@@ -26,20 +25,20 @@ class Host:
             stream.flush()
             os.dup2(descriptor, stream.fileno())
         sys.stdout.write(f"process {os.getpid()} on {ray.util.get_node_ip_address()}\n")
-        self._heartbeat = Heartbeat(worker, self.gpus())
+        self._heartbeat = HeartbeatThread(worker, self.gpus())
         self._class: Any = None
         self._worker: Any = None
 
     def free_port(self) -> tuple[str, int]:
-        """This host's address and a port that is free on it now."""
+        """The address of this process' node and a port that is free there now."""
         return ray.util.get_node_ip_address(), free_port()
 
     def gpus(self) -> list[str]:
-        """The GPUs that Ray has given this process, as CUDA_VISIBLE_DEVICES names them."""
+        """The GPUs that Ray has given this process, in the form of CUDA_VISIBLE_DEVICES."""
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def load(self, class_path: str, environment: dict[str, str]) -> None:
-        """Set the environment and import the class with everything it will need, so that `start` is quick."""
+        """Set the environment and import the class and the packages it needs, so that `start` is quick."""
         log_to_stderr()
         os.environ.update(environment)
         module_name, _, class_name = class_path.rpartition(".")
@@ -55,7 +54,7 @@ class Host:
             self._worker = self._class(**arguments)
 
     def call(self, method: str, phase: str, limit_s: float | None, *arguments: Any) -> Any:
-        """Call a method of the worker; if it takes longer than its limit, the process' stacks go to its log."""
+        """Call a method of the worker. After `limit_s` seconds the process' stacks go to its log."""
         with self._heartbeat.during(phase, limit_s), profiling.span(phase):
             return getattr(self._worker, method)(*arguments)
 
@@ -63,11 +62,11 @@ class Host:
         return True
 
     def begin_profile(self, tool: profiling.Tool) -> None:
-        """Record what this process does."""
+        """Start a trace of this process."""
         profiling.begin(tool)
 
     def end_profile(self, file: str) -> None:
-        """Write what was recorded."""
+        """Write the trace."""
         profiling.end(Path(file))
 
     def peak_memory(self) -> int:

@@ -5,18 +5,18 @@ import os
 import pytest
 
 from nemo_rl_lite.errors import LauncherError
-from nemo_rl_lite.slurm import seat
-from nemo_rl_lite.slurm.seat import MIB, Seat
+from nemo_rl_lite.slurm import task
+from nemo_rl_lite.slurm.task import MIB, SlurmTask
 
 TASK = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_NNODES": "2"}
 CORES = len(os.sched_getaffinity(0))
 
 
 def test_ray_is_told_of_the_jobs_share_of_a_node():
-    found = Seat.of_slurm(
+    found = SlurmTask.from_environment(
         TASK | {"SLURM_CPUS_ON_NODE": "1", "SLURM_GPUS_ON_NODE": "4", "SLURM_MEM_PER_NODE": "1000"}, interface="lo"
     )
-    assert found == Seat(rank=1, count=2, cpus=1, gpus=4, memory=1000 * MIB, address="127.0.0.1")
+    assert found == SlurmTask(rank=1, count=2, cpus=1, gpus=4, memory=1000 * MIB, address="127.0.0.1")
     options = dict(option.split("=") for option in found.ray_options())
     assert options["--num-cpus"] == "1" and options["--num-gpus"] == "4"
     assert options["--node-ip-address"] == "127.0.0.1"
@@ -25,23 +25,25 @@ def test_ray_is_told_of_the_jobs_share_of_a_node():
 
 
 def test_memory_may_be_given_by_cpu():
-    assert Seat.of_slurm(TASK | {"SLURM_CPUS_ON_NODE": "3", "SLURM_MEM_PER_CPU": "100"}).memory == 300 * MIB
+    assert (
+        SlurmTask.from_environment(TASK | {"SLURM_CPUS_ON_NODE": "3", "SLURM_MEM_PER_CPU": "100"}).memory == 300 * MIB
+    )
 
 
 def test_what_slurm_does_not_say_ray_finds_out():
-    found = Seat.of_slurm(TASK)
+    found = SlurmTask.from_environment(TASK)
     assert found.ray_options() == [f"--num-cpus={CORES}"] and found.environment() == {}
 
 
 def test_not_more_cpus_than_the_task_may_use():
-    assert Seat.of_slurm(TASK | {"SLURM_CPUS_ON_NODE": "100000"}).cpus == CORES
+    assert SlurmTask.from_environment(TASK | {"SLURM_CPUS_ON_NODE": "100000"}).cpus == CORES
 
 
 def test_the_address_is_that_of_the_interface_towards_srun(monkeypatch):
-    assert Seat.of_slurm(TASK | {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}).address is None
-    monkeypatch.setattr(seat, "_addresses", lambda: [("eth0", "10.0.0.1"), ("ib0", "10.1.0.1"), ("ib0", "10.1.0.2")])
-    assert Seat.of_slurm(TASK, "ib0").address == "10.1.0.1"
-    assert Seat.of_slurm(TASK, "ib0").environment() == {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert SlurmTask.from_environment(TASK | {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}).address is None
+    monkeypatch.setattr(task, "_addresses", lambda: [("eth0", "10.0.0.1"), ("ib0", "10.1.0.1"), ("ib0", "10.1.0.2")])
+    assert SlurmTask.from_environment(TASK, "ib0").address == "10.1.0.1"
+    assert SlurmTask.from_environment(TASK, "ib0").environment() == {"GLOO_SOCKET_IFNAME": "ib0"}
 
 
 @pytest.mark.parametrize(
@@ -54,4 +56,4 @@ def test_the_address_is_that_of_the_interface_towards_srun(monkeypatch):
 )
 def test_what_cannot_be_is_said(environ, interface, message):
     with pytest.raises(LauncherError, match=message):
-        Seat.of_slurm(environ, interface)
+        SlurmTask.from_environment(environ, interface)

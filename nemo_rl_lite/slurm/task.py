@@ -1,4 +1,4 @@
-"""What a Slurm task may use of its node. Imports nothing heavy."""
+"""Reads what a Slurm task may use of its node. Imports nothing heavy."""
 
 import os
 import socket
@@ -10,14 +10,14 @@ import psutil
 from nemo_rl_lite.errors import LauncherError
 
 MIB = 2**20
-# Of the job's memory on a node, the share of Ray's object store, as Ray itself has it of a machine.
+# The share of the job's memory on a node that Ray's object store gets; Ray uses the same share of a machine.
 _OBJECT_STORE = 0.3
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Task `rank` of `count`, one on each node: CPUs, GPUs and bytes of memory that are the job's there. None: Slurm
-    does not say, and Ray finds out. `address`: this node's, as the others reach it."""
+class SlurmTask:
+    """Task `rank` of `count`, one on each node, with the job's CPUs, GPUs and bytes of memory there. None: Slurm does
+    not say, and Ray detects it. `address`: the one at which other nodes reach this node."""
 
     rank: int
     count: int
@@ -27,11 +27,11 @@ class Seat:
     address: str | None
 
     @classmethod
-    def of_slurm(cls, environ: Mapping[str, str], interface: str | None = None) -> "Seat":
-        """From what srun sets. `interface` names the network interface whose address is meant.
+    def from_environment(cls, environ: Mapping[str, str], interface: str | None = None) -> "SlurmTask":
+        """Read the variables that srun sets. `interface`: the network interface whose address is used.
 
         Raises:
-            LauncherError: not started by srun; several tasks on a node; there is no such interface.
+            LauncherError: srun did not start this process; a node has several tasks; the interface does not exist.
         """
         missing = [name for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NNODES") if name not in environ]
         if missing:
@@ -53,7 +53,7 @@ class Seat:
         )
 
     def ray_options(self) -> list[str]:
-        """For `ray start`: this job's share of the node and nothing else of it."""
+        """Options of `ray start` that limit Ray to this job's share of the node."""
         options = [f"--num-cpus={self.cpus}"]
         if self.gpus is not None:
             options.append(f"--num-gpus={self.gpus}")
@@ -66,8 +66,8 @@ class Seat:
         return options
 
     def environment(self) -> dict[str, str]:
-        """For Ray and everything it starts. gloo would otherwise take the interface that the host's name stands for,
-        which on many systems is a loopback one."""
+        """Variables for Ray and the processes it starts. Without them gloo takes the interface that the host's name
+        resolves to, which on many systems is a loopback interface."""
         if self.address is None:
             return {}
         names = [name for name, address in _addresses() if address == self.address]
@@ -99,12 +99,12 @@ def _address_of(interface: str) -> str:
 
 
 def _address_towards(environ: Mapping[str, str]) -> str | None:
-    """The address from which this node reaches the one that srun runs on; None where that is not told, or this one."""
+    """The address from which this node reaches the node of srun; None where that is unknown, or this node."""
     target = environ.get("SLURM_LAUNCH_NODE_IPADDR")
     if not target:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent.
+        # Connecting a UDP socket sends nothing.
         probe.connect((target, 9))
         own = probe.getsockname()[0]
     return None if own.startswith("127.") else own
