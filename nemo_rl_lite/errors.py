@@ -1,6 +1,8 @@
 """Errors that a user can act on, with their exit statuses. Imports nothing heavy."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -93,3 +95,16 @@ class WorkerError(LauncherError):
         self.worker, self.phase, self.cause, self.details = worker, phase, cause, details
         self.lost, self.raised, self.others_running = lost, raised, False
         super().__init__(f"worker error: {worker} failed in phase '{phase}': {cause}")
+
+
+@contextmanager
+def shown_as_message(program: str) -> Iterator[None]:
+    """Within the block of a command line, print an error that a user can act on and exit with its status."""
+    try:
+        yield
+    except LauncherError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(error.exit_status)
+    except OSError as error:
+        sys.stderr.write(f"{program}: {error}\n")
+        sys.exit(LauncherError.exit_status)

@@ -4,14 +4,13 @@ import argparse
 import json
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl_lite.checkpoint.resume import POLICY, locate
 from nemo_rl_lite.checkpoint.store import Checkpoint
-from nemo_rl_lite.errors import CheckpointError, LauncherError
+from nemo_rl_lite.errors import CheckpointError, shown_as_message
 from nemo_rl_lite.rules.compose import restore
 
 
@@ -21,14 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("run", type=Path, help="a run's folder (for its newest checkpoint), or one checkpoint's")
     parser.add_argument("folder", type=Path, nargs="?", help="folder to write (default: hf-step-N in the run's folder)")
     given = parser.parse_args(arguments)
-    try:
+    with shown_as_message("nrl-lite export"):
         export(given.run.resolve(), given.folder.resolve() if given.folder else None)
-    except LauncherError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(error.exit_status)
-    except OSError as error:
-        sys.stderr.write(f"nrl-lite export: {error}\n")
-        sys.exit(LauncherError.exit_status)
 
 
 def export(run: Path, target: Path | None) -> Path:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl_lite.errors import LauncherError
+from nemo_rl_lite.errors import shown_as_message
 
 PAGE = "report.html"
 
@@ -17,14 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     where = f"the file to write (default: {PAGE} in the run's folder, or for several runs in this one)"
     parser.add_argument("--output", metavar="FILE", type=Path, help=where)
     given = parser.parse_args(arguments)
-    try:
+    with shown_as_message("nrl-lite report"):
         page = write_report([run.resolve() for run in given.runs], given.output)
-    except LauncherError as error:
-        sys.stderr.write(f"nrl-lite report: {error}\n")
-        sys.exit(error.exit_status)
-    except OSError as error:
-        sys.stderr.write(f"nrl-lite report: {error}\n")
-        sys.exit(LauncherError.exit_status)
     sys.stdout.write(f"{page}\n")
 
 

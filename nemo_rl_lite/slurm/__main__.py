@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nemo_rl_lite.config.overrides import RUN_FOLDER, named_run_folder
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.errors import ConfigError, LauncherError, Violation
+from nemo_rl_lite.errors import ConfigError, LauncherError, Violation, shown_as_message
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.slurm.batch_job import BatchJob, Container
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
     given = parser.parse_intermixed_args(words)
-    try:
+    with shown_as_message("nrl-lite slurm"):
         job = _job(given, compose_config(given.overrides))
         script = job.script(["nrl-lite", "slurm", *words])
         # Slurm does not make this folder, and a job that cannot write there ends without a message.
@@ -57,12 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.stdout.write(f"submit it with: sbatch {shlex.quote(str(given.output))}\n")
         else:
             sys.stdout.write(script)
-    except LauncherError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(error.exit_status)
-    except OSError as error:
-        sys.stderr.write(f"nrl-lite slurm: {error}\n")
-        sys.exit(LauncherError.exit_status)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -56,16 +56,8 @@ def test_versions(version, tested, accepted, status):
 
 
 def test_the_remedy_is_the_checkouts_script_or_pip(tmp_path):
-    bare = Package("some-package", "json", "a feature", bare=True)
     assert remedy(THERE, "1.0", "gpu") == "bash scripts/install.sh gpu"
-    assert remedy(THERE, "1.0", "gpu", tmp_path) == "pip install some-package==1.0"
-    assert remedy(bare, "1.0", "gpu", tmp_path) == "pip install --no-deps some-package==1.0"
-
-
-def test_packages_are_bare_where_the_script_installs_them_so():
-    script = (ROOT / "scripts" / "install.sh").read_text().replace("\\\n", " ")
-    named = {name for line in re.findall(r"--no-deps (.*)", script) for name in line.split() if name[0] != "-"}
-    assert {package.name for package in PACKAGES if package.bare} == named - {"transformer-engine-cu13"}
+    assert remedy(THERE, "1.0", "gpu", tmp_path) == "pip install --no-deps some-package==1.0"
 
 
 def test_what_is_off_by_default_is_a_warning():
