@@ -1,6 +1,6 @@
 "use strict";
-// Small charts in SVG: lines over steps or minutes, or areas on top of each other. All share what is set at the top of
-// the page and the place that the pointer is at.
+// Small charts in SVG: lines over steps or minutes, or stacked areas. All charts share the controls at the top of the
+// page and the position of the pointer.
 
 const shared = { smooth: 0, axis: "step", log: false, hidden: new Set() };
 
@@ -51,7 +51,7 @@ function ticks(low, high, count) {
   return found;
 }
 
-// A moving mean that forgets: without weight on what was before the first value.
+// An exponential moving mean, normalized so that it starts at the first value.
 function smoothed(values, weight) {
   let sum = 0, total = 0;
   return values.map((value) => {
@@ -74,7 +74,7 @@ class Chart {
     }
   }, { rootMargin: "200px" });
 
-  // series: [{label, run, colour, dashed, xs, ys}]; stacked: areas on each other; limits: of the vertical axis.
+  // series: [{label, run, colour, dashed, xs, ys}]; stacked: stacked areas; limits: those of the vertical axis.
   constructor(title, series, { stacked = false, limits = null, legend = false } = {}) {
     Object.assign(this, { title, series, stacked, limits, stale: true, visible: false });
     this.box = element("div", { class: "chart" });
@@ -102,7 +102,7 @@ class Chart {
       }), name)));
   }
 
-  // What is shown, over what the horizontal axis is.
+  // The visible series, over the chosen horizontal axis.
   lines() {
     const lines = this.series.filter((one) => !shared.hidden.has(one.run)).map((one) => {
       const xs = shared.axis === "step" ? one.xs : one.xs.map((step) => RUNS[one.run].minutes[step] ?? null);
@@ -221,7 +221,7 @@ class Chart {
     drawn(this.marks, "line", { class: "mark", x1: this.x(x), x2: this.x(x), y1: SIZE.top, y2: SIZE.height - SIZE.bottom });
   }
 
-  // What is at `x`, or nearest to it in a line that has nothing there.
+  // Each line's value at `x`, or else its nearest value.
   at(x) {
     return this.shown.map((line) => {
       let best = -1;

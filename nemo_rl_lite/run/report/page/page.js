@@ -1,4 +1,4 @@
-// What the page has of the runs, section by section.
+// Makes the page, section by section.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const COLOURS = ["#3b7ddd", "#e8833a", "#2ba672", "#d6539b", "#8a63d2", "#c9a227", "#1fa3b8", "#d9534f", "#7a8a3a", "#8d6e63"];
@@ -34,7 +34,7 @@ function curve(run, metric, more = {}) {
   return { label: RUNS.length > 1 ? run.label : metric, run: run.index, colour: run.colour, xs, ys, ...more };
 }
 
-// Runs: each can be switched off everywhere.
+// The table of runs, each of which can be hidden in all charts.
 function runs() {
   const view = DATA.views[RUNS[0].algorithm] ?? [];
   const judged = view.flatMap((panel) => panel.curves).filter((one) => present(one.metric).length);
@@ -51,18 +51,18 @@ function runs() {
       ...judged.map((one) => ends(run.series[one.metric])), (run.status.started ?? "").slice(0, 16).replace("T", " "),
       run.status.host ?? run.environment.host ?? ""];
   });
-  const told = RUNS.flatMap((run) => [
+  const problems = RUNS.flatMap((run) => [
     run.notes.length ? element("ul", { class: "notes" }, ...run.notes.map((note) =>
       element("li", { text: RUNS.length > 1 ? `${run.label}: ${note}` : note }))) : null,
     run.status.message || run.error ? element("pre", { class: "error", text: run.error || `${run.label}: ${run.status.message}` }) : null,
   ]);
-  section("Runs", element("div", { class: "card" }, element("div", { class: "runs" }, table(headers, rows, numbers)), ...told));
+  section("Runs", element("div", { class: "card" }, element("div", { class: "runs" }, table(headers, rows, numbers)), ...problems));
 }
 
 function state(run) {
   const { state: name, exit_status: code } = run.status;
   const words = { running: "running, or killed" };
-  const text = name ? (words[name] ?? name) + (code || code === 0 ? ` (status ${code})` : "") : "not told";
+  const text = name ? (words[name] ?? name) + (code || code === 0 ? ` (status ${code})` : "") : "unknown";
   return element("span", { class: `state ${name ?? "unknown"}`, text });
 }
 
@@ -77,7 +77,7 @@ function curves() {
   for (const algorithm of new Set(RUNS.map((run) => run.algorithm))) {
     for (const panel of DATA.views[algorithm] ?? []) {
       const solid = panel.curves.some((one) => !one.heldOut);
-      // Another algorithm's loss is another quantity.
+      // Losses of different algorithms cannot be compared.
       const own = (metric) => present(metric).filter((run) => run.algorithm === algorithm);
       const series = panel.curves.flatMap((one, index) => own(one.metric).map((run) => curve(run, one.metric, {
         label: RUNS.length > 1 ? `${run.label}: ${one.label}` : one.label,
@@ -91,7 +91,7 @@ function curves() {
   section("Curves", grid.childElementCount ? grid : element("p", { class: "missing", text: "No step has been logged yet." }));
 }
 
-// Every metric there is, by the first part of its name.
+// All metrics, grouped by the first part of their names.
 function metrics() {
   const names = [...new Set(RUNS.flatMap((run) => Object.keys(run.series)))].sort();
   if (!names.length) return;
@@ -164,7 +164,7 @@ function bars(rows) {
   ]));
 }
 
-// Device memory by phase and component, predicted beside measured.
+// Device memory by phase and component, predicted and measured.
 function memory() {
   const grid = element("div", { class: "grid" });
   for (const run of RUNS) {
@@ -204,7 +204,7 @@ function bytes(size) {
   return size >= 2 ** 30 ? `${number(size / 2 ** 30)} GiB` : `${number(size / 2 ** 20)} MiB`;
 }
 
-// New weights for the engines: how long each stage takes. Stages run beside each other.
+// The seconds of each stage of a refit. Stages overlap.
 function refit() {
   const stages = ["iterate", "pack", "transfer", "load", "wake"], grid = element("div", { class: "grid" });
   for (const run of present("refit/seconds")) {
@@ -260,7 +260,7 @@ function configuration() {
   const keys = [...new Set(RUNS.flatMap((run) => Object.keys(run.config)))].sort();
   if (!keys.length) return;
   const fallback = (run, key) => (DATA.defaults[run.algorithm] ?? {})[key];
-  // Where a run is told of, and by what name, changes nothing in it.
+  // These keys only name a run.
   const matters = (key) => key !== "run_name" && !key.startsWith("logger.");
   const between = (key) => matters(key) && new Set(RUNS.map((run) => run.config[key]).filter((value) => value !== undefined)).size > 1;
   const unusual = (key) => matters(key) && RUNS.some((run) => key in run.config && run.config[key] !== fallback(run, key));
