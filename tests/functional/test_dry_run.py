@@ -11,7 +11,7 @@ from nemo_rl_lite.observability.metrics_log import METRICS_FILE
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run import command
-from nemo_rl_lite.run.folder import write_down
+from nemo_rl_lite.run.folder import write_start
 
 pytestmark = pytest.mark.functional
 
@@ -54,7 +54,7 @@ def test_a_dry_run_refuses_the_folder_that_the_run_would_refuse(capsys, tmp_path
     monkeypatch.chdir(tmp_path)
     begun = tmp_path / "begun"
     begun.mkdir()
-    write_down(begun, dataclasses.asdict(compose_config()), "the command")
+    write_start(begun, dataclasses.asdict(compose_config()), "the command")
     (begun / METRICS_FILE).write_text('{"step": 1}\n')
     refused(capsys, "without a checkpoint", "hydra.run.dir=begun", "algorithm.seed=7")
     (begun / SUMMARY_FILE).write_text("{}")

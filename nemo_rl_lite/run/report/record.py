@@ -55,7 +55,9 @@ def read_run(folder: Path) -> RunRecord:
     if not folder.is_dir():
         raise ReportError(f"nrl-lite report: {folder} is not a folder: name a run's, such as outputs/NAME/TIME")
     if not any((folder / name).exists() for name in (CONFIG_FILE, METRICS_FILE)):
-        raise ReportError(f"nrl-lite report: {folder} is no run's folder: it has neither {CONFIG_FILE} nor {METRICS_FILE}")
+        raise ReportError(
+            f"nrl-lite report: {folder} is no run's folder: it has neither {CONFIG_FILE} nor {METRICS_FILE}"
+        )
     notes: list[str] = []
     return RunRecord(
         folder=folder,
