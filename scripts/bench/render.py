@@ -23,8 +23,8 @@ RELIABILITY = record.ROOT / "docs" / "reliability.md"
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a page: the record it shows, and which of the record's rows (all where empty). With `columns` each row is
-    a setting and shows the medians of these quantities."""
+    """A table of a page: the record it shows, and which of the record's rows (all where empty). With `columns` each row
+    is a setting and shows the medians of these quantities."""
 
     page: Path
     bench: str
@@ -193,7 +193,7 @@ def bars_table(one: dict[str, Any]) -> list[str]:
 
 
 def results_table(one: dict[str, Any], names: Sequence[str] = ()) -> list[str]:
-    """A row for each quantity and setting; only those in `names` where it is given. Single runs have a value, no median."""
+    """Render a row for each quantity and setting; only those in `names` where it is given. A single run has no median."""
     rows = [row for row in one["results"] if not names or row["name"] in names]
     several = len({row["config"] for row in one["results"]}) > 1
     setting, line = (" setting |", "---|") if several else ("", "")
