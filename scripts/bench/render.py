@@ -193,7 +193,7 @@ def bars_table(one: dict[str, Any]) -> list[str]:
 
 
 def results_table(one: dict[str, Any], names: Sequence[str] = ()) -> list[str]:
-    """Render a row for each quantity and setting; only those in `names` where it is given. A single run has no median."""
+    """Render a row for each quantity and setting, only those in `names` where given. A single run has no median."""
     rows = [row for row in one["results"] if not names or row["name"] in names]
     several = len({row["config"] for row in one["results"]}) > 1
     setting, line = (" setting |", "---|") if several else ("", "")
