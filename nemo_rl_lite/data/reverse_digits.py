@@ -11,7 +11,7 @@ from nemo_rl_lite.data.problems import Problem, chat
 
 @dataclass(frozen=True)
 class ReverseDigits:
-    """Reverse a string of digits. The task alone, not the seed, fixes the held-out strings, which are never trained on."""
+    """Reverse a string of digits. The task, not the seed, fixes the held-out strings, which are never trained on."""
 
     num_digits: int
     seed: int
