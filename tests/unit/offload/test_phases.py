@@ -114,7 +114,7 @@ def test_it_does_not_where_both_would_not_fit(caplog):
             policy.memory.enter(Phase.REFIT, beside=8_300)
             assert policy.held() == (400, 0, 0)
             policy.memory.enter(Phase.TRAIN)
-    assert sum("one after the other" in record.getMessage() for record in caplog.records) == 1
+    assert sum("do not overlap with other work" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_nothing_is_said_where_nothing_leaves(caplog):
