@@ -46,7 +46,7 @@ def set_fields(provider: Any, config: MegatronConfig) -> None:
 
 
 def add_mlps(chunks: Sequence[Any], config: MegatronConfig) -> None:
-    """Offload what MLPs without experts save: the largest part of such a layer, but not one of megatron-core's modules."""
+    """Offload what MLPs without experts save, the largest part of such a layer; megatron-core has no such module."""
     if not config.fine_grained_activation_offloading or MLP not in (config.offload_modules or []):
         return
     from megatron.core.transformer.mlp import MLP as DenseMLP
