@@ -64,7 +64,7 @@ def to_chat(config: DataConfig, row: Row, where: str) -> Example:
         raise DataError(f"{where}: column '{config.messages_column}' has no message of the assistant to train on")
     first = spoken[0 if config.train_on == "all" else -1]
     if all(message["role"] in ("system", "developer") for message in messages[: spoken[0]]):
-        raise DataError(f"{where}: column '{config.messages_column}' begins with the assistant, who answers nobody")
+        raise DataError(f"{where}: column '{config.messages_column}' begins with the assistant, without a prompt")
     return Example((Conversation(messages[: spoken[-1] + 1], first, _tools(config, row, where)),), where)
 
 
@@ -72,7 +72,7 @@ def chat_of(problem: Problem) -> Example:
     """Make a chat of a task's problem, with its answer as the response. Raises DataError: the problem has no answer."""
     where = "a problem of the task"
     if not problem.answer:
-        raise DataError(f"{where} {problem.metadata.get('task', '')} names no answer that could be trained on")
+        raise DataError(f"{where} {problem.metadata.get('task', '')} has no answer to train on")
     return Example((answered(problem.messages, problem.answer),), where)
 
 

@@ -121,7 +121,7 @@ class ChatTokenizer:
             return message["content"]
         whole = self._rendered(said, index + 1, prompt=False)
         if not whole.startswith(before):
-            raise DataError(f"with the response, the model's chat template writes the prompt otherwise: {whole!r}")
+            raise DataError(f"the model's chat template changes the prompt when the response follows: {whole!r}")
         turn, found, _ = whole[len(before) :].rpartition(end)
         if not found or message["content"].strip() not in turn:
             raise DataError(

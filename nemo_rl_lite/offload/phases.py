@@ -60,10 +60,10 @@ class PhaseMemory:
         self.gradients = gradients
         self._refused: set[str] = set()
 
-    def enter(self, phase: Phase, beside: int | None = None) -> None:
-        """Move components to their places in `phase`. With `beside`, moves to the host may still run when this returns,
-        if that many bytes of the device are free meanwhile: for the engine, where the phase makes room for it, and
-        otherwise for this process. The next `enter` waits for them.
+    def enter(self, phase: Phase, working_bytes: int | None = None) -> None:
+        """Move components to their places in `phase`. With `working_bytes`, moves to the host may still run when this
+        returns, if that many bytes of the device are free meanwhile: for the engine, where the phase makes room for it,
+        and otherwise for this process. The next `enter` waits for them.
 
         Raises:
             ValueError: no such phase in this run.
@@ -80,8 +80,8 @@ class PhaseMemory:
             self._device.trim()
         leaving, returning = self._going_to(Place.HOST, phase), self._going_to(Place.DEVICE, phase)
         in_background = False
-        if leaving and self._overlap and beside is not None:
-            in_background = self._fits(phase, beside, returning, makes_room)
+        if leaving and self._overlap and working_bytes is not None:
+            in_background = self._fits(phase, working_bytes, returning, makes_room)
         for own in leaving:
             own.leave()
         if not in_background:

@@ -33,5 +33,5 @@ def _reference(answer: str) -> list[Any]:
     marked = answer if any(mark in answer for mark in _MARKS) else f"\\boxed{{{_PERCENT.sub(_ESCAPED, answer)}}}"
     parsed = parse(marked, parsing_timeout=0, raise_on_error=True)
     if not parsed:
-        raise ValueError(f"the reference answer {answer!r} is no mathematical expression")
+        raise ValueError(f"the reference answer {answer!r} is not a mathematical expression")
     return parsed

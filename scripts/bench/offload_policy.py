@@ -57,7 +57,7 @@ TABLES: dict[str, dict[str, list[str]]] = {
     "prepare": {
         "states stay": [],
         "states leave, page-locked": [LOGPROB],
-        "states leave, page-locked, beside the work": [LOGPROB, "policy.overlap_offload=true"],
+        "states leave, page-locked, overlapped": [LOGPROB, "policy.overlap_offload=true"],
         "offload=pinned": ["offload=pinned"],
         "states leave, pageable": [LOGPROB, "policy.use_pinned_optimizer_offload=false"],
     },
@@ -220,15 +220,15 @@ def random_batch(count: int, length: int) -> tuple[torch.Tensor, torch.Tensor, B
 
 
 def bars(table: str, medians: dict[str, dict[str, float]]) -> list[dict]:
-    if table == "prepare" and (overlapped := medians.get("states leave, page-locked, beside the work")):
+    if table == "prepare" and (overlapped := medians.get("states leave, page-locked, overlapped")):
         moved = [name for name in overlapped if name.endswith("_exposed_s")]
         exposed = sum(overlapped[name] for name in moved)
         transfer = sum(overlapped[name.replace("_exposed_s", "_s")] for name in moved)
-        return [record.bar("page-locked, beside the work: exposed share", exposed / transfer, 0.25, at_least=False)]
+        return [record.bar("page-locked, overlapped: exposed share", exposed / transfer, 0.25, at_least=False)]
     if table.startswith("activations") and ON_GPU:
         both = {name: one for name, one in medians.items() if name.startswith("CPU optimizer")}
         alone = {name: one for name, one in medians.items() if name not in (*both, "recomputed instead")}
-        return [saved_at_ten_percent(*sets) for sets in (("", alone), (", beside a CPU optimizer", both)) if sets[1]]
+        return [saved_at_ten_percent(*sets) for sets in (("", alone), (", with a CPU optimizer", both)) if sets[1]]
     return []
 
 

@@ -6,12 +6,12 @@ from nemo_rl_lite.rewards.registry import find_reward
 
 
 def shout(response: str, answer: str, volume: float = 1.0) -> float:
-    """A user's own reward."""
+    """This is a user's reward."""
     return volume * (response == answer.upper())
 
 
 def as_long_as_the_prompt(response: str, answer: str, problem: Problem) -> float:
-    """A reward that looks at more than the answer."""
+    """This reward uses the problem, not only the answer."""
     return float(len(response) == len(problem.messages[0]["content"]) + problem.metadata["extra"])
 
 
