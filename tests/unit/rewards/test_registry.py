@@ -80,7 +80,7 @@ def test_math(response, answer, expected):
 
 
 def test_an_answer_that_is_no_mathematics_is_an_error_and_no_zero():
-    with pytest.raises(ValueError, match="no mathematical expression"):
+    with pytest.raises(ValueError, match="not a mathematical expression"):
         find_reward("math", {})("42", problem(""))
 
 
