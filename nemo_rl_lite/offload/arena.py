@@ -66,7 +66,7 @@ class HostArena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now."""
+        """The bytes that the buffer takes now."""
         return 0 if self._buffer is None else self._buffer.numel()
 
     def reserve(self, nbytes: int) -> Tensor:

@@ -22,7 +22,7 @@ ASSUMED_BYTES_PER_S = 20e9
 
 @dataclass(frozen=True)
 class Move:
-    """What a move did: bytes, seconds the copies took, and seconds for which this process had to wait for them."""
+    """A finished move: its bytes, the seconds of its copies, and the seconds for which this process waited for them."""
 
     nbytes: int
     transfer_s: float
@@ -79,17 +79,17 @@ class Movable:
 
     @property
     def on_host(self) -> bool:
-        """Whether the contents are in host memory alone."""
+        """True where the contents are in host memory alone."""
         return bool(self._parked) and self._flight is None
 
     @property
     def moving(self) -> bool:
-        """Whether a move has begun and not settled."""
+        """True where a move has begun and not settled."""
         return self._flight is not None
 
     @property
     def moved(self) -> bool:
-        """Whether a move has begun and only `settle` is missing, which would not wait."""
+        """True where a move has begun and `settle` would not wait."""
         return self._flight is not None and self._flight.copies.done()
 
     def device_bytes(self) -> int:
