@@ -1,25 +1,25 @@
 # syntax=docker/dockerfile:1
-# An image with everything that a run needs, at what constraints.txt pins:
+# An image with everything that a run needs, in the versions that constraints.txt pins:
 #
 #   docker build -t nemo-rl-lite .                               GPUs (CUDA 13.0; the driver must be 580 or newer)
-#   docker build -t nemo-rl-lite:cpu --build-arg KIND=cpu .      CPUs alone
+#   docker build -t nemo-rl-lite:cpu --build-arg KIND=cpu .      CPUs only
 #
 #   docker run --rm --gpus all --shm-size=32g -v hf:/cache/huggingface -v "$PWD:/workspace" nemo-rl-lite \
 #       train recipes=...
 #
-# Ray's object store and NCCL's buffers are in shared memory, of which Docker gives a container 64 MB: hence --shm-size
-# (or --ipc=host). docs/clusters.md says more.
+# Ray's object store and NCCL's buffers are in shared memory. Docker gives a container 64 MB of it, hence --shm-size (or
+# --ipc=host). docs/clusters.md has the details.
 ARG KIND=gpu
 
-# nvcc and cuDNN's headers, for the part of Transformer Engine that has no wheel.
+# nvcc and cuDNN's headers are for the part of Transformer Engine that has no wheel.
 FROM nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04 AS build-base-gpu
 FROM ubuntu:noble-20251001 AS build-base-cpu
 
-# Ubuntu's packages change within a release; what the run computes with is pinned in constraints.txt.
+# Ubuntu's packages change within a release; constraints.txt pins the packages that a run computes with.
 # hadolint ignore=DL3006
 FROM build-base-${KIND} AS build
 ARG KIND
-# Compilers that work beside each other need 4 GB each.
+# Each of the parallel compilers needs 4 GB.
 ARG MAX_JOBS=8
 ENV MAX_JOBS=${MAX_JOBS} PIP_NO_CACHE_DIR=1
 # hadolint ignore=DL3008
@@ -27,14 +27,14 @@ RUN apt-get update \
  && apt-get install -y --no-install-recommends build-essential python3.12 python3.12-dev python3.12-venv \
  && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/nemo_rl_lite
-# What decides what is installed comes first: a change of the code alone installs nothing again.
+# The files that decide what is installed come first, so that a change of the code alone reinstalls nothing.
 COPY pyproject.toml constraints.txt README.md ./
 COPY scripts/install.sh scripts/
 COPY nemo_rl_lite/__init__.py nemo_rl_lite/
-# The package is built with its configs; here it is enough that there is such a folder.
+# The package is built with its configs; an empty folder is enough here.
 RUN mkdir configs && bash scripts/install.sh "${KIND}"
 
-# No CUDA toolkit: torch's wheels bring CUDA's libraries, and Triton its assembler.
+# The runtime needs no CUDA toolkit: torch's wheels bring CUDA's libraries, and Triton its assembler.
 FROM nvidia/cuda:13.0.2-base-ubuntu24.04 AS runtime-base-gpu
 FROM ubuntu:noble-20251001 AS runtime-base-cpu
 
@@ -50,7 +50,7 @@ RUN apt-get update \
  && useradd --create-home --uid 1000 trainer \
  && mkdir -p /cache/huggingface /workspace \
  && chown trainer:trainer /cache/huggingface /workspace
-# At the path where it was made: a virtual environment does not move.
+# The path stays the same, because a virtual environment cannot be moved.
 COPY --from=build /opt/nemo_rl_lite/.venv /opt/nemo_rl_lite/.venv
 WORKDIR /opt/nemo_rl_lite
 COPY pyproject.toml constraints.txt README.md ./

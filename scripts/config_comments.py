@@ -1,4 +1,4 @@
-"""What the comments of a YAML file of configs/ say: of the file, and of each key."""
+"""Read the comments of a YAML file of configs/: about the file, and about each key."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -8,12 +8,12 @@ import yaml
 
 
 class UndocumentedError(Exception):
-    """A key or a file of configs/ that nothing is said about."""
+    """A key or a file of configs/ has no comment."""
 
 
 @dataclass
 class Comments:
-    """What a file of configs/ says: of itself, and of its keys (dotted paths within it)."""
+    """The comments of a file of configs/: about the file, and about its keys (dotted paths within it)."""
 
     header: str
     keys: dict[str, str] = field(default_factory=dict)
@@ -21,8 +21,8 @@ class Comments:
 
 @cache
 def read_comments(file: Path) -> Comments:
-    """A comment is about the key below it and those that follow without a blank line or a comment of their own; one
-    with a blank line or `defaults:` below it, at the top, is about the file."""
+    """Read a file's comments. A comment is about the key below it and the next keys up to a blank line or another
+    comment; a comment at the top, with a blank line or `defaults:` below it, is about the file."""
     lines = file.read_text().splitlines()
     end = _end_of_comment(lines, 0)
     about_file = end < len(lines) and (not lines[end].strip() or lines[end].startswith("defaults:"))
@@ -59,6 +59,6 @@ def _start_of_comment(lines: list[str], place: int) -> int:
 
 
 def _text(lines: list[str]) -> str:
-    """One line; what is indented deeper is a command line, and becomes code."""
+    """Join a comment into one line; a line that is indented deeper is a command line and becomes code."""
     words = [line.strip().removeprefix("#") for line in lines]
     return " ".join(f"`{line.strip()}`" if line.startswith("   ") else line.strip() for line in words).strip()

@@ -1,6 +1,6 @@
 """Write docs/configuration.md from the schema (types, ranges, choices) and configs/ (comments, defaults, files).
 
---check fails where it is stale. A key or a file without a comment is an error.
+With --check it writes nothing and fails where the page is stale. A key or a file without a comment is an error.
 """
 
 import sys
@@ -21,13 +21,13 @@ from nemo_rl_lite.config.schema import Config
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 RECIPES, ALGORITHM = "recipes", "algorithm"
-# A group that lays its keys over another section.
+# This group puts its keys into another section.
 SECTION_OF = {"offload": "policy"}
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Everything that the page says, from one folder of groups."""
+    """Builds the page from one folder of groups."""
 
     folder: Path
     schema: Schema
@@ -45,7 +45,7 @@ class Reference:
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def _section(self, path: str, node: Schema, title: str, file: str | None) -> Iterator[str]:
-        """A heading, the section's comment and a table of its keys; the same of the sections in it."""
+        """Yield a heading, the section's comment and a table of its keys; then the same for its subsections."""
         depth = "#" * (2 + path.count("."))
         resolved = self._resolve(node)
         yield f"{depth} {title}"
@@ -56,14 +56,14 @@ class Reference:
                 yield from self._section(f"{path}.{name}", child, f"{path}.{name}", file)
 
     def _about_section(self, path: str, file: str | None) -> str:
-        """Nothing where the group's files differ: they are told apart in a table."""
+        """Return the section's comment; nothing where the group's files differ, since a table describes them."""
         if "." in path:
             return self._comment(path, file)
         return self._header(path, file or self._default_file(path)) if file or len(groups()[path]) == 1 else ""
 
     def _table(self, node: Schema, path: str, file: str | None) -> str:
         defaults = composed((f"{ALGORITHM}={file}",) if path.split(".")[0] == ALGORITHM else ())
-        # In the order of configs/, where neighbours belong together.
+        # Keys have the order of configs/, where neighbours belong together.
         names = [name for name, child in node["properties"].items() if "$ref" not in child and "oneOf" not in child]
         order = [key.rpartition(".")[2] for key in defaults if key.rpartition(".")[0] == path]
         rows = [
@@ -74,10 +74,10 @@ class Reference:
         return table(("key", "type and range", "default", "what it does"), rows)
 
     def _comment(self, key: str, file: str | None) -> str:
-        """What configs/ says of a key.
+        """Return the comment of a key in configs/.
 
         Raises:
-            UndocumentedError: nothing.
+            UndocumentedError: the key has none.
         """
         section, _, rest = key.partition(".")
         if not rest:
@@ -97,7 +97,7 @@ class Reference:
         raise UndocumentedError(f"{key}: no comment above it in {' or '.join(name for name, _ in places)}")
 
     def _rank(self, group: str, path: Path) -> tuple[bool, bool, str]:
-        """What the group's files share first, then its default file."""
+        """Sort the files that others share first, then the group's default file."""
         return path.parent.name == group, path.stem != self._default_file(group), str(path)
 
     def _header(self, group: str, file: str) -> str:
@@ -107,7 +107,7 @@ class Reference:
         return header
 
     def _default_file(self, group: str) -> str:
-        """The name of a group's default file."""
+        """Return the name of a group's default file."""
         return default_files(self.folder)[group]
 
     def _groups(self) -> str:
@@ -120,7 +120,7 @@ class Reference:
         return "## Groups\n\n" + table(("group", "section it fills", "default file", "other files"), rows)
 
     def _files(self, group: str) -> str:
-        """The group's files: what each is for and what it sets otherwise than the default one."""
+        """Describe the group's files: what each is for, and which keys differ from the default file."""
         if len(groups()[group]) == 1:
             return ""
         usual, default = composed(()), self._default_file(group)
@@ -152,19 +152,19 @@ class Reference:
 
 @cache
 def default_files(folder: Path) -> Mapping[str, str]:
-    """Group -> the file that a run has of it where none is chosen."""
+    """Return the default file of each group."""
     listed = yaml.safe_load((folder / "train.yaml").read_text())["defaults"]
     return {group: file for item in listed if isinstance(item, dict) for group, file in item.items()}
 
 
 @cache
 def composed(choices: tuple[str, ...]) -> Mapping[str, Any]:
-    """Every key and its value, not resolved, with these files chosen."""
+    """Return every key and its unresolved value with these files chosen."""
     return dict(_leaves(OmegaConf.to_container(compose_files(choices), resolve=False)))
 
 
 def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys and values, sections included."""
+    """Yield keys and values, sections included."""
     for name, value in node.items():
         yield f"{prefix}{name}", value
         if isinstance(value, dict):
@@ -199,7 +199,7 @@ GPUs is a run on CPUs.
 
 
 def main() -> None:
-    """The command line."""
+    """Write or check the page."""
     page = Reference(config_dir(), TypeAdapter(Config).json_schema()).page()
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(page)

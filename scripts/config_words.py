@@ -1,4 +1,4 @@
-"""Types, values and comments of the configuration as Markdown."""
+"""Show types, values and comments of the configuration as Markdown."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ Schema = Mapping[str, Any]
 
 
 def kind(node: Schema) -> str:
-    """A key's type and range in words."""
+    """Return a key's type and range in words."""
     if "anyOf" in node:
         return " or ".join(kind(choice) for choice in node["anyOf"])
     if "enum" in node:
@@ -39,7 +39,7 @@ ENVIRONMENT = re.compile(r"\$\{oc\.decode:\$\{oc\.env:(\w+),(.*)\}\}")
 
 
 def shown(defaults: Mapping[str, Any], key: str) -> str:
-    """A default as the page shows it."""
+    """Return a default as the page shows it."""
     text = raw(defaults[key])
     if found := ENVIRONMENT.fullmatch(text):
         return f"`{found[2]}`, or the environment's `{found[1]}`"
@@ -49,13 +49,13 @@ def shown(defaults: Mapping[str, Any], key: str) -> str:
 
 
 def raw(value: Any) -> str:
-    """A value as YAML has it, on one line."""
+    """Return a value as YAML, on one line."""
     if isinstance(value, str):
         return value
     return yaml.safe_dump(value, default_flow_style=True, width=float("inf")).removesuffix("\n").removesuffix("\n...")
 
 
-# What a reader would type or open: settings, names with an underscore, dotted names, files, folders.
+# These words become code: settings, names with an underscore, dotted names, files, folders.
 CODE = re.compile(
     r"`[^`]*`|'[^' ]*=[^']*'|(?<![\w/.`])(?:"
     r"[\w./]*\w=[^\s,;)]+|[\w.*-]+/(?![\w-]+:)[^\s,;:)]*|[\w.]*\w_\w[\w./]*|[a-z]\w+(?:\.[a-z]\w+)+|\*\.\w+)"
@@ -63,7 +63,7 @@ CODE = re.compile(
 
 
 def prose(comment: str) -> str:
-    """A comment as Markdown of one line, in a table too."""
+    """Return a comment as Markdown on one line, fit for a table."""
 
     def code(found: re.Match[str]) -> str:
         words = found[0].strip("`").rstrip(".:")

@@ -1,4 +1,4 @@
-"""A llama model in a GGUF file (llama.cpp's format) -> a Hugging Face folder. Needs the package `gguf`."""
+"""Convert a llama model in a GGUF file (llama.cpp's format) to a Hugging Face folder. Needs the package `gguf`."""
 
 from pathlib import Path
 from typing import Any
@@ -29,21 +29,21 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# llama.cpp's names of pre-tokenizers -> whether each digit is a piece of its own.
+# llama.cpp's names of pre-tokenizers -> whether each digit is a separate piece.
 _DIGITS_APART = {"smollm": True, "gpt-2": False}
-# GGUF's token type of control tokens such as <|im_end|>.
+# GGUF gives control tokens such as <|im_end|> this token type.
 _CONTROL = 3
 
 
 class UnsupportedGGUFError(LauncherError):
-    """A GGUF file that is no llama model with a byte-level BPE tokenizer, or is damaged."""
+    """The GGUF file is damaged, or not a llama model with a byte-level BPE tokenizer."""
 
 
 def convert(file: Path, folder: Path, dtype: torch.dtype) -> None:
     """Write the model in `file` to the existing `folder`: configuration, weights in `dtype`, tokenizer.
 
     Raises:
-        UnsupportedGGUFError: the file cannot be read, or holds what is not converted here.
+        UnsupportedGGUFError: the file cannot be read, or its contents are not supported.
     """
     try:
         reader = GGUFReader(file)
@@ -94,7 +94,7 @@ def _config(fields: _Fields, tied: bool, dtype: torch.dtype) -> LlamaConfig:
         num_attention_heads=fields["llama.attention.head_count"],
         num_key_value_heads=fields["llama.attention.head_count_kv"],
         max_position_embeddings=fields["llama.context_length"],
-        # Kept as float32 there: 1e-5 reads as 9.99999974e-06.
+        # GGUF stores this as float32, so 1e-5 reads as 9.99999974e-06.
         rms_norm_eps=float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.6g}"),
         rope_parameters={"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},
         tie_word_embeddings=tied,
@@ -106,7 +106,7 @@ def _config(fields: _Fields, tied: bool, dtype: torch.dtype) -> LlamaConfig:
 
 
 def _weights(reader: GGUFReader, config: LlamaConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights by their Hugging Face names."""
+    """Return the weights by their Hugging Face names."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads or config.num_attention_heads}
     weights = {}
     for tensor in reader.tensors:
@@ -130,7 +130,7 @@ def _halves_from_pairs(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _check_weights(weights: dict[str, Tensor], config: LlamaConfig, file: Path) -> None:
-    """Raises UnsupportedGGUFError: the weights are not exactly those of a llama of this configuration."""
+    """Check the weights. Raises UnsupportedGGUFError: they are not exactly those of a llama of this configuration."""
     with torch.device("meta"):
         wanted = {name: tuple(tensor.shape) for name, tensor in LlamaForCausalLM(config).state_dict().items()}
     if config.tie_word_embeddings:

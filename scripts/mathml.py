@@ -1,5 +1,5 @@
-"""A Markdown extension: formulas as MathML, which browsers show by themselves. Stands behind pymdownx.arithmatex, which
-finds them."""
+"""A Markdown extension writes formulas as MathML, which browsers render. It runs after pymdownx.arithmatex, which finds
+the formulas."""
 
 import html
 import re
@@ -10,7 +10,7 @@ from markdown.extensions import Extension
 from markdown.postprocessors import Postprocessor
 
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(?:\\\(|\\\[)(.*?)(?:\\\)|\\\])</\1>', re.DOTALL)
-# A function's name, where no parenthesis keeps it apart from its argument.
+# A function's name without a parenthesis between it and its argument.
 FUNCTION = re.compile(r"(<mi>(?:log|exp)</mi>)(?!<mo|<mrow><mo)")
 
 
@@ -27,7 +27,7 @@ class FormulasAsMathML(Postprocessor):
 
 class MathML(Extension):
     def extendMarkdown(self, md: Markdown) -> None:
-        # After the HTML that other extensions stashed is back (priority 30).
+        # Run after other extensions have restored their stashed HTML (priority 30).
         md.postprocessors.register(FormulasAsMathML(md), "mathml", 5)
 
 

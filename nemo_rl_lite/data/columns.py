@@ -1,4 +1,4 @@
-"""A row's columns to a problem: the prompt column or template, the answer column and its pattern."""
+"""Turn a row into a problem: by the prompt column or template, the answer column and its pattern."""
 
 import re
 from string import Formatter
@@ -12,7 +12,7 @@ _WITH_COMMAS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
 def to_problem(config: DataConfig, row: Row, where: str) -> Problem:
-    """The problem of a row; `where` names the row in errors.
+    """Return the problem of a row; `where` names the row in errors.
 
     Raises:
         DataError: the row lacks a column, or one has a wrong type or does not match `data.answer_pattern`.
@@ -28,10 +28,10 @@ def to_problem(config: DataConfig, row: Row, where: str) -> Problem:
 
 
 def template_columns(template: str) -> list[str]:
-    """The columns a template names, in order.
+    """Return the columns that a template names, in order.
 
     Raises:
-        ValueError: braces that do not match, or a field that is more than a column's name.
+        ValueError: braces do not match, or a field is not just a column's name.
     """
     columns = []
     for _, name, specification, conversion in Formatter().parse(template):
@@ -44,7 +44,7 @@ def template_columns(template: str) -> list[str]:
 
 
 def column(row: Row, name: str, where: str) -> object:
-    """The value of a column. Raises DataError: there is none."""
+    """Return the value of a column. Raises DataError: there is none."""
     if name not in row:
         raise DataError(f"{where}: no column '{name}' (columns: {', '.join(row)})")
     if row[name] is None:
@@ -53,7 +53,7 @@ def column(row: Row, name: str, where: str) -> object:
 
 
 def _fill(template: str, row: Row, where: str) -> str:
-    """The template with each field replaced by its column. str.format would also reach into attributes."""
+    """Replace each field of the template by its column. str.format would also reach into attributes."""
     return "".join(
         text + ("" if name is None else _text(row, name, where)) for text, name, _, _ in Formatter().parse(template)
     )

@@ -1,4 +1,4 @@
-"""Chats to train on, from rows and from problems. Imports nothing heavy."""
+"""Make chats to train on, from rows and from problems. This module imports nothing heavy."""
 
 import dataclasses
 import json
@@ -12,47 +12,47 @@ from nemo_rl_lite.data.problems import Message, Problem, with_system
 from nemo_rl_lite.data.rows import Row
 from nemo_rl_lite.errors import DataError
 
-# Thoughts before an answer; of a tool's answer, which tool and which call it is for.
+# Optional fields of a message: the thoughts before an answer; for a tool's answer, the tool and the call.
 _MORE = ("reasoning_content", "name", "tool_call_id")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chat that ends with the assistant, whose messages from `first_trained` on are trained on. `tools`: what the
-    assistant may call, as JSON schemas that chat templates know."""
+    """A chat that ends with the assistant. Assistant messages from index `first_trained` on are trained on. `tools` are
+    the JSON schemas of the functions that the assistant may call."""
 
     messages: tuple[Message, ...]
     first_trained: int
     tools: tuple[Mapping[str, Any], ...] = ()
 
     def trained(self) -> list[int]:
-        """The indices of the messages that are trained on."""
+        """Return the indices of the messages that are trained on."""
         later = range(self.first_trained, len(self.messages))
         return [index for index in later if self.messages[index]["role"] == "assistant"]
 
 
 @dataclass(frozen=True)
 class Example:
-    """What is trained on together: one conversation, or the chosen and the rejected one of a pair. `where` names it in
-    errors: a file and a row."""
+    """One conversation, or the chosen and the rejected conversation of a pair. `where` names the example in errors, by
+    file and row."""
 
     conversations: tuple[Conversation, ...]
     where: str
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """What is asked."""
+        """The messages before the first trained one: the prompt."""
         first = self.conversations[0]
         return first.messages[: first.first_trained]
 
 
 def to_chat(config: DataConfig, row: Row, where: str) -> Example:
-    """The example of a row: the messages of `data.messages_column`, or a prompt and its response; `where` names the row
-    in errors.
+    """Return the example of a row: the messages of `data.messages_column`, or a prompt and its response; `where` names
+    the row in errors.
 
     Raises:
-        DataError: the row lacks a column, one has a wrong type, or nobody could be trained on it.
+        DataError: the row lacks a column, one has a wrong type, or the row has nothing to train on.
     """
     if config.messages_column is None:
         problem = to_problem(with_responses(config), row, where)
@@ -64,34 +64,34 @@ def to_chat(config: DataConfig, row: Row, where: str) -> Example:
         raise DataError(f"{where}: column '{config.messages_column}' has no message of the assistant to train on")
     first = spoken[0 if config.train_on == "all" else -1]
     if all(message["role"] in ("system", "developer") for message in messages[: spoken[0]]):
-        raise DataError(f"{where}: column '{config.messages_column}' begins with the assistant, who answers nobody")
+        raise DataError(f"{where}: column '{config.messages_column}' begins with the assistant, without a prompt")
     return Example((Conversation(messages[: spoken[-1] + 1], first, _tools(config, row, where)),), where)
 
 
 def chat_of(problem: Problem) -> Example:
-    """A problem of a task, whose answer is the assistant's response. Raises DataError: it names none."""
+    """Make a chat of a task's problem, with its answer as the response. Raises DataError: the problem has no answer."""
     where = "a problem of the task"
     if not problem.answer:
-        raise DataError(f"{where} {problem.metadata.get('task', '')} names no answer that could be trained on")
+        raise DataError(f"{where} {problem.metadata.get('task', '')} has no answer to train on")
     return Example((answered(problem.messages, problem.answer),), where)
 
 
 def answered(messages: Sequence[Message], response: str) -> Conversation:
-    """What is asked, and the response that is trained on."""
+    """Return the prompt's messages followed by the response, which is trained on."""
     return Conversation((*messages, {"role": "assistant", "content": response}), len(messages))
 
 
 def with_responses(config: DataConfig) -> DataConfig:
-    """The same data with the whole text of `data.response_column` for the answer."""
+    """Return the same data configuration with the whole text of `data.response_column` as the answer."""
     name = config.response_column or config.answer_column
     return dataclasses.replace(config, answer_column=name, answer_pattern=None)
 
 
 def read_messages(value: object, where: str) -> tuple[Message, ...]:
-    """Messages in OpenAI's format: a role, content (text, or parts that are text) and, of the assistant, tool calls.
+    """Read messages in OpenAI's format: a role, content (text, or parts that are text) and tool calls of the assistant.
 
     Raises:
-        DataError: something else.
+        DataError: the value has another format.
     """
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise DataError(f"{where}: a list of {{role, content}} messages is needed, found {type(value).__name__}")
@@ -128,7 +128,7 @@ def _call(call: object, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: a tool call needs the name of a function, found {call!r:.80}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        # OpenAI writes them as text, chat templates want them as an object.
+        # OpenAI writes arguments as text, but chat templates need an object.
         try:
             arguments = json.loads(arguments)
         except json.JSONDecodeError as error:
@@ -139,7 +139,7 @@ def _call(call: object, where: str) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without the fields that Parquet and the hub add where another row has them."""
+    """Remove null fields, which Parquet and the hub add where another row has a value."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Tasks of the reasoning-gym package, generated without end. The package is imported when a task is made."""
+"""Tasks of the reasoning-gym package generate problems without end. Making a task imports the package."""
 
 import difflib
 import random
@@ -11,16 +11,16 @@ from nemo_rl_lite.data.columns import to_problem
 from nemo_rl_lite.data.problems import Problem, is_held_out
 from nemo_rl_lite.errors import DataError
 
-# A task of few questions repeats itself, so a draw may have to be repeated; this often, and something is wrong.
+# A task with few questions repeats itself, so a draw may have to be retried; this many retries mean an error.
 DRAWS = 1000
-# Arguments of every task that the launcher itself sets.
+# The launcher itself sets these arguments of every task.
 _OWNED = ("seed", "size")
 
 
 @dataclass(frozen=True)
 class ReasoningGym:
-    """Problems of one task. Which questions are held out is decided by a hash of the question, so a task with few
-    questions does not train on them either.
+    """Problems of one task. A hash of the question decides whether it is held out, so a task with few questions does
+    not train on held-out ones either.
     """
 
     config: DataConfig
@@ -28,7 +28,7 @@ class ReasoningGym:
     fits: Callable[[Problem], bool] = lambda problem: True
 
     def problem(self, position: int) -> Problem:
-        """The same one for the same seed and position.
+        """Return the problem at a position: the same one for the same seed.
 
         Raises:
             DataError: the task fails, or yields no problem to train on.
@@ -50,7 +50,7 @@ class ReasoningGym:
         return replace(self, fits=fits)
 
     def validation(self, limit: int) -> list[Problem]:
-        """At most `limit` held-out problems, all different; fewer where the task has few questions."""
+        """Return at most `limit` different held-out problems; fewer where the task has few questions."""
         fraction = self.config.validation_fraction
         found: dict[str, Problem] = {}
         draw = last = 0
@@ -65,15 +65,15 @@ class ReasoningGym:
     def _draw(self, seed: str) -> Problem:
         task, arguments = self.config.task or "", self.config.task_kwargs
         entry = draw_entry(task, arguments, random.Random(seed).getrandbits(31))
-        # Tasks that accept many answers name none.
+        # Tasks that accept many answers have none in the entry.
         row = {**entry, self.config.answer_column: entry.get(self.config.answer_column) or ""}
         problem = to_problem(self.config, row, f"data.task = {task}")
         return replace(problem, metadata={"task": task, "task_kwargs": arguments, "entry": entry})
 
 
 def draw_entry(task: str, arguments: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """The task's entry (question, answer, metadata) for a seed. A data set of one entry is made for it, because some
-    tasks generate all entries at once.
+    """Return the task's entry (question, answer, metadata) for a seed, from a data set of one entry, because some tasks
+    generate all entries at once.
 
     Raises:
         DataError: the task does not take the arguments, or fails.
@@ -88,14 +88,14 @@ def draw_entry(task: str, arguments: Mapping[str, Any], seed: int) -> dict[str, 
 
 
 def nearest_task(name: str) -> str | None:
-    """None where the task exists, else a hint at what does."""
+    """Return None where the task exists, else a hint at similar names."""
     from reasoning_gym.factory import DATASETS
 
     return None if name in DATASETS else _hint(name, list(DATASETS))
 
 
 def unknown_arguments(task: str, arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Names that the task has no argument for -> a hint at what it has."""
+    """Return a hint for each name in `arguments` that the task does not take."""
     from reasoning_gym.factory import DATASETS
 
     known = [field.name for field in fields(DATASETS[task][1]) if field.name not in _OWNED]

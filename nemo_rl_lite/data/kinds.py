@@ -1,4 +1,4 @@
-"""What an algorithm trains on, and how it is read. Imports nothing heavy."""
+"""A `Kind` is what an algorithm trains on and how it is read. This module imports nothing heavy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from nemo_rl_lite.data.rows import Row
 
 @dataclass(frozen=True)
 class Kind[T: Asked]:
-    """`name` in plural; how to read one from a row, which the text names in errors, None where nothing is to be learnt
-    from it; and from a task's problem."""
+    """`name` is a plural. `from_row` reads one example from a row, which its text argument names in errors, and returns
+    None where the row teaches nothing; `from_problem` makes one from a task's problem."""
 
     name: str
     from_row: Callable[[DataConfig, Row, str], T | None]
@@ -31,5 +31,5 @@ PAIRS = Kind[Example]("pairs", to_pair, pair_of, unread=(*_CHAT_COLUMNS, "respon
 
 
 def kind_of(config: Config) -> Kind:
-    """What the configuration's algorithm trains on."""
+    """Return what the configuration's algorithm trains on."""
     return imported(algorithm_of(config).data)

@@ -1,10 +1,10 @@
-"""Preference pairs: a prompt, a chosen and a rejected continuation. Imports nothing heavy.
+"""Read preference pairs: a prompt, a chosen and a rejected continuation. This module imports nothing heavy.
 
-Layouts of published datasets, told apart by their columns:
+The columns of a row decide which published layout it has:
 
 - prompt, chosen, rejected: the prompt text or messages, each continuation text or messages;
 - chosen, rejected: whole chats that begin with the same messages (UltraFeedback binarized, HH-RLHF as messages);
-- context, completions: completions with ranks, of which the lowest is the best (NeMo-RL);
+- context, completions: completions with ranks, the lowest rank being the best (NeMo-RL);
 - context, response1, response2, overall_preference: negative where the first is better (HelpSteer3).
 """
 
@@ -20,10 +20,10 @@ from nemo_rl_lite.errors import DataError
 
 
 def to_pair(config: DataConfig, row: Row, where: str) -> Example | None:
-    """The pair of a row, or None where neither response is better; `where` names the row in errors.
+    """Return the pair of a row, or None where neither response is better; `where` names the row in errors.
 
     Raises:
-        DataError: the row is of no known layout, or a column has a wrong type.
+        DataError: the row has no known layout, or a column has a wrong type.
     """
     chosen, rejected = config.chosen_column, config.rejected_column
     if chosen in row and rejected in row:
@@ -55,7 +55,7 @@ def to_pair(config: DataConfig, row: Row, where: str) -> Example | None:
 
 
 def pair_of(problem: Problem) -> Example:
-    """A problem whose task knows a mistake to make."""
+    """Return the pair of a task's problem: its answer and its `mistake`. Raises DataError: the task has no mistakes."""
     if "mistake" not in problem.metadata:
         raise DataError("this task has right answers only: preference pairs need data=file or data=hub")
     responses = problem.answer, problem.metadata["mistake"]
@@ -89,7 +89,7 @@ def _whole_chats(chosen: tuple[Message, ...], rejected: tuple[Message, ...], whe
 
 def _ending_with_the_assistant(messages: tuple[Message, ...], first: int, where: str) -> Conversation:
     if len(messages) <= first or not first or messages[-1]["role"] != "assistant":
-        raise DataError(f"{where}: each of the two must end with a message of the assistant's own")
+        raise DataError(f"{where}: each of the two must end with a message of the assistant after the common ones")
     return Conversation(messages, first)
 
 

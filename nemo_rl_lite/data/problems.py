@@ -1,6 +1,6 @@
-"""What a policy is asked and how it is judged. Imports nothing heavy.
+"""Problems and training sets: what a policy is asked and how it is judged. This module imports nothing heavy.
 
-A training set answers `problem(position)` for every position from 0 on, epoch after epoch, so that a run's place in its
+A training set returns `problem(position)` for every position from 0 on, epoch after epoch, so a run's place in its
 data is one integer.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from nemo_rl_lite.errors import DataError
 
-# Role and content; of the assistant also tool calls, of a tool which call it answers.
+# A message has a role and content; an assistant's may have tool calls, and a tool's names the call that it answers.
 Message = dict[str, Any]
 
 
@@ -22,7 +22,7 @@ Message = dict[str, Any]
 class Problem:
     """A chat to continue and the reference answer the reward compares with.
 
-    `metadata` is what else is known of it: the columns of its row, or the entry of the task that generated it.
+    `metadata` holds the columns of the problem's row, or the entry of the task that generated it.
     """
 
     messages: tuple[Message, ...]
@@ -31,29 +31,29 @@ class Problem:
 
 
 class Asked(Protocol):
-    """What a run trains on, by what is asked in it."""
+    """Anything that a run trains on; `messages` is its prompt."""
 
     @property
     def messages(self) -> tuple[Message, ...]: ...
 
 
 class TrainingSet[T: Asked](Protocol):
-    """Problems, or what else is trained on, in training order."""
+    """Problems, chats or pairs in training order."""
 
     def problem(self, position: int) -> T: ...
 
     def finite(self) -> Sequence[T]:
-        """All of them, where they are a list; none where they are generated without end."""
+        """Return all items where they are a list; none where they are generated without end."""
         ...
 
     def only(self, fits: Callable[[T], bool]) -> "TrainingSet[T]":
-        """The same in the same order, without those that do not fit."""
+        """Return the same set in the same order, without the items that do not fit."""
         ...
 
 
 @dataclass(frozen=True)
 class FileSet[T: Asked]:
-    """A finite list, in an order that is shuffled anew each epoch from `(seed, epoch)`."""
+    """A finite list, shuffled in each epoch by `(seed, epoch)`."""
 
     problems: tuple[T, ...]
     seed: int
@@ -72,7 +72,7 @@ class FileSet[T: Asked]:
 
 @dataclass(frozen=True)
 class Derived[T: Asked]:
-    """A generated task's problems as something else that is trained on."""
+    """A generated task's problems, turned into chats or pairs."""
 
     task: TrainingSet[Problem]
     derive: Callable[[Problem], T]
@@ -95,7 +95,7 @@ def _shuffled(count: int, seed: str) -> list[int]:
 
 
 def chat(prompt: object, system_prompt: str | None = None, where: str = "prompt") -> tuple[Message, ...]:
-    """A prompt (text, or a list of chat messages) as messages, the system prompt first where there is one."""
+    """Return a prompt (text, or a list of chat messages) as messages, after the system prompt where there is one."""
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
     elif isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
@@ -106,17 +106,17 @@ def chat(prompt: object, system_prompt: str | None = None, where: str = "prompt"
 
 
 def with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tuple[Message, ...]:
-    """The messages behind the system prompt, unless they have a system message of their own."""
+    """Put the system prompt before the messages, unless they begin with a system message."""
     if not system_prompt or messages[0]["role"] in ("system", "developer"):
         return messages
     return ({"role": "system", "content": system_prompt}, *messages)
 
 
 def is_held_out(problem: Asked, fraction: float) -> bool:
-    """Whether a problem, or what else is trained on, is among the `fraction` of all that is kept for validation.
+    """Return whether a problem, chat or pair is among the `fraction` that is kept for validation.
 
-    Its messages decide, but for the system prompt, and nothing else: not the seed, its place or the other problems. So
-    two rows that ask the same are on the same side.
+    Only its messages without the system prompt decide, not the seed, its position or other problems. So two rows with
+    the same prompt are on the same side.
     """
     asked = [[message["role"], message["content"]] for message in problem.messages if message["role"] != "system"]
     digest = hashlib.sha256(json.dumps(asked).encode()).digest()

@@ -1,4 +1,4 @@
-"""The task of the embedded model: reverse a string of digits."""
+"""Reversing a string of digits is the task of the embedded model."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from nemo_rl_lite.data.problems import Problem, chat
 
 @dataclass(frozen=True)
 class ReverseDigits:
-    """Reverse a string of digits. Held-out strings are fixed by the task, never by the seed, and never trained on."""
+    """Reverse a string of digits. The task, not the seed, fixes the held-out strings, which are never trained on."""
 
     num_digits: int
     seed: int
@@ -29,7 +29,7 @@ class ReverseDigits:
         return ()
 
     def only(self, fits: Callable[[Problem], bool]) -> Self:
-        """All of them: they have one length, so either all fit or none."""
+        """Return the whole set: all problems have one length, so either all fit or none."""
         return self
 
     def validation(self, limit: int) -> list[Problem]:
@@ -51,7 +51,7 @@ class ReverseDigits:
 
 
 def _mistake(answer: str) -> str:
-    """The answer with the first two neighbours that differ exchanged."""
+    """Exchange the first two neighbouring digits of the answer that differ."""
     for place in range(len(answer) - 1):
         if answer[place] != answer[place + 1]:
             return answer[:place] + answer[place + 1] + answer[place] + answer[place + 2 :]

@@ -1,4 +1,4 @@
-"""Rows of files and of hub datasets, each with the words that name it in an error. Imports nothing heavy by itself."""
+"""Read rows of files and of hub datasets, each with a text that names it in errors. Heavy imports are deferred."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -13,10 +13,10 @@ PARQUET = ".parquet"
 
 
 def file_rows(path: str) -> Iterator[tuple[str, Row]]:
-    """Rows of a JSON-lines or Parquet file.
+    """Yield the rows of a JSON-lines or Parquet file.
 
     Raises:
-        DataError: the file is missing or unreadable, or a row is no JSON object.
+        DataError: the file is missing or unreadable, or a row is not a JSON object.
     """
     suffix = Path(path).suffix
     if suffix not in (*JSON_LINES, PARQUET):
@@ -28,19 +28,19 @@ def file_rows(path: str) -> Iterator[tuple[str, Row]]:
             yield where, _parse(row, where) if isinstance(row, str) else row
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
-    except (OSError, ValueError, RuntimeError) as error:  # pyarrow's are ValueErrors
+    except (OSError, ValueError, RuntimeError) as error:  # pyarrow raises ValueErrors
         raise DataError(f"{path}: cannot be read: {error}") from None
 
 
 def hub_rows(config: DataConfig, split: str, key: str) -> Iterator[tuple[str, Row]]:
-    """Rows of one split of the hub dataset `data.path`. `key` is the configuration key the split is from.
+    """Yield the rows of one split of the hub dataset `data.path`. `key` is the configuration key that names the split.
 
     Raises:
         DataError: the hub cannot be reached, or has no such dataset, subset or split.
     """
     import datasets
 
-    # Progress bars of downloads would tear the run's own apart.
+    # The download's progress bars would garble the run's own.
     datasets.disable_progress_bars()
     name = f"{config.path}" + (f" ({config.subset})" if config.subset else "")
     try:

@@ -1,4 +1,4 @@
-"""From `data.name` to problems: rows of files and hub datasets, and generated tasks."""
+"""Load what `data.name` selects: rows of files and hub datasets, or generated tasks."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Task(TrainingSet[Problem], Protocol):
-    """A training set that is generated, and has held-out problems of its own."""
+    """A generated training set that also generates its held-out problems."""
 
     def validation(self, limit: int) -> list[Problem]: ...
 
@@ -32,10 +32,10 @@ ROWS = ("file", "hub")
 
 
 def training_set[T: Asked](config: DataConfig, seed: int, kind: Kind[T]) -> TrainingSet[T]:
-    """What a configuration trains on, shuffled or generated from `seed`.
+    """Return what a configuration trains on, shuffled or generated from `seed`.
 
     Raises:
-        DataError: naming file, row and what is wrong.
+        DataError: a row cannot be read; the error names file, row and cause.
     """
     if config.name in TASKS:
         return Derived(TASKS[config.name](config, seed), kind.from_problem)
@@ -48,10 +48,10 @@ def training_set[T: Asked](config: DataConfig, seed: int, kind: Kind[T]) -> Trai
 
 
 def validation_set[T: Asked](config: DataConfig, limit: int, kind: Kind[T]) -> list[T]:
-    """At most `limit` that are held out, always the same ones; empty where the configuration names none.
+    """Return at most `limit` held-out items, always the same ones; none where the configuration holds nothing out.
 
     Raises:
-        DataError: naming file, row and what is wrong.
+        DataError: a row cannot be read; the error names file, row and cause.
     """
     fraction = config.validation_fraction
     if config.name in TASKS:
@@ -71,12 +71,12 @@ def validation_set[T: Asked](config: DataConfig, limit: int, kind: Kind[T]) -> l
 
 
 def validation_source(config: DataConfig) -> str | None:
-    """The file or split that holds the validation problems, or None."""
+    """Return the file or split that holds the validation problems, or None."""
     return config.validation_path if config.name == "file" else config.validation_split
 
 
 def check_file(config: DataConfig, path: str, limit: int, kind: Kind) -> None:
-    """Raises DataError: one of the first `limit` rows of a file is not of this kind, or there are none."""
+    """Read the first `limit` rows of a file. Raises DataError: a row is not of this kind, or there are none."""
     rows = list(islice(file_rows(path), limit))
     if not rows:
         raise DataError(f"{path}: no rows")
@@ -84,7 +84,7 @@ def check_file(config: DataConfig, path: str, limit: int, kind: Kind) -> None:
 
 
 def _read[T: Asked](config: DataConfig, rows: Iterable[tuple[str, Row]], kind: Kind[T]) -> list[T]:
-    """Rows as what is trained on, without those that teach nothing."""
+    """Turn rows into items of this kind, without those that teach nothing."""
     found, tools = [], config.tools_column
     has_tools = tools is None
     for where, row in rows:

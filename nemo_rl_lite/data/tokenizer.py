@@ -1,4 +1,4 @@
-"""Chats to token ids and token ids to text."""
+"""Turn chats into token ids and token ids into text."""
 
 import logging
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from nemo_rl_lite.errors import ConfigError, DataError, Violation
 
 log = logging.getLogger(__name__)
 
-# Stands for a turn of the assistant's where only what follows it is of interest.
+# This placeholder stands for an assistant turn where only the text after it matters.
 _TURN = "THE-TURN"
 
 
@@ -36,19 +36,19 @@ class ChatTokenizer:
 
     @property
     def padding_token(self) -> int:
-        """What fills rows of a batch; the end token where the tokenizer names no other."""
+        """The token that pads rows of a batch; the end token where the tokenizer has no padding token."""
         return self._tokenizer.eos_token_id if self._tokenizer.pad_token_id is None else self._tokenizer.pad_token_id
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a chat, up to where the assistant's turn begins."""
+        """Return the token ids of a chat, up to the start of the assistant's turn."""
         if self._tokenizer.chat_template is None:
             return self._tokenizer(_joined(messages, self._tokenizer.eos_token))["input_ids"]
         encoded = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
 
     def conversation(self, said: Conversation) -> tuple[list[int], list[bool]]:
-        """Token ids of a chat up to the end of its last message, and for each whether it is trained on: what the
-        chat template writes for a trained message, and the end token behind it.
+        """Return the token ids of a chat up to the end of its last message, and for each whether it is trained on: what
+        the chat template writes for a trained message, and the end token after it.
 
         Raises:
             DataError: the template does not write the chat as prompts, responses and end tokens.
@@ -63,7 +63,7 @@ class ChatTokenizer:
                     "the model's chat template writes the assistant's earlier turns otherwise when a turn follows "
                     f"(data.train_on=last trains on the last alone): {before!r}"
                 )
-            # A model without a template has special tokens of its own at the begin.
+            # The tokenizer adds special tokens at the start where there is no template to write them.
             asked = self._tokenizer(before[len(done) :], add_special_tokens=not done and not self._has_template)
             response = [*self._tokens(turn), self.end_token]
             tokens += [*asked["input_ids"], *response]
@@ -72,8 +72,8 @@ class ChatTokenizer:
         return tokens, trained
 
     def between_turns(self, messages: Sequence[Message], last_token: int) -> list[int]:
-        """Token ids from the end of an assistant's turn, through `messages`, to where its next turn begins. What was
-        generated is not needed for it, but for `last_token`: an end token that is there already is not repeated.
+        """Return the token ids from the end of an assistant turn, through `messages`, to the start of its next turn. Of
+        the generated tokens only `last_token` matters: an end token that is already there is not repeated.
 
         Raises:
             DataError: the model's chat template cannot write these messages after an assistant's turn.
@@ -83,7 +83,7 @@ class ChatTokenizer:
         turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _TURN}, *messages]
         try:
             whole = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise anything
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(f"the model's chat template cannot write messages of the role {roles}: {error}") from None
         _, found, rest = whole.rpartition(_TURN)
@@ -92,7 +92,7 @@ class ChatTokenizer:
         return self._tokens(rest.removeprefix(self._tokenizer.decode([last_token])))
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Text of a response, special tokens left out."""
+        """Return the text of a response, without special tokens."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     @property
@@ -100,7 +100,7 @@ class ChatTokenizer:
         return self._tokenizer.chat_template is not None
 
     def _rendered(self, said: Conversation, count: int, prompt: bool) -> str:
-        """The text of the first messages; with `prompt` up to where the assistant's next turn begins."""
+        """Return the text of the first `count` messages; with `prompt`, up to the next assistant turn."""
         messages = list(said.messages[:count])
         if not self._has_template:
             return _joined(messages, self._tokenizer.eos_token)
@@ -108,11 +108,11 @@ class ChatTokenizer:
             return self._tokenizer.apply_chat_template(
                 messages, tools=list(said.tools) or None, add_generation_prompt=prompt, tokenize=False
             )
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise anything
             raise DataError(f"the model's chat template cannot write this chat: {error}") from None
 
     def _turn(self, said: Conversation, index: int, before: str) -> str:
-        """What stands between `before`, the prompt, and the end token of the message `index`."""
+        """Return the text between `before`, the prompt, and the end token of the message `index`."""
         message, end = said.messages[index], self._tokenizer.eos_token
         called = [call["function"]["name"] for call in message.get("tool_calls", ())]
         if not self._has_template:
@@ -121,7 +121,7 @@ class ChatTokenizer:
             return message["content"]
         whole = self._rendered(said, index + 1, prompt=False)
         if not whole.startswith(before):
-            raise DataError(f"with the response, the model's chat template writes the prompt otherwise: {whole!r}")
+            raise DataError(f"the model's chat template changes the prompt when the response follows: {whole!r}")
         turn, found, _ = whole[len(before) :].rpartition(end)
         if not found or message["content"].strip() not in turn:
             raise DataError(
@@ -136,8 +136,8 @@ class ChatTokenizer:
 
 
 def _joined(messages: Sequence[Message], end: str) -> str:
-    """Messages of a model without a chat template: each on a line of its own, but for the assistant's, which follow
-    what they answer and end with the end token."""
+    """Join the messages for a model without a chat template: each on a new line, except the assistant's, which follow
+    the message that they answer and end with the end token."""
     spoken = [message["role"] == "assistant" for message in messages]
     between = ["", *("" if assistant else "\n" for assistant in spoken[1:])]
     ends = (end if assistant else "" for assistant in spoken)

@@ -1,4 +1,4 @@
-"""A calculator as a tool: the assistant writes `<calc>3 * (4 + 5)</calc>` and reads the value."""
+"""A calculator is a tool: the assistant writes `<calc>3 * (4 + 5)</calc>` and reads the value."""
 
 import ast
 import operator
@@ -17,7 +17,7 @@ _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-# Products of longer numbers would have digits without end; so would powers, which is why there are none.
+# Values are limited, because products of long numbers grow without bound; powers are left out for the same reason.
 _LARGEST = 10**30
 _LONGEST = 200
 
@@ -31,7 +31,7 @@ class Calculator:
         self._role = role
 
     def step(self, problem: Problem, conversation: Sequence[Message]) -> Observation:
-        """The value of the last expression, or what is wrong with it."""
+        """Answer with the value of the last expression, or with what is wrong with it."""
         calls = _CALL.findall(conversation[-1]["content"])
         if not calls:
             return Observation(done=True)
@@ -39,7 +39,8 @@ class Calculator:
 
 
 def calculate(expression: str) -> str:
-    """The value of +, -, *, /, //, % and parentheses over numbers; for anything else, words that begin with `error`."""
+    """Return the value of +, -, *, /, //, % and parentheses over numbers; for anything else a text beginning with
+    `error`."""
     try:
         if len(expression) > _LONGEST:
             raise ValueError("the expression is too long")

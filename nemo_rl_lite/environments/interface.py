@@ -1,4 +1,4 @@
-"""What an environment is: it answers the assistant's turns, until it or the number of turns ends the episode."""
+"""An environment answers the assistant's turns, until it or the limit on turns ends the episode."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from nemo_rl_lite.data.problems import Message, Problem
 
 @dataclass(frozen=True)
 class Observation:
-    """What an environment says to a turn of the assistant's.
+    """An environment's answer to an assistant turn.
 
-    An episode's reward is the sum of `reward` over its turns; where none of them has one, the configured reward judges
-    the last turn. `messages` is what the assistant reads before its next turn; only with `done` may there be none.
+    An episode's reward is the sum of `reward` over its turns; where no turn has one, the configured reward judges
+    the last turn. The assistant reads `messages` before its next turn; they may be empty only with `done`.
     """
 
     messages: tuple[Message, ...] = ()
@@ -21,8 +21,9 @@ class Observation:
 
 
 class Environment(Protocol):
-    """Made once a run, with `environment.kwargs`. It keeps nothing of an episode: the conversation tells it all."""
+    """The run makes one environment, with `environment.kwargs`. It keeps no state of an episode: the conversation
+    holds all of it."""
 
     def step(self, problem: Problem, conversation: Sequence[Message]) -> Observation:
-        """The answer to `conversation`: the problem's messages and those since, the assistant's last."""
+        """Answer `conversation`: the problem's messages and all later ones, the last of them the assistant's."""
         ...

@@ -1,4 +1,4 @@
-"""Environments by name, or by a dotted path of the user's own."""
+"""Find an environment by a name from here or by a dotted path."""
 
 import importlib
 
@@ -10,7 +10,7 @@ ENVIRONMENTS = {"calculator": "nemo_rl_lite.environments.calculator.Calculator"}
 
 
 def make_environment(config: EnvironmentConfig) -> Environment | None:
-    """The configured environment; None where episodes have one turn.
+    """Make the configured environment; None where episodes have one turn.
 
     Raises:
         ConfigError: there is no such class, or it cannot be made with `environment.kwargs`.

@@ -1,9 +1,9 @@
-"""Fine-grained activation offload through megatron-core: what chosen modules keep for the backward pass waits in
-page-locked host memory, on its way out beside the forward pass and on its way in beside the backward pass.
+"""Fine-grained activation offload through megatron-core: what chosen modules save for the backward pass is kept in
+page-locked host memory. Copies out overlap with the forward pass, copies in with the backward pass.
 
-One manager a process follows the modules. It takes the first pass it sees as the pattern of all later ones: what it
-was not shown then it does not offload. So it must see training passes alone, and begin again where one has more
-micro-batches than any before.
+One manager in each process follows the modules. It takes the first pass as the pattern of all later ones and offloads
+only what that pass had. So it must see training passes alone, and start over where one has more micro-batches than any
+before.
 """
 
 import os
@@ -16,20 +16,20 @@ from torch import Tensor
 
 from nemo_rl_lite.config.schema import MegatronConfig
 
-# Transformer Engine >= 2.10 would otherwise offload on its own account, weights included. It is read while that is
-# imported.
+# Without this variable, Transformer Engine >= 2.10 would offload by itself, weights included. It reads the variable
+# while it is imported.
 _ENVIRONMENT = {"NVTE_CPU_OFFLOAD_V1": "1"}
-# Of `offload_modules`, the one that megatron-core does not have.
+# megatron-core does not have this one of the `offload_modules`.
 MLP = "mlp"
 
 
 def environment(config: MegatronConfig) -> dict[str, str]:
-    """What a policy process needs in its environment from its start."""
+    """Return the variables that a policy process needs in its environment from its start."""
     return dict(_ENVIRONMENT) if config.fine_grained_activation_offloading else {}
 
 
 def set_fields(provider: Any, config: MegatronConfig) -> None:
-    """Tell megatron-bridge's provider, before it is finalized, which modules offload what they keep.
+    """Set on megatron-bridge's provider, before it is finalized, which modules offload.
 
     Raises:
         RuntimeError: the process was started without `environment`.
@@ -40,14 +40,13 @@ def set_fields(provider: Any, config: MegatronConfig) -> None:
     if missing:
         raise RuntimeError(f"fine_grained_activation_offloading needs {', '.join(missing)} from a process' start")
     provider.fine_grained_activation_offloading = True
-    # megatron-core does not know `mlp`, and wants at least one name; Transformer Engine leaves attn_norm nothing of its
-    # own.
+    # megatron-core does not know `mlp` and needs at least one name; attn_norm saves nothing under Transformer Engine.
     provider.offload_modules = [name for name in config.offload_modules or [] if name != MLP] or ["attn_norm"]
     provider.activation_offload_fraction = config.activation_offload_fraction
 
 
 def add_mlps(chunks: Sequence[Any], config: MegatronConfig) -> None:
-    """Offload what MLPs without experts keep, the largest part of such a layer and none of megatron-core's modules."""
+    """Offload what MLPs without experts save, the largest part of such a layer; megatron-core has no such module."""
     if not config.fine_grained_activation_offloading or MLP not in (config.offload_modules or []):
         return
     from megatron.core.transformer.mlp import MLP as DenseMLP
@@ -60,7 +59,7 @@ def add_mlps(chunks: Sequence[Any], config: MegatronConfig) -> None:
 
 
 def watch(module: Any) -> None:
-    """Let megatron-core's manager offload what `module` keeps; its first argument and first result are tensors."""
+    """Let megatron-core's manager offload what `module` saves; its first argument and first result are tensors."""
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
         FineGrainedActivationOffloadingInterface as Group,
     )
@@ -74,7 +73,7 @@ def watch(module: Any) -> None:
     def end(_: Any, __: Any, result: Any) -> Any:
         group = groups.pop()
         group.__exit__()
-        # After an error there is none.
+        # After an error there is no result.
         return None if result is None else group.group_offload(result)
 
     module.register_forward_pre_hook(begin)
@@ -83,17 +82,17 @@ def watch(module: Any) -> None:
 
 @contextmanager
 def suspended(chunks: Sequence[Any]) -> Iterator[None]:
-    """Within the block nothing is offloaded and the manager sees nothing: for passes without a backward pass.
+    """Suspend offload within the block and hide it from the manager: for passes without a backward pass.
 
-    It would take them for its pattern; core_attn takes no part in them, and whatever is not in the pattern ends the
-    offload for all modules.
+    The manager would take such a pass as its pattern. core_attn does not occur in it, and a module that is missing
+    from the pattern ends the offload of all modules.
     """
     configs = _configs(chunks)
     if not configs:
         yield
         return
     manager = _manager_class().get_instance()
-    # The first keeps models and schedules from telling the manager of a pass, the second its modules.
+    # The first call hides the pass from models and schedules, the second from the modules.
     _set_all(configs, False)
     manager.disable_offload()
     try:
@@ -105,13 +104,13 @@ def suspended(chunks: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def training_pass(chunks: Sequence[Any], micro_batches: int) -> Iterator[None]:
-    """Around each pass that ends in gradients. Where it has more micro-batches than any before, the manager learns its
-    pattern anew: of a pass that goes beyond the pattern it would keep the rest on the device, without a word."""
+    """Wrap each pass that ends in gradients. Where it has more micro-batches than any before, the manager learns its
+    pattern again; otherwise it would silently keep the additional micro-batches on the device."""
     hooks = []
     if _configs(chunks) and len(_manager_class().get_instance()._cached_chunks_forward) < micro_batches:
         _manager_class().reset_instance()
         _manager_class().get_instance()._cpu_tensor_pool = HostBuffers()
-        # While it learns, the backward pass fetches what it needs without asking whether it has arrived on the host.
+        # While the manager learns, the backward pass fetches tensors without checking that they are on the host.
         hooks = [chunk.register_forward_hook(_wait_for_copies_out) for chunk in chunks]
     try:
         yield
@@ -121,21 +120,21 @@ def training_pass(chunks: Sequence[Any], micro_batches: int) -> Iterator[None]:
 
 
 class HostBuffers:
-    """Page-locked tensors from torch's own cache, in place of megatron-core's pool.
+    """Allocates page-locked tensors from torch's cache, in place of megatron-core's pool.
 
-    That pool keeps what it has made for each shape, and with packed or dynamic batches hardly two micro-batches have
-    the same: the host's memory would fill. It also lends a tensor out again while a copy from it may be under way;
-    torch's cache waits for that.
+    That pool keeps its tensors by shape. With packed or dynamic batches hardly two micro-batches have the same shape,
+    so the host's memory would fill. The pool also hands out a tensor again while a copy from it may be in flight;
+    torch's cache waits for the copy.
     """
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def free(self, tensor: Tensor) -> None:
-        """Nothing to do: it is free when nobody has it any more."""
+        """Do nothing: torch frees the tensor with its last reference."""
 
     def reset(self) -> None:
-        """Nothing to do: nothing is kept."""
+        """Do nothing: no tensors are kept."""
 
 
 def _wait_for_copies_out(*_: Any) -> None:
@@ -143,7 +142,7 @@ def _wait_for_copies_out(*_: Any) -> None:
 
 
 def _configs(chunks: Sequence[Any]) -> list[Any]:
-    """The configurations in the model that have the feature on."""
+    """Return the configurations in the model that have the feature on."""
     modules = (module for chunk in chunks for module in chunk.modules())
     own = {id(module.config): module.config for module in modules if hasattr(module, "config")}
     return [config for config in own.values() if getattr(config, "fine_grained_activation_offloading", False)]

@@ -1,8 +1,8 @@
-"""Host memory that device memory is copied to and from: exact in size, page-locked, kept from step to step.
+"""`HostArena` is host memory for copies from and to the device: exact in size, page-locked, kept from step to step.
 
-Page-locked memory is what the device's copy engines read and write by themselves, at the link's speed. torch's own
-(`pin_memory=True`) rounds sizes up to a power of two and takes six times as long to get; here the pages are touched by
-many threads first and then registered with the driver.
+The device's copy engines access page-locked memory directly, at the link's speed. torch's `pin_memory=True` rounds
+sizes up to a power of two and takes six times as long to allocate; here many threads touch the pages first, and then
+the driver registers them.
 """
 
 import logging
@@ -28,17 +28,17 @@ class LockError(RuntimeError):
 
 
 class Registrar(Protocol):
-    """What locks memory and makes it known to the device's driver."""
+    """Locks memory and registers it with the device's driver."""
 
     def lock(self, address: int, nbytes: int) -> None:
-        """Raises LockError, with nothing locked."""
+        """Lock `nbytes` from `address` on. Raises LockError: nothing is locked."""
         ...
 
     def unlock(self, address: int) -> None: ...
 
 
 class CudaRegistrar:
-    """The CUDA driver (`cudaHostRegister`)."""
+    """Registers memory with the CUDA driver (`cudaHostRegister`)."""
 
     def __init__(self) -> None:
         self._runtime: Any = torch.cuda.cudart()
@@ -46,7 +46,7 @@ class CudaRegistrar:
     def lock(self, address: int, nbytes: int) -> None:
         status = self._runtime.cudaHostRegister(address, nbytes, 0)
         if int(status) != 0:
-            # The runtime remembers the error, and the next kernel launch would be blamed for it.
+            # The runtime keeps the error and would report it at the next kernel launch.
             with suppress(RuntimeError):
                 torch.zeros(1, device="cuda")
             raise LockError(f"cudaHostRegister: {self._runtime.cudaGetErrorString(status)}")
@@ -56,8 +56,8 @@ class CudaRegistrar:
 
 
 class HostArena:
-    """One buffer of host memory for `purpose`. It is taken when first reserved, kept until `release`, and taken anew
-    only when more is needed. Its pages lie beside the CPUs that this process runs on."""
+    """One buffer of host memory for `purpose`. It is allocated when first reserved, kept until `release`, and allocated
+    again only to grow. Its pages are on the NUMA node of the CPUs that this process runs on."""
 
     def __init__(self, purpose: str, registrar: Registrar | None):
         self._purpose, self._registrar = purpose, registrar
@@ -66,11 +66,11 @@ class HostArena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now."""
+        """The bytes that the buffer takes now."""
         return 0 if self._buffer is None else self._buffer.numel()
 
     def reserve(self, nbytes: int) -> Tensor:
-        """The first `nbytes` of the buffer, as uint8 [nbytes]. What was in it is gone where it had to grow.
+        """Return the first `nbytes` of the buffer, as uint8 [nbytes]. Growing loses the contents.
 
         Raises:
             HostMemoryError: there is less free host memory than this takes.
@@ -89,7 +89,7 @@ class HostArena:
         self._buffer, self.locked = None, False
 
     def __del__(self) -> None:
-        # Memory that goes while the driver still knows it makes a later mapping at its address fail.
+        # If memory is freed while it is registered, a later mapping at its address fails.
         if not sys.is_finalizing():
             self.release()
 
@@ -101,10 +101,10 @@ class HostArena:
             self.locked = True
             log.info("%.2f GiB of host memory page-locked for %s", buffer.numel() / GIB, self._purpose)
         except LockError as error:
-            # The driver is not bound by this limit everywhere, so it is no reason not to try.
+            # The limit does not bind the driver everywhere, so it is only reported, not checked before.
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
             shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / GIB:.2f} GiB"
-            # Not to be tried, and said, again at every growth.
+            # Without a registrar, later growth neither retries nor warns again.
             self._registrar = None
             log.warning(
                 "%.2f GiB of host memory for %s could not be page-locked (%s; RLIMIT_MEMLOCK is %s), so its copies are "
@@ -129,11 +129,11 @@ def _check_free(purpose: str, nbytes: int) -> None:
 
 
 def _touched(nbytes: int) -> Tensor:
-    """Memory of exactly this size whose pages are there: written by all of torch's threads."""
+    """Allocate memory of exactly this size, with its pages written by all of torch's threads."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
-        # Fewer, larger pages are quicker to touch, where the kernel has them.
+        # Huge pages are faster to touch, where the kernel has them.
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8).zero_()

@@ -1,8 +1,7 @@
-"""Many large copies between device and host, given to the device's copy engine a little at a time.
+"""Feed many large copies between device and host to the device's copy engine, a few pieces at a time.
 
-A copy engine does what it is given in that order: a small copy of another stream, such as a micro-batch's logprobs on
-their way to the host, would wait behind everything that is queued. So a thread queues a few pieces, and the next when
-one of them is done.
+A copy engine works in order: a small copy of another stream, such as a micro-batch's logprobs on their way to the host,
+would wait behind everything that is queued. So a thread queues a few pieces, and the next one when one of them is done.
 """
 
 import threading
@@ -13,16 +12,16 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-# Some 5 ms on a link of 50 GB/s: short to wait behind, long enough to keep the link busy.
+# The queued pieces take about 5 ms on a link of 50 GB/s: a short wait for others, and enough to keep the link busy.
 PIECE_BYTES, QUEUED = 64 << 20, 4
 
 
 class Copies:
-    """Copies of bytes, uint8 [n], from sources to targets. They begin when this is made, behind what the device's
-    current stream was given before, and are done when `wait` returns."""
+    """Copies bytes, uint8 [n], from sources to targets. Copies begin at construction, after the earlier work of the
+    device's current stream, and are done when `wait` returns."""
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], stream: "torch.cuda.Stream | None"):
-        """`pairs`: (target, source); `stream`: where they go, None on a CPU."""
+        """`pairs` are (target, source); `stream` runs the copies and is None on a CPU."""
         self._pairs, self._stream = list(pairs), stream
         self._began, self._seconds = time.perf_counter(), 0.0
         self._error: BaseException | None = None
@@ -32,17 +31,17 @@ class Copies:
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Raises whatever stopped them."""
+        """Wait until all copies are done. Raises any error that stopped them."""
         self._thread.join()
         if self._error is not None:
             raise self._error
 
     def seconds(self) -> float:
-        """How long they took; to be asked when they are done."""
+        """Return how long the copies took; valid when they are done."""
         return self._seconds
 
     def _work(self) -> None:
@@ -56,7 +55,7 @@ class Copies:
         except BaseException as error:
             self._error = error
         finally:
-            # Of a storage that is freed meanwhile nothing is held.
+            # Drop the references, so that storages can be freed.
             self._pairs = []
 
     def _feed(self, stream: torch.cuda.Stream) -> None:
@@ -78,13 +77,13 @@ class Copies:
 
 
 def pieces(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same copies, none larger than a piece."""
+    """Split the copies so that none is larger than a piece."""
     for target, source in pairs:
         yield from zip(target.split(PIECE_BYTES), source.split(PIECE_BYTES), strict=True)
 
 
 def _recorded() -> torch.cuda.Event:
-    # To wait without turning: the thread shares the process with the one that feeds the device its work.
+    # A blocking event does not spin: this thread shares the interpreter with the one that launches kernels.
     event = torch.cuda.Event(blocking=True)
     event.record()
     return event

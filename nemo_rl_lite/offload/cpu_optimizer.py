@@ -1,9 +1,9 @@
-"""megatron-core's CPU optimizer: master weights and Adam's moments live in host memory and are stepped there.
+"""megatron-core's CPU optimizer keeps master weights and Adam's moments in host memory and steps them there.
 
 Each rank's share of the parameters is split at `optimizer_offload_fraction`. For the first part the float32 masters and
-both moments (12 bytes a parameter), and a page-locked copy of the gradient (4 bytes), are in host memory for good, and
-torch's fused AdamW steps them; for the rest they are on the GPU, under Transformer Engine's FusedAdam. Both decay
-weights apart from the gradient, as the GPU's optimizer does.
+both moments (12 bytes a parameter), and a page-locked copy of the gradient (4 bytes), stay in host memory, and torch's
+fused AdamW steps them; the rest is on the GPU, under Transformer Engine's FusedAdam. Both decouple weight decay from
+the gradient, as the GPU's optimizer does.
 """
 
 import gc
@@ -19,62 +19,62 @@ from nemo_rl_lite.config.schema import OptimizerConfig
 
 
 def megatron_options(settings: OptimizerConfig) -> dict[str, Any]:
-    """What megatron-core's OptimizerConfig needs beside the usual; nothing where the CPU optimizer is off."""
+    """Return the additional fields for megatron-core's OptimizerConfig; none where the CPU optimizer is off."""
     if not settings.optimizer_cpu_offload:
         return {}
     return {
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": settings.optimizer_offload_fraction,
         "overlap_cpu_optimizer_d2h_h2d": settings.overlap_cpu_optimizer_d2h_h2d,
-        # Without it megatron-core keeps float32 masters of all parameters on the GPU besides. With it, gradients stay
-        # apart from parameters (`decoupled_grad`), so that bfloat16 weights have the buffer's float32 gradients, and
-        # masters and moments are float32 as ever.
+        # Without this option megatron-core also keeps float32 masters of all parameters on the GPU. With it, gradients
+        # are separate from parameters (`decoupled_grad`), so bfloat16 weights get the buffer's float32 gradients;
+        # masters and moments stay float32.
         "use_precision_aware_optimizer": True,
     }
 
 
 def stays_on_host(settings: OptimizerConfig) -> bool:
-    """Whether no phase may move optimizer states, whatever the fraction: moving them would take those of the CPU's part
-    to the GPU, away from the parameters they belong to."""
+    """Return whether no phase may move optimizer states, whatever the fraction: a move would take the states of the
+    CPU's part to the GPU, away from their parameters."""
     return settings.optimizer_cpu_offload
 
 
 def is_split(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is megatron-core's CPU optimizer."""
+    """Return whether the optimizer is megatron-core's CPU optimizer."""
     return hasattr(optimizer, "sub_optimizers")
 
 
 def parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """What steps parameters: those of the host's and of the GPU's part, or the optimizer itself."""
+    """Return the optimizers that step parameters: those of the host's and the GPU's part, or the optimizer itself."""
     return getattr(optimizer, "sub_optimizers", [optimizer])
 
 
 def collect_states(optimizer: Any) -> None:
-    """Let a CPU optimizer know the states that its parts have, and their float32 weights, as after a step."""
+    """Copy the states and float32 weights of its parts into a CPU optimizer, as a step does."""
     optimizer._sync_sub_optimizers_state_to_hdo()
 
 
 def forget_classes(optimizer: torch.optim.Optimizer) -> None:
-    """Take from the groups of a CPU optimizer the classes of its parts, which it keeps elsewhere too: a checkpoint of
-    them could not be read without running what it names."""
+    """Remove the classes of its parts from a CPU optimizer's groups; it also keeps them elsewhere. A checkpoint that
+    names classes could not be read without importing and running them."""
     for group in optimizer.param_groups:
         for name in ("cpu_optimizer_cls", "gpu_optimizer_cls"):
             group.pop(name, None)
 
 
 def release_copies_of_construction() -> None:
-    """Give back what megatron-core leaves behind: it builds the optimizer over whole parameters first, with page-locked
-    copies of them, and again over this rank's share; and it makes new copies when it reads a checkpoint."""
-    # The first one is part of reference cycles.
+    """Free the copies that megatron-core leaves behind: it first builds the optimizer over whole parameters, with
+    page-locked copies, and then over this rank's share; and it makes new copies when it reads a checkpoint."""
+    # The first optimizer is part of reference cycles.
     gc.collect()
     torch.cuda.empty_cache()
-    # torch keeps page-locked memory for later, in sizes that nothing asks for again.
+    # torch caches page-locked memory in sizes that nothing will request again.
     torch._C._host_emptyCache()
 
 
 def step_threads() -> int:
-    """CPU threads that this rank steps its part with: the CPUs it may use (those of its NUMA node, where it is bound to
-    it), shared by the ranks that may use the same.
+    """Return the number of CPU threads for this rank's optimizer step: the CPUs that the rank may use (those of its
+    NUMA node, where it is bound to one), divided among the ranks that may use the same CPUs.
 
     Collective: every rank of the default process group calls it.
     """
@@ -85,5 +85,5 @@ def step_threads() -> int:
 
 
 def fair_share(own: tuple[str, Sequence[int]], places: Sequence[tuple[str, Sequence[int]]]) -> int:
-    """CPUs of `own` (host name and CPUs) for each of the `places` that are the same, at least 1."""
+    """Return the CPUs of `own` (host name and CPUs) divided by the number of equal `places`, at least 1."""
     return max(1, len(own[1]) // places.count(own))

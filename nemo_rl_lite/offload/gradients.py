@@ -1,4 +1,4 @@
-"""Gradient buffers whose memory is given back where nothing accumulates in them, and taken again zeroed."""
+"""`GradientBuffers` frees gradient memory between accumulations and allocates it again as zeros."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,12 +16,12 @@ class GradientBuffers:
         self._dropped = False
 
     def device_bytes(self) -> int:
-        """Bytes of device memory that the buffers take now."""
+        """Return the bytes of device memory that the buffers take now."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Within the block gradients add up, and must not be dropped.
+        """Mark that gradients accumulate within the block and must not be dropped.
 
         Raises:
             RuntimeError: the buffers have no memory.
@@ -47,7 +47,7 @@ class GradientBuffers:
         self._dropped = True
 
     def bring_back(self) -> None:
-        """Take the memory again, filled with zeros; does nothing where the buffers have it."""
+        """Allocate the memory again, filled with zeros; does nothing where the buffers have it."""
         if not self._dropped:
             return
         for buffer, nbytes in zip(self._buffers, self._sizes, strict=True):

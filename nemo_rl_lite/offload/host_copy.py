@@ -10,8 +10,8 @@ from nemo_rl_lite.offload.storages import host_bytes, lay_out, storages_of
 
 
 class HostCopy:
-    """What tensors held when it was taken, storage by storage; `put` gives it back to them. The tensors are the same,
-    and on the device, at both times."""
+    """A snapshot of tensors, storage by storage: `take` copies their contents to the host, `put` copies them back. The
+    tensors are the same, and on the device, at both times."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], arena: HostArena, device: torch.device):
         self._tensors, self._arena, self._device = tensors, arena, device
@@ -31,10 +31,10 @@ class HostCopy:
         self._taken = [span.nbytes for span in spans]
 
     def put(self) -> None:
-        """Copy it back; complete when this returns.
+        """Copy the contents back to the device; complete when this returns.
 
         Raises:
-            RuntimeError: nothing was taken, or from other tensors.
+            RuntimeError: nothing was taken, or it was taken from other tensors.
         """
         spans = lay_out(storages_of(self._tensors(), self._device))
         if self._taken != [span.nbytes for span in spans]:

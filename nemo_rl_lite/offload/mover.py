@@ -1,8 +1,8 @@
-"""Tensors that leave their device for host memory and come back, in place: every view of them survives.
+"""Move tensors from their device to host memory and back in place, so that every view of them survives.
 
-The memory behind a tensor is freed by resizing its storage to nothing and taken again by resizing it back, so the
-tensor objects that a model and its optimizer hold stay the same. A move is begun and settled: between the two, copies
-run on streams of their own beside whatever the device computes.
+A move frees the memory behind a tensor by resizing its storage to zero and allocates it again by resizing it back, so
+the tensor objects that a model and its optimizer hold stay the same. A move is begun and settled; between the two, its
+copies run on separate streams, overlapped with the device's work.
 """
 
 import time
@@ -16,13 +16,13 @@ from nemo_rl_lite.offload.arena import HostArena
 from nemo_rl_lite.offload.copies import Copies
 from nemo_rl_lite.offload.storages import Span, host_bytes, lay_out, storages_of
 
-# Until a move has shown the link's rate.
+# The link's rate that is assumed until a move has measured it.
 ASSUMED_BYTES_PER_S = 20e9
 
 
 @dataclass(frozen=True)
 class Move:
-    """What a move did: bytes, seconds the copies took, and seconds for which this process had to wait for them."""
+    """A finished move: its bytes, the seconds of its copies, and the seconds for which this process waited for them."""
 
     nbytes: int
     transfer_s: float
@@ -34,7 +34,7 @@ class Move:
 
 
 def move_metrics(moves: Mapping[str, Move]) -> dict[str, float]:
-    """`<component>/<direction>_bytes`, `_s` (the transfer), `_exposed_s` (waited for) and `_gb_per_s`."""
+    """Return `<component>/<direction>_bytes`, `_s` (the transfer), `_exposed_s` (waited for) and `_gb_per_s`."""
     return {
         f"{name}_{unit}": value
         for name, move in moves.items()
@@ -49,7 +49,7 @@ def move_metrics(moves: Mapping[str, Move]) -> dict[str, float]:
 
 @dataclass
 class _Flight:
-    """A move that was begun: where to, its storages, seconds that beginning it took, and what it is over with."""
+    """A move that was begun: its direction, its storages, the seconds that beginning took, and its copies."""
 
     to_host: bool
     parked: list[Span]
@@ -60,8 +60,8 @@ class _Flight:
 class Movable:
     """The tensors of one component, e.g. all optimizer states.
 
-    `tensors` is asked whenever a move out begins, so that it may return more each time (an optimizer may make its
-    states at the first step). Not thread-safe.
+    Each move out calls `tensors` again, which may return more each time (an optimizer may make its states at the first
+    step). Not thread-safe.
     """
 
     def __init__(
@@ -79,36 +79,37 @@ class Movable:
 
     @property
     def on_host(self) -> bool:
-        """Whether the contents are in host memory alone."""
+        """True where the contents are in host memory alone."""
         return bool(self._parked) and self._flight is None
 
     @property
     def moving(self) -> bool:
-        """Whether a move has begun and not settled."""
+        """True where a move has begun and not settled."""
         return self._flight is not None
 
     @property
     def moved(self) -> bool:
-        """Whether a move has begun and only `settle` is missing, which would not wait."""
+        """True where a move has begun and `settle` would not wait."""
         return self._flight is not None and self._flight.copies.done()
 
     def device_bytes(self) -> int:
-        """Bytes of device memory that the tensors take. Counted anew after a move and after `recount`."""
+        """Return the bytes of device memory that the tensors take. Counted again after a move and after `recount`."""
         if self._counted is None:
             self._counted = sum(storage.nbytes() for storage in storages_of(self._tensors(), self._device))
         return self._counted
 
     def recount(self) -> None:
-        """To be called when there may be more tensors, or larger ones, than before."""
+        """Forget the count, because there may be more or larger tensors than before."""
         self._counted = None
 
     def host_bytes(self) -> int:
-        """Bytes that are, or will be when a move out settles, in host memory: what coming back takes of the device."""
+        """Return the bytes that are in host memory, or will be when a move out settles: the device memory that coming
+        back takes."""
         parked = self._parked if self._flight is None else self._flight.parked if self._flight.to_host else []
         return sum(one.nbytes for one in parked)
 
     def seconds_to_return(self) -> float:
-        """How long coming back will take, by the last move's rate."""
+        """Return how long coming back will take, by the last move's rate."""
         return self.host_bytes() / self._rate
 
     def leave(self) -> None:
@@ -167,12 +168,12 @@ class Movable:
             self._rate = nbytes / move.transfer_s if move.transfer_s else self._rate
 
     def take_moves(self) -> list[tuple[str, Move]]:
-        """What has settled since the last call: "<name>/to_host" or "<name>/to_device", and the move."""
+        """Return the moves that have settled since the last call, each with "<name>/to_host" or "<name>/to_device"."""
         taken, self._moves = self._moves, []
         return taken
 
     def release(self) -> None:
-        """Give the host memory back.
+        """Free the host memory.
 
         Raises:
             RuntimeError: the only copy of the contents is there.

@@ -1,4 +1,4 @@
-"""The tensors an optimizer holds beside the model: master weights and states."""
+"""Collect the tensors that an optimizer holds in addition to the model: master weights and states."""
 
 from collections.abc import Iterable
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer], model: Iterable[Tensor]) -> list[Tensor]:
-    """What the optimizers step and what they remember, without what shares memory with the tensors of `model`: an
-    optimizer without master weights steps the model's own."""
+    """Return the tensors that the optimizers step and their states, without those that share memory with `model`: an
+    optimizer without master weights steps the model's tensors."""
     own = {tensor.untyped_storage()._cdata for tensor in model}
     return [tensor for tensor in _held(optimizers) if tensor.untyped_storage()._cdata not in own]
 

@@ -1,4 +1,4 @@
-"""Brings parameters, gradients and optimizer states to where the residency table has them in each phase."""
+"""`PhaseMemory` moves parameters, gradients and optimizer states to their places in the residency table."""
 
 import logging
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
 
 log = logging.getLogger(__name__)
 
-# The share of the device that a move beside other work leaves free for that work's ups and downs.
+# An overlapped move leaves this share of the device free for fluctuations of the work that it overlaps with.
 MARGIN = 0.05
 GIB = 2**30
 
@@ -25,20 +25,20 @@ class DeviceMemory(Protocol):
     total: int
 
     def free_here(self) -> int:
-        """What this process could take, that included which torch keeps for later."""
+        """Return what this process could allocate, torch's cache included."""
         ...
 
     def free_elsewhere(self) -> int:
-        """What another process could take."""
+        """Return what another process could allocate."""
         ...
 
     def trim(self) -> None:
-        """Hand what torch keeps for later to other processes. Waits for everything that runs on the device."""
+        """Free torch's cache for other processes. Waits for everything that runs on the device."""
         ...
 
 
 class PhaseMemory:
-    """Where this rank's policy is. `enter` is idempotent; after an error in it, it can be called again."""
+    """Moves this rank's policy between phases. `enter` is idempotent and can be called again after an error."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class PhaseMemory:
     ):
         self._residency, self._overlap, self._device = residency, overlap, device
         self._movable = {Component.PARAMETERS: parameters, Component.OPTIMIZER_STATES: optimizer_states}
-        # What has one place throughout, such as the states of an optimizer on the CPU, is nothing to move.
+        # A component with one place in all phases, such as the states of an optimizer on the CPU, never moves.
         self._stays = {
             component
             for component in self._movable
@@ -60,15 +60,15 @@ class PhaseMemory:
         self.gradients = gradients
         self._refused: set[str] = set()
 
-    def enter(self, phase: Phase, beside: int | None = None) -> None:
-        """Move what `phase` wants elsewhere. With `beside`, what leaves may still be leaving when this returns, if so
-        many bytes of the device are free meanwhile: for the engine, where the phase makes room for it, and otherwise
-        for this process. The next `enter` waits for it.
+    def enter(self, phase: Phase, working_bytes: int | None = None) -> None:
+        """Move components to their places in `phase`. With `working_bytes`, moves to the host may still run when this
+        returns, if that many bytes of the device are free meanwhile: for the engine, where the phase makes room for it,
+        and otherwise for this process. The next `enter` waits for them.
 
         Raises:
             ValueError: no such phase in this run.
             RuntimeError: gradients would be dropped while they accumulate.
-            HostMemoryError, torch.OutOfMemoryError: no room; what could not move is where it was.
+            HostMemoryError, torch.OutOfMemoryError: memory is short; a component that could not move is where it was.
         """
         places = self._residency.policy_places(Phase(phase))
         self.settle()
@@ -76,12 +76,12 @@ class PhaseMemory:
             self.gradients.drop()
         makes_room = self._residency.engines_share_device and phase in (Phase.GENERATE, Phase.REFIT)
         if makes_room:
-            # Before copies are on their way, since it would wait for them.
+            # Trim before copies are in flight, because trimming would wait for them.
             self._device.trim()
         leaving, returning = self._going_to(Place.HOST, phase), self._going_to(Place.DEVICE, phase)
         in_background = False
-        if leaving and self._overlap and beside is not None:
-            in_background = self._fits(phase, beside, returning, makes_room)
+        if leaving and self._overlap and working_bytes is not None:
+            in_background = self._fits(phase, working_bytes, returning, makes_room)
         for own in leaving:
             own.leave()
         if not in_background:
@@ -95,9 +95,9 @@ class PhaseMemory:
     def between_micro_batches(
         self, before: Phase, working_bytes: int | None, around: Callable[[], AbstractContextManager[None]]
     ) -> Callable[[int], None] | None:
-        """What to call before each micro-batch of work before the phase `before`: frees what has left by then and, with
-        the `working_bytes` that the work takes, brings back beside the last micro-batches what that phase will want,
-        where it fits, both within `around()`. None where moves come one after the other."""
+        """Return a function to call before each micro-batch of the work before the phase `before`. It frees components
+        that have left and, given the `working_bytes` that the work takes, brings back what the phase needs, overlapped
+        with the last micro-batches where it fits; both within `around()`. None where moves do not overlap."""
         if not self._overlap:
             return None
         wanted = self._going_to(Place.DEVICE, before) if working_bytes is not None else []
@@ -122,12 +122,12 @@ class PhaseMemory:
         return call
 
     def settle(self) -> None:
-        """Wait for everything that moves."""
+        """Wait for all moves in flight."""
         for own in self._movable.values():
             own.settle()
 
     def require(self, *components: Component) -> None:
-        """Raises RuntimeError where one of them is not on the device."""
+        """Check that the components are on the device. Raises RuntimeError: one is not."""
         for component in components:
             own = self._movable[component]
             if component not in self._stays and (own.on_host or own.moving):
@@ -136,21 +136,21 @@ class PhaseMemory:
                 )
 
     def recount(self) -> None:
-        """To be called when the optimizer may have made states."""
+        """Count bytes again, because the optimizer may have made states."""
         for own in self._movable.values():
             own.recount()
 
     def device_bytes(self) -> dict[str, int]:
-        """Bytes that each component takes of the device now, by the component's name."""
+        """Return the bytes of the device that each component takes now, by the component's name."""
         held = {component.value: own.device_bytes() for component, own in self._movable.items()}
         return held | {Component.GRADIENTS.value: self.gradients.device_bytes()}
 
     def take_moves(self) -> list[tuple[str, Move]]:
-        """What has moved since the last call."""
+        """Return the moves that have settled since the last call."""
         return [move for own in self._movable.values() for move in own.take_moves()]
 
     def release(self) -> None:
-        """Give host memory back; everything must be on the device."""
+        """Free the host memory; everything must be on the device."""
         for own in self._movable.values():
             own.release()
 
@@ -165,14 +165,14 @@ class PhaseMemory:
             except torch.OutOfMemoryError:
                 if not any(other.moving for other in self._movable.values()):
                     raise
-                # What is still leaving takes the room.
+                # Components that are still leaving take the memory.
                 self.settle()
                 own.come_back()
         for own in returning:
             own.settle()
 
     def _fits(self, phase: Phase, working_bytes: int, returning: list[Movable], for_others: bool) -> bool:
-        """Whether work that takes so many bytes can go on beside a move, with these coming back."""
+        """Return whether work that takes `working_bytes` can overlap with a move, with `returning` coming back."""
         free = self._device.free_elsewhere() if for_others else self._device.free_here()
         needed = working_bytes + sum(own.host_bytes() for own in returning)
         margin = int(MARGIN * self._device.total)
@@ -181,8 +181,8 @@ class PhaseMemory:
         if phase.value not in self._refused:
             self._refused.add(phase.value)
             log.info(
-                "moves for the %s phase come one after the other at least once: beside the work they would need %.2f "
-                "GiB, %.2f are free and %.2f stay free",
+                "moves for the %s phase do not overlap with other work at least once: they would need %.2f GiB, "
+                "%.2f are free and %.2f stay free",
                 phase.value,
                 needed / GIB,
                 free / GIB,

@@ -1,19 +1,19 @@
-"""When to begin bringing something back while the last micro-batches of a pass still run."""
+"""`Prefetch` decides when to begin bringing something back while the last micro-batches of a pass still run."""
 
 import time
 from collections.abc import Callable
 
 
 class Prefetch:
-    """Called before each micro-batch; calls `begin` when the micro-batches that are left take about as long as the
-    transfer, at the pace so far, and from then on, and before the last one in any case. Memory is taken no earlier."""
+    """Call this before each micro-batch. It calls `begin` each time from when the remaining micro-batches, at the pace
+    so far, take about as long as the transfer, and before the last one at the latest. It takes no memory earlier."""
 
     def __init__(self, transfer_s: float, begin: Callable[[], None]):
         self._transfer_s, self._begin = transfer_s, begin
         self._first: tuple[float, int] | None = None
 
     def __call__(self, remaining: int) -> None:
-        """`remaining` micro-batches have not run, the one about to begin included."""
+        """Call `begin` if it is time. `remaining` counts the micro-batches that have not run, the next one included."""
         now = time.perf_counter()
         if self._first is None:
             self._first = now, remaining

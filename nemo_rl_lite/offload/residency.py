@@ -1,5 +1,5 @@
-"""What lives where in which phase, from the configuration alone: the table that drives the moves, is printed at start,
-and is what memory is measured against. Imports nothing heavy."""
+"""`Residency` is the table of which component is where in which phase, from the configuration alone. It drives the
+moves, is printed at start, and is compared with measured memory. This module imports nothing heavy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from nemo_rl_lite.config.schema import Config
 
 
 class Phase(StrEnum):
-    """Of one step, in the order in which a GRPO step goes through them."""
+    """The phases of a GRPO step, in their order."""
 
     GENERATE = "generate"
     LOGPROB = "logprob"
@@ -20,7 +20,7 @@ class Phase(StrEnum):
 
 
 class Component(StrEnum):
-    """What takes memory."""
+    """A component that takes memory."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -31,22 +31,22 @@ class Component(StrEnum):
 
 
 class Place(StrEnum):
-    """Where it is. The device of a run on CPUs is the host's memory as well."""
+    """The place of a component. In a run on CPUs the device is host memory as well."""
 
     DEVICE = "device"
     HOST = "host"
     RELEASED = "released"
 
 
-# What the policy moves between phases; activations come and go with the computation, engines look after themselves.
+# The policy moves these between phases; activations come and go with the computation, and engines move their own.
 POLICY_COMPONENTS = (Component.PARAMETERS, Component.GRADIENTS, Component.OPTIMIZER_STATES)
 ENGINE_COMPONENTS = (Component.GENERATION_WEIGHTS, Component.KV_CACHE)
 
 
 @dataclass(frozen=True)
 class Residency:
-    """Phases are those of the run's algorithm. Components are those on the policy's device: the engines' are among them
-    where `engines_share_device`."""
+    """The table has the phases of the run's algorithm and the components on the policy's device, which include the
+    engines' where `engines_share_device`."""
 
     places: Mapping[Phase, Mapping[Component, Place]]
     engines_share_device: bool
@@ -69,13 +69,13 @@ class Residency:
         return tuple(next(iter(self.places.values())))
 
     def place(self, phase: Phase, component: Component) -> Place:
-        """Raises ValueError: the run has no such phase, or no such component on the policy's device."""
+        """Return the component's place. Raises ValueError: the run has no such phase, or no such component there."""
         if component not in self._row(phase):
             raise ValueError(f"{component} are not on the policy's device in this run; {_listed(self.components)} are")
         return self._row(phase)[component]
 
     def policy_places(self, phase: Phase) -> dict[Component, Place]:
-        """Of the three components that the policy moves. Raises ValueError: the run has no such phase."""
+        """Return the places of the components that the policy moves. Raises ValueError: there is no such phase."""
         row = self._row(phase)
         return {component: row[component] for component in POLICY_COMPONENTS}
 
@@ -86,11 +86,11 @@ class Residency:
 
 
 def _policy(config: Config, phase: Phase, shared: bool) -> dict[Component, Place]:
-    # Where engines have devices of their own, nobody needs the room: offloading for generation has no effect.
+    # Engines with their own devices do not need the memory, so offloading for generation has no effect.
     leaves = frozenset(config.policy.offload_for_generation if shared else ())
     return {
         Component.PARAMETERS: _leaving(Place.HOST, phase is Phase.GENERATE and Component.PARAMETERS in leaves),
-        # They hold nothing between an optimizer step and the next training, and nothing before it brings them back.
+        # Gradients hold nothing between an optimizer step and the next training phase, which allocates them again.
         Component.GRADIENTS: _leaving(Place.RELEASED, phase is not Phase.TRAIN and Component.GRADIENTS in leaves),
         Component.OPTIMIZER_STATES: _leaving(Place.HOST, _states_away(config, phase, leaves)),
         Component.ACTIVATIONS: _leaving(Place.RELEASED, phase not in (Phase.LOGPROB, Phase.TRAIN)),
@@ -102,13 +102,13 @@ def _states_away(config: Config, phase: Phase, leaves: frozenset[str]) -> bool:
         return True
     if phase is Phase.TRAIN:
         return False
-    # What left before the generation stays away until training; the logprob phase alone is the weaker wish.
+    # States that left before generation stay away until training, whatever the logprob phase's own key says.
     away = Component.OPTIMIZER_STATES in leaves
     return away or (phase is Phase.LOGPROB and config.policy.offload_optimizer_states_for_logprob)
 
 
 def _engine(phase: Phase, sleeps: bool) -> dict[Component, Place]:
-    """A sleeping engine keeps nothing: its weights come back with the refit, its KV cache after it."""
+    """Return the engine's row. A sleeping engine keeps nothing; weights return in the refit, the KV cache after it."""
     return {
         Component.GENERATION_WEIGHTS: _leaving(Place.RELEASED, sleeps and phase in (Phase.LOGPROB, Phase.TRAIN)),
         Component.KV_CACHE: _leaving(Place.RELEASED, sleeps and phase is not Phase.GENERATE),

@@ -1,4 +1,4 @@
-"""The memory behind tensors: which storages there are, and where each has its place in host memory."""
+"""Find the storages behind tensors and lay them out in host memory."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,30 +6,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, UntypedStorage
 
-# Bytes to which each storage's place in host memory is aligned.
+# Each storage starts at a multiple of this many bytes in host memory.
 ALIGNMENT = 512
 
 
 @dataclass(frozen=True)
 class Span:
-    """A storage of `nbytes` and the place of its copy: `start` bytes into host memory."""
+    """A storage of `nbytes`, whose copy begins `start` bytes into host memory."""
 
     storage: UntypedStorage
     start: int
     nbytes: int
 
     def of(self, host: Tensor) -> Tensor:
-        """The copy's bytes, uint8 [nbytes], of the host memory `host`."""
+        """Return the copy's bytes, uint8 [nbytes], within the host memory `host`."""
         return host[self.start : self.start + self.nbytes]
 
     def device_bytes(self) -> Tensor:
-        """The storage's own bytes, uint8 [nbytes]."""
+        """Return the storage's bytes, uint8 [nbytes]."""
         whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         return whole.set_(self.storage, 0, (self.nbytes,), (1,))
 
 
 def storages_of(tensors: Iterable[Tensor], device: torch.device) -> list[UntypedStorage]:
-    """The tensors' storages with memory on such a device, each once, in the tensors' order."""
+    """Return the tensors' storages with memory on such a device, each once, in the tensors' order."""
     found: dict[int, UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -39,7 +39,7 @@ def storages_of(tensors: Iterable[Tensor], device: torch.device) -> list[Untyped
 
 
 def lay_out(storages: Iterable[UntypedStorage]) -> list[Span]:
-    """A place for each, one behind the other."""
+    """Give each storage a place in host memory, one after the other."""
     spans, end = [], 0
     for storage in storages:
         spans.append(Span(storage, end, storage.nbytes()))
@@ -48,5 +48,5 @@ def lay_out(storages: Iterable[UntypedStorage]) -> list[Span]:
 
 
 def host_bytes(spans: Sequence[Span]) -> int:
-    """Bytes of host memory that the copies take."""
+    """Return the bytes of host memory that the copies take."""
     return spans[-1].start + spans[-1].nbytes if spans else 0

@@ -11,11 +11,11 @@ from nemo_rl_lite.data.problems import Problem
 
 
 def task_score(response: str, answer: str, problem: Problem, answer_tag: str | None) -> float:
-    """The task's score of the response, outer whitespace apart; with `answer_tag`, of what is between `<tag>` and
-    `</tag>`, and 0 where that is missing. Between 0 and 1.
+    """Return the task's score of the stripped response, between 0 and 1. With `answer_tag`, score the text between
+    `<tag>` and `</tag>`; the score is 0 where the tag is missing.
 
     Raises:
-        KeyError: the problem is none of data=reasoning_gym.
+        KeyError: the problem does not come from data=reasoning_gym.
     """
     found = extract_answer(response, answer_tag) if answer_tag else response.strip()
     scorer = _scorer(problem.metadata["task"], json.dumps(problem.metadata["task_kwargs"], sort_keys=True))

@@ -1,4 +1,4 @@
-"""A whole rollout's rewards: in this process, or in others with a time limit for each sample."""
+"""Judge a whole rollout: in this process, or in others with a time limit for each sample."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,11 +8,11 @@ from nemo_rl_lite.rewards.pool import JudgePool, RewardError, Verdict
 from nemo_rl_lite.rewards.registry import Reward, error_text, find_reward
 
 Judge = Callable[[Sequence[str], Sequence[Problem]], list[Verdict]]
-"""The verdict on each response to the problem at its place: a reward, or what kept the reward from being computed."""
+"""Returns a verdict for each pair of response and problem: a reward, or the error that prevented it."""
 
 
 def make_judge(config: RewardConfig) -> Judge:
-    """What judges rollouts with the configured reward.
+    """Return the judge for the configured reward.
 
     Raises:
         ConfigError: there is no such reward, or it does not take `reward.kwargs`.

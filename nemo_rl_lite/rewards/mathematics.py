@@ -7,20 +7,21 @@ from typing import Any
 
 from math_verify import parse, verify
 
-# It warns that its own time limits are off. They hold in a main thread only, and only between two steps of the
-# interpreter; the judge's process has one that always holds (rewards/pool.py).
+# math-verify warns that its time limits are off. They work in a main thread only, and only between two steps of the
+# interpreter; the judging process has a time limit that always works (rewards/pool.py).
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-# A comment in LaTeX, unless escaped.
+# A percent sign begins a LaTeX comment unless it is escaped.
 _PERCENT, _ESCAPED = re.compile(r"(?<!\\)%"), r"\\%"
 _MARKS = ("$", "\\boxed", "\\(", "\\[")
 
 
 def same_value(response: str, answer: str) -> float:
-    """1 where the last expression of the response (in `$...$` or `\\boxed{...}`, or a plain number) equals the answer.
+    """Return 1 where the last expression of the response (in `$...$` or `\\boxed{...}`, or a plain number) equals the
+    answer, else 0.
 
     Raises:
-        ValueError: the answer is no mathematics. math-verify's own errors pass through.
+        ValueError: the answer is not a mathematical expression. math-verify's own errors pass through.
     """
     parsed = parse(response, parsing_timeout=0, raise_on_error=True)
     return float(verify(_reference(answer), parsed, timeout_seconds=0, raise_on_error=True))
@@ -28,9 +29,9 @@ def same_value(response: str, answer: str) -> float:
 
 @lru_cache(maxsize=4096)
 def _reference(answer: str) -> list[Any]:
-    # LaTeX is found between marks only; of an unmarked \frac{1}{2} just the 2 would be found.
+    # math-verify finds LaTeX between marks only; in an unmarked \frac{1}{2} it would find just the 2.
     marked = answer if any(mark in answer for mark in _MARKS) else f"\\boxed{{{_PERCENT.sub(_ESCAPED, answer)}}}"
     parsed = parse(marked, parsing_timeout=0, raise_on_error=True)
     if not parsed:
-        raise ValueError(f"the reference answer {answer!r} is no mathematical expression")
+        raise ValueError(f"the reference answer {answer!r} is not a mathematical expression")
     return parsed

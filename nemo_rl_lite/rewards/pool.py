@@ -1,8 +1,8 @@
-"""Processes that judge, each sample within a time limit that holds whatever the reward does.
+"""Processes judge samples, each sample within a time limit that holds whatever the reward does.
 
-A reward may hang inside one long step of C code (a huge power, a regular expression), where no signal handler and no
-thread of Python gets a turn. So each process has a watchdog that ends it from outside the interpreter, and the pool
-puts another in its place.
+A reward may hang inside one long step of C code (a huge power, a regular expression), where neither a signal handler
+nor another Python thread can run. So each process has a watchdog that ends it from outside the interpreter, and the
+pool starts a replacement.
 """
 
 import signal
@@ -19,14 +19,14 @@ from multiprocessing.connection import Connection, wait
 from nemo_rl_lite.config.schema import RewardConfig
 from nemo_rl_lite.data.problems import Problem
 
-# Seconds that a process may take to start and to import the reward.
+# A process may take this long, in seconds, to start and to import the reward.
 START_S = 60.0
-# Status of a process that its own watchdog (faulthandler) has ended, or the pool.
+# Exit statuses of a process that was killed by its own watchdog (faulthandler) or by the pool.
 _LATE = (1, -signal.SIGKILL)
 
 
 class RewardError(Exception):
-    """A reward that could not be computed: why."""
+    """A reward could not be computed; the message says why."""
 
 
 Verdict = float | RewardError
@@ -34,8 +34,8 @@ Verdict = float | RewardError
 
 @dataclass
 class _Worker:
-    """A judging process, our end of its pipe, and what it works on. It ends when our end is closed, however that
-    happens.
+    """A judging process, the pool's end of its pipe, and its current sample. The process ends when the pool's end is
+    closed, even by a crash.
     """
 
     process: subprocess.Popen
@@ -45,16 +45,16 @@ class _Worker:
 
 
 class JudgePool:
-    """`reward.processes` processes that share a rollout's samples. They start at once and stay for the run."""
+    """`reward.processes` processes share a rollout's samples. They start at once and live as long as the run."""
 
     def __init__(self, config: RewardConfig, timeout_s: float):
         self._config, self._timeout_s = config, timeout_s
         self._workers = [self._start() for _ in range(config.processes)]
-        # Also where the launcher ends while one is in a reward that takes long.
+        # This also kills workers when the launcher ends during a long reward.
         weakref.finalize(self, _end, self._workers)
 
     def __call__(self, responses: Sequence[str], problems: Sequence[Problem]) -> list[Verdict]:
-        """A verdict on each response, in order; a `RewardError` where it took too long."""
+        """Return a verdict for each response, in order; a `RewardError` where it took too long."""
         verdicts: dict[int, Verdict] = {}
         samples = iter(enumerate(zip(responses, problems, strict=True)))
         busy: dict[Connection, _Worker] = {}
@@ -71,7 +71,7 @@ class JudgePool:
         while busy:
             ready = wait(list(busy), timeout=self._timeout_s + START_S)
             if not ready:
-                # A worker ends itself when it is late, unless it never got as far as the reward: its import hangs.
+                # A late worker ends itself, unless the import of its reward hangs.
                 for worker in busy.values():
                     worker.process.kill()
                 continue
@@ -82,13 +82,13 @@ class JudgePool:
         return [verdicts[sample] for sample in range(len(responses))]
 
     def _verdict(self, worker: _Worker) -> tuple[Verdict, _Worker]:
-        """The worker's verdict, and the worker that goes on in its place."""
+        """Return the worker's verdict, and the worker to use next: the same one or its replacement."""
         try:
             verdict = worker.pipe.recv()
             return (RewardError(verdict) if isinstance(verdict, str) else verdict), worker
         except (EOFError, OSError):
             status = worker.process.wait()
-            # It was given its sample while it was starting, which may take longer.
+            # A sample's clock starts while its worker may still be starting, so the time alone does not show lateness.
             late = status in _LATE and time.monotonic() - worker.since >= self._timeout_s
             cause = (
                 f"no verdict within reward.timeout_s = {self._timeout_s:g}"
@@ -98,7 +98,7 @@ class JudgePool:
             return RewardError(cause), self._replace(worker)
 
     def _send(self, worker: _Worker, message: object) -> None:
-        with suppress(OSError):  # It is gone; waiting for its verdict will say so.
+        with suppress(OSError):  # The worker is dead; waiting for its verdict will report that.
             worker.pipe.send(message)
 
     def _replace(self, worker: _Worker) -> _Worker:
@@ -113,7 +113,7 @@ class JudgePool:
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         worker = _Worker(process, ours)
-        # The user's reward may lie in a folder that only this process has on its path.
+        # The user's reward may be in a folder that only this process has on its path.
         self._send(worker, (sys.path, self._config.name, self._config.kwargs, self._timeout_s))
         return worker
 

@@ -1,6 +1,6 @@
-"""Rewards: a function `(response, answer, **kwargs) -> float`, named here or by a dotted path of the user's own.
+"""Find a reward: a function `(response, answer, **kwargs) -> float`, by a name from here or by a dotted path.
 
-One that has a parameter called `problem` is also given the `Problem`, with its messages and metadata.
+A function with a parameter called `problem` also receives the `Problem`, with its messages and metadata.
 """
 
 import importlib
@@ -12,11 +12,11 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, Violation
 
 Reward = Callable[[str, Problem], float]
-"""The reward of a response to a problem. May raise anything: it may be a user's own."""
+"""Returns the reward of a response to a problem. A user's function may raise anything."""
 
 _LONGEST_ERROR = 300
 
-# By path, because some import what takes long or is not there everywhere.
+# Values are paths, because some modules import slow or optional packages.
 REWARDS = {
     "exact_match": "nemo_rl_lite.rewards.text.exact_match",
     "last_number": "nemo_rl_lite.rewards.text.last_number",
@@ -27,7 +27,7 @@ REWARDS = {
 
 
 def find_reward(name: str, kwargs: Mapping[str, Any]) -> Reward:
-    """The reward named `name`: one of `REWARDS`, or `package.module.function`.
+    """Return the reward named `name`: one of `REWARDS`, or `package.module.function`.
 
     Raises:
         ConfigError: no such function.
@@ -48,7 +48,7 @@ def find_reward(name: str, kwargs: Mapping[str, Any]) -> Reward:
 
 
 def error_text(error: Exception) -> str:
-    """An error in one line of bearable length: some quote the whole response."""
+    """Return the error's text, cut to a readable length, since some errors quote the whole response."""
     text = f"{type(error).__name__}: {error}"
     return text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
 

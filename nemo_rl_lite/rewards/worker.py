@@ -1,4 +1,4 @@
-"""A judging process: `python -m nemo_rl_lite.rewards.worker PIPE`, started by `pool.py`."""
+"""This module is a judging process: `pool.py` starts `python -m nemo_rl_lite.rewards.worker PIPE`."""
 
 import faulthandler
 import os
@@ -11,7 +11,7 @@ from nemo_rl_lite.rewards.registry import error_text, find_reward
 
 def main() -> None:
     """Answer `(response, problem)` with a reward, or with an error's text, until the pipe is closed."""
-    # Ctrl-C ends the launcher, and the launcher's end ends this.
+    # Ctrl-C ends the launcher, and the launcher's end closes the pipe, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe = Connection(int(sys.argv[1]))
     sys.path[:], name, kwargs, timeout_s = pipe.recv()
@@ -22,7 +22,7 @@ def main() -> None:
                 response, problem = pipe.recv()
             except EOFError:
                 return
-            # The one timer that ends the process without the interpreter's help; it wants somewhere to write.
+            # This is the only timer that can end the process without the interpreter; it needs a file to write to.
             faulthandler.dump_traceback_later(timeout_s, exit=True, file=nowhere)
             try:
                 verdict = reward(response, problem)

@@ -1,4 +1,4 @@
-"""How long a checkpoint holds training up, and how long it is being written beside it, of one policy rank.
+"""Measure for one policy rank how long a checkpoint delays training, and how long its overlapped write takes.
 
 checkpoint_stall.py MODEL [SAVES] [override ...]     all weights of MODEL trained by SFT, one rank, a step between saves
 """

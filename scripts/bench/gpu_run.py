@@ -1,10 +1,10 @@
-"""One training run on GPUs, kept as JSON with its curves, phase times, memory, hardware and versions.
+"""Run one training on GPUs and keep it as JSON with its curves, phase times, memory, hardware and versions.
 
 python scripts/bench/gpu_run.py NAME [override ...]     writes docs/benchmarks/runs/NAME.json
 
 `NRL_BENCH_OUT` names another folder, `NRL_BENCH_COMMIT` the commit where the machine has no git. After
-`NRL_BENCH_LIMIT_S` seconds the run is interrupted, and what it did is kept. `runs.py` makes the benchmark records of
-these files.
+`NRL_BENCH_LIMIT_S` seconds the run is interrupted, and its steps so far are kept. `runs.py` makes the benchmark records
+of these files.
 """
 
 import json
@@ -54,7 +54,7 @@ def main() -> None:
         "seconds": seconds,
         "seconds_to_first_step": first - started if first else None,
         "series": _series(lines),
-        # Of generated problems only: a dataset's rows are not ours to copy.
+        # Samples are kept for generated problems only: a dataset's rows may not be copied.
         "samples": _samples(folder) if config["data"]["name"] in GENERATED else [],
     }
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _run(command: list[str]) -> int:
-    """Its exit status, once it is over."""
+    """Run the command and return its exit status."""
     process, limit_s = subprocess.Popen(command, cwd=record.ROOT), os.environ.get("NRL_BENCH_LIMIT_S")
     try:
         return process.wait(float(limit_s) if limit_s else None)
@@ -74,13 +74,13 @@ def _run(command: list[str]) -> int:
 
 
 def _first_step_begins(lines: list[dict[str, Any]]) -> float | None:
-    """Time at which the first step began, in seconds since the epoch; None where none ended."""
+    """Return the time at which the first step began, in seconds since the epoch; None where no step ended."""
     steps = [line for line in lines if "timing/train/total_step_time" in line]
     return steps[0]["time"] - steps[0]["timing/train/total_step_time"] if steps else None
 
 
 def _series(lines: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
-    """Each metric's [step, value] pairs, six digits."""
+    """Return each metric's [step, value] pairs, with six digits."""
     series: dict[str, list[list[float]]] = {}
     for line in lines:
         for metric, value in line.items():
@@ -90,7 +90,7 @@ def _series(lines: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
 
 
 def _samples(folder: Path) -> list[dict[str, Any]]:
-    """The first and the last step's first samples."""
+    """Return the first samples of the first and the last step."""
     files = [file for file in rollout_files(folder) if file.stem.endswith("train")]
     return [row for file in (*files[:1], *files[-1:]) for row in read_rollout(file)[:2]]
 

@@ -1,7 +1,7 @@
-"""The largest model of a family that trains colocated on one GPU, by offload preset.
+"""Find the largest model of a family that trains colocated on one GPU, by offload preset.
 
-largest_model.py predict                     how many layers fit by the prediction; writes a record
-largest_model.py run PRESET LAYERS TOKENIZER  tries it: a random model, two GRPO steps through the launcher (gpu_run.py)
+largest_model.py predict                     predict how many layers fit; write a record
+largest_model.py run PRESET LAYERS TOKENIZER  try it: a random model, two GRPO steps through the launcher (gpu_run.py)
 
 The family is Qwen3-4B's width with more or fewer layers. The engine gets its weights and `CACHE` for its KV cache.
 """
@@ -61,7 +61,7 @@ def write_prediction() -> None:
 
 
 def largest(preset: str) -> int:
-    """Layers of the largest model whose every phase fits."""
+    """Return the number of layers of the largest model with all phases fitting."""
     layers = 1
     while peak(preset, layers + 1) <= GPU_BYTES:
         layers += 1
@@ -69,7 +69,7 @@ def largest(preset: str) -> int:
 
 
 def largest_share(preset: str) -> float:
-    """The most of the GPU that the engine can have beside a model that every preset trains."""
+    """Return the largest share of the GPU for the engine, next to a model that every preset can train."""
     percent = 99
     while percent and peak(preset, COMMON_LAYERS, percent / 100) > GPU_BYTES:
         percent -= 1
@@ -77,7 +77,7 @@ def largest_share(preset: str) -> float:
 
 
 def peak(preset: str, layers: int, share: float | None = None) -> int:
-    """Predicted bytes of the fullest phase, with the refit's buffers, contexts and captured graphs."""
+    """Return the predicted bytes of the fullest phase, with the refit's buffers, contexts and captured graphs."""
     overrides = [*settings(preset, layers), "policy.model_name=a/model", "checkpoint.save_period=0"]
     overrides += [f"generation.vllm_cfg.gpu_memory_utilization={share}"] if share else []
     config = compose_config(overrides)

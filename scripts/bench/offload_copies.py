@@ -1,7 +1,7 @@
-"""Optimizer states between a GPU and host memory: python scripts/bench/offload_copies.py [GIGABYTES]
+"""Measure moves of optimizer states between a GPU and host memory: python scripts/bench/offload_copies.py [GIGABYTES]
 
-12 GB in 676 tensors by default. In one run: the link's raw rate from page-locked memory, our moves, the moves that
-NeMo-RL makes (tensor by tensor, pageable), and what it takes to get the host memory the first time.
+The states are 12 GB in 676 tensors by default. One run measures the link's raw rate from page-locked memory, the
+package's moves, NeMo-RL's moves (tensor by tensor, pageable), and the first allocation of the host memory.
 """
 
 import sys
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def first_use(nbytes: int) -> list[float]:
-    """Seconds until the arena has its memory."""
+    """Return the seconds until the arena has its memory."""
     times = []
     for _ in range(3):
         arena = HostArena("states", CudaRegistrar())
@@ -86,26 +86,26 @@ def first_use(nbytes: int) -> list[float]:
 def torch_pinned_buffer(nbytes: int) -> None:
     buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     del buffer
-    # Or the next one would come from torch's cache.
+    # Empty torch's cache, so that the next repetition allocates.
     torch._C._host_emptyCache()
 
 
 def raw_copies(arena: HostArena, nbytes: int) -> tuple[list[float], list[float]]:
-    """Seconds of one copy of everything at once, out and in."""
+    """Return the seconds of one copy of everything, out and in."""
     host, device = arena.reserve(nbytes), torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     out = [seconds(lambda: host.copy_(device, non_blocking=True)) for _ in range(REPETITIONS)]
     return out, [seconds(lambda: device.copy_(host, non_blocking=True)) for _ in range(REPETITIONS)]
 
 
 def both_ways(own: Movable):
-    """For repetitions of the way out: each begins with everything on the device."""
+    """Time the way out; each repetition begins with everything on the device."""
     for _ in range(REPETITIONS):
         go(own, own.come_back)
         yield
 
 
 def back_and_forth(own: Movable):
-    """For repetitions of the way back: each begins with everything on the host."""
+    """Time the way back; each repetition begins with everything on the host."""
     for _ in range(REPETITIONS):
         go(own, own.leave)
         yield
@@ -117,7 +117,7 @@ def go(own: Movable, begin: Callable[[], None]) -> None:
 
 
 def tensor_by_tensor(states: list[Tensor]) -> tuple[list[float], list[float]]:
-    """As NeMo-RL's main branch moves optimizer states."""
+    """Move optimizer states as NeMo-RL's main branch does."""
     out, back = [], []
     for _ in range(SLOW_REPETITIONS):
         host: list[Tensor] = []

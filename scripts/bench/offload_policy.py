@@ -1,8 +1,8 @@
-"""What each offload feature costs and saves in the policy's phases: offload_policy.py MODEL [TABLE ...]
+"""Measure what each offload feature costs and saves in the policy's phases: offload_policy.py MODEL [TABLE ...]
 
-One policy rank in this process, no engine. Each setting goes through the phases of several GRPO steps on the same
-random sequences, 64 of 558 tokens, or 4 of 8192 where activations are the matter; the first step is left out. TABLEs:
-prepare, activations, cpu_optimizer (by default) and, for a model with experts, activations_of_experts.
+This process is one policy rank, without an engine. Each setting goes through the phases of several GRPO steps on the
+same random sequences, 64 of 558 tokens, or 4 of 8192 for activations; the first step is left out. TABLEs: prepare,
+activations, cpu_optimizer (the default three) and, for a model with experts, activations_of_experts.
 """
 
 import gc
@@ -52,12 +52,12 @@ def fraction(share: float, overlap: bool) -> list[str]:
     return [CPU_OPTIMIZER, f"{OPTIMIZER}.optimizer_offload_fraction={share}", overlapped]
 
 
-# Table -> setting -> overrides; the first setting is what the others are compared with.
+# Table -> setting -> overrides; the first setting is the baseline of the others.
 TABLES: dict[str, dict[str, list[str]]] = {
     "prepare": {
         "states stay": [],
         "states leave, page-locked": [LOGPROB],
-        "states leave, page-locked, beside the work": [LOGPROB, "policy.overlap_offload=true"],
+        "states leave, page-locked, overlapped": [LOGPROB, "policy.overlap_offload=true"],
         "offload=pinned": ["offload=pinned"],
         "states leave, pageable": [LOGPROB, "policy.use_pinned_optimizer_offload=false"],
     },
@@ -100,7 +100,7 @@ SHORT, LONG = (64, 558), (4, 8192)
 
 def main() -> None:
     model, *tables = sys.argv[1:]
-    # Before Transformer Engine is imported; without offloaded activations it changes nothing.
+    # Transformer Engine reads this while it is imported; without offloaded activations it changes nothing.
     os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"
     os.environ.update(MANY_QUEUES)
     for table in tables or ("prepare", "activations", "cpu_optimizer"):
@@ -111,7 +111,7 @@ def main() -> None:
             try:
                 measured = measure(model, overrides, STEPS[table], *sequences)
             except (RuntimeError, LauncherError) as error:
-                # A setting that does not run is a result as well, and the others are still to come.
+                # A setting that fails is a result as well, and the others must still run.
                 failed.append(f"{setting}: {type(error).__name__}: {str(error).splitlines()[0]}")
                 print(f"{table}, {failed[-1]}", flush=True)
                 forget()
@@ -127,7 +127,7 @@ def main() -> None:
 def measure(
     model: str, overrides: list[str], steps: int, count: int, length: int
 ) -> dict[str, tuple[str, list[float]]]:
-    """Name -> unit and one value a step."""
+    """Return name -> unit and one value for each step."""
     from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 
     length = length if ON_GPU else 30
@@ -193,7 +193,7 @@ def steps_of(worker: Any, loss: GRPOLoss, steps: int, count: int, length: int) -
 
 
 def empty(worker: Any) -> None:
-    """megatron-core's hooks keep a model alive that nobody else has any more; take its memory away from it."""
+    """Free the model's memory by hand, because megatron-core's hooks keep the model alive."""
     from nemo_rl_lite.offload.optimizer_states import optimizer_tensors
     from nemo_rl_lite.policy.megatron.memory import torch_optimizers
 
@@ -220,20 +220,20 @@ def random_batch(count: int, length: int) -> tuple[torch.Tensor, torch.Tensor, B
 
 
 def bars(table: str, medians: dict[str, dict[str, float]]) -> list[dict]:
-    if table == "prepare" and (beside := medians.get("states leave, page-locked, beside the work")):
-        moved = [name for name in beside if name.endswith("_exposed_s")]
-        exposed = sum(beside[name] for name in moved)
-        transfer = sum(beside[name.replace("_exposed_s", "_s")] for name in moved)
-        return [record.bar("page-locked, beside the work: exposed share", exposed / transfer, 0.25, at_least=False)]
+    if table == "prepare" and (overlapped := medians.get("states leave, page-locked, overlapped")):
+        moved = [name for name in overlapped if name.endswith("_exposed_s")]
+        exposed = sum(overlapped[name] for name in moved)
+        transfer = sum(overlapped[name.replace("_exposed_s", "_s")] for name in moved)
+        return [record.bar("page-locked, overlapped: exposed share", exposed / transfer, 0.25, at_least=False)]
     if table.startswith("activations") and ON_GPU:
-        beside = {name: one for name, one in medians.items() if name.startswith("CPU optimizer")}
-        alone = {name: one for name, one in medians.items() if name not in (*beside, "recomputed instead")}
-        return [saved_at_ten_percent(*sets) for sets in (("", alone), (", beside a CPU optimizer", beside)) if sets[1]]
+        both = {name: one for name, one in medians.items() if name.startswith("CPU optimizer")}
+        alone = {name: one for name, one in medians.items() if name not in (*both, "recomputed instead")}
+        return [saved_at_ten_percent(*sets) for sets in (("", alone), (", with a CPU optimizer", both)) if sets[1]]
     return []
 
 
 def saved_at_ten_percent(where: str, sets: dict[str, dict[str, float]]) -> dict:
-    """The first of the sets offloads no activations."""
+    """Return the bar of the saved peak for at most 10 % more time; the first of the sets offloads no activations."""
     peak, (plain, *others) = "policy_peak_bytes/train", sets.values()
     cheap = [one[peak] for one in others if one["train"] <= 1.10 * plain["train"]]
     saved = 1 - min(cheap, default=plain[peak]) / plain[peak]
@@ -246,8 +246,8 @@ def unit_of(metric: str) -> str:
 
 @contextmanager
 def timed(times: dict[str, float], name: str) -> Iterator[None]:
-    """Seconds until the call returns. What still runs on the device then is part of the phase that waits for it, and of
-    the whole step."""
+    """Time the block in seconds. Work that still runs on the device afterwards counts for the phase that waits for it,
+    and for the whole step."""
     started = time.perf_counter()
     yield
     times[name] = time.perf_counter() - started
@@ -264,11 +264,11 @@ def place() -> dict[str, str]:
 
 
 def forget() -> None:
-    """Leave megatron-core's and torch's groups, and give back the memory of the last setting."""
+    """Leave megatron-core's and torch's groups, and free the memory of the last setting."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 
-    # One a process, with the pattern of the last model's passes; the next is made when it is wanted.
+    # Each process has one manager, with the pattern of the last model's passes; the next use makes a new one.
     PipelineOffloadManager.OFFLOAD_MGR = None
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():

@@ -1,9 +1,9 @@
-"""What `nrl-lite plan` predicts against what runs on GPUs measured: plan_check.py
+"""Compare the predictions of `nrl-lite plan` with runs on GPUs: plan_check.py
 
-The runs are those of gpu_run.py in docs/benchmarks/runs/ that trained for three steps or more. A plan is of full
-micro-batches; packs come out even, so what the fullest held follows from the tokens of a step, and the plan is made for
-that. Compared are the allocator's peak in the policy's training phase, and the whole of a policy rank's GPU in the
-fullest phase.
+The runs are those of gpu_run.py in docs/benchmarks/runs/ that trained for three steps or more. A plan assumes full
+micro-batches. Packs have nearly equal length, so the fullest pack follows from the tokens of a step, and the plan is
+made for that. The script compares the allocator's peak in the policy's training phase, and the use of a policy rank's
+whole GPU in the fullest phase.
 """
 
 import dataclasses
@@ -39,11 +39,11 @@ SMOLLM2 = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
-# What the driver tells of each, in MiB.
+# Memory that the driver reports, in MiB.
 GPU_MIB = {"h100": 81559, "h200": 143771}
 POLICY, WHOLE = "memory/policy_peak_bytes/", "memory/device_bytes/"
-# Of code that used memory in other ways: before supervised runs let torch's segments grow, before refits between GPUs
-# had several buffers, before the cache was trimmed between phases.
+# These runs are of earlier code, from before supervised runs let torch's segments grow, before refits between GPUs had
+# several buffers, or before the cache was trimmed between phases.
 EARLIER = {
     "sft-gsm8k",
     "sft-gsm8k-lora",
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def fullest_pack(run: dict[str, Any], config: Config) -> int:
-    """Tokens of the fullest micro-batch that a rank trained on."""
+    """Return the tokens of the fullest micro-batch that a rank trained on."""
     series, limit = run["series"], micro_batch(config, training=True).tokens
     rates, times = series["performance/tokens_per_sec"], series["timing/train/total_step_time"]
     samples = samples_per_step(config) if generates(config) else sequences_per_optimizer_step(config)
@@ -90,14 +90,14 @@ def fullest_pack(run: dict[str, Any], config: Config) -> int:
 
 
 def compared(run: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """Planned and measured bytes by what they are of."""
+    """Return planned and measured bytes by quantity."""
     config, gpu = config_of(run), GPU_MIB[run["hardware"]["name"].split("-")[1]] * 2**20
     policy = config.policy
     packing = dataclasses.replace(policy.sequence_packing, train_mb_tokens=fullest_pack(run, config))
     as_packed = dataclasses.replace(config, policy=dataclasses.replace(policy, sequence_packing=packing))
     planned = budget(as_packed, shape_of(policy.model_name), gpu)
     shared = Residency.of(config).engines_share_device
-    # Where engines have GPUs of their own, it is these that were measured while they generated.
+    # Where engines have their own GPUs, the measurement of the generate phase is of those.
     phases = [
         phase
         for phase in planned.device
@@ -113,7 +113,7 @@ def compared(run: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 def config_of(run: dict[str, Any]) -> Config:
-    """What the run was configured with; keys that came later have their defaults, or what there was before them."""
+    """Return the run's configuration; keys newer than the run have their defaults, or the behaviour before them."""
     before = [f"algorithm={run['config']['algorithm']['name']}", "refit.direct=false"]
     whole = dataclasses.asdict(compose_config(before))
     return restore(json.dumps(_laid_over(whole, run["config"])))
@@ -130,7 +130,7 @@ def _laid_over(defaults: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]
 
 
 def shape_of(model_name: str) -> ModelShape:
-    """Of the models that the runs were of, by the name of their folder."""
+    """Return the shape of a run's model, by the name of its folder."""
     folder = Path(model_name)
     if "smollm2" in folder.name or folder.name == "hf":
         return model_shape(SMOLLM2)

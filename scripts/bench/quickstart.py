@@ -1,4 +1,4 @@
-"""The quickstart over several seeds: accuracy before and after, seconds, phase times, peak memory.
+"""Run the quickstart over several seeds: accuracy before and after, seconds, phase times, peak memory.
 
 python scripts/bench/quickstart.py [seed ...]
 """
@@ -17,7 +17,7 @@ DEFAULT_SEEDS = (42, 1, 2)
 
 
 def run(seed: int) -> dict:
-    """One quickstart; its RESULT line and its summary."""
+    """Run one quickstart; return its RESULT line and its summary."""
     command = [sys.executable, "-m", "nemo_rl_lite.quickstart", f"algorithm.seed={seed}"]
     done = subprocess.run(command, cwd=record.ROOT, capture_output=True, text=True, check=True)
     before, after, seconds, steps, folder = re.fullmatch(PATTERN, done.stdout.splitlines()[-1]).groups()

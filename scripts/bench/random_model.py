@@ -1,6 +1,6 @@
 """Write a model of a known shape with random weights: random_model.py SHAPE[:LAYERS] TOKENIZER_FOLDER TARGET
 
-For measuring speed and memory where no weights can be had. The tokenizer may have fewer tokens than the model.
+Such a model is for measuring speed and memory without real weights. The tokenizer may have fewer tokens than the model.
 """
 
 import sys
@@ -45,7 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": False,
     },
-    # 1.5 B parameters, of which a token meets 0.5 B.
+    # 1.5 B parameters, of which 0.5 B are active for a token.
     "qwen3-moe-1.5b": {
         "model_type": "qwen3_moe",
         "hidden_size": 1024,
@@ -62,7 +62,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def model_config(shape: str, **tokens: Any) -> PretrainedConfig:
-    """The Hugging Face configuration of SHAPE or SHAPE:LAYERS. Raises KeyError: no such shape."""
+    """Return the Hugging Face configuration of SHAPE or SHAPE:LAYERS. Raises KeyError: no such shape."""
     name, _, layers = shape.partition(":")
     sizes = {"tie_word_embeddings": True} | SHAPES[name] | ({"num_hidden_layers": int(layers)} if layers else {})
     return AutoConfig.for_model(

@@ -1,4 +1,4 @@
-"""What every benchmark record has in common: where it was measured, with what, and the JSON it is kept in."""
+"""Write benchmark records: where and with what they were measured, and their results, as JSON."""
 
 import json
 import os
@@ -23,18 +23,18 @@ PACKAGES = (*ENGINES, "transformers", "ray")
 
 
 def result(name: str, config: str, unit: str, reps: Sequence[float]) -> dict[str, Any]:
-    """One measured quantity with every repetition."""
+    """Return one measured quantity with every repetition."""
     return {"name": name, "config": config, "unit": unit, "reps": list(reps), "median": statistics.median(reps)}
 
 
 def bar(name: str, value: float, target: float, at_least: bool) -> dict[str, Any]:
-    """A target and whether it was met."""
+    """Return a target and whether it was met."""
     met = value >= target if at_least else value <= target
     return {"name": name, "value": value, "target": f"{'>=' if at_least else '<='} {target:g}", "met": met}
 
 
 def write(bench: str, results: list[dict[str, Any]], bars: list[dict[str, Any]], note: str | None = None) -> Path:
-    """Keep what was measured here and now as a record, with a note on it where there is one to make."""
+    """Write a record of what was just measured on this machine, with a note if there is one."""
     origin = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -56,14 +56,14 @@ def save(bench: str, origin: dict[str, Any], results: list[dict[str, Any]], bars
 
 
 def commit() -> str:
-    """The commit that is measured; `NRL_BENCH_COMMIT` where the machine has no git."""
+    """Return the measured commit; `NRL_BENCH_COMMIT` where the machine has no git."""
     if "NRL_BENCH_COMMIT" in os.environ:
         return os.environ["NRL_BENCH_COMMIT"]
     return _git("rev-parse", "HEAD") + ("-dirty" if _git("status", "--porcelain", "-uno") else "")
 
 
 def describe_hardware() -> dict[str, Any]:
-    """Processor, cores and memory of this machine, and its GPUs where it has any."""
+    """Return processor, cores and memory of this machine, and its GPUs if it has any."""
     cores = len(os.sched_getaffinity(0))
     model = next((line.split(":", 1)[1].strip() for line in _cpu_lines() if line.startswith("model name")), "unknown")
     memory_gib = round(psutil.virtual_memory().total / 2**30)
@@ -76,7 +76,7 @@ def describe_hardware() -> dict[str, Any]:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    """The GPUs this process may use."""
+    """Return the GPUs that this process may use."""
     import torch
 
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]

@@ -1,9 +1,9 @@
-"""Whole refits, against the same steps one after the other and against vLLM's own transfer, in one run.
+"""Compare whole refits with the same steps without overlap and with vLLM's own transfer, in one run.
 
 refit.py apart MODEL [OVERRIDE ...]     policy on GPU 0, engine on GPU 1: broadcast
-refit.py shared MODEL [OVERRIDE ...]    both on GPU 0: a buffer that both have open, and out of the policy's parameters
+refit.py shared MODEL [OVERRIDE ...]    both on GPU 0: a shared buffer, and copies from the policy's parameters
 
-A policy rank and a vLLM engine in processes of their own, without Ray. A repetition is the time from the command to
+A policy rank and a vLLM engine run in separate processes, without Ray. A repetition is the time from the command to
 both until both are done, devices included. On CPUs (to try the script) only what vLLM can do there is run.
 """
 
@@ -36,7 +36,7 @@ BUCKETS = {"256 MB": 256 * 10**6, "1 GB": 10**9} if ON_GPU else {"300 kB": 300_0
 
 
 class Side:
-    """What both processes do alike. `plan`, `group` and `buffers` are those of the connection."""
+    """The common part of both processes. `plan`, `group` and `buffers` are those of the connection."""
 
     rank: int
     plan: Any
@@ -44,7 +44,7 @@ class Side:
     buffers: Any
 
     def wire(self) -> dict[str, float]:
-        """All buckets' bytes, with nothing packed and nothing loaded."""
+        """Transfer all buckets' bytes without packing or loading."""
         flights = []
         for index, bucket in enumerate(self.plan.buckets):
             buffer = self.buffers[index % len(self.buffers), : bucket.nbytes]
@@ -54,7 +54,7 @@ class Side:
         return {}
 
     def raw(self) -> list[float]:
-        """GB/s of one large broadcast after another."""
+        """Return the GB/s of repeated large broadcasts."""
         buffer, rates = torch.zeros(RAW_BYTES, dtype=torch.uint8, device=self.group.device), []
         for _ in range(RAW_REPETITIONS + WARM_UP):
             synchronize()
@@ -138,7 +138,7 @@ class EngineSide(Side):
         return self.engine.receive_weights()[0].seconds
 
     def loader(self) -> dict[str, float]:
-        """With the model's own loader each time."""
+        """Refit with the model's own loader each time."""
         receiver = self.vllm._refit.receiver(keep=False)
         for arrived in receiver:
             self.vllm.model_runner.get_model().load_weights(arrived.named())
@@ -171,14 +171,14 @@ def synchronize() -> None:
 
 
 def serve(side: type, environment: dict[str, str], connection: Any) -> None:
-    """A process: calls come as (method, arguments), answers go as (result, None) or (None, error)."""
+    """Serve calls in a process: they come as (method, arguments), answers go as (result, None) or (None, error)."""
     os.environ.update(environment)
     made: Any = None
     while True:
         try:
             method, arguments = connection.recv()
         except EOFError:
-            # The parent has all it wanted.
+            # The parent has closed the connection.
             return
         try:
             if method == "make":
@@ -214,8 +214,8 @@ class Pair:
         return self._answer(side)
 
     def connect(self, config: RefitConfig, by_the_bridge: bool = False) -> int:
-        """With these settings from now on, and where it is said with megatron-bridge's export at each refit; bytes of a
-        refit."""
+        """Use these settings from now on, with `by_the_bridge` megatron-bridge's export at each refit; return the bytes
+        of a refit."""
         plan = self.one(0, "lay_out", config, by_the_bridge)
         port, shared = self.one(0, "open", self.shared)
         self._pipes[0].send(("join", ()))
@@ -225,7 +225,7 @@ class Pair:
         return plan.nbytes
 
     def times(self, method: str) -> tuple[list[float], dict[str, list[float]]]:
-        """Seconds of each repetition, and of each stage as the two sides saw it."""
+        """Return the seconds of each repetition, and of each stage as the two sides measured it."""
         whole, stages = [], dict[str, list[float]]()
         for repetition in range(WARM_UP + REPETITIONS):
             started = time.perf_counter()
@@ -253,7 +253,7 @@ def main() -> None:
     config = compose_config([f"policy.model_name={model}", *layout, *overrides])
     pair = Pair(shared)
     if shared:
-        # An engine measures the GPU while it starts.
+        # The engine starts first, because it measures the free memory of the GPU.
         pair.one(1, "make", config, model)
         pair.one(0, "make", config, model)
     else:

@@ -1,7 +1,8 @@
-"""What a refit of large models would cost, from what small ones were measured to cost: refit_cost.py
+"""Estimate the cost of a refit of large models from measurements of small ones: refit_cost.py
 
-A calculation, not a measurement: weights in bfloat16; the rate inside a host and the cost of exporting a tensor are
-those of the records beside it; between hosts one link of 400 Gb/s a GPU is assumed, with nothing lost.
+This is a calculation, not a measurement. Weights are in bfloat16; the rate inside a host and the cost of exporting a
+tensor are those of the records in docs/benchmarks/; between hosts it assumes a link of 400 Gb/s for each GPU, without
+overhead.
 """
 
 import json
@@ -12,13 +13,13 @@ import record
 
 LINK_BYTES_PER_S, LINKS_PER_HOST = 50e9, 8
 BY_THE_BRIDGE = "tp2, all ranks: megatron-bridge's export"
-# Of Qwen3-8B's shape: 36 layers of 11, embedding, norm and output layer.
+# Qwen3-8B has 36 layers of 11 tensors, embedding, norm and output layer.
 TENSORS_OF_8B = 36 * 11 + 3
 
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes as published. An engine of `hosts` hosts with eight GPUs holds it."""
+    """A model with its published sizes. An engine of `hosts` hosts with eight GPUs each holds it."""
 
     parameters: float
     layers: int
@@ -30,7 +31,7 @@ class Model:
 
     @property
     def tensors(self) -> int:
-        """Three weights an expert, and embedding, norm and output layer."""
+        """The number of tensors: three for each expert, and embedding, norm and output layer."""
         return self.layers * self.dense_tensors + (self.layers - self.dense_layers) * self.experts * 3 + 3
 
 

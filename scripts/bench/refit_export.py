@@ -1,10 +1,10 @@
-"""Filling all buckets of a refit from a policy that is spread over ranks: megatron-bridge's export against what was
-found of it once, in turn, in one run.
+"""Fill all buckets of a refit from a policy that is spread over ranks: megatron-bridge's export against the copies
+found by tracing it once, alternating in one run.
 
 refit_export.py MODEL [LAYOUT ...] [OVERRIDE ...]     LAYOUT: tp2, pp2, tp2-pp2, ep2; tp2 and pp2 where none is given
 
-Nothing is sent to engines. Either for engines on every rank's device, so that all ranks want all weights, or for a
-broadcast, so that the first one does. The seconds are those of the slowest rank, devices included.
+Nothing is sent to engines. Buckets are filled on all ranks, as for engines on every rank's device, or on the first
+rank, as for a broadcast. The seconds are those of the slowest rank, devices included.
 """
 
 import multiprocessing
@@ -30,7 +30,7 @@ SIZES = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}
 
 
 class Rank:
-    """One rank's producer, and what it measures with it."""
+    """One rank's producer and its measurements."""
 
     def __init__(self, model: str, overrides: list[str]):
         from nemo_rl_lite.policy.megatron.model import build_model
@@ -47,7 +47,7 @@ class Rank:
         self._buffers = new_buffers(self.plan, 2, self._model.device)
 
     def measure(self, wanting: list[int]) -> dict[str, list[float]]:
-        """Seconds by way."""
+        """Return the seconds of each way."""
         found = self._producer._found
         if found is None:
             sys.exit("megatron-bridge exports this model at each refit")

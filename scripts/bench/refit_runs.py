@@ -1,4 +1,4 @@
-"""What refits took in runs, from those that gpu_run.py kept."""
+"""Collect the refit times of the runs that gpu_run.py kept."""
 
 import record
 from series import Run, mismatch_bars, values
@@ -14,7 +14,7 @@ VERIFIED = {"verified-colocated": "on one GPU, offload=pinned", "verified-apart"
 
 
 def layouts(runs: list[Run]) -> tuple[list, list]:
-    """Refits after the first, which goes through the engine's loader."""
+    """Measure refits by layout, without the first, which uses the engine's loader."""
     results = []
     for run in sorted(runs, key=lambda run: tuple(LAYOUTS).index(run["name"])):
         for name in ("seconds", "iterate_s", "pack_s", "transfer_s", "load_s"):
@@ -26,7 +26,7 @@ def layouts(runs: list[Run]) -> tuple[list, list]:
 
 
 def verified(runs: list[Run]) -> tuple[list, list]:
-    """Refits of which every byte was compared, after the first."""
+    """Measure refits with every byte compared, without the first."""
     results = []
     for run in runs:
         config, seconds = VERIFIED[run["name"]], values(run, "refit/seconds")

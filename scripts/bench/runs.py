@@ -1,4 +1,4 @@
-"""Benchmark records and the reward picture from the runs that gpu_run.py kept: python scripts/bench/runs.py"""
+"""Make benchmark records and the reward picture of the runs that gpu_run.py kept: python scripts/bench/runs.py"""
 
 import json
 import statistics
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def write(bench: str, runs: list[Run], measure: Callable[[list[Run]], tuple[list, list]]) -> None:
-    """A record for each kind of machine the runs were on."""
+    """Write a record for each kind of machine that the runs were on."""
     for hardware in sorted({run["hardware"]["name"] for run in runs}):
         own = [run for run in runs if run["hardware"]["name"] == hardware]
         results, bars = measure(own)
@@ -152,7 +152,7 @@ def apart(runs: list[Run]) -> tuple[list, list]:
 
 
 def presets(runs: list[Run]) -> tuple[list, list]:
-    """Steps after the first, in which the optimizer makes its states. Each setting is a preset."""
+    """Measure the presets, each a setting, without the first step, in which the optimizer makes its states."""
     results, bars = [], []
     for run in sorted(runs, key=lambda run: PRESETS.index(_preset(run))):
         preset = _preset(run)
@@ -177,7 +177,7 @@ def _preset(run: Run) -> str:
 
 
 def _moves(run: Run, ending: str) -> list[float]:
-    """Seconds over all components and both directions, of each step after the first."""
+    """Return the seconds over all components and both directions, for each step after the first."""
     names = [name for name in run["series"] if name.startswith("offload/") and name.endswith(f"to_host{ending}")]
     names += [name.replace("to_host", "to_device") for name in names]
     return [sum(step) for step in zip(*(values(run, name)[1:] for name in names), strict=True)]
@@ -230,7 +230,7 @@ def start(runs: list[Run]) -> tuple[list, list]:
 
 
 def steady(runs: list[Run], config: str) -> Iterable[dict[str, Any]]:
-    """Phase times, throughput, memory: the median of a run's steps, which leaves the slow first one out."""
+    """Return phase times, throughput and memory: the median of a run's steps, which excludes the slow first one."""
     for phase, timers in PHASES.items():
         times = [
             sum(column) for column in zip(*(typical(runs, f"timing/train/{timer}") for timer in timers), strict=True)
@@ -243,13 +243,13 @@ def steady(runs: list[Run], config: str) -> Iterable[dict[str, Any]]:
 
 
 def reaches(run: Run, reward: float) -> int:
-    """The first step from which on five steps have this mean reward."""
+    """Return the first step from which five steps have this mean reward."""
     rewards = values(run, "train/reward")
     return next(step for step in range(1, len(rewards) - 3) if statistics.mean(rewards[step - 1 : step + 4]) >= reward)
 
 
 def draw(runs: list[Run]) -> None:
-    """Reward over steps, one line a seed."""
+    """Draw the reward over steps, one line for each seed."""
     figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
     for run in sorted(runs, key=lambda run: run["config"]["algorithm"]["seed"]):
         points = run["series"]["train/reward"]

@@ -1,4 +1,4 @@
-"""Metrics of a run that gpu_run.py kept."""
+"""Read the metrics of a run that gpu_run.py kept."""
 
 import statistics
 from typing import Any
@@ -21,7 +21,7 @@ def worst(runs: list[Run], metric: str) -> float:
 
 
 def mismatch_bars(runs: list[Run]) -> list[dict[str, Any]]:
-    """How far policy and engine may be apart."""
+    """Return the limits on the mismatch of policy and engine."""
     difference, factor = worst(runs, "train/logprob_abs_diff_mean"), worst(runs, "train/token_mult_prob_error")
     return [
         record.bar("largest mean absolute logprob difference of a step", difference, 0.05, at_least=False),

@@ -1,10 +1,10 @@
-"""Tokens a second of supervised fine-tuning, ours and TRL's SFTTrainer with packing, in one run on one device.
+"""Compare tokens a second of supervised fine-tuning with TRL's SFTTrainer with packing, in one run on one device.
 
 sft_throughput.py MODEL CHATS.jsonl [STEPS [TOKENS]]     rows with `prompt` and `answer`, such as GSM8K's renamed
 
-Both train all weights of the same model on the same chats, in bfloat16 on a GPU, with Adam and no recomputation, TOKENS
-a micro-batch (16 k). Steps after the first three count. MFU is 6 FLOPs a parameter and token (attention left out) over
-the device's dense bfloat16 peak.
+Both train all weights of the same model on the same chats, in bfloat16 on a GPU, with Adam and no recomputation, in
+micro-batches of TOKENS (16 k). Steps after the first three count. MFU is 6 FLOPs a parameter and token (attention left
+out) over the device's dense bfloat16 peak.
 """
 
 import json
@@ -23,7 +23,7 @@ ON_GPU = torch.cuda.is_available()
 WARM_UP = 3
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
 LONGEST, BATCH, TOKENS = (512, 128, 16384) if ON_GPU else (64, 8, 256)
-# Tokens of a step of theirs: as many as a batch of ours has, or a few more.
+# A TRL step has this many tokens: as many as the package's batch, or a few more.
 STEP_TOKENS = 2 * TOKENS
 OURS, THEIRS = "nemo_rl_lite", "TRL's SFTTrainer, packed"
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def train_with_ours(model: str, chats: str, steps: int, tokens: int) -> list[float]:
-    """Tokens a second of each step that counts; padding is not counted."""
+    """Return the tokens a second of each step that counts, without padding."""
     layout = ["policy=megatron_gpu", "cluster.gpus_per_node=1"] if ON_GPU else []
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
@@ -78,7 +78,7 @@ def _in_a_process_of_its_own(model: str, chats: str, steps: int, tokens: int) ->
 
 
 def train_with_trl(model: str, chats: str, steps: int, tokens: int, target: Path) -> None:
-    """Writes the tokens a second of each step that counts."""
+    """Write the tokens a second of each step that counts."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -116,7 +116,7 @@ def train_with_trl(model: str, chats: str, steps: int, tokens: int, target: Path
             report_to=[],
             logging_steps=1,
         )
-        # Master weights in float32, as ours are.
+        # Master weights are float32 on both sides.
         policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         trainer = SFTTrainer(policy, settings, train_dataset=Dataset.from_list(examples), callbacks=[Clock()])
         trainer.train()

@@ -1,9 +1,9 @@
-"""A long run in which processes are killed at random, against the same run undisturbed: soak.py [STEPS] [FOLDER]
+"""Compare a long run with random kills of its processes to the same run without: soak.py [STEPS] [FOLDER]
 
-Every twenty steps one of generation engine, policy rank and launcher (in turn) is killed with SIGKILL, at a random
-moment within a second after a step (a step takes less than half of that); the launcher is started again with the same
-command. On CPUs; both runs' weights must be equal in the end, bit for bit. Resident memory of every process is read
-after each step.
+Every twenty steps SIGKILL hits the generation engine, a policy rank or the launcher (in turn), at a random moment
+within a second after a step (a step takes less than half of that); the script restarts a killed launcher with the same
+command. Runs are on CPUs; both runs' weights must be equal in the end, bit for bit. The script reads the resident
+memory of every process after each step.
 """
 
 import os
@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 KILL_EVERY, SAVE_EVERY = 20, 5
 FAULTS = ("generation-0", "policy-0", "launcher")
-# Memory counts as flat from here on: until then caches fill.
+# Memory growth counts from this step on, because caches fill before.
 SETTLED = 100
 PICTURE = record.ROOT / "docs" / "images" / "soak-memory.png"
 MIB = 2**20
@@ -36,7 +36,7 @@ MIB = 2**20
 
 @dataclass
 class Soak:
-    """One run and what was seen of it. Memory in bytes by process, at steps."""
+    """One run and its observations. Memory is in bytes, by process, at steps."""
 
     folder: Path
     steps: int
@@ -49,7 +49,7 @@ class Soak:
     undone: int = 0
 
     def run(self) -> None:
-        """Until the last step is done; fails where the run does."""
+        """Run until the last step is done; fail where the run fails."""
         hit: tuple[str, float] | None = None
         status = 1
         while status:
@@ -59,7 +59,7 @@ class Soak:
                 if hit is None:
                     self.step_s.append(seconds)
                 elif at > hit[1]:
-                    # The step that was under way is done: what it took longer than a step takes.
+                    # The interrupted step is done: the recovery is the time beyond a step's.
                     name, killed_at = hit
                     self.recovery_s[name].append(at - killed_at - statistics.median(self.step_s))
                     self.lost_steps[name].append(self._undone_steps())
@@ -106,7 +106,7 @@ class Soak:
                 continue
 
     def _undone_steps(self) -> float:
-        """Steps that were taken a second time since the last kill."""
+        """Return the steps that were repeated since the last kill."""
         path = self.folder / "metrics-undone.jsonl"
         lines = [line for line in path.read_text().splitlines() if '"train/loss"' in line] if path.exists() else []
         count, self.undone = len(lines) - self.undone, len(lines)
@@ -146,12 +146,12 @@ def main() -> None:
         record.bar("largest growth of a process", max(growth.values()), 0.02, at_least=False),
     ]
     sys.stdout.write(record.write("soak", results, bars).read_text())
-    # Afterwards: the picture is a tracked file, which would make the commit look changed.
+    # The picture is drawn last: it is a tracked file, which would make the commit look changed.
     _draw(calm, rough)
 
 
 def _steps(process: "subprocess.Popen[str]") -> Iterator[tuple[float, int, float]]:
-    """When each step's line came, its number and its seconds."""
+    """Yield the time of each step's line, the step's number and its seconds."""
     lines: queue.Queue[tuple[float, str]] = queue.Queue()
 
     def read() -> None:
@@ -167,7 +167,7 @@ def _steps(process: "subprocess.Popen[str]") -> Iterator[tuple[float, int, float
 
 
 def _growth(series: list[tuple[int, int]]) -> float:
-    """By how much of itself a process grew from SETTLED on: the last tenth against the first."""
+    """Return the relative growth of a process from SETTLED on: the last tenth against the first."""
     settled = [nbytes for step, nbytes in series if step >= SETTLED]
     tenth = max(1, len(settled) // 10)
     first, last = statistics.median(settled[:tenth]), statistics.median(settled[-tenth:])

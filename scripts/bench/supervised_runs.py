@@ -1,4 +1,4 @@
-"""What SFT, DPO and LoRA runs on GSM8K learned and took, from the runs that gpu_run.py kept; and their curves."""
+"""Collect results, times and curves of the SFT, DPO and LoRA runs on GSM8K that gpu_run.py kept."""
 
 import matplotlib.pyplot as plt
 import record
@@ -41,7 +41,7 @@ def one_epoch_and_preferences(runs: list[Run]) -> tuple[list, list]:
 
 
 def draw(runs: list[Run]) -> None:
-    """Held-out loss of SFT, held-out accuracy of DPO, over optimizer steps."""
+    """Draw the held-out loss of SFT and the held-out accuracy of DPO over optimizer steps."""
     by_name = {run["name"]: run for run in runs}
     figure, (losses, accuracies) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     for name, label in SFT.items():
@@ -49,7 +49,7 @@ def draw(runs: list[Run]) -> None:
     losses.set(xlabel="optimizer step", ylabel="nats a token", title="held-out loss, GSM8K test solutions")
     losses.legend()
     accuracies.plot(*zip(*by_name[DPO]["series"]["validation/accuracy"], strict=True), marker=".", color="tab:green")
-    accuracies.set(xlabel="optimizer step", ylabel="share", ylim=(0.45, 0.75), title="DPO: held-out pairs told apart")
+    accuracies.set(xlabel="optimizer step", ylabel="share", ylim=(0.45, 0.75), title="DPO: accuracy on held-out pairs")
     for axes in (losses, accuracies):
         axes.grid(alpha=0.3)
     figure.savefig(PICTURE, dpi=130)

@@ -1,4 +1,4 @@
-"""scripts/config_reference.py: nothing in configs/ goes without a word."""
+"""scripts/config_reference.py documents every key and file of configs/."""
 
 import shutil
 import sys
@@ -32,12 +32,12 @@ def test_the_page_is_up_to_date(monkeypatch, tmp_path):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of configs/."""
+    """Copy configs/."""
     return shutil.copytree(config_dir(), tmp_path / "configs")
 
 
 def without_comment(file: Path, key: str) -> None:
-    """Take away the comment above a key."""
+    """Remove the comment above a key."""
     lines = file.read_text().splitlines()
     place = next(place for place, line in enumerate(lines) if line.strip().startswith(f"{key}:"))
     start = place

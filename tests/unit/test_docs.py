@@ -1,4 +1,4 @@
-"""The documents say what is true now."""
+"""Commands compose, links resolve, and named keys, files and metrics exist in the documents."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ PACKAGE = ROOT / "nemo_rl_lite"
 SECTIONS = [group for group in groups() if group not in ("offload", "recipes")]
 KEY = re.compile(rf"\+?((?:{'|'.join(SECTIONS)})(?:\.\w+)+)(?<!\.py)(?<!\.json)(?:=.*)?")
 METRIC = re.compile(r"(?:train|validation|timing|performance|refit|memory|offload)/[\w/]*\w")
-# What an example leaves to the reader: files, a model, code of their own.
+# Examples leave these to the reader: files, a model, code.
 READERS = {"data.train_path", "data.validation_path", "policy.model_name", "reward.name", "environment.name"}
 NEMO_RL = DOCS / "from_nemo_rl.md"
 
@@ -42,20 +42,20 @@ def test_links_lead_somewhere(page):
         path, _, anchor = target.partition("#")
         file = page.parent / path if path else page
         assert file.exists(), target
-        # The site has nothing else.
+        # The site has only the pages of docs/.
         assert not page.is_relative_to(DOCS) or file.resolve().is_relative_to(DOCS), target
         assert not anchor or anchor in anchors(file), target
 
 
 def build_site(folder: Path) -> subprocess.CompletedProcess[str]:
-    """The site, built strictly from a copy in `folder`."""
+    """Build the site strictly from a copy in `folder`."""
     command = [sys.executable, "-m", "zensical", "build", "--strict"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """A copy of what the site is built from."""
+    """Copy the files that the site is built from."""
     shutil.copytree(DOCS, tmp_path / "docs")
     (tmp_path / "scripts").mkdir()
     for file in ("mkdocs.yml", "scripts/mathml.py"):
@@ -90,7 +90,7 @@ def test_every_page_is_in_the_navigation():
 
 @pytest.mark.parametrize("page", PAGES, **NAME)
 def test_commands_are_valid(page):
-    """Training commands compose, but for what is the reader's own; other commands are there."""
+    """Training commands compose, except for the reader's own files and code; other commands exist."""
     for words in commands(page):
         match words:
             case ["python", "-m", "nemo_rl_lite.train", *arguments] | ["nrl-lite", "train", *arguments]:
@@ -116,13 +116,14 @@ def check_training_command(arguments: list[str]) -> None:
 
 
 def test_commands_are_found():
-    assert len([words for words in commands(ROOT / "README.md") if "nemo_rl_lite.train" in words]) >= 8
-    assert ["nrl-lite", "export", "outputs/my-run", "./my-model"] in commands(DOCS / "quickstart.md")
+    found = commands(DOCS / "quickstart.md")
+    assert len([words for words in found if "nemo_rl_lite.train" in words]) >= 8
+    assert ["nrl-lite", "export", "outputs/my-run", "./my-model"] in found
 
 
 @pytest.fixture(scope="module")
 def all_keys() -> set[str]:
-    """Those of every algorithm."""
+    """Return the keys of every algorithm."""
     return {key for name in groups()["algorithm"] for key in known_keys((f"algorithm={name}",))}
 
 
@@ -158,7 +159,7 @@ def test_code_blocks_can_be_read(page):
 
 
 def test_what_nemo_rl_has_is_here_as_its_table_says(all_keys):
-    """Under that key, with that default, and what changes follows from both."""
+    """Each key and default of the table exists, and its last column follows from them."""
     checked = 0
     for head, _, *rows in tables(NEMO_RL):
         if head != ["NeMo-RL", "here", "default there", "default here", "what changes"]:
@@ -180,7 +181,7 @@ def test_what_nemo_rl_has_is_here_as_its_table_says(all_keys):
 
 
 def number(text: str) -> float | str:
-    """A number by its value, whatever its spelling."""
+    """Return a number by its value, whatever its spelling."""
     try:
         return float(text)
     except ValueError:
@@ -188,7 +189,7 @@ def number(text: str) -> float | str:
 
 
 def documented_default(key: str, algorithm: str) -> str:
-    """What docs/configuration.md has for a key; where it is an algorithm's, for `sft`, for `dpo`, or else for GRPO."""
+    """Return a key's default in docs/configuration.md, for `sft`, `dpo`, or else for GRPO."""
     section, _, name = key.rpartition(".")
     if section == "algorithm":
         section = f"algorithm={algorithm if algorithm in ('sft', 'dpo') else 'grpo'}"

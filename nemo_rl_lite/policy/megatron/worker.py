@@ -92,7 +92,7 @@ class MegatronWorker:
 
     def prepare_for_logprob(self) -> None:
         """Enter the logprob phase; every `prepare_for_...` may come after any other, and again."""
-        self._phases.enter(Phase.LOGPROB, beside=self._memory.working_bytes("logprob"))
+        self._phases.enter(Phase.LOGPROB, working_bytes=self._memory.working_bytes("logprob"))
 
     def prepare_for_training(self) -> None:
         """Enter the training phase: everything that training needs is on the device, wherever it was."""
@@ -101,7 +101,7 @@ class MegatronWorker:
     def prepare_for_refit(self, engine_bytes: int) -> None:
         """Enter the refit phase. What leaves may do so while an engine on this device takes `engine_bytes` for its
         weights, if there is room."""
-        self._phases.enter(Phase.REFIT, beside=engine_bytes)
+        self._phases.enter(Phase.REFIT, working_bytes=engine_bytes)
 
     def prepare_for_generation(self) -> None:
         """Enter the generation phase: the engines have the room that the residency gives them."""

@@ -1,4 +1,4 @@
-"""What is written between two turns of the assistant's, against the chat template's own rendering of the whole chat."""
+"""The text between two assistant turns agrees with the chat template's own rendering of the whole chat."""
 
 import pytest
 
@@ -11,7 +11,7 @@ CHATML = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-# As Qwen3's: what an assistant thought is left out of earlier turns, so the whole chat is not what was sampled.
+# Like Qwen3's, this template leaves thoughts out of earlier turns, so its whole chat differs from what was sampled.
 THINKING = CHATML.replace("{{ m.content }}", "{{ m.content.split('/')[-1] }}")
 STRICT = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
 QUESTION = [{"role": "user", "content": "12"}]

@@ -1,4 +1,4 @@
-"""Rows of whole chats: what is read, and which tokens are trained on."""
+"""Rows of whole chats are read, and the right tokens are trained on."""
 
 import dataclasses
 import json
@@ -18,12 +18,12 @@ TOOLS = (
     "{% if m.tool_calls %}{% for c in m.tool_calls %}call {{ c.function.name }} {{ c.function.arguments.a }}"
     "{% endfor %}{% endif %}{{ m.content }}<eos>\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-# As Qwen3's and DeepSeek's: thoughts are left out of all turns but the last.
+# Like Qwen3's and DeepSeek's templates, this one leaves thoughts out of all turns but the last.
 FORGETFUL = CHATML.replace("{{ m.content }}", "{{ m.content if loop.last else m.content.split('/')[-1] }}")
 
 
 def said(*turns: str) -> list[dict]:
-    """Messages by turns; s, u or a before a colon is who speaks."""
+    """Return messages by turns; s, u or a before a colon is the role."""
     roles = {"s": "system", "u": "user", "a": "assistant"}
     return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
 
@@ -34,7 +34,7 @@ def chat(messages: object, tools: object = None, **changes: object) -> Example:
 
 
 def trained_texts(folder, example, template: str = CHATML) -> tuple[str, list[str]]:
-    """The whole text, and the runs of tokens that are trained on."""
+    """Return the whole text, and the texts of consecutive trained tokens."""
     tokenizer = encoder(folder, template).tokenizer
     tokens, trained = tokenizer.conversation(example.conversations[0])
     decode, runs = build_tokenizer().decode, [[]]
@@ -51,7 +51,7 @@ def test_all_of_the_assistants_turns_are_trained_on_or_its_last(which, expected,
     example = chat(TURNS, train_on=which)
     whole, runs = trained_texts(tmp_path, example)
     assert runs == expected
-    # What the assistant does not answer is left out.
+    # Messages that the assistant does not answer are left out.
     tokenizer = build_tokenizer()
     tokenizer.chat_template = CHATML
     expected_text = tokenizer.apply_chat_template(TURNS[:-1], tokenize=False).removesuffix("\n")
@@ -86,7 +86,7 @@ def test_tool_calls_are_trained_on_and_their_answers_are_not(tmp_path):
 
 
 def test_what_arrow_adds_to_a_row_is_not_written(tmp_path):
-    """A column of Parquet has in each row the fields of all of them."""
+    """Parquet gives each row the fields of all rows."""
     call = {"id": "7", "type": "function", "function": {"name": "add", "arguments": {"a": 7, "b": None}}}
     message = {"role": "assistant", "content": None, "tool_calls": [call], "name": None, "reasoning_content": "hm"}
     (conversation,) = chat(
@@ -129,7 +129,7 @@ def test_the_systems_prompt_comes_first_unless_there_is_one(tmp_path):
     alone = chat(said("u:1", "a:2"), system_prompt="hello")
     assert alone.messages[0] == {"role": "system", "content": "hello"}
     assert chat(said("s:own", "u:1", "a:2"), system_prompt="hello").messages[0]["content"] == "own"
-    # A prompt of messages, with a response beside it, is no other.
+    # A prompt of messages with a response in another column is the same chat.
     config = dataclasses.replace(compose_config(["algorithm=sft"]).data, system_prompt="hello")
     row = {"prompt": said("s:own", "u:1"), "answer": "2"}
     assert [message["role"] for message in to_chat(config, row, "row 1").messages] == ["system", "user"]
@@ -141,7 +141,7 @@ def test_the_systems_prompt_comes_first_unless_there_is_one(tmp_path):
         ("text", "a list of {role, content} messages is needed, found str"),
         ([], "a list of"),
         (said("u:1"), "no message of the assistant"),
-        (said("s:0", "a:1", "u:2", "a:3"), "begins with the assistant, who answers nobody"),
+        (said("s:0", "a:1", "u:2", "a:3"), "begins with the assistant, without a prompt"),
         (
             [*said("u:1"), {"role": "assistant", "content": "2", "tool_calls": 5}],
             "message 2: tool_calls must be a list",

@@ -31,7 +31,7 @@ def encoder(folder, template: str | None = CHATML, max_length: int = 200, too_lo
 
 
 def masked_texts(encoder: Encoder, problems: list[Problem]) -> list[str]:
-    """What each row's loss is on, as text with special tokens."""
+    """Return the trained tokens of each row, as text with special tokens."""
     batch, decode = encoder.batch(list(map(chat_of, problems))), build_tokenizer().decode
     return [decode(tokens[mask > 0]) for tokens, mask in zip(batch["tokens"], batch["mask"], strict=True)]
 
@@ -77,7 +77,7 @@ def test_without_a_template_the_response_follows_the_prompt(tmp_path):
     [
         (CHATML.replace("<eos>", "[end]"), "does not write the response and then its end token <eos>"),
         (CHATML.replace("{{ m.content }}", "?"), "does not write the response"),
-        ("{{ messages | length }}" + CHATML, "writes the prompt otherwise"),
+        ("{{ messages | length }}" + CHATML, "changes the prompt when the response follows"),
     ],
     ids=["other end", "no response", "other prompt"],
 )

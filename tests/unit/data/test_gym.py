@@ -8,7 +8,7 @@ from nemo_rl_lite.errors import ConfigError, DataError
 from nemo_rl_lite.rewards.registry import find_reward
 from nemo_rl_lite.rules.compose import compose_config
 
-# Sums of two digits: about 200 questions.
+# The task asks for sums of two digits, about 200 questions.
 SMALL = "data.task_kwargs={min_terms:2,max_terms:2,min_digits:1,max_digits:1}"
 
 
@@ -68,7 +68,7 @@ def test_a_task_with_many_right_answers():
     problem = training_set(data, seed=0, kind=PROBLEMS).problem(0)
     assert problem.answer == ""
     assert find_reward("reasoning_gym", {"answer_tag": None})("no idea", problem) < 1
-    with pytest.raises(DataError, match="a problem of the task graph_color names no answer that could be trained on"):
+    with pytest.raises(DataError, match="a problem of the task graph_color has no answer to train on"):
         training_set(data, seed=0, kind=CHATS).problem(0)
 
 

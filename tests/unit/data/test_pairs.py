@@ -1,4 +1,4 @@
-"""Preference pairs of every published layout that is known."""
+"""Preference pairs of every known published layout are read."""
 
 import dataclasses
 import json
@@ -80,7 +80,7 @@ def test_columns_and_the_system_prompt_can_be_named():
 
 
 def test_a_longer_common_beginning_is_what_is_asked(tmp_path):
-    """Both chats share a turn of the assistant, which nobody is trained on, and the begin of their last turns."""
+    """Both chats share an assistant turn, which is not trained on, and the start of their last turns."""
     turns = [*ASKED, *said("a:4", "u:and 1")]
     found = pair({"chosen": [*turns, *said("a:5 of course")], "rejected": [*turns, *said("a:5 or 6")]})
     assert found.messages == tuple(turns)

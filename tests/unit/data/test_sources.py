@@ -88,7 +88,7 @@ def test_parquet_holds_chats_too(tmp_path):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A folder that stands for a dataset of the hub, with two splits."""
+    """Make a folder that stands for a dataset of the hub, with two splits."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "dataset"
     folder.mkdir()

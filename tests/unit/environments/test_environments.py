@@ -11,7 +11,7 @@ from nemo_rl_lite.errors import ConfigError
 
 
 class Own:
-    """A user's own environment."""
+    """This is a user's environment."""
 
     def __init__(self, level: int):
         self.level = level

@@ -1,4 +1,4 @@
-"""megatron-core's own manager, on a CPU: it keeps its books as on a GPU, and offloads nothing."""
+"""megatron-core's manager runs on a CPU: it tracks tensors as on a GPU, and offloads nothing."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ def settings(*arguments: str):
 
 
 class Event:
-    """torch.cpu's takes no arguments."""
+    """An event that takes arguments, unlike torch.cpu's."""
 
     def __init__(self, external: bool = False):
         pass
@@ -30,7 +30,7 @@ class Event:
 
 
 class Model(torch.nn.Module):
-    """Tells the manager what megatron-core's models and layers do."""
+    """Calls the manager as megatron-core's models and layers do."""
 
     def __init__(self, interface):
         super().__init__()
@@ -117,7 +117,7 @@ def test_megatron_core_is_not_told_of_the_module_that_is_ours(chosen, given, mon
 
 
 class MLP(torch.nn.Module):
-    """Its result and bias, as megatron-core's MLP gives them."""
+    """Returns result and bias, as megatron-core's MLP does."""
 
     def __init__(self, config):
         super().__init__()
@@ -190,7 +190,7 @@ def test_a_longer_pass_becomes_the_pattern_and_a_shorter_one_does_not(model):
 
 @pytest.mark.parametrize("paused", [True, False])
 def test_without_a_pause_a_pass_without_gradients_would_end_the_offload(paused, model):
-    """Should megatron-core mend that, this fails, and `suspended` can go."""
+    """If megatron-core fixes this, the test fails, and `suspended` can be removed."""
     if paused:
         score(model, 1)
     else:
@@ -203,7 +203,7 @@ def test_without_a_pause_a_pass_without_gradients_would_end_the_offload(paused, 
 
 @pytest.mark.parametrize(("known", "micro_batches", "offloads"), [(2, 2, True), (2, 1, True), (2, 3, False)])
 def test_beyond_its_pattern_megatron_core_offloads_nothing(known, micro_batches, offloads, model):
-    """Should megatron-core mend that, this fails, and `training_pass` can go."""
+    """If megatron-core fixes this, the test fails, and `training_pass` can be removed."""
     train(model, known)
     for _ in range(micro_batches):
         model(torch.ones(3, requires_grad=True)).sum().backward()

@@ -11,7 +11,7 @@ from nemo_rl_lite.offload.arena import HostArena, LockError
 
 
 class FakeRegistrar:
-    """Remembers what is locked; refuses where it is told to."""
+    """Remembers what is locked; refuses on request."""
 
     def __init__(self, refuses: bool = False):
         self.refuses = refuses

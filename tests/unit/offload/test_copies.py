@@ -1,4 +1,4 @@
-"""Copies fed to a device by a thread; on a CPU the thread makes them itself."""
+"""A thread feeds copies to a device; on a CPU the thread makes them itself."""
 
 import pytest
 import torch

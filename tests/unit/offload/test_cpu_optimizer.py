@@ -23,20 +23,20 @@ OPTIMIZER = "policy.megatron_cfg.optimizer"
 
 @pytest.fixture
 def built(monkeypatch):
-    """What `build_optimizer` tells megatron-core, for command-line arguments."""
+    """Return the options that `build_optimizer` gives megatron-core, for command-line arguments."""
     prepare_import()
     import megatron.core.optimizer
 
-    told, told_classes = [], []
+    given, given_classes = [], []
 
     def remember(options, chunks):
-        told.append(options)
+        given.append(options)
         groups = [{"params": [], "lr": 1e-5, "cpu_optimizer_cls": object, "gpu_optimizer_cls": object}]
-        told_classes.append(groups)
+        given_classes.append(groups)
         return SimpleNamespace(param_groups=groups, scale_loss=None, optimizer=SimpleNamespace(param_groups=groups))
 
     monkeypatch.setattr(megatron.core.optimizer, "get_megatron_optimizer", remember)
-    monkeypatch.setattr(cpu_optimizer, "release_copies_of_construction", lambda: told.append("released"))
+    monkeypatch.setattr(cpu_optimizer, "release_copies_of_construction", lambda: given.append("released"))
     device, place = torch.device("cpu"), None
 
     def build(*arguments: str):
@@ -44,8 +44,8 @@ def built(monkeypatch):
         optimizer.build_optimizer(policy, MegatronModel(None, [], place, device, policy.precision != "float32"))
         # Classes in a checkpoint could not be read back.
         on_host = policy.megatron_cfg.optimizer.optimizer_cpu_offload
-        assert all(("cpu_optimizer_cls" in group) == (not on_host) for group in told_classes[0])
-        return told
+        assert all(("cpu_optimizer_cls" in group) == (not on_host) for group in given_classes[0])
+        return given
 
     return build
 
@@ -56,7 +56,7 @@ def test_megatron_core_is_told_all_that_its_cpu_optimizer_needs(built):
     assert then == "released"
     assert options.optimizer_cpu_offload and options.overlap_cpu_optimizer_d2h_h2d
     assert options.optimizer_offload_fraction == 0.5
-    # Gradients are read from `decoupled_grad`, and masters are not on the GPU besides.
+    # Gradients are read from `decoupled_grad`, and masters are not also on the GPU.
     assert options.use_precision_aware_optimizer_no_fp8_or_ds_fp8
     dtypes = (options.main_grads_dtype, options.main_params_dtype, options.exp_avg_dtype, options.exp_avg_sq_dtype)
     assert set(dtypes) == {torch.float32}

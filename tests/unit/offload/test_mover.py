@@ -1,4 +1,4 @@
-"""Round trips through host memory, on the CPU: the same code that runs on a GPU, where copies have streams."""
+"""Tensors make round trips through host memory on the CPU, by the code that also runs on a GPU, there with streams."""
 
 import pytest
 import torch
@@ -114,7 +114,7 @@ def test_states_made_later_move_as_well_and_the_arena_grows():
     assert own.device_bytes() == 24_000
     own.leave()
     own.settle()
-    # Exact but for the alignment of each tensor's place.
+    # The size is exact except for the alignment of each tensor's place.
     assert small == 4000 and 24000 <= arena.nbytes < 24000 + ALIGNMENT
     own.come_back()
     own.settle()

@@ -21,7 +21,7 @@ HELD = {"parameters": 400, "optimizer_states": 800, "gradients": 400}
 
 class Policy:
     """Parameters, gradients and optimizer states of 1600 bytes in all, and a device of `total` bytes that knows what is
-    on it. Of what is free, `cached` is this process' alone until it is trimmed."""
+    on it. `cached` of the free bytes belong to this process until it trims its cache."""
 
     def __init__(self, *overrides: str, total: int = 10_000):
         config = compose_config(list(overrides))
@@ -52,8 +52,8 @@ class Policy:
         return held["parameters"], held["gradients"], held["optimizer_states"]
 
     def enter_with_copies_done(self, phase: Phase) -> None:
-        """Enter the phase beside other work, and return when copies are made, but nothing has settled."""
-        self.memory.enter(phase, beside=1000)
+        """Enter the phase with overlap, and return when copies are made, but nothing has settled."""
+        self.memory.enter(phase, working_bytes=1000)
         moving = [own for own in self.memory._movable.values() if own.moving]
         assert moving
         while not all(own.moved for own in moving):
@@ -81,7 +81,7 @@ def test_each_phase_has_what_the_table_says(overrides, expected):
                 policy.memory.enter(phase)
             assert policy.held() == held, phase
     assert torch.equal(policy.parameters, torch.arange(100.0)) and torch.equal(policy.states, torch.arange(200.0))
-    # Whenever an engine may want the room.
+    # The cache is trimmed whenever an engine may need the memory.
     assert policy.trimmed >= 8
 
 
@@ -99,7 +99,7 @@ def test_every_phase_may_follow_every_other():
 def test_what_leaves_may_do_so_while_the_engine_wakes():
     policy = Policy("offload=pinned")
     # Gradients are gone by then: 8800 bytes are free, 500 of which stay free.
-    policy.memory.enter(Phase.REFIT, beside=8_299)
+    policy.memory.enter(Phase.REFIT, working_bytes=8_299)
     assert policy.held() == (400, 0, 800)
     with pytest.raises(RuntimeError, match="optimizer_states are not on the device"):
         policy.memory.require(Component.OPTIMIZER_STATES)
@@ -111,24 +111,24 @@ def test_it_does_not_where_both_would_not_fit(caplog):
     policy = Policy("offload=pinned")
     with caplog.at_level("INFO"):
         for _ in range(2):
-            policy.memory.enter(Phase.REFIT, beside=8_300)
+            policy.memory.enter(Phase.REFIT, working_bytes=8_300)
             assert policy.held() == (400, 0, 0)
             policy.memory.enter(Phase.TRAIN)
-    assert sum("one after the other" in record.getMessage() for record in caplog.records) == 1
+    assert sum("do not overlap with other work" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_nothing_is_said_where_nothing_leaves(caplog):
     policy = Policy("policy.overlap_offload=true", total=1_700)
     with caplog.at_level("INFO"):
         for phase in STEP:
-            policy.memory.enter(phase, beside=1_000)
+            policy.memory.enter(phase, working_bytes=1_000)
     assert not caplog.records
 
 
 def test_memory_that_torch_keeps_for_later_is_handed_to_the_engine_first():
     policy = Policy("offload=pinned")
     policy.cached = 8_000
-    policy.memory.enter(Phase.REFIT, beside=8_000)
+    policy.memory.enter(Phase.REFIT, working_bytes=8_000)
     assert policy.held() == (400, 0, 800) and policy.trimmed == 1
 
 
@@ -137,13 +137,13 @@ def test_what_comes_back_needs_room_as_well():
     policy = Policy(*overrides, "policy.offload_optimizer_states_for_logprob=true", total=4_000)
     policy.memory.enter(Phase.GENERATE)
     assert policy.held() == (0, 0, 800)
-    # 3200 bytes are free, 200 stay free: 2700 and the parameters do not fit beside the leaving states.
-    policy.memory.enter(Phase.LOGPROB, beside=2_700)
+    # 3200 bytes are free, 200 stay free: 2700 and the parameters do not fit in addition to the leaving states.
+    policy.memory.enter(Phase.LOGPROB, working_bytes=2_700)
     assert policy.held() == (400, 0, 0)
     policy.memory.enter(Phase.GENERATE)
     policy.memory.enter(Phase.TRAIN)
     policy.memory.enter(Phase.GENERATE)
-    policy.memory.enter(Phase.LOGPROB, beside=2_500)
+    policy.memory.enter(Phase.LOGPROB, working_bytes=2_500)
     assert policy.held() == (400, 0, 800)
 
 
@@ -159,7 +159,7 @@ def test_where_a_return_finds_the_device_full_what_is_leaving_goes_first(monkeyp
         come_back(own)
 
     monkeypatch.setattr(Movable, "come_back", on_a_full_device)
-    policy.memory.enter(Phase.LOGPROB, beside=0)
+    policy.memory.enter(Phase.LOGPROB, working_bytes=0)
     assert policy.held() == (400, 400, 0)
     monkeypatch.setattr(Movable, "come_back", come_back)
     policy.memory.enter(Phase.TRAIN)
@@ -168,7 +168,7 @@ def test_where_a_return_finds_the_device_full_what_is_leaving_goes_first(monkeyp
 
 def test_it_does_not_where_moves_are_to_come_one_after_the_other():
     policy = Policy("offload=colocated")
-    policy.memory.enter(Phase.REFIT, beside=0)
+    policy.memory.enter(Phase.REFIT, working_bytes=0)
     assert policy.held() == (400, 0, 0)
 
 
@@ -267,7 +267,7 @@ def test_a_prefetch_begins_when_what_is_left_takes_as_long_as_the_transfer(monke
     for remaining in range(10, 0, -1):
         prefetch(remaining)
         now[0] += 1.0
-    # With two left, two seconds are. What could not begin then is tried again.
+    # With two micro-batches left, two seconds are left. A move that could not begin then is retried.
     assert begun == [8.0, 9.0]
 
 

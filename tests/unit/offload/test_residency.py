@@ -1,4 +1,4 @@
-"""Where everything is in each phase, from the configuration alone."""
+"""The residency table follows from the configuration alone."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def residency(*overrides: str) -> Residency:
 
 
 def row(table: Residency, component: Component) -> tuple[Place, ...]:
-    """In generate, logprob, train, refit."""
+    """Return the component's places in generate, logprob, train, refit."""
     return tuple(table.place(phase, component) for phase in Phase)
 
 

@@ -1,4 +1,4 @@
-"""The time limit of a reward holds, and what it costs is one sample's reward."""
+"""The time limit of a reward holds, and a late reward costs one sample only."""
 
 import os
 import time
@@ -16,7 +16,7 @@ HERE = "tests.unit.rewards.test_judge"
 
 
 def moody(response: str, answer: str) -> float:
-    """A reward that can go wrong in every way there is."""
+    """A reward that can fail in every way."""
     if response == "power":
         return float(len(str(7**7**9)))  # one step of C code, which no signal handler of Python interrupts
     if response == "sleep":
@@ -47,7 +47,7 @@ def test_a_sample_that_hangs_is_an_error_and_the_others_get_their_verdict():
     assert str(verdicts[1]) == str(verdicts[4]) == late
     assert str(verdicts[3]).startswith("ValueError: xxx") and len(str(verdicts[3])) < 400
     assert str(verdicts[6]) == "the judging process ended with status 7"
-    assert moody_judge(["5", "6"], problems("5", "5")) == [1.0, 0.0], "the pool goes on"
+    assert moody_judge(["5", "6"], problems("5", "5")) == [1.0, 0.0], "the pool survives"
 
 
 def test_math_verify_on_a_number_no_computer_can_hold():
@@ -70,7 +70,7 @@ def test_processes_end_with_the_pool():
     assert own(["1"], problems("1")) == [1.0]
     started = set(psutil.Process().children()) - before
     assert len(started) == 2
-    # One of them is in a reward.
+    # One worker is in the middle of a reward.
     own._workers[0].pipe.send(("sleep", problems("1")[0]))
     del own
     gone, alive = psutil.wait_procs(started, timeout=120)

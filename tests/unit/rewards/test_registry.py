@@ -6,12 +6,12 @@ from nemo_rl_lite.rewards.registry import find_reward
 
 
 def shout(response: str, answer: str, volume: float = 1.0) -> float:
-    """A user's own reward."""
+    """This is a user's reward."""
     return volume * (response == answer.upper())
 
 
 def as_long_as_the_prompt(response: str, answer: str, problem: Problem) -> float:
-    """A reward that looks at more than the answer."""
+    """This reward uses the problem, not only the answer."""
     return float(len(response) == len(problem.messages[0]["content"]) + problem.metadata["extra"])
 
 
@@ -80,7 +80,7 @@ def test_math(response, answer, expected):
 
 
 def test_an_answer_that_is_no_mathematics_is_an_error_and_no_zero():
-    with pytest.raises(ValueError, match="no mathematical expression"):
+    with pytest.raises(ValueError, match="not a mathematical expression"):
         find_reward("math", {})("42", problem(""))
 
 
