@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.interface import Sampling
-from nemo_rl_lite.refit.report import RefitReport
+from nemo_rl_lite.refit.transport.report import RefitReport
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.remote_generation import ENGINE_CLASSES
 

@@ -10,25 +10,25 @@ from typing import Any
 
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.generation.interface import Completion, Sampling
-from nemo_rl_lite.refit.consumer import Source, Wholeness
-from nemo_rl_lite.refit.report import RefitReport
+from nemo_rl_lite.refit.engine.connection import Source, WeightsState
+from nemo_rl_lite.refit.transport.report import RefitReport
 
 EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
-# Weights are written anew by the refit that comes before the next generation, so nothing needs to be kept.
+# The refit before the next generation writes all weights, so sleeping keeps none.
 SLEEP_LEVEL = 2
 
 
 def environment(config: GenerationConfig, on_gpu: bool) -> dict[str, str]:
     """What vLLM needs in the environment of its process."""
     common = {
-        # With one GPU or none, the engine core in this process: one process less to start, to stop and to lose.
+        # With at most one GPU the engine core runs in this process: one process less to start, to stop and to lose.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_NO_USAGE_STATS": "1",
     }
     if on_gpu:
-        # The sampler that needs no package beside vLLM; processes of a tensor-parallel engine start anew, since CUDA
-        # does not survive a fork.
+        # This sampler needs no package in addition to vLLM. Processes of a tensor-parallel engine are spawned, because
+        # CUDA does not survive a fork.
         return common | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     return common | {
         "VLLM_CPU_KVCACHE_SPACE": str(config.vllm_cfg.cpu_kv_cache_gib),
@@ -58,9 +58,9 @@ class VLLMEngine:
 
         # Rotary tables have no weights to load; vLLM warns about them at every refit.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-        # A GPU engine starts with no weights worth reading: the first refit comes before the first prompt, and one that
-        # leaves out a weight is an error.
-        self._weights = Wholeness(whole=not on_gpu)
+        # A GPU engine starts with dummy weights: the first refit comes before the first prompt, and a refit that leaves
+        # out a weight is an error.
+        self._weights = WeightsState(complete=not on_gpu)
         settings = generation.vllm_cfg
         _import_model_class(Path(model_path))
         self._sleeps = on_gpu and generation.colocated.enabled
@@ -71,7 +71,7 @@ class VLLMEngine:
             dtype=policy.precision,
             max_model_len=policy.max_total_sequence_length,
             tensor_parallel_size=ranks,
-            # Inside a placement group vLLM would ask Ray for workers, and wait for GPUs that its own seats hold.
+            # Inside a placement group vLLM would ask Ray for workers, and wait for GPUs that the engine itself holds.
             distributed_executor_backend="mp" if ranks > 1 else "uni",
             enforce_eager=settings.enforce_eager,
             max_num_seqs=settings.max_num_seqs,
@@ -83,7 +83,7 @@ class VLLMEngine:
             disable_log_stats=True,
             **(gpu_only | generation.vllm_kwargs),
         )
-        # Hundreds of thousands of long-lived objects that every later collection would walk through.
+        # Every later garbage collection would walk through hundreds of thousands of long-lived objects.
         gc.freeze()
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
@@ -103,7 +103,7 @@ class VLLMEngine:
             detokenize=bool(sampling.stop_strings),
             # vLLM adds the end tokens of the model's generation_config.json, but nothing ends a probe.
             ignore_eos=not sampling.stop_token_ids,
-            # That of the sampled token alone.
+            # 0: the logprob of the sampled token only.
             logprobs=0,
             flat_logprobs=True,
         )
@@ -118,7 +118,7 @@ class VLLMEngine:
     def sleep(self) -> None:
         """Give the GPU's memory to the policy. Does nothing where the engine has a device of its own, or a CPU."""
         if self._sleeps and not self._llm.llm_engine.is_sleeping():
-            self._weights.lose()
+            self._weights.discard()
             self._llm.sleep(level=SLEEP_LEVEL)
 
     def wake_weights(self) -> None:
@@ -136,7 +136,7 @@ class VLLMEngine:
 
     def receive_weights(self) -> list[RefitReport]:
         started = time.perf_counter()
-        with self._weights.replaced():
+        with self._weights.replacing():
             reports: list[RefitReport] = self._llm.collective_rpc("refit_receive")
             if not self._llm.reset_prefix_cache():
                 raise RuntimeError("vLLM kept its prefix cache, which belongs to the old weights")
