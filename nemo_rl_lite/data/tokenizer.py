@@ -34,11 +34,6 @@ class ChatTokenizer:
     def end_token(self) -> int:
         return self._tokenizer.eos_token_id
 
-    @property
-    def padding_token(self) -> int:
-        """What fills rows of a batch; the end token where the tokenizer names no other."""
-        return self._tokenizer.eos_token_id if self._tokenizer.pad_token_id is None else self._tokenizer.pad_token_id
-
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a chat, up to where the assistant's turn begins."""
         if self._tokenizer.chat_template is None:

@@ -1,4 +1,4 @@
-"""Which prompts leave room for a response."""
+"""Check that prompts leave room for a response."""
 
 import logging
 from collections.abc import Sequence

@@ -28,7 +28,7 @@ class Layout:
     """Neighbours that stay in one micro-batch; of these `size` is a number (fixed), or tokens hold them all."""
 
     @classmethod
-    def of(
+    def configured(
         cls, config: PolicyConfig, purpose: Literal["train", "logprob"], on_gpu: bool, together: int = 1
     ) -> "Layout":
         """The configured layout for training or for logprobs."""
@@ -60,8 +60,8 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """b sequences in the model's input of n rows by S tokens."""
+class ModelInput:
+    """A micro-batch as the model reads it: b sequences in n rows of S tokens."""
 
     rows: Tensor
     """Their indices in the batch they come from, [b]."""
@@ -74,7 +74,7 @@ class MicroBatch:
     """Tokens of the longest sequence."""
     packed: bool
 
-    def to(self, device: torch.device) -> "MicroBatch":
+    def to(self, device: torch.device) -> "ModelInput":
         """The same with everything but `rows` on `device`."""
         names = ("tokens_nS", "lengths", "starts")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
@@ -103,40 +103,40 @@ class MicroBatch:
             hidden |= sequence[:, None] != sequence[None, :]
         return hidden[None, None]
 
-    def unpack(self, next_token_logprobs_nS: Tensor) -> Tensor:
-        """Logprobs of the following token at each position of the input -> [b, width], entry t for token t.
+    def unpack(self, of_next_N: Tensor) -> Tensor:
+        """Values [N, ...] about the following token at each of the input's N = n * S positions -> [b, width, ...],
+        entry t for token t.
 
         Entry 0, which nothing precedes, and entries beyond a sequence's end are 0. Keeps gradients.
         """
-        place = torch.arange(self.width, device=next_token_logprobs_nS.device)
-        index = (self.starts[:, None] + place - 1).clamp(0, next_token_logprobs_nS.numel() - 1)
-        values = next_token_logprobs_nS.flatten()[index]
+        place = torch.arange(self.width, device=of_next_N.device)
+        index = (self.starts[:, None] + place - 1).clamp(0, len(of_next_N) - 1)
         inside = (place > 0) & (place < self.lengths[:, None])
-        return torch.where(inside, values, 0.0)
+        return torch.where(inside.view(*inside.shape, *[1] * (of_next_N.dim() - 1)), of_next_N[index], 0)
 
 
-def cut(tokens_BT: Tensor, lengths_B: Tensor, layout: Layout, at_least: int = 1) -> list[MicroBatch]:
+def cut(tokens_BT: Tensor, lengths_B: Tensor, layout: Layout, at_least: int = 1) -> list[ModelInput]:
     """The micro-batches of right-padded sequences, in the layout's order."""
     lengths = lengths_B.tolist()
     lay = _pack if layout.mode == "packed" else _pad
     return [lay(tokens_BT, lengths, group, layout) for group in layout.groups(lengths, at_least)]
 
 
-def _pad(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> MicroBatch:
+def _pad(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> ModelInput:
     rows = torch.tensor(group)
     # A fixed layout keeps the batch's width: every micro-batch has one shape.
     longest = tokens_BT.shape[1] if layout.mode == "fixed" else max(lengths[row] for row in group)
     width = layout.rounded(longest)
     padded = torch.nn.functional.pad(tokens_BT[rows, :width], (0, max(width - tokens_BT.shape[1], 0)))
     own = torch.tensor([lengths[row] for row in group])
-    return MicroBatch(rows, padded, own, torch.arange(len(group)) * width, int(own.max()), packed=False)
+    return ModelInput(rows, padded, own, torch.arange(len(group)) * width, int(own.max()), packed=False)
 
 
-def _pack(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> MicroBatch:
+def _pack(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> ModelInput:
     own = torch.tensor([lengths[row] for row in group])
     joined = torch.cat([tokens_BT[row, : lengths[row]] for row in group])
     padded = torch.nn.functional.pad(joined, (0, layout.rounded(len(joined)) - len(joined)))
-    return MicroBatch(torch.tensor(group), padded[None], own, own.cumsum(0) - own, int(own.max()), packed=True)
+    return ModelInput(torch.tensor(group), padded[None], own, own.cumsum(0) - own, int(own.max()), packed=True)
 
 
 def _similar_lengths(lengths: Sequence[int], limit: int, at_least: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ from nemo_rl_lite.config.parallel import ParallelDims
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.policy.megatron import lora
-from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
+from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
 
 # Fused kernels of Apex and Transformer Engine; the local layer spec has plain torch in their place.
 _FUSIONS = (
