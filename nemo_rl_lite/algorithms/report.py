@@ -13,7 +13,7 @@ from nemo_rl_lite.policy.interface import Policy
 
 @dataclass(frozen=True)
 class Report:
-    """The metrics log and the terminal, and what is logged from besides the algorithm."""
+    """Logs a step to the metrics log and the terminal, with the metrics that come from the policy and the machines."""
 
     metrics: MetricsLog
     console: RunConsole

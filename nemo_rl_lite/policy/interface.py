@@ -35,7 +35,7 @@ class Policy(Protocol):
         ...
 
     def score(self, batch: HeldBatch, which: Sequence[Scored]) -> dict[str, float]:
-        """Let the workers add the logprobs of `which` policies to the batch, in the order given. Returns the
+        """Let the workers add the logprobs of `which` policies to the batch. Returns the
         `mismatch_metrics` of the previous policy and the engines; nothing where those are not compared."""
         ...
 

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 def preload() -> None:
-    """Import what takes long to import."""
+    """Import the modules that take long to import."""
     # Hidden from this process: megatron-core would import it, for seconds, for logs that nobody reads.
     sys.modules["wandb"] = None  # pyrefly: ignore
     prepare_import()
@@ -70,7 +70,7 @@ class MegatronWorker:
         residency: Residency,
         resume_layouts: str,
     ):
-        # First, so that threads and page-locked memory are on the GPU's side of the machine.
+        # Bind before anything else, so that threads and page-locked memory are near the GPU.
         if on_gpu and cluster.numa_binding:
             log.info("%s", numa.bind(numa.gpu_address()).describe())
         torch.set_num_threads(threads)
@@ -100,12 +100,12 @@ class MegatronWorker:
         self._phases.enter(Phase.LOGPROB, beside=self._memory.working_bytes("logprob"))
 
     def prepare_for_training(self) -> None:
-        """Enter the training phase: everything that training needs is on the device, wherever it was."""
+        """Enter the training phase: everything that training needs is on the device."""
         self._phases.enter(Phase.TRAIN)
 
     def prepare_for_refit(self, engine_bytes: int) -> None:
-        """Enter the refit phase. What leaves may do so while an engine on this device takes `engine_bytes` for its
-        weights, if there is room."""
+        """Enter the refit phase. Moves to the host may overlap with an engine on this device that takes `engine_bytes`
+        for its weights, if there is room."""
         self._phases.enter(Phase.REFIT, beside=engine_bytes)
 
     def prepare_for_generation(self) -> None:
@@ -114,12 +114,12 @@ class MegatronWorker:
         self._memory.note("generate")
 
     def release_host_memory(self) -> None:
-        """Give back the host memory that moves have kept, when none will follow; everything is on the device then."""
+        """Release the host memory of moves at the end of a run, with all components on the device."""
         self._phases.enter(Phase.TRAIN)
         self._phases.release()
 
     def take_moves(self) -> list[tuple[str, Move]]:
-        """What has moved between device and host since the last call: "<component>/to_host" or "/to_device"."""
+        """Moves between device and host since the last call, by "<component>/to_host" or "/to_device"."""
         return self._phases.take_moves()
 
     def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> np.ndarray | None:
@@ -132,14 +132,14 @@ class MegatronWorker:
         self._held[name] = Batch.padded(rows)
 
     def score(self, which: Sequence[str], tokens: float, name: str = "train") -> dict[str, float] | None:
-        """Add `previous` or `reference` logprobs to a held batch, or both in this order. Returns this replica's share
+        """Add `previous` or `reference` logprobs to a held batch, or both. Returns this replica's share
         of the `mismatch_metrics` of a global batch with `tokens` response tokens, if engines sampled its rows."""
         batch = self._held[name]
         if "previous" in which:
             batch = replace(batch, previous_logprobs=self._logprobs(batch, then_train="reference" not in which))
         if "reference" in which:
             if self._reference is None:
-                raise RuntimeError("no reference weights were kept: at the start nothing was compared with them")
+                raise RuntimeError("the worker was started without reference weights (keep_reference)")
             self._phases.require(Component.PARAMETERS)
             with self._reference.in_place():
                 batch = replace(batch, reference_logprobs=self._logprobs(batch, then_train=True))
@@ -243,13 +243,12 @@ class MegatronWorker:
             if self._rank == 0:
                 write_hf_folder(on_host(weights), self._model_path, Path(path))
         finally:
-            # The others gather, and keep nothing.
+            # The other ranks take part in the gathers, and keep nothing.
             for _ in weights:
                 pass
 
     def _seed_step(self) -> None:
-        """Random numbers of a step, such as dropout's, are those of run and step alone, whatever came before; a replica
-        has its own, and all ranks of a replica the same."""
+        """Seed the random numbers of a step, such as dropout's, from run, step and replica alone."""
         steps, replica = self._scheduler.num_steps, self._model.place.data_rank
         progress.note(optimizer_step=steps + 1, micro_batch=0)
         torch.manual_seed((self._seed * 1_000_003 + steps) * 65_537 + replica)
@@ -271,7 +270,7 @@ class MegatronWorker:
         then_train: bool = False,
         loss: Loss | None = None,
     ) -> dict[str, Tensor] | None:
-        """See `forward_scores`. `then_train`: training follows, so what it needs may move in meanwhile."""
+        """See `forward_scores`. `then_train`: training follows, so what it needs may move to the device meanwhile."""
         self._phases.require(Component.PARAMETERS)
         working_bytes = self._memory.working_bytes(phase) if then_train else None
         between = self._phases.between_micro_batches(Phase.TRAIN, working_bytes, self._memory.moving)

@@ -17,7 +17,7 @@ from nemo_rl_lite.policy.interface import HeldBatch, Scored
 from nemo_rl_lite.policy.megatron.model import ParallelPlace
 
 WORKER_CLASS = "nemo_rl_lite.policy.megatron.worker.MegatronWorker"
-# The same on every replica: not to be summed over them.
+# Metrics that are the same on every replica, so that they are not summed.
 WHOLE_METRICS = ("grad_norm", "lr", "wd", "skipped_steps")
 
 
@@ -66,8 +66,8 @@ class RemotePolicy:
         wait(self.group.call("prepare_for_training"))
 
     def prepare_for_refit(self, engine_bytes: int) -> None:
-        """Enter the refit phase; what leaves the device may still be leaving while engines on the same devices take
-        `engine_bytes` of each for their weights."""
+        """Enter the refit phase; moves to the host may overlap with engines on the same devices that take `engine_bytes`
+        of each for their weights."""
         wait(self.group.call("prepare_for_refit", engine_bytes))
 
     def prepare_for_generation(self) -> None:
@@ -106,7 +106,7 @@ class RemotePolicy:
         return {name: max(peaks.get(name, 0.0) for peaks in ranks) for name in names}
 
     def release_host_memory(self) -> None:
-        """Give back the host memory that moves between phases have kept, at the end of a run."""
+        """Release the host memory of moves between phases, at the end of a run."""
         wait(self.group.call("release_host_memory"))
 
     def take_moves(self) -> dict[str, Move]:
