@@ -66,8 +66,8 @@ class RemotePolicy:
         wait(self.group.call("prepare_for_training"))
 
     def prepare_for_refit(self, engine_bytes: int) -> None:
-        """Enter the refit phase; moves to the host may overlap with engines on the same devices that take `engine_bytes`
-        of each for their weights."""
+        """Enter the refit phase; moves to the host may overlap with engines on the same devices, which take
+        `engine_bytes` of each for their weights."""
         wait(self.group.call("prepare_for_refit", engine_bytes))
 
     def prepare_for_generation(self) -> None:
