@@ -44,7 +44,7 @@ def export(run: Path, target: Path | None) -> Path:
     from nemo_rl_lite.host.ports import free_port
     from nemo_rl_lite.models.source import locate_model
     from nemo_rl_lite.observability.console import RunConsole
-    from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
+    from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
 
     prepare_import()
     from nemo_rl_lite.policy.megatron.conversion import convert

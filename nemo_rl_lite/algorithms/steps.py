@@ -1,5 +1,4 @@
-"""The steps that a run has left, and what comes between them whatever the algorithm: validation, checkpoints, an early
-end."""
+"""The steps that a run has left and, between them, what every algorithm does: validate, save, stop early."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +9,7 @@ from nemo_rl_lite.errors import RunStopped, TrainingError
 from nemo_rl_lite.host.stopping import Stopping
 from nemo_rl_lite.observability.metrics_log import MetricsLog
 
-# Runs the validation after a step; its metrics, under the names that `algorithm.val_metric` knows.
+# Runs the validation after a step and returns its metrics, under the names that `algorithm.val_metric` knows.
 Validate = Callable[[int], Mapping[str, float]]
 
 
@@ -30,27 +29,27 @@ class ValidationTimes:
 
 @dataclass
 class Steps:
-    """`done` steps of the run were taken before."""
+    """Yields the steps of a run that has taken `done` steps before."""
 
     done: int
     checkpoints: Checkpoints
     stopping: Stopping
     metrics: MetricsLog
     max_skipped: int
-    """So many steps in a row may be left out because of gradients that are not finite."""
+    """The most steps in a row that may be skipped because their gradients are not finite."""
     around: Callable[[int], AbstractContextManager[None]]
-    """What a step is taken within, by its number."""
+    """Returns the context in which a step of this number is taken."""
 
     def until(
         self, total: int, times: ValidationTimes, validate: Validate, prepare_to_save: Callable[[], None]
     ) -> Iterator[int]:
-        """The numbers of the steps to take, up to `total`. `prepare_to_save` brings the policy into its training phase
-        when a run ends early.
+        """Yield the numbers of the steps to take, up to `total`. `prepare_to_save` brings the policy into its training
+        phase when a run ends early.
 
         Raises:
             RunStopped: a signal came, or time is up; the state is saved.
-            CheckpointError: it could not be.
-            TrainingError: too many steps in a row were left out.
+            CheckpointError: the state could not be saved.
+            TrainingError: too many steps in a row were skipped.
         """
         with self.stopping.listening() if self.checkpoints.enabled else nullcontext():
             if times.due(self.done, total) and not self._has_validated(self.done):

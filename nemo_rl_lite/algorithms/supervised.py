@@ -1,20 +1,16 @@
-"""Training on a data set, top to bottom: data -> (reference logprobs) -> train. What SFT and DPO share is all but the
-loss."""
+"""Training on a data set, top to bottom: data -> (reference logprobs) -> train. SFT and DPO differ in the loss."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-import torch
-
+from nemo_rl_lite.algorithms.report import Report
 from nemo_rl_lite.algorithms.steps import Steps, ValidationTimes
 from nemo_rl_lite.config.schema import SupervisedConfig
 from nemo_rl_lite.data.examples import TrainingExamples
-from nemo_rl_lite.losses.policy_gradient import Batch, Loss
-from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.metrics_log import MetricsLog, under
+from nemo_rl_lite.losses.batch import TokenRow
+from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.observability.timer import Timer
-from nemo_rl_lite.offload.mover import move_metrics
-from nemo_rl_lite.policy.interface import Policy
+from nemo_rl_lite.policy.interface import HeldBatch, Policy
 
 
 @dataclass
@@ -26,17 +22,14 @@ class Supervised:
     with_reference: bool
     """Whether the loss compares with the policy that the run started from."""
     shown: tuple[str, ...]
-    """Metrics of the loss that are worth a place on the terminal."""
+    """Metrics that are printed besides the loss, where the loss has them."""
     policy: Policy
     training: TrainingExamples
-    validation: Batch | None
-    metrics: MetricsLog
-    console: RunConsole
+    validation: Sequence[TokenRow]
     steps: Steps
-    devices: int
-    """GPUs of the run, or its policy ranks on CPUs: what throughput is divided by."""
-    system: Callable[[], dict[str, float]]
-    """Metrics of the machines since it was last asked."""
+    report: Report
+    held_out: HeldBatch | None = field(default=None, init=False)
+    """The validation rows in the workers, from the first validation on."""
 
     def run(self) -> None:
         config, total = self.config, self.total()
@@ -60,96 +53,70 @@ class Supervised:
         timer = Timer()
         with timer("total_step_time"):
             with timer("data_processing"):
-                batch = self.training.batch(step - 1)
+                rows = self.training.rows(step - 1)
+                batch = self.policy.hold(rows)
             if self.with_reference:
                 with timer("logprob_inference_prep"):
                     self.policy.prepare_for_logprob()
                 with timer("policy_and_reference_logprobs"):
-                    batch = self._compared(batch)
+                    self.policy.score(batch, ["reference"])
             with timer("training_prep"):
                 self.policy.prepare_for_training()
             with timer("policy_training"):
                 trained = self.policy.train(batch, self.loss)
             with timer("checkpointing"):
                 self.steps.checkpoints.save_if_due(step, step == total)
-        seconds = timer.take()
-        self.metrics.log(
-            step,
-            under("train", trained | _counts(batch) | {"epoch": self._epoch(step)})
-            | under("timing/train", seconds)
-            | under("performance", self._throughput(batch, seconds))
-            | under("offload", move_metrics(self.policy.take_moves()))
-            | under("memory", self.policy.take_memory())
-            | under("ray", self.system()),
-        )
-        tokens_per_sec = batch["lengths"].sum().item() / seconds["total_step_time"]
-        shown = {name: trained[name] for name in ("loss", *self.shown)}
-        trend = self.metrics.series("train/loss")[1]
-        self.console.step(step, total, shown | {"tokens/s": tokens_per_sec}, seconds, trend)
+        seconds, train = timer.take(), trained | _counts(rows) | {"epoch": self._epoch(step)}
+        shown = self._shown(trained, "loss") | {"tokens/s": train["total_num_tokens"] / seconds["total_step_time"]}
+        self.report.step(step, total, len(rows), train, seconds, shown)
 
     def validate(self, step: int) -> dict[str, float]:
-        """The loss and its metrics on what is held out; nothing where nothing is."""
-        if self.validation is None:
+        """The loss and its metrics on the held-out rows; nothing where there are none."""
+        if not self.validation:
             return {}
-        batch, timer = self.validation, Timer()
-        with (
-            timer("total_validation_time"),
-            self.console.busy(f"validating on {len(batch['tokens'])} held-out sequences"),
-        ):
+        timer, what = Timer(), f"validating on {len(self.validation)} held-out sequences"
+        with timer("total_validation_time"), self.report.console.busy(what):
             self.policy.prepare_for_logprob()
-            if self.with_reference and "reference_logprobs" not in batch:
-                # They stay the same.
-                batch = self.validation = self._compared(batch)
-            logprobs_BT = self.policy.logprobs(batch["tokens"], batch["lengths"])
-            _, measured = self.loss(logprobs_BT, batch, self.loss.counts(batch))
-        values = {"val_loss" if name == "loss" else name: value.item() for name, value in measured.items()}
-        self.metrics.log(step, under("validation", values) | under("timing/validation", timer.take()))
-        more = "".join(f", {name} {values[name]:.4f}" for name in self.shown)
-        self.console.say(f"validation after step {step}: loss {values['val_loss']:.4f}{more}")
+            if self.held_out is None:
+                self.held_out = self.policy.hold(self.validation, "validation")
+                if self.with_reference:
+                    self.policy.score(self.held_out, ["reference"])
+            measured = self.policy.evaluate(self.held_out, self.loss)
+        values = {"val_loss" if name == "loss" else name: value for name, value in measured.items()}
+        shown = {"loss": values["val_loss"]} | self._shown(values)
+        self.report.validation(step, values, timer, ", ".join(f"{name} {value:.4f}" for name, value in shown.items()))
         return values
 
-    def _compared(self, batch: Batch) -> Batch:
-        """The batch with each response's logprob under the reference policy."""
-        logprobs_BT = self.policy.reference_logprobs(batch["tokens"], batch["lengths"])
-        return batch | {"reference_logprobs": torch.where(batch["mask"] > 0, logprobs_BT, 0.0).sum(dim=1)}
+    def _shown(self, metrics: dict[str, float], *more: str) -> dict[str, float]:
+        return {name: metrics[name] for name in (*more, *self.shown) if name in metrics}
 
     def _has_stopped_improving(self) -> bool:
-        """Whether so many validations in a row were no better than the best before them."""
+        """Whether the last `early_stop_patience` validations were no better than the best before them."""
         patience, metric = self.config.early_stop_patience, self.config.val_metric
-        steps, values = self.metrics.series(f"validation/{metric}")
+        steps, values = self.report.metrics.series(f"validation/{metric}")
         if patience is None or len(values) <= patience:
             return False
         better = max if self.config.higher_is_better else min
         best = better(values[:-patience])
         if better(best, *values[-patience:]) != best:
             return False
-        self.console.say(
+        self.report.console.say(
             f"stopped after step {steps[-1]}: {patience} validations in a row were no better than {metric} {best:.4f} "
             "(algorithm.early_stop_patience)"
         )
         return True
 
     def _epoch(self, step: int) -> float:
-        """Passes over the data that are done after `step`; 0 where the data has no end."""
+        """The number of passes over the data after `step`; 0 where the data has no end."""
         return step / self.training.steps_per_epoch if self.training.steps_per_epoch else 0.0
 
-    def _throughput(self, batch: Batch, seconds: dict[str, float]) -> dict[str, float]:
-        samples, tokens = len(batch["tokens"]), batch["lengths"].sum().item()
-        total = seconds["total_step_time"]
-        return {
-            "samples_per_sec": samples / total,
-            "tokens_per_sec": tokens / total,
-            "policy_training_tokens_per_sec": tokens / seconds["policy_training"],
-            "tokens_per_sec_per_gpu": tokens / total / self.devices,
-        }
 
-
-def _counts(batch: Batch) -> dict[str, float]:
-    sequences, tokens = float(len(batch["tokens"])), batch["mask"].sum().item()
+def _counts(rows: Sequence[TokenRow]) -> dict[str, float]:
+    sequences, tokens = float(len(rows)), float(sum(sum(row.mask) for row in rows))
     return {
         "global_valid_seqs": sequences,
         "global_valid_toks": tokens,
         "num_valid_samples": sequences,
         "num_unmasked_tokens": tokens,
-        "total_num_tokens": float(batch["lengths"].sum().item()),
+        "total_num_tokens": float(sum(len(row.tokens) for row in rows)),
     }

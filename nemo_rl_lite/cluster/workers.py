@@ -125,6 +125,10 @@ class WorkerGroup:
             gpus[index] += own
         return gpus
 
+    def put(self, value: Any) -> Any:
+        """Store an argument that several workers share, once; each gets the value where it is passed the reference."""
+        return ray.put(value)
+
     def call(self, method: str, *arguments: Any, phase: str = "") -> Call:
         """Call a method of every worker with the same arguments."""
         return self.call_each(method, [arguments] * len(self), phase)

@@ -29,7 +29,7 @@ class Algorithm:
     job: str
     """Its data, workers and loop: a class with the constructor and the method of `run.jobs.interface.Job`."""
     loss: str
-    """Its own loss, which `algorithm.loss` can replace."""
+    """What makes its own loss from its options; `algorithm.loss` can replace it."""
     view: str
     """The curves by which a run of it is judged: an `observability.views.View`."""
     sequences_together: int = 1
@@ -48,7 +48,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         options=GRPOConfig,
         data="nemo_rl_lite.data.kinds.PROBLEMS",
         job="nemo_rl_lite.run.jobs.grpo.GRPOJob",
-        loss="nemo_rl_lite.losses.policy_gradient.GRPOLoss",
+        loss="nemo_rl_lite.losses.policy_gradient.grpo_loss",
         view="nemo_rl_lite.observability.views.REWARD",
         compares=lambda options: options.loss_fn.reference_policy_kl_penalty > 0,
     ),
@@ -56,7 +56,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         options=SFTConfig,
         data="nemo_rl_lite.data.kinds.CHATS",
         job="nemo_rl_lite.run.jobs.supervised.SupervisedJob",
-        loss="nemo_rl_lite.losses.sft.SFTLoss",
+        loss="nemo_rl_lite.losses.sft.sft_loss",
         view="nemo_rl_lite.observability.views.LOSS",
     ),
     "dpo": Algorithm(

@@ -16,7 +16,13 @@ from nemo_rl_lite.errors import ConfigError, Violation
 
 CONFIG_NAME = "train"
 # Sections whose keys belong to somebody else: a user's reward or environment, vLLM, a task's generator.
-_OPEN_SECTIONS = ("reward.kwargs", "environment.kwargs", "generation.vllm_kwargs", "data.task_kwargs")
+_OPEN_SECTIONS = (
+    "algorithm.loss_kwargs",
+    "reward.kwargs",
+    "environment.kwargs",
+    "generation.vllm_kwargs",
+    "data.task_kwargs",
+)
 
 
 def config_dir() -> Path:

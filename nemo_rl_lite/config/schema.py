@@ -18,6 +18,7 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+DottedPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)+$")]
 Precision = Literal["float32", "bfloat16"]
 # Parts of a layer whose inputs can be kept in host memory until the backward pass.
 OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp", "expert_fc1", "moe_act"]
@@ -48,6 +49,8 @@ class AlgorithmConfig:
 
     name: str
     seed: Seed
+    loss: DottedPath | None
+    loss_kwargs: dict[str, Any]
     max_num_steps: PositiveInt | None
     val_metric: str
     higher_is_better: bool

@@ -1,12 +1,9 @@
-"""Chats and pairs of chats as batches of tokens. Shapes: B sequences, T tokens; a pair's two sequences are neighbours,
-the chosen one first."""
+"""Chats and pairs of chats as rows of tokens; a pair's two rows are neighbours, the chosen one first."""
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-import torch
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.data.conversations import Conversation, Example
@@ -15,37 +12,29 @@ from nemo_rl_lite.data.problems import TrainingSet
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.losses.policy_gradient import Batch
+from nemo_rl_lite.losses.batch import TokenRow
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Conversations to tokens."""
+    """Turns conversations into tokens."""
 
     tokenizer: ChatTokenizer
     max_length: int
     too_long: Literal["error", "drop", "truncate"]
 
-    def batch(self, examples: Sequence[Example]) -> Batch:
-        """`tokens` [B, T], right-padded; `mask` [B, T], 1.0 where a token is trained on, else 0.0; `lengths` [B],
-        tokens of each sequence.
+    def rows(self, examples: Sequence[Example]) -> list[TokenRow]:
+        """The examples' conversations in their order.
 
         Raises:
             DataError: a chat is longer than `policy.max_total_sequence_length`, or has no place in the chat template.
         """
-        encoded = [self._encode(said) for example in examples for said in example.conversations]
-        lengths = [len(tokens) for tokens, _ in encoded]
-        tokens_BT = torch.full((len(encoded), max(lengths)), self.tokenizer.padding_token)
-        mask_BT = torch.zeros(tokens_BT.shape)
-        for row, (tokens, trained) in enumerate(encoded):
-            tokens_BT[row, : len(tokens)] = torch.tensor(tokens)
-            mask_BT[row, : len(tokens)] = torch.tensor(trained, dtype=mask_BT.dtype)
-        return {"tokens": tokens_BT, "mask": mask_BT, "lengths": torch.tensor(lengths)}
+        return [TokenRow(*self._encode(said)) for example in examples for said in example.conversations]
 
     def fits(self, example: Example) -> bool:
-        """Whether nothing of it is too long; where chats are truncated, whether something is left to train on."""
+        """Whether no conversation is too long or, where chats are truncated, a trained token is left in each."""
         for said in example.conversations:
             tokens, trained = self.tokenizer.conversation(said)
             whole = self.too_long != "truncate"
@@ -54,7 +43,7 @@ class Encoder:
         return True
 
     def longer(self, examples: Sequence[Example]) -> int:
-        """How many are longer than `policy.max_total_sequence_length`.
+        """The number of examples that are longer than `policy.max_total_sequence_length`.
 
         Raises:
             DataError: a chat is too long where that is an error, or has no place in the chat template; naming file and
@@ -81,7 +70,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class TrainingExamples:
-    """Training batches in order: `batch(step)` for every step from 0 on, epoch after epoch."""
+    """Training batches in order: `rows(step)` for every step from 0 on, epoch after epoch."""
 
     examples: TrainingSet[Example]
     encoder: Encoder
@@ -92,9 +81,9 @@ class TrainingExamples:
         """Whole batches in one pass over the data; None where it is generated without end."""
         return len(self.examples.finite()) // self.batch_size or None
 
-    def batch(self, step: int) -> Batch:
-        """The same batch for the same step, whatever came before."""
-        return self.encoder.batch([self.examples.problem(position) for position in self._positions(step)])
+    def rows(self, step: int) -> list[TokenRow]:
+        """The global batch of a step: the same for the same step, whatever came before."""
+        return self.encoder.rows([self.examples.problem(position) for position in self._positions(step)])
 
     def _positions(self, step: int) -> range:
         epoch, place = divmod(step, self.steps_per_epoch) if self.steps_per_epoch else (0, step)
@@ -103,7 +92,7 @@ class TrainingExamples:
 
 
 def training_examples(config: Config, encoder: Encoder) -> TrainingExamples:
-    """What a configuration trains on.
+    """The training set of a configuration.
 
     Raises:
         DataError: an example cannot be used, or there are too few for one batch.
@@ -113,9 +102,9 @@ def training_examples(config: Config, encoder: Encoder) -> TrainingExamples:
     source, count = config.data.train_path or config.data.path or config.data.name, len(examples.finite())
     if longer := encoder.longer(examples.finite()):
         examples = examples.only(encoder.fits)
-        _tell_of_long_ones(f"{source}: {longer} of {count} {kind.name}", count - len(examples.finite()))
+        _warn_of_long_ones(f"{source}: {longer} of {count} {kind.name}", count - len(examples.finite()))
     if not count:
-        # A generated task: nothing of it has been looked at.
+        # A generated task: none of its examples has been checked.
         examples = examples if encoder.too_long == "error" else examples.only(encoder.fits)
         first = examples.problem(0)
         encoder.longer([first])
@@ -127,8 +116,8 @@ def training_examples(config: Config, encoder: Encoder) -> TrainingExamples:
     return TrainingExamples(examples, encoder, batch_size)
 
 
-def validation_examples(config: Config, encoder: Encoder) -> Batch | None:
-    """What is held out, at most `algorithm.max_val_samples`, as one batch; None where there is nothing.
+def validation_examples(config: Config, encoder: Encoder) -> list[TokenRow]:
+    """The rows that are held out, of at most `algorithm.max_val_samples` examples; there may be none.
 
     Raises:
         DataError: an example cannot be used.
@@ -139,12 +128,12 @@ def validation_examples(config: Config, encoder: Encoder) -> Batch | None:
     longer = encoder.longer(examples)
     fitting = list(filter(encoder.fits, examples)) if longer else examples
     if longer:
-        _tell_of_long_ones(f"{source}: {longer} of {len(examples)} {kind.name}", len(examples) - len(fitting))
+        _warn_of_long_ones(f"{source}: {longer} of {len(examples)} {kind.name}", len(examples) - len(fitting))
     if examples and not fitting:
         rule = f"none of the {kind.name} is left to validate on; raise policy.max_total_sequence_length"
         raise DataError(f"{source}: {rule}")
-    return encoder.batch(fitting) if fitting else None
+    return encoder.rows(fitting)
 
 
-def _tell_of_long_ones(which: str, dropped: int) -> None:
+def _warn_of_long_ones(which: str, dropped: int) -> None:
     log.warning("%s are longer than policy.max_total_sequence_length; %d were dropped", which, dropped)

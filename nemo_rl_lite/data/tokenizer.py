@@ -34,11 +34,6 @@ class ChatTokenizer:
     def end_token(self) -> int:
         return self._tokenizer.eos_token_id
 
-    @property
-    def padding_token(self) -> int:
-        """The token that pads rows of a batch; the end token where the tokenizer has no padding token."""
-        return self._tokenizer.eos_token_id if self._tokenizer.pad_token_id is None else self._tokenizer.pad_token_id
-
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a chat, up to the start of the assistant's turn."""
         if self._tokenizer.chat_template is None:

@@ -1,4 +1,4 @@
-"""Group-relative advantages: what a sample's reward is worth beside its prompt's other samples. Pure functions."""
+"""Group-relative advantages: how a sample's reward compares with those of its prompt's other samples."""
 
 import torch
 from torch import Tensor
@@ -21,12 +21,12 @@ def group_advantages(rewards_PG: Tensor, leave_one_out: bool, normalize: bool) -
     advantages_PG = rewards_PG - baseline
     if normalize:
         advantages_PG = advantages_PG / (rewards_PG.std(dim=1, keepdim=True) + STD_EPSILON)
-    # Exactly 0, where rounding of the mean would otherwise be normalised into something.
+    # Select exactly 0: normalisation would blow up the rounding error of the mean.
     return torch.where(_all_equal(rewards_PG)[:, None], 0.0, advantages_PG)
 
 
 def baseline_metrics(rewards_PG: Tensor, advantages_PG: Tensor) -> dict[str, float]:
-    """Metrics of a rollout's rewards [P, G] and advantages: how many prompts teach something, and how much."""
+    """Metrics of a rollout's rewards [P, G] and advantages: the share of prompts that teach something, and how much."""
     mean_P = rewards_PG.mean(dim=1)
     all_equal_P = _all_equal(rewards_PG)
     return {

@@ -1,6 +1,7 @@
 """The loss of direct preference optimisation. Shapes: B sequences, T tokens, P pairs; the sequences of a pair are
 neighbours, the chosen one first."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,34 +9,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_rl_lite.config.schema import DPOConfig
-from nemo_rl_lite.losses.policy_gradient import Batch, Metrics, Normalizers
+from nemo_rl_lite.losses.batch import Batch, TokenRow
+from nemo_rl_lite.losses.interface import Metrics, Normalizers
 
 
 @dataclass(frozen=True)
 class DPOLoss:
-    """The preference loss of a micro-batch's pairs, and the chosen responses' negative log likelihood beside it.
+    """The preference loss of a micro-batch's pairs, and the chosen responses' negative log likelihood added to it.
 
     Sources: DPO (Rafailov et al. 2023), label smoothing (Mitchell 2023: conservative DPO), IPO (Azar et al. 2024, with
-    logprobs averaged over tokens, as TRL has it by its authors' word), NLL beside it (Pang et al. 2024).
+    logprobs averaged over tokens, as TRL has it by its authors' word), added NLL (Pang et al. 2024).
     """
 
     config: DPOConfig
 
-    def counts(self, batch: Batch) -> Normalizers:
-        """Of a global batch: the chosen responses' tokens, and pairs."""
-        return Normalizers(tokens=max(batch["mask"][::2].sum().item(), 1.0), sequences=len(batch["mask"]) / 2)
+    def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
+        """Count the chosen responses' tokens, and pairs."""
+        return Normalizers(tokens=max(float(sum(sum(row.mask) for row in rows[::2])), 1.0), sequences=len(rows) / 2)
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
-        """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value).
-
-        `batch` has `mask` [B, T], 1 on the responses' tokens, and `reference_logprobs` [B], their sums under the
-        reference policy.
-        """
-        config, mask_BT = self.config, batch["mask"]
-        tokens_B = mask_BT.sum(dim=1).clamp(min=1)
-        # Not a product: of tokens outside nothing is known, and nothing times infinity is no number.
-        sums_B = torch.where(mask_BT > 0, logprobs_BT, 0.0).sum(dim=1)
-        ratios_B = sums_B - batch["reference_logprobs"]
+        """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value). Reads
+        `reference_logprobs`."""
+        config, (reference_BT,) = self.config, batch.require("reference_logprobs")
+        tokens_B = batch.mask.sum(dim=1).clamp(min=1)
+        sums_B = _masked_sums(logprobs_BT, batch.mask)
+        ratios_B = sums_B - _masked_sums(reference_BT, batch.mask)
         if config.preference_average_log_probs or config.preference_loss == "ipo":
             ratios_B = ratios_B / tokens_B
         chosen_P, rejected_P = ratios_B[::2], ratios_B[1::2]
@@ -48,7 +46,7 @@ class DPOLoss:
                 "loss": total.detach().clone(),
                 "preference_loss": preference.detach().clone(),
                 "sft_loss": nll.detach().clone(),
-                # A tie, as before the first step, is right by half.
+                # A tie, such as before the first step, counts as half right.
                 "accuracy": ((chosen_P > rejected_P) + 0.5 * (chosen_P == rejected_P)).sum() / counts.sequences,
                 "rewards_chosen_mean": beta * chosen_P.sum() / counts.sequences,
                 "rewards_rejected_mean": beta * rejected_P.sum() / counts.sequences,
@@ -69,3 +67,8 @@ class DPOLoss:
             return (difference_P - 1 / (2 * beta)).square()
         scaled_P = beta * difference_P
         return -(1 - smoothing) * F.logsigmoid(scaled_P) - smoothing * F.logsigmoid(-scaled_P)
+
+
+def _masked_sums(logprobs_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    # A selection, not a product: logprobs outside the mask may be infinite, and 0 * inf is NaN.
+    return torch.where(mask_BT > 0, logprobs_BT, 0.0).sum(dim=1)

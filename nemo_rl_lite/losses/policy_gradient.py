@@ -1,45 +1,15 @@
-"""Policy-gradient losses as pure functions of logprobs. Shapes: B sequences, T tokens.
-
-Every micro-batch is divided by counts of the *global* batch, so that the sum over micro-batches and data-parallel ranks
-is the loss, however the batch was split.
-"""
+"""The policy-gradient loss of GRPO and its variants as a pure function of logprobs. Shapes: B sequences, T tokens."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.config.schema import LossConfig
-
-Batch = dict[str, Tensor]
-Metrics = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Normalizers:
-    """Counts over the global batch: tokens that have a loss, and sequences that have such tokens."""
-
-    tokens: float
-    sequences: float
-
-    @classmethod
-    def of(cls, mask_BT: Tensor) -> "Normalizers":
-        return cls(tokens=max(mask_BT.sum().item(), 1.0), sequences=max((mask_BT.sum(dim=1) > 0).sum().item(), 1.0))
-
-
-class Loss(Protocol):
-    """What a policy trains with."""
-
-    def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
-        """Loss (scalar, with gradient) and metrics of one micro-batch, each its share of the global batch's."""
-        ...
-
-    def counts(self, batch: Batch) -> Normalizers:
-        """What it divides by, of a global batch."""
-        ...
+from nemo_rl_lite.config.schema import GRPOConfig, LossConfig
+from nemo_rl_lite.losses.batch import Batch, TokenRow
+from nemo_rl_lite.losses.interface import Metrics, Normalizers, count_masked, masked_sum
 
 
 @dataclass(frozen=True)
@@ -53,32 +23,41 @@ class GRPOLoss:
 
     config: LossConfig
 
-    def counts(self, batch: Batch) -> Normalizers:
-        return Normalizers.of(batch["mask"])
+    def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
+        return count_masked(rows)
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
         """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value).
 
-        `batch` has `mask`, `previous_logprobs`, `generation_logprobs` (all [B, T]), `advantages` ([B]) and, with a KL
-        penalty, `reference_logprobs` ([B, T]). Metrics named `*_min` and `*_max` combine by minimum and maximum.
+        Reads `previous_logprobs`, `generation_logprobs`, `advantages` and, with a KL penalty, `reference_logprobs`.
         """
-        mask_BT, advantages_B1 = batch["mask"], batch["advantages"][:, None]
-        ratio = self._importance_ratio(logprobs_BT, batch["previous_logprobs"], mask_BT)
+        previous_BT, generation_BT, advantages_B = batch.require(
+            "previous_logprobs", "generation_logprobs", "advantages"
+        )
+        mask_BT, advantages_B1 = batch.mask, advantages_B[:, None]
+        ratio = self._importance_ratio(logprobs_BT, previous_BT, mask_BT)
         clipped = ratio.clamp(1 - self.config.ratio_clip_min, 1 + self.config.ratio_clip_max)
         loss = torch.maximum(-advantages_B1 * ratio, -advantages_B1 * clipped)
         if self.config.ratio_clip_c is not None:
             loss = torch.where(advantages_B1 < 0, loss.minimum(-advantages_B1 * self.config.ratio_clip_c), loss)
-        engine_ratio_BT = ((batch["previous_logprobs"] - batch["generation_logprobs"]) * mask_BT).exp()
+        engine_ratio_BT = ((previous_BT - generation_BT) * mask_BT).exp()
         loss_BT = (loss * self._engine_correction(engine_ratio_BT)).expand_as(mask_BT)
 
         kl_BT = None
         if self.config.reference_policy_kl_penalty > 0:
-            kl_BT = self._kl(logprobs_BT, batch["reference_logprobs"], mask_BT)
+            (reference_BT,) = batch.require("reference_logprobs")
+            kl_BT = self._kl(logprobs_BT, reference_BT, mask_BT)
             loss_BT = loss_BT + self.config.reference_policy_kl_penalty * kl_BT
 
         total = self._mean(loss_BT, mask_BT, counts)
         with torch.no_grad():
-            metrics = self._metrics(logprobs_BT, batch, ratio, clipped, engine_ratio_BT, counts)
+            metrics = {
+                "sampling_importance_ratio": masked_sum(engine_ratio_BT, mask_BT) / counts.tokens,
+                "approx_entropy": -masked_sum((logprobs_BT - generation_BT).mul(mask_BT).exp() * logprobs_BT, mask_BT)
+                / counts.tokens,
+                **_spread("probs_ratio", ratio, mask_BT, counts),
+                **_spread("probs_ratio_clamped", clipped, mask_BT, counts),
+            }
             if kl_BT is not None:
                 metrics["kl_penalty"] = masked_sum(kl_BT, mask_BT) / counts.tokens
             metrics["loss"] = total.detach().clone()
@@ -112,30 +91,20 @@ class GRPOLoss:
             return masked_sum(values_BT, mask_BT) / counts.tokens
         return ((values_BT * mask_BT).sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)).sum() / counts.sequences
 
-    def _metrics(
-        self,
-        logprobs_BT: Tensor,
-        batch: Batch,
-        ratio: Tensor,
-        clipped: Tensor,
-        engine_ratio_BT: Tensor,
-        counts: Normalizers,
-    ) -> Metrics:
-        mask_BT = batch["mask"]
-        metrics = {
-            "sampling_importance_ratio": masked_sum(engine_ratio_BT, mask_BT) / counts.tokens,
-            "approx_entropy": -masked_sum(
-                (logprobs_BT - batch["generation_logprobs"]).mul(mask_BT).exp() * logprobs_BT, mask_BT
-            )
-            / counts.tokens,
-        }
-        for name, values in (("probs_ratio", ratio), ("probs_ratio_clamped", clipped)):
-            values_BT = values.expand_as(mask_BT)
-            kept = values_BT[mask_BT > 0]
-            metrics[name] = masked_sum(values_BT, mask_BT) / counts.tokens
-            metrics[f"{name}_min"] = kept.min() if kept.numel() else values_BT.new_tensor(float("inf"))
-            metrics[f"{name}_max"] = kept.max() if kept.numel() else values_BT.new_tensor(float("-inf"))
-        return metrics
+
+def grpo_loss(options: GRPOConfig) -> GRPOLoss:
+    return GRPOLoss(options.loss_fn)
+
+
+def _spread(name: str, values: Tensor, mask_BT: Tensor, counts: Normalizers) -> Metrics:
+    """Mean, smallest and largest of values that broadcast to the mask, over its tokens."""
+    values_BT = values.expand_as(mask_BT)
+    kept = values_BT[mask_BT > 0]
+    return {
+        name: masked_sum(values_BT, mask_BT) / counts.tokens,
+        f"{name}_min": kept.min() if kept.numel() else values_BT.new_tensor(float("inf")),
+        f"{name}_max": kept.max() if kept.numel() else values_BT.new_tensor(float("-inf")),
+    }
 
 
 def kl_estimate(
@@ -161,15 +130,16 @@ def kl_estimate(
     return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)
 
 
-def mismatch_metrics(policy_BT: Tensor, generation_BT: Tensor, mask_BT: Tensor) -> dict[str, float]:
-    """How far the generation engine's logprobs of its own samples are from the policy's, over response tokens.
+def mismatch_metrics(batch: Batch, tokens: float) -> dict[str, float]:
+    """How far the generation engine's logprobs of its own samples are from the policy's, over response tokens: this
+    batch's share of the metrics of a global batch with `tokens` such tokens.
 
     `token_mult_prob_error` is the mean factor between the two probabilities (1 = equal; above 1.05 something is wrong);
     `gen_kl_error`, `policy_kl_error` and `js_divergence_error` are k3 estimates in nats; `logprob_abs_diff_mean` and
     `_max` are the tokens' mean and worst difference.
     """
-    policy_BT, generation_BT = policy_BT.double(), generation_BT.double()
-    tokens = mask_BT.sum().clamp(min=1)
+    policy_BT, generation_BT = (values.double() for values in batch.require("previous_logprobs", "generation_logprobs"))
+    mask_BT = batch.mask
     difference_BT = (policy_BT - generation_BT) * mask_BT
     mixture_BT = torch.logaddexp(policy_BT, generation_BT) - math.log(2)
 
@@ -184,17 +154,3 @@ def mismatch_metrics(policy_BT: Tensor, generation_BT: Tensor, mask_BT: Tensor) 
         "logprob_abs_diff_mean": (difference_BT.abs().sum() / tokens).item(),
         "logprob_abs_diff_max": difference_BT.abs().max().item(),
     }
-
-
-def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum over the positions where `mask` is not 0; whatever stands elsewhere (NaN included) does not enter."""
-    return torch.where(mask > 0, values, 0.0).sum()
-
-
-def combine_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of micro-batches or ranks -> of the whole: minima and maxima of `*_min` and `*_max`, sums of the rest."""
-    return {name: _combining(name)([part[name] for part in parts]) for name in parts[0]}
-
-
-def _combining(name: str) -> Callable[[list[float]], float]:
-    return min if name.endswith("_min") else max if name.endswith("_max") else sum

@@ -1,37 +1,61 @@
 """What the loop needs of a policy."""
 
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from torch import Tensor
 
-from nemo_rl_lite.losses.policy_gradient import Batch, Loss
+from nemo_rl_lite.losses.batch import TokenRow
+from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.offload.mover import Move
+
+Scored = Literal["previous", "reference"]
+"""Whose logprobs a loss compares with: those of the policy as it is now, or as the run started."""
+
+
+@dataclass(frozen=True)
+class HeldBatch:
+    """Rows that the workers hold, each replica those that it trains on. The scores of these rows stay there."""
+
+    name: str
+    rows: Sequence[TokenRow]
 
 
 class Policy(Protocol):
-    """All policy ranks, as the loop sees them. B sequences of T tokens, right-padded."""
+    """All policy ranks, as the loop sees them."""
 
     def prepare_for_logprob(self) -> None:
         """Enter the logprob phase, from any other: parameters, gradients and optimizer states are where the residency
         table has them."""
         ...
 
-    def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "logprob") -> Tensor:
-        """Logprobs [B, T] in nats at the sampling temperature; entry t belongs to token t, entry 0 is 0, and so are
-        entries beyond the `lengths_B` tokens of each sequence. `phase` is what the memory's peak is logged as."""
+    def hold(self, rows: Sequence[TokenRow], name: str = "train") -> HeldBatch:
+        """Send each row to the replica that trains on it. The workers keep one batch of each name, the newest."""
         ...
 
-    def reference_logprobs(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
-        """The same under the weights the run started from."""
+    def score(self, batch: HeldBatch, which: Sequence[Scored]) -> dict[str, float]:
+        """Let the workers add the logprobs of `which` policies to the batch. Returns the
+        `mismatch_metrics` of the previous policy and the engines; nothing where those are not compared."""
+        ...
+
+    def evaluate(self, batch: HeldBatch, loss: Loss) -> dict[str, float]:
+        """The loss of a batch of any size and its metrics, without a gradient."""
         ...
 
     def prepare_for_training(self) -> None:
         """Enter the training phase, from any other."""
         ...
 
-    def train(self, batch: Batch, loss: Loss) -> dict[str, float]:
-        """One optimizer step for each `train_global_batch_size` sequences of the batch (`tokens`, `mask` [B, T],
-        `lengths` [B] and what the loss needs); metrics, averaged over the steps."""
+    def train(self, batch: HeldBatch, loss: Loss) -> dict[str, float]:
+        """One optimizer step for each `train_global_batch_size` of the batch's rows, in their order; metrics, averaged
+        over the steps."""
+        ...
+
+    def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> Tensor:
+        """Logprobs [B, T] in nats of a few right-padded sequences at the sampling temperature; entry t belongs to token
+        t, entry 0 is 0, and so are entries beyond the `lengths_B` tokens of each sequence. The memory's peak is logged
+        as that of `phase`."""
         ...
 
     def take_memory(self) -> dict[str, float]:
@@ -39,13 +63,13 @@ class Policy(Protocol):
         ...
 
     def take_moves(self) -> dict[str, Move]:
-        """What has moved between device and host since the last call, by "<component>/to_host" or "/to_device", the
-        slowest rank's."""
+        """Moves between device and host since the last call, by "<component>/to_host" or "/to_device", the slowest
+        rank's."""
         ...
 
     def begin_save(self, folder: str) -> None:
         """From the training phase, begin to write weights, optimizer and schedule to an empty folder that all ranks
-        see; what follows may change them."""
+        see; later steps may change them meanwhile."""
         ...
 
     def save_is_written(self) -> bool:
@@ -57,7 +81,7 @@ class Policy(Protocol):
         ...
 
     def load(self, folder: str) -> None:
-        """Go on from what was saved to `folder`, under this parallel layout or another."""
+        """Resume from what was saved to `folder`, under this parallel layout or another."""
         ...
 
     def export_hf(self, path: str) -> None:

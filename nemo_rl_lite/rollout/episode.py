@@ -4,19 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from nemo_rl_lite.data.problems import Message, Problem
 from nemo_rl_lite.generation.interface import Completion
+from nemo_rl_lite.losses.batch import TokenRow
 
 Ending = Literal["stop", "length", "turns"]
-"""Ended by itself or by the environment; cut for want of room; all turns used up."""
+"""The policy or the environment ended it; it was cut for lack of room; all turns are used up."""
 
 
 @dataclass
 class Episode:
-    """Grows turn by turn; `tokens` are always exactly those that were sampled."""
+    """A sequence that grows turn by turn; `tokens` are always exactly those that were sampled."""
 
     problem: Problem
     tokens: list[int]
@@ -25,20 +23,20 @@ class Episode:
     turns: list[tuple[int, Completion]] = field(default_factory=list)
     """The assistant's turns, and where in `tokens` each begins."""
     said: list[Message] = field(default_factory=list)
-    """What was said since the problem's messages."""
+    """All messages since the problem's, by the assistant and by the environment."""
     reward: float | None = None
-    """What the environment has given so far; None where it gave nothing."""
+    """The sum of the environment's rewards so far, or None; once the episode is judged, its reward."""
     ending: Ending = "stop"
 
     def add_turn(self, completion: Completion, text: str) -> None:
-        """The assistant's turn; one that was cut is the last."""
+        """Add the assistant's turn; one that was cut is the last."""
         self.turns.append((len(self.tokens), completion))
         self.tokens += completion.tokens
         self.said.append({"role": "assistant", "content": text})
         self.ending = completion.finish_reason
 
     def add_messages(self, tokens: Sequence[int], messages: Sequence[Message]) -> None:
-        """What the environment says, and the tokens from the assistant's last turn to its next."""
+        """Add what the environment says, and the tokens from the assistant's last turn to its next."""
         self.tokens += tokens
         self.said += messages
 
@@ -47,27 +45,15 @@ class Episode:
         """Text of the assistant's last turn."""
         return self.said[-1]["content"]
 
-    def completion(self) -> Completion:
-        """All turns as one: generated tokens and their logprobs."""
-        reason = "length" if self.ending == "length" else "stop"
-        parts = [completion for _, completion in self.turns]
-        if len(parts) == 1 and parts[0].finish_reason == reason:
-            return parts[0]
-        tokens = tuple(token for part in parts for token in part.tokens)
-        return Completion(tokens, tuple(logprob for part in parts for logprob in part.logprobs), reason)
+    @property
+    def generated(self) -> int:
+        """Tokens that the policy sampled, in all turns together."""
+        return sum(len(completion.tokens) for _, completion in self.turns)
 
-
-def as_tensors(episodes: Sequence[Episode], padding: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens [B, T] (int64), right-padded; 1 where a token was generated [B, T], else 0; the engine's logprobs of those
-    [B, T], else 0; lengths [B] (int64).
-    """
-    lengths_B = torch.tensor([len(episode.tokens) for episode in episodes])
-    shape = (len(episodes), int(lengths_B.max()))
-    tokens_BT, mask_BT, logprobs_BT = torch.full(shape, padding), torch.zeros(shape), torch.zeros(shape)
-    for row, episode in enumerate(episodes):
-        tokens_BT[row, : len(episode.tokens)] = torch.tensor(episode.tokens)
-        for start, completion in episode.turns:
-            stop = start + len(completion.tokens)
-            mask_BT[row, start:stop] = 1.0
-            logprobs_BT[row, start:stop] = torch.tensor(completion.logprobs)
-    return tokens_BT, mask_BT, logprobs_BT, lengths_B
+    def row(self, advantage: float) -> TokenRow:
+        """The episode to train on: the loss is on the tokens that the policy sampled."""
+        mask, logprobs = [False] * len(self.tokens), [0.0] * len(self.tokens)
+        for start, completion in self.turns:
+            own = slice(start, start + len(completion.tokens))
+            mask[own], logprobs[own] = [True] * len(completion.tokens), completion.logprobs
+        return TokenRow(self.tokens, mask, logprobs, advantage)

@@ -1,4 +1,4 @@
-"""Every sample of a rollout, for people and for scripts: one Parquet file a rollout in the run's folder."""
+"""All samples of a run on disk, for people and for scripts: one Parquet file a rollout in the run's folder."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ SCHEMA = pa.schema(
     [
         ("step", pa.int32()),
         ("split", pa.string()),
-        # Place of the problem in the step, and of the sample among those of the problem.
+        # The problem's index in the step, and the sample's among those of the problem.
         ("problem", pa.int32()),
         ("sample", pa.int32()),
         ("prompt", pa.list_(_MESSAGE)),
@@ -46,8 +46,8 @@ SCHEMA = pa.schema(
 
 
 class RolloutFiles:
-    """Writes `rollouts/step-<step>-<split>.parquet`, each whole or not at all. Those of steps after `done`, which are
-    taken again, go to `rollouts-undone/`."""
+    """Writes `rollouts/step-<step>-<split>.parquet`, each whole or not at all. Files of steps after `done`, which are
+    repeated, are moved to `rollouts-undone/`."""
 
     def __init__(self, run_folder: Path, limit: int | None, done: int):
         """`limit`: samples of each rollout, the first ones (None: all of them)."""
@@ -57,10 +57,10 @@ class RolloutFiles:
         set_aside([file for file in rollout_files(run_folder) if step_of(file) > done], run_folder / "rollouts-undone")
 
     def write(self, step: int, split: Split, rollout: Rollout) -> None:
-        """Where the disk is full, a warning: training goes on."""
+        """Write one file. A full disk is a warning, not an error: training continues."""
         if self._limit == 0:
             return
-        # The folder as a whole can be read at any time: what begins with a dot is not part of it.
+        # The whole folder can be read as one table at any time, because readers skip names that begin with a dot.
         file = self._folder / f"step-{step:08d}-{split}.parquet"
         partial = file.with_name(f".{file.name}")
         try:
@@ -72,7 +72,7 @@ class RolloutFiles:
 
 
 def rollout_files(run_folder: Path) -> list[Path]:
-    """In the order of their steps."""
+    """The files of a run, in the order of their steps."""
     return sorted((run_folder / ROLLOUTS).glob("step-*.parquet"))
 
 
@@ -91,20 +91,19 @@ def _table(step: int, split: Split, rollout: Rollout, limit: int | None) -> pa.T
 
 
 def _rows(rollout: Rollout) -> Iterator[dict[str, Any]]:
-    rewards = rollout.rewards_B.tolist()
-    for index, problem in enumerate(rollout.problems):
+    for index, episode in enumerate(rollout.episodes):
         place, sample = divmod(index, rollout.samples_per_prompt)
         yield {
             "problem": place,
             "sample": sample,
-            "prompt": [_message(message) for message in problem.messages],
-            "answer": str(problem.answer),
-            "response": rollout.responses[index],
-            "turns": [_message(message) for message in rollout.turns[index]],
-            "reward": rewards[index],
-            "prompt_tokens": rollout.prompt_lengths[index],
-            "tokens": len(rollout.completions[index].tokens),
-            "ending": rollout.endings[index],
+            "prompt": [_message(message) for message in episode.problem.messages],
+            "answer": str(episode.problem.answer),
+            "response": episode.response,
+            "turns": [_message(message) for message in episode.said],
+            "reward": episode.reward,
+            "prompt_tokens": episode.prompt_length,
+            "tokens": episode.generated,
+            "ending": episode.ending,
         }
 
 

@@ -1,4 +1,4 @@
-"""Which prompts leave room for a response."""
+"""Check that prompts leave room for a response."""
 
 import logging
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ log = logging.getLogger(__name__)
 def fitting_prompts(
     training: TrainingSet, validation: Sequence[Problem], tokenizer: ChatTokenizer, config: Config
 ) -> tuple[TrainingSet, list[Problem]]:
-    """Training and validation problems whose prompts leave room for the response.
+    """Keep the training and validation problems whose prompts leave room for the response.
 
     Raises:
-        DataError: a prompt leaves none and `data.too_long` is `error`, or none does.
+        DataError: a prompt leaves no room and `data.too_long` is `error`, or no prompt leaves room.
     """
     max_new_tokens, max_length = config.generation.max_new_tokens, config.policy.max_total_sequence_length
     if config.data.too_long == "error":
@@ -35,7 +35,7 @@ def fitting_prompts(
 
 
 def check_length(problem: Problem, prompt: Sequence[int], max_new_tokens: int, max_length: int) -> None:
-    """Raises DataError: `prompt` leaves no room for `max_new_tokens` within `max_length` tokens."""
+    """Raise DataError where `prompt` leaves no room for `max_new_tokens` within `max_length` tokens."""
     if len(prompt) + max_new_tokens > max_length:
         start = problem.messages[-1]["content"][:60]
         raise DataError(

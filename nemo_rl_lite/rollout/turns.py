@@ -1,4 +1,4 @@
-"""What an environment does with an episode between two turns of the assistant's."""
+"""How an environment continues an episode between two turns of the assistant."""
 
 import logging
 import math
@@ -15,14 +15,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Turns:
-    """An environment and the most turns an episode has."""
+    """An environment, and the largest number of turns in an episode."""
 
     environment: Environment
     max_turns: int
 
-    def go_on(self, episode: Episode, tokenizer: ChatTokenizer, room: int) -> bool:
-        """Ask the environment about the last turn. Whether another follows, for which the episode is then ready; it has
-        to begin within `room` tokens.
+    def continues(self, episode: Episode, tokenizer: ChatTokenizer, room: int) -> bool:
+        """Let the environment answer the last turn. Returns whether another turn follows, for which the episode is then
+        ready; that turn has to begin within `room` tokens.
 
         Raises:
             DataError: the environment raises, or answers with something unusable.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from nemo_rl_lite.config.schema import Config, DPOConfig, GRPOConfig, SupervisedConfig
 from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
 from nemo_rl_lite.data.sources import TASKS
-from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.rules.base import rule
 
 
@@ -32,6 +32,28 @@ def loss_options_agree(config: Config) -> Iterator[Violation]:
         key = f"{prefix}.ratio_clip_c"
         limit = 1 + loss.ratio_clip_max
         yield Violation(key, loss.ratio_clip_c, f"must exceed 1 + ratio_clip_max = {limit:g}", f"{key}=3.0")
+
+
+@rule("algorithm", "policy.megatron_cfg.tensor_model_parallel_size")
+def own_loss_can_be_made(config: Config) -> Iterator[Violation]:
+    if config.algorithm.loss is None:
+        if config.algorithm.loss_kwargs:
+            rule_text, fix = "belong to algorithm.loss, which is null", "algorithm.loss=package.module.Class"
+            yield Violation("algorithm.loss_kwargs", config.algorithm.loss_kwargs, rule_text, fix)
+        return
+    # The import takes seconds, because a loss imports torch: only where there is one.
+    from nemo_rl_lite.losses.registry import make_loss
+
+    try:
+        loss = make_loss(config.algorithm)
+    except ConfigError as error:
+        yield from error.violations
+        return
+    tensor = config.policy.megatron_cfg.tensor_model_parallel_size
+    if "topk_logits" in getattr(loss, "needs", ()) and tensor > 1:
+        key = "policy.megatron_cfg.tensor_model_parallel_size"
+        rule_text = f"splits the vocabulary, and {config.algorithm.loss} needs topk_logits, which take all of it"
+        yield Violation(key, tensor, rule_text, f"{key}=1")
 
 
 @rule("algorithm.max_num_epochs", "algorithm.max_num_steps", "data.name", options=SupervisedConfig)

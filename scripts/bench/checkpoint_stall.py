@@ -13,7 +13,7 @@ from pathlib import Path
 import record
 import torch
 
-from nemo_rl_lite.losses.policy_gradient import Normalizers
+from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.sft import SFTLoss
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
@@ -58,9 +58,9 @@ def main() -> None:
 
 def train(worker: MegatronWorker, step: int) -> None:
     tokens = torch.randint(4, 14, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
-    mask = torch.ones(ROWS, LENGTH)
-    batch = {"tokens": tokens, "mask": mask, "lengths": torch.full((ROWS,), LENGTH)}
-    worker.train(batch, SFTLoss(), Normalizers.of(mask))
+    rows = [TokenRow(row, [True] * LENGTH) for row in tokens.tolist()]
+    worker.hold(rows)
+    worker.train(SFTLoss(), SFTLoss().counts(rows))
 
 
 if __name__ == "__main__":

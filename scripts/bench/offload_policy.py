@@ -21,7 +21,8 @@ import torch.distributed as dist
 from nemo_rl_lite.config.schema import GRPOConfig
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.host.ports import free_port
-from nemo_rl_lite.losses.policy_gradient import Batch, GRPOLoss, Normalizers
+from nemo_rl_lite.losses.batch import TokenRow
+from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from nemo_rl_lite.offload.mover import move_metrics
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.launch import MANY_QUEUES, policy_arguments
@@ -151,8 +152,8 @@ def measure(
 
 
 def steps_of(worker: Any, loss: GRPOLoss, steps: int, count: int, length: int) -> dict[str, tuple[str, list[float]]]:
-    tokens, mask, batch = random_batch(count, length)
-    counts, collected = Normalizers.of(mask), {}
+    rows, collected = random_rows(count, length), {}
+    counts = loss.counts(rows)
     for step in range(steps + 1):
         times: dict[str, float] = {}
         _synchronize()
@@ -164,12 +165,12 @@ def steps_of(worker: Any, loss: GRPOLoss, steps: int, count: int, length: int) -
         with timed(times, "logprob preparation"):
             worker.prepare_for_logprob()
         with timed(times, "logprob"):
-            scored = worker.logprobs(tokens, batch["lengths"])
+            worker.hold(rows)
+            worker.score(("previous",), counts.tokens)
         with timed(times, "training preparation"):
             worker.prepare_for_training()
-        batch["previous_logprobs"] = batch["generation_logprobs"] = torch.from_numpy(scored)
         with timed(times, "train"):
-            trained = worker.train(batch, loss, counts)
+            trained = worker.train(loss, counts)
         _synchronize()
         times["whole step"] = time.perf_counter() - began
         values = {name: ("s", value) for name, value in times.items()}
@@ -205,18 +206,14 @@ def empty(worker: Any) -> None:
             tensor.untyped_storage().resize_(0)
 
 
-def random_batch(count: int, length: int) -> tuple[torch.Tensor, torch.Tensor, Batch]:
+def random_rows(count: int, length: int) -> list[TokenRow]:
     source = torch.Generator().manual_seed(1)
-    tokens = torch.randint(4, 60, (count, length), generator=source)
-    mask = torch.ones(count, length)
-    mask[:, : min(PROMPT, length // 2)] = 0
-    batch = {
-        "tokens": tokens,
-        "mask": mask,
-        "lengths": torch.full((count,), length),
-        "advantages": torch.randn(count, generator=source),
-    }
-    return tokens, mask, batch
+    tokens, prompt = torch.randint(4, 60, (count, length), generator=source), min(PROMPT, length // 2)
+    mask, generation = [place >= prompt for place in range(length)], [-4.0] * length
+    advantages = torch.randn(count, generator=source).tolist()
+    return [
+        TokenRow(row, mask, generation, advantage) for row, advantage in zip(tokens.tolist(), advantages, strict=True)
+    ]
 
 
 def bars(table: str, medians: dict[str, dict[str, float]]) -> list[dict]:

@@ -1,4 +1,4 @@
-"""One policy rank without Ray that saves and goes on, in one layout after another.
+"""One policy rank without Ray that saves and resumes, in one layout after another.
 
 checkpoint_rank.py MODEL_FOLDER OUTPUT_FOLDER CASES, a JSON object: name -> [overrides, saved by which case, or null].
 Rank 0 writes what the ranks that report measured, by case.
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_lite.errors import CheckpointError
-from nemo_rl_lite.losses.policy_gradient import Normalizers
+from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.sft import SFTLoss
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
@@ -22,8 +22,7 @@ from nemo_rl_lite.run.workers.launch import policy_arguments
 from tests.functional.policy_rank import forget_layout
 
 ROWS, LENGTH = 8, 12
-MASK = torch.ones(ROWS, LENGTH)
-MASK[:, :4] = 0
+MASK = [False] * 4 + [True] * (LENGTH - 4)
 
 
 class NotANumber(SFTLoss):
@@ -66,9 +65,9 @@ def train(worker: MegatronWorker, steps: list[int], loss: SFTLoss | None = None)
     place, results = worker.place(), []
     for step in steps:
         tokens = torch.randint(4, 14, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
-        own = slice(place.data_rank * ROWS // place.data_size, (place.data_rank + 1) * ROWS // place.data_size)
-        batch = {"tokens": tokens[own], "mask": MASK[own], "lengths": torch.full((ROWS,), LENGTH)[own]}
-        results.append(worker.train(batch, loss or SFTLoss(), Normalizers.of(MASK)))
+        rows = [TokenRow(row, MASK) for row in tokens.tolist()]
+        worker.hold(rows[place.data_rank * ROWS // place.data_size : (place.data_rank + 1) * ROWS // place.data_size])
+        results.append(worker.train(loss or SFTLoss(), SFTLoss().counts(rows)))
     return results
 
 

@@ -9,11 +9,13 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from nemo_rl_lite.config.schema import GRPOConfig
-from nemo_rl_lite.losses.policy_gradient import GRPOLoss, Normalizers
+from nemo_rl_lite.losses.batch import TokenRow
+from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from nemo_rl_lite.policy.megatron.export_recipe import export_weights, find_export
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.refit.layout.packing import same_bytes, view
@@ -51,42 +53,50 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
     source = torch.Generator().manual_seed(1)
     rows, length = 16, 12
     tokens = torch.randint(4, 60, (rows, length), generator=source)
-    mask = torch.zeros(rows, length)
-    mask[:, 5:] = 1
     lengths = torch.randint(7, length + 1, (rows,), generator=source)
     lengths[1] = length
-    mask *= torch.arange(length) < lengths[:, None]
     advantages = torch.randn(rows, generator=source)
-    own = slice(place.data_rank * rows // place.data_size, (place.data_rank + 1) * rows // place.data_size)
+    generation = -4 + 0.3 * torch.randn(rows, length, generator=source)
+    batch = [
+        TokenRow(
+            tokens[row, :own].tolist(),
+            [place >= 5 for place in range(own)],
+            generation[row, :own].tolist(),
+            advantages[row].item(),
+        )
+        for row, own in enumerate(lengths.tolist())
+    ]
+    loss = GRPOLoss(config.options(GRPOConfig).loss_fn)
+    counts = loss.counts(batch)
+
+    def score() -> tuple[np.ndarray | None, np.ndarray | None]:
+        """The policy's and the reference's logprobs of this replica's rows, which the worker keeps."""
+        worker.score(("previous", "reference"), counts.tokens)
+        held = worker._held["train"]
+        if not place.reports:
+            return None, None
+        # The rows of a replica are padded to its longest.
+        missing = (0, length - held.tokens.shape[1])
+        both = (held.previous_logprobs, held.reference_logprobs)
+        return tuple(torch.nn.functional.pad(one, missing).numpy() for one in both)
 
     # The phases of a GRPO step, in its order.
     worker.prepare_for_refit(engine_bytes=0)
     worker.plan_refit(config.refit, shared_device=True, consumers=1)
     worker.prepare_for_generation()
     worker.prepare_for_logprob()
-    first = worker.logprobs(tokens[own], lengths[own])
-    reference = worker.reference_logprobs(tokens[own], lengths[own])
-    loss = GRPOLoss(config.options(GRPOConfig).loss_fn)
-    steps, previous = [], first
+    worker.hold(batch[place.data_rank * rows // place.data_size : (place.data_rank + 1) * rows // place.data_size])
+    first, reference = score()
+    steps = []
     for _ in range(2):
-        batch = {"tokens": tokens[own], "lengths": lengths[own], "mask": mask[own], "advantages": advantages[own]}
-        # Ranks that do not report hold nothing; the loss is computed where logits are, so give every rank the same
-        # numbers.
-        gathered = [None] * int(os.environ["WORLD_SIZE"])
-        dist.all_gather_object(gathered, (place.data_rank, place.reports, previous, reference))
-        (scores,) = [(p, r) for data_rank, reports, p, r in gathered if reports and data_rank == place.data_rank]
-        batch["previous_logprobs"] = batch["generation_logprobs"] = torch.from_numpy(scores[0])
-        batch["reference_logprobs"] = torch.from_numpy(scores[1])
         worker.prepare_for_training()
-        steps.append(worker.train(batch, loss, Normalizers.of(mask)))
+        steps.append(worker.train(loss, counts))
         worker.prepare_for_refit(engine_bytes=0)
         worker.prepare_for_generation()
         worker.prepare_for_logprob()
-        previous = worker.logprobs(tokens[own], lengths[own])
-
-    # The reference's weights take the place of the policy's for a forward pass only.
-    reference_after = worker.reference_logprobs(tokens[own], lengths[own])
-    own_after = worker.logprobs(tokens[own], lengths[own])
+        # The reference's weights take the policy's place for a forward pass, which must leave no trace.
+        previous, reference_after = score()
+    own_after, _ = score()
 
     gathered = [None] * int(os.environ["WORLD_SIZE"])
     scores = (first, reference, previous, reference_after, own_after)

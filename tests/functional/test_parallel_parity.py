@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl_lite.losses.policy_gradient import combine_metrics
+from nemo_rl_lite.losses.interface import combine_metrics
 from tests.functional.conftest import run_ranks
 
 pytestmark = pytest.mark.functional

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.host import numa
-from nemo_rl_lite.losses.policy_gradient import Normalizers
+from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.sft import SFTLoss
 from nemo_rl_lite.offload import activations, cpu_optimizer
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
@@ -151,18 +151,20 @@ def run(model_folder: str, overrides: list[str]) -> dict[str, Any]:
     source = torch.Generator().manual_seed(1)
     tokens_BT = torch.randint(4, 60, (ROWS, LENGTH), generator=source)
     lengths_B = torch.randint(300, LENGTH + 1, (ROWS,), generator=source)
-    mask_BT = (torch.arange(LENGTH) < lengths_B[:, None]).float()
+    batch = [
+        TokenRow(tokens[:own].tolist(), [True] * own) for tokens, own in zip(tokens_BT, lengths_B.tolist(), strict=True)
+    ]
 
     def logprobs() -> Tensor:
         worker.prepare_for_logprob()
-        scores_BT = worker.logprobs(tokens_BT, lengths_B)
+        scores_BT = worker.logprobs(tokens_BT, lengths_B, "logprob")
         assert scores_BT is not None
         return torch.from_numpy(scores_BT)
 
     def step(rows: slice) -> dict[str, float] | None:
         worker.prepare_for_training()
-        batch = {"tokens": tokens_BT[rows], "lengths": lengths_B[rows], "mask": mask_BT[rows]}
-        return worker.train(batch, SFTLoss(), Normalizers.of(mask_BT[rows]))
+        worker.hold(batch[rows])
+        return worker.train(SFTLoss(), SFTLoss().counts(batch[rows]))
 
     result = {
         "binding": binding.describe(),

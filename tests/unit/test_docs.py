@@ -24,7 +24,14 @@ SECTIONS = [group for group in groups() if group not in ("offload", "recipes")]
 KEY = re.compile(rf"\+?((?:{'|'.join(SECTIONS)})(?:\.\w+)+)(?<!\.py)(?<!\.json)(?:=.*)?")
 METRIC = re.compile(r"(?:train|validation|timing|performance|refit|memory|offload)/[\w/]*\w")
 # Examples leave these to the reader: files, a model, code.
-READERS = {"data.train_path", "data.validation_path", "policy.model_name", "reward.name", "environment.name"}
+READERS = {
+    "algorithm.loss",
+    "data.train_path",
+    "data.validation_path",
+    "policy.model_name",
+    "reward.name",
+    "environment.name",
+}
 NEMO_RL = DOCS / "from_nemo_rl.md"
 
 

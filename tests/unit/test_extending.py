@@ -8,15 +8,18 @@ from types import ModuleType
 import pytest
 import torch
 
-from nemo_rl_lite.config.schema import EnvironmentConfig
+from nemo_rl_lite.config.schema import EnvironmentConfig, GRPOConfig
 from nemo_rl_lite.data import sources
 from nemo_rl_lite.data.kinds import CHATS, PROBLEMS
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.environments.registry import make_environment
-from nemo_rl_lite.losses.policy_gradient import combine_metrics
+from nemo_rl_lite.losses.interface import Loss, combine_metrics, needs_of
+from nemo_rl_lite.losses.policy_gradient import GRPOLoss
+from nemo_rl_lite.losses.registry import make_loss
 from nemo_rl_lite.rewards.registry import find_reward
 from nemo_rl_lite.rules.compose import compose_config
+from tests.unit.losses.batches import batch_of, rows_of
 from tests.unit.pages import DOCS, blocks, commands
 
 PAGE = DOCS / "extending.md"
@@ -47,7 +50,7 @@ def problem(answer: str, **metadata: object) -> Problem:
 def test_every_command_of_the_page_composes(package):
     module("capitals").main("capitals.jsonl")
     composed = [compose_config(words[3:]) for words in commands(PAGE) if words[2] == "nemo_rl_lite.train"]
-    assert len(composed) == 3
+    assert len(composed) == 5
     assert composed[0].reward.name == "my_package.rewards.short_and_right"
 
 
@@ -98,24 +101,46 @@ def test_the_task(package, monkeypatch):
     )
 
 
+def made_by(command: str) -> tuple[Loss, GRPOConfig]:
+    """The loss of the page's command that names it, and the options it is made with."""
+    words = next(words for words in commands(PAGE) if any(command in word for word in words))
+    options = compose_config(words[3:]).options(GRPOConfig)
+    return make_loss(options), options
+
+
 def test_the_loss_does_not_depend_on_micro_batches(package):
-    loss, generator = module("cispo").CISPOLoss(limit=1.5), torch.Generator().manual_seed(0)
-    batch = {
+    loss, options = made_by("cispo")
+    assert loss == module("cispo").CISPOLoss(options, limit=5.0)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
         "mask": (torch.rand(6, 5, generator=generator) > 0.3).float(),
         "previous_logprobs": -torch.rand(6, 5, generator=generator),
         "advantages": torch.randn(6, generator=generator),
     }
     logprobs_BT = (-2 * torch.rand(6, 5, generator=generator)).requires_grad_()
-    counts = loss.counts(batch)
+    batch, counts = batch_of(tensors), loss.counts(rows_of(tensors["mask"]))
     whole, metrics = loss(logprobs_BT, batch, counts)
     (gradient,) = torch.autograd.grad(whole, logprobs_BT)
-    ratio = (logprobs_BT.detach() - batch["previous_logprobs"]).exp().clamp(max=1.5)
-    expected = -ratio * batch["advantages"][:, None] * batch["mask"] / batch["mask"].sum()
+    ratio = (logprobs_BT.detach() - batch.previous_logprobs).exp().clamp(max=5.0)
+    expected = -ratio * batch.advantages[:, None] * batch.mask / batch.mask.sum()
     torch.testing.assert_close(gradient, expected)
     parts = []
     for rows in (slice(0, 2), slice(2, 6)):
-        part = {name: values[rows] for name, values in batch.items()}
-        parts.append({name: value.item() for name, value in loss(logprobs_BT[rows], part, counts)[1].items()})
+        _, part = loss(logprobs_BT[rows], batch.rows(rows), counts)
+        parts.append({name: value.item() for name, value in part.items()})
     combined = combine_metrics(parts)
     assert combined["loss"] == pytest.approx(metrics["loss"].item())
     assert combined["ratio_max"] == pytest.approx(metrics["ratio_max"].item())
+
+
+def test_the_entropy_bonus(package):
+    loss, options = made_by("entropy")
+    assert loss.weight == 0.01 and needs_of(loss) == {"entropy"}
+    names = ("previous_logprobs", "generation_logprobs", "reference_logprobs", "entropy")
+    mask_BT = torch.tensor([[0.0, 1, 1], [0, 1, 0]])
+    batch = batch_of({name: torch.full((2, 3), 0.5) for name in names} | {"mask": mask_BT, "advantages": torch.ones(2)})
+    counts = loss.counts(rows_of(mask_BT))
+    total, metrics = loss(torch.full((2, 3), 0.5), batch, counts)
+    plain, _ = GRPOLoss(options.loss_fn)(torch.full((2, 3), 0.5), batch, counts)
+    assert total.item() == metrics["loss"].item() == pytest.approx(plain.item() - 0.01 * 0.5)
+    assert metrics["entropy"].item() == pytest.approx(0.5)

@@ -1,34 +1,36 @@
 """Forward and backward passes over micro-batches through megatron-core's schedules (pipelined or not)."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_rl_lite.config.sizes import LOGPROB_CHUNK
-from nemo_rl_lite.losses.policy_gradient import Batch
+from nemo_rl_lite.losses.batch import Batch
+from nemo_rl_lite.losses.interface import Loss, Normalizers
 from nemo_rl_lite.observability import progress
 from nemo_rl_lite.observability.profiling import span
 from nemo_rl_lite.offload import activations
-from nemo_rl_lite.policy.megatron.micro_batches import Layout, MicroBatch, cut
+from nemo_rl_lite.policy.megatron.micro_batches import Layout, ModelInput, cut
 from nemo_rl_lite.policy.megatron.model import MegatronModel
+from nemo_rl_lite.policy.megatron.scores import needed_scores, token_logprobs
 
-# Logprobs [b, T] of a micro-batch and the micro-batch -> its loss and metrics.
-MicroBatchLoss = Callable[[Tensor, Batch], tuple[Tensor, Any]]
 Before = Callable[[int], None] | None
 
 
-def forward_logprobs(
+def forward_scores(
     model: MegatronModel,
     tokens_BT: Tensor,
     lengths_B: Tensor,
     layout: Layout,
     temperature: float,
     before: Before = None,
-) -> Tensor | None:
-    """Logprobs [B, T] of the tokens under the model at `temperature`, on the CPU; None on ranks without logits.
+    loss: Loss | None = None,
+) -> dict[str, Tensor] | None:
+    """`logprobs` [B, T] of the tokens under the model at `temperature` and, under the names of `Batch`'s fields, what
+    `loss` needs besides; all on the CPU. None on ranks without logits.
 
     Entry t is log p(token t | tokens before t); entry 0 and those beyond a sequence's end are 0. `before` is called
     before each micro-batch with the number of those that have not run.
@@ -36,27 +38,34 @@ def forward_logprobs(
     model.train_mode(False)
     micro_batches = _agreed_cut(model, tokens_BT, lengths_B, layout)
 
-    def score(micro: MicroBatch) -> Callable[..., Tensor]:
-        def logprobs(logits: Tensor, non_loss_data: bool) -> Tensor:
-            scored = token_logprobs(logits, micro, temperature).cpu()
-            # megatron-core's schedule holds them until it has the next micro-batch's: twice the memory, for nothing.
+    def score(micro: ModelInput) -> Callable[..., dict[str, Tensor]]:
+        def scores(logits: Tensor, non_loss_data: bool) -> dict[str, Tensor]:
+            scored = {"logprobs": token_logprobs(logits, micro, temperature)}
+            if loss is not None:
+                scored |= needed_scores(logits, micro, temperature, loss)
+            scored = {name: values.cpu() for name, values in scored.items()}
+            # megatron-core's schedule keeps these logits until it has the next ones, which doubles the memory.
             logits.untyped_storage().resize_(0)
             return scored
 
-        return logprobs
+        return scores
 
     with torch.no_grad(), activations.suspended(model.chunks):
         parts = _run(model, micro_batches, score, forward_only=True, before=before)
     if not model.place.has_logits:
         return None
-    logprobs_BT = torch.zeros(tokens_BT.shape, dtype=torch.float32)
+    whole = {
+        name: torch.zeros((*tokens_BT.shape, *values.shape[2:]), dtype=values.dtype)
+        for name, values in parts[0].items()
+    }
     for micro, part in zip(micro_batches, parts, strict=True):
-        logprobs_BT[micro.rows, : micro.width] = part
-    return logprobs_BT
+        for name, values in part.items():
+            whole[name][micro.rows, : micro.width] = values
+    return whole
 
 
 def forward_backward(
-    model: MegatronModel, batch: Batch, layout: Layout, temperature: float, loss: MicroBatchLoss
+    model: MegatronModel, batch: Batch, layout: Layout, temperature: float, loss: Loss, counts: Normalizers
 ) -> list[Any]:
     """Accumulate the gradient of the summed micro-batch losses over all data-parallel ranks; returns the metrics.
 
@@ -64,14 +73,15 @@ def forward_backward(
     shares of the global loss, so both are multiplied back.
     """
     model.train_mode(True)
-    micro_batches = _agreed_cut(model, batch["tokens"], batch["lengths"], layout)
+    micro_batches = _agreed_cut(model, batch.tokens, batch.lengths, layout)
     scale = len(micro_batches) * model.place.data_size
 
-    def on_logits(micro: MicroBatch) -> Callable[..., tuple[Tensor, Any]]:
-        own = _rows_of(batch, micro, model.device)
+    def on_logits(micro: ModelInput) -> Callable[..., tuple[Tensor, Any]]:
+        own = batch.rows(micro.rows, micro.width).to(model.device)
 
         def scaled_loss(logits: Tensor) -> tuple[Tensor, Any]:
-            value, metrics = loss(token_logprobs(logits, micro, temperature), own)
+            whole = replace(own, **needed_scores(logits, micro, temperature, loss))
+            value, metrics = loss(token_logprobs(logits, micro, temperature), whole, counts)
             return value * scale, metrics
 
         return scaled_loss
@@ -80,29 +90,8 @@ def forward_backward(
         return _run(model, micro_batches, on_logits, forward_only=False)
 
 
-def token_logprobs(logits_nSv: Tensor, micro: MicroBatch, temperature: float) -> Tensor:
-    """Logprobs [b, T] of the micro-batch's tokens from this rank's vocabulary slice of the logits, with gradient, in
-    float32."""
-    logits_Nv, next_N = logits_nSv.flatten(0, 1), micro.tokens_nS.roll(-1, dims=1).flatten()
-    if torch.is_grad_enabled():
-        return micro.unpack(_next_token_logprobs(logits_Nv, next_N, temperature))
-    # Without a gradient nothing large need be kept: float32 logits exist for a few tokens at a time.
-    chunks = zip(logits_Nv.split(LOGPROB_CHUNK), next_N.split(LOGPROB_CHUNK), strict=True)
-    return micro.unpack(torch.cat([_next_token_logprobs(*chunk, temperature) for chunk in chunks]))
-
-
-def _next_token_logprobs(logits_Nv: Tensor, next_N: Tensor, temperature: float) -> Tensor:
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-    # A copy in any case: the cross entropy works in place.
-    scaled_Nv = logits_Nv.to(torch.float32, copy=True)
-    if temperature != 1:
-        scaled_Nv = scaled_Nv.div_(temperature)
-    return -vocab_parallel_cross_entropy(scaled_Nv, next_N)
-
-
-def _agreed_cut(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layout: Layout) -> list[MicroBatch]:
-    """This replica's micro-batches, as many as on every other: expert-parallel collectives come once a micro-batch."""
+def _agreed_cut(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layout: Layout) -> list[ModelInput]:
+    """Cut into as many micro-batches as every other replica: expert-parallel collectives come once a micro-batch."""
     micro_batches = cut(tokens_BT, lengths_B, layout)
     if model.place.data_size > 1 and layout.mode != "fixed":
         most = torch.tensor(len(micro_batches), device=model.device)
@@ -116,8 +105,8 @@ def _agreed_cut(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layo
 
 def _run(
     model: MegatronModel,
-    micro_batches: Sequence[MicroBatch],
-    on_logits: Callable[[MicroBatch], Callable[..., Any]],
+    micro_batches: Sequence[ModelInput],
+    on_logits: Callable[[ModelInput], Callable[..., Any]],
     forward_only: bool,
     before: Before = None,
 ) -> list[Any]:
@@ -126,7 +115,7 @@ def _run(
     # megatron-core would make all logits float32 at once.
     options = {"fp32_output": False} if model.half_precision else {}
 
-    def step(own: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+    def step(own: Iterator[ModelInput], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         host = next(own)
         micro = host.to(model.device)
         positions = host.positions().to(model.device)
@@ -145,18 +134,18 @@ def _run(
     )
 
 
-def _announced(micro_batches: Sequence[MicroBatch], before: Before) -> Iterator[MicroBatch]:
+def _announced(micro_batches: Sequence[ModelInput], before: Before) -> Iterator[ModelInput]:
     for index, micro in enumerate(micro_batches):
         progress.note(micro_batch=index + 1)
         if before is not None:
             before(len(micro_batches) - index)
-        # Until the schedule asks for the next: with pipelining, what else it does meanwhile is in it.
+        # The span lasts until the schedule asks for the next micro-batch; with pipelining it covers other work too.
         with span(f"micro-batch {index + 1}"):
             yield micro
 
 
-def _attention(micro: MicroBatch, device: torch.device) -> dict[str, Any]:
-    """What tells the model which tokens see which: a mask on a CPU, sequence boundaries for Transformer Engine, which
+def _attention(micro: ModelInput, device: torch.device) -> dict[str, Any]:
+    """The arguments that say which tokens see which: a mask on a CPU, sequence boundaries for Transformer Engine, which
     is causal by itself and needs nothing where right-padded sequences have a row each."""
     if device.type == "cpu":
         return {"attention_mask": micro.hidden_from()}
@@ -175,11 +164,3 @@ def _attention(micro: MicroBatch, device: torch.device) -> dict[str, Any]:
         max_seqlen_kv=longest,
     )
     return {"attention_mask": None, "packed_seq_params": params}
-
-
-def _rows_of(batch: Batch, micro: MicroBatch, device: torch.device) -> Batch:
-    """The micro-batch's rows of everything in the batch, cut to its width."""
-    return {
-        name: (values[micro.rows, : micro.width] if values.dim() == 2 else values[micro.rows]).to(device)
-        for name, values in batch.items()
-    }

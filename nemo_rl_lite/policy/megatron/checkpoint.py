@@ -1,5 +1,5 @@
-"""A policy's weights, optimizer and schedule through megatron-core's distributed checkpoints: every rank writes what it
-has, and ranks of another layout read what they need."""
+"""A policy's weights, optimizer and schedule in megatron-core's distributed checkpoints: every rank writes its shards,
+and ranks of another layout read the shards that they need."""
 
 import queue
 import re
@@ -24,7 +24,7 @@ from nemo_rl_lite.policy.megatron.memory import torch_optimizers
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 
 # How megatron-core writes optimizer states, by `checkpoint.resume_layouts`: by parameter, gathered in host memory of
-# one rank of each data-parallel group, not on all of them; or each rank its share of the optimizer's buckets.
+# one rank of each data-parallel group; or each rank writes its share of the optimizer's buckets.
 _OPTIMIZER_FORMATS = {
     "any": {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -36,21 +36,21 @@ _FORMAT = "resume_layouts"
 
 
 class PolicyState:
-    """What a policy rank's training goes on from. Every method but `is_written` is collective; everything must be on
-    the device. Of a model with adapters, these alone are kept: the rest is the model that the run started from."""
+    """Saves and loads the state that a policy rank resumes from. Every method but `is_written` is collective; all
+    components must be on the device. A model with adapters saves these alone; the other weights do not change."""
 
     def __init__(self, model: MegatronModel, optimizer: Any, scheduler: Any, resume_layouts: str = "any"):
-        """`resume_layouts`: what is saved from now on; `load` reads either."""
+        """`resume_layouts`: the format of saves; `load` reads either."""
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._format = resume_layouts
         self._writing: _Writing | None = None
 
     def begin_save(self, folder: Path) -> None:
         """Copy the state to host memory and begin to write it to `folder`, which is empty and which all ranks see. Once
-        this returns, training may go on.
+        this returns, training may continue.
 
         Raises:
-            RuntimeError: the save before was not finished.
+            RuntimeError: the previous save was not finished.
             CheckpointError: megatron-core cannot save this model or optimizer, or not to this folder.
         """
         from megatron.core import dist_checkpointing
@@ -70,13 +70,13 @@ class PolicyState:
                 async_sharded_save=True,
                 async_strategy="mcore",
             )
-        # What it cannot save it says by an assertion, on all ranks alike.
+        # megatron-core refuses a model or optimizer by an assertion, on all ranks alike.
         except (AssertionError, NotImplementedError, OSError, CheckpointException, CheckpointingException) as error:
             raise CheckpointError(_cause(error)) from error
         self._writing = _Writing(request, folder, self._live_storages())
 
     def is_written(self) -> bool:
-        """Whether this rank has written what it has, or failed to."""
+        """Whether this rank has written its shards, or failed to."""
         return self._writing is None or not self._writing.thread.is_alive()
 
     def finish_save(self) -> None:
@@ -90,18 +90,18 @@ class PolicyState:
             writing.finish()
 
     def load(self, folder: Path) -> None:
-        """Go on from what another run, of this layout or another, has saved.
+        """Resume from what another run, of this layout or another, has saved.
 
         Raises:
-            CheckpointError: there is none, or of another model.
+            CheckpointError: there is no checkpoint, or it is another model's.
         """
         saved_optimizer.make_states(self._optimizer)
         state = _read(self._sharded(_format_of(folder), is_loading=True), folder)
         self._put_weights(state)
-        # In float32 the main parameters are the model's own, which take a gradient.
+        # In float32 the main parameters are the model's own, which require a gradient.
         with saved_optimizer.own_settings(self._optimizer, state["optimizer"]), torch.no_grad():
             self._optimizer.load_state_dict(state["optimizer"])
-        # Of the schedule its place alone: the rest is the configuration's.
+        # Only the number of steps is read from the saved schedule; its shape comes from the configuration.
         self._scheduler.num_steps = 0
         self._scheduler.step(increment=state["scheduler"]["num_steps"])
         saved_optimizer.set_step_counts(self._optimizer)
@@ -111,12 +111,12 @@ class PolicyState:
             cpu_optimizer.release_copies_of_construction()
 
     def load_weights(self, folder: Path) -> None:
-        """Take the weights alone. Raises CheckpointError as `load` does."""
+        """Load the weights alone. Raises CheckpointError as `load` does."""
         self._put_weights(_read(self._sharded_weights(), folder))
 
     def _put_weights(self, state: dict[str, Any]) -> None:
         for index, chunk in enumerate(self._model.bare_chunks):
-            # Those beside adapters are the starting model's.
+            # All weights but the adapters are the starting model's.
             chunk.load_state_dict(state[f"model{index}"], strict=self._model.lora is None)
 
     def _sharded_weights(self) -> dict[str, Any]:
@@ -135,14 +135,14 @@ class PolicyState:
         return {**models, "optimizer": optimizer, "scheduler": self._scheduler.state_dict(), _FORMAT: form}
 
     def _require_everywhere(self, folder: Path) -> None:
-        """Raises CheckpointError on all ranks where one does not see the folder that the launcher has made."""
+        """Raise CheckpointError on all ranks if one of them does not see the folder that the launcher has made."""
         there = torch.tensor(folder.is_dir(), dtype=torch.int32, device=self._model.device)
         dist.all_reduce(there, dist.ReduceOp.MIN)
         if not there:
             raise CheckpointError(f"{folder} is not on a file system that every node sees (hydra.run.dir)")
 
     def _live_storages(self) -> set[int]:
-        """Addresses of the memory that training goes on in."""
+        """Addresses of the memory that training keeps writing to."""
         tensors = self._model.parameters()
         for chunk in self._model.bare_chunks:
             tensors += chunk.buffers()
@@ -154,7 +154,7 @@ class PolicyState:
 
 
 def _format_of(folder: Path) -> str:
-    """How the optimizer states in `folder` were written; `any` where it says nothing."""
+    """The format of the optimizer states in `folder`; `any` where none is recorded."""
     return str(_reading(folder, lambda: _common_state(folder)).get(_FORMAT, "any"))
 
 
@@ -171,7 +171,7 @@ def _read(sharded: dict[str, Any], folder: Path) -> Any:
 
 
 def _reading(folder: Path, read: Callable[[], Any]) -> Any:
-    """What `read` finds, with nothing run that `folder` holds. Raises CheckpointError."""
+    """Call `read` so that no code in `folder` can run. Raises CheckpointError."""
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     try:
@@ -182,7 +182,7 @@ def _reading(folder: Path, read: Callable[[], Any]) -> Any:
 
 
 class _Writing:
-    """A save on its way: a copy of the state, and the thread that writes it."""
+    """A save in progress: a copy of the state, and the thread that writes it."""
 
     def __init__(self, request: Any, folder: Path, live: set[int]):
         """`request`: megatron-core's AsyncRequest. `live`: addresses of storages that will change."""
@@ -205,7 +205,7 @@ class _Writing:
 
 
 def _cause(error: BaseException) -> str:
-    """In one line; torch's own has every rank's traceback."""
+    """The error in one line; torch's message has every rank's traceback."""
     lines = str(error).splitlines()
     named = [line.strip() for line in lines if re.match(r"\s*\w+Error: ", line)]
     if isinstance(error, CheckpointException) and not error.failures:
@@ -220,12 +220,12 @@ def _free(folder: Path) -> str:
 
 
 def _nothing() -> None:
-    """What a rank writes whose state others have."""
+    """Write nothing, on a rank whose state other ranks have."""
 
 
 def _staged(bucket: Any, live: set[int]) -> Any:
-    """megatron-core's copy of a bucket (file, key, (bytes, tensors)) in host memory. What was there already it leaves
-    as it is, in the memory that training goes on in."""
+    """Copy a bucket (file, key, (bytes, tensors)) of megatron-core to host memory. megatron-core itself does not copy
+    tensors that are in host memory already, although training keeps writing to them."""
     file, key, (data, tensors) = bucket
     own = [(item, t.clone() if t.untyped_storage().data_ptr() in live else t) for item, t in tensors]
     return file, key, (data, own)

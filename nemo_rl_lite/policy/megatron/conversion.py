@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_rl_lite.config.schema import Config, PolicyConfig
 from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.models.hf_folder import on_host, write_hf_folder
-from nemo_rl_lite.policy.megatron.batches import forward_logprobs
+from nemo_rl_lite.policy.megatron.batches import forward_scores
 from nemo_rl_lite.policy.megatron.checkpoint import PolicyState
 from nemo_rl_lite.policy.megatron.export_recipe import export_weights
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
@@ -39,10 +39,10 @@ def convert(config: Config, model_path: Path, saved: Path, target: Path, say: Ca
     PolicyState(model, None, None).load_weights(saved)
     tokens_1T = _probe(model.bridge.hf_pretrained.config.vocab_size)
     lengths_1 = torch.tensor([tokens_1T.shape[1]])
-    scored_1T = forward_logprobs(model, tokens_1T, lengths_1, Layout.of(policy, "logprob", on_gpu), 1.0)
-    if scored_1T is None:
+    scored = forward_scores(model, tokens_1T, lengths_1, Layout.configured(policy, "logprob", on_gpu), 1.0)
+    if scored is None:
         raise RuntimeError("one process has the whole model, and so its logits")
-    logprobs_1T: Tensor = scored_1T
+    logprobs_1T = scored["logprobs"]
     weights, device = on_host(export_weights(model)), model.device
     # The folder's own model takes its place.
     del model

@@ -1,5 +1,6 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021) through megatron-bridge: the weights are frozen, and small matrices beside
-linear layers are trained. The bridge merges them into the weights it exports, for engines and folders alike."""
+"""Low-rank adapters (LoRA, Hu et al. 2021) through megatron-bridge: the weights are frozen, and small matrices
+parallel to linear layers are trained. The bridge merges them into the weights it exports,
+for engines and folders alike."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ def adapters(config: LoraConfig) -> Any:
 
 
 def trained_of_all(chunks: list[Any]) -> tuple[int, int]:
-    """How many parameters have a gradient, and how many there are."""
+    """The number of parameters that have a gradient, and of all parameters."""
     sizes = [(parameter.requires_grad, parameter.numel()) for chunk in chunks for parameter in chunk.parameters()]
     return sum(size for trained, size in sizes if trained), sum(size for _, size in sizes)
 
@@ -27,7 +28,7 @@ def is_adapter(name: str) -> bool:
 
 
 class WithoutAdapters:
-    """The reference policy of a model with adapters: the same weights without them."""
+    """The reference policy of a model with adapters: the same weights without the adapters."""
 
     def __init__(self, chunks: list[Any], adapted: Any):
         """`adapted`: what `adapters` gave, after it was applied to the chunks."""

@@ -1,4 +1,4 @@
-"""What of a megatron-core model and its optimizer can leave the device, as `offload/` takes it."""
+"""The components of a megatron-core model and its optimizer that can leave the device, as `offload/` takes them."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def phase_memory(config: PolicyConfig, model: MegatronModel, optimizer: Any, res
 
 
 def host_registrar(config: PolicyConfig, model: MegatronModel) -> Registrar | None:
-    """What page-locks host memory for copies of the model's device; None where it is not wanted, or on a CPU."""
+    """The registrar that page-locks host memory for copies to the model's device; None where it is off, or on a CPU."""
     return CudaRegistrar() if config.use_pinned_optimizer_offload and model.device.type == "cuda" else None
 
 
@@ -63,7 +63,7 @@ class GPUMemory:
 
 
 class CPUMemory:
-    """The host's memory, where that is the device."""
+    """The host's memory, where the host is the device."""
 
     def __init__(self) -> None:
         self.total = psutil.virtual_memory().total
@@ -75,7 +75,7 @@ class CPUMemory:
         return psutil.virtual_memory().available
 
     def trim(self) -> None:
-        """Freed memory goes back by itself."""
+        """Do nothing: the host's freed memory needs no trimming."""
 
 
 def gradient_buffers(model: MegatronModel) -> list[Tensor]:

@@ -1,8 +1,8 @@
-"""Which sequences go through the model together, and how they lie in its input.
+"""Cuts batches into micro-batches, and lays their sequences into the model's input.
 
 Three layouts: a fixed number of right-padded sequences; as many padded sequences of similar length as fit a number of
-tokens (dynamic batching); sequences one behind the other in a single row, each attending to itself alone (sequence
-packing). Logprobs and gradients do not depend on the layout, beyond floating-point rounding.
+tokens (dynamic batching); sequences joined in a single row, each attending to itself alone (sequence packing).
+Logprobs and gradients do not depend on the layout, beyond floating-point rounding.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ class Layout:
     size: int
     round_to: int
     together: int = 1
-    """Neighbours that stay in one micro-batch; of these `size` is a number (fixed), or tokens hold them all."""
+    """Neighbours that stay in one micro-batch. A fixed `size` counts such groups of neighbours."""
 
     @classmethod
-    def of(
+    def configured(
         cls, config: PolicyConfig, purpose: Literal["train", "logprob"], on_gpu: bool, together: int = 1
     ) -> "Layout":
         """The configured layout for training or for logprobs."""
@@ -42,8 +42,8 @@ class Layout:
         return cls(mode, tokens, config.sequence_length_round, together)
 
     def groups(self, lengths: Sequence[int], at_least: int = 1) -> list[list[int]]:
-        """Indices of the sequences of each micro-batch; never fewer than `at_least` micro-batches, if there are as many
-        sequences, or as many that stay together."""
+        """Indices of the sequences of each micro-batch. There are at least `at_least` micro-batches, if there are
+        as many sequences, or groups of neighbours that stay together."""
         each = [lengths[start : start + self.together] for start in range(0, len(lengths), self.together)]
         if self.mode == "fixed":
             starts = range(0, len(each), self.size)
@@ -51,7 +51,7 @@ class Layout:
         elif self.mode == "packed":
             groups = _even_packs([sum(one) for one in each], self.size, at_least)
         else:
-            # Padded to the longest.
+            # Each group of neighbours is padded to its longest.
             groups = _similar_lengths([len(one) * self.rounded(max(one)) for one in each], self.size, at_least)
         return [[item * self.together + place for item in group for place in range(self.together)] for group in groups]
 
@@ -60,8 +60,8 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """b sequences in the model's input of n rows by S tokens."""
+class ModelInput:
+    """A micro-batch as the model reads it: b sequences in n rows of S tokens."""
 
     rows: Tensor
     """Their indices in the batch they come from, [b]."""
@@ -69,13 +69,13 @@ class MicroBatch:
     lengths: Tensor
     """Tokens of each, [b]."""
     starts: Tensor
-    """Where each one's first token lies in `tokens_nS.flatten()`, [b]."""
+    """The index of each one's first token in `tokens_nS.flatten()`, [b]."""
     width: int
     """Tokens of the longest sequence."""
     packed: bool
 
-    def to(self, device: torch.device) -> "MicroBatch":
-        """The same with everything but `rows` on `device`."""
+    def to(self, device: torch.device) -> "ModelInput":
+        """Copy all tensors but `rows` to `device`."""
         names = ("tokens_nS", "lengths", "starts")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
@@ -94,7 +94,7 @@ class MicroBatch:
         return (count - boundaries[:-1].repeat_interleave(boundaries.diff()))[None]
 
     def hidden_from(self) -> Tensor:
-        """Where attention must not look: bool [1, 1, S, S], true above the diagonal and between packed sequences."""
+        """The attention mask: bool [1, 1, S, S], true (hidden) above the diagonal and between packed sequences."""
         length = self.tokens_nS.shape[1]
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
         if self.packed:
@@ -103,40 +103,41 @@ class MicroBatch:
             hidden |= sequence[:, None] != sequence[None, :]
         return hidden[None, None]
 
-    def unpack(self, next_token_logprobs_nS: Tensor) -> Tensor:
-        """Logprobs of the following token at each position of the input -> [b, width], entry t for token t.
+    def unpack(self, of_next_N: Tensor) -> Tensor:
+        """Values [N, ...] about the following token at each of the input's N = n * S positions -> [b, width, ...],
+        entry t for token t.
 
         Entry 0, which nothing precedes, and entries beyond a sequence's end are 0. Keeps gradients.
         """
-        place = torch.arange(self.width, device=next_token_logprobs_nS.device)
-        index = (self.starts[:, None] + place - 1).clamp(0, next_token_logprobs_nS.numel() - 1)
-        values = next_token_logprobs_nS.flatten()[index]
+        place = torch.arange(self.width, device=of_next_N.device)
+        index = (self.starts[:, None] + place - 1).clamp(0, len(of_next_N) - 1)
         inside = (place > 0) & (place < self.lengths[:, None])
-        return torch.where(inside, values, 0.0)
+        return torch.where(inside.view(*inside.shape, *[1] * (of_next_N.dim() - 1)), of_next_N[index], 0)
 
 
-def cut(tokens_BT: Tensor, lengths_B: Tensor, layout: Layout, at_least: int = 1) -> list[MicroBatch]:
+def cut(tokens_BT: Tensor, lengths_B: Tensor, layout: Layout, at_least: int = 1) -> list[ModelInput]:
     """The micro-batches of right-padded sequences, in the layout's order."""
     lengths = lengths_B.tolist()
     lay = _pack if layout.mode == "packed" else _pad
     return [lay(tokens_BT, lengths, group, layout) for group in layout.groups(lengths, at_least)]
 
 
-def _pad(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> MicroBatch:
+def _pad(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> ModelInput:
     rows = torch.tensor(group)
-    # A fixed layout keeps the batch's width: every micro-batch has one shape.
+    # A fixed layout keeps the width of the replica's whole batch, so that all micro-batches, and both the passes for
+    # logprobs and for training, have one shape.
     longest = tokens_BT.shape[1] if layout.mode == "fixed" else max(lengths[row] for row in group)
     width = layout.rounded(longest)
     padded = torch.nn.functional.pad(tokens_BT[rows, :width], (0, max(width - tokens_BT.shape[1], 0)))
     own = torch.tensor([lengths[row] for row in group])
-    return MicroBatch(rows, padded, own, torch.arange(len(group)) * width, int(own.max()), packed=False)
+    return ModelInput(rows, padded, own, torch.arange(len(group)) * width, int(own.max()), packed=False)
 
 
-def _pack(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> MicroBatch:
+def _pack(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> ModelInput:
     own = torch.tensor([lengths[row] for row in group])
     joined = torch.cat([tokens_BT[row, : lengths[row]] for row in group])
     padded = torch.nn.functional.pad(joined, (0, layout.rounded(len(joined)) - len(joined)))
-    return MicroBatch(torch.tensor(group), padded[None], own, own.cumsum(0) - own, int(own.max()), packed=True)
+    return ModelInput(torch.tensor(group), padded[None], own, own.cumsum(0) - own, int(own.max()), packed=True)
 
 
 def _similar_lengths(lengths: Sequence[int], limit: int, at_least: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""A Hugging Face folder -> a megatron-core model on this rank, through megatron-bridge."""
+"""Builds a megatron-core model on this rank from a Hugging Face folder, through megatron-bridge."""
 
 import logging
 import math
@@ -15,9 +15,9 @@ from nemo_rl_lite.config.parallel import ParallelDims
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.policy.megatron import lora
-from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
+from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
 
-# Fused kernels of Apex and Transformer Engine; the local layer spec has plain torch in their place.
+# Fused kernels of Apex and Transformer Engine, which the local layer spec replaces by plain torch.
 _FUSIONS = (
     "apply_rope_fusion",
     "masked_softmax_fusion",
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ParallelPlace:
-    """Where this rank stands: its indices, whether logits appear here and whether it has the whole model."""
+    """A rank's place in the parallel layout: its indices, whether it has logits, whether it has the whole model."""
 
     data_rank: int
     data_size: int
@@ -87,7 +87,7 @@ def build_model(
 
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in the environment. On the first GPU that this process sees,
     with Transformer Engine's layers, or on the CPU. Logits, loss and export agree with the Hugging Face model for any
-    tensor, pipeline and data parallel size. One that does not train has no gradients.
+    tensor, pipeline and data parallel size. A model that does not train has no gradients.
     """
     parallel, device = config.megatron_cfg, torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -110,13 +110,13 @@ def build_model(
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=parallel.optimizer.use_distributed_optimizer,
         grad_reduce_in_fp32=True,
-        # The optimizer step looks, on all ranks at once, and leaves the step out.
+        # The worker looks at all ranks' gradients at once, and skips the step.
         check_for_nan_in_grad=False,
     )
     adapted: Any = lora.adapters(parallel.peft) if parallel.peft.enabled else None
 
     def adapt(bare: list[Any]) -> list[Any]:
-        """Before gradient buffers are made, which frozen weights have no part in."""
+        """Add adapters before gradient buffers are made, so that frozen weights get none."""
         bridge.load_hf_weights(bare)
         return adapted(bare)
 
@@ -152,12 +152,12 @@ def _set_layout(provider: Any, config: PolicyConfig) -> None:
     provider.sequence_parallel = parallel.sequence_parallel
     provider.params_dtype = provider.pipeline_dtype = dtype
     provider.bf16, provider.fp16 = dtype == torch.bfloat16, False
-    # Pipeline stages tell each other the shape of each micro-batch; this way to send tokens to experts allows for it.
+    # Pipeline stages send each other the shape of each micro-batch; the all-to-all dispatcher of experts allows for it.
     provider.variable_seq_lengths = parallel.pipeline_model_parallel_size > 1
     provider.moe_token_dispatcher_type = "alltoall"
-    # A tensor-parallel group does not split single experts; whole experts are spread.
+    # A tensor-parallel group does not split single experts: whole experts are distributed over ranks.
     provider.expert_tensor_parallel_size = 1
-    # The loss is the algorithm's alone: the pretraining recipe's auxiliary loss would be added to its gradient, unseen.
+    # The loss is the algorithm's alone: the pretraining recipe's auxiliary loss would silently add to its gradient.
     provider.moe_router_load_balancing_type, provider.moe_aux_loss_coeff = "none", 0.0
     if parallel.activation_checkpointing:
         provider.recompute_granularity, provider.recompute_method, provider.recompute_num_layers = "full", "uniform", 1
@@ -165,11 +165,11 @@ def _set_layout(provider: Any, config: PolicyConfig) -> None:
 
 
 def _set_gpu_kernels(provider: Any) -> None:
-    # Packed sequences would otherwise be rotated one by one, in Python.
+    # Without fusion, packed sequences are rotated one by one, in Python.
     provider.apply_rope_fusion = True
-    # megatron-bridge sets it for some models only; apart, the MLP's activation keeps two more copies of its input.
+    # megatron-bridge sets it for some models only; unfused, the MLP's activation keeps two more copies of its input.
     provider.bias_activation_fusion = provider.gated_linear_unit and provider.activation_func is F.silu
-    # megatron-core's own output layer would need Apex for it.
+    # megatron-core's output layer needs Apex for it.
     provider.gradient_accumulation_fusion = False
 
 

@@ -1,4 +1,4 @@
-"""megatron-core's optimizer and learning-rate schedule from the configuration."""
+"""Builds megatron-core's optimizer and learning-rate schedule from the configuration."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from nemo_rl_lite.policy.megatron.model import MegatronModel, torch_dtype
 
 
 def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, Any]:
-    """The optimizer over the model's chunks and its scheduler, which counts optimizer steps.
+    """Build the optimizer over the model's chunks and its scheduler, which counts optimizer steps.
 
     The gradient's norm is computed and reported also where `max_grad_norm` is null. Float32 master weights are copies
     of the model's weights as they are now, so those are loaded before.
@@ -68,10 +68,10 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
 
 
 def gradients_are_finite(model: MegatronModel) -> bool:
-    """Whether the gradients of all ranks are numbers; the same answer on every rank."""
+    """Whether the gradients of all ranks are finite; the same answer on every rank."""
     finite = torch.ones((), device=model.device)
     for gradients in gradient_buffers(model):
-        # An infinity or a NaN anywhere makes the sum one.
+        # One infinity or NaN makes the sum infinite or NaN.
         finite *= gradients.sum().isfinite()
     dist.all_reduce(finite, dist.ReduceOp.MIN)
     return bool(finite)

@@ -1,4 +1,4 @@
-"""The reference policy: the starting weights, kept in host memory and lent to the model for a forward pass."""
+"""The reference policy: the starting weights, kept in host memory and swapped into the model for a forward pass."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,5 +1,5 @@
-"""What megatron-core's checkpoints leave out of some optimizers: states that are not there yet, step counts, and the
-two parts of its CPU optimizer."""
+"""Completes what megatron-core's checkpoints lack for some optimizers: states that do not exist yet, step counts, and
+the two parts of its CPU optimizer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,21 +12,21 @@ from nemo_rl_lite.offload import cpu_optimizer
 from nemo_rl_lite.policy.megatron.memory import torch_optimizers
 
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
-# What a group has beside them.
+# Entries of a parameter group that are not settings.
 _NO_SETTINGS = {"params", "step"}
-# Of every group the same.
+# Settings that are the same in every group.
 _LEARNING_RATES = ("max_lr", "min_lr")
 
 
 def make_states(optimizer: Any) -> None:
-    """Make states that a first step would make: megatron-core can make those of its own optimizers before it reads
-    them, not those of torch's."""
+    """Make the states that a first step would make, into which a checkpoint is read. megatron-core does so for its own
+    optimizers, not for torch's."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         part.init_state_fn = part.init_state_fn or _make_nothing
     for own in torch_optimizers(optimizer):
         is_split = cpu_optimizer.is_split(own)
         for part in cpu_optimizer.parts(own):
-            # Of others, an empty state would count as had.
+            # Other optimizers would take an empty state for one that exists.
             if is_split or isinstance(part, (*_ADAM, torch.optim.SGD)):
                 for group, parameter in _parameters(part):
                     if not part.state.get(parameter):
@@ -37,8 +37,8 @@ def make_states(optimizer: Any) -> None:
 
 @contextmanager
 def own_settings(optimizer: Any, saved: dict[str, Any]) -> Iterator[None]:
-    """Around reading what was `saved`: groups keep the settings that they have (learning rate, betas, decay, ...), and
-    take parameters' states and step counts alone. megatron-core tells groups apart by their learning rates as well."""
+    """Within the block, groups keep their own settings (learning rate, betas, decay, ...) while `saved` is read, and
+    only parameters' states and step counts change. megatron-core also distinguishes groups by their learning rates."""
     settings = [{key: group[key] for key in group.keys() - _NO_SETTINGS} for group in _groups(optimizer)]
     rates = {key: value for own in settings for key, value in own.items() if key in _LEARNING_RATES}
     for group in _saved_groups(saved):
@@ -54,7 +54,7 @@ def _groups(optimizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def _saved_groups(saved: Any) -> Iterator[dict[str, Any]]:
-    """Of an optimizer or several, however they are nested."""
+    """Yield the groups of one optimizer or several, however they are nested."""
     if isinstance(saved, dict):
         yield from saved.get("param_groups", ())
         for value in saved.values():
@@ -62,7 +62,7 @@ def _saved_groups(saved: Any) -> Iterator[dict[str, Any]]:
 
 
 def require_states(optimizer: Any) -> None:
-    """Raises RuntimeError: an Adam would begin with moments of zero."""
+    """Raise RuntimeError where an Adam would begin with moments of zero."""
     for part in _stepping(optimizer):
         missing = any("exp_avg" not in part.state.get(parameter, {}) for _, parameter in _parameters(part))
         if "Adam" in type(part).__name__ and missing:
@@ -70,8 +70,8 @@ def require_states(optimizer: Any) -> None:
 
 
 def restore_split(optimizer: Any) -> None:
-    """Of megatron-core's CPU optimizer it reads states as views of what all ranks have of a parameter, which would stay
-    in memory with them."""
+    """Copy the states of megatron-core's CPU optimizer, which are read as views of all ranks' states of a parameter:
+    the views would keep the whole in memory."""
     for own in filter(cpu_optimizer.is_split, torch_optimizers(optimizer)):
         for part in cpu_optimizer.parts(own):
             for state in part.state.values():
@@ -81,9 +81,9 @@ def restore_split(optimizer: Any) -> None:
 
 
 def set_step_counts(optimizer: Any) -> None:
-    """megatron-core reads the step into the group, and gives the parameters of torch's Adam none of it or one counter
-    for all, which would be raised once for each. Of its CPU optimizer it would set the GPU's part back to the group's
-    at each step."""
+    """Give each parameter of torch's Adam its own step count. megatron-core reads the step into the group, and leaves
+    parameters without a count or with one shared counter, which each parameter would increase. In its CPU optimizer it
+    would reset the GPU part's count to the group's at each step."""
     for own in torch_optimizers(optimizer):
         for part in cpu_optimizer.parts(own):
             for group, parameter in _parameters(part):
@@ -100,20 +100,20 @@ def _stepping(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """Each with its group."""
+    """Yield each parameter with its group."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield group, parameter
 
 
 def _make_nothing(optimizer: Any, config: Any = None) -> None:
-    """What megatron-core calls to make an optimizer's states."""
+    """Stand in for the function by which megatron-core makes an optimizer's states."""
 
 
 def _first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    """What an optimizer has of a parameter before its first step."""
+    """The state of a parameter before the optimizer's first step."""
     if isinstance(optimizer, torch.optim.SGD):
         return {"momentum_buffer": torch.zeros_like(parameter.data)} if group["momentum"] else {}
     moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
-    # Others count in the group.
+    # Other optimizers count steps in the group.
     return {"step": torch.zeros(()), **moments} if isinstance(optimizer, _ADAM) else moments

@@ -4,6 +4,8 @@ import logging
 import math
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,21 +14,23 @@ from torch import Tensor
 
 from nemo_rl_lite.config.schema import ClusterConfig, PolicyConfig, RefitConfig
 from nemo_rl_lite.host import numa
-from nemo_rl_lite.losses.policy_gradient import Batch, Loss, Normalizers, combine_metrics
+from nemo_rl_lite.losses.batch import Batch, TokenRow
+from nemo_rl_lite.losses.interface import Loss, Metrics, Normalizers, combine_metrics
+from nemo_rl_lite.losses.policy_gradient import mismatch_metrics
 from nemo_rl_lite.models.hf_folder import on_host, write_hf_folder
 from nemo_rl_lite.observability import progress
 from nemo_rl_lite.observability.memory import MemoryMeter, Peaks
 from nemo_rl_lite.offload.cpu_optimizer import stays_on_host, step_threads
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
-from nemo_rl_lite.policy.megatron.batches import forward_backward, forward_logprobs
+from nemo_rl_lite.policy.megatron.batches import forward_backward, forward_scores
 from nemo_rl_lite.policy.megatron.checkpoint import PolicyState
+from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
 from nemo_rl_lite.policy.megatron.export_recipe import export_weights
 from nemo_rl_lite.policy.megatron.lora import WithoutAdapters
 from nemo_rl_lite.policy.megatron.memory import host_registrar, phase_memory
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.policy.megatron.model import ParallelPlace, build_model
-from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
 from nemo_rl_lite.policy.megatron.optimizer import build_optimizer, gradients_are_finite
 from nemo_rl_lite.policy.megatron.producer import plan_refit
 from nemo_rl_lite.policy.megatron.reference import ReferenceWeights
@@ -38,8 +42,8 @@ log = logging.getLogger(__name__)
 
 
 def preload() -> None:
-    """Import what takes long to import."""
-    # Not installed, to this process: megatron-core would import it, for seconds, to log what nobody asks of it.
+    """Import the modules that take long to import."""
+    # Hidden from this process: megatron-core would import it, for seconds, for logs that nobody reads.
     sys.modules["wandb"] = None  # pyrefly: ignore
     prepare_import()
     import megatron.bridge  # noqa: F401
@@ -50,7 +54,7 @@ class MegatronWorker:
 
     Every method is collective: all ranks call it. Results are None on ranks that do not report
     (`ParallelPlace.reports`) and hold no torch tensors: megatron-core changes how those are pickled, so that
-    whoever reads them must import it.
+    a reader would have to import it.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class MegatronWorker:
         residency: Residency,
         resume_layouts: str,
     ):
-        # First, so that threads and page-locked memory are on the GPU's side of the machine.
+        # Bind before anything else, so that threads and page-locked memory are near the GPU.
         if on_gpu and cluster.numa_binding:
             log.info("%s", numa.bind(numa.gpu_address()).describe())
         torch.set_num_threads(threads)
@@ -80,11 +84,12 @@ class MegatronWorker:
         if stays_on_host(policy.megatron_cfg.optimizer) and cluster.threads_per_worker is None:
             torch.set_num_threads(step_threads())
         self._reference = self._kept_reference() if keep_reference else None
-        self._train_layout = Layout.of(policy, "train", on_gpu, sequences_together)
-        self._logprob_layout = Layout.of(policy, "logprob", on_gpu)
+        self._train_layout = Layout.configured(policy, "train", on_gpu, sequences_together)
+        self._logprob_layout = Layout.configured(policy, "logprob", on_gpu)
         log.info("micro-batches: %s for training, %s for logprobs", self._train_layout, self._logprob_layout)
         self._phases = phase_memory(policy, self._model, self._optimizer, residency)
         self._memory = MemoryMeter(self._phases.device_bytes)
+        self._held: dict[str, Batch] = {}
         self._state = PolicyState(self._model, self._optimizer, self._scheduler, resume_layouts)
 
     def place(self) -> ParallelPlace:
@@ -95,12 +100,12 @@ class MegatronWorker:
         self._phases.enter(Phase.LOGPROB, working_bytes=self._memory.working_bytes("logprob"))
 
     def prepare_for_training(self) -> None:
-        """Enter the training phase: everything that training needs is on the device, wherever it was."""
+        """Enter the training phase: everything that training needs is on the device."""
         self._phases.enter(Phase.TRAIN)
 
     def prepare_for_refit(self, engine_bytes: int) -> None:
-        """Enter the refit phase. What leaves may do so while an engine on this device takes `engine_bytes` for its
-        weights, if there is room."""
+        """Enter the refit phase. Moves to the host may overlap with an engine on this device that takes `engine_bytes`
+        for its weights, if there is room."""
         self._phases.enter(Phase.REFIT, working_bytes=engine_bytes)
 
     def prepare_for_generation(self) -> None:
@@ -109,34 +114,58 @@ class MegatronWorker:
         self._memory.note("generate")
 
     def release_host_memory(self) -> None:
-        """Give back the host memory that moves have kept, when none will follow; everything is on the device then."""
+        """Release the host memory of moves at the end of a run, with all components on the device."""
         self._phases.enter(Phase.TRAIN)
         self._phases.release()
 
     def take_moves(self) -> list[tuple[str, Move]]:
-        """What has moved between device and host since the last call: "<component>/to_host" or "/to_device"."""
+        """Moves between device and host since the last call, by "<component>/to_host" or "/to_device"."""
         return self._phases.take_moves()
 
-    def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "logprob") -> np.ndarray | None:
-        """Logprobs [B, T] of the tokens at the sampling temperature; entry t belongs to token t, entry 0 is 0.
+    def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> np.ndarray | None:
+        """Logprobs [B, T] of a few sequences at the sampling temperature; entry t belongs to token t, entry 0 is 0."""
+        scored = self._score(tokens_BT, lengths_B, phase)
+        return scored["logprobs"].numpy() if scored is not None and self._model.place.reports else None
 
-        `phase` is "logprob", or "probe" for a few sequences between the phases.
-        """
-        then_train = phase == "logprob" and self._reference is None
-        return self._score(tokens_BT, lengths_B, phase, then_train)
+    def hold(self, rows: Sequence[TokenRow], name: str = "train") -> None:
+        """Keep this replica's share of a batch, padded to its longest row, instead of an older one of this name."""
+        self._held[name] = Batch.padded(rows)
 
-    def reference_logprobs(self, tokens_BT: Tensor, lengths_B: Tensor) -> np.ndarray | None:
-        """The same under the starting weights."""
-        if self._reference is None:
-            raise RuntimeError("no reference weights were kept: at the start nothing was compared with them")
-        self._phases.require(Component.PARAMETERS)
-        with self._reference.in_place():
-            return self._score(tokens_BT, lengths_B, "logprob", then_train=True)
+    def score(self, which: Sequence[str], tokens: float, name: str = "train") -> dict[str, float] | None:
+        """Add `previous` or `reference` logprobs to a held batch, or both. Returns this replica's share
+        of the `mismatch_metrics` of a global batch with `tokens` response tokens, if engines sampled its rows."""
+        batch = self._held[name]
+        if "previous" in which:
+            batch = replace(batch, previous_logprobs=self._logprobs(batch, then_train="reference" not in which))
+        if "reference" in which:
+            if self._reference is None:
+                raise RuntimeError("the worker was started without reference weights (keep_reference)")
+            self._phases.require(Component.PARAMETERS)
+            with self._reference.in_place():
+                batch = replace(batch, reference_logprobs=self._logprobs(batch, then_train=True))
+        self._held[name] = batch
+        if not self._model.place.reports:
+            return None
+        compares = batch.previous_logprobs is not None and batch.generation_logprobs is not None
+        return mismatch_metrics(batch, tokens) if compares else {}
 
-    def train(self, batch: Batch, loss: Loss, counts: Normalizers) -> dict[str, float] | None:
-        """One optimizer step on this rank's share of a global batch; metrics are this replica's share, beside
-        `grad_norm`, `lr`, `wd` and `skipped_steps`, which are whole on every replica. Where a gradient is not finite,
-        weights, optimizer and schedule stay as they are, `skipped_steps` is 1 and `grad_norm` is not a number."""
+    def evaluate(self, rows: int, loss: Loss, counts: Normalizers, name: str = "train") -> dict[str, float] | None:
+        """The loss and its metrics of the first `rows` rows of a held batch; None where there are none."""
+        batch = self._held[name]
+        scored = self._score(batch.tokens, batch.lengths, then_train=self._reference is None, loss=loss)
+        if scored is None or not rows or not self._model.place.reports:
+            return None
+        logprobs_BT = scored.pop("logprobs")
+        with torch.no_grad():
+            _, metrics = loss(logprobs_BT[:rows], replace(batch, **scored).rows(slice(rows)), counts)
+        return _floats(metrics)
+
+    def train(
+        self, loss: Loss, counts: Normalizers, rows: slice = slice(None), name: str = "train"
+    ) -> dict[str, float] | None:
+        """One optimizer step on `rows` of a held batch, this rank's share of a global batch. Metrics are this replica's
+        share, except `grad_norm`, `lr`, `wd` and `skipped_steps`, which are whole on every replica. Where a gradient is
+        not finite, weights, optimizer and schedule stay as they are, `skipped_steps` is 1 and `grad_norm` is NaN."""
         self._phases.require(Component.PARAMETERS, Component.OPTIMIZER_STATES)
         self._seed_step()
         with self._memory.phase("train"), self._phases.gradients.accumulating():
@@ -144,11 +173,7 @@ class MegatronWorker:
                 chunk.zero_grad_buffer()
             self._optimizer.zero_grad()
             parts = forward_backward(
-                self._model,
-                batch,
-                self._train_layout,
-                self._temperature,
-                lambda logprobs_BT, micro: loss(logprobs_BT, micro, counts),
+                self._model, self._held[name].rows(rows), self._train_layout, self._temperature, loss, counts
             )
             learning_rate = self._optimizer.param_groups[0]["lr"]
             finite, grad_norm = gradients_are_finite(self._model), math.nan
@@ -158,7 +183,7 @@ class MegatronWorker:
             self._phases.recount()
         if not self._model.place.reports:
             return None
-        shares = combine_metrics([{name: value.item() for name, value in part.items()} for part in parts])
+        shares = combine_metrics([_floats(part) for part in parts])
         whole = {
             "grad_norm": grad_norm,
             "lr": learning_rate,
@@ -219,13 +244,12 @@ class MegatronWorker:
             if self._rank == 0:
                 write_hf_folder(on_host(weights), self._model_path, Path(path))
         finally:
-            # The others gather, and keep nothing.
+            # The other ranks take part in the gathers, and keep nothing.
             for _ in weights:
                 pass
 
     def _seed_step(self) -> None:
-        """Random numbers of a step, such as dropout's, are those of run and step alone, whatever came before; a replica
-        has its own, and all ranks of a replica the same."""
+        """Seed the random numbers of a step, such as dropout's, from run, step and replica alone."""
         steps, replica = self._scheduler.num_steps, self._model.place.data_rank
         progress.note(optimizer_step=steps + 1, micro_batch=0)
         torch.manual_seed((self._seed * 1_000_003 + steps) * 65_537 + replica)
@@ -235,12 +259,27 @@ class MegatronWorker:
             return WithoutAdapters(self._model.chunks, self._model.lora)
         return ReferenceWeights(self._model, host_registrar(self._policy, self._model))
 
-    def _score(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str, then_train: bool) -> np.ndarray | None:
+    def _logprobs(self, batch: Batch, then_train: bool) -> Tensor | None:
+        scored = self._score(batch.tokens, batch.lengths, then_train=then_train)
+        return None if scored is None else scored["logprobs"]
+
+    def _score(
+        self,
+        tokens_BT: Tensor,
+        lengths_B: Tensor,
+        phase: str = "logprob",
+        then_train: bool = False,
+        loss: Loss | None = None,
+    ) -> dict[str, Tensor] | None:
+        """See `forward_scores`. `then_train`: training follows, so what it needs may move to the device meanwhile."""
         self._phases.require(Component.PARAMETERS)
         working_bytes = self._memory.working_bytes(phase) if then_train else None
         between = self._phases.between_micro_batches(Phase.TRAIN, working_bytes, self._memory.moving)
         with self._memory.phase(phase):
-            logprobs_BT = forward_logprobs(
-                self._model, tokens_BT, lengths_B, self._logprob_layout, self._temperature, between
+            return forward_scores(
+                self._model, tokens_BT, lengths_B, self._logprob_layout, self._temperature, between, loss
             )
-        return logprobs_BT.numpy() if self._model.place.reports and logprobs_BT is not None else None
+
+
+def _floats(metrics: Metrics) -> dict[str, float]:
+    return {name: value.item() for name, value in metrics.items()}

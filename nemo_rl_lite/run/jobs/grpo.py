@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from nemo_rl_lite.algorithms.grpo import GRPO
+from nemo_rl_lite.algorithms.grpo import GRPO, Engines
+from nemo_rl_lite.algorithms.report import Report
 from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.cluster.system_usage import SystemUsage
 from nemo_rl_lite.config.schema import Config, GRPOConfig
@@ -13,19 +14,21 @@ from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.environments.registry import make_environment
 from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.losses.registry import make_loss
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog, under
 from nemo_rl_lite.rewards.judge import make_judge
 from nemo_rl_lite.rollout.files import RolloutFiles, Split
 from nemo_rl_lite.rollout.prompts import fitting_prompts
 from nemo_rl_lite.rollout.rollout import Rollout, RolloutCollector
+from nemo_rl_lite.rollout.source import RolloutSource
 from nemo_rl_lite.rollout.turns import Turns
 from nemo_rl_lite.run.jobs.steps import make_steps
 from nemo_rl_lite.run.memory_plan import show_memory_plan
 from nemo_rl_lite.run.model import starting_model
 from nemo_rl_lite.run.workers.launch import Reserved, launch
 
-# The best and the worst go to the terminal, so many to where there is more room.
+# Samples that the terminal shows, the worst and the best, and that trackers get.
 SHOWN, TRACKED = 2, 16
 
 
@@ -56,28 +59,31 @@ class GRPOJob:
         max_length = config.policy.max_total_sequence_length
         turns = Turns(self._environment, config.environment.max_turns) if self._environment else None
         steps = make_steps(config, self._folder, start, workers.policy, metrics, console, groups)
+        options = config.options(GRPOConfig)
+        rollouts = RolloutSource(
+            options,
+            RolloutCollector(workers.generation, self._tokenizer, self._judge, max_length, turns),
+            Sampling.of(config.generation, self._tokenizer.end_token),
+            self._training,
+            self._validation,
+            self._rollout_log(metrics, start),
+        )
+        devices = all_gpus(config) or policy_ranks(config)
+        system = SystemUsage([process for group in groups for process in group.processes])
         GRPO(
-            config=config.options(GRPOConfig),
+            config=options,
+            loss=make_loss(options),
             policy=workers.policy,
-            generation=workers.generation,
-            refit=workers.generation.refit,
-            check_refit=workers.weights.check,
-            collector=RolloutCollector(workers.generation, self._tokenizer, self._judge, max_length, turns),
-            sampling=Sampling.of(config.generation, self._tokenizer.end_token),
-            training=self._training,
-            validation=self._validation,
-            metrics=metrics,
-            console=console,
+            engines=Engines(workers.generation, workers.generation.refit, workers.weights.check),
+            rollouts=rollouts,
             steps=steps,
+            report=Report(metrics, console, workers.policy, devices, system.take),
             mismatch_warning=config.logger.mismatch_warning,
-            devices=all_gpus(config) or policy_ranks(config),
-            on_rollout=self._rollout_log(metrics, start),
-            system=SystemUsage([process for group in groups for process in group.processes]).take,
         ).run()
         workers.policy.release_host_memory()
         if config.checkpoint.export_hf_at_end:
             workers.policy.export_hf(str(self._folder / "hf"))
-        # Not before what was trained is somewhere.
+        # A failed checkpoint is an error only now that the trained weights are exported.
         steps.checkpoints.require()
         return workers.peak_memory()
 

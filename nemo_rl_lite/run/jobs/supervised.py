@@ -2,15 +2,16 @@
 
 from pathlib import Path
 
+from nemo_rl_lite.algorithms.report import Report
 from nemo_rl_lite.algorithms.supervised import Supervised
 from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.cluster.system_usage import SystemUsage
-from nemo_rl_lite.config.schema import Config, DPOConfig, SupervisedConfig
+from nemo_rl_lite.config.algorithms import compares
+from nemo_rl_lite.config.schema import Config, SupervisedConfig
 from nemo_rl_lite.config.sizes import policy_ranks
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
-from nemo_rl_lite.losses.dpo import DPOLoss
-from nemo_rl_lite.losses.sft import SFTLoss
+from nemo_rl_lite.losses.registry import make_loss
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog, under
 from nemo_rl_lite.run.jobs.steps import make_steps
@@ -39,25 +40,21 @@ class SupervisedJob:
             policy = launch_policy(reserved, self._model_path, start.policy)
         metrics.log(start.steps, under("timing/setup", reserved.setup_seconds()))
         options = config.options(SupervisedConfig)
-        compares = isinstance(options, DPOConfig)
         steps = make_steps(config, self._folder, start, policy, metrics, console, [policy.group])
         Supervised(
             config=options,
-            loss=DPOLoss(options) if isinstance(options, DPOConfig) else SFTLoss(),
-            with_reference=compares,
-            shown=("accuracy", "rewards_margin_mean") if compares else (),
+            loss=make_loss(options),
+            with_reference=compares(config),
+            shown=("accuracy", "rewards_margin_mean"),
             policy=policy,
             training=self._training,
             validation=self._validation,
-            metrics=metrics,
-            console=console,
             steps=steps,
-            devices=policy_ranks(config),
-            system=SystemUsage(policy.group.processes).take,
+            report=Report(metrics, console, policy, policy_ranks(config), SystemUsage(policy.group.processes).take),
         ).run()
         policy.release_host_memory()
         if config.checkpoint.export_hf_at_end:
             policy.export_hf(str(self._folder / "hf"))
-        # Not before what was trained is somewhere.
+        # A failed checkpoint is an error only now that the trained weights are exported.
         steps.checkpoints.require()
         return {f"{policy.group.name}-{rank}": size for rank, size in enumerate(policy.group.peak_memory())}

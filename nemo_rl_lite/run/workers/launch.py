@@ -155,7 +155,9 @@ def launch_policy(reserved: Reserved, model_path: Path, saved: Path | None) -> R
 
 
 def _ready_policy(reserved: Reserved, saved: Path | None) -> RemotePolicy:
-    policy = RemotePolicy(reserved.policy, sequences_per_optimizer_step(reserved.config))
+    policy = RemotePolicy(
+        reserved.policy, sequences_per_optimizer_step(reserved.config), sequences_together(reserved.config)
+    )
     if saved is not None:
         with reserved.setup("resume"):
             _load(policy, saved)

@@ -1,4 +1,4 @@
-"""The policy in Ray actors: splits batches over data-parallel ranks and puts results together."""
+"""The policy in Ray actors: splits batches over data-parallel replicas and combines their results."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,40 +11,65 @@ from torch import Tensor
 from nemo_rl_lite.cluster.workers import Call, WorkerGroup, wait
 from nemo_rl_lite.config.schema import RefitConfig
 from nemo_rl_lite.errors import CheckpointError, WorkerError
-from nemo_rl_lite.losses.policy_gradient import Batch, Loss, combine_metrics
+from nemo_rl_lite.losses.batch import TokenRow
+from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked
 from nemo_rl_lite.offload.mover import Move
+from nemo_rl_lite.policy.interface import HeldBatch, Scored
 from nemo_rl_lite.policy.megatron.model import ParallelPlace
 from nemo_rl_lite.refit.layout.plan import RefitPlan
 from nemo_rl_lite.refit.transport.interface import Offer
 
 WORKER_CLASS = "nemo_rl_lite.policy.megatron.worker.MegatronWorker"
-# The same on every replica: not to be summed over them.
+# Metrics that are the same on every replica, so that they are not summed.
 WHOLE_METRICS = ("grad_norm", "lr", "wd", "skipped_steps")
 
 
 class RemotePolicy:
     """`Policy` over a group of started `MegatronWorker`s."""
 
-    def __init__(self, group: WorkerGroup, global_batch: int):
-        """`global_batch`: sequences of an optimizer step."""
-        self.group, self._global_batch = group, global_batch
+    def __init__(self, group: WorkerGroup, global_batch: int, together: int = 1):
+        """`global_batch`: sequences of an optimizer step. `together`: neighbours that a loss compares."""
+        self.group, self._global_batch, self._together = group, global_batch, together
         self._places: list[ParallelPlace] = wait(group.call("place"))
         self._replicas = self._places[0].data_size
+        self._held: dict[str, HeldBatch] = {}
 
     def prepare_for_logprob(self) -> None:
         wait(self.group.call("prepare_for_logprob"))
 
-    def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "logprob") -> Tensor:
-        return self._score("logprobs", tokens_BT, lengths_B, phase)
+    def hold(self, rows: Sequence[TokenRow], name: str = "train") -> HeldBatch:
+        last = len(rows) - self._together
+        shards = [
+            ([rows[index if index < len(rows) else last + index % self._together] for index in own],)
+            for own in self._split(len(rows))
+        ]
+        self._on_replicas("hold", shards, name)
+        self._held[name] = HeldBatch(name, rows)
+        return self._held[name]
 
-    def reference_logprobs(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
-        return self._score("reference_logprobs", tokens_BT, lengths_B)
+    def score(self, batch: HeldBatch, which: Sequence[Scored]) -> dict[str, float]:
+        common = (tuple(which), count_masked(batch.rows).tokens, self._name(batch))
+        return combine_metrics(self._on_replicas("score", None, *common, phase="logprobs"))
+
+    def evaluate(self, batch: HeldBatch, loss: Loss) -> dict[str, float]:
+        whole = len(batch.rows)
+        own = [(sum(index < whole for index in share),) for share in self._split(whole)]
+        common = (loss, loss.counts(batch.rows), self._name(batch))
+        replicas = self._on_replicas("evaluate", own, *common, phase="validation")
+        return combine_metrics([metrics for metrics in replicas if metrics is not None])
+
+    def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> Tensor:
+        """Any number of rows: copies of the last one fill up the replicas and are left out of the result."""
+        rows = len(tokens_BT)
+        index = torch.arange(-(-rows // self._replicas) * self._replicas).clamp(max=rows - 1)
+        shards = zip(tokens_BT[index].chunk(self._replicas), lengths_B[index].chunk(self._replicas), strict=True)
+        return torch.from_numpy(np.concatenate(self._on_replicas("logprobs", list(shards), phase))[:rows])
 
     def prepare_for_training(self) -> None:
         wait(self.group.call("prepare_for_training"))
 
     def prepare_for_refit(self, engine_bytes: int) -> None:
-        """Enter the refit phase; what leaves the device may still be leaving while engines on the same devices take
+        """Enter the refit phase; moves to the host may overlap with engines on the same devices, which take
         `engine_bytes` of each for their weights."""
         wait(self.group.call("prepare_for_refit", engine_bytes))
 
@@ -52,13 +77,13 @@ class RemotePolicy:
         """Enter the generation phase."""
         wait(self.group.call("prepare_for_generation"))
 
-    def train(self, batch: Batch, loss: Loss) -> dict[str, float]:
-        steps = []
-        for start in range(0, batch["tokens"].shape[0], self._global_batch):
-            part = {name: values[start : start + self._global_batch] for name, values in batch.items()}
-            replicas = self._step(part, loss, loss.counts(part))
-            combined = combine_metrics(replicas)
-            steps.append(combined | {name: replicas[0][name] for name in WHOLE_METRICS})
+    def train(self, batch: HeldBatch, loss: Loss) -> dict[str, float]:
+        steps, share = [], self._global_batch // self._replicas
+        for step, start in enumerate(range(0, len(batch.rows), self._global_batch)):
+            counts = loss.counts(batch.rows[start : start + self._global_batch])
+            own = slice(step * share, (step + 1) * share)
+            replicas = self._on_replicas("train", None, loss, counts, own, self._name(batch))
+            steps.append(combine_metrics(replicas) | {name: replicas[0][name] for name in WHOLE_METRICS})
         totals = combine_metrics(steps)
         extremes = ("_min", "_max")
         return {name: value / (1 if name.endswith(extremes) else len(steps)) for name, value in totals.items()}
@@ -84,7 +109,7 @@ class RemotePolicy:
         return {name: max(peaks.get(name, 0.0) for peaks in ranks) for name in names}
 
     def release_host_memory(self) -> None:
-        """Give back the host memory that moves between phases have kept, at the end of a run."""
+        """Release the host memory of moves between phases, at the end of a run."""
         wait(self.group.call("release_host_memory"))
 
     def take_moves(self) -> dict[str, Move]:
@@ -119,37 +144,44 @@ class RemotePolicy:
         try:
             wait(self.group.call(method, *arguments, phase="checkpoint"))
         except WorkerError as error:
-            # Where some ranks go on, in a collective that will not end, they are no longer in step.
+            # Ranks that are still in a collective, which will not end, are out of step: no further save can work.
             if error.raised == CheckpointError.__name__ and not error.others_running:
                 raise CheckpointError(error.cause.removeprefix(f"{error.raised}: ")) from error
             raise
 
-    def _score(self, method: str, tokens_BT: Tensor, lengths_B: Tensor, *more: str) -> Tensor:
-        """Any number of rows: copies of the last fill up the replicas and are left out of the result."""
-        rows = tokens_BT.shape[0]
-        index = torch.arange(-(-rows // self._replicas) * self._replicas).clamp(max=rows - 1)
-        shards = list(zip(tokens_BT[index].chunk(self._replicas), lengths_B[index].chunk(self._replicas), strict=True))
-        call = self.group.call_each(method, [(*shards[place.data_rank], *more) for place in self._places])
-        return torch.from_numpy(np.concatenate(self._reported(wait(call)))[:rows])
+    def _split(self, count: int) -> list[list[int]]:
+        """Each replica's rows of `count`: its share of each optimizer step, one step after the other. Where the last
+        step is not whole, the last replicas' last indices are `count` or more."""
+        shares: list[list[int]] = [[] for _ in range(self._replicas)]
+        for start in range(0, count, self._global_batch):
+            rows = min(self._global_batch, count - start)
+            share = -(-rows // (self._replicas * self._together)) * self._together
+            for replica, own in enumerate(shares):
+                own += range(start + replica * share, start + (replica + 1) * share)
+        return shares
 
-    def _step(self, batch: Batch, *arguments: object) -> list[dict[str, float]]:
-        rows = batch["tokens"].shape[0] // self._replicas
-        shards = [
-            {name: values[replica * rows : (replica + 1) * rows] for name, values in batch.items()}
-            for replica in range(self._replicas)
-        ]
-        call = self.group.call_each("train", [(shards[place.data_rank], *arguments) for place in self._places])
-        return self._reported(wait(call))
+    def _name(self, batch: HeldBatch) -> str:
+        if self._held.get(batch.name) is not batch:
+            raise ValueError(f"the workers hold a newer batch {batch.name!r} than this one")
+        return batch.name
+
+    def _on_replicas(
+        self, method: str, own: Sequence[Sequence[Any]] | None, *common: Any, phase: str = ""
+    ) -> list[Any]:
+        """The replicas' results of a call. Each replica's `own` arguments are stored once and shared by its ranks."""
+        shared = [[self.group.put(value) for value in values] for values in own or [()] * self._replicas]
+        arguments = [(*shared[place.data_rank], *common) for place in self._places]
+        return self._reported(wait(self.group.call_each(method, arguments, phase)))
 
     def _reported(self, results: list[Any]) -> list[Any]:
-        """Of all ranks' results, those that stand for a data-parallel replica, in the replicas' order."""
+        """The results of the ranks that stand for a data-parallel replica, in the replicas' order."""
         reporting = {p.data_rank: result for p, result in zip(self._places, results, strict=True) if p.reports}
         return [reporting[replica] for replica in range(self._replicas)]
 
 
 def combine_moves(ranks: Sequence[Sequence[tuple[str, Move]]]) -> dict[str, Move]:
-    """Moves by name, those of the slowest rank: ranks move at the same time, a rank's moves of one name come one after
-    the other. What is waited for is the most that any rank waited."""
+    """Moves by name, those of the slowest rank: ranks move at the same time, and a rank's moves of one name one after
+    the other. The exposed time is the longest of any rank."""
     combined: dict[str, Move] = {}
     for name in sorted({name for moves in ranks for name, _ in moves}):
         of_ranks = [_in_turn([move for own, move in moves if own == name]) for moves in ranks]

@@ -1,4 +1,4 @@
-"""The loop with a policy that only takes notes."""
+"""The loop with a policy that only records its calls."""
 
 import dataclasses
 import time
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemo_rl_lite.algorithms.report import Report
 from nemo_rl_lite.algorithms.steps import Steps
 from nemo_rl_lite.algorithms.supervised import Supervised
 from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
@@ -15,14 +16,18 @@ from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention
 from nemo_rl_lite.config.schema import SFTConfig
 from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.host.stopping import Stopping
+from nemo_rl_lite.losses.batch import Batch, TokenRow
 from nemo_rl_lite.losses.sft import SFTLoss
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.offload.mover import Move
+from nemo_rl_lite.policy.interface import HeldBatch
 
 CONFIG = SFTConfig(
     name="sft",
     seed=1,
+    loss=None,
+    loss_kwargs={},
     max_num_epochs=2,
     max_num_steps=None,
     val_period=2,
@@ -33,16 +38,14 @@ CONFIG = SFTConfig(
     higher_is_better=False,
     early_stop_patience=None,
 )
-BATCH = {
-    "tokens": torch.ones(2, 4, dtype=torch.int64),
-    "mask": torch.tensor([[0.0, 1, 1, 0], [0, 0, 0, 1]]),
-    "lengths": torch.tensor([3, 4]),
-}
+ROWS = [TokenRow([1, 1, 1], [False, True, True]), TokenRow([1, 1, 1, 1], [False, False, False, True])]
 
 
-class NotingPolicy:
+class RecordingPolicy:
+    """Gives every token the logprob -0.5."""
+
     def __init__(self):
-        self.calls = []
+        self.calls, self.logprob = [], lambda: -0.5
 
     def prepare_for_logprob(self):
         self.calls.append("logprob")
@@ -53,8 +56,18 @@ class NotingPolicy:
     def take_moves(self):
         return {"parameters/to_host": Move(8, 1.0, 0.5)}
 
-    def logprobs(self, tokens_BT, lengths_B):
-        return torch.full(tokens_BT.shape, -0.5)
+    def hold(self, rows, name="train"):
+        self.calls.append(f"hold {name}")
+        return HeldBatch(name, rows)
+
+    def score(self, batch, which):
+        self.calls.append(f"score {batch.name} {'+'.join(which)}")
+        return {}
+
+    def evaluate(self, batch, loss):
+        rows = Batch.padded(batch.rows)
+        _, metrics = loss(torch.full(rows.tokens.shape, self.logprob()), rows, loss.counts(batch.rows))
+        return {name: value.item() for name, value in metrics.items()}
 
     def train(self, batch, loss):
         self.calls.append("train")
@@ -70,12 +83,12 @@ class Data(TrainingExamples):
 
     steps_per_epoch = property(lambda self: self.of_epoch)
 
-    def batch(self, step):
-        return BATCH
+    def rows(self, step):
+        return ROWS
 
 
-def sft(validation=BATCH, steps_per_epoch=3, **changes) -> Supervised:
-    policy, metrics = NotingPolicy(), MetricsLog([])
+def sft(validation=ROWS, steps_per_epoch=3, **changes) -> Supervised:
+    policy, metrics = RecordingPolicy(), MetricsLog([])
     store = CheckpointStore(Path("nowhere"), Retention(1, 0, None, True))
     checkpoints = Checkpoints(store, policy, 0, True, {}, print)
     return Supervised(
@@ -86,11 +99,8 @@ def sft(validation=BATCH, steps_per_epoch=3, **changes) -> Supervised:
         policy=policy,
         training=Data(steps_per_epoch),
         validation=validation,
-        metrics=metrics,
-        console=RunConsole(),
         steps=Steps(0, checkpoints, Stopping(None, time.monotonic), metrics, 3, lambda step: nullcontext()),
-        devices=1,
-        system=dict,
+        report=Report(metrics, RunConsole(), policy, 1, dict),
     )
 
 
@@ -105,20 +115,21 @@ def test_a_run_ends_at_its_first_limit(epochs, steps, of_epoch, expected):
 def test_phases_alternate_and_metrics_have_nemo_rls_names():
     job = sft(max_num_steps=3)
     job.run()
-    assert job.policy.calls == ["logprob", *["training", "train"] * 2, "logprob", "training", "train", "logprob"]
-    assert job.metrics.series("validation/val_loss") == ([0, 2, 3], [0.5, 0.5, 0.5])
-    assert job.metrics.series("train/global_valid_toks") == ([1, 2, 3], [3, 3, 3])
-    assert job.metrics.series("train/total_num_tokens")[1] == [7, 7, 7]
-    assert job.metrics.series("train/epoch")[1] == pytest.approx([1 / 3, 2 / 3, 1])
+    step = ["hold train", "training", "train"]
+    assert job.policy.calls == ["logprob", "hold validation", *step * 2, "logprob", *step, "logprob"]
+    assert job.report.metrics.series("validation/val_loss") == ([0, 2, 3], [0.5, 0.5, 0.5])
+    assert job.report.metrics.series("train/global_valid_toks") == ([1, 2, 3], [3, 3, 3])
+    assert job.report.metrics.series("train/total_num_tokens")[1] == [7, 7, 7]
+    assert job.report.metrics.series("train/epoch")[1] == pytest.approx([1 / 3, 2 / 3, 1])
     expected = {"train/loss", "train/grad_norm", "train/lr", "train/global_valid_seqs", "performance/tokens_per_sec"}
     expected |= {"timing/train/total_step_time", "timing/train/policy_training", "timing/train/data_processing"}
-    assert set().union(*job.metrics.history) >= expected
+    assert set().union(*job.report.metrics.history) >= expected
 
 
 def test_without_held_out_chats_nothing_is_validated():
-    job = sft(validation=None)
+    job = sft(validation=[])
     job.run()
-    assert "logprob" not in job.policy.calls and len(job.policy.calls) == 12
+    assert "logprob" not in job.policy.calls and len(job.policy.calls) == 18
 
 
 @pytest.mark.parametrize(("patience", "stopped_at"), [(1, 4), (2, 6), (None, 12)])
@@ -126,27 +137,23 @@ def test_a_run_stops_when_validations_no_longer_improve(patience, stopped_at):
     """Validations after steps 0, 2, 4, ...: the second is better, those after it are not."""
     losses = iter([-0.9, -0.5, -0.5, -0.6, *[-0.7] * 9])
     job = sft(max_num_steps=12, max_num_epochs=None, early_stop_patience=patience)
-    job.policy.logprobs = lambda tokens_BT, lengths_B: torch.full(tokens_BT.shape, next(losses))
+    job.policy.logprob = lambda: next(losses)
     job.run()
-    assert job.metrics.series("train/loss")[0][-1] == stopped_at
+    assert job.report.metrics.series("train/loss")[0][-1] == stopped_at
 
 
 def test_the_reference_scores_each_batch_before_training_and_held_out_ones_once():
     job = sft(max_num_steps=3)
-    job.with_reference, scored = True, []
-
-    def reference(tokens_BT, lengths_B):
-        scored.append(len(job.policy.calls))
-        return torch.full(tokens_BT.shape, -0.25)
-
-    def train(batch, loss):
-        job.policy.calls.append("train")
-        assert batch["reference_logprobs"].tolist() == [-0.5, -0.25]
-        return {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1, "wd": 0.0}
-
-    job.policy.reference_logprobs, job.policy.train = reference, train
+    job.with_reference = True
     job.run()
-    step = ["logprob", "training", "train"]
-    assert job.policy.calls == ["logprob", *step * 2, "logprob", *step, "logprob"]
-    assert len(scored) == 4
-    assert "timing/train/policy_and_reference_logprobs" in set().union(*job.metrics.history)
+    first = ["logprob", "hold validation", "score validation reference"]
+    step = ["hold train", "logprob", "score train reference", "training", "train"]
+    assert job.policy.calls == [*first, *step * 2, "logprob", *step, "logprob"]
+    assert "timing/train/policy_and_reference_logprobs" in set().union(*job.report.metrics.history)
+
+
+def test_a_loss_of_ones_own_may_have_other_metrics():
+    job = sft(max_num_steps=1)
+    job.shown = ("accuracy",)
+    job.run()
+    assert job.report.metrics.series("train/loss")[1] == [1.0]

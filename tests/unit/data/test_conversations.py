@@ -186,7 +186,7 @@ def test_chats_that_are_too_long_are_cut_and_counted(tmp_path, caplog):
     cutting = encoder(tmp_path, max_length=40, too_long="truncate")
     examples = training_examples(config, cutting)
     assert "2 of 5 chats are longer" in caplog.text and "1 were dropped" in caplog.text
-    batch = examples.batch(0)
-    assert batch["lengths"].tolist()[3] == 40 and batch["mask"][3].sum() > 0
+    row = examples.rows(0)[3]
+    assert len(row.tokens) == 40 and any(row.mask)
     prompt = len(ChatTokenizer(tmp_path).prompt(said("u:2")))
-    assert batch["mask"][3].tolist() == [0.0] * prompt + [1.0] * (40 - prompt)
+    assert row.mask == [False] * prompt + [True] * (40 - prompt)

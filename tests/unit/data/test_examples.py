@@ -8,6 +8,7 @@ from nemo_rl_lite.data.problems import Derived, Problem
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.models.embedded.build import build_tokenizer
 from nemo_rl_lite.rules.compose import compose_config
 
@@ -32,31 +33,35 @@ def encoder(folder, template: str | None = CHATML, max_length: int = 200, too_lo
 
 def masked_texts(encoder: Encoder, problems: list[Problem]) -> list[str]:
     """Return the trained tokens of each row, as text with special tokens."""
-    batch, decode = encoder.batch(list(map(chat_of, problems))), build_tokenizer().decode
-    return [decode(tokens[mask > 0]) for tokens, mask in zip(batch["tokens"], batch["mask"], strict=True)]
+    return trained_texts(encoder.rows(list(map(chat_of, problems))))
+
+
+def trained_texts(rows: list[TokenRow]) -> list[str]:
+    decode = build_tokenizer().decode
+    return [decode([token for token, on in zip(row.tokens, row.mask, strict=True) if on]) for row in rows]
 
 
 def test_the_loss_is_on_the_response_and_its_end_token_alone(tmp_path):
     problems = [Problem(TURNS, "12 is a dozen"), Problem(TURNS[1:2], "4")]
     chats = encoder(tmp_path)
     assert masked_texts(chats, problems) == ["12 is a dozen<eos>", "4<eos>"]
-    batch = chats.batch(list(map(chat_of, problems)))
-    assert batch["lengths"].tolist() == [len(chats.tokenizer.prompt(p.messages)) + len(p.answer) + 1 for p in problems]
-    assert batch["tokens"].shape == batch["mask"].shape == (2, max(batch["lengths"].tolist()))
-    for row, length in enumerate(batch["lengths"].tolist()):
-        assert (batch["tokens"][row, length:] == chats.tokenizer.padding_token).all()
-        assert batch["mask"][row, length - 1] == 1 and (batch["mask"][row, length:] == 0).all()
+    rows = chats.rows(list(map(chat_of, problems)))
+    assert [len(row.tokens) for row in rows] == [
+        len(chats.tokenizer.prompt(p.messages)) + len(p.answer) + 1 for p in problems
+    ]
+    assert all(len(row.mask) == len(row.tokens) and row.mask[-1] for row in rows)
 
 
 def test_the_tokens_are_the_beginning_of_the_whole_templated_chat(tmp_path):
     problem = Problem(TURNS, "12 is a dozen")
-    batch = encoder(tmp_path).batch([chat_of(problem)])
+    (row,) = encoder(tmp_path).rows([chat_of(problem)])
     tokenizer = build_tokenizer()
     tokenizer.chat_template = CHATML
     whole = [*TURNS, {"role": "assistant", "content": problem.answer}]
     expected = tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"]
-    tokens = batch["tokens"][0].tolist()
-    assert tokens == expected[: len(tokens)] and len(expected) == len(tokens) + 1  # the line end after <eos>
+    assert (
+        row.tokens == expected[: len(row.tokens)] and len(expected) == len(row.tokens) + 1
+    )  # the line end after <eos>
 
 
 def test_the_response_is_what_the_template_makes_of_it(tmp_path):
@@ -83,7 +88,7 @@ def test_without_a_template_the_response_follows_the_prompt(tmp_path):
 )
 def test_a_template_that_cannot_be_trained_on_is_an_error(template, words, tmp_path):
     with pytest.raises(DataError, match=words):
-        encoder(tmp_path, template).batch([chat_of(Problem(TURNS[1:2], "4"))])
+        encoder(tmp_path, template).rows([chat_of(Problem(TURNS[1:2], "4"))])
 
 
 def sft_config(folder, rows: list[dict], *overrides: str):
@@ -98,27 +103,22 @@ SMALL = ["policy.train_global_batch_size=4", "policy.train_micro_batch_size=4"]
 
 def test_the_response_column_is_trained_on(tmp_path):
     config = sft_config(tmp_path, ROWS, *SMALL, "data.response_column=solution", "data.shuffle=false")
-    batch = training_examples(config, encoder(tmp_path)).batch(0)
-    texts = [
-        build_tokenizer().decode(tokens[mask > 0]) for tokens, mask in zip(batch["tokens"], batch["mask"], strict=True)
-    ]
+    texts = trained_texts(training_examples(config, encoder(tmp_path)).rows(0))
     assert texts == [f"it is {number}<eos>" for number in range(4)]
 
 
 def test_an_epoch_has_whole_batches_of_different_rows_and_steps_repeat(tmp_path):
     data = training_examples(sft_config(tmp_path, ROWS, *SMALL), encoder(tmp_path))
     assert data.steps_per_epoch == 2
-    epochs = [
-        [tuple(row) for step in (first, first + 1) for row in data.batch(step)["tokens"].tolist()] for first in (0, 2)
-    ]
+    epochs = [[tuple(row.tokens) for step in (first, first + 1) for row in data.rows(step)] for first in (0, 2)]
     assert all(len(set(epoch)) == 8 for epoch in epochs) and epochs[0] != epochs[1]
     again = training_examples(sft_config(tmp_path, ROWS, *SMALL), encoder(tmp_path))
-    assert again.batch(3)["tokens"].tolist() == data.batch(3)["tokens"].tolist()
+    assert again.rows(3) == data.rows(3)
 
 
 def test_validation_takes_every_chat_up_to_the_limit(tmp_path):
-    batch = validation_examples(sft_config(tmp_path, ROWS, "algorithm.max_val_samples=7"), encoder(tmp_path))
-    assert len(batch["tokens"]) == 7
+    rows = validation_examples(sft_config(tmp_path, ROWS, "algorithm.max_val_samples=7"), encoder(tmp_path))
+    assert len(rows) == 7
 
 
 def test_chats_that_are_too_long_are_errors_or_dropped(tmp_path, caplog):
@@ -143,4 +143,4 @@ def test_generated_data_never_ends(tmp_path):
     chats = encoder(tmp_path)
     data = TrainingExamples(Derived(ReverseDigits(4, seed=0), chat_of), chats, batch_size=3)
     assert data.steps_per_epoch is None
-    assert data.batch(5)["tokens"].tolist() != data.batch(6)["tokens"].tolist()
+    assert data.rows(5) != data.rows(6)

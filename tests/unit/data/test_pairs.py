@@ -84,17 +84,16 @@ def test_a_longer_common_beginning_is_what_is_asked(tmp_path):
     turns = [*ASKED, *said("a:4", "u:and 1")]
     found = pair({"chosen": [*turns, *said("a:5 of course")], "rejected": [*turns, *said("a:5 or 6")]})
     assert found.messages == tuple(turns)
-    batch = encoder(tmp_path).batch([found])
-    assert batch["tokens"].shape[0] == 2
+    rows = encoder(tmp_path).rows([found])
     prompt = len(encoder(tmp_path).tokenizer.prompt(turns))
-    for row, text in enumerate(("5 of course", "5 or 6")):
-        assert batch["mask"][row].tolist()[:prompt] == [0.0] * prompt
-        assert batch["mask"][row].sum() == len(text) + 1
+    for row, text in zip(rows, ("5 of course", "5 or 6"), strict=True):
+        assert row.mask[:prompt] == [False] * prompt
+        assert sum(row.mask) == len(text) + 1
 
 
 def test_an_empty_response_can_be_the_worse_one(tmp_path):
-    batch = encoder(tmp_path).batch([pair({"prompt": "2+2", "chosen": "4", "rejected": ""})])
-    assert batch["mask"].sum(dim=1).tolist() == [2, 1]
+    rows = encoder(tmp_path).rows([pair({"prompt": "2+2", "chosen": "4", "rejected": ""})])
+    assert [sum(row.mask) for row in rows] == [2, 1]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 
 from nemo_rl_lite.config.schema import DPOConfig
 from nemo_rl_lite.losses.dpo import DPOLoss
+from tests.unit.losses.batches import batch_of, rows_of
 
 TOLERANCE = 1e-5
 
@@ -17,6 +18,8 @@ def dpo_config(**changes) -> DPOConfig:
     values = {
         "name": "dpo",
         "seed": 1,
+        "loss": None,
+        "loss_kwargs": {},
         "max_num_epochs": 1,
         "max_num_steps": None,
         "val_period": 0,
@@ -46,17 +49,17 @@ def random_pairs(seed: int = 0, pairs: int = 5, prompt: int = 3, response: int =
     logprobs = -torch.rand(shape, generator=source) * 3
     mask = ((place >= 0) & (place < lengths)).float()
     reference_BT = logprobs + 0.4 * torch.randn(shape, generator=source)
-    return {"logprobs": logprobs, "mask": mask, "reference_logprobs": (reference_BT * mask).sum(dim=1)}
+    return {"logprobs": logprobs, "mask": mask, "reference_logprobs": reference_BT}
 
 
 def our_loss(config: DPOConfig, pairs: dict, rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor, dict]:
     """Summed over micro-batches of so many rows."""
     logprobs, loss = pairs["logprobs"].clone().requires_grad_(), DPOLoss(config)
-    counts, rows = loss.counts(pairs), rows or len(pairs["mask"])
+    counts, rows = loss.counts(rows_of(pairs["mask"])), rows or len(pairs["mask"])
     shares = []
     for start in range(0, len(logprobs), rows):
         micro = {name: values[start : start + rows] for name, values in pairs.items()}
-        shares.append(loss(logprobs[start : start + rows], micro, counts))
+        shares.append(loss(logprobs[start : start + rows], batch_of(micro), counts))
     total = sum(value for value, _ in shares)
     total.backward()
     metrics = {name: sum(share[name] for _, share in shares).item() for name in shares[0][1]}
@@ -83,7 +86,7 @@ def trl_loss(config: DPOConfig, pairs: dict) -> tuple[torch.Tensor, torch.Tensor
     if config.sft_loss_weight:
         kinds, weights = [*kinds, "sft"], [*weights, config.sft_loss_weight]
     unchanged = lambda value, **_: value  # noqa: E731
-    reference = pairs["reference_logprobs"][order].chunk(2)
+    reference = (pairs["reference_logprobs"] * pairs["mask"]).sum(dim=1)[order].chunk(2)
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=True),
         accelerator=SimpleNamespace(device="cpu", gather=unchanged, gather_for_metrics=unchanged),
@@ -176,7 +179,7 @@ def test_options_change_the_loss():
 
 def test_a_policy_that_is_the_reference_has_half_of_the_pairs_right():
     pairs = random_pairs()
-    pairs["reference_logprobs"] = (pairs["logprobs"] * pairs["mask"]).sum(dim=1)
+    pairs["reference_logprobs"] = pairs["logprobs"]
     loss, _, metrics = our_loss(dpo_config(), pairs)
     assert loss.item() == pytest.approx(0.693147, abs=TOLERANCE) and metrics["accuracy"] == 0.5
 

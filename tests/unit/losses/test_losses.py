@@ -3,7 +3,9 @@ import math
 import pytest
 import torch
 
-from nemo_rl_lite.losses.policy_gradient import GRPOLoss, Normalizers, combine_metrics, kl_estimate, mismatch_metrics
+from nemo_rl_lite.losses.interface import combine_metrics, count_masked
+from nemo_rl_lite.losses.policy_gradient import GRPOLoss, kl_estimate, mismatch_metrics
+from tests.unit.losses.batches import batch_of, rows_of
 from tests.unit.losses.test_losses_match_trl import loss_config, random_inputs
 
 EVERYTHING = {
@@ -19,12 +21,12 @@ EVERYTHING = {
 def test_loss_does_not_depend_on_how_the_batch_is_split(pieces, token_level):
     inputs = random_inputs()
     loss = GRPOLoss(loss_config(**EVERYTHING, token_level_loss=token_level))
-    counts = Normalizers.of(inputs["mask"])
-    whole, whole_metrics = loss(inputs["logprobs"], inputs, counts)
+    counts = count_masked(rows_of(inputs["mask"]))
+    whole, whole_metrics = loss(inputs["logprobs"], batch_of(inputs), counts)
     parts, metrics, start = [], [], 0
     for size in pieces:
         piece = {name: values[start : start + size] for name, values in inputs.items()}
-        value, piece_metrics = loss(piece["logprobs"], piece, counts)
+        value, piece_metrics = loss(piece["logprobs"], batch_of(piece), counts)
         parts.append(value)
         metrics.append({name: metric.item() for name, metric in piece_metrics.items()})
         start += size
@@ -36,13 +38,13 @@ def test_loss_does_not_depend_on_how_the_batch_is_split(pieces, token_level):
 
 def test_padding_may_hold_anything():
     inputs = random_inputs()
-    loss, counts = GRPOLoss(loss_config(**EVERYTHING)), Normalizers.of(inputs["mask"])
-    clean, _ = loss(inputs["logprobs"], inputs, counts)
+    loss, counts = GRPOLoss(loss_config(**EVERYTHING)), count_masked(rows_of(inputs["mask"]))
+    clean, _ = loss(inputs["logprobs"], batch_of(inputs), counts)
     dirty = {
         name: torch.where(inputs["mask"] > 0, values, -50.0) if name.endswith("logprobs") else values
         for name, values in inputs.items()
     }
-    soiled, _ = loss(dirty["logprobs"], dirty, counts)
+    soiled, _ = loss(dirty["logprobs"], batch_of(dirty), counts)
     torch.testing.assert_close(soiled, clean)
 
 
@@ -50,7 +52,9 @@ def test_on_policy_the_ratio_is_one_and_the_kl_zero():
     inputs = random_inputs()
     for name in ("previous_logprobs", "reference_logprobs", "generation_logprobs"):
         inputs[name] = inputs["logprobs"]
-    _, metrics = GRPOLoss(loss_config(**EVERYTHING))(inputs["logprobs"], inputs, Normalizers.of(inputs["mask"]))
+    _, metrics = GRPOLoss(loss_config(**EVERYTHING))(
+        inputs["logprobs"], batch_of(inputs), count_masked(rows_of(inputs["mask"]))
+    )
     assert metrics["kl_penalty"].item() == 0
     assert metrics["probs_ratio"].item() == pytest.approx(1, abs=1e-6)
     assert metrics["probs_ratio_min"].item() == metrics["probs_ratio_max"].item() == 1
@@ -59,13 +63,13 @@ def test_on_policy_the_ratio_is_one_and_the_kl_zero():
 def test_an_empty_response_contributes_nothing_and_breaks_nothing():
     inputs = random_inputs()
     inputs["mask"][2] = 0
-    counts = Normalizers.of(inputs["mask"])
+    counts = count_masked(rows_of(inputs["mask"]))
     assert counts.sequences == 5
     for token_level in (True, False):
-        loss, _ = GRPOLoss(loss_config(token_level_loss=token_level))(inputs["logprobs"], inputs, counts)
+        loss, _ = GRPOLoss(loss_config(token_level_loss=token_level))(inputs["logprobs"], batch_of(inputs), counts)
         assert math.isfinite(loss.item())
     empty = {name: values[2:3] for name, values in inputs.items()}
-    loss, metrics = GRPOLoss(loss_config())(empty["logprobs"], empty, counts)
+    loss, metrics = GRPOLoss(loss_config())(empty["logprobs"], batch_of(empty), counts)
     assert loss.item() == 0
     assert metrics["probs_ratio_min"].item() == math.inf
 
@@ -94,16 +98,37 @@ def test_kl_clamps():
         kl_estimate(logprobs, reference, "k4")
 
 
+def mismatch(previous, generation, mask, tokens):
+    return mismatch_metrics(
+        batch_of({"previous_logprobs": previous, "generation_logprobs": generation, "mask": mask}), tokens
+    )
+
+
 def test_mismatch_metrics():
     mask = torch.tensor([[0.0, 1.0, 1.0]])
     same = torch.tensor([[-9.0, -1.0, -2.0]])
-    equal = mismatch_metrics(same, same, mask)
+    equal = mismatch(same, same, mask, 2)
     assert equal["token_mult_prob_error"] == 1
     assert equal["gen_kl_error"] == equal["policy_kl_error"] == equal["logprob_abs_diff_max"] == 0
     assert equal["js_divergence_error"] == pytest.approx(0, abs=1e-12)
-    other = mismatch_metrics(same, same + torch.tensor([[5.0, 0.1, -0.2]]), mask)
+    other = mismatch(same, same + torch.tensor([[5.0, 0.1, -0.2]]), mask, 2)
     assert other["token_mult_prob_error"] == pytest.approx((math.exp(0.1) + math.exp(0.2)) / 2, rel=1e-5)
     assert other["gen_kl_error"] == pytest.approx(
         ((math.exp(-0.1) - 1 + 0.1) + (math.exp(0.2) - 1 - 0.2)) / 2, rel=1e-4
     )
     assert other["logprob_abs_diff_max"] == pytest.approx(0.2, rel=1e-5)
+
+
+def test_replicas_shares_of_the_mismatch_are_that_of_the_whole_rollout():
+    inputs = random_inputs()
+    tensors = [inputs[name] for name in ("previous_logprobs", "generation_logprobs", "mask")]
+    tokens = inputs["mask"].sum().item()
+    parts = [mismatch(*(values[rows] for values in tensors), tokens) for rows in (slice(0, 1), slice(1, 6))]
+    assert combine_metrics(parts) == pytest.approx(mismatch(*tensors, tokens), rel=1e-12)
+
+
+def test_a_loss_that_lacks_what_it_reads_says_so():
+    inputs = random_inputs()
+    del inputs["reference_logprobs"], inputs["advantages"]
+    with pytest.raises(ValueError, match="the loss reads advantages, which this run's batches do not have"):
+        GRPOLoss(loss_config())(inputs["logprobs"], batch_of(inputs), count_masked(rows_of(inputs["mask"])))

@@ -8,7 +8,9 @@ import torch
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from nemo_rl_lite.config.schema import LossConfig
-from nemo_rl_lite.losses.policy_gradient import GRPOLoss, Normalizers
+from nemo_rl_lite.losses.interface import count_masked
+from nemo_rl_lite.losses.policy_gradient import GRPOLoss
+from tests.unit.losses.batches import batch_of, rows_of
 
 TOLERANCE = 1e-5
 
@@ -53,7 +55,7 @@ def random_inputs(seed: int = 0, rows: int = 6, prompt: int = 3, response: int =
 
 def our_loss(config: LossConfig, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     logprobs = inputs["logprobs"].clone().requires_grad_()
-    loss, _ = GRPOLoss(config)(logprobs, inputs, Normalizers.of(inputs["mask"]))
+    loss, _ = GRPOLoss(config)(logprobs, batch_of(inputs), count_masked(rows_of(inputs["mask"])))
     loss.backward()
     return loss.detach(), logprobs.grad
 

@@ -9,7 +9,8 @@ from nemo_rl_lite.data.conversations import Example, answered
 from nemo_rl_lite.data.examples import Encoder
 from nemo_rl_lite.data.problems import chat
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
-from nemo_rl_lite.losses.policy_gradient import Normalizers
+from nemo_rl_lite.losses.batch import Batch
+from nemo_rl_lite.losses.interface import count_masked
 from nemo_rl_lite.losses.sft import SFTLoss
 from nemo_rl_lite.models.embedded.build import build_model, build_tokenizer
 
@@ -17,12 +18,17 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def batch(tmp_path_factory):
+def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     build_tokenizer().save_pretrained(folder)
     encoder = Encoder(ChatTokenizer(folder), max_length=64, too_long="error")
     texts = [("2+2", "4"), ("reverse 12345", "54321"), ("a", "a longer response than the others"), ("1", "")]
-    return encoder.batch([Example((answered(chat(prompt), response),), prompt) for prompt, response in texts])
+    return encoder.rows([Example((answered(chat(prompt), response),), prompt) for prompt, response in texts])
+
+
+@pytest.fixture(scope="module")
+def batch(rows):
+    return Batch.padded(rows)
 
 
 def token_logprobs(model, tokens):
@@ -36,14 +42,14 @@ def gradients(model):
 
 
 def of_transformers(model, batch, folder):
-    attention = (torch.arange(batch["tokens"].shape[1]) < batch["lengths"][:, None]).long()
-    labels = torch.where(batch["mask"] > 0, batch["tokens"], -100)
-    return model(batch["tokens"], attention_mask=attention, labels=labels).loss
+    attention = (torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]).long()
+    labels = torch.where(batch.mask > 0, batch.tokens, -100)
+    return model(batch.tokens, attention_mask=attention, labels=labels).loss
 
 
 def of_trl(model, batch, folder):
     """By its trainer, from the tokens on: its collator makes the labels."""
-    rows = zip(batch["tokens"], batch["mask"], batch["lengths"], strict=True)
+    rows = zip(batch.tokens, batch.mask, batch.lengths, strict=True)
     examples = [
         {"input_ids": tokens[:length].tolist(), "completion_mask": mask[:length].int().tolist()}
         for tokens, mask, length in rows
@@ -63,16 +69,16 @@ def of_trl(model, batch, folder):
 
 
 @pytest.mark.parametrize("theirs_of", [of_transformers, of_trl])
-def test_value_and_gradient_are_those_of_others(batch, tmp_path, theirs_of):
+def test_value_and_gradient_are_those_of_others(rows, batch, tmp_path, theirs_of):
     model = build_model(seed=0)
     theirs = theirs_of(model, batch, tmp_path)
     theirs.backward()
     expected = gradients(model)
     model.zero_grad()
-    counts = Normalizers.of(batch["mask"])
+    counts = count_masked(rows)
     # One row a micro-batch: the sum of the shares is the whole batch's mean over tokens.
-    shares = [{name: values[row : row + 1] for name, values in batch.items()} for row in range(len(batch["tokens"]))]
-    losses = [SFTLoss()(token_logprobs(model, share["tokens"]), share, counts) for share in shares]
+    shares = [Batch.padded([row]) for row in rows]
+    losses = [SFTLoss()(token_logprobs(model, share.tokens), share, counts) for share in shares]
     sum(loss for loss, _ in losses).backward()
     torch.testing.assert_close(sum(loss for loss, _ in losses), theirs, atol=TOLERANCE, rtol=0)
     assert sum(metrics["loss"] for _, metrics in losses).item() == pytest.approx(theirs.item(), abs=TOLERANCE)
@@ -80,10 +86,10 @@ def test_value_and_gradient_are_those_of_others(batch, tmp_path, theirs_of):
         torch.testing.assert_close(gradient, expected[name], atol=TOLERANCE, rtol=0)
 
 
-def test_only_masked_tokens_count(batch):
-    counts = Normalizers.of(batch["mask"])
-    logprobs = torch.where(batch["mask"] > 0, -2.0, float("nan")).requires_grad_()
+def test_only_masked_tokens_count(rows, batch):
+    counts = count_masked(rows)
+    logprobs = torch.where(batch.mask > 0, -2.0, float("nan")).requires_grad_()
     loss, _ = SFTLoss()(logprobs, batch, counts)
     loss.backward()
     assert loss.item() == pytest.approx(2)
-    assert torch.equal(logprobs.grad != 0, batch["mask"] > 0)
+    assert torch.equal(logprobs.grad != 0, batch.mask > 0)

@@ -7,8 +7,8 @@ import torch
 from nemo_rl_lite.offload import cpu_optimizer
 from nemo_rl_lite.offload.cpu_optimizer import fair_share, megatron_options, stays_on_host, step_threads
 from nemo_rl_lite.policy.megatron import optimizer
+from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
 from nemo_rl_lite.policy.megatron.model import MegatronModel
-from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
 from nemo_rl_lite.rules.compose import compose_config
 
 GPU = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=transformers"]

@@ -75,7 +75,7 @@ def test_logprobs_find_their_tokens_again(layout):
     tokens, lengths = sequences(11, 20, seed=3)
     for micro in cut(tokens, lengths, layout):
         following = micro.tokens_nS.roll(-1, dims=1).float().requires_grad_()
-        found = micro.unpack(-following)
+        found = micro.unpack(-following.flatten())
         for place, row in enumerate(micro.rows):
             length = lengths[row]
             expected = torch.zeros(micro.width)

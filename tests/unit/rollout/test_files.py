@@ -88,7 +88,7 @@ def test_who_said_what_is_told_where_there_are_several():
 
 def test_tool_calls_are_kept(tmp_path):
     rollout = make_rollout(["a"], [0.0])
-    rollout.turns[0].append({"role": "tool", "content": "2", "tool_call_id": "x"})
+    rollout.episodes[0].said.append({"role": "tool", "content": "2", "tool_call_id": "x"})
     RolloutFiles(tmp_path, None, done=0).write(1, "train", rollout)
     (row,) = read_rollout(rollout_files(tmp_path)[0])
     assert row["turns"][1]["other"] == '{"tool_call_id": "x"}'

@@ -1,7 +1,6 @@
 import logging
 
 import pytest
-import torch
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import DataError
@@ -15,7 +14,7 @@ SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=4, stop_token_ids=(0,), stop_
 class Letters:
     """One token a letter; 0 ends."""
 
-    end_token = padding_token = 0
+    end_token = 0
 
     def prompt(self, messages):
         return [ord(letter) for letter in messages[-1]["content"]]
@@ -59,21 +58,23 @@ def test_sequences_masks_and_logprobs_line_up():
         Script(ANSWERS), Letters(), judged(lambda response, answer: float(response == answer)), 32
     )
     rollout = collector.collect(problems("a", "xyz"), SAMPLING)
-    assert rollout.tokens_BT.shape == rollout.mask_BT.shape == rollout.generation_logprobs_BT.shape == (4, 7)
-    assert rollout.tokens_BT[0].tolist() == [ord("a"), ord("A"), 0, 0, 0, 0, 0]
-    assert rollout.mask_BT.sum(dim=1).tolist() == [2, 4, 4, 1]
-    assert rollout.mask_BT[2].tolist() == [0, 0, 0, 1, 1, 1, 1]
-    torch.testing.assert_close(rollout.generation_logprobs_BT[3], torch.tensor([0, 0, 0, -2.0, 0, 0, 0]))
+    rows = rollout.rows([0.5, -0.5, 0.25, -0.25])
+    assert rows[0].tokens == [ord("a"), ord("A"), 0] and rows[0].mask == [False, True, True]
+    assert [sum(row.mask) for row in rows] == [2, 4, 4, 1] and rollout.generated == 11
+    assert rows[2].mask == [False] * 3 + [True] * 4
+    assert rows[3].generation_logprobs == [0, 0, 0, -2.0]
+    assert [row.advantage for row in rows] == [0.5, -0.5, 0.25, -0.25]
     assert rollout.rewards_B.tolist() == [1, 0, 1, 0]
-    assert rollout.responses == ["A", "BBBB", "XYZ", ""]
+    assert [episode.response for episode in rollout.episodes] == ["A", "BBBB", "XYZ", ""]
     metrics = rollout.metrics()
     assert metrics["reward"] == 0.5
     assert metrics["truncation_rate"] == 0.25 and metrics["natural_termination_rate"] == 0.75
     assert metrics["mean_prompt_length"] == 2 and metrics["mean_gen_tokens_per_sample"] == 11 / 4
     assert metrics["total_num_tokens"] == 8 + 11
-    assert rollout.lengths_B.tolist() == [3, 5, 7, 4] and rollout.lengths_B.dtype == torch.int64
+    assert [len(row.tokens) for row in rows] == [3, 5, 7, 4]
+    assert metrics["global_valid_seqs"] == metrics["num_valid_samples"] == 4 and metrics["global_valid_toks"] == 11
     assert metrics["avg_turns_per_sample"] == 1 and metrics["mean_env_tokens_per_sample"] == 0
-    assert rollout.completions[1].tokens == tuple(map(ord, "BBBB"))
+    assert rows[1].tokens[1:] == list(map(ord, "BBBB"))
 
 
 def test_a_reward_that_raises_is_counted_and_logged(caplog):
@@ -83,6 +84,7 @@ def test_a_reward_that_raises_is_counted_and_logged(caplog):
     collector = RolloutCollector(Script(ANSWERS), Letters(), judged(fragile), 32)
     with caplog.at_level(logging.WARNING):
         rollout = collector.collect(problems("a", "xyz"), SAMPLING)
+    assert [episode.reward for episode in rollout.episodes] == [1, 1 / 4, 1 / 3, 0]
     assert rollout.reward_errors == 1 and rollout.metrics()["reward_errors"] == 1
     assert "ZeroDivisionError" in caplog.text
 

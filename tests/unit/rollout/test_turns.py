@@ -1,7 +1,6 @@
 """Episodes of several turns: the tokens the policy trains on are exactly those that were sampled."""
 
 import pytest
-import torch
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.environments.calculator import Calculator
@@ -20,7 +19,7 @@ SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=40, stop_token_ids=(END,), st
 class Letters:
     """One token a letter; 0 ends a turn; `|` begins the assistant's."""
 
-    end_token = padding_token = END
+    end_token = END
 
     def prompt(self, messages):
         return [ord(letter) for letter in f"{messages[-1]['content']}|"]
@@ -57,19 +56,23 @@ def collect(script, environment, max_turns=4, max_length=200, reward="exact_matc
     return collector.collect([Problem(chat("6*7+1?"), "43")], SAMPLING)
 
 
+def endings(rollout):
+    return [episode.ending for episode in rollout.episodes]
+
+
 def test_the_calculator_plays_a_whole_episode_beside_one_that_needs_no_tool():
     script = Script(["<calc>6*7</calc>", "44"], ["43"])
     rollout = collect(script, Calculator(role="user"))
     parts = [("6*7+1?|", 0), ("<calc>6*7</calc>\0", 1), ("42|", 0), ("43\0", 1)]
-    assert rollout.tokens_BT[0].tolist() == [ord(letter) for text, _ in parts for letter in text]
-    assert rollout.mask_BT[0].tolist() == [mask for text, mask in parts for _ in text]
+    first, second = rollout.rows([0.0, 0.0])
+    assert first.tokens == [ord(letter) for text, _ in parts for letter in text]
+    assert first.mask == [bool(mask) for text, mask in parts for _ in text]
     wanted = [-(place + 1) / 8 * mask for text, mask in parts for place in range(len(text))]
-    torch.testing.assert_close(rollout.generation_logprobs_BT[0], torch.tensor(wanted))
-    assert rollout.lengths_B.tolist() == [7 + 17 + 3 + 3, 7 + 3]
-    assert rollout.tokens_BT[1, 10:].tolist() == [END] * 20 and rollout.mask_BT[1].sum() == 3
-    assert rollout.rewards_B.tolist() == [1, 0] and rollout.responses == ["43", "44"]
-    assert [message["role"] for message in rollout.turns[0]] == ["assistant", "user", "assistant"]
-    assert len(rollout.completions[0].tokens) == 20 and rollout.endings == ["stop", "stop"]
+    assert first.generation_logprobs == wanted
+    assert [len(row.tokens) for row in (first, second)] == [7 + 17 + 3 + 3, 7 + 3] and sum(second.mask) == 3
+    assert rollout.rewards_B.tolist() == [1, 0] and [one.response for one in rollout.episodes] == ["43", "44"]
+    assert [message["role"] for message in rollout.episodes[0].said] == ["assistant", "user", "assistant"]
+    assert rollout.episodes[0].generated == 20 and endings(rollout) == ["stop", "stop"]
     metrics = rollout.metrics()
     assert metrics["avg_turns_per_sample"] == 1.5 and metrics["max_turns_per_sample"] == 2
     assert metrics["mean_env_tokens_per_sample"] == 1.5 and metrics["total_num_tokens"] == 40
@@ -89,9 +92,9 @@ def test_each_turn_asks_for_all_unfinished_samples_at_once_and_with_a_seed_of_it
 
 def test_an_episode_ends_when_its_turns_are_used_up():
     rollout = collect(Script(["<calc>1</calc>"] * 2, ["<calc>2</calc>", "43"]), Calculator(role="user"), max_turns=2)
-    assert rollout.endings == ["turns", "stop"]
+    assert endings(rollout) == ["turns", "stop"]
     assert rollout.metrics()["max_turns_reached_rate"] == 0.5
-    assert rollout.tokens_BT[0].tolist()[-1] == END, "no message follows the last turn"
+    assert rollout.episodes[0].tokens[-1] == END, "no message follows the last turn"
 
 
 def test_an_episode_is_truncated_where_the_next_turn_has_no_room():
@@ -105,7 +108,7 @@ def test_an_episode_is_truncated_where_the_next_turn_has_no_room():
 
 def test_a_turn_that_was_cut_is_the_last():
     rollout = collect(Script(["<calc>1</calc> and so on...", "43"]), Calculator(role="user"))
-    assert rollout.endings == ["length", "stop"] and rollout.completions[0].finish_reason == "length"
+    assert endings(rollout) == ["length", "stop"] and len(rollout.episodes[0].turns) == 1
 
 
 class Bells:

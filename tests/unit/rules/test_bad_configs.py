@@ -366,6 +366,26 @@ CASES = {
         "row 1",
         "no column 'worked' (columns: prompt, answer)",
     ],
+    # Losses by dotted path.
+    "algorithm.loss=MyLoss": ["algorithm.loss", "should match pattern"],
+    "algorithm.loss=no_such_package.Loss": ["algorithm.loss", "cannot be imported", "package.module.Class"],
+    "algorithm=sft algorithm.loss=math.nothing": ["algorithm.loss", "cannot be imported", "algorithm.loss=null"],
+    "algorithm=dpo algorithm.loss=math.pi": ["algorithm.loss", "cannot be called", "name a class"],
+    "algorithm.loss=nemo_rl_lite.losses.dpo.DPOLoss +algorithm.loss_kwargs.limit=5": [
+        "algorithm.loss_kwargs",
+        "do not fit nemo_rl_lite.losses.dpo.DPOLoss",
+        "limit",
+        "DPOLoss(options, **algorithm.loss_kwargs)",
+    ],
+    "algorithm.loss=builtins.repr": ["algorithm.loss", "makes a str without __call__ and counts", "protocol Loss"],
+    "+algorithm.loss_kwargs.limit=5": ["algorithm.loss_kwargs", "algorithm.loss, which is null"],
+    "algorithm.loss=tests.unit.rules.losses.Unheard": ["algorithm.loss", "needs attention", "entropy and topk_logits"],
+    "algorithm.loss=tests.unit.rules.losses.Topk": ["algorithm.loss", "needs topk_logits and has no int `topk`"],
+    f"cluster.cpu_ranks=2 {TP}=2 algorithm.loss=tests.unit.rules.losses.Topk +algorithm.loss_kwargs.topk=4": [
+        TP,
+        "splits the vocabulary",
+        f"{TP}=1",
+    ],
     # Sweeps: every job is checked before the first one starts.
     "-m algorithm.seed=1,abc": ["algorithm.seed", "must be an integer"],
     "-m generation.temperature=0,1 algorithm.seed=1,2": ["generation.temperature", "greater than 0"],

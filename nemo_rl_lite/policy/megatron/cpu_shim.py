@@ -38,7 +38,7 @@ _RULES = tuple(
         (r"torch\.cuda\.empty_cache\(\)", "None"),
         # A CPU stream records nothing; its events are always done.
         (r"self\.cuda_dtoh_stream\.record_event\(\)", "torch.cpu.Event()"),
-        # Experts' token counts become numpy arrays on their way to the host: here they are there already.
+        # Experts' token counts become numpy arrays when they are copied to the host; here they are on it already.
         (r"torch\.is_tensor\(tensor\) and tensor\.is_cuda", "torch.is_tensor(tensor)"),
         (r"tensor\.record_stream\(torch\.cpu\.current_stream\(\)\)", "None"),
         (r"\.cuda\(\)", ".cpu()"),
@@ -46,7 +46,7 @@ _RULES = tuple(
         (r"""init_process_group\((["'])nccl\1""", r"init_process_group(\1gloo\1"),
         # torch's Adam has a state, the number of steps, that checkpoints keep once for all parameters.
         (r"isinstance\(tensors\[key\], torch\.Tensor\)", "isinstance(tensors.get(key), torch.Tensor)"),
-        # Names that are None, as they are in megatron-core without transformer_engine, count as had.
+        # Without transformer_engine these names are None in megatron-core, which takes them for present.
         (r"\bHAVE_TE = all\(", "HAVE_TE = TEColumnParallelGroupedLinear is not None and all("),
     )
 )
@@ -66,7 +66,7 @@ def prepare_import() -> None:
     if any(name.startswith(_PACKAGES) for name in sys.modules):
         raise RuntimeError("prepare_import() must come before the first import of megatron.core or megatron.bridge")
     sys.meta_path.insert(0, _Finder())
-    # These ask whether transformer_engine is there; they must see that it is not, before the placeholder shows up.
+    # These modules check for transformer_engine; they must not find the placeholder, so they are imported first.
     for name in ("models.gpt.gpt_layer_specs", "transformer.attention", "transformer.moe.router"):
         importlib.import_module(f"megatron.core.{name}")
 
@@ -79,13 +79,13 @@ def rewrite(source: str) -> str:
 
 
 def _own(path: str) -> str:
-    """Where the bytecode of a rewritten module is, beside the .pyc that GPU runs share."""
+    """The path of a rewritten module's bytecode, next to the .pyc that GPU runs share."""
     return f"{path.removesuffix('.pyc')}.on-cpu-{_digest(_RULES)}.pyc" if path.endswith(".pyc") else path
 
 
 @cache
 def _digest(rules: tuple[tuple[re.Pattern[str], str], ...]) -> str:
-    """Another for other rules."""
+    """A digest that changes with the rules."""
     return hashlib.sha256(repr([(rule.pattern, new) for rule, new in rules]).encode()).hexdigest()[:12]
 
 

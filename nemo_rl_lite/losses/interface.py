@@ -1,0 +1,66 @@
+"""What a loss is, and how shares of it add up. Shapes: B sequences, T tokens.
+
+Every micro-batch is divided by counts of the *global* batch, so that the sum over micro-batches and data-parallel ranks
+is the loss, however the batch was split.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from nemo_rl_lite.losses.batch import Batch, TokenRow
+
+Metrics = dict[str, Tensor]
+Need = Literal["entropy", "topk_logits"]
+
+
+@dataclass(frozen=True)
+class Normalizers:
+    """Counts over the global batch: tokens that have a loss, and sequences that have such tokens."""
+
+    tokens: float
+    sequences: float
+
+
+def count_masked(rows: Sequence[TokenRow]) -> Normalizers:
+    """The counts of `rows`, at least 1 each."""
+    tokens = [sum(row.mask) for row in rows]
+    return Normalizers(tokens=max(float(sum(tokens)), 1.0), sequences=max(float(sum(map(bool, tokens))), 1.0))
+
+
+class Loss(Protocol):
+    """What a policy trains with. It is pickled and sent to the workers.
+
+    Two attributes are optional. `needs`, a set of `Need`: what the loss reads of the policy besides the tokens'
+    logprobs; `Batch` has a field for each. `topk`, an int: how many logits of each token `topk_logits` has.
+    """
+
+    def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
+        """Loss (scalar, with gradient) and metrics of one micro-batch, each its share of the global batch's."""
+        ...
+
+    def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
+        """What the loss of a global batch of `rows` divides by."""
+        ...
+
+
+def needs_of(loss: Loss) -> frozenset[Need]:
+    """What `loss` declares that it needs; nothing where it declares nothing."""
+    return frozenset(getattr(loss, "needs", ()))
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum over the positions where `mask` is not 0; whatever stands elsewhere (NaN included) does not enter."""
+    return torch.where(mask > 0, values, 0.0).sum()
+
+
+def combine_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of micro-batches or ranks -> of the whole: minima and maxima of `*_min` and `*_max`, sums of the rest."""
+    return {name: _combining(name)([part[name] for part in parts]) for name in parts[0]}
+
+
+def _combining(name: str) -> Callable[[list[float]], float]:
+    return min if name.endswith("_min") else max if name.endswith("_max") else sum

@@ -1,0 +1,52 @@
+"""The loss of a run: the algorithm's own, or a user's by its dotted path."""
+
+import inspect
+from typing import Any, get_args
+
+from nemo_rl_lite.config.algorithms import ALGORITHMS, imported
+from nemo_rl_lite.config.schema import AlgorithmConfig
+from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.losses.interface import Loss, Need
+
+
+def make_loss(options: AlgorithmConfig) -> Loss:
+    """What a run with these options of its algorithm trains with.
+
+    Raises:
+        ConfigError: `algorithm.loss` cannot be imported, called with `algorithm.loss_kwargs`, or used as a `Loss`.
+    """
+    path = options.loss or ALGORITHMS[options.name].loss
+    attribute = path.rpartition(".")[2]
+    try:
+        factory = imported(path)
+    except Exception as error:  # a user's module may raise anything while it is imported
+        fix = "give package.module.Class of a class or function that can be imported, or algorithm.loss=null"
+        raise _error("loss", path, f"cannot be imported: {type(error).__name__}: {error}", fix) from error
+    if not callable(factory):
+        raise _error("loss", path, "cannot be called", "name a class or a function that returns a loss")
+    called = f"{attribute}(options, **algorithm.loss_kwargs), where options are the keys below `algorithm`"
+    try:
+        inspect.signature(factory).bind(options, **options.loss_kwargs)
+        loss = factory(options, **options.loss_kwargs)
+    except Exception as error:  # a user's class may raise anything
+        rule = f"do not fit {path}: {type(error).__name__}: {error}"
+        raise _error("loss_kwargs", dict(options.loss_kwargs), rule, f"it is called as {called}") from error
+    _check(path, loss)
+    return loss
+
+
+def _check(path: str, loss: Any) -> None:
+    """Raise ConfigError where `loss` is no `Loss`."""
+    fix = "see the protocol Loss in nemo_rl_lite/losses/interface.py"
+    missing = [name for name in ("__call__", "counts") if not callable(getattr(loss, name, None))]
+    if missing:
+        raise _error("loss", path, f"makes a {type(loss).__name__} without {' and '.join(missing)}", fix)
+    needs = getattr(loss, "needs", ())
+    if unknown := sorted(set(needs) - set(get_args(Need))):
+        raise _error("loss", path, f"needs {', '.join(unknown)}", f"a loss can need {' and '.join(get_args(Need))}")
+    if "topk_logits" in needs and not isinstance(getattr(loss, "topk", None), int):
+        raise _error("loss", path, "needs topk_logits and has no int `topk`", fix)
+
+
+def _error(key: str, value: object, rule: str, fix: str) -> ConfigError:
+    return ConfigError([Violation(f"algorithm.{key}", value, rule, fix)])

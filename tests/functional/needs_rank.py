@@ -1,0 +1,130 @@
+"""One rank of a split vocabulary: what losses need, computed from logits and compared with torch on all of them.
+
+needs_rank.py: prints nothing and ends well, or with an AssertionError.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
+
+prepare_import()
+
+from megatron.core import parallel_state  # noqa: E402
+
+from nemo_rl_lite.losses.batch import Batch, TokenRow  # noqa: E402
+from nemo_rl_lite.losses.interface import count_masked, masked_sum  # noqa: E402
+from nemo_rl_lite.losses.sft import SFTLoss  # noqa: E402
+from nemo_rl_lite.policy.megatron.micro_batches import Layout, cut  # noqa: E402
+from nemo_rl_lite.policy.megatron.scores import needed_scores, token_logprobs  # noqa: E402
+
+VOCABULARY, TEMPERATURE, TOPK = 64, 0.7, 5
+LAYOUTS = (Layout("fixed", 3, 1), Layout("dynamic", 48, 4), Layout("packed", 40, 8))
+
+
+class EntropyBonus(SFTLoss):
+    needs = frozenset({"entropy"})
+
+    def __call__(self, logprobs_BT, batch, counts):
+        total, metrics = super().__call__(logprobs_BT, batch, counts)
+        (entropy_BT,) = batch.require("entropy")
+        return total - 0.3 * masked_sum(entropy_BT, batch.mask) / counts.tokens, metrics
+
+
+class Topk(SFTLoss):
+    needs, topk = frozenset({"topk_logits"}), TOPK
+
+
+def main() -> None:
+    ranks = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+    source = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 20, (7,), generator=source).tolist()
+    rows = [
+        TokenRow(torch.randint(0, VOCABULARY, (own,), generator=source).tolist(), [place > 0 for place in range(own)])
+        for own in lengths
+    ]
+    batch = Batch.padded(rows)
+    # The model's logits at a place depend on sequence and place alone, so that every layout has the same.
+    logits_BTV = 3 * torch.randn(*batch.tokens.shape, VOCABULARY, generator=source)
+    for layout in LAYOUTS:
+        compare(batch, logits_BTV, rows, layout)
+        if ranks == 1:
+            compare_topk(batch, logits_BTV, layout)
+    if ranks > 1:
+        refuse_topk(batch, logits_BTV)
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def compare(batch: Batch, logits_BTV: torch.Tensor, rows: list[TokenRow], layout: Layout) -> None:
+    """Value and gradient of the loss against torch; without a gradient in chunks, the same values."""
+    loss, counts = EntropyBonus(), count_masked(rows)
+    expected_BTV = logits_BTV.clone().requires_grad_()
+    expected = of_torch(batch, expected_BTV, counts.tokens)
+    expected.backward()
+    total, slices = torch.zeros(()), []
+    for micro in cut(batch.tokens, batch.lengths, layout):
+        logits = own_slice(place(micro, logits_BTV)).requires_grad_()
+        own = batch.rows(micro.rows, micro.width)
+        needed = needed_scores(logits, micro, TEMPERATURE, loss)
+        with torch.no_grad():
+            again = needed_scores(logits, micro, TEMPERATURE, loss)
+        torch.testing.assert_close(again["entropy"], needed["entropy"].detach())
+        value, _ = loss(token_logprobs(logits, micro, TEMPERATURE), Batch(**(vars(own) | needed)), counts)
+        value.backward()
+        total = total + value.detach()
+        slices.append((micro, logits.grad))
+    torch.testing.assert_close(total, expected.detach(), atol=1e-5, rtol=1e-5)
+    for micro, gradient in slices:
+        torch.testing.assert_close(
+            gradient, own_slice(place(micro, expected_BTV.grad)), atol=1e-5, rtol=1e-5, msg=f"gradient, {layout}"
+        )
+
+
+def of_torch(batch: Batch, logits_BTV: torch.Tensor, tokens: float) -> torch.Tensor:
+    logprobs_BTV = (logits_BTV / TEMPERATURE).log_softmax(-1)
+    entropy_BT = -(logprobs_BTV.exp() * logprobs_BTV).sum(-1)[:, :-1]
+    chosen_BT = logprobs_BTV[:, :-1].gather(2, batch.tokens[:, 1:, None])[..., 0]
+    return -((chosen_BT + 0.3 * entropy_BT) * batch.mask[:, 1:]).sum() / tokens
+
+
+def compare_topk(batch: Batch, logits_BTV: torch.Tensor, layout: Layout) -> None:
+    values, ids = (logits_BTV / TEMPERATURE).topk(TOPK, dim=-1)
+    for micro in cut(batch.tokens, batch.lengths, layout):
+        found = needed_scores(place(micro, logits_BTV), micro, TEMPERATURE, Topk())
+        for row, length, own, own_ids in zip(
+            micro.rows, micro.lengths, found["topk_logits"], found["topk_ids"], strict=True
+        ):
+            torch.testing.assert_close(own[1:length], values[row, : length - 1])
+            assert torch.equal(own_ids[1:length], ids[row, : length - 1]) and own_ids.dtype == torch.int64
+            assert (own[0] == 0).all() and (own[length:] == 0).all()
+
+
+def refuse_topk(batch: Batch, logits_BTV: torch.Tensor) -> None:
+    micro = cut(batch.tokens, batch.lengths, LAYOUTS[0])[0]
+    try:
+        needed_scores(own_slice(place(micro, logits_BTV)), micro, TEMPERATURE, Topk())
+    except RuntimeError as error:
+        assert "tensor parallelism splits it" in str(error)
+    else:
+        raise AssertionError("topk_logits from a part of the vocabulary")
+
+
+def place(micro, values_BTV: torch.Tensor) -> torch.Tensor:
+    """Values of sequences where the micro-batch has them in the model's input, [n, S, V]; 0 in the padding."""
+    placed = torch.zeros(micro.tokens_nS.numel(), VOCABULARY)
+    for row, start, length in zip(micro.rows, micro.starts, micro.lengths, strict=True):
+        placed[start : start + length] = values_BTV[row, :length]
+    return placed.view(*micro.tokens_nS.shape, VOCABULARY)
+
+
+def own_slice(values_nSV: torch.Tensor) -> torch.Tensor:
+    return values_nSV.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()].clone()
+
+
+if __name__ == "__main__":
+    main()

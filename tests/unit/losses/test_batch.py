@@ -1,0 +1,31 @@
+"""Rows to padded batches and their parts."""
+
+import torch
+
+from nemo_rl_lite.losses.batch import Batch, TokenRow
+from nemo_rl_lite.losses.interface import Normalizers, count_masked
+
+ROWS = [
+    TokenRow([5, 6, 7], [False, True, True], [0.0, -1.0, -2.0], 0.5),
+    TokenRow([8], [False], [0.0], -0.5),
+]
+
+
+def test_rows_are_padded_to_the_longest_of_them():
+    batch = Batch.padded(ROWS)
+    assert batch.tokens.tolist() == [[5, 6, 7], [8, 0, 0]] and batch.lengths.tolist() == [3, 1]
+    assert batch.mask.tolist() == [[0, 1, 1], [0, 0, 0]] and batch.mask.dtype == torch.float32
+    assert batch.generation_logprobs.tolist() == [[0, -1, -2], [0, 0, 0]]
+    assert batch.advantages.tolist() == [0.5, -0.5] and batch.previous_logprobs is None
+    assert Batch.padded(ROWS[1:]).tokens.shape == (1, 1)
+
+
+def test_a_part_of_a_batch_is_a_part_of_all_of_its_fields():
+    part = Batch.padded(ROWS).rows(torch.tensor([1, 0]), width=2)
+    assert part.tokens.tolist() == [[8, 0], [5, 6]] and part.mask.tolist() == [[0, 0], [0, 1]]
+    assert part.advantages.tolist() == [-0.5, 0.5] and part.lengths.tolist() == [1, 3] and part.topk_ids is None
+
+
+def test_counts_are_at_least_one():
+    assert count_masked(ROWS) == Normalizers(tokens=2.0, sequences=1.0)
+    assert count_masked(ROWS[1:]) == Normalizers(tokens=1.0, sequences=1.0)

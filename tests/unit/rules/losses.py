@@ -1,0 +1,18 @@
+"""Losses that cannot be used, or not with every layout."""
+
+
+class Unheard:
+    needs = frozenset({"attention"})
+
+    def __init__(self, options): ...
+
+    def counts(self, rows): ...
+
+    def __call__(self, logprobs_BT, batch, counts): ...
+
+
+class Topk(Unheard):
+    needs = frozenset({"topk_logits"})
+
+    def __init__(self, options, topk=None):
+        self.topk = topk

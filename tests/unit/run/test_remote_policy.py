@@ -1,0 +1,126 @@
+"""What goes to which replica, without processes."""
+
+import pickle
+
+import pytest
+import torch
+
+from nemo_rl_lite.losses.batch import Batch, TokenRow
+from nemo_rl_lite.losses.sft import SFTLoss
+from nemo_rl_lite.policy.megatron.model import ParallelPlace
+from nemo_rl_lite.run.workers import remote_policy
+from nemo_rl_lite.run.workers.remote_policy import RemotePolicy
+
+
+class Worker:
+    """One rank: keeps what it is given, and gives every token the logprob -0.5."""
+
+    def __init__(self, data_rank, data_size, tensor_rank):
+        self.own = ParallelPlace(data_rank, data_size, tensor_rank, 0, True, True)
+        self.held, self.steps = {}, []
+
+    def place(self):
+        return self.own
+
+    def hold(self, rows, name):
+        self.held[name] = rows
+
+    def score(self, which, tokens, name):
+        return {"tokens": tokens, "rows": len(self.held[name])} if self.own.reports else None
+
+    def evaluate(self, rows, loss, counts, name):
+        batch = Batch.padded(self.held[name][:rows]) if rows else None
+        if batch is None or not self.own.reports:
+            return None
+        return {name: one.item() for name, one in loss(torch.full(batch.tokens.shape, -0.5), batch, counts)[1].items()}
+
+    def train(self, loss, counts, rows, name):
+        self.steps.append(([row.tokens[0] for row in self.held[name][rows]], counts.tokens))
+        return {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1, "wd": 0.0, "skipped_steps": 0.0}
+
+    def logprobs(self, tokens_BT, lengths_B, phase):
+        return tokens_BT.float().numpy()
+
+
+class Group:
+    """The workers of a policy, called one after the other; `stored` has what was put."""
+
+    def __init__(self, replicas, tensor=2):
+        self.workers = [Worker(data, replicas, rank) for data in range(replicas) for rank in range(tensor)]
+        self.stored = []
+
+    def put(self, value):
+        self.stored.append(value)
+        return value
+
+    def call(self, method, *arguments, phase=""):
+        return self.call_each(method, [arguments] * len(self.workers), phase)
+
+    def call_each(self, method, arguments, phase=""):
+        return [getattr(worker, method)(*own) for worker, own in zip(self.workers, arguments, strict=True)]
+
+
+@pytest.fixture(autouse=True)
+def results_are_there(monkeypatch):
+    monkeypatch.setattr(remote_policy, "wait", lambda call: call)
+
+
+def rows(*lengths: int) -> list[TokenRow]:
+    """The first token of each is its index."""
+    return [TokenRow([index] + [7] * (length - 1), [True] * length) for index, length in enumerate(lengths)]
+
+
+def policy(replicas: int, global_batch: int, together: int = 1) -> tuple[RemotePolicy, Group]:
+    group = Group(replicas)
+    return RemotePolicy(group, global_batch, together), group  # pyrefly: ignore
+
+
+def test_a_long_row_is_sent_to_its_replica_alone_and_once():
+    remote, group = policy(replicas=4, global_batch=64)
+    remote.hold(rows(*[16] * 63, 4096))
+    sizes = [len(pickle.dumps(shard)) for shard in group.stored]
+    assert len(sizes) == 4, "once a replica, not once a rank"
+    assert max(sizes[:3]) < 3_000 and sizes[3] < 50_000
+    widths = [Batch.padded(worker.held["train"]).tokens.shape for worker in group.workers]
+    assert widths == [(16, 16)] * 6 + [(16, 4096)] * 2
+
+
+def test_each_optimizer_step_is_split_over_the_replicas():
+    remote, group = policy(replicas=2, global_batch=4)
+    metrics = remote.train(remote.hold(rows(*[3] * 8)), SFTLoss())
+    first, second = group.workers[0], group.workers[2]
+    assert first.steps == [([0, 1], 12.0), ([4, 5], 12.0)] and second.steps == [([2, 3], 12.0), ([6, 7], 12.0)]
+    # Shares add up over the replicas; averages are over the steps.
+    assert metrics == {"loss": 2.0, "grad_norm": 2.0, "lr": 0.1, "wd": 0.0, "skipped_steps": 0.0}
+
+
+@pytest.mark.parametrize("count", [2, 6, 10, 14])
+def test_held_out_pairs_of_any_number_are_evaluated_once_each(count):
+    remote, group = policy(replicas=4, global_batch=8, together=2)
+    held = remote.hold(rows(*range(2, 2 + count)), "validation")
+    shards = [worker.held["validation"] for worker in group.workers[::2]]
+    assert len({len(shard) for shard in shards}) == 1
+    pairs = [pair for shard in shards for pair in zip(shard[::2], shard[1::2], strict=True)]
+    assert all(second.tokens[0] == first.tokens[0] + 1 and first.tokens[0] % 2 == 0 for first, second in pairs)
+    assert remote.evaluate(held, SFTLoss()) == {"loss": pytest.approx(0.5)}
+
+
+def test_metrics_of_scores_are_combined_over_replicas():
+    remote, _ = policy(replicas=2, global_batch=4)
+    assert remote.score(remote.hold(rows(1, 2, 3, 4)), ["previous"]) == {"tokens": 20.0, "rows": 4}
+
+
+def test_a_new_batch_takes_the_place_of_the_old_one():
+    remote, group = policy(replicas=1, global_batch=2)
+    old, other = remote.hold(rows(1, 1)), remote.hold(rows(2, 2), "validation")
+    remote.hold(rows(3, 3))
+    assert all(len(worker.held) == 2 for worker in group.workers)
+    remote.score(other, ["previous"])
+    with pytest.raises(ValueError, match="a newer batch 'train'"):
+        remote.train(old, SFTLoss())
+
+
+def test_a_few_sequences_come_back_in_their_order():
+    remote, _ = policy(replicas=4, global_batch=8)
+    tokens_BT = torch.arange(10).view(5, 2)
+    assert torch.equal(remote.logprobs(tokens_BT, torch.full((5,), 2)), tokens_BT.float())
