@@ -68,7 +68,7 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(steps):
         if step == 2:
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    with pytest.raises(RunStopped, match=r"stopped after step 2 of 9: SIGUSR1 .* same command goes on") as stopped:
+    with pytest.raises(RunStopped, match=r"stopped after step 2 of 9: SIGUSR1 .* give the same command") as stopped:
         take(steps, 9, NEVER, during)
     assert stopped.value.exit_status == 75
     assert steps.checkpoints.store.latest().step == 2
