@@ -1,5 +1,5 @@
-"""What a check of this machine gives, and how checks run: concurrently, and within a time limit that holds even where
-a driver or a file system never answers."""
+"""Runs checks of this machine concurrently, within a time limit that holds even where a driver or a file system never
+answers."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

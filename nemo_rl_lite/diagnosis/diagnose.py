@@ -1,4 +1,4 @@
-"""All checks of this machine, and how they are printed."""
+"""Makes all checks of this machine, and prints them."""
 
 import sys
 from collections import Counter

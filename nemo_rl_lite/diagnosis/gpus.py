@@ -1,4 +1,4 @@
-"""GPUs: the driver, what it says of each, and settings that break runs on them."""
+"""Checks the GPUs, their driver, and settings that break runs on them."""
 
 import csv
 import os
@@ -32,8 +32,7 @@ print(version.value // 1000, f"error {status}: {(text.value or b'unknown').decod
 """
 REMEDIES = {
     "error 802": "systemctl start nvidia-fabricmanager, in the driver's version (machines with NVSwitch need it)",
-    "error 803": "remove a cuda-compat package, or a folder in LD_LIBRARY_PATH, that has an older libcuda",
-    "error 804": "remove a cuda-compat package, or a folder in LD_LIBRARY_PATH, that has an older libcuda",
+    "error 80": "remove a cuda-compat package, or a folder in LD_LIBRARY_PATH, that has an older libcuda",
     "libcuda": "start the container with its GPUs (docker --gpus all, NVIDIA_DRIVER_CAPABILITIES=compute,utility)",
 }
 

@@ -1,4 +1,4 @@
-"""The host: memory and its limits, CPUs, shared memory and disks."""
+"""Checks the host: memory and its limits, CPUs, shared memory and disks."""
 
 import os
 import resource

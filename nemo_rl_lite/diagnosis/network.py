@@ -1,4 +1,4 @@
-"""What processes of a run need to find each other, and services outside this machine. No secret is shown or sent."""
+"""Checks Ray, ports and addresses, and services outside this machine. No secret is shown or sent."""
 
 import netrc
 import os

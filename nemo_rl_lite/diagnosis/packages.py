@@ -1,4 +1,4 @@
-"""Python, its environment, and the packages of the stack: which version is installed, and which was tested."""
+"""Checks Python, its environment, and the versions of packages against the tested ones."""
 
 import importlib.metadata
 import importlib.util
