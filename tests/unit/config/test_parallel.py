@@ -16,7 +16,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("dims", LAYOUTS, ids=str)
 def test_ranks_are_those_of_megatron_core(dims):
     """Against megatron-core's own order of ranks, tensor fastest and pipeline slowest."""
-    from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
+    from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
 
     prepare_import()
     from megatron.core.parallel_state import RankGenerator
