@@ -60,9 +60,6 @@ class GRPO:
     def step(self, step: int) -> None:
         """One rollout and the optimizer steps on it."""
         timer, config = Timer(), self.config
-        compared: list[Scored] = ["previous"]
-        if config.loss_fn.reference_policy_kl_penalty > 0:
-            compared.append("reference")
         with timer("total_step_time"):
             with timer("data_processing"):
                 problems = self.rollouts.problems(step)
@@ -81,7 +78,7 @@ class GRPO:
                 checked = self.engines.check()
             with timer("policy_and_reference_logprobs"):
                 batch = self.policy.hold(rollout.rows(advantages_PG.flatten().tolist()))
-                mismatch = self.policy.score(batch, compared)
+                mismatch = self.policy.score(batch, self._compared)
             with timer("training_prep"):
                 self.policy.prepare_for_training()
             with timer("policy_training"):
@@ -119,6 +116,10 @@ class GRPO:
         self.report.validation(step, measured, timer, f"accuracy {measured['accuracy']:.3f}")
         self.rollouts.keep(step, "validation", rollout)
         return measured
+
+    @property
+    def _compared(self) -> list[Scored]:
+        return ["previous", "reference"] if self.config.loss_fn.reference_policy_kl_penalty > 0 else ["previous"]
 
     def _prepare_to_save(self) -> None:
         self.engines.generation.finish_generation()

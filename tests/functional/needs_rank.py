@@ -17,10 +17,13 @@ from megatron.core import parallel_state  # noqa: E402
 from nemo_rl_lite.losses.batch import Batch, TokenRow  # noqa: E402
 from nemo_rl_lite.losses.interface import count_masked, masked_sum  # noqa: E402
 from nemo_rl_lite.losses.sft import SFTLoss  # noqa: E402
+from nemo_rl_lite.policy.megatron import scores  # noqa: E402
 from nemo_rl_lite.policy.megatron.micro_batches import Layout, cut  # noqa: E402
 from nemo_rl_lite.policy.megatron.scores import needed_scores, token_logprobs  # noqa: E402
 
 VOCABULARY, TEMPERATURE, TOPK = 64, 0.7, 5
+# Without a gradient, several chunks of each micro-batch.
+scores.LOGPROB_CHUNK = 7
 LAYOUTS = (Layout("fixed", 3, 1), Layout("dynamic", 48, 4), Layout("packed", 40, 8))
 
 
@@ -73,7 +76,9 @@ def compare(batch: Batch, logits_BTV: torch.Tensor, rows: list[TokenRow], layout
         needed = needed_scores(logits, micro, TEMPERATURE, loss)
         with torch.no_grad():
             again = needed_scores(logits, micro, TEMPERATURE, loss)
+            logprobs_BT = token_logprobs(logits, micro, TEMPERATURE)
         torch.testing.assert_close(again["entropy"], needed["entropy"].detach())
+        torch.testing.assert_close(logprobs_BT, token_logprobs(logits, micro, TEMPERATURE).detach())
         value, _ = loss(token_logprobs(logits, micro, TEMPERATURE), Batch(**(vars(own) | needed)), counts)
         value.backward()
         total = total + value.detach()

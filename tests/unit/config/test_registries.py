@@ -25,7 +25,8 @@ def test_an_algorithms_row_leads_to_its_code(name):
     assert isinstance(config.algorithm, row.options)
     assert isinstance(imported(row.data), Kind)
     assert list(signature(imported(row.job)).parameters) == ["config", "folder", "console"]
-    assert all(callable(getattr(imported(row.loss), method)) for method in ("counts", "__call__"))
+    loss = imported(row.loss)(config.algorithm)
+    assert all(callable(getattr(loss, method)) for method in ("counts", "__call__"))
     assert all(isinstance(panel, Panel) for panel in imported(row.view))
 
 
