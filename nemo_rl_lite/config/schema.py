@@ -224,19 +224,12 @@ class GenerationConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class ProbeTolerance:
-    float32: PositiveFloat
-    bfloat16: PositiveFloat
-
-
-@dataclass(frozen=True, config=STRICT)
 class RefitConfig:
     buffer_memory_ratio: Fraction
     bucket_bytes: PositiveInt | None
     num_buffers: Annotated[int, Field(ge=1, le=8)]
     direct: bool
     verify: Literal["off", "sample", "full"]
-    probe_tolerance: ProbeTolerance
     timeout_s: PositiveFloat
 
 

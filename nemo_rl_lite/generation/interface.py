@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from nemo_rl_lite.config.schema import GenerationConfig
-from nemo_rl_lite.refit.consumer import Source
-from nemo_rl_lite.refit.report import RefitReport
+from nemo_rl_lite.refit.engine.connection import Source
+from nemo_rl_lite.refit.transport.report import RefitReport
 
 FinishReason = Literal["stop", "length"]
 
@@ -74,12 +74,12 @@ class Engine(Protocol):
         ...
 
     def join_refit(self, sources: Sequence[Source]) -> None:
-        """Connect each of the engine's ranks to its producer, once."""
+        """Connect each of the engine's ranks to its producer."""
         ...
 
     def receive_weights(self) -> list[RefitReport]:
-        """Take part in one refit, a report for each rank; afterwards the engine computes with the new weights and has
-        no stale cache."""
+        """Participate in one refit; returns a report for each rank. Afterwards the engine computes with the new weights
+        and has no stale cache."""
         ...
 
 

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,10 @@ from torch import Tensor
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.interface import Completion, Sampling
-from nemo_rl_lite.refit.consumer import Connection, Receiver, Source, Wholeness
-from nemo_rl_lite.refit.report import RefitReport
+from nemo_rl_lite.refit.engine.connection import Source, WeightsState, connect
+from nemo_rl_lite.refit.engine.destinations import EngineLoader
+from nemo_rl_lite.refit.layout.packing import Named
+from nemo_rl_lite.refit.transport.report import RefitReport
 
 
 class TransformersEngine:
@@ -31,16 +32,15 @@ class TransformersEngine:
         from transformers import GenerationConfig as Defaults
 
         torch.manual_seed(seed)
-        self._weights = Wholeness(whole=True)
+        self._weights = WeightsState(complete=True)
         self._device = torch.device("cuda" if on_gpu else "cpu")
         loaded: Any = AutoModelForCausalLM.from_pretrained(Path(model_path), dtype=getattr(torch, policy.precision))
         self._model = loaded.to(self._device).eval()
-        # The model's own defaults (a repetition penalty, suppressed tokens) would make it another distribution.
+        # The model's own defaults (a repetition penalty, suppressed tokens) would change the distribution.
         self._model.generation_config = Defaults()
         tokenizer: Any = AutoTokenizer.from_pretrained(Path(model_path))
         self._tokenizer = tokenizer
         self._batch_size = generation.vllm_cfg.max_num_seqs
-        self._connection: Connection | None = None
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         self._weights.require()
@@ -55,39 +55,39 @@ class TransformersEngine:
         return {}
 
     def sleep(self) -> None:
-        """Stays as it is: the reference engine keeps its weights and has no cache between calls."""
+        """Do nothing: the reference engine keeps its weights and has no cache between calls."""
 
     def wake_weights(self) -> None:
-        """Was never asleep."""
+        """Do nothing: the engine was never asleep."""
 
     def wake_cache(self) -> None:
-        """Was never asleep."""
+        """Do nothing: the engine was never asleep."""
 
     def join_refit(self, sources: Sequence[Source]) -> None:
-        self._connection = Connection(sources[0], self._device)
+        self._receiver = connect(sources[0], self._device)
 
     @torch.no_grad()
     def receive_weights(self) -> list[RefitReport]:
-        if self._connection is None:
-            raise RuntimeError("receive_weights needs join_refit first")
-        with self._weights.replaced():
-            return [self._receive(self._connection.receiver(keep=False))]
+        started, loader = time.perf_counter(), EngineLoader(self._load)
+        with self._weights.replacing():
+            report = self._receiver.receive(loader)
+            stale = [name for name, _ in self._model.named_parameters() if name not in (loader.filled or ())]
+            if stale:
+                raise RefitError(f"the refit left {len(stale)} weights of the engine as they were, such as {stale[0]}")
+        report.seconds["load"] = time.perf_counter() - started - report.seconds["transfer"]
+        return [report]
 
-    def _receive(self, receiver: Receiver) -> RefitReport:
-        started = time.perf_counter()
-        parameters = dict(self._model.named_parameters())
-        own = dict(self._model.named_parameters(remove_duplicate=False)) | dict(self._model.named_buffers())
-        received = set()
-        for name, weight in chain.from_iterable(arrived.named() for arrived in receiver):
+    def _load(self, named: Sequence[Named]) -> set[str]:
+        """Copy tensors to the weights of their names; returns the names of all parameters that have changed, also of
+        those that share memory with a parameter of another name."""
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        own, received = parameters | dict(self._model.named_buffers()), set()
+        for name, weight in named:
             if name not in own:
                 raise RefitError(f"the transformers model has no weight named {name}")
             own[name].copy_(weight)
             received.add(own[name].data_ptr())
-        stale = [name for name, parameter in parameters.items() if parameter.data_ptr() not in received]
-        if stale:
-            raise RefitError(f"the refit left {len(stale)} weights of the engine as they were, such as {stale[0]}")
-        receiver.report.seconds["load"] = time.perf_counter() - started - receiver.report.seconds["transfer"]
-        return receiver.report
+        return {name for name, parameter in parameters.items() if parameter.data_ptr() in received}
 
     @torch.no_grad()
     def _generate(self, rows: list[list[int]], sampling: Sampling) -> list[Completion]:

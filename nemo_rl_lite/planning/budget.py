@@ -11,7 +11,7 @@ from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.planning.activation_size import item_bytes
 from nemo_rl_lite.planning.model_size import parameter_count, rank_parameters
 from nemo_rl_lite.planning.prediction import Prediction, predict, token_cache_bytes, totals
-from nemo_rl_lite.refit.plan import bucket_size
+from nemo_rl_lite.refit.layout.plan import bucket_size
 
 # The overhead of CUDA and NCCL contexts, captured graphs and torch's cached blocks as measured on H100s and H200s
 # (docs/benchmarks, plan-against-measured): with an engine on the GPU, with engines on other GPUs, and without engines.

@@ -11,17 +11,20 @@ import multiprocessing
 import os
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import record
 import torch
 
 from nemo_rl_lite.config.schema import Config, RefitConfig
 from nemo_rl_lite.host.ports import free_port
-from nemo_rl_lite.refit.consumer import Source
-from nemo_rl_lite.refit.group import Meeting
+from nemo_rl_lite.refit.engine.connection import Source
+from nemo_rl_lite.refit.engine.destinations import EngineLoader
+from nemo_rl_lite.refit.transport.group import Meeting
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.launch import MANY_QUEUES
 
@@ -77,44 +80,49 @@ class PolicySide(Side):
 
     def __init__(self, config: Config, model: str):
         from nemo_rl_lite.policy.megatron.model import build_model
-        from nemo_rl_lite.policy.megatron.producer import Producer
 
         place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": HOST}
         os.environ.update(place | {"MASTER_PORT": str(free_port())})
         cluster = config.cluster
-        self.producer = Producer(build_model(config.policy, model, ON_GPU, cluster.collective_timeout_s, seed=0))
+        self.model, self._tasks = build_model(config.policy, model, ON_GPU, cluster.collective_timeout_s, seed=0), None
 
-    def lay_out(self, config: RefitConfig, by_the_bridge: bool) -> Any:
-        plan = self.producer.plan(config)
-        if by_the_bridge:
-            self.producer._found = None
-        return plan
+    def open(self, config: RefitConfig, shared: bool, by_the_bridge: bool) -> Any:
+        from nemo_rl_lite.policy.megatron import producer
 
-    def open(self, shared: bool) -> Any:
-        return self.producer.open(HOST, shared)
+        # The buffers of the connection before make room.
+        self.opened = self.sender = self.buffers = None
+        unlike = producer.FoundExport({}, {}, "everything, by request,")
+        with patch.object(producer, "find_export", lambda *given: unlike) if by_the_bridge else nullcontext():
+            self.opened = producer.plan_refit(self.model, config, shared, consumers=1).open(HOST)
+        self.plan = self.opened.producer.plan
+        return self.plan, self.opened.store.port, self.opened.offer
 
     def join(self) -> None:
-        self.producer.join(consumers=1)
-        sender: Any = self.producer.sender
-        self.plan, self.group = sender._plan, sender._group
-        self.buffers = getattr(sender, "_buffers", None)
+        self.sender = self.opened.join()
+        self.group, self.buffers = side_of(self.sender)
 
     def ours(self) -> dict[str, float]:
-        report = self.producer.send()
-        return report.seconds if report else {}
+        return self.sender.send().seconds
 
     loader = ours
 
     def serial(self) -> dict[str, float]:
-        for name, tensor in self.producer.export():
+        for name, tensor in self._exported():
             self.group.start(tensor.contiguous(), name)._work.wait()
         return {}
 
     def packed(self) -> dict[str, float]:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
-        packed_nccl_broadcast_producer(iter(self.producer.export()), self._packed, 0, lambda item: item[1])
+        packed_nccl_broadcast_producer(iter(self._exported()), self._packed, 0, lambda item: item[1])
         return {}
+
+    def _exported(self) -> Any:
+        from nemo_rl_lite.policy.megatron.export_recipe import export_weights
+
+        if self._tasks is None:
+            self._tasks = self.model.bridge.get_conversion_tasks(self.model.chunks)
+        return export_weights(self.model, self._tasks)
 
 
 class EngineSide(Side):
@@ -131,18 +139,16 @@ class EngineSide(Side):
 
     def join(self, source: Source) -> None:
         self.engine.join_refit([source])
-        self.plan, self.group = source.plan, self.vllm._refit._group
-        self.buffers = getattr(self.vllm._refit, "_buffers", None)
+        self.plan = source.plan
+        self.group, self.buffers = side_of(self.vllm._receiver)
 
     def ours(self) -> dict[str, float]:
         return self.engine.receive_weights()[0].seconds
 
     def loader(self) -> dict[str, float]:
         """With the model's own loader each time."""
-        receiver = self.vllm._refit.receiver(keep=False)
-        for arrived in receiver:
-            self.vllm.model_runner.get_model().load_weights(arrived.named())
-        return receiver.report.seconds
+        loader = EngineLoader(self.vllm.model_runner.get_model().load_weights)
+        return self.vllm._receiver.receive(loader).seconds
 
     def serial(self) -> dict[str, float]:
         model = self.vllm.model_runner.get_model()
@@ -163,6 +169,12 @@ class EngineSide(Side):
     def _expected(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         slots = (slot for bucket in self.plan.buckets for slot in bucket.slots)
         return [(slot.name, slot.shape, getattr(torch, slot.dtype)) for slot in slots]
+
+
+def side_of(side: Any) -> tuple[Any, Any]:
+    """The group of a sender or a receiver, and its buffers, if it has any."""
+    wire = getattr(side, "_wire", None)
+    return (side._group, None) if wire is None else (wire.group, side._buffers)
 
 
 def synchronize() -> None:
@@ -216,10 +228,9 @@ class Pair:
     def connect(self, config: RefitConfig, by_the_bridge: bool = False) -> int:
         """With these settings from now on, and where it is said with megatron-bridge's export at each refit; bytes of a
         refit."""
-        plan = self.one(0, "lay_out", config, by_the_bridge)
-        port, shared = self.one(0, "open", self.shared)
+        plan, port, offer = self.one(0, "open", config, self.shared, by_the_bridge)
         self._pipes[0].send(("join", ()))
-        self._pipes[1].send(("join", (Source(plan, config, Meeting(HOST, port, 1, 2), shared),)))
+        self._pipes[1].send(("join", (Source(plan, config, Meeting(HOST, port, 1, 2), offer),)))
         for side in (0, 1):
             self._answer(side)
         return plan.nbytes

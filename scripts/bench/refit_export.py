@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_lite.host.ports import free_port
-from nemo_rl_lite.refit.assembly import assemble
-from nemo_rl_lite.refit.packing import Stream, buffer_of, new_buffers
-from nemo_rl_lite.refit.report import RefitReport
+from nemo_rl_lite.refit.layout.packing import buffer_of, new_buffers
+from nemo_rl_lite.refit.transport.assembly import assemble
+from nemo_rl_lite.refit.transport.export import Stream
+from nemo_rl_lite.refit.transport.report import RefitReport
 from nemo_rl_lite.rules.compose import compose_config
 
 ON_GPU = torch.cuda.device_count() > 0
@@ -33,41 +34,40 @@ class Rank:
     """One rank's producer, and what it measures with it."""
 
     def __init__(self, model: str, overrides: list[str]):
+        from nemo_rl_lite.policy.megatron.export_recipe import find_export
         from nemo_rl_lite.policy.megatron.model import build_model
-        from nemo_rl_lite.policy.megatron.producer import Producer
+        from nemo_rl_lite.policy.megatron.producer import plan_refit
 
         config = compose_config([f"policy.model_name={model}", *overrides])
         timeout_s = config.cluster.collective_timeout_s
         self._model = build_model(config.policy, model, ON_GPU, timeout_s, seed=0)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self._producer = Producer(self._model)
         started = time.perf_counter()
-        self.plan = self._producer.plan(config.refit)
+        self.plan = plan_refit(self._model, config.refit, shared_device=True, consumers=0).plan
+        self._found = find_export(self._model, self.plan)
         self.planning = time.perf_counter() - started
         self._buffers = new_buffers(self.plan, 2, self._model.device)
 
     def measure(self, wanting: list[int]) -> dict[str, list[float]]:
         """Seconds by way."""
-        found = self._producer._found
-        if found is None:
+        from nemo_rl_lite.policy.megatron.export_recipe import export_weights
+
+        found = self._found
+        if found.unlike is not None:
             sys.exit("megatron-bridge exports this model at each refit")
         wants = self.rank in wanting
         recipe = found.recipe if wants else None
         assembly = assemble(self.plan, found.parameters, recipe, self._model.device, [], 600)
 
         def ours() -> None:
-            if assembly is not None and not wants:
-                assembly.take_part()
-            elif assembly is not None:
-                self._fill(assembly)
+            if assembly is not None:
+                self._fill(assembly, wants)
+
+        tasks = self._model.bridge.get_conversion_tasks(self._model.chunks)
+        stream = Stream(self.plan, lambda: export_weights(self._model, tasks), gathers=True)
 
         def bridge() -> None:
-            exported = self._producer.export()
-            if wants:
-                self._fill(Stream(self.plan, exported))
-            else:
-                for _ in exported:
-                    pass
+            self._fill(stream, wants)
 
         seconds: dict[str, list[float]] = {"megatron-bridge's export": [], "found once": []}
         for repetition in range(WARM_UP + REPETITIONS):
@@ -77,8 +77,12 @@ class Rank:
                     values.append(taken)
         return seconds | {"collectives": [assembly.collectives if assembly is not None else 0]}
 
-    def _fill(self, export: Any) -> None:
+    def _fill(self, export: Any, wants: bool) -> None:
         report = RefitReport()
+        export.start()
+        if not wants:
+            export.finish(lambda index: None)
+            return
         for index in range(len(self.plan.buckets)):
             export.begin(index, report)
             export.fill(index, buffer_of(self.plan, self._buffers, index), report)

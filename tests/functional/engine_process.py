@@ -9,7 +9,7 @@ from pathlib import Path
 from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.interface import Sampling
-from nemo_rl_lite.refit.report import RefitReport
+from nemo_rl_lite.refit.transport.report import RefitReport
 from nemo_rl_lite.rules.compose import compose_config
 
 backend, model_folder, source_file, output = sys.argv[1:]

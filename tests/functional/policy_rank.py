@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 from nemo_rl_lite.config.schema import GRPOConfig
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss, Normalizers
+from nemo_rl_lite.policy.megatron.export_recipe import export_weights, find_export
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
-from nemo_rl_lite.refit.assembly import Assembly, assemble
-from nemo_rl_lite.refit.packing import same_bytes, view
-from nemo_rl_lite.refit.plan import RefitPlan
-from nemo_rl_lite.refit.report import RefitReport
-from nemo_rl_lite.refit.routes import Recipe
+from nemo_rl_lite.refit.layout.packing import same_bytes, view
+from nemo_rl_lite.refit.layout.plan import RefitPlan
+from nemo_rl_lite.refit.layout.views import Recipe
+from nemo_rl_lite.refit.transport.assembly import Assembly, assemble
+from nemo_rl_lite.refit.transport.report import RefitReport
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.launch import policy_arguments
 
@@ -60,7 +61,7 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
 
     # The phases of a GRPO step, in its order.
     worker.prepare_for_refit(engine_bytes=0)
-    worker.plan_refit(config.refit)
+    worker.plan_refit(config.refit, shared_device=True, consumers=1)
     worker.prepare_for_generation()
     worker.prepare_for_logprob()
     first = worker.logprobs(tokens[own], lengths[own])
@@ -83,7 +84,7 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
         worker.prepare_for_logprob()
         previous = worker.logprobs(tokens[own], lengths[own])
 
-    # Lent for a forward pass, then the policy's own weights again.
+    # The reference's weights take the place of the policy's for a forward pass only.
     reference_after = worker.reference_logprobs(tokens[own], lengths[own])
     own_after = worker.logprobs(tokens[own], lengths[own])
 
@@ -92,12 +93,12 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
     dist.all_gather_object(gathered, (place, *scores, steps))
     ranks = int(os.environ["WORLD_SIZE"])
     assembled = [assembled_is_the_export(worker, wanting) for wanting in (list(range(ranks)), [0], [ranks - 1])]
-    everyones = [None] * ranks
-    dist.all_gather_object(everyones, assembled)
+    all_assembled = [None] * ranks
+    dist.all_gather_object(all_assembled, assembled)
     worker.export_hf(f"{output}.hf")
     if os.environ["RANK"] == "0":
         replicas = sorted((entry for entry in gathered if entry[0].reports), key=lambda entry: entry[0].data_rank)
-        saved = {"tokens": tokens, "lengths": lengths, "temperature": TEMPERATURE, "assembled": everyones}
+        saved = {"tokens": tokens, "lengths": lengths, "temperature": TEMPERATURE, "assembled": all_assembled}
         torch.save(saved | {"replicas": [entry[1:] for entry in replicas]}, output)
     dist.barrier()
 
@@ -105,14 +106,16 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
 def assembled_is_the_export(worker: MegatronWorker, wanting: list[int]) -> tuple[bool, int, int]:
     """On this rank, where weights are put together for some ranks: whether they are what megatron-bridge exports now,
     how many buckets there are, and how many collectives they take."""
-    producer, rank = worker._producer, int(os.environ["RANK"])
-    plan, found, device = producer._plan, producer._found, producer._model.device
+    plan, model, rank = worker._producer.plan, worker._model, int(os.environ["RANK"])
+    found, device = find_export(model, plan), model.device
     recipe = found.recipe if rank in wanting else None
     assembly = assemble(plan, found.parameters, recipe, device, [], 60)
-    exported, same = dict(producer.export()), True
+    exported, same = dict(export_weights(model)), True
     if assembly is not None:
         give_up(assembly, plan, recipe, device)
     for _ in range(2):
+        if assembly is not None:
+            assembly.start()
         for index, bucket in enumerate(plan.buckets) if assembly else ():
             buffer = torch.full((bucket.nbytes,), 7, dtype=torch.uint8, device=device) if recipe is not None else None
             assembly.begin(index, RefitReport())
@@ -124,8 +127,9 @@ def assembled_is_the_export(worker: MegatronWorker, wanting: list[int]) -> tuple
 
 def give_up(assembly: Assembly, plan: RefitPlan, recipe: Recipe | None, device: torch.device) -> None:
     """A refit in which those that want weights come no further than the first bucket, or the second one's begin."""
+    assembly.start()
     if recipe is None:
-        assembly.take_part()
+        assembly.finish(lambda index: None)
         return
     memory = lambda index: torch.empty(plan.buckets[index].nbytes, dtype=torch.uint8, device=device)  # noqa: E731
     assembly.begin(0, RefitReport())

@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.refit import group as refit_group
-from nemo_rl_lite.refit import ipc
-from nemo_rl_lite.refit.broadcast import BroadcastSender
-from nemo_rl_lite.refit.consumer import Source
-from nemo_rl_lite.refit.group import Meeting
-from nemo_rl_lite.refit.packing import Stream, dtype_name
-from nemo_rl_lite.refit.plan import RefitPlan, make_plan
-from nemo_rl_lite.refit.report import RefitReport
+from nemo_rl_lite.refit.engine.connection import Source
+from nemo_rl_lite.refit.layout.packing import dtype_name
+from nemo_rl_lite.refit.layout.plan import RefitPlan, make_plan
+from nemo_rl_lite.refit.transport import group as refit_group
+from nemo_rl_lite.refit.transport.broadcast import BroadcastBuffers
+from nemo_rl_lite.refit.transport.buckets import bucket_transport
+from nemo_rl_lite.refit.transport.export import Stream
+from nemo_rl_lite.refit.transport.group import Meeting
+from nemo_rl_lite.refit.transport.report import RefitReport
+from nemo_rl_lite.refit.transport.shared import SharedBuffer
 from nemo_rl_lite.rules.compose import compose_config
 
 pytestmark = pytest.mark.functional
@@ -76,17 +78,14 @@ class Producer:
     def __init__(self, name: str, weights: list, shared: bool = False):
         self.name, self._weights, self._plan = name, weights, plan_of(weights)
         self._store = refit_group.host_store("127.0.0.1", LIMIT_S)
-        self._staging, handle = ipc.new_staging(self._plan, CPU) if shared else (None, None)
+        buffers = SharedBuffer(self._plan, CPU) if shared else BroadcastBuffers(self._plan, 2, CPU)
+        self._transport = bucket_transport(self._plan, buffers, "full", Stream(self._plan, lambda: self._weights))
         settings = compose_config([f"refit.timeout_s={LIMIT_S}"]).refit
-        self.source = Source(self._plan, settings, Meeting("127.0.0.1", self._store.port, rank=1, world_size=2), handle)
+        meeting = Meeting("127.0.0.1", self._store.port, rank=1, world_size=2)
+        self.source = Source(self._plan, settings, meeting, self._transport.offer())
 
     def send(self) -> RefitReport:
-        group = refit_group.join(self._store, 0, 2, CPU, LIMIT_S)
-        if self._staging is None:
-            return BroadcastSender(self._plan, group, "full", 2).send(Stream(self._plan, self._weights))
-        group.meet("the staging buffer")
-        ipc.forget(self.source.shared)
-        return ipc.IpcSender(self._plan, group, self._staging, "full").send(Stream(self._plan, self._weights))
+        return self._transport.sender(refit_group.join(self._store, 0, 2, CPU, LIMIT_S)).send()
 
 
 def load(folder: Path):

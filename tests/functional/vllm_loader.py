@@ -14,8 +14,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from nemo_rl_lite.host.ports import free_port
-from nemo_rl_lite.refit.destinations import Destinations
-from tests.unit.refit.test_destinations import refit
+from nemo_rl_lite.refit.engine.destinations import Destinations
+from tests.unit.refit.engine.test_destinations import refit
 
 
 def main(folder: str, other: str) -> None:

@@ -1,7 +1,6 @@
 """The part that runs inside vLLM's own worker processes, as their `worker_extension_cls`."""
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -9,9 +8,9 @@ import torch
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.host.logs import log_to_stderr
 from nemo_rl_lite.observability.memory import device_bytes
-from nemo_rl_lite.refit.consumer import Connection, Receiver, Source
-from nemo_rl_lite.refit.destinations import Destinations
-from nemo_rl_lite.refit.report import RefitReport
+from nemo_rl_lite.refit.engine.connection import Source, connect
+from nemo_rl_lite.refit.engine.destinations import Destinations, EngineLoader
+from nemo_rl_lite.refit.transport.report import RefitReport
 
 
 class RefitExtension:
@@ -22,7 +21,7 @@ class RefitExtension:
     rank: int
 
     def refit_join(self, sources: Sequence[Source]) -> None:
-        """Join this rank's producer, that of `sources[rank]`.
+        """Join this rank's producer, which is in `sources[rank]`.
 
         Raises:
             RefitError: a model whose layers compute with tensors that vLLM derives from its weights once, at the start.
@@ -41,34 +40,35 @@ class RefitExtension:
         for backend in _experts_backends(model) if self.device.type == "cuda" else ():
             if backend not in ("TRITON", "BATCHED_TRITON"):
                 raise RefitError(
-                    f"experts on vLLM's backend {backend} cannot be refitted, since it lays weights out anew at start; "
+                    f"experts on vLLM's backend {backend} cannot be refitted: it changes their layout at start; "
                     "set +generation.vllm_kwargs.moe_backend=triton"
                 )
-        self._refit = Connection(sources[self.rank], torch.device(self.device))
+        self._receiver = connect(sources[self.rank], torch.device(self.device))
         self._is_first_refit = True
         self._destinations = Destinations(model.load_weights, [*model.parameters(), *model.buffers()])
 
     def refit_receive(self) -> RefitReport:
-        """Receive all weights and load them: the first time through the model's own loader, then straight into its
-        parameters.
+        """Receive all weights and load them: at the first refit through the model's own loader, later straight into the
+        model's parameters.
 
         Raises:
             RefitError: weights of the engine that the producer did not send.
         """
         model = self.model_runner.get_model()
         wanted = {name for name, _ in model.named_parameters()}
-        on_cpu = self.device.type == "cpu"
-        if on_cpu:
-            receiver = self._refit.receiver(keep=True)
-            loaded, report = self._load_layerwise(model, receiver), receiver.report
+        if self.device.type == "cpu":
+            # vLLM keeps a layer's tensors until it has all of them.
+            loader = EngineLoader(model.load_weights, keep=True)
+            report = self._receive_layerwise(model, loader)
         else:
-            report = self._refit.fill(self._destinations)
+            loader = self._destinations
+            report = self._receiver.receive(loader)
             torch.cuda.current_stream().synchronize()
             if self._is_first_refit:
-                # It took memory for trials, which the policy or the cache may want.
+                # The policy or the cache may want the memory that the first refit took for trials.
                 torch.cuda.empty_cache()
                 self._is_first_refit = False
-            loaded = self._destinations.filled
+        loaded = loader.filled
         stale = sorted(wanted - loaded) if loaded is not None else []
         if stale:
             raise RefitError(f"the refit left {len(stale)} weights of the engine as they were, such as {stale[0]}")
@@ -88,19 +88,19 @@ class RefitExtension:
             "kv_cache": sum(tensor.size for tensor in cache),
         }
 
-    def _load_layerwise(self, model: Any, receiver: Receiver) -> set[str] | None:
-        """vLLM packs linear weights on a CPU. Its layerwise reload undoes and redoes that, and puts back the old values
-        of what did not arrive; so what did not arrive is an error here."""
+    def _receive_layerwise(self, model: Any, loader: EngineLoader) -> RefitReport:
+        """Receive within vLLM's layerwise reload, which undoes and redoes the packing of linear weights on a CPU. It
+        puts back the old values of weights that did not arrive, so the caller must look for them."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         initialize_layerwise_reload(model)
-        loaded = model.load_weights(chain.from_iterable(arrived.named() for arrived in receiver))
+        report = self._receiver.receive(loader)
         finalize_layerwise_reload(model, self.model_runner.model_config)
-        return loaded
+        return report
 
 
 def _experts_backends(model: torch.nn.Module) -> set[str]:
-    """Names of what vLLM computes unquantised experts with."""
+    """The names of the backends with which vLLM computes unquantised experts."""
     methods = (getattr(module, "quant_method", None) for module in model.modules())
     backends = (getattr(method, "unquantized_backend", None) for method in methods)
     return {backend.name for backend in backends if backend is not None}

@@ -10,11 +10,11 @@ from typing import Any
 
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.generation.interface import Completion, Sampling
-from nemo_rl_lite.refit.consumer import Source, Wholeness
-from nemo_rl_lite.refit.report import RefitReport
+from nemo_rl_lite.refit.engine.connection import Source, WeightsState
+from nemo_rl_lite.refit.transport.report import RefitReport
 
 EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
-# Weights are written anew by the refit that comes before the next generation, so nothing needs to be kept.
+# The refit before the next generation writes all weights, so sleeping keeps none.
 SLEEP_LEVEL = 2
 
 
@@ -38,9 +38,9 @@ class VLLMEngine:
 
         # Rotary tables have no weights to load; vLLM warns about them at every refit.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-        # A GPU engine starts with no weights worth reading: the first refit comes before the first prompt, and one that
-        # leaves out a weight is an error.
-        self._weights = Wholeness(whole=not on_gpu)
+        # A GPU engine starts with dummy weights: the first refit comes before the first prompt, and a refit that leaves
+        # out a weight is an error.
+        self._weights = WeightsState(complete=not on_gpu)
         settings = generation.vllm_cfg
         _import_model_class(Path(model_path))
         self._sleeps = on_gpu and generation.colocated.enabled
@@ -51,7 +51,7 @@ class VLLMEngine:
             dtype=policy.precision,
             max_model_len=policy.max_total_sequence_length,
             tensor_parallel_size=ranks,
-            # Inside a placement group vLLM would ask Ray for workers, and wait for GPUs that its own seats hold.
+            # Inside a placement group vLLM would ask Ray for workers, and wait for GPUs that the engine itself holds.
             distributed_executor_backend="mp" if ranks > 1 else "uni",
             enforce_eager=settings.enforce_eager,
             max_num_seqs=settings.max_num_seqs,
@@ -63,7 +63,7 @@ class VLLMEngine:
             disable_log_stats=True,
             **(gpu_only | generation.vllm_kwargs),
         )
-        # Hundreds of thousands of long-lived objects that every later collection would walk through.
+        # Every later garbage collection would walk through hundreds of thousands of long-lived objects.
         gc.freeze()
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
@@ -83,7 +83,7 @@ class VLLMEngine:
             detokenize=bool(sampling.stop_strings),
             # vLLM adds the end tokens of the model's generation_config.json, but nothing ends a probe.
             ignore_eos=not sampling.stop_token_ids,
-            # That of the sampled token alone.
+            # 0: the logprob of the sampled token only.
             logprobs=0,
             flat_logprobs=True,
         )
@@ -98,7 +98,7 @@ class VLLMEngine:
     def sleep(self) -> None:
         """Give the GPU's memory to the policy. Does nothing where the engine has a device of its own, or a CPU."""
         if self._sleeps and not self._llm.llm_engine.is_sleeping():
-            self._weights.lose()
+            self._weights.discard()
             self._llm.sleep(level=SLEEP_LEVEL)
 
     def wake_weights(self) -> None:
@@ -116,7 +116,7 @@ class VLLMEngine:
 
     def receive_weights(self) -> list[RefitReport]:
         started = time.perf_counter()
-        with self._weights.replaced():
+        with self._weights.replacing():
             reports: list[RefitReport] = self._llm.collective_rpc("refit_receive")
             if not self._llm.reset_prefix_cache():
                 raise RuntimeError("vLLM kept its prefix cache, which belongs to the old weights")

@@ -13,9 +13,10 @@ from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.models.hf_folder import on_host, write_hf_folder
 from nemo_rl_lite.policy.megatron.batches import forward_logprobs
 from nemo_rl_lite.policy.megatron.checkpoint import PolicyState
+from nemo_rl_lite.policy.megatron.export_recipe import export_weights
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.policy.megatron.model import build_model, torch_dtype
-from nemo_rl_lite.policy.megatron.producer import Producer
+from nemo_rl_lite.refit.transport.report import PROBE_TOLERANCE
 
 _PROBE_TOKENS = 32
 
@@ -27,7 +28,8 @@ def convert(config: Config, model_path: Path, saved: Path, target: Path, say: Ca
     the environment, for one rank.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, or the two models differ by more than `refit.probe_tolerance`.
+        CheckpointError: the checkpoint cannot be read, or the two models differ by more than
+            `PROBE_TOLERANCE`.
     """
     on_gpu = torch.cuda.is_available()
     policy = _in_one_process(config.policy)
@@ -41,13 +43,13 @@ def convert(config: Config, model_path: Path, saved: Path, target: Path, say: Ca
     if scored_1T is None:
         raise RuntimeError("one process has the whole model, and so its logits")
     logprobs_1T: Tensor = scored_1T
-    weights, device = on_host(Producer(model).export()), model.device
+    weights, device = on_host(export_weights(model)), model.device
     # The folder's own model takes its place.
     del model
     gc.collect()
     if on_gpu:
         torch.cuda.empty_cache()
-    tolerance, differences = getattr(config.refit.probe_tolerance, config.policy.precision), []
+    tolerance, differences = PROBE_TOLERANCE[config.policy.precision], []
 
     def check(folder: Path) -> None:
         own_1T = _logprobs_of_folder(folder, tokens_1T, torch_dtype(policy.precision), device)
@@ -55,7 +57,7 @@ def convert(config: Config, model_path: Path, saved: Path, target: Path, say: Ca
         if not differences[0] <= tolerance:
             raise CheckpointError(
                 f"{folder} gives a probe logprobs that differ from the checkpoint's by {differences[0]:.4f} nats on "
-                f"average (limit {tolerance:g}, refit.probe_tolerance); {target} was not written"
+                f"average (limit {tolerance:g} in {config.policy.precision}); {target} was not written"
             )
 
     say("writing the folder and reading it back")

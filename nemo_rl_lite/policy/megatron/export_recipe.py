@@ -1,8 +1,8 @@
-"""megatron-bridge's export, found once: which elements of which rank's parameters each Hugging Face tensor has.
+"""megatron-bridge's export, and its recipe: which elements of which rank's parameters each Hugging Face tensor has.
 
-The bridge names, gathers, splits and renames weights in Python, tensor by tensor. Here it does so once with the places
-of the elements instead of their values, and what comes out says how to do without it: through tensor, pipeline and
-expert parallelism, fused projections, stacked experts, tied embeddings and padded vocabularies alike.
+The bridge names, gathers, splits and renames weights in Python, tensor by tensor. `find_export` lets it do so once with
+the numbers of the elements instead of their values. What comes out is how to do without the bridge: through tensor,
+pipeline and expert parallelism, fused projections, stacked experts, tied embeddings and padded vocabularies alike.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,17 +14,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_lite.policy.megatron.model import MegatronModel
-from nemo_rl_lite.refit.boxes import Box, Places, find_boxes
-from nemo_rl_lite.refit.lending import Parameters
-from nemo_rl_lite.refit.packing import dtype_name, same_bytes
-from nemo_rl_lite.refit.plan import RefitPlan, Slot
-from nemo_rl_lite.refit.report import Named
-from nemo_rl_lite.refit.routes import Recipe
+from nemo_rl_lite.refit.layout.packing import Named, dtype_name, same_bytes
+from nemo_rl_lite.refit.layout.plan import RefitPlan, Slot
+from nemo_rl_lite.refit.layout.views import Numbering, Recipe, Segment, find_segments
+from nemo_rl_lite.refit.transport.rank_groups import all_gather
+from nemo_rl_lite.refit.transport.sharing import Parameters
+
+
+def export_weights(model: MegatronModel, tasks: Iterable[Any] | None = None) -> Iterable[Named]:
+    """All weights under their Hugging Face names, by megatron-bridge; the same on every rank, and collective.
+
+    `tasks`: the bridge's conversion tasks, where the caller has them.
+    """
+    if tasks is None:
+        tasks = model.bridge.get_conversion_tasks(model.chunks)
+    on_cpu = model.device.type == "cpu"
+    return model.bridge.export_hf_weights(model.chunks, cpu=on_cpu, show_progress=False, conversion_tasks=tasks)
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What other ranks must know of a parameter. `dtype`: None where its elements are not what is exported."""
+class _Described:
+    """What other ranks must know of a parameter. `dtype`: None if the export uses more than the parameter's
+    elements."""
 
     elements: int
     dtype: str | None
@@ -32,74 +43,69 @@ class _Part:
 
 @dataclass(frozen=True)
 class FoundExport:
-    """What one rank has found. `parameters`: its own, by number; `recipe`: of every tensor, as this rank would have
-    it exported; `unlike`: the first tensor that is more than moved elements, where there is one."""
+    """What one rank has found: its `parameters` by number, the `recipe` by which it would have all tensors exported,
+    and the first tensor that is more than moved elements, `unlike`, if there is one."""
 
     parameters: dict[int, Tensor]
-    recipe: dict[str, list[Box]]
+    recipe: dict[str, list[Segment]]
     unlike: str | None
 
 
 def find_export(model: MegatronModel, plan: RefitPlan) -> FoundExport:
-    """What the bridge's export does on this rank; collective. `plan`: as it was exported before.
+    """Find what the bridge's export does on this rank; collective. `plan`: of an earlier export.
 
-    Takes eight bytes an element of the largest weight, about three times where several ranks have parts of it.
+    Takes eight bytes for each element of the largest weight, and about 20 if several ranks have parts of it.
     """
-    # The mappings of tasks keep shapes and dtypes of what they have seen, so these are others than those of the export.
+    # The mappings of tasks cache shapes and dtypes, so these tasks are not those of the export.
     tasks = model.bridge.get_conversion_tasks(model.chunks)
     known = {parameter.data_ptr() for parameter in model.parameters()}
-    parts = [None if task.param_weight is None else _part(task.param_weight, known) for task in tasks]
-    everyones: list[list[_Part | None]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyones, parts)
-    largest = max(part.elements for parts in everyones for part in parts if part is not None)
-    places, rank = Places(len(everyones), largest), dist.get_rank()
+    weights = [task.param_weight for task in tasks]
+    described = all_gather([None if weight is None else _described(weight, known) for weight in weights])
+    largest = max(one.elements for rank in described for one in rank if one is not None)
+    numbering, rank = Numbering(len(described), largest), dist.get_rank()
 
     def numbered() -> Iterator[Any]:
-        """One after the other, because the numbers take more memory than the parameters."""
-        for number, task in enumerate(tasks):
-            weight = task.param_weight
-            yield task if weight is None else replace(task, param_weight=places.number(rank, number, weight))
+        """The tasks one by one, because the numbers take more memory than the parameters."""
+        for number, (task, weight) in enumerate(zip(tasks, weights, strict=True)):
+            yield task if weight is None else replace(task, param_weight=numbering.number(rank, number, weight))
 
     slots = {slot.name: slot for bucket in plan.buckets for slot in bucket.slots}
-    recipe: dict[str, list[Box]] = {}
+    recipe: dict[str, list[Segment]] = {}
     unlike = None
-    exported = model.bridge.export_hf_weights(
-        model.chunks, cpu=model.device.type == "cpu", show_progress=False, conversion_tasks=numbered()
-    )
-    for name, numbers in exported:
+    for name, numbers in export_weights(model, numbered()):
         if unlike is not None:
-            # The others still need this rank's part in what the bridge gathers.
+            # Other ranks still need this rank's parameters in what the bridge gathers.
             continue
-        boxes = find_boxes(numbers, places) if tuple(numbers.shape) == slots[name].shape else None
-        if boxes is None or not all(_fits(box, slots[name], everyones) for box in boxes):
+        segments = find_segments(numbers, numbering) if tuple(numbers.shape) == slots[name].shape else None
+        if segments is None or not all(_fits(segment, slots[name], described) for segment in segments):
             unlike = name
         else:
-            recipe[name] = boxes
-    own = {number: task.param_weight for number, task in enumerate(tasks) if task.param_weight is not None}
+            recipe[name] = segments
+    own = {number: weight for number, weight in enumerate(weights) if weight is not None}
     return FoundExport(own, recipe, unlike)
 
 
 def first_differing(recipe: Recipe, parameters: Parameters, exported: Iterable[Named]) -> str | None:
-    """The first tensor that megatron-bridge exports otherwise than the recipe puts it together of these parameters.
-    Other ranks may gather, so all that is exported is gone through."""
+    """The first tensor whose bytes differ between the bridge's export and what the recipe makes of these parameters.
+    All of the export is iterated over, because other ranks may gather."""
     differing = None
     for name, tensor in exported:
         if differing is None:
             made = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-            for box in recipe[name]:
-                source = parameters[box.piece.rank, box.piece.part]
-                box.of(made).copy_(box.piece.of(source.view(made.dtype)))
+            for segment in recipe[name]:
+                source = parameters[segment.rank, segment.parameter]
+                segment.target.of(made).copy_(segment.source.of(source.view(made.dtype)))
             differing = None if same_bytes(made, tensor) else name
     return differing
 
 
-def _part(weight: Tensor, known: set[int]) -> _Part:
-    # Quantised tensors are of classes of their own, and what is no parameter may be replaced by another tensor.
+def _described(weight: Tensor, known: set[int]) -> _Described:
+    # Quantised tensors have their own classes, and a tensor that is no parameter may be replaced by another tensor.
     plain = type(weight.data) is Tensor and weight.is_contiguous() and weight.data_ptr() in known
-    return _Part(weight.numel(), dtype_name(weight.dtype) if plain else None)
+    return _Described(weight.numel(), dtype_name(weight.dtype) if plain else None)
 
 
-def _fits(box: Box, slot: Slot, everyones: list[list[_Part | None]]) -> bool:
-    parts = everyones[box.piece.rank]
-    part = parts[box.piece.part] if box.piece.part < len(parts) else None
-    return part is not None and part.dtype == slot.dtype and box.piece.last < part.elements
+def _fits(segment: Segment, slot: Slot, described: list[list[_Described | None]]) -> bool:
+    rank = described[segment.rank]
+    one = rank[segment.parameter] if segment.parameter < len(rank) else None
+    return one is not None and one.dtype == slot.dtype and segment.source.last < one.elements

@@ -1,229 +1,184 @@
-"""The policy's side of a refit on one rank: what it exports, in which buckets, and to whom."""
+"""The policy's side of refits on one rank: what it exports, in which buckets, and to which consumers.
+
+The stages are types, and each is made by the one before: `plan_refit` -> `Producer.open` -> `OpenProducer.join` -> a
+`Sender`, whose `send` is called at each refit. All of them are collective: every rank of the policy calls them. A new
+connection begins at `Producer.open`.
+"""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from nemo_rl_lite.config.schema import RefitConfig
-from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.policy.megatron.export_recipe import FoundExport, find_export, first_differing
+from nemo_rl_lite.policy.megatron.export_recipe import FoundExport, export_weights, find_export, first_differing
 from nemo_rl_lite.policy.megatron.model import MegatronModel
-from nemo_rl_lite.refit import group as refit_group
-from nemo_rl_lite.refit import ipc
-from nemo_rl_lite.refit.assembly import Assembly, assemble
-from nemo_rl_lite.refit.broadcast import BroadcastSender
-from nemo_rl_lite.refit.consumer import Shared
-from nemo_rl_lite.refit.direct import DirectSender, DirectSource
-from nemo_rl_lite.refit.lending import Key, Lending, find_lending
-from nemo_rl_lite.refit.packing import Stream, dtype_name, same_bytes, view
-from nemo_rl_lite.refit.plan import RefitPlan, bucket_size, make_plan
-from nemo_rl_lite.refit.report import Named, RefitReport
+from nemo_rl_lite.refit.layout.packing import Named, buffer_of, dtype_name, same_bytes, view
+from nemo_rl_lite.refit.layout.plan import RefitPlan, bucket_size, make_plan
+from nemo_rl_lite.refit.layout.views import Recipe
+from nemo_rl_lite.refit.transport import group as refit_group
+from nemo_rl_lite.refit.transport.assembly import Assembly, assemble
+from nemo_rl_lite.refit.transport.broadcast import BroadcastBuffers
+from nemo_rl_lite.refit.transport.buckets import BucketBuffers, bucket_transport
+from nemo_rl_lite.refit.transport.choice import Facts, Kind, choose_transport
+from nemo_rl_lite.refit.transport.direct import DirectOffer, DirectSender
+from nemo_rl_lite.refit.transport.export import Stream
+from nemo_rl_lite.refit.transport.interface import Export, NoConsumers, Offer, Sender, Transport
+from nemo_rl_lite.refit.transport.rank_groups import all_gather
+from nemo_rl_lite.refit.transport.report import RefitReport
+from nemo_rl_lite.refit.transport.shared import SharedBuffer
+from nemo_rl_lite.refit.transport.sharing import Sharing, probe_sharing
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class Producer:
-    """`plan`, `open` and `join` once, in this order, then `send` as often as there are new weights. Every method is
-    collective: all ranks of the policy call it.
+    """One rank's part in all refits, once everything is done that is done once.
 
-    `assembly`: what makes the buckets without megatron-bridge, where `join` has found that it can be done and this rank
-    has a part in it; `sender`: that to this rank's consumers, where it has any. Consumers on GPUs of one machine that
-    have the whole policy between them need no buckets: they copy its parameters.
+    `export` fills buckets: an `Assembly` if the export only moves elements, else megatron-bridge's export. It is None
+    if consumers copy parameters, or if no rank needs this one. `transport` is None on a rank without consumers.
     """
 
-    def __init__(self, model: MegatronModel):
-        self._model = model
-        self._conversion_tasks: list[Any] | None = None
-        self._config: RefitConfig | None = None
-        self._plan: RefitPlan | None = None
-        self._found: FoundExport | None = None
-        self.assembly: Assembly | None = None
-        self._assembled = self._checked = False
-        self._lending: Lending | None = None
-        self._asked_to_lend = False
-        self._store: Any = None
-        self._staging: tuple[Tensor, ipc.StagingHandle] | None = None
-        self.sender: BroadcastSender | ipc.IpcSender | DirectSender | None = None
+    plan: RefitPlan
+    export: Export | None
+    transport: Transport | None
+    consumers: int
+    device: torch.device
+    timeout_s: float
 
-    def plan(self, config: RefitConfig) -> RefitPlan:
-        """Lay the exported weights into buckets; the same plan on every rank."""
-        self._config = config
-        self._found = self.assembly = self._lending = None
-        self._assembled = self._checked = self._asked_to_lend = False
-        weights = [(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in self.export()]
-        memory = psutil.virtual_memory().total
-        if self._model.device.type == "cuda":
-            memory = torch.cuda.mem_get_info()[1]
-        size = bucket_size(memory, config.buffer_memory_ratio, config.bucket_bytes)
-        self._plan = make_plan(weights, size)
-        # Adapters are merged into what is exported.
-        if self._model.lora is None:
-            self._found = find_export(self._model, self._plan)
-            self._agree(self._found.unlike)
-        if self._found is not None and self._model.place.is_whole:
-            rank = dist.get_rank()
-            self._check({(rank, number): parameter for number, parameter in self._found.parameters.items()})
-        if self._found is not None:
-            parts = sum(len(boxes) for boxes in self._found.recipe.values())
-            log.info("weights are copied from %d parts of parameters at each refit", parts)
-        if self._model.device.type == "cuda":
-            # What the search took is the engine's, on a device that both use.
-            torch.cuda.empty_cache()
-        return self._plan
+    def open(self, host: str) -> "OpenProducer":
+        """Open this rank's meeting point, also for a new connection, which uses the buffers of the one before."""
+        offer = None if self.transport is None else self.transport.offer()
+        return OpenProducer(self, refit_group.host_store(host, self.timeout_s), offer)
 
-    def open(self, host: str, shared_device: bool) -> tuple[int, Shared | None]:
-        """Open this rank's meeting point; its port, and for consumers on the same device what they need to get at the
-        weights there. The first time the parameters are where `plan` found them."""
-        if self._plan is None or self._config is None:
-            raise RuntimeError("open needs plan first")
-        # Those of a connection before, if there was one, make room first.
-        self.sender = self._staging = None
-        if self.assembly is not None:
-            self.assembly.forget_buffers()
-        self._store = refit_group.host_store(host, self._config.timeout_s)
-        if not shared_device:
-            return self._store.port, None
-        if not self._asked_to_lend:
-            self._lending, self._asked_to_lend = self._lend(self._config), True
-        if self._lending is not None and self._found is not None:
-            return self._store.port, DirectSource(self._found.recipe)
-        self._staging = ipc.new_staging(self._plan, self._model.device)
-        return self._store.port, self._staging[1]
 
-    def join(self, consumers: int) -> None:
+@dataclass(frozen=True)
+class OpenProducer:
+    """A producer whose consumers can join. `offer` is for them."""
+
+    producer: Producer
+    store: dist.TCPStore
+    offer: Offer | None
+
+    def join(self) -> Sender:
         """Meet this rank's consumers; returns when all have joined."""
-        if self._plan is None or self._config is None or self._store is None:
-            raise RuntimeError("join needs plan and open first")
-        if self._found is not None and self._lending is None and not self._assembled:
-            found, device = self._found, self._model.device
-            recipe, limit = found.recipe if consumers else None, self._config.timeout_s
-            self.assembly = assemble(self._plan, found.parameters, recipe, device, _groups(), limit)
-            self._assembled = True
-        if not consumers:
-            return
-        verify, limit = self._config.verify, self._config.timeout_s
-        shared_device = self._lending is not None or self._staging is not None
-        device = torch.device("cpu") if shared_device else self._model.device
-        group = refit_group.join(self._store, 0, 1 + consumers, device, limit)
-        if self._lending is not None:
-            self.sender = DirectSender(self._plan, group, self._lending)
-        elif self._staging is None:
-            self.sender = BroadcastSender(self._plan, group, verify, self._config.num_buffers)
-        else:
-            staging, handle = self._staging
-            group.meet("the staging buffer")
-            ipc.forget(handle)
-            self.sender = ipc.IpcSender(self._plan, group, staging, verify)
+        own = self.producer
+        if own.transport is None or self.offer is None:
+            return NoConsumers(own.export)
+        device = self.offer.group_device(own.device)
+        return own.transport.sender(refit_group.join(self.store, 0, 1 + own.consumers, device, own.timeout_s))
 
-    def send(self) -> RefitReport | None:
-        """Send the current weights to this rank's consumers; without any, take part in the export all the same."""
-        if self._plan is None:
-            raise RuntimeError("send needs plan, open and join first")
-        if self._found is not None and not self._checked:
-            self._agree(self._differing(self._plan))
-            self._checked = True
-        if isinstance(self.sender, DirectSender):
-            return self.sender.lend()
-        if self._found is None:
-            return self._send_by_the_bridge(self._plan)
-        if self.assembly is None:
+
+def plan_refit(model: MegatronModel, config: RefitConfig, shared_device: bool, consumers: int) -> Producer:
+    """Lay the exported weights into buckets, the same on every rank, and choose a transport.
+
+    What replaces megatron-bridge's export is compared with it first, bit by bit. `shared_device`: whether each engine
+    rank is on the device of its policy rank. `consumers`: the number of engine ranks that this rank sends to.
+    """
+    planning, device = _Planning(model, config), model.device
+    found = planning.found()
+    facts, sharing = Facts(shared_device, device.type == "cuda", config.direct, has_recipe=found is not None), None
+    if found is not None and choose_transport(facts) == "direct":
+        sharing, one_machine, opens = probe_sharing(found.parameters, found.recipe, _groups(), config.timeout_s)
+        if opens and not planning.only_moves(planning.first_unlike_shared(found.recipe, sharing)):
+            found = None
+        facts = replace(facts, has_recipe=found is not None, one_machine=one_machine, memory_opens=opens)
+    kind = choose_transport(facts)
+    log.info("transport of refits: %s", kind)
+    if kind == "direct" and found is not None and sharing is not None:
+        sender = partial(DirectSender, planning.plan, sharing=sharing)
+        transport, export = Transport(partial(DirectOffer, found.recipe), sender) if consumers else None, None
+    else:
+        transport, export = planning.through_buckets(kind, found, consumers)
+    if device.type == "cuda":
+        # Engines on this device want the memory that the search took.
+        torch.cuda.empty_cache()
+    return Producer(planning.plan, export, transport, consumers, device, config.timeout_s)
+
+
+class _Planning:
+    """The steps of `plan_refit`. Every method is collective."""
+
+    def __init__(self, model: MegatronModel, config: RefitConfig):
+        self._model, self._config = model, config
+        self._tasks = model.bridge.get_conversion_tasks(model.chunks)
+        weights = [(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in self._exported()]
+        on_gpu = model.device.type == "cuda"
+        memory = torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().total
+        self.plan = make_plan(weights, bucket_size(memory, config.buffer_memory_ratio, config.bucket_bytes))
+
+    def found(self) -> FoundExport | None:
+        """What the export moves; None if it does more."""
+        if self._model.lora is not None:
+            # Adapters are merged into what is exported.
             return None
-        if self.sender is None:
-            self.assembly.take_part()
-            return None
-        before = self.assembly.refits
-        try:
-            return self.sender.send(self.assembly)
-        except RefitError:
-            if self.assembly.refits == before:
-                self.assembly.finish(self.sender.buffer)
-            raise
+        found = find_export(self._model, self.plan)
+        return found if self.only_moves(found.unlike) else None
 
-    def export(self) -> Iterable[Named]:
-        """All weights under their Hugging Face names, by megatron-bridge; the same on every rank."""
-        return self._model.bridge.export_hf_weights(
-            self._model.chunks,
-            cpu=self._model.device.type == "cpu",
-            show_progress=False,
-            conversion_tasks=self._tasks(),
-        )
+    def first_unlike_shared(self, recipe: Recipe, sharing: Sharing) -> str | None:
+        """The first tensor that the recipe makes of the shared parameters with other bytes than megatron-bridge."""
+        with sharing.together() as parameters:
+            return first_differing(recipe, parameters, self._exported())
 
-    def _lend(self, config: RefitConfig) -> Lending | None:
-        """How consumers get at the parameters without buckets, checked against megatron-bridge's export; None where
-        they cannot."""
-        found, device = self._found, self._model.device
-        if found is None or not config.direct or device.type != "cuda":
-            return None
-        lending = find_lending(found.parameters, found.recipe, _groups(), config.timeout_s)
-        if lending is not None and not self._checked:
-            with lending.together() as parameters:
-                self._check(parameters)
-            torch.cuda.empty_cache()
-        return lending if self._found is not None else None
+    def through_buckets(
+        self, kind: Kind, found: FoundExport | None, consumers: int
+    ) -> tuple[Transport | None, Export | None]:
+        """The transport of this rank if it has consumers, and what fills its buckets if a rank needs it."""
+        config, device = self._config, self._model.device
+        buffers: BucketBuffers | None = None
+        if consumers and kind == "shared":
+            buffers = SharedBuffer(self.plan, device)
+        elif consumers:
+            buffers = BroadcastBuffers(self.plan, config.num_buffers, device)
+        export = None
+        if found is not None:
+            recipe = found.recipe if consumers else None
+            export = assemble(self.plan, found.parameters, recipe, device, _groups(), config.timeout_s)
+            if not self.only_moves(self._first_unlike_assembled(export, buffers)):
+                found = None
+        if found is None:
+            export = Stream(self.plan, self._exported, gathers=not self._model.place.is_whole)
+        if buffers is None or export is None:
+            return None, export
+        return bucket_transport(self.plan, buffers, config.verify, export), export
 
-    def _check(self, parameters: Mapping[Key, Tensor]) -> None:
-        """Compare what has been found with megatron-bridge's export, where this rank has all it needs at hand."""
-        if self._found is not None:
-            self._agree(first_differing(self._found.recipe, parameters, self.export()))
-            self._checked = True
-
-    def _send_by_the_bridge(self, plan: RefitPlan) -> RefitReport | None:
-        if self.sender is not None and not isinstance(self.sender, DirectSender):
-            exported = iter(self.export())
-            try:
-                return self.sender.send(Stream(plan, exported))
-            except RefitError:
-                # The others gather to the end.
-                for _ in exported:
-                    pass
-                raise
-        if not self._model.place.is_whole:
-            for _ in self.export():
-                pass
-        return None
-
-    def _differing(self, plan: RefitPlan) -> str | None:
-        """The first tensor of which the assembly makes other bytes than megatron-bridge; before the first refit, when
-        nobody reads the sender's buffers yet."""
-        exported, report, differing = iter(self.export()), RefitReport(), None
-        for index, bucket in enumerate(plan.buckets):
-            sender = None if isinstance(self.sender, DirectSender) else self.sender
-            buffer = None if sender is None else sender.buffer(index)
-            if self.assembly is not None:
-                self.assembly.begin(index, report)
-                self.assembly.fill(index, buffer, report)
+    def _first_unlike_assembled(self, assembly: Assembly | None, buffers: BucketBuffers | None) -> str | None:
+        """The first tensor that the assembly makes with other bytes than megatron-bridge, in the `buffers`."""
+        exported, report, unlike = iter(self._exported()), RefitReport(), None
+        if assembly is not None:
+            assembly.start()
+        for index, bucket in enumerate(self.plan.buckets):
+            buffer = None if buffers is None else buffer_of(self.plan, buffers.memory, index)
+            if assembly is not None:
+                assembly.begin(index, report)
+                assembly.fill(index, buffer, report)
             for slot, (_, tensor) in zip(bucket.slots, exported, strict=False):
-                if buffer is not None and differing is None and not same_bytes(view(buffer, slot), tensor):
-                    differing = slot.name
-        # The others may still gather.
+                if buffer is not None and unlike is None and not same_bytes(view(buffer, slot), tensor):
+                    unlike = slot.name
+        # Other ranks may still gather.
         for _ in exported:
             pass
-        return differing
+        return unlike
 
-    def _agree(self, unlike: str | None) -> None:
-        """Leave the export to megatron-bridge on all ranks where one has found a tensor that takes more than moving."""
-        everyones: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, unlike)
-        name = next((one for one in everyones if one is not None), None)
-        if name is None:
-            return
-        self._found = self.assembly = None
-        if dist.get_rank() == 0:
+    def only_moves(self, unlike: str | None) -> bool:
+        """Whether no rank has found a tensor that is more than moved elements; `unlike`: what this rank has found."""
+        name = next((one for one in all_gather(unlike) if one is not None), None)
+        if name is not None and dist.get_rank() == 0:
             log.warning("megatron-bridge exports all weights at each refit: %s is more than moved elements", name)
+        return name is None
 
-    def _tasks(self) -> list[Any]:
-        if self._conversion_tasks is None:
-            self._conversion_tasks = self._model.bridge.get_conversion_tasks(self._model.chunks)
-        return self._conversion_tasks
+    def _exported(self) -> Iterable[Named]:
+        return export_weights(self._model, self._tasks)
 
 
 def _groups() -> list[Any]:
-    """Process groups that this rank is in already, some of which may be those that a refit needs."""
+    """This rank's process groups, which may be those that a refit needs."""
     from megatron.core import parallel_state
 
     return [

@@ -21,17 +21,18 @@ from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.policy.megatron.batches import forward_backward, forward_logprobs
 from nemo_rl_lite.policy.megatron.checkpoint import PolicyState
+from nemo_rl_lite.policy.megatron.export_recipe import export_weights
 from nemo_rl_lite.policy.megatron.lora import WithoutAdapters
 from nemo_rl_lite.policy.megatron.memory import host_registrar, phase_memory
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.policy.megatron.model import ParallelPlace, build_model
 from nemo_rl_lite.policy.megatron.on_cpu import prepare_import
 from nemo_rl_lite.policy.megatron.optimizer import build_optimizer, gradients_are_finite
-from nemo_rl_lite.policy.megatron.producer import Producer
+from nemo_rl_lite.policy.megatron.producer import plan_refit
 from nemo_rl_lite.policy.megatron.reference import ReferenceWeights
-from nemo_rl_lite.refit.consumer import Shared
-from nemo_rl_lite.refit.plan import RefitPlan
-from nemo_rl_lite.refit.report import RefitReport
+from nemo_rl_lite.refit.layout.plan import RefitPlan
+from nemo_rl_lite.refit.transport.interface import Offer
+from nemo_rl_lite.refit.transport.report import RefitReport
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,6 @@ class MegatronWorker:
         log.info("micro-batches: %s for training, %s for logprobs", self._train_layout, self._logprob_layout)
         self._phases = phase_memory(policy, self._model, self._optimizer, residency)
         self._memory = MemoryMeter(self._phases.device_bytes)
-        self._producer = Producer(self._model)
         self._state = PolicyState(self._model, self._optimizer, self._scheduler, resume_layouts)
 
     def place(self) -> ParallelPlace:
@@ -171,25 +171,26 @@ class MegatronWorker:
         """Peak memory of the phases since the last call; empty on a CPU."""
         return self._memory.take()
 
-    def plan_refit(self, config: RefitConfig) -> RefitPlan | None:
-        """Lay the exported weights into buckets, once; rank 0 returns the plan."""
+    def plan_refit(self, config: RefitConfig, shared_device: bool, consumers: int) -> RefitPlan | None:
+        """See `producer.plan_refit`; rank 0 returns the plan."""
         self._phases.require(Component.PARAMETERS)
-        plan = self._producer.plan(config)
-        return None if self._rank else plan
+        self._producer = plan_refit(self._model, config, shared_device, consumers)
+        return None if self._rank else self._producer.plan
 
-    def open_refit(self, host: str, shared_device: bool) -> tuple[int, Shared | None]:
-        """See `Producer.open`."""
-        return self._producer.open(host, shared_device)
+    def open_refit(self, host: str) -> tuple[int, Offer | None]:
+        """Open this rank's meeting point; returns its port, and the offer for consumers."""
+        self._open_producer = self._producer.open(host)
+        return self._open_producer.store.port, self._open_producer.offer
 
-    def join_refit(self, consumers: int) -> None:
-        """See `Producer.join`."""
-        self._producer.join(consumers)
+    def join_refit(self) -> None:
+        """See `OpenProducer.join`."""
+        self._sender = self._open_producer.join()
 
     def send_weights(self) -> RefitReport | None:
         """Send the current weights to this rank's consumers, if it has any."""
         with self._memory.phase("refit"):
             self._phases.require(Component.PARAMETERS)
-            return self._producer.send()
+            return self._sender.send()
 
     def begin_save(self, folder: str) -> None:
         """See `PolicyState.begin_save`."""
@@ -213,7 +214,7 @@ class MegatronWorker:
     def export_hf(self, path: str) -> None:
         """Write the model with its configuration and tokenizer in Hugging Face format to the folder `path`."""
         self._phases.require(Component.PARAMETERS)
-        weights = iter(self._producer.export())
+        weights = iter(export_weights(self._model))
         try:
             if self._rank == 0:
                 write_hf_folder(on_host(weights), self._model_path, Path(path))

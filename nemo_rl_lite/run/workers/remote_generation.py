@@ -1,11 +1,12 @@
 """Generation engines in Ray actors. Replicas split the prompts between them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from nemo_rl_lite.cluster.workers import WorkerGroup, wait
+from nemo_rl_lite.cluster.workers import Call, WorkerGroup, wait
 from nemo_rl_lite.generation.interface import Completion, Sampling
+from nemo_rl_lite.refit.engine.connection import Source
 
 
 class RemoteGeneration:
@@ -35,6 +36,18 @@ class RemoteGeneration:
 
     def wake_cache(self) -> None:
         wait(self.group.call("wake_cache"))
+
+    @property
+    def engines(self) -> int:
+        return len(self.group)
+
+    def join_refit(self, sources: Sequence[Sequence[Source]]) -> Call:
+        """Connect each engine's ranks to their producers; ends when the producers have joined, too."""
+        return self.group.call_each("join_refit", [(own,) for own in sources])
+
+    def receive_weights(self) -> Call:
+        """Receive new weights; ends when the producers have sent them."""
+        return self.group.call("receive_weights", phase="refit")
 
 
 def engine_memory(held: Mapping[str, int], shares_device: bool) -> dict[str, float]:

@@ -8,11 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.cluster.workers import WorkerGroup, wait
+from nemo_rl_lite.cluster.workers import Call, WorkerGroup, wait
+from nemo_rl_lite.config.schema import RefitConfig
 from nemo_rl_lite.errors import CheckpointError, WorkerError
 from nemo_rl_lite.losses.policy_gradient import Batch, Loss, combine_metrics
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.policy.megatron.model import ParallelPlace
+from nemo_rl_lite.refit.layout.plan import RefitPlan
+from nemo_rl_lite.refit.transport.interface import Offer
 
 WORKER_CLASS = "nemo_rl_lite.policy.megatron.worker.MegatronWorker"
 # The same on every replica: not to be summed over them.
@@ -86,6 +89,31 @@ class RemotePolicy:
 
     def take_moves(self) -> dict[str, Move]:
         return combine_moves(wait(self.group.call("take_moves")))
+
+    @property
+    def ranks(self) -> int:
+        return len(self.group)
+
+    def plan_refit(
+        self, config: RefitConfig, shared_device: bool, consumers: Sequence[int], timeout_s: float
+    ) -> RefitPlan:
+        """See `MegatronWorker.plan_refit`; `consumers` has a number for each rank."""
+        arguments = [(config, shared_device, count) for count in consumers]
+        return wait(self.group.call_each("plan_refit", arguments), timeout_s=timeout_s)[0]
+
+    def open_refit(self, timeout_s: float) -> list[tuple[str, int, Offer | None]]:
+        """Each rank's meeting point, as host and port, and its offer."""
+        hosts = [host for host, _ in self.group.addresses(timeout_s)]
+        opened = wait(self.group.call_each("open_refit", [(host,) for host in hosts]), timeout_s=timeout_s)
+        return [(host, *own) for host, own in zip(hosts, opened, strict=True)]
+
+    def join_refit(self) -> Call:
+        """See `MegatronWorker.join_refit`; ends when consumers have joined, too."""
+        return self.group.call("join_refit")
+
+    def send_weights(self) -> Call:
+        """See `MegatronWorker.send_weights`; ends when consumers have received, too."""
+        return self.group.call("send_weights", phase="refit")
 
     def _checkpoint(self, method: str, *arguments: str) -> None:
         try:

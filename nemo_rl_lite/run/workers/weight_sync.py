@@ -11,10 +11,9 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.interface import Completion, Sampling
-from nemo_rl_lite.refit.consumer import Source
-from nemo_rl_lite.refit.group import Meeting
-from nemo_rl_lite.refit.plan import RefitPlan
-from nemo_rl_lite.refit.report import RefitReport, compare_checksums
+from nemo_rl_lite.refit.engine.connection import Source
+from nemo_rl_lite.refit.transport.group import Meeting
+from nemo_rl_lite.refit.transport.report import PROBE_TOLERANCE, RefitReport, compare_checksums
 from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
 from nemo_rl_lite.run.workers.remote_policy import RemotePolicy
 
@@ -23,8 +22,8 @@ PROBE_TOKENS = 16
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """What the probe continues (token ids of a prompt like those of the run: bfloat16 is far less exact on nonsense),
-    how it samples, and what mean difference of logprobs (nats) it tolerates."""
+    """The probe: the token ids that it continues (a prompt of the run, because bfloat16 is far less exact on nonsense),
+    how it samples, and the mean difference of logprobs, in nats, that it tolerates."""
 
     prompt: list[int]
     tokens: int
@@ -37,15 +36,14 @@ class ProbeSettings:
             prompt=list(prompt),
             tokens=min(PROBE_TOKENS, config.generation.max_new_tokens),
             temperature=config.generation.temperature,
-            tolerance=getattr(config.refit.probe_tolerance, config.policy.precision),
+            tolerance=PROBE_TOLERANCE[config.policy.precision],
         )
 
 
 class WeightSync:
     """Weights from the policy to every generation engine, checked on both sides.
 
-    Colocated, each engine rank hears from the policy rank on its own device: where the parameters are that it copies,
-    or what lies in a buffer that both have open. Otherwise policy rank 0 broadcasts to all.
+    Colocated engine ranks get their weights from the policy rank on their device. Otherwise policy rank 0 sends to all.
     """
 
     def __init__(self, policy: RemotePolicy, generation: RemoteGeneration, config: Config, probe: ProbeSettings):
@@ -55,40 +53,28 @@ class WeightSync:
         self._limit_s = config.cluster.start_timeout_s
         self._ranks_per_engine = config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1
         self._shared_device = config.generation.colocated.enabled
-        self._producers = producers(
-            len(policy.group), len(generation.group) * self._ranks_per_engine, self._shared_device
-        )
-        self._plan: RefitPlan = wait(policy.group.call("plan_refit", config.refit), timeout_s=self._limit_s)[0]
+        self._producers = producers(policy.ranks, generation.engines * self._ranks_per_engine, self._shared_device)
+        self._consumers = [self._producers.count(rank) for rank in range(policy.ranks)]
+        self._plan = policy.plan_refit(config.refit, self._shared_device, self._consumers, self._limit_s)
         self.connect()
 
     def connect(self) -> None:
-        """Bring every engine rank together with its producer; again where an engine is a new one."""
-        trainers, generators, limit = self._policy.group, self._generation.group, self._limit_s
-        hosts = [host for host, _ in trainers.addresses(limit)]
-        opened = wait(
-            trainers.call_each("open_refit", [(host, self._shared_device) for host in hosts]), timeout_s=limit
-        )
-        consumers = [self._producers.count(rank) for rank in range(len(trainers))]
-        joined = [0] * len(trainers)
-        sources = []
+        """Bring every engine rank together with its producer; called again when an engine was replaced."""
+        opened, joined, sources = self._policy.open_refit(self._limit_s), [0] * self._policy.ranks, []
         for producer in self._producers:
             joined[producer] += 1
-            port, shared = opened[producer]
-            meeting = Meeting(hosts[producer], port, rank=joined[producer], world_size=1 + consumers[producer])
-            sources.append(Source(self._plan, self._config, meeting, shared))
+            host, port, offer = opened[producer]
+            meeting = Meeting(host, port, rank=joined[producer], world_size=1 + self._consumers[producer])
+            sources.append(Source(self._plan, self._config, meeting, _present(offer)))
         size = self._ranks_per_engine
-        of_engines = [(sources[start : start + size],) for start in range(0, len(sources), size)]
-        wait(
-            trainers.call_each("join_refit", [(count,) for count in consumers]),
-            generators.call_each("join_refit", of_engines),
-            timeout_s=limit,
-        )
+        of_engines = [sources[start : start + size] for start in range(0, len(sources), size)]
+        wait(self._policy.join_refit(), self._generation.join_refit(of_engines), timeout_s=self._limit_s)
 
     def refit(self) -> dict[str, float]:
         """Bring the policy's weights to every engine and compare the checksums of both sides; returns metrics.
 
-        Engines that slept take memory for weights before, and for the KV cache after, when the policy has entered its
-        generation phase.
+        Sleeping engines take memory for weights before the transfer, and for the KV cache after it, when the policy has
+        entered its generation phase.
 
         Raises:
             RefitError: a consumer received other bytes than were sent.
@@ -98,16 +84,14 @@ class WeightSync:
         self._policy.prepare_for_refit(self._plan.nbytes // self._ranks_per_engine if self._shared_device else 0)
         self._generation.wake_weights()
         transfer_started = time.perf_counter()
-        send = self._policy.group.call("send_weights", phase="refit")
-        receive = self._generation.group.call("receive_weights", phase="refit")
-        results = wait(send, receive)
+        results = wait(self._policy.send_weights(), self._generation.receive_weights())
         seconds = time.perf_counter() - transfer_started
         self._policy.prepare_for_generation()
         self._generation.wake_cache()
         woken = time.perf_counter() - started - seconds
 
-        sent: list[RefitReport | None] = results[: len(self._policy.group)]
-        received = [report for engine in results[len(self._policy.group) :] for report in engine]
+        sent: list[RefitReport | None] = results[: self._policy.ranks]
+        received = [report for engine in results[self._policy.ranks :] for report in engine]
         for consumer, (producer, report) in enumerate(zip(self._producers, received, strict=True)):
             engine, rank = divmod(consumer, self._ranks_per_engine)
             compare_checksums(self._plan, _present(sent[producer]), report, f"rank {rank} of generation rank {engine}")
@@ -125,7 +109,7 @@ class WeightSync:
 
     def check(self) -> dict[str, float]:
         """Let the policy, in its logprob phase, score what every engine sampled after the last refit: the logprobs must
-        agree. Empty where there is nothing to check.
+        agree. Returns metrics, none if nothing was sampled.
 
         Raises:
             RefitError: naming the engine and the difference.
@@ -144,29 +128,28 @@ class WeightSync:
             if difference > self._probe.tolerance:
                 raise RefitError(
                     f"generation rank {engine} and the policy give the tokens of a probe logprobs that differ by "
-                    f"{difference:.4f} nats on average after the refit (limit {self._probe.tolerance:g}, "
-                    "refit.probe_tolerance)"
+                    f"{difference:.4f} nats on average after the refit (limit {self._probe.tolerance:g}; "
+                    "refit.verify=off leaves out the probe)"
                 )
         return {"probe_logprob_diff": max(differences), "probe_s": time.perf_counter() - started}
 
     def _sample_probe(self) -> None:
-        """Let every engine sample a short sequence with its new weights, for `check`: the policy's own weights may be
-        on the host by now, so it scores the sequences when it has them again."""
+        """Let every engine sample a short sequence with its new weights. The policy's weights may be on the host by
+        now, so the policy scores the sequences later, in `check`."""
         prompt, tokens = self._probe.prompt, self._probe.tokens
         sampling = Sampling(self._probe.temperature, 1.0, None, tokens, stop_token_ids=(), stop_strings=(), seed=1)
-        engines = len(self._generation.group)
-        self._probed = self._generation.generate([prompt] * engines, sampling)
+        self._probed = self._generation.generate([prompt] * self._generation.engines, sampling)
 
 
 def producers(policy_ranks: int, consumers: int, shared_device: bool) -> list[int]:
-    """The policy rank that each engine rank gets its weights from: the one on its device, or rank 0."""
+    """For each engine rank the policy rank that sends to it: the one on its device, or rank 0."""
     return [consumer % policy_ranks if shared_device else 0 for consumer in range(consumers)]
 
 
-def _present(report: RefitReport | None) -> RefitReport:
-    if report is None:
-        raise RuntimeError("a producer sent no report")
-    return report
+def _present[Result](given: Result | None) -> Result:
+    if given is None:
+        raise RuntimeError("a policy rank with consumers gave nothing for them")
+    return given
 
 
 def _slowest(stage: str, reports: list[RefitReport | None] | list[RefitReport]) -> dict[str, float]:

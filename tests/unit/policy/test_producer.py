@@ -2,22 +2,30 @@
 
 import logging
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.policy.megatron import producer as producer_module
-from nemo_rl_lite.policy.megatron.export_recipe import find_export
-from nemo_rl_lite.policy.megatron.producer import Producer
-from nemo_rl_lite.refit import lending as lending_module
-from nemo_rl_lite.refit.packing import same_bytes, view
-from nemo_rl_lite.refit.report import RefitReport
+from nemo_rl_lite.policy.megatron.export_recipe import export_weights, find_export
+from nemo_rl_lite.policy.megatron.producer import Producer, plan_refit
+from nemo_rl_lite.refit.layout.packing import same_bytes, view
+from nemo_rl_lite.refit.transport import sharing as sharing_module
+from nemo_rl_lite.refit.transport.assembly import assemble
+from nemo_rl_lite.refit.transport.broadcast import BroadcastBuffers, BroadcastOffer
+from nemo_rl_lite.refit.transport.buckets import BucketSender
+from nemo_rl_lite.refit.transport.direct import DirectSender
+from nemo_rl_lite.refit.transport.report import RefitReport
+from nemo_rl_lite.refit.transport.shared import SharedBuffer, SharedOffer
+from nemo_rl_lite.refit.transport.sharing import Sharing
 from nemo_rl_lite.rules.compose import compose_config
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +52,8 @@ class Bridge:
     def get_conversion_tasks(self, _chunks):
         return [Task(param_weight=parameter) for parameter in self.parameters]
 
-    def export_hf_weights(self, _chunks, cpu, show_progress, conversion_tasks):
-        assert cpu and not show_progress
+    def export_hf_weights(self, _chunks, cpu, show_progress, conversion_tasks, on_cpu=False):
+        assert (cpu or on_cpu) and not show_progress
         self.exports += 1
         fused, norm = (task.param_weight for task in conversion_tasks)
         queries, keys = fused.view(2, 6, 5)[:, :4], fused.view(2, 6, 5)[:, 4:]
@@ -54,27 +62,48 @@ class Bridge:
         yield from self._convert(norm)
 
 
-class Sender:
-    """To nobody: fills one buffer after the other."""
+class Wire:
+    """To nobody."""
 
-    def __init__(self, plan):
-        self._plan, self.exports = plan, []
-        self._buffers = [torch.zeros(bucket.nbytes, dtype=torch.uint8) for bucket in plan.buckets]
+    def __init__(self):
+        self.group = SimpleNamespace(announce=lambda digest: None)
+        self.ahead, self.fails_at = 1, None
+        self.buckets, self.weights = 0, {}
 
-    def buffer(self, index):
-        return self._buffers[index]
+    def start(self, buffer, bucket):
+        if self.buckets == self.fails_at:
+            raise RefitError("a consumer is gone")
+        self.buckets += 1
+        self.weights |= {slot.name: view(buffer.clone(), slot) for slot in bucket.slots}
+        return SimpleNamespace(finish=lambda: None)
 
-    def send(self, export):
-        self.exports.append(type(export).__name__)
-        report = RefitReport()
-        for index in range(len(self._plan.buckets)):
-            export.begin(index, report)
-            export.fill(index, self.buffer(index), report)
-        return report
+    def end(self):
+        pass
 
-    def named(self):
-        slots = [(index, slot) for index, bucket in enumerate(self._plan.buckets) for slot in bucket.slots]
-        return {slot.name: view(self.buffer(index), slot) for index, slot in slots}
+
+@dataclass
+class Connected:
+    """A policy rank after everything that comes before the first refit."""
+
+    bridge: Bridge
+    model: SimpleNamespace
+    producer: Producer
+    wire: Wire
+    sender: BucketSender
+
+    @property
+    def export(self) -> str:
+        return type(self.producer.export).__name__
+
+    def send(self, fails_at=None):
+        self.wire.buckets, self.wire.weights, self.wire.fails_at = 0, {}, fails_at
+        return self.sender.send()
+
+    def check(self):
+        """That what was sent is what the bridge exports now."""
+        sent, exported = self.wire.weights, dict(export_weights(self.model))
+        assert sent.keys() == exported.keys()
+        assert all(same_bytes(sent[name], tensor) for name, tensor in exported.items())
 
 
 def as_it_is(norm):
@@ -82,41 +111,35 @@ def as_it_is(norm):
     yield "tied", norm.clone()
 
 
-def made(convert, bucket_bytes=300) -> tuple[Bridge, Producer, Sender]:
-    """After everything that comes before the first refit."""
-    bridge = Bridge(convert)
-    model = SimpleNamespace(
-        bridge=bridge,
-        chunks=[],
-        device=torch.device("cpu"),
-        lora=None,
-        place=SimpleNamespace(is_whole=True),
-        parameters=lambda: bridge.parameters,
+def model_of(bridge: Bridge, is_whole: bool = True) -> SimpleNamespace:
+    place = SimpleNamespace(is_whole=is_whole)
+    return SimpleNamespace(
+        bridge=bridge, chunks=[], device=CPU, lora=None, place=place, parameters=lambda: bridge.parameters
     )
-    producer = Producer(model)
+
+
+def made(convert, bucket_bytes=300, is_whole=True) -> Connected:
+    bridge, wire = Bridge(convert), Wire()
+    model = model_of(bridge, is_whole)
     config = compose_config([f"refit.bucket_bytes={bucket_bytes}"]).refit
-    sender = Sender(producer.plan(config))
-    producer.open("127.0.0.1", shared_device=False)
+    producer = plan_refit(model, config, shared_device=False, consumers=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(producer_module.refit_group, "join", lambda *arguments: None)
-        patch.setattr(producer_module, "BroadcastSender", lambda *arguments: sender)
-        producer.join(consumers=1)
-    return bridge, producer, sender
+        patch.setattr(BroadcastBuffers, "wire", lambda self, group: wire)
+        return Connected(bridge, model, producer, wire, producer.open("127.0.0.1").join())
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 10**6])
-def test_after_the_first_refit_the_bridge_is_left_alone(bucket_bytes):
-    bridge, producer, sender = made(as_it_is, bucket_bytes)
-    producer.send()
-    exports = bridge.exports
-    for _ in range(2):
-        for parameter in bridge.parameters:
+def test_after_the_start_the_bridge_is_left_alone(bucket_bytes):
+    rank = made(as_it_is, bucket_bytes)
+    assert rank.export == "Assembly"
+    for _ in range(3):
+        exports = rank.bridge.exports
+        for parameter in rank.bridge.parameters:
             parameter.copy_(torch.randn(parameter.shape))
-        producer.send()
-        assert bridge.exports == exports
-        assert all(same_bytes(sender.named()[name], tensor) for name, tensor in dict(producer.export()).items())
-        exports = bridge.exports
-    assert sender.exports == ["Assembly"] * 3
+        rank.send()
+        assert rank.bridge.exports == exports
+        rank.check()
 
 
 def doubled(norm):
@@ -145,103 +168,115 @@ def cast(norm):
 )
 def test_what_is_more_than_moved_is_left_to_the_bridge_with_one_warning(convert, name, caplog):
     with caplog.at_level(logging.WARNING):
-        bridge, producer, sender = made(convert)
+        rank = made(convert)
         for _ in range(3):
-            for parameter in bridge.parameters:
+            for parameter in rank.bridge.parameters:
                 parameter.copy_(torch.randn(parameter.shape) * 10)
-            producer.send()
-            exported = dict(producer.export())
-            assert all(same_bytes(sender.named()[one], tensor) for one, tensor in exported.items())
-    assert sender.exports == ["Stream"] * 3
+            rank.send()
+            rank.check()
+    assert rank.export == "Stream"
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert warning == f"megatron-bridge exports all weights at each refit: {name} is more than moved elements"
 
 
 def test_what_is_no_parameter_or_not_contiguous_is_left_to_the_bridge():
-    bridge, producer, _ = made(as_it_is)
-    plan = producer._plan
-    assert find_export(producer._model, plan).unlike is None
+    rank = made(as_it_is)
+    bridge, model, plan = rank.bridge, rank.model, rank.producer.plan
+    assert find_export(model, plan).unlike is None
     bridge.parameters[1] = torch.randn(10)[::2]
-    assert find_export(producer._model, plan).unlike == "norm"
+    assert find_export(model, plan).unlike == "norm"
     bridge.parameters[1] = torch.randn(5)
-    producer._model.parameters = lambda: bridge.parameters[:1]
-    assert find_export(producer._model, plan).unlike == "norm"
+    model.parameters = lambda: bridge.parameters[:1]
+    assert find_export(model, plan).unlike == "norm"
 
 
-@pytest.mark.parametrize("begun", [0, 1, 2])
-def test_a_rank_that_gives_up_a_refit_stays_in_step_with_the_others(begun):
-    _, producer, sender = made(as_it_is, bucket_bytes=1)
-    producer.send()
-    assert len(producer._plan.buckets) == 4
+@pytest.mark.parametrize("sent", [0, 1, 3])
+def test_a_rank_that_gives_up_a_refit_stays_in_step_with_the_others(sent, monkeypatch):
+    rank = made(as_it_is, bucket_bytes=1)
+    rank.send()
+    buckets = len(rank.producer.plan.buckets)
+    assert buckets == 4
+    assembly, begun, filled = rank.producer.export, [], []
+    begin, fill = assembly.begin, assembly.fill
+    monkeypatch.setattr(assembly, "begin", lambda index, report: (begun.append(index), begin(index, report)))
+    monkeypatch.setattr(assembly, "fill", lambda index, *rest: (filled.append(index), fill(index, *rest)))
+    for _ in range(2):
+        with pytest.raises(RefitError, match="a consumer is gone"):
+            rank.send(fails_at=sent)
+        # All of it was done, once.
+        assert begun == filled == list(range(buckets))
+        begun.clear(), filled.clear()
+    rank.send()
+    assert begun == filled == list(range(buckets))
+    rank.check()
 
-    def fail(export):
-        for index in range(begun):
-            export.begin(index, RefitReport())
-            if index < begun - 1:
-                export.fill(index, sender.buffer(index), RefitReport())
-        raise RefitError("a consumer is gone")
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RefitError, match="a consumer is gone"):
-        patch.setattr(sender, "send", fail)
-        producer.send()
-    # All of it was done, once.
-    assert producer.assembly.refits == 2 and producer.assembly._at == 0
-    producer.send()
-    assert producer.assembly.refits == 3
+def test_a_bucket_that_was_begun_when_a_refit_is_given_up_is_not_begun_again():
+    rank = made(as_it_is, bucket_bytes=1)
+    assembly, report = rank.producer.export, RefitReport()
+    assembly.start()
+    assembly.begin(0, report)
+    assembly.fill(0, rank.sender._buffer(0), report)
+    assembly.begin(1, report)
+    begun, begin = [], assembly.begin
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "begin", lambda index, report: (begun.append(index), begin(index, report)))
+        assembly.finish(rank.sender._buffer)
+    assert begun == [2, 3]
 
 
-def test_an_export_by_the_bridge_that_is_given_up_is_gathered_to_its_end():
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_an_export_by_the_bridge_that_is_given_up_is_gathered_to_its_end(is_whole):
+    """Where several ranks gather."""
     ended = []
 
     def with_an_end(norm):
         yield from doubled(norm)
         ended.append(True)
 
-    _, producer, sender = made(with_an_end, bucket_bytes=1)
-    producer.send()
+    rank = made(with_an_end, bucket_bytes=1, is_whole=is_whole)
+    rank.send()
     before = len(ended)
-
-    def fail(export):
-        export.begin(0, RefitReport())
-        raise RefitError("a consumer is gone")
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RefitError, match="a consumer is gone"):
-        patch.setattr(sender, "send", fail)
-        producer.send()
-    assert len(ended) == before + 1
+    with pytest.raises(RefitError, match="a consumer is gone"):
+        rank.send(fails_at=0)
+    assert len(ended) == before + (not is_whole)
 
 
-def test_a_new_connection_keeps_no_memory_of_the_one_before():
-    _, producer, sender = made(as_it_is)
-    producer.send()
-    memory = [StorageWeakRef(buffer.untyped_storage()) for buffer in sender._buffers]
-    sender._buffers.clear()
-    # The assembly has views of it for the next refit.
-    assert not any(one.expired() for one in memory)
-    producer.open("127.0.0.1", shared_device=False)
-    assert all(one.expired() for one in memory)
+def test_a_new_connection_takes_no_more_memory():
+    rank = made(as_it_is)
+    rank.send()
+    memory = rank.sender._buffers
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(producer_module.refit_group, "join", lambda *arguments: None)
+        assert rank.producer.open("127.0.0.1").join()._buffers is memory
 
 
 def test_a_rank_that_nobody_asks_has_nothing_to_do():
-    bridge, producer, _ = made(as_it_is)
-    producer.plan(compose_config().refit)
-    producer.sender = None
-    producer.open("127.0.0.1", shared_device=False)
-    producer.join(consumers=0)
-    assert producer.send() is None
+    bridge = Bridge(as_it_is)
+    producer = plan_refit(model_of(bridge), compose_config().refit, shared_device=False, consumers=0)
     exports = bridge.exports
-    assert producer.send() is None and producer.assembly is None and bridge.exports == exports
+    assert producer.export is None and producer.open("127.0.0.1").join().send() is None and bridge.exports == exports
 
 
-class Lent:
-    """In place of `Lending`, on a rank that has all parameters though its model is said to be spread."""
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_rank_that_nobody_asks_gathers_for_others_what_the_bridge_exports(is_whole):
+    ended = []
+
+    def with_an_end(norm):
+        yield from doubled(norm)
+        ended.append(True)
+
+    model = model_of(Bridge(with_an_end), is_whole)
+    producer = plan_refit(model, compose_config().refit, shared_device=False, consumers=0)
+    before = len(ended)
+    assert producer.open("127.0.0.1").join().send() is None
+    assert len(ended) == before + (not is_whole)
+
+
+class Shared(Sharing):
+    """A rank that has all parameters, where memory needs no GPU."""
 
     on_one, opens = True, True
-    checked = 0
-
-    def __init__(self, parameters, rank, ranks, group):
-        assert (rank, ranks, group) == (0, [0], None)
-        self.parameters = parameters
 
     def on_one_machine(self):
         return self.on_one
@@ -251,80 +286,52 @@ class Lent:
 
     @contextmanager
     def together(self):
-        type(self).checked += 1
+        assert (self._rank, self._ranks, self._group) == (0, [0], None)
         # As another process's are seen.
-        yield {(0, number): tensor.view(-1).view(torch.uint8) for number, tensor in self.parameters.items()}
+        yield {(0, number): tensor.view(-1).view(torch.uint8) for number, tensor in self._parameters.items()}
 
 
-def is_whole(producer, lent):
-    producer._checked = True
+CUDA = SimpleNamespace(type="cuda")
+DIRECT = {
+    "a whole model": (as_it_is, {}, []),
+    "a model that is spread": (as_it_is, {"is_whole": False}, []),
+}
+NOT_DIRECT = {
+    "found wrong": (rounded, {}, []),
+    "more than moved": (doubled, {}, []),
+    "adapters": (as_it_is, {"lora": "adapters"}, []),
+    "cannot be opened": (as_it_is, {"opens": False}, []),
+    "several machines": (as_it_is, {"on_one": False}, []),
+    "not wanted": (as_it_is, {}, ["refit.direct=false"]),
+    "engines on other GPUs": (as_it_is, {"shared_device": False}, []),
+}
 
 
-def is_spread(producer, lent):
-    producer._checked = False
-
-
-def is_found_wrong(producer, lent):
-    producer._checked = False
-    (box,) = producer._found.recipe["k"]
-    producer._found.recipe["k"] = [replace(box, piece=replace(box.piece, begin=0))]
-
-
-def cannot_be_opened(producer, lent):
-    lent.opens = False
-
-
-def is_on_several_machines(producer, lent):
-    lent.on_one = False
-
-
-def is_told_not_to(producer, lent):
-    producer._config = compose_config(["refit.direct=false"]).refit
-
-
-def is_exported_by_the_bridge(producer, lent):
-    producer._found = None
-
-
-LENDING = [is_whole, is_spread]
-NOT_LENDING = [is_found_wrong, cannot_be_opened, is_on_several_machines, is_told_not_to, is_exported_by_the_bridge]
-
-
-@pytest.mark.parametrize("state", [*LENDING, *NOT_LENDING])
-def test_engines_on_the_gpus_of_a_policy_copy_its_parameters(state, monkeypatch):
-    bridge, producer, _ = made(as_it_is)
-    lent = type("OneLent", (Lent,), {})
-    monkeypatch.setattr(lending_module, "Lending", lent)
-    monkeypatch.setattr(producer_module.ipc, "new_staging", lambda plan, device: ("memory", "a buffer"))
-    monkeypatch.setattr(producer_module.ipc, "forget", lambda handle: None)
-    monkeypatch.setattr(producer_module.refit_group, "join", lambda *arguments: SimpleNamespace(meet=lambda what: None))
-    monkeypatch.setattr(producer_module, "assemble", lambda *arguments: None)
-    producer._model.device = torch.device("cuda")
-    state(producer, lent)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            bridge,
-            "export_hf_weights",
-            lambda chunks, cpu, **rest: Bridge.export_hf_weights(bridge, chunks, cpu=True, **rest),
-        )
-        # A new connection asks for nothing again.
-        for _ in range(2):
-            _, shared = producer.open("127.0.0.1", shared_device=True)
-            producer.join(consumers=1)
-    assert lent.checked == (state in (is_spread, is_found_wrong))
-    if state in NOT_LENDING:
-        assert shared == "a buffer" and isinstance(producer.sender, producer_module.ipc.IpcSender)
+@pytest.mark.parametrize("case", [*DIRECT, *NOT_DIRECT])
+def test_engines_on_the_gpus_of_a_policy_copy_its_parameters(case, monkeypatch):
+    convert, changed, overrides = (DIRECT | NOT_DIRECT)[case]
+    bridge = Bridge(convert)
+    monkeypatch.setattr(bridge, "export_hf_weights", partial(bridge.export_hf_weights, on_cpu=True))
+    shared = type("OneShared", (Shared,), changed)
+    monkeypatch.setattr(sharing_module, "Sharing", shared)
+    monkeypatch.setattr(producer_module, "SharedBuffer", lambda plan, device: SharedBuffer(plan, CPU))
+    monkeypatch.setattr(producer_module, "BroadcastBuffers", lambda plan, count, device: BroadcastBuffers(plan, 1, CPU))
+    monkeypatch.setattr(producer_module, "assemble", lambda *rest: assemble(*rest[:3], CPU, *rest[4:]))
+    monkeypatch.setattr(producer_module.refit_group, "join", lambda *arguments: "group")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**9))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    model = model_of(bridge, changed.get("is_whole", True))
+    model.device, model.lora = CUDA, changed.get("lora")
+    producer = plan_refit(model, compose_config(overrides).refit, changed.get("shared_device", True), consumers=1)
+    # A new connection asks for nothing again.
+    exports = bridge.exports
+    for _ in range(2):
+        opened = producer.open("127.0.0.1")
+        sender = opened.join()
+    assert bridge.exports == exports
+    if case in NOT_DIRECT:
+        kind = SharedOffer if changed.get("shared_device", True) else BroadcastOffer
+        assert isinstance(opened.offer, kind) and isinstance(sender, BucketSender)
         return
-    assert set(shared.recipe) == {"q", "k", "norm", "tied"}
-    assert isinstance(producer.sender, producer_module.DirectSender)
-    monkeypatch.setattr(producer.sender, "lend", lambda: "lent")
-    assert producer.send() == "lent"
-
-
-def test_engines_on_other_gpus_are_lent_nothing(monkeypatch):
-    monkeypatch.setattr(producer_module, "find_lending", None)
-    _, producer, _ = made(as_it_is)
-    producer._model.device = torch.device("cuda")
-    assert producer.open("127.0.0.1", shared_device=False)[1] is None
-    with pytest.raises(TypeError):
-        producer.open("127.0.0.1", shared_device=True)
+    assert set(opened.offer.recipe) == {"q", "k", "norm", "tied"} and producer.export is None
+    assert isinstance(sender, DirectSender)

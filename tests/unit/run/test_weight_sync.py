@@ -28,7 +28,7 @@ def sync_with(engine_logprobs: list[list[float]]) -> WeightSync:
 
     sync._probed = []
     sync._policy = SimpleNamespace(logprobs=logprobs)
-    sync._generation = SimpleNamespace(group=[None] * len(engine_logprobs), generate=generate)
+    sync._generation = SimpleNamespace(engines=len(engine_logprobs), generate=generate)
     return sync
 
 

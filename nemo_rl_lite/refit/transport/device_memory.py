@@ -1,0 +1,84 @@
+"""GPU memory that another process opens: where a tensor lies and how it is opened, by CUDA's driver.
+
+torch's own way to share a tensor works once for each tensor, and keeps the memory until torch's counter says that no
+process reads it. Weights are shared again at each refit, and the rank that shares them waits for the end of it.
+"""
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from nemo_rl_lite.errors import RefitError
+
+_HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
+
+
+class _Handle(ctypes.Structure):
+    """`CUipcMemHandle`, which the driver takes by value."""
+
+    _fields_ = [("reserved", ctypes.c_byte * _HANDLE_BYTES)]
+
+
+def allocation(tensor: Tensor) -> int:
+    """The address of the allocation that has a CUDA tensor's first element. Raises RefitError: not memory that CUDA
+    allocated."""
+    begin, size = ctypes.c_uint64(), ctypes.c_size_t()
+    _call("cuMemGetAddressRange_v2", ctypes.byref(begin), ctypes.byref(size), ctypes.c_uint64(tensor.data_ptr()))
+    return begin.value
+
+
+def handle(address: int) -> bytes:
+    """The handle by which another process opens the allocation at `address`.
+
+    Raises:
+        RefitError: memory that cannot be shared, as that of torch's expandable segments.
+    """
+    made = _Handle()
+    _call("cuIpcGetMemHandle", ctypes.byref(made), ctypes.c_uint64(address))
+    return bytes(made)
+
+
+@contextmanager
+def opened(handles: Iterable[bytes]) -> Iterator[dict[bytes, int]]:
+    """The addresses, in this process, of other processes' allocations on GPUs of this machine, until the block ends.
+
+    Raises:
+        RefitError: the other process is gone, or cannot be reached from here.
+    """
+    addresses = dict[bytes, int]()
+    # All are closed, even if closing one of them fails.
+    with ExitStack() as opened_here:
+        for one in handles:
+            address = ctypes.c_uint64()
+            given = _Handle.from_buffer_copy(one)
+            _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
+            opened_here.callback(_call, "cuIpcCloseMemHandle", address)
+            addresses[one] = address.value
+        yield addresses
+
+
+def tensor_at(address: int, nbytes: int) -> Tensor:
+    """A tensor, uint8 [nbytes], for the current device, which may read it over a link. It does not own the memory."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    # Constructors that ask the driver for the memory's device find a GPU that may not be visible to this process.
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(function: str, *arguments: object) -> None:
+    status = getattr(_driver(), function)(*arguments)
+    if status:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(status, ctypes.byref(name))
+        cause = (name.value or b"unknown error").decode()
+        raise RefitError(f"{function}: {cause}, where policy and engine share GPU memory")

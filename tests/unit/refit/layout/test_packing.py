@@ -1,0 +1,55 @@
+import pytest
+import torch
+
+from nemo_rl_lite.errors import RefitError
+from nemo_rl_lite.refit.layout.packing import Arrived, buffer_of, new_buffers, same_bytes
+from nemo_rl_lite.refit.layout.plan import make_plan
+from nemo_rl_lite.refit.transport.export import Stream
+from nemo_rl_lite.refit.transport.report import RefitReport
+
+PLAN = make_plan([("weight", (6, 4), "float32"), ("scalar", (), "int64"), ("empty", (0, 3), "bool")], 10**6)
+VALUES = {"weight": torch.randn(6, 4), "scalar": torch.tensor(5), "empty": torch.zeros(0, 3, dtype=torch.bool)}
+CPU = torch.device("cpu")
+
+
+def packed(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    buffers, report = new_buffers(PLAN, 2, CPU), RefitReport()
+    assert len(buffers) == len(PLAN.buckets) == 1
+    buffer, export = buffer_of(PLAN, buffers, 0), Stream(PLAN, values.items)
+    export.start()
+    export.begin(0, report)
+    export.fill(0, buffer, report)
+    assert set(report.seconds) == {"iterate", "pack"}
+    return dict(Arrived(0, PLAN.buckets[0], buffer).named())
+
+
+def test_tensors_of_any_layout_are_packed():
+    weight = torch.randn(4, 12)[:, ::2].t()
+    found = packed(VALUES | {"weight": weight})
+    assert torch.equal(found["weight"], weight) and found["scalar"] == 5 and found["empty"].shape == (0, 3)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (24,), (6, 2, 2), (3, 2, 4), (2, 3, 2, 2)])
+def test_other_shapes_of_as_many_elements_are_refused(shape):
+    with pytest.raises(RefitError, match=r"expects weight \[6, 4\] float32, the model gave weight"):
+        packed(VALUES | {"weight": torch.zeros(shape)})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"scalar": VALUES["scalar"], "weight": VALUES["weight"], "empty": VALUES["empty"]}, "gave scalar"),
+        (VALUES | {"weight": VALUES["weight"].double()}, "gave weight .* float64"),
+        ({"weight": VALUES["weight"]}, "fewer tensors than the plan has: scalar is missing"),
+        (VALUES | {"extra": torch.zeros(1)}, "more tensors than the plan has: extra"),
+    ],
+)
+def test_other_tensors_are_refused(values, message):
+    with pytest.raises(RefitError, match=message):
+        packed(values)
+
+
+def test_equal_bytes_are_equal_also_where_numbers_are_none():
+    nan, zero = torch.tensor([[float("nan"), 1.0]]), torch.zeros(2)
+    assert same_bytes(nan, nan.clone()) and not same_bytes(zero, -zero)
+    assert not same_bytes(zero, torch.zeros(3))

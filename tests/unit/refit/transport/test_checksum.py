@@ -1,0 +1,101 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nemo_rl_lite.refit.transport.checksum import _EVERY, _WORDS, Checksums
+
+
+def random_bytes(size: int) -> torch.Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+
+
+def checksum(buffer: torch.Tensor) -> int:
+    sums = Checksums("full")
+    sums.add(buffer)
+    (value,) = sums.values()
+    return value
+
+
+def test_equal_bytes_have_equal_checksums_and_any_changed_byte_shows():
+    buffer = random_bytes(1024)
+    reference = checksum(buffer)
+    assert reference == checksum(buffer.clone())
+    for index in range(0, 1024, 7):
+        changed = buffer.clone()
+        changed[index] ^= 1
+        assert checksum(changed) != reference
+
+
+def test_exchanged_words_show_also_across_chunks():
+    buffer = random_bytes(8 * (_WORDS + 64))
+    words = buffer.view(torch.int64)
+    exchanged = words.clone()
+    exchanged[3], exchanged[_WORDS + 5] = words[_WORDS + 5], words[3]
+    assert checksum(exchanged.view(torch.uint8)) != checksum(buffer)
+
+
+def test_exchanged_numbers_that_differ_in_their_sign_alone_show():
+    values = torch.tensor([1.0, 2.0, 1.0, -2.0])
+    exchanged = values[[2, 3, 0, 1]].clone()
+    assert checksum(values.view(torch.uint8)) != checksum(exchanged.view(torch.uint8))
+
+
+def test_the_empty_buffer_and_zeros():
+    assert checksum(torch.zeros(0, dtype=torch.uint8)) == checksum(torch.zeros(512, dtype=torch.uint8)) == 0
+
+
+@pytest.mark.parametrize(
+    "buffer", [torch.zeros(8), torch.zeros(7, dtype=torch.uint8), torch.zeros(32, dtype=torch.uint8)[::2]]
+)
+def test_other_buffers_are_refused(buffer):
+    with pytest.raises(ValueError, match="uint8"):
+        checksum(buffer)
+
+
+def test_all_buffers_at_once_give_what_each_gives_also_when_they_are_filled_anew():
+    buffers, sums = [random_bytes(size) for size in (512, 1024)], Checksums("full")
+    expected = [checksum(buffer) for buffer in buffers]
+    for buffer in buffers:
+        sums.add(buffer)
+        buffer.zero_()
+    assert sums.values() == expected
+
+
+def test_nothing_is_computed_where_nothing_is_verified():
+    sums = Checksums("off")
+    # It would be refused.
+    sums.add(torch.zeros(7, dtype=torch.uint8))
+    assert sums.values() == []
+
+
+def test_a_sample_sees_its_chunks_and_no_others():
+    buffer = random_bytes(8 * _WORDS * (_EVERY["sample"] + 1))
+    for index, seen in ((0, True), (8 * _WORDS, False), (8 * _WORDS * _EVERY["sample"], True)):
+        sums = Checksums("sample")
+        sums.add(buffer)
+        buffer[index] ^= 1
+        sums.add(buffer)
+        before, after = sums.values()
+        assert (before != after) == seen
+
+
+def test_the_gpu_kernel_gives_the_same_numbers():
+    # Triton's interpreter runs kernels on a CPU; it must be asked for before Triton is imported.
+    program = """
+import torch
+from nemo_rl_lite.refit.transport import checksum
+from nemo_rl_lite.refit.transport.checksum_kernel import sum_words
+
+checksum._WORDS = 8192
+for words in (1, 4096, 8192, 8193, 50001):
+    buffer = torch.randint(0, 256, (words * 8,), dtype=torch.uint8, generator=torch.Generator().manual_seed(words))
+    for every in (1, 2, 16):
+        given = sum_words(buffer.view(torch.int64), every, checksum._WORDS, checksum._ODD)
+        assert int(given) == int(checksum._sum(buffer, every)) != 0, (words, every)
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
