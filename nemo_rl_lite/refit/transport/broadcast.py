@@ -12,23 +12,9 @@ from torch import Tensor
 
 from nemo_rl_lite.refit.layout.packing import new_buffers
 from nemo_rl_lite.refit.layout.plan import Bucket, RefitPlan
-from nemo_rl_lite.refit.transport.buckets import BucketReceiver
+from nemo_rl_lite.refit.transport.buckets import BucketReceiver, Wire
 from nemo_rl_lite.refit.transport.checksum import Verify
 from nemo_rl_lite.refit.transport.group import Flight, RefitGroup
-
-
-@dataclass(frozen=True)
-class Broadcasts:
-    """A `Wire` with a broadcast for each bucket. `ahead`: the number of buffers."""
-
-    group: RefitGroup
-    ahead: int
-
-    def start(self, buffer: Tensor, bucket: Bucket) -> Flight:
-        return self.group.start(buffer, f"{bucket.describe()}, {bucket.nbytes} bytes")
-
-    def end(self) -> None:
-        """Do nothing: all broadcasts are finished."""
 
 
 class BroadcastBuffers:
@@ -40,8 +26,11 @@ class BroadcastBuffers:
     def offer(self) -> "BroadcastOffer":
         return BroadcastOffer(len(self.memory))
 
-    def wire(self, group: RefitGroup) -> Broadcasts:
-        return Broadcasts(group, len(self.memory))
+    def wire(self, group: RefitGroup) -> Wire:
+        def start(buffer: Tensor, bucket: Bucket) -> Flight:
+            return group.start(buffer, f"{bucket.describe()}, {bucket.nbytes} bytes")
+
+        return Wire(group, len(self.memory), start, end=lambda: None)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """The two sides of transports through buckets: a loop over buckets, with checksums and timing."""
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -14,36 +16,24 @@ from nemo_rl_lite.refit.transport.interface import Export, Loader, Offer, Transp
 from nemo_rl_lite.refit.transport.report import RefitReport
 
 
-class Wire(Protocol):
-    """How buckets in buffers pass from producer to consumers. Both sides start the buckets in order, the consumer each
-    when its buffer may be filled, and finish each before they use its buffer again."""
+@dataclass(frozen=True)
+class Wire:
+    """How buckets in buffers pass from producer to consumers: `start` starts to hand one over, `end` ends a refit. Both
+    sides start the buckets in order, the consumer each when its buffer may be filled, with `ahead` of them on the way,
+    and finish each before they use its buffer again."""
 
-    @property
-    def group(self) -> RefitGroup: ...
-
-    @property
-    def ahead(self) -> int:
-        """The number of buckets that are on the way at a time."""
-        ...
-
-    def start(self, buffer: Tensor, bucket: Bucket) -> Flight:
-        """Start to hand the bucket over."""
-        ...
-
-    def end(self) -> None:
-        """End a refit."""
-        ...
+    group: RefitGroup
+    ahead: int
+    start: Callable[[Tensor, Bucket], Flight]
+    end: Callable[[], None]
 
 
 class BucketBuffers(Protocol):
-    """The producer's buffers, which it keeps from connection to connection."""
+    """The producer's buffers, which it keeps from connection to connection. `memory`: of `new_buffers`."""
 
     memory: Tensor
-    """Of `new_buffers`."""
 
-    def offer(self) -> Offer:
-        """The offer for one connection."""
-        ...
+    def offer(self) -> Offer: ...
 
     def wire(self, group: RefitGroup) -> Wire: ...
 

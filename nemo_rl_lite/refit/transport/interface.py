@@ -45,20 +45,16 @@ class Export(Protocol):
 
     def start(self) -> None:
         """Start a refit."""
-        ...
 
     def begin(self, index: int, report: RefitReport) -> None:
         """Do what can be done for bucket `index` before there is memory for it."""
-        ...
 
     def fill(self, index: int, buffer: Tensor, report: RefitReport) -> None:
         """Put the bucket's tensors into `buffer`, uint8 [bucket.nbytes]."""
-        ...
 
     def finish(self, buffer_of: Callable[[int], Tensor | None]) -> None:
         """Do the rest of the collectives of this refit, in which other ranks still are. `buffer_of`: memory for a
         bucket, None on a rank that wants no weights."""
-        ...
 
 
 class Loader(Protocol):

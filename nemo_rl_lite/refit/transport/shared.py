@@ -16,7 +16,7 @@ from torch import Tensor
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.refit.layout.packing import new_buffers
 from nemo_rl_lite.refit.layout.plan import Bucket, RefitPlan
-from nemo_rl_lite.refit.transport.buckets import BucketReceiver
+from nemo_rl_lite.refit.transport.buckets import BucketReceiver, Wire
 from nemo_rl_lite.refit.transport.checksum import Verify
 from nemo_rl_lite.refit.transport.group import Flight, RefitGroup
 from nemo_rl_lite.refit.transport.interface import settle
@@ -25,20 +25,15 @@ from nemo_rl_lite.refit.transport.interface import settle
 _DEVICE_ARGUMENT = 6
 
 
-@dataclass(frozen=True)
-class Meetings:
-    """A `Wire` on which all ranks meet once for each bucket. Then the bucket is complete, and the one before it has
-    been loaded, so that its half may be filled next."""
+def meetings(group: RefitGroup) -> Wire:
+    """A wire on which all ranks meet once for each bucket. Then the bucket is complete, and the one before it has been
+    loaded, so that its half may be filled next."""
 
-    group: RefitGroup
-    ahead: int = 1
-
-    def start(self, buffer: Tensor, bucket: Bucket) -> Flight:
+    def start(buffer: Tensor, bucket: Bucket) -> Flight:
         settle(buffer)
-        return self.group.start_meeting(bucket.describe())
+        return group.start_meeting(bucket.describe())
 
-    def end(self) -> None:
-        self.group.meet("the end of the refit")
+    return Wire(group, 1, start, end=lambda: group.meet("the end of the refit"))
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,7 @@ class SharedOffer:
         return torch.device("cpu")
 
     def receiver(self, plan: RefitPlan, group: RefitGroup, device: torch.device, verify: Verify) -> BucketReceiver:
-        return BucketReceiver(plan, Meetings(group), self.open(), verify)
+        return BucketReceiver(plan, meetings(group), self.open(), verify)
 
 
 class SharedBuffer:
@@ -94,8 +89,8 @@ class SharedBuffer:
         self._file = f"/proc/{os.getpid()}/fd/{file}"
         self.memory = SharedOffer(None, self._file, halves, half_bytes).open()
 
-    def wire(self, group: RefitGroup) -> Meetings:
-        return Meetings(group)
+    def wire(self, group: RefitGroup) -> Wire:
+        return meetings(group)
 
     def offer(self) -> SharedOffer:
         """The offer for one connection, each of which needs its own CUDA handle."""

@@ -17,7 +17,7 @@ from nemo_rl_lite.refit.transport.export import Stream
 from nemo_rl_lite.refit.transport.group import Flight, RefitGroup
 from nemo_rl_lite.refit.transport.interface import Loader
 from nemo_rl_lite.refit.transport.report import RefitReport, compare_checksums
-from nemo_rl_lite.refit.transport.shared import Meetings, SharedBuffer
+from nemo_rl_lite.refit.transport.shared import SharedBuffer, meetings
 from tests.unit.refit.transport.ranks import CPU, SHORT, run
 
 WEIGHTS = {
@@ -80,7 +80,7 @@ class ThroughSharedBuffer(Broadcast):
         self._offer = self._buffers.offer()
 
     def sender(self, group: RefitGroup, export: Stream):
-        return BucketSender(self._plan, Meetings(group), self._offer.open(), "full", export)
+        return BucketSender(self._plan, meetings(group), self._offer.open(), "full", export)
 
     def receiver(self, group: RefitGroup, plan: RefitPlan | None = None):
         return self._offer.receiver(plan or self._plan, group, CPU, "full")
