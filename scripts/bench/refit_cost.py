@@ -1,7 +1,7 @@
 """What a refit of large models would cost, from what small ones were measured to cost: refit_cost.py
 
 A calculation, not a measurement: weights in bfloat16; the rate inside a host and the cost of exporting a tensor are
-those of the records in the same folder; between hosts one link of 400 Gb/s a GPU is assumed, with nothing lost.
+those of the records in docs/benchmarks; between hosts one link of 400 Gb/s a GPU is assumed, with nothing lost.
 """
 
 import json

@@ -161,7 +161,8 @@ def test_each_engine_rank_copies_its_parts_from_wherever_they_are(tmp_path):
             whole = exported(shards(seed), rank)
             for name, tensor in weights.items():
                 assert same_bytes(tensor, EngineRank(rank).parts(name, whole[name]).contiguous()), (seed, rank, name)
-        # All of both ranks at first. Then those of the rank on its device, and for the first rank a row of the other's vocabulary.
+        # All of both ranks at first. Then those of the rank on its device, and for the first rank a row of the other's
+        # vocabulary.
         assert opened_each_time == [8, 5 - rank, 5 - rank]
 
 
