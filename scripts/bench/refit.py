@@ -131,9 +131,10 @@ class EngineSide(Side):
     rank = 1
 
     def __init__(self, config: Config, model: str):
-        from nemo_rl_lite.generation.vllm.worker import VLLMEngine, environment
+        from nemo_rl_lite.config.engines import engine_of
+        from nemo_rl_lite.generation.vllm.worker import VLLMEngine
 
-        os.environ.update(environment(config.generation, ON_GPU))
+        os.environ.update(engine_of(config).environment(config.generation, ON_GPU))
         self.engine = VLLMEngine(config.generation, config.policy, model, seed=0, on_gpu=ON_GPU)
         (self.vllm,) = self.engine._llm.collective_rpc(lambda worker: [worker])[0]
 

@@ -96,7 +96,7 @@ class VLLMEngine:
         return max(self._llm.collective_rpc("memory"), key=lambda held: held.get("device", 0))
 
     def sleep(self) -> None:
-        """Give the GPU's memory to the policy. Does nothing where the engine has a device of its own, or a CPU."""
+        """Give the GPU's memory to the policy. Does nothing if the engine does not share its device, or on a CPU."""
         if self._sleeps and not self._llm.llm_engine.is_sleeping():
             self._weights.discard()
             self._llm.sleep(level=SLEEP_LEVEL)

@@ -30,7 +30,7 @@ class BroadcastBuffers:
         def start(buffer: Tensor, bucket: Bucket) -> Flight:
             return group.start(buffer, f"{bucket.describe()}, {bucket.nbytes} bytes")
 
-        return Wire(group, len(self.memory), start, end=lambda: None)
+        return Wire(group, len(self.memory), start, end=lambda buffer: None)
 
 
 @dataclass(frozen=True)

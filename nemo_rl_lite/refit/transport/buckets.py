@@ -18,14 +18,14 @@ from nemo_rl_lite.refit.transport.report import RefitReport
 
 @dataclass(frozen=True)
 class Wire:
-    """How buckets in buffers pass from producer to consumers: `start` starts to hand one over, `end` ends a refit. Both
-    sides start the buckets in order, the consumer each when its buffer may be filled, with `ahead` of them on the way,
-    and finish each before they use its buffer again."""
+    """How buckets in buffers pass from producer to consumers: `start` starts to hand a bucket over, and `end` ends a
+    refit, given the last buffer. Both sides start the buckets in order, the consumer each when its buffer may be
+    filled, with `ahead` of them on the way, and finish each before they use its buffer again."""
 
     group: RefitGroup
     ahead: int
     start: Callable[[Tensor, Bucket], Flight]
-    end: Callable[[], None]
+    end: Callable[[Tensor], None]
 
 
 class BucketBuffers(Protocol):
@@ -96,7 +96,7 @@ class BucketSender(_Side):
         clock = time.perf_counter()
         for flight in flights:
             flight.finish()
-        self._wire.end()
+        self._wire.end(self._buffer(len(self._plan.buckets) - 1))
         report.add("transfer", clock)
         report.checksums = checksums.values()
         return report
@@ -118,6 +118,6 @@ class BucketReceiver(_Side):
             loader.fill(Arrived(index, bucket, self._buffer(index)))
             if len(flights) < len(buckets):
                 flights.append(self._start(len(flights)))
-        self._wire.end()
+        self._wire.end(self._buffer(len(self._plan.buckets) - 1))
         report.checksums = checksums.values()
         return report

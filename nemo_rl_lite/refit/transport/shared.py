@@ -33,7 +33,11 @@ def meetings(group: RefitGroup) -> Wire:
         settle(buffer)
         return group.start_meeting(bucket.describe())
 
-    return Wire(group, 1, start, end=lambda: group.meet("the end of the refit"))
+    def end(buffer: Tensor) -> None:
+        settle(buffer)
+        group.meet("the end of the refit")
+
+    return Wire(group, 1, start, end)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Parameters that policy ranks share with processes which copy them: where they are, and how they are opened.
 
-The weights of one rank may be spread over several ranks of its machine. Those share together: each of them tells its
+The weights of one rank may be spread over several ranks of its machine. Those share together: each of them sends its
 consumers where the parameters of all of them are, and none moves its parameters before the consumers of all are done.
 """
 

@@ -10,21 +10,23 @@ from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 
 
 @pytest.fixture
-def rank(tmp_path):
-    """A worker of some rank, as far as an export needs one; `gathered` has what it took part in."""
+def rank(tmp_path, monkeypatch):
+    """A worker of some rank, as far as an export needs one; `gathered` has the tensors that it gathered."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
 
     def make(number: int):
         gathered = []
 
-        def export():
+        def export(model):
+            assert model == "model"
             for name in "abc":
                 gathered.append(name)
                 yield name, torch.ones(2)
 
         phases = SimpleNamespace(require=lambda *_: None)
-        made = SimpleNamespace(_phases=phases, _producer=SimpleNamespace(export=export), _rank=number)
+        monkeypatch.setattr(worker, "export_weights", export)
+        made = SimpleNamespace(_phases=phases, _model="model", _rank=number)
         made._model_path, made.gathered = tmp_path / "model", gathered
         return made
 

@@ -77,7 +77,7 @@ class Wire:
         self.weights |= {slot.name: view(buffer.clone(), slot) for slot in bucket.slots}
         return SimpleNamespace(finish=lambda: None)
 
-    def end(self):
+    def end(self, buffer):
         pass
 
 

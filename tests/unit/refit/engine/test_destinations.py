@@ -93,7 +93,7 @@ def refit(destinations: Destinations, values: dict[str, torch.Tensor], bucket_by
         export.begin(index, RefitReport())
         export.fill(index, buffer, RefitReport())
         destinations.fill(Arrived(index, bucket, buffer))
-        # Filled anew soon: nothing may point there.
+        # The buffer is filled again soon: nothing may point there.
         buffer.fill_(255)
 
 
@@ -121,7 +121,7 @@ def test_only_what_the_loader_computes_with_is_left_to_it():
 
 
 def test_buffers_in_another_place_do_as_well():
-    """A connection that was made anew has other memory."""
+    """A new connection has other memory."""
     engine, expected = Engine(), Engine()
     destinations = Destinations(engine.load, engine.parameters.values())
     refit(destinations, weights(0), 1024, buffers=1)

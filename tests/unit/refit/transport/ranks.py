@@ -1,4 +1,4 @@
-"""Ranks of a refit group, each a process of its own."""
+"""Ranks of a refit group, each in its own process."""
 
 import multiprocessing
 import os

@@ -55,7 +55,7 @@ def test_other_buffers_are_refused(buffer):
         checksum(buffer)
 
 
-def test_all_buffers_at_once_give_what_each_gives_also_when_they_are_filled_anew():
+def test_all_buffers_at_once_give_what_each_gives_also_when_they_are_filled_again():
     buffers, sums = [random_bytes(size) for size in (512, 1024)], Checksums("full")
     expected = [checksum(buffer) for buffer in buffers]
     for buffer in buffers:

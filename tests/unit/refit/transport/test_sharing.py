@@ -90,7 +90,7 @@ class EngineRank:
 
 
 def joined(port: int, rank: int, timeout_s: float) -> RefitGroup:
-    """A policy rank and the engine rank beside it; the limit is for what comes after."""
+    """A policy rank and the engine rank on its device; the limit is for what comes after."""
     group = refit_group.join_at(Meeting("127.0.0.1", port, rank, 2), CPU, 60)
     return replace(group, timeout=timedelta(seconds=timeout_s))
 
@@ -161,11 +161,12 @@ def test_each_engine_rank_copies_its_parts_from_wherever_they_are(tmp_path):
             whole = exported(shards(seed), rank)
             for name, tensor in weights.items():
                 assert same_bytes(tensor, EngineRank(rank).parts(name, whole[name]).contiguous()), (seed, rank, name)
-        # All of both ranks at first. Then those beside it, and for the first rank a row of the other's vocabulary.
+        # All of both ranks at first. Then those of the rank on its device, and for the first rank a row of the other's
+        # vocabulary.
         assert opened_each_time == [8, 5 - rank, 5 - rank]
 
 
-def test_a_refit_that_fails_beside_one_rank_ends_that_of_all(tmp_path):
+def test_a_refit_that_fails_at_one_rank_ends_that_of_all(tmp_path):
     first, second, _, died = run_all(tmp_path, refits=1, limit_s=SHORT, dying=1)
     assert isinstance(died, ValueError)
     assert isinstance(second, LostTouchError) and "rank 0 could not broadcast the plan's hash" in str(second)

@@ -268,7 +268,7 @@ def test_an_error_in_the_exporter_is_not_taken_for_its_end(way):
 
 
 class Work:
-    """NCCL's, on a GPU: done after so many looks, or never, or with an error."""
+    """NCCL's, on a GPU: done after a number of looks, or never, or with an error."""
 
     def __init__(self, looks: float, failure: Exception | None = None):
         self._looks, self._failure, self.waited = looks, failure, False
