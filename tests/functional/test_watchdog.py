@@ -10,7 +10,8 @@ from nemo_rl_lite.cluster import heartbeat
 from nemo_rl_lite.cluster.heartbeat import last_beats
 from nemo_rl_lite.cluster.workers import WorkerGroup, wait
 from nemo_rl_lite.errors import WorkerError
-from tests.functional.conftest import PYTHONPATH, free_ports
+from tests.functional.conftest import PYTHONPATH
+from tests.functional.ranks import free_ports
 
 pytestmark = pytest.mark.functional
 
