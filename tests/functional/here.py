@@ -29,6 +29,7 @@ from ray.exceptions import RayTaskError
 from nemo_rl_lite.cluster import system_usage, workers
 from nemo_rl_lite.cluster.heartbeat import Beat
 from nemo_rl_lite.cluster.workers import Call
+from nemo_rl_lite.host import stopping
 from nemo_rl_lite.host.ports import free_port
 from nemo_rl_lite.observability.system import System, Usage
 from nemo_rl_lite.run import run as run_module
@@ -130,7 +131,9 @@ class GroupHere:
         os.environ.update(environment)
         Path(log_folder).mkdir(parents=True, exist_ok=True)
         self._log = logging.FileHandler(Path(log_folder) / f"{name}-0.log")
-        self._log.addFilter(lambda record: record.threadName.startswith(self.processes[0]))
+        self._log.addFilter(self._is_ours)
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(lambda record: not self._is_ours(record))
         logging.getLogger().addHandler(self._log)
         _groups.append(self)
 
@@ -167,6 +170,9 @@ class GroupHere:
             thread.shutdown()
         logging.getLogger().removeHandler(self._log)
         self._log.close()
+
+    def _is_ours(self, record: logging.LogRecord) -> bool:
+        return record.threadName.startswith(self.processes[0])
 
     def _each(self, what: str, arguments: Sequence[Sequence[Any]], phase: str, limit_s: float | None = None) -> Call:
         asked = zip(self._threads, self.workers, arguments, strict=True)
@@ -215,6 +221,8 @@ def without_ray() -> Iterator[None]:
         patch.setattr(run_module, "ray_runtime", nullcontext)
         patch.setattr(launch_module, "WorkerGroup", GroupHere)
         patch.setattr(workers, "ray", SimpleNamespace(wait=_wait, get=_get))
+        # Signals of one run are not those of the next.
+        patch.setattr(stopping, "_received", [])
         patch.setattr(system_usage, "last_beats", Beats())
         yield
 
