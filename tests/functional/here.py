@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -37,6 +38,21 @@ from nemo_rl_lite.run.command import launch
 from nemo_rl_lite.run.workers import launch as launch_module
 
 
+@cache
+def import_class(path: str) -> Any:
+    """The worker class, with everything that it will need."""
+    module_name, _, class_name = path.rpartition(".")
+    module, wandb = importlib.import_module(module_name), sys.modules.get("wandb")
+    # megatron-bridge logs for ever to what is the standard error now, and pytest's ends with the test.
+    with redirect_stderr(sys.__stderr__):
+        getattr(module, "preload", lambda: None)()
+    # A policy's process goes without it, the launcher's does not.
+    sys.modules.pop("wandb", None)
+    if wandb is not None:
+        sys.modules["wandb"] = wandb
+    return getattr(module, class_name)
+
+
 class Worker:
     """One worker of this process; what it logs goes to its log file."""
 
@@ -46,16 +62,7 @@ class Worker:
 
     def load(self, class_path: str, environment: dict[str, str]) -> None:
         os.environ.update(environment)
-        module_name, _, class_name = class_path.rpartition(".")
-        wandb = sys.modules.get("wandb")
-        module = importlib.import_module(module_name)
-        if hasattr(module, "preload"):
-            module.preload()
-        # The policy's process goes without it, the launcher's does not.
-        sys.modules.pop("wandb", None)
-        if wandb is not None:
-            sys.modules["wandb"] = wandb
-        self._class = getattr(module, class_name)
+        self._class = import_class(class_path)
 
     def start(self, arguments: dict[str, Any]) -> None:
         self._worker = self._class(**arguments)

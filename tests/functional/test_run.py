@@ -70,60 +70,6 @@ def test_a_second_run_in_the_same_folder_is_refused(run, model_folder):
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == len(metrics)
 
 
-def test_metrics_have_nemo_rls_names(run):
-    _, _, metrics = run
-    names = set().union(*metrics)
-    expected = {
-        "train/loss",
-        "train/grad_norm",
-        "train/reward",
-        "train/lr",
-        "train/wd",
-        "train/mean_prompt_length",
-        "train/total_num_tokens",
-        "train/global_valid_seqs",
-        "train/global_valid_toks",
-        "train/probs_ratio",
-        "train/probs_ratio_min",
-        "train/probs_ratio_clamped",
-        "train/kl_penalty",
-        "train/gen_kl_error",
-        "train/policy_kl_error",
-        "train/js_divergence_error",
-        "train/sampling_importance_ratio",
-        "train/approx_entropy",
-        "train/num_valid_samples",
-        "train/advantages/mean",
-        "train/baseline_reward/pct_mixed",
-        "train/natural_termination_rate",
-        "train/truncation_rate",
-        "train/mean_gen_tokens_per_sample",
-        "timing/train/total_step_time",
-        "timing/train/data_processing",
-        "timing/train/generation",
-        "timing/train/logprob_inference_prep",
-        "timing/train/policy_and_reference_logprobs",
-        "timing/train/advantage_calculation",
-        "timing/train/training_prep",
-        "timing/train/policy_training",
-        "timing/train/prepare_for_generation/transfer_and_update_weights",
-        "performance/samples_per_sec",
-        "performance/tokens_per_sec",
-        "performance/tokens_per_sec_per_gpu",
-        "refit/bytes",
-        "refit/seconds",
-        "refit/gb_per_s",
-        "validation/accuracy",
-        "validation/avg_length",
-        "timing/validation/total_validation_time",
-        "offload/optimizer_states/to_host_bytes",
-        "offload/optimizer_states/to_device_s",
-        "offload/optimizer_states/to_device_exposed_s",
-        "memory/measured/train/optimizer_states",
-    }
-    assert names.issuperset(expected), expected - names
-
-
 def test_every_metric_is_documented_and_logged(run):
     _, _, metrics = run
     names = set().union(*metrics)
