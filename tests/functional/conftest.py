@@ -17,8 +17,6 @@ PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPA
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTHONPATH"] = PYTHONPATH
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# What `train` keeps of a run's standard error, in its folder.
-STDERR_FILE = "stderr.txt"
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +44,6 @@ def train(
     environ = os.environ | {"PYTHONPATH": PYTHONPATH}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environ)
     assert done.returncode == 0, done.stderr[-3000:] + "".join(p.read_text()[-2000:] for p in folder.glob("logs/*"))
-    (folder / STDERR_FILE).write_text(done.stderr)
     return done.stdout, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""Whole runs of SFT, DPO and LoRA on four ranks are those of one rank."""
+"""Whole runs on four ranks: SFT, DPO and LoRA train as on one, and GRPO through the command line."""
 
 import json
 import re
@@ -13,6 +13,7 @@ from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.model_size import trained_parameters
 from nemo_rl_lite.rules.compose import compose_config
 from tests.functional import test_dpo, test_lora, test_sft
+from tests.functional.conftest import train
 from tests.functional.ranks import run_ranks
 from tests.functional.test_sft import series
 
@@ -65,3 +66,36 @@ def test_shards_of_adapters_are_exported_merged(folders, model_folder):
     test_lora.changed_by_a_low_rank(folders[4] / "lora", model_folder)
     one, four = (load_file(folders[ranks] / "lora" / "hf" / "model.safetensors") for ranks in (1, 4))
     assert all(torch.allclose(four[name], one[name], atol=2e-3) for name in one)
+
+
+GRPO = ["algorithm.max_num_steps=2", "algorithm.num_prompts_per_step=8"]
+
+
+def test_four_policy_ranks_and_two_transformers_engines(tmp_path, model_folder):
+    """Tensor parallel 2 x data parallel 2: batches are split, results put together, shards gathered for the refit."""
+    overrides = [
+        "cluster.cpu_ranks=4",
+        "policy.megatron_cfg.tensor_model_parallel_size=2",
+        "generation=transformers",
+        "generation.data_parallel_size=2",
+        "policy.train_global_batch_size=64",
+        "policy.train_micro_batch_size=32",
+        "algorithm.val_at_start=false",
+        "algorithm.val_at_end=false",
+        "checkpoint.export_hf_at_end=false",
+    ]
+    _, metrics = train(tmp_path / "run", model_folder, *GRPO, *overrides)
+    steps = [line for line in metrics if "train/loss" in line]
+    assert [line["train/token_mult_prob_error"] for line in steps] == pytest.approx([1, 1], abs=1e-5)
+    # Step one is exactly on-policy, and the learning rate warms up.
+    assert steps[0]["train/kl_penalty"] == 0
+    assert steps[0]["train/probs_ratio_min"] == steps[0]["train/probs_ratio_max"] == 1
+    assert series(metrics, "train/lr") == pytest.approx([0, 3e-4 / 4])
+    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {
+        "policy-0.log",
+        "policy-1.log",
+        "policy-2.log",
+        "policy-3.log",
+        "generation-0.log",
+        "generation-1.log",
+    }
