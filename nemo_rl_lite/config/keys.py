@@ -40,12 +40,16 @@ def compose_files(overrides: Sequence[str]) -> DictConfig:
     Raises:
         ConfigError: Hydra cannot; with its reason.
     """
-    parsed = [parse_override(override) for override in overrides]
-    values = [override for override in parsed if override and not _names_file(override)]
-    if None in parsed or not all(map(_is_plain, values)):
-        return compose_with_hydra(overrides)
-    choices = tuple(override.input_line for override in parsed if _names_file(override))
-    composed = copy.deepcopy(_composed_files(config_dir(), choices))
+    choices, values = [], []
+    for argument in overrides:
+        override = parse_override(argument)
+        if override is not None and _names_file(override):
+            choices.append(argument)
+        elif override is not None and _is_plain(override):
+            values.append(override)
+        else:
+            return compose_with_hydra(overrides)
+    composed = copy.deepcopy(_composed_files(config_dir(), tuple(choices)))
     with _readable_errors():
         ConfigLoaderImpl._apply_overrides_to_config(values, composed)
     return composed

@@ -105,7 +105,7 @@ def test_values_over_every_recipe(recipe):
 
 
 def test_what_the_suite_has_of_overrides_alone_and_together():
-    """Those of a set of files are composed together where they have no key in common: the last one would hide others."""
+    """Those of a set of files are composed together where no key is in two of them, which would hide the first."""
     batches = list(together())
     assert sum(map(len, batches)) > 300
     for overrides in batches:
