@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nemo_rl_lite.config.sizes import parallel_dims
 from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
 from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.model_size import trained_parameters
@@ -57,9 +58,11 @@ def test_four_ranks_train_as_one_does(folders, kind):
 def test_as_many_parameters_are_trained_as_predicted(folders, ranks):
     log = (folders[ranks] / "lora" / "logs" / "policy-0.log").read_text()
     trained, whole = map(int, re.findall(r"LoRA: (\d+) of (\d+) param", log)[0])
-    layout = compose_config([*KINDS["lora"][1], *(FOUR if ranks == 4 else [])]).policy.megatron_cfg
-    shape = model_shape(MODEL_CONFIG)
-    assert trained == trained_parameters(shape, layout, stage=0, grouped=False).total < whole / 4
+    config, shape = compose_config([*KINDS["lora"][1], *(FOUR if ranks == 4 else [])]), model_shape(MODEL_CONFIG)
+    predicted = trained_parameters(
+        shape, parallel_dims(config), config.policy.megatron_cfg.peft, stage=0, grouped=False
+    )
+    assert trained == predicted.total < whole / 4
 
 
 def test_shards_of_adapters_are_exported_merged(folders, model_folder):
