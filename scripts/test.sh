@@ -4,9 +4,22 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/install.sh cpu
 export PATH="$PWD/.venv/bin:$PATH"
-ruff check .
-ruff format --check .
-pyrefly check
-if (($#)); then exec pytest "$@"; fi
-# Two files at a time: starting processes is what most tests wait for.
-exec pytest -n 2 --dist loadfile
+# Style and types are checked while the tests run; what the checks say follows the tests' own report.
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+(
+  failed=0
+  for check in "ruff check ." "ruff format --check ." "pyrefly check"; do
+    echo "== $check"
+    $check || failed=1
+  done
+  exit "$failed"
+) >"$log" 2>&1 &
+checks=$!
+# Two groups at a time: starting processes is what most tests wait for.
+(($#)) || set -- -n 2 --dist loadgroup
+status=0
+pytest "$@" || status=$?
+wait "$checks" || status=$((status ? status : 1))
+cat "$log"
+exit "$status"

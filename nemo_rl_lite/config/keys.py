@@ -1,13 +1,18 @@
 """What `configs/` holds: its groups, their files, and every key they give."""
 
+import copy
 import difflib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -15,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_rl_lite.errors import ConfigError, Violation
 
 CONFIG_NAME = "train"
+HYDRA_PACKAGE = "hydra"
 # Sections whose keys belong to somebody else: a user's reward or environment, vLLM, a task's generator.
 _OPEN_SECTIONS = (
     "algorithm.loss_kwargs",
@@ -33,18 +39,74 @@ def config_dir() -> Path:
 
 
 def compose_files(overrides: Sequence[str]) -> DictConfig:
-    """What Hydra composes of `configs/` and `overrides`, neither resolved nor validated.
+    """Return what Hydra composes of `configs/` and `overrides`, neither resolved nor validated.
+
+    Hydra reads the files once for each set of them, and sets plain values in a copy.
 
     Raises:
         ConfigError: Hydra cannot; with its reason.
     """
+    choices, values = [], []
+    for argument in overrides:
+        override = parse_override(argument)
+        if override is not None and _names_file(override):
+            choices.append(argument)
+        elif override is not None and _is_plain(override):
+            values.append(override)
+        else:
+            return compose_with_hydra(overrides)
+    composed = copy.deepcopy(_composed_files(config_dir(), tuple(choices)))
+    with _readable_errors():
+        ConfigLoaderImpl._apply_overrides_to_config(values, composed)
+    return composed
+
+
+def compose_with_hydra(overrides: Sequence[str]) -> DictConfig:
+    """Return what `compose_files` does, which is faster."""
     GlobalHydra.instance().clear()
-    with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
-        try:
-            return compose(CONFIG_NAME, overrides=list(overrides))
-        except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
-            message = " ".join(str(error).split()) or type(error).__name__
-            raise ConfigError([Violation("the configuration", None, message, "see --help and --cfg job")]) from None
+    with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())), _readable_errors():
+        return compose(CONFIG_NAME, overrides=list(overrides))
+
+
+@cache
+def parse_override(argument: str) -> Override | None:
+    """Parse one override as Hydra does; None where it is not one."""
+    try:
+        return OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return None
+
+
+def chooses_file(override: Override) -> bool:
+    """Whether an override is of the form `group=file`."""
+    return override.package is None and override.key_or_group in groups()
+
+
+def _names_file(override: Override) -> bool:
+    """As Hydra decides it: a mapping is a value also where it is given to a group."""
+    return chooses_file(override) and not isinstance(override.value(), dict)
+
+
+def _is_plain(override: Override) -> bool:
+    """Whether an override only sets a value of the run's configuration, whatever else that contains."""
+    sets = not (override.is_delete() or override.is_add() or override.is_sweep_override())
+    key = override.key_or_group
+    return sets and override.package is None and "/" not in key and key.split(".")[0] != HYDRA_PACKAGE
+
+
+@contextmanager
+def _readable_errors() -> Iterator[None]:
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError([Violation("the configuration", None, message, "see --help and --cfg job")]) from None
+
+
+@cache
+def _composed_files(folder: Path, choices: tuple[str, ...]) -> DictConfig:
+    """Cache what Hydra composes of the files of `folder` that `choices` name. Callers must not change it."""
+    return compose_with_hydra(choices)
 
 
 @cache

@@ -3,14 +3,19 @@
 import difflib
 from collections.abc import Sequence
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
-from hydra.errors import HydraException
 
-from nemo_rl_lite.config.keys import groups, is_open, known_keys, unknown_key
+from nemo_rl_lite.config.keys import (
+    HYDRA_PACKAGE,
+    chooses_file,
+    groups,
+    is_open,
+    known_keys,
+    parse_override,
+    unknown_key,
+)
 from nemo_rl_lite.errors import ConfigError, Violation
 
-HYDRA_PACKAGE = "hydra"
 RUN_FOLDER = "hydra.run.dir"
 
 
@@ -22,9 +27,9 @@ def check_overrides(arguments: Sequence[str]) -> tuple[list[str], list[Violation
     """
     violations: list[Violation] = []
     accepted: list[str] = []
-    known = _known_keys([override for override in map(_parse, arguments) if override])
+    known = _known_keys([override for override in map(parse_override, arguments) if override])
     for argument in arguments:
-        override = _parse(argument)
+        override = parse_override(argument)
         if override is None:
             fix = "write key.path=value or group=file; quote a value with unusual letters: \"key.path='value'\""
             violations.append(Violation(argument, None, "is not an override", fix))
@@ -39,21 +44,14 @@ def check_overrides(arguments: Sequence[str]) -> tuple[list[str], list[Violation
 
 def named_run_folder(arguments: Sequence[str]) -> str | None:
     """The run's folder, where valid overrides name it; with `${...}` as it stands there."""
-    parsed = [override for override in map(_parse, arguments) if override]
+    parsed = [override for override in map(parse_override, arguments) if override]
     named = [str(override.value()) for override in parsed if override.key_or_group == RUN_FOLDER]
     return named[-1] if named else None
 
 
-def _parse(argument: str) -> Override | None:
-    try:
-        return OverridesParser.create().parse_override(argument)
-    except HydraException:
-        return None
-
-
 def _known_keys(overrides: Sequence[Override]) -> list[str]:
     """The keys of the files that are chosen; in a sweep, of all that it chooses."""
-    chosen = [override for override in overrides if _chooses_file(override) and not _group_problem(override)]
+    chosen = [override for override in overrides if chooses_file(override) and not _group_problem(override)]
     fixed = {override.key_or_group: _files(override)[0] for override in chosen if not override.is_sweep_override()}
     swept = [{o.key_or_group: file} for o in chosen if o.is_sweep_override() for file in _files(o)]
     keys: dict[str, None] = {}
@@ -79,7 +77,7 @@ def _override_problem(override: Override, known: Sequence[str]) -> Violation | N
         return None
     if override.package is not None:
         return Violation(override.input_line or key, None, "gives a package", "write key.path=value or group=file")
-    if _chooses_file(override):
+    if chooses_file(override):
         return _group_problem(override)
     if override.is_delete():
         return Violation(key, None, "deletes a key, and every key is needed", "set it to null where it may be empty")
@@ -89,10 +87,6 @@ def _override_problem(override: Override, known: Sequence[str]) -> Violation | N
     if key in known or is_open(key):
         return None
     return unknown_key(key, given, known)
-
-
-def _chooses_file(override: Override) -> bool:
-    return override.package is None and override.key_or_group in groups()
 
 
 def _group_problem(override: Override) -> Violation | None:

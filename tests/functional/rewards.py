@@ -1,11 +1,14 @@
-"""A reward that an untrained model also gets some of, and one that lets a test keep step with a run."""
+"""A reward that an untrained model also gets some of, and others that let a test keep step with a run, or end it."""
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
 _SEEN = "NEMO_RL_LITE_TEST_SEEN"
+# Names the metrics of the run that `terminate_twice` ends.
+METRICS = "NEMO_RL_LITE_TEST_METRICS"
 
 
 def share_of_digits(response: str, answer: str) -> float:
@@ -33,6 +36,14 @@ def gated_share_of_digits(response: str, answer: str) -> float:
     metrics = seen.with_suffix("") / "metrics.jsonl"
     while _steps_in(metrics) > int(seen.read_text() or 0):
         time.sleep(0.05)
+    return share_of_digits(response, answer)
+
+
+def terminate_twice(response: str, answer: str) -> float:
+    """In the second step, two signals to the launcher."""
+    if _steps_in(Path(os.environ[METRICS])) == 1 and callable(signal.getsignal(signal.SIGTERM)):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
     return share_of_digits(response, answer)
 
 

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.functional.conftest import free_ports
+from tests.functional.ranks import free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 # Where Debian puts daemons.

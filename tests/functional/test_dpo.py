@@ -1,4 +1,4 @@
-"""Direct preference optimisation through the command line, with real Ray and Megatron."""
+"""Direct preference optimisation, whole runs, with real Megatron in this process."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.functional.conftest import train
+from tests.functional.here import train_here
 from tests.functional.test_sft import series
 from tests.metric_names import not_logged, undocumented
 
@@ -37,7 +37,7 @@ def write_pairs(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, model_folder):
     folder = tmp_path_factory.mktemp("dpo")
-    return folder / "run", *train(folder / "run", model_folder, *SMALL, *write_pairs(folder), plots=True)
+    return folder / "run", *train_here(folder / "run", model_folder, *SMALL, *write_pairs(folder), plots=True)
 
 
 def test_the_policy_comes_to_prefer_what_was_chosen(run):
@@ -85,16 +85,9 @@ def test_losses_and_margins_are_those_transformers_computes(run, model_folder):
     assert measured == pytest.approx(0.1 * sum(margins) / len(margins), abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        ["cluster.cpu_ranks=4", "policy.megatron_cfg.tensor_model_parallel_size=2"],
-        ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=256"],
-    ],
-    ids=["tensor 2 x data 2", "packed"],
-)
-def test_other_layouts_train_as_one_rank_does(run, tmp_path, model_folder, layout):
+def test_packed_sequences_train_as_padded_ones_do(run, tmp_path, model_folder):
     _, _, expected = run
-    _, metrics = train(tmp_path / "run", model_folder, *SMALL, *write_pairs(tmp_path), *layout)
+    packed = ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=256"]
+    _, metrics = train_here(tmp_path / "run", model_folder, *SMALL, *write_pairs(tmp_path), *packed)
     for name in ("train/loss", "train/rewards_margin_mean", "validation/val_loss", "train/grad_norm"):
         assert series(metrics, name) == pytest.approx(series(expected, name), abs=1e-4, rel=1e-4), name

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.functional.conftest import run_ranks
+from tests.functional.ranks import run_ranks
 from tests.functional.test_parallel_parity import BATCHES, PACKED, Outcome, read
 
 pytestmark = pytest.mark.functional

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,8 @@ import psutil
 import pytest
 
 from tests.functional.conftest import run_command
-from tests.functional.rewards import Gate
+from tests.functional.here import run_here
+from tests.functional.rewards import METRICS, Gate
 
 pytestmark = pytest.mark.functional
 
@@ -23,15 +25,16 @@ MARK = "NEMO_RL_LITE_TEST_RUN"
 SOON_S = 60
 # Where it is not vLLM that is hit: it takes longest to start.
 TRANSFORMERS = "generation=transformers"
+SMALL = ["algorithm.num_prompts_per_step=16", "logger.plots=false"]
 
 
 class Run:
     """A run in a session of its own, as a terminal would start it; every process of it carries a mark."""
 
-    def __init__(self, folder: Path, model: Path, *overrides: str, **environment: str):
+    def __init__(self, folder: Path, command: list[str], **environment: str):
         self.folder, self.mark = folder, str(folder)
         self.process = subprocess.Popen(
-            run_command(folder, model, "algorithm.num_prompts_per_step=16", "logger.plots=false", *overrides),
+            command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -75,11 +78,11 @@ class Run:
 
 @pytest.fixture
 def start():
-    """Begins a run; nothing of it outlives the test."""
+    """Begins the command, or another one, in a folder; nothing of it outlives the test."""
     runs = []
 
-    def begin(*arguments, **environment) -> Run:
-        runs.append(Run(*arguments, **environment))
+    def begin(folder: Path, *overrides: str | Path, command: list[str] | None = None, **environment: str) -> Run:
+        runs.append(Run(folder, command or run_command(folder, *overrides, *SMALL), **environment))
         return runs[-1]
 
     yield begin
@@ -103,7 +106,7 @@ def test_a_worker_that_raises_is_named_with_phase_and_cause(start, tmp_path, mod
     assert run.survivors() == []
 
 
-def test_a_worker_that_raises_in_a_step_ends_the_run_soon(start, tmp_path, model_folder):
+def test_a_worker_that_raises_in_a_step_ends_the_run(tmp_path, model_folder):
     """A prompt with a token that the model does not know: a worker raises in the second step."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -116,65 +119,59 @@ def test_a_worker_that_raises_in_a_step_ends_the_run_soon(start, tmp_path, model
     data = tmp_path / "problems.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
     source = ["data=file", f"data.train_path={data}", f"data.validation_path={data}", "data.shuffle=false"]
-    run = start(tmp_path / "run", small, *source, "algorithm.val_at_start=false", TRANSFORMERS)
-    run.wait_for("step +1/30")
-    started = time.monotonic()
-    errors = run.end()
-    assert time.monotonic() - started < SOON_S
-    assert run.process.returncode == 3
-    assert re.search(r"worker error: \w+ rank 0 failed in phase '(generate|logprobs)': \w*Error: .+", errors)
-    assert "Traceback" not in errors and run.survivors() == []
+    done = run_here(tmp_path / "run", small, *SMALL, *source, "algorithm.val_at_start=false", TRANSFORMERS)
+    assert "step 1/30" in re.sub(" +", " ", done.stdout) and done.returncode == 3
+    assert re.search(r"worker error: \w+ rank 0 failed in phase '(generate|logprobs)': \w*Error: .+", done.stderr)
+    assert "Traceback" not in done.stderr and 'File "' in (tmp_path / "run" / "error.txt").read_text()
 
 
-TENSOR = ["cluster.cpu_ranks=2", "policy.megatron_cfg.tensor_model_parallel_size=2"]
-
-
-@pytest.mark.parametrize(
-    ("victim", "options"), [("policy-1", [*TENSOR, TRANSFORMERS]), ("generation-0", [])], ids=["policy", "engine"]
-)
-def test_a_worker_that_dies_ends_the_run_soon(start, tmp_path, model_folder, victim, options):
-    """Policy rank 1 of 2: its neighbour's collective fails in the same moment, and must not be blamed."""
+def test_a_worker_that_dies_ends_the_run_soon(start, tmp_path, model_folder):
     steps = ["algorithm.max_num_steps=500", "algorithm.val_at_start=false"]
-    run = start(tmp_path / "run", model_folder, *steps, *options, "cluster.max_restarts=0")
+    run = start(tmp_path / "run", model_folder, *steps, "cluster.max_restarts=0")
     run.wait_for("step +2/500")
-    os.kill(run.worker(victim), signal.SIGKILL)
+    os.kill(run.worker("generation-0"), signal.SIGKILL)
     started = time.monotonic()
     errors = run.end()
     assert time.monotonic() - started < SOON_S
     assert run.process.returncode == 3, errors
-    assert f"worker error: {victim.replace('-', ' rank ')} failed in phase" in errors
+    assert "worker error: generation rank 0 failed in phase" in errors
     assert "died" in errors and "Traceback" not in errors
     assert run.survivors() == []
 
 
-@pytest.mark.parametrize(("times", "options"), [(1, []), (2, [TRANSFORMERS])], ids=["Ctrl-C", "SIGTERM twice"])
-def test_an_interrupted_run_leaves_no_process_behind(start, tmp_path, model_folder, times, options):
+def test_ctrl_c_leaves_no_process_behind(start, tmp_path, model_folder):
     gate = Gate(tmp_path / "run")
-    options = [*options, *gate.overrides, "algorithm.val_at_start=false"]
+    options = [TRANSFORMERS, *gate.overrides, "algorithm.val_at_start=false"]
     run = start(tmp_path / "run", model_folder, *options, **gate.environment)
     run.wait_for("step +1/30")
     assert run.processes(), "the mark must be seen on a run that is alive"
-    # A terminal sends Ctrl-C to every process of the foreground group; SIGTERM goes to the launcher alone, which the
-    # first lets finish its step.
-    if times == 1:
-        os.killpg(run.process.pid, signal.SIGINT)
-    else:
-        run.process.send_signal(signal.SIGTERM)
-        assert any("SIGTERM: the run ends after this step" in line for line in run.process.stderr)
-        run.process.send_signal(signal.SIGTERM)
+    # A terminal sends it to every process of the foreground group.
+    os.killpg(run.process.pid, signal.SIGINT)
     errors = run.end()
-    assert run.process.returncode == (130 if times == 1 else 75)
+    assert run.process.returncode == 130
     assert "interrupted" in errors and "Traceback" not in errors
     assert run.survivors() == []
     assert (tmp_path / "run" / "metrics.jsonl").stat().st_size > 0
 
 
-def test_an_interrupt_while_starting_leaves_no_process_behind(start, tmp_path, model_folder):
-    run = start(tmp_path / "run", model_folder)
-    run.wait_for("starting 1 policy rank")
-    time.sleep(6)
-    os.killpg(run.process.pid, signal.SIGINT)
-    errors = run.end()
+def test_a_second_sigterm_ends_a_run_within_its_step(tmp_path, model_folder, monkeypatch):
+    """The first one lets the step be finished."""
+    monkeypatch.setenv(METRICS, str(tmp_path / "run" / "metrics.jsonl"))
+    options = [TRANSFORMERS, "reward.name=tests.functional.rewards.terminate_twice", "algorithm.val_at_start=false"]
+    done = run_here(tmp_path / "run", model_folder, *SMALL, *options)
+    assert done.returncode == 75 and "interrupted" in done.stderr and "Traceback" not in done.stderr
+    assert "step 1/30" in re.sub(" +", " ", done.stdout) and "step 2/30" not in re.sub(" +", " ", done.stdout)
+
+
+def test_a_signal_while_workers_start_leaves_no_process_behind(start, tmp_path):
+    script = Path(__file__).with_name("starting_workers.py")
+    run = start(tmp_path / "run", command=[sys.executable, str(script), str(tmp_path / "run")])
+    log = tmp_path / "run" / "logs" / "policy-0.log"
+    while not (log.exists() and "slow" in log.read_text()):
+        assert run.process.poll() is None
+        time.sleep(0.1)
+    assert run.processes(), "the mark must be seen on a run that is alive"
+    run.process.send_signal(signal.SIGTERM)
+    run.end()
     assert run.process.returncode == 130
-    assert "Traceback" not in errors
     assert run.survivors() == []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_rl_lite.losses.interface import combine_metrics
-from tests.functional.conftest import run_ranks
+from tests.functional.ranks import run_ranks
 
 pytestmark = pytest.mark.functional
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_lite.rollout.files import read_rollout, rollout_files
-from tests.functional.conftest import PYTHONPATH, run_command, train
+from tests.functional.conftest import PYTHONPATH, run_command
+from tests.functional.here import train_here
 from tests.functional.rewards import Gate
 from tests.functional.test_resume import assert_same_weights, metrics_of
 from tests.functional.test_sft import series
@@ -69,7 +70,7 @@ def rollouts_of(folder: Path) -> dict[str, list[dict]]:
 
 def test_a_run_that_is_hit_by_everything_is_the_same_run(tmp_path, model_folder):
     alone, folder = tmp_path / "alone", tmp_path / "hit"
-    _, metrics = train(alone, model_folder, *GRPO)
+    _, metrics = train_here(alone, model_folder, *GRPO)
     assert len([norm for norm in series(metrics, "train/grad_norm") if norm > 0]) == 7
     # An engine comes back within the run. Then the run is asked to end, after a step that the period does not save.
     status, output = hit(folder, model_folder, {1: ("generation-0", signal.SIGKILL), 3: ("launcher", signal.SIGTERM)})

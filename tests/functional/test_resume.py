@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.functional.conftest import train
+from tests.functional.here import train_here
 from tests.functional.test_dpo import SMALL as DPO
 from tests.functional.test_dpo import write_pairs
 from tests.functional.test_sft import SMALL as SFT
@@ -32,9 +32,9 @@ def assert_same_weights(one: Path, other: Path) -> None:
 def test_half_and_half_is_the_whole(tmp_path, model_folder, options, write):
     """Stopped in the middle of an epoch, at a step that the period does not save."""
     common = [*options, *write(tmp_path), "algorithm.val_period=2", "checkpoint.save_period=5"]
-    train(tmp_path / "whole", model_folder, *common, "algorithm.max_num_steps=6")
-    train(tmp_path / "halves", model_folder, *common, "algorithm.max_num_steps=3")
-    output, _ = train(tmp_path / "halves", model_folder, *common, "algorithm.max_num_steps=6")
+    train_here(tmp_path / "whole", model_folder, *common, "algorithm.max_num_steps=6")
+    train_here(tmp_path / "halves", model_folder, *common, "algorithm.max_num_steps=3")
+    output, _ = train_here(tmp_path / "halves", model_folder, *common, "algorithm.max_num_steps=6")
     assert "resuming after step 3" in output
     halves, whole = metrics_of(tmp_path / "halves"), metrics_of(tmp_path / "whole")
     # Only the first half validates after its last step.

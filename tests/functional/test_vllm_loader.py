@@ -30,18 +30,17 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_second_refit_without_the_loader_gives_what_the_loader_gives(kind, engine_environment, tmp_path):
+def test_a_second_refit_without_the_loader_gives_what_the_loader_gives(engine_environment, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from nemo_rl_lite.models.embedded.build import build_tokenizer
 
-    folders = [tmp_path / "first", tmp_path / "second"]
-    for seed, folder in enumerate(folders):
+    folders = [(seed, kind, tmp_path / f"{kind}-{seed}") for kind in MODELS for seed in range(2)]
+    for seed, kind, folder in folders:
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **MODELS[kind])).save_pretrained(folder)
         build_tokenizer().save_pretrained(folder)
     script = Path(__file__).with_name("vllm_loader.py")
-    command = [sys.executable, str(script), *map(str, folders)]
+    command = [sys.executable, str(script), *(str(folder) for _, _, folder in folders)]
     done = subprocess.run(command, env=engine_environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,30 +1,34 @@
-"""A rank that hangs is named, with its stack, and the launcher does not wait for ever."""
+"""A rank that hangs is named, with its stack, and the launcher does not wait for ever; so is one that dies."""
 
+import os
+import re
+import signal
 import time
 from collections.abc import Callable
 
 import pytest
 import ray
 
-from nemo_rl_lite.cluster import heartbeat
+from nemo_rl_lite.cluster import heartbeat, workers
 from nemo_rl_lite.cluster.heartbeat import last_heartbeats
 from nemo_rl_lite.cluster.workers import WorkerGroup, wait
 from nemo_rl_lite.errors import WorkerError
-from tests.functional.conftest import PYTHONPATH, free_ports
+from tests.functional.conftest import PYTHONPATH
+from tests.functional.ranks import free_ports
 
 pytestmark = pytest.mark.functional
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def local_ray():
-    """One for each test: ranks that hang are gone with it, and their heartbeats."""
+    """Ranks that hang are gone with it."""
     ray.init(address="local", include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()
 
 
-def group_of_two(folder, limit_s, collective_timeout_s) -> WorkerGroup:
-    group = WorkerGroup("policy", [{}, {}], str(folder), {"PYTHONPATH": PYTHONPATH}, limit_s=limit_s)
+def group_of_two(name, folder, limit_s, collective_timeout_s) -> WorkerGroup:
+    group = WorkerGroup(name, [{}, {}], str(folder), {"PYTHONPATH": PYTHONPATH}, limit_s=limit_s)
     wait(group.load("tests.functional.workers.Rank", [{}, {}]), timeout_s=600)
     common = {"size": 2, "port": free_ports(1), "timeout_s": collective_timeout_s}
     wait(group.start([{"rank": rank} | common for rank in range(2)]), timeout_s=600)
@@ -40,7 +44,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 def test_the_one_that_the_others_wait_for_is_named_with_every_stack(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat, "SILENT_S", 200)
-    group = group_of_two(tmp_path, limit_s=5.0, collective_timeout_s=600.0)
+    group = group_of_two("policy", tmp_path, limit_s=5.0, collective_timeout_s=600.0)
     wait(group.call("meet", -1, 0), timeout_s=200)
     call = group.call("meet", 1, 600, phase="train")
     until(lambda: all(word in str(last_heartbeats(call.workers)) for word in ("barrier", "compute_for_ever")))
@@ -61,10 +65,28 @@ def test_the_one_that_the_others_wait_for_is_named_with_every_stack(tmp_path, mo
         assert "Timeout (0:00:05)!" in log.read_text()
 
 
-def test_where_others_give_up_first_it_is_still_the_one_that_is_named(tmp_path):
-    group = group_of_two(tmp_path, limit_s=None, collective_timeout_s=4.0)
+def test_where_others_give_up_first_it_is_still_the_one_that_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "DEATH_S", 4.0)
+    group = group_of_two("trainer", tmp_path, limit_s=None, collective_timeout_s=4.0)
     with pytest.raises(WorkerError) as caught:
         wait(group.call("meet", 0, 600, phase="train"))
-    assert caught.value.worker == "policy rank 0"
-    assert "it is still running, and worker error: policy rank 1 failed in phase 'train'" in str(caught.value)
+    assert caught.value.worker == "trainer rank 0"
+    assert "it is still running, and worker error: trainer rank 1 failed in phase 'train'" in str(caught.value)
     assert "compute_for_ever" in caught.value.details
+
+
+def test_one_that_dies_is_named_and_not_the_neighbour_whose_collective_fails(tmp_path):
+    group = group_of_two("victim", tmp_path, limit_s=None, collective_timeout_s=600.0)
+    call = group.call("meet", 1, 600, phase="train")
+    until(
+        lambda: (
+            "barrier" in str(last_heartbeats(call.workers)) and "compute_for_ever" in str(last_heartbeats(call.workers))
+        )
+    )
+    log = (tmp_path / "victim-1.log").read_text()
+    os.kill(int(re.search(r"process (\d+)", log)[1]), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        wait(call)
+    assert caught.value.worker == "victim rank 1" and caught.value.lost and "died" in str(caught.value)
+    assert time.monotonic() - started < 60

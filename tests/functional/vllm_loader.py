@@ -1,9 +1,10 @@
-"""vLLM's own model class with its own loader, before it packs anything: vllm_loader.py MODEL_FOLDER OTHER_MODEL_FOLDER
+"""vLLM's own model classes with their own loaders, before they pack anything: vllm_loader.py [FOLDER OTHER]...
 
 Watched copies must bring the other model's weights where the loader brings them. Exits 0 where they do.
 """
 
 import sys
+from itertools import batched
 from pathlib import Path
 
 import torch
@@ -18,14 +19,20 @@ from nemo_rl_lite.refit.engine.destinations import Destinations
 from tests.unit.refit.engine.test_destinations import refit
 
 
-def main(folder: str, other: str) -> None:
+def main(*folders: str) -> None:
+    for first, second in batched(folders, 2):
+        check(first, second)
+
+
+def check(folder: str, other: str) -> None:
     config = EngineArgs(
         model=folder, dtype="float32", enforce_eager=True, skip_tokenizer_init=True
     ).create_engine_config()
     first, second = weights(folder), weights(other)
     with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, "gloo")
-        initialize_model_parallel(1)
+        if not torch.distributed.is_initialized():
+            init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, "gloo")
+            initialize_model_parallel(1)
         model = initialize_model(config)
     model.load_weights(second.items())
     expected = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -34,7 +41,7 @@ def main(folder: str, other: str) -> None:
         refit(destinations, values, bucket_bytes=100_000)
     assert destinations.filled == set(expected), set(expected) ^ destinations.filled
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, expected[name]), name
+        assert torch.equal(parameter, expected[name]), (folder, name)
     assert not destinations.left, destinations.left
 
 

@@ -1,5 +1,6 @@
 """Workers for tests of what the launcher makes of them."""
 
+import sys
 import time
 from datetime import timedelta
 
@@ -14,6 +15,14 @@ class Quiet:
 
     def answer(self) -> str:
         return "here"
+
+
+class Slow:
+    """Says that it starts, and does not come to an end with it."""
+
+    def __init__(self) -> None:
+        sys.stdout.write("slow\n")
+        compute_for_ever(600)
 
 
 class Rank:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.functional.conftest import run_ranks
+from tests.functional.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,7 @@ CASES["half on the host from fused"] = [[*GPU, *SETTINGS["half on the host"]], "
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, gpu_model):
     output = tmp_path_factory.mktemp("checkpoints")
-    run_ranks(SCRIPT, [str(gpu_model), str(output), json.dumps(CASES)], ranks=1, timeout_s=500)
+    run_ranks(SCRIPT, [str(gpu_model), str(output), json.dumps(CASES)], ranks=1, fresh=True, timeout_s=500)
     return output
 
 

@@ -19,8 +19,8 @@ from nemo_rl_lite.offload import activations, cpu_optimizer
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.launch import policy_arguments
-from tests.functional.conftest import run_ranks
 from tests.functional.policy_rank import forget_layout
+from tests.functional.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -66,7 +66,7 @@ VARIANTS = {"plain": [], **CPU_OPTIMIZERS, **OFFLOADED}
 def results(gpu_model, tmp_path_factory) -> dict[str, dict[str, Any]]:
     """What each variant's rank saved."""
     folder = tmp_path_factory.mktemp("offload")
-    run_ranks(Path(__file__), [str(gpu_model), str(folder)], 1, timeout_s=500)
+    run_ranks(Path(__file__), [str(gpu_model), str(folder)], 1, fresh=True, timeout_s=500)
     return {name: torch.load(folder / name, weights_only=False) for name in VARIANTS}
 
 

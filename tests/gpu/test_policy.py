@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_rl_lite.losses.interface import combine_metrics
-from tests.functional.conftest import run_ranks
+from tests.functional.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -77,7 +77,9 @@ def outcomes(gpu_model, tmp_path_factory):
                 for name, (size, own) in LAYOUTS.items()
                 if size == ranks
             }
-            run_ranks(RANK_SCRIPT, [str(gpu_model), str(folder), json.dumps(together)], ranks, timeout_s=400)
+            run_ranks(
+                RANK_SCRIPT, [str(gpu_model), str(folder), json.dumps(together)], ranks, fresh=True, timeout_s=400
+            )
             done.add(ranks)
         saved = torch.load(folder / layout.replace(" ", "-"), weights_only=False)
         *scores, steps = zip(*saved["replicas"], strict=True)

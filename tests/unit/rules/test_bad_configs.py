@@ -486,7 +486,7 @@ def test_there_are_at_least_sixty_cases():
 
 @pytest.mark.parametrize("arguments", CASES)
 def test_bad_config(arguments, places, capsys, tmp_path):
-    words = [_place(word, places) for word in re.split(r" (?![^']*'(?:[^']*'[^']*')*[^']*$)", arguments)]
+    words = [_place(word, places) for word in split(arguments)]
     with pytest.raises(SystemExit) as exit_:
         train.main(words)
     captured = capsys.readouterr()
@@ -526,6 +526,11 @@ def test_a_wrong_type_does_not_break_rules_that_read_it(capsys):
     # The rollout of 24 samples does not fit logprob batches of 128; nothing is said of the global batch's arithmetic.
     assert "must be an integer" in message and "policy.logprob_batch_size" in message
     assert "must divide the rollout's 24 samples (3 prompts" not in message
+
+
+def split(arguments: str) -> list[str]:
+    """Into words, at blanks that are not in quotes."""
+    return re.split(r" (?![^']*'(?:[^']*'[^']*')*[^']*$)", arguments)
 
 
 def _place(word: str, places: dict[str, str]) -> str:

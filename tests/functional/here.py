@@ -1,0 +1,253 @@
+"""Whole runs of the command in this process: everything but Ray and the workers' processes is the real thing.
+
+A worker is a plain class, so a thread can call its methods as an actor does.
+"""
+
+import importlib
+import io
+import json
+import logging
+import os
+import pickle
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from subprocess import CompletedProcess
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayTaskError
+
+from nemo_rl_lite.cluster import system_usage, workers
+from nemo_rl_lite.cluster.heartbeat import Beat
+from nemo_rl_lite.cluster.workers import Call
+from nemo_rl_lite.host import stopping
+from nemo_rl_lite.host.ports import free_port
+from nemo_rl_lite.observability.system import System, Usage
+from nemo_rl_lite.run import run as run_module
+from nemo_rl_lite.run.command import launch
+from nemo_rl_lite.run.workers import launch as launch_module
+
+
+@cache
+def import_class(path: str) -> Any:
+    """The worker class, with everything that it will need."""
+    module_name, _, class_name = path.rpartition(".")
+    module, wandb = importlib.import_module(module_name), sys.modules.get("wandb")
+    # megatron-bridge logs for ever to what is the standard error now, and pytest's ends with the test.
+    with redirect_stderr(sys.__stderr__):
+        getattr(module, "preload", lambda: None)()
+    # A policy's process goes without it, the launcher's does not.
+    sys.modules.pop("wandb", None)
+    if wandb is not None:
+        sys.modules["wandb"] = wandb
+    return getattr(module, class_name)
+
+
+class Worker:
+    """One worker of this process; what it logs goes to its log file."""
+
+    def __init__(self) -> None:
+        self._class: Any = None
+        self._worker: Any = None
+
+    def load(self, class_path: str, environment: dict[str, str]) -> None:
+        os.environ.update(environment)
+        self._class = import_class(class_path)
+
+    def start(self, arguments: dict[str, Any]) -> None:
+        self._worker = self._class(**arguments)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self._worker, method)(*arguments)
+
+    def forget(self) -> None:
+        """Leave megatron-core's and torch's process groups, for the next run."""
+        self._worker = None
+        if "megatron.core" in sys.modules:
+            from megatron.core import parallel_state
+            from torch import distributed
+
+            if distributed.is_initialized():
+                parallel_state.destroy_model_parallel()
+                distributed.destroy_process_group()
+
+
+class Elsewhere:
+    """A worker of another process, which serves it (see `serve`)."""
+
+    def __init__(self, connection: Connection):
+        self._connection = connection
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self._ask(name, *arguments)
+
+    def _ask(self, *request: Any) -> Any:
+        self._connection.send_bytes(pickle.dumps(request))
+        answer, error = pickle.loads(self._connection.recv_bytes())
+        if error is not None:
+            raise error
+        return answer
+
+
+def serve(connection: Connection) -> None:
+    """Do what an `Elsewhere` at the other end asks for, until that is closed."""
+    worker = Worker()
+    while True:
+        try:
+            name, *arguments = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer, error = getattr(worker, name)(*arguments), None
+        except Exception as raised:
+            traceback.print_exc()
+            answer, error = None, raised
+        connection.send_bytes(pickle.dumps((answer, error)))
+
+
+class GroupHere:
+    """`WorkerGroup` whose first worker is in this process, and others in processes that serve them."""
+
+    peers: Sequence[Connection] = ()
+
+    def __init__(
+        self,
+        name: str,
+        slots: Sequence[Any],
+        log_folder: str,
+        environment: dict[str, str],
+        seats: int = 1,
+        limit_s: float | None = None,
+    ):
+        self.name, self._limit_s = name, limit_s
+        self.processes = [f"{name} rank {rank}" for rank in range(len(slots))]
+        others = [Elsewhere(connection) for connection in self.peers[: len(slots) - 1]]
+        self.workers = [Worker(), *others]
+        assert len(self.workers) == len(slots), "no processes for so many ranks"
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix=worker) for worker in self.processes]
+        os.environ.update(environment)
+        Path(log_folder).mkdir(parents=True, exist_ok=True)
+        self._log = logging.FileHandler(Path(log_folder) / f"{name}-0.log")
+        self._log.addFilter(self._is_ours)
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(lambda record: not self._is_ours(record))
+        logging.getLogger().addHandler(self._log)
+        _groups.append(self)
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def load(self, class_path: str, environments: Sequence[dict[str, str]]) -> Call:
+        return self._each("load", [(class_path, own) for own in environments], "start")
+
+    def start(self, arguments: Sequence[dict[str, Any]]) -> Call:
+        return self._each("start", [(own,) for own in arguments], "start")
+
+    def gpus(self, timeout_s: float) -> list[list[str]]:
+        return [[] for _ in self.workers]
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    def call(self, method: str, *arguments: Any, phase: str = "") -> Call:
+        return self.call_each(method, [arguments] * len(self), phase)
+
+    def call_each(self, method: str, arguments: Sequence[Sequence[Any]], phase: str = "") -> Call:
+        return self._each("call", [(method, *own) for own in arguments], phase or method, self._limit_s)
+
+    def addresses(self, timeout_s: float) -> list[tuple[str, int]]:
+        return [("127.0.0.1", free_port()) for _ in self.workers]
+
+    def peak_memory(self) -> list[int]:
+        return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024] * len(self)
+
+    def close(self) -> None:
+        workers.wait(self._each("forget", [()] * len(self), "end"))
+        for thread in self._threads:
+            thread.shutdown()
+        logging.getLogger().removeHandler(self._log)
+        self._log.close()
+
+    def _is_ours(self, record: logging.LogRecord) -> bool:
+        return record.threadName.startswith(self.processes[0])
+
+    def _each(self, what: str, arguments: Sequence[Sequence[Any]], phase: str, limit_s: float | None = None) -> Call:
+        asked = zip(self._threads, self.workers, arguments, strict=True)
+        futures = tuple(thread.submit(getattr(worker, what), *own) for thread, worker, own in asked)
+        return Call(tuple(self.processes), phase, futures, limit_s)
+
+
+_groups: list[GroupHere] = []
+
+
+def _wait(futures: Sequence[Future], num_returns: int, timeout: float | None) -> tuple[list[Future], list[Future]]:
+    done, pending = wait_for(futures, timeout, FIRST_COMPLETED)
+    return list(done), list(pending)
+
+
+def _get(future: Future) -> Any:
+    try:
+        return future.result()
+    except Exception as error:
+        raise RayTaskError("call", traceback.format_exc(), error, pid=os.getpid(), ip="127.0.0.1") from None
+
+
+class Beats:
+    """`last_beats` of workers that are here: each has just taken a sample of this machine."""
+
+    def __init__(self) -> None:
+        self._usage = Usage()
+
+    def __call__(self, names: Sequence[str]) -> list[Beat]:
+        self._usage, now = self._usage.plus(System(()).sample()), time.time()
+        return [Beat(name, "idle", now, now, node="here", usage=self._usage) for name in names]
+
+
+@contextmanager
+def without_ray() -> Iterator[None]:
+    """Within the block, a run's workers are those of this process. Its environment and logging are as before then."""
+    root, environ = logging.getLogger(), dict(os.environ)
+    handlers, level, argv = root.handlers[:], root.level, sys.argv
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as ends:
+        ends.callback(setattr, sys, "argv", argv)
+        ends.callback(root.setLevel, level)
+        ends.callback(setattr, root, "handlers", handlers)
+        ends.callback(lambda: (os.environ.clear(), os.environ.update(environ)))
+        ends.callback(lambda: [_groups.pop().close() for _ in _groups[:]])
+        os.environ.pop("RAY_ADDRESS", None)
+        patch.setattr(run_module, "ray_runtime", nullcontext)
+        patch.setattr(launch_module, "WorkerGroup", GroupHere)
+        patch.setattr(workers, "ray", SimpleNamespace(wait=_wait, get=_get))
+        # Signals of one run are not those of the next.
+        patch.setattr(stopping, "_received", [])
+        patch.setattr(system_usage, "last_beats", Beats())
+        yield
+
+
+def run_here(folder: Path, model: Path, *overrides: str) -> CompletedProcess:
+    """What `conftest.run_command` would do: exit status, standard output, standard error."""
+    own = [f"hydra.run.dir={folder}", f"policy.model_name={model}", "cluster.threads_per_worker=1"]
+    output, errors, status = io.StringIO(), io.StringIO(), 0
+    with redirect_stdout(output), redirect_stderr(errors), without_ray():
+        try:
+            launch([*own, *overrides])
+        except SystemExit as end:
+            status = end.code
+    return CompletedProcess([*own, *overrides], status, output.getvalue(), errors.getvalue())
+
+
+def train_here(folder: Path, model: Path, *overrides: str, plots: bool = False) -> tuple[str, list[dict]]:
+    """What `conftest.train` would do: the console's text and the metrics, line by line."""
+    done = run_here(folder, model, f"logger.plots={str(plots).lower()}", *overrides)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,75 @@
+"""Scripts as ranks: processes that meet in torch.distributed."""
+
+import multiprocessing
+import os
+import random
+import runpy
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+_FORKED, _FRESH = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
+_FORKED.set_forkserver_preload(["tests.functional.forked"])
+
+
+def free_ports(count: int = 40) -> int:
+    """The first of `count` ports in a row that nobody has: below those that the kernel hands out and above Ray's, so
+    that nobody comes to have them soon."""
+    for first in random.sample(range(20_000, 32_000, count), 20):
+        with ExitStack() as probes:
+            try:
+                for port in range(first, first + count):
+                    probes.enter_context(socket.socket()).bind(("", port))
+            except OSError:
+                continue
+            return first
+    raise RuntimeError("no free ports")
+
+
+def run_ranks(script: Path, arguments: Sequence[str], ranks: int, fresh: bool = False, timeout_s: float = 900) -> None:
+    """Run `script` once a rank, with torch.distributed's environment; fails with what the ranks that failed printed.
+
+    Ranks are forked from one process, which has imported megatron-core; `fresh` ones import it themselves.
+    """
+    port, context = free_ports(), _FRESH if fresh else _FORKED
+    processes, folder = [], Path(tempfile.mkdtemp())
+    try:
+        for rank in range(ranks):
+            place = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": ranks,
+                "MASTER_PORT": port,
+                "CUDA_VISIBLE_DEVICES": rank,
+            }
+            own = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+            environ = dict(os.environ) | own | {"TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+            own_arguments = (str(script), list(arguments), environ, str(folder / str(rank)))
+            processes.append(context.Process(target=_run, args=own_arguments))
+            processes[-1].start()
+        deadline = time.monotonic() + timeout_s
+        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+            if any(process.exitcode for process in processes):
+                break
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    outputs = {rank: (folder / str(rank)).read_text()[-4000:] for rank in range(ranks) if processes[rank].exitcode}
+    assert not outputs, "\n".join(f"rank {rank}:\n{text}" for rank, text in outputs.items())
+
+
+def _run(script: str, arguments: list[str], environ: dict[str, str], log: str) -> None:
+    """What `python script arguments` would do in this environment; its output goes to the file `log`."""
+    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(output, stream.fileno())
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")

@@ -1,0 +1,104 @@
+"""Whole runs on four ranks: SFT, DPO and LoRA train as on one, and GRPO through the command line."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nemo_rl_lite.config.sizes import parallel_dims
+from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
+from nemo_rl_lite.models.shape import model_shape
+from nemo_rl_lite.planning.model_size import trained_parameters
+from nemo_rl_lite.rules.compose import compose_config
+from tests.functional import test_dpo, test_lora, test_sft
+from tests.functional.conftest import train
+from tests.functional.ranks import run_ranks
+from tests.functional.test_sft import series
+
+pytestmark = pytest.mark.functional
+
+FOUR = ["cluster.cpu_ranks=4", "policy.megatron_cfg.tensor_model_parallel_size=2"]
+KINDS = {
+    # With a validation set that the ranks do not divide.
+    "sft": (test_sft.write_data, [*test_sft.SMALL, "algorithm.max_val_samples=13"]),
+    "dpo": (test_dpo.write_pairs, test_dpo.SMALL),
+    "lora": (test_sft.write_data, [*test_sft.SMALL, *test_lora.LORA]),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(model_folder, tmp_path_factory) -> dict[int, Path]:
+    """By ranks, the folder of each kind's run."""
+    data, folders = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}, {}
+    for ranks, layout in {1: [], 4: FOUR}.items():
+        runs = {kind: [*options, *write(data[kind]), *layout] for kind, (write, options) in KINDS.items()}
+        folders[ranks] = tmp_path_factory.mktemp(f"on-{ranks}")
+        script = Path(__file__).with_name("run_rank.py")
+        run_ranks(script, [str(model_folder), str(folders[ranks]), json.dumps(runs)], ranks)
+    return folders
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_four_ranks_train_as_one_does(folders, kind):
+    one, four = (metrics_of(folders[ranks] / kind) for ranks in (1, 4))
+    names = ["train/loss", "validation/val_loss", "train/grad_norm", "train/global_valid_toks"]
+    for name in [*names, "train/rewards_margin_mean"] if kind == "dpo" else names:
+        assert series(four, name) == pytest.approx(series(one, name), abs=1e-4, rel=1e-4), name
+    assert len(series(one, "train/loss")) == 6
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_as_many_parameters_are_trained_as_predicted(folders, ranks):
+    log = (folders[ranks] / "lora" / "logs" / "policy-0.log").read_text()
+    trained, whole = map(int, re.findall(r"LoRA: (\d+) of (\d+) param", log)[0])
+    config, shape = compose_config([*KINDS["lora"][1], *(FOUR if ranks == 4 else [])]), model_shape(MODEL_CONFIG)
+    predicted = trained_parameters(
+        shape, parallel_dims(config), config.policy.megatron_cfg.peft, stage=0, grouped=False
+    )
+    assert trained == predicted.total < whole / 4
+
+
+def test_shards_of_adapters_are_exported_merged(folders, model_folder):
+    test_lora.changed_by_a_low_rank(folders[4] / "lora", model_folder)
+    one, four = (load_file(folders[ranks] / "lora" / "hf" / "model.safetensors") for ranks in (1, 4))
+    assert all(torch.allclose(four[name], one[name], atol=2e-3) for name in one)
+
+
+GRPO = ["algorithm.max_num_steps=2", "algorithm.num_prompts_per_step=8"]
+
+
+def test_four_policy_ranks_and_two_transformers_engines(tmp_path, model_folder):
+    """Tensor parallel 2 x data parallel 2: batches are split, results put together, shards gathered for the refit."""
+    overrides = [
+        "cluster.cpu_ranks=4",
+        "policy.megatron_cfg.tensor_model_parallel_size=2",
+        "generation=transformers",
+        "generation.data_parallel_size=2",
+        "policy.train_global_batch_size=64",
+        "policy.train_micro_batch_size=32",
+        "algorithm.val_at_start=false",
+        "algorithm.val_at_end=false",
+        "checkpoint.export_hf_at_end=false",
+    ]
+    _, metrics = train(tmp_path / "run", model_folder, *GRPO, *overrides)
+    steps = [line for line in metrics if "train/loss" in line]
+    assert [line["train/token_mult_prob_error"] for line in steps] == pytest.approx([1, 1], abs=1e-5)
+    # Step one is exactly on-policy, and the learning rate warms up.
+    assert steps[0]["train/kl_penalty"] == 0
+    assert steps[0]["train/probs_ratio_min"] == steps[0]["train/probs_ratio_max"] == 1
+    assert series(metrics, "train/lr") == pytest.approx([0, 3e-4 / 4])
+    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {
+        "policy-0.log",
+        "policy-1.log",
+        "policy-2.log",
+        "policy-3.log",
+        "generation-0.log",
+        "generation-1.log",
+    }

@@ -1,0 +1,145 @@
+"""Values laid over a copy of what Hydra has composed give what Hydra itself composes."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from omegaconf import Node, OmegaConf
+
+from nemo_rl_lite.config import keys
+from nemo_rl_lite.config.overrides import check_overrides
+from nemo_rl_lite.errors import ConfigError
+from tests.unit.rules.test_bad_configs import CASES, split
+
+# Valid or not, a form each.
+FORMS = [
+    [],
+    ["algorithm.seed=1", "algorithm.seed=2"],
+    ["++algorithm.seed=7"],
+    ["+algorithm.seed=7"],
+    ["+algorithm.new=7"],
+    ["++algorithm.new=7"],
+    ["algorithm.new=7"],
+    ["no_section.at_all=7"],
+    ["++new={a: [1, {b: c}]}", "new.a=null"],
+    ["~algorithm.seed"],
+    ["~algorithm.seed=42"],
+    ["~algorithm"],
+    ["~recipes"],
+    ["algorithm=null"],
+    ["algorithm={seed: 3}"],
+    ["algorithm={seed: 3}", "algorithm=sft"],
+    ["policy=null", "policy.precision=float32"],
+    ["recipes=null"],
+    ["recipes=no-such-recipe"],
+    ["algorithm=no-such-algorithm"],
+    ["policy@other=megatron"],
+    ["+policy@other=megatron"],
+    ["+algorithm=sft"],
+    ["algorithm=sft", "algorithm=dpo"],
+    ["offload=logprob", "policy.offload_optimizer_states_for_logprob=false"],
+    ["policy.offload_optimizer_states_for_logprob=true", "offload=none"],
+    ["algorithm.seed=1,2"],
+    ["algorithm=grpo,sft"],
+    ["algorithm.seed=range(1,4)"],
+    ["algorithm=glob(*)"],
+    ["generation.stop_strings=[a,'b c',\"d\"]"],
+    ["++generation.vllm_kwargs={block_size:16}", "++generation.vllm_kwargs.more.of=[1,2.5,null,true]"],
+    ["++generation.vllm_kwargs.block_size=16", "++generation.vllm_kwargs={dtype:half}"],
+    ["run_name='a=b, ${algorithm.name}'"],
+    ["run_name=${algorithm.seed}-${data.name}", "algorithm.seed=3"],
+    ["run_name=${oc.env:HOME}"],
+    ["run_name='${nope'"],
+    ["run_name=\\${algorithm.name}"],
+    ["run_name=???"],
+    ["run_name="],
+    ["run_name=''"],
+    ["run_name='ünï-code'"],
+    ["algorithm.seed=int('3')"],
+    ["policy.megatron_cfg.optimizer.lr=1e-4"],
+    ["policy.megatron_cfg=null"],
+    ["policy.megatron_cfg=null", "policy.megatron_cfg.optimizer.lr=1"],
+    ["policy.megatron_cfg.optimizer.lr.deeper=1"],
+    ["policy.precision="],
+    ["just-a-word"],
+    ["policy.precision=["],
+    ["hydra.run.dir=here"],
+    ["hydra.job.name=other", "algorithm.seed=3"],
+    ["hydra.no_such_key=1"],
+    ["hydra/job_logging=disabled"],
+    ["run_name=${hydra:job.name}"],
+]
+RECIPES = [f"recipes={name}" for name in keys.groups()["recipes"]]
+
+
+def outcome(compose, overrides: list[str]) -> object:
+    """What is composed, types and flags included, or the error."""
+    try:
+        return described(compose(overrides))
+    except ConfigError as error:
+        return str(error)
+
+
+def described(node: Node) -> object:
+    """What a node holds, not resolved, in its order; whether keys may be added to it, and values changed."""
+    flags, value = (OmegaConf.is_struct(node), OmegaConf.is_readonly(node)), node._value()
+    if isinstance(value, dict):
+        return flags, [(key, described(child)) for key, child in value.items()]
+    if isinstance(value, list):
+        return flags, [described(child) for child in value]
+    return flags, type(node), repr(value)
+
+
+def assert_same(overrides: list[str]) -> None:
+    assert outcome(keys.compose_files, overrides) == outcome(keys.compose_with_hydra, overrides), overrides
+
+
+@pytest.mark.parametrize("overrides", FORMS, ids=" ".join)
+def test_every_form_is_taken_or_refused_as_hydra_does(overrides):
+    assert_same(overrides)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_values_over_every_recipe(recipe):
+    assert_same([recipe, "algorithm.seed=3", "policy.megatron_cfg.optimizer={lr: 1e-4}", "run_name=${data.name}"])
+
+
+def test_what_the_suite_has_of_overrides_alone_and_together():
+    """Those of a set of files are composed together where no key is in two of them, which would hide the first."""
+    batches = list(together())
+    assert sum(map(len, batches)) > 300
+    for overrides in batches:
+        assert_same(overrides)
+
+
+def together() -> Iterator[list[str]]:
+    cases = [check_overrides([word for word in split(case) if word[0] != "-"])[0] for case in CASES]
+    waiting = [(sorted(filter(_chooses, words)), [word for word in words if not _chooses(word)]) for words in cases]
+    while waiting:
+        (files, batch), *others = waiting
+        waiting = []
+        for own_files, values in others:
+            if own_files == files and not any(_overlap(one, other) for one in values for other in batch):
+                batch = batch + values
+            else:
+                waiting.append((own_files, values))
+        yield [*files, *batch]
+
+
+def _chooses(word: str) -> bool:
+    return _key(word) in keys.groups()
+
+
+def _overlap(one: str, other: str) -> bool:
+    first, second = f"{_key(one)}.", f"{_key(other)}."
+    return first.startswith(second) or second.startswith(first)
+
+
+def _key(word: str) -> str:
+    return re.split("=", word.lstrip("+~"))[0]
+
+
+def test_what_is_composed_is_the_callers_to_change():
+    changed = keys.compose_files(["algorithm.seed=3"])
+    OmegaConf.update(changed, "policy.precision", "changed")
+    assert keys.compose_files([]).policy.precision == "float32" and keys.compose_files([]).algorithm.seed == 42
