@@ -28,7 +28,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from nemo_rl_lite.cluster import system_usage, workers
-from nemo_rl_lite.cluster.heartbeat import Beat
+from nemo_rl_lite.cluster.heartbeat import Heartbeat
 from nemo_rl_lite.cluster.workers import Call
 from nemo_rl_lite.host import stopping
 from nemo_rl_lite.host.ports import free_port
@@ -126,7 +126,7 @@ class GroupHere:
         slots: Sequence[Any],
         log_folder: str,
         environment: dict[str, str],
-        seats: int = 1,
+        slots_each: int = 1,
         limit_s: float | None = None,
     ):
         self.name, self._limit_s = name, limit_s
@@ -202,15 +202,15 @@ def _get(future: Future) -> Any:
         raise RayTaskError("call", traceback.format_exc(), error, pid=os.getpid(), ip="127.0.0.1") from None
 
 
-class Beats:
-    """`last_beats` of workers that are here: each has just taken a sample of this machine."""
+class Heartbeats:
+    """`last_heartbeats` of workers that are here: each has just taken a sample of this machine."""
 
     def __init__(self) -> None:
         self._usage = Usage()
 
-    def __call__(self, names: Sequence[str]) -> list[Beat]:
+    def __call__(self, names: Sequence[str]) -> list[Heartbeat]:
         self._usage, now = self._usage.plus(System(()).sample()), time.time()
-        return [Beat(name, "idle", now, now, node="here", usage=self._usage) for name in names]
+        return [Heartbeat(name, "idle", now, now, node="here", usage=self._usage) for name in names]
 
 
 @contextmanager
@@ -230,7 +230,7 @@ def without_ray() -> Iterator[None]:
         patch.setattr(workers, "ray", SimpleNamespace(wait=_wait, get=_get))
         # Signals of one run are not those of the next.
         patch.setattr(stopping, "_received", [])
-        patch.setattr(system_usage, "last_beats", Beats())
+        patch.setattr(system_usage, "last_heartbeats", Heartbeats())
         yield
 
 

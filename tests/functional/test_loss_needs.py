@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.conftest import run_ranks
+from tests.functional.ranks import run_ranks
 
 pytestmark = pytest.mark.functional
 

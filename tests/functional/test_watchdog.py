@@ -78,11 +78,7 @@ def test_where_others_give_up_first_it_is_still_the_one_that_is_named(tmp_path, 
 def test_one_that_dies_is_named_and_not_the_neighbour_whose_collective_fails(tmp_path):
     group = group_of_two("victim", tmp_path, limit_s=None, collective_timeout_s=600.0)
     call = group.call("meet", 1, 600, phase="train")
-    until(
-        lambda: (
-            "barrier" in str(last_heartbeats(call.workers)) and "compute_for_ever" in str(last_heartbeats(call.workers))
-        )
-    )
+    until(lambda: all(word in str(last_heartbeats(call.workers)) for word in ("barrier", "compute_for_ever")))
     log = (tmp_path / "victim-1.log").read_text()
     os.kill(int(re.search(r"process (\d+)", log)[1]), signal.SIGKILL)
     started = time.monotonic()
