@@ -14,6 +14,10 @@ from typing import Any
 import cloudpickle
 import torch
 
+# The first operation that a loader is watched at imports these, which takes seconds on a busy machine.
+import torch._dynamo
+import torch.distributed.fsdp
+
 from nemo_rl_lite.refit.transport import group as refit_group
 from nemo_rl_lite.refit.transport.group import Meeting, RefitGroup
 
