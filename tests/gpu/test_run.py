@@ -43,10 +43,10 @@ def check(metrics: list[dict]) -> None:
 
 
 def check_ways(folder: Path, shared: bool) -> None:
-    """Nothing was done tensor by tensor, since vLLM's loader only copies. There were no buckets either on shared
-    GPUs."""
+    """No refit exported weights one by one, since vLLM's loader only copies. On shared GPUs there were no buckets."""
     logs = "".join(path.read_text() for path in (folder / "logs").iterdir())
-    assert "parts of parameters" in logs
+    assert f"transport of refits: {'direct' if shared else 'broadcast'}" in logs
+    assert "megatron-bridge exports all weights" not in logs
     assert "left to the engine's loader" not in logs and "every refit goes through buckets" not in logs
     assert ("copies out of the policy's parameters" in logs) == shared
 
