@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from vllm.config import set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.distributed import destroy_model_parallel, init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 
@@ -32,7 +32,9 @@ def check(folder: str, other: str) -> None:
     with set_current_vllm_config(config):
         if not torch.distributed.is_initialized():
             init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, "gloo")
-            initialize_model_parallel(1)
+        # Experts have a group of their own.
+        destroy_model_parallel()
+        initialize_model_parallel(1)
         model = initialize_model(config)
     model.load_weights(second.items())
     expected = {name: parameter.clone() for name, parameter in model.named_parameters()}

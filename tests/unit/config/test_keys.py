@@ -29,6 +29,7 @@ FORMS = [
     ["algorithm=null"],
     ["algorithm={seed: 3}"],
     ["algorithm={seed: 3}", "algorithm=sft"],
+    ["algorithm.seed=4", "algorithm={seed: 3}"],
     ["policy=null", "policy.precision=float32"],
     ["recipes=null"],
     ["recipes=no-such-recipe"],
