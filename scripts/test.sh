@@ -17,7 +17,7 @@ trap 'rm -f "$log"' EXIT
 ) >"$log" 2>&1 &
 checks=$!
 # Two groups at a time: starting processes is what most tests wait for.
-(($#)) || set -- -n 2 --dist loadgroup
+(($#)) || set -- -n 2 --dist loadscope
 status=0
 pytest "$@" || status=$?
 wait "$checks" || status=$((status ? status : 1))

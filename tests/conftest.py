@@ -1,11 +1,17 @@
-"""Which tests run one after another in one process, and in what order, where several processes run them."""
+"""Which tests run one after another in one process, and in what order, where several processes run them.
 
-from pathlib import Path
+pytest-xdist asks for its scheduler here, because its own groups (`--dist loadgroup`) rely on an attribute that test
+items no longer have in pytest 9.2: it runs each test wherever there is room, and module fixtures twice.
+"""
+
+import zlib
+from pathlib import PurePath
+from typing import Any
 
 import pytest
 
-# Modules of functional tests by group: those of a group share a process and what it has imported. Other modules are a
-# group each. The longest come first, so that none of them is left to one process at the end.
+# Functional modules by group: the tests of a group share a process and what it has imported. Every other module is a
+# group of its own. The longest groups come first, so that none is left to one process at the end.
 GROUPS = {
     "test_quickstart": "quickstart",
     "test_recovery": "recovery",
@@ -17,26 +23,41 @@ GROUPS = {
     "test_failures": "failures",
     "test_engines": "engines",
     "test_engine_ranks": "engines",
-    # Policies in this process.
+    # Policies run in this process.
     "test_sft": "here",
     "test_dpo": "here",
     "test_lora": "here",
     "test_resume": "here",
 }
-# Single cases of a module that a group need not hold together, in so many groups.
-PARTS = {"rules/test_bad_configs": 4}
+# Modules whose tests are independent, and the number of groups that they are split into.
+PARTS = {"test_bad_configs": 4}
+_PLACES = {module: place for place, module in enumerate(GROUPS)}
 
 
-@pytest.hookimpl(tryfirst=True)
+def module_of(nodeid: str) -> tuple[str, str]:
+    """The module of a test, and its path; the module is empty for a test that is not functional."""
+    path = PurePath(nodeid.partition("::")[0])
+    return path.stem if path.parent.name == "functional" else "", str(path)
+
+
+def group_of(nodeid: str) -> str:
+    """The group of a test."""
+    module, path = module_of(nodeid)
+    parts = PARTS.get(PurePath(path).stem, 1)
+    return GROUPS.get(module, path) + (f" {zlib.crc32(nodeid.encode()) % parts}" if parts > 1 else "")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {module: place for place, module in enumerate(GROUPS)}
-    items.sort(key=lambda item: places.get(_module(item.path), len(places)))
-    for index, item in enumerate(items):
-        module = _module(item.path)
-        part = f" {index % PARTS[module]}" if module in PARTS else ""
-        item.add_marker(pytest.mark.xdist_group(GROUPS.get(module, str(item.path)) + part))
+    items.sort(key=lambda item: _PLACES.get(module_of(item.nodeid)[0], len(_PLACES)))
 
 
-def _module(path: Path) -> str:
-    """Its name; with its folder, where modules elsewhere have the same."""
-    return path.stem if path.parent.name == "functional" else f"{path.parent.name}/{path.stem}"
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A scheduler that hands out whole groups."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return Groups(config, log)

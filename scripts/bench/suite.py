@@ -80,7 +80,7 @@ def coverage(checkout: Path, folder: Path) -> dict[str, float]:
         settings.write_text(_SETTINGS.format(folder=folder))
         tool = [sys.executable, "-m", "coverage"]
         options = {"cwd": checkout, "env": os.environ | {"PYTHONPATH": str(checkout)}}
-        tests = ["-m", "pytest", "-n", "2", "--dist", "loadgroup"]
+        tests = ["-m", "pytest", "-n", "2", "--dist", "loadscope"]
         with log.open("w") as file:
             subprocess.run([*tool, "run", f"--rcfile={settings}", *tests], stdout=file, check=False, **options)
         for step in (["combine", "-q"], ["json", "-q", "-o", str(numbers)]):

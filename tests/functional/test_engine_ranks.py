@@ -8,8 +8,8 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl_lite.cluster.actor import WorkerActor
+from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.generation.interface import Sampling
-from nemo_rl_lite.generation.vllm import worker
 from nemo_rl_lite.rules.compose import compose_config
 
 pytestmark = pytest.mark.functional
@@ -26,7 +26,7 @@ def test_ranks_of_an_engine_ask_ray_for_nothing(model_folder, tmp_path):
         "on_gpu": False,
     }
     sampling = Sampling(1.0, 1.0, None, max_new_tokens=4, stop_token_ids=(), stop_strings=(), seed=1)
-    environment = worker.environment(config.generation, on_gpu=False) | {
+    environment = ENGINES["vllm"].environment(config.generation, False) | {
         "CUDA_VISIBLE_DEVICES": "",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
@@ -42,7 +42,7 @@ def test_ranks_of_an_engine_ask_ray_for_nothing(model_folder, tmp_path):
             ).remote("", str(tmp_path / f"{seat}.log"))
             for seat in range(2)
         )
-        ray.get(engine.load.remote("nemo_rl_lite.generation.vllm.worker.VLLMEngine", {}), timeout=6000)
+        ray.get(engine.load.remote(ENGINES["vllm"].worker, {}), timeout=6000)
         ray.get(engine.start.remote(arguments), timeout=6000)
         (completion,) = ray.get(engine.call.remote("generate", "generate", None, [[1, 2, 3]], sampling), timeout=600)
     finally:

@@ -28,8 +28,6 @@ GRPO = [
     "algorithm.val_period=2",
     "checkpoint.keep_best=0",
     "checkpoint.save_period=2",
-    "logger.wandb_enabled=true",
-    "logger.wandb.mode=offline",
     "generation=transformers",
     "reward.name=tests.functional.rewards.share_of_digits",
 ]
@@ -38,7 +36,8 @@ GRPO = [
 def hit(folder: Path, model: Path, blows: dict[int, tuple[str, signal.Signals]]) -> tuple[int, str]:
     """Run the command and send signals to its processes after steps; exit status and standard output."""
     gate, output = Gate(folder), ""
-    command = run_command(folder, model, "logger.plots=false", *GRPO, *gate.overrides)
+    trackers = ["logger.wandb_enabled=true", "logger.wandb.mode=offline"]
+    command = run_command(folder, model, "logger.plots=false", *GRPO, *trackers, *gate.overrides)
     environ = os.environ | gate.environment | {"PYTHONPATH": PYTHONPATH}
     with (folder.parent / "errors.txt").open("a") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environ)
