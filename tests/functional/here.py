@@ -148,6 +148,8 @@ class GroupHere:
         return len(self.workers)
 
     def load(self, class_path: str, environments: Sequence[dict[str, str]]) -> Call:
+        # The imports come first: two threads that import transformers at once can leave it half-imported.
+        import_class(class_path)
         return self._each("load", [(class_path, own) for own in environments], "start")
 
     def start(self, arguments: Sequence[dict[str, Any]]) -> Call:
