@@ -23,6 +23,9 @@ GROUPS = {
     "test_failures": "failures",
     "test_engines": "engines",
     "test_engine_ranks": "engines",
+    # Two Rays that start at the same time on two cores can miss each other's deadlines.
+    "test_node": "nodes",
+    "test_nodes": "nodes",
     # Policies run in this process.
     "test_sft": "here",
     "test_dpo": "here",

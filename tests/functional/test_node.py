@@ -65,7 +65,8 @@ class Nodes:
     def until(self, rank: int, text: str, limit_s: float = 600) -> None:
         deadline = time.monotonic() + limit_s
         while text not in self.said(rank):
-            assert time.monotonic() < deadline, self.said(0) + self.said(rank)
+            over = time.monotonic() > deadline or self.processes[rank].poll() is not None
+            assert not over or text in self.said(rank), self.said(0) + self.said(rank)
             time.sleep(0.2)
 
 
