@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 # Functional modules by group: the tests of a group share a process and what it has imported. Every other module is a
-# group of its own. The longest groups come first, so that none is left to one process at the end.
+# separate group. The longest groups come first, so that none is left to one process at the end.
 GROUPS = {
     "test_quickstart": "quickstart",
     "test_recovery": "recovery",

@@ -32,7 +32,7 @@ _OPEN_SECTIONS = (
 
 
 def config_dir() -> Path:
-    """The folder of YAML groups: inside the package in a wheel, beside it in a checkout."""
+    """The folder of YAML groups: inside the package in a wheel, next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"

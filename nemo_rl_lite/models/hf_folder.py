@@ -22,7 +22,7 @@ def write_hf_folder(
     target: Path,
     check: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """Write `weights` (Hugging Face names, each in memory of its own) to `target`, with the configuration and tokenizer
+    """Write `weights` (Hugging Face names, each in separate memory) to `target`, with the configuration and tokenizer
     files of `source`.
 
     The folder appears whole or not at all, and not if `check`, which sees it before, raises; one that exists is

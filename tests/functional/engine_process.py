@@ -1,4 +1,4 @@
-"""An engine in a process of its own: samples, takes new weights, samples again. Writes what it saw to a file."""
+"""An engine in a separate process, which samples, takes new weights, samples again and writes the results to a file."""
 
 import importlib
 import pickle

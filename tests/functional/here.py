@@ -133,7 +133,7 @@ class GroupHere:
         self.processes = [f"{name} rank {rank}" for rank in range(len(slots))]
         others = [Elsewhere(connection) for connection in self.peers[: len(slots) - 1]]
         self.workers = [Worker(), *others]
-        assert len(self.workers) == len(slots), "no processes for so many ranks"
+        assert len(self.workers) == len(slots), f"there are no processes for {len(slots)} ranks"
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=worker) for worker in self.processes]
         os.environ.update(environment)
         Path(log_folder).mkdir(parents=True, exist_ok=True)

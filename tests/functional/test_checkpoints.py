@@ -1,4 +1,4 @@
-"""A policy's state on disk: what goes on from it is what would have gone on."""
+"""A policy that resumes from disk takes the same steps as one that was not interrupted."""
 
 import json
 import re
@@ -26,7 +26,7 @@ SCHEDULER = "policy.megatron_cfg.scheduler"
 CHANGED = [f"{OPTIMIZER}.lr=0.01", f"{OPTIMIZER}.min_lr=0.001", f"{OPTIMIZER}.adam_beta1=0.5"]
 CHANGED += [f"{SCHEDULER}.lr_warmup_iters=0", f"{SCHEDULER}.lr_decay_style=linear", f"{SCHEDULER}.lr_decay_iters=10"]
 HALF = ["policy.precision=bfloat16"]
-# Name: overrides, and whose checkpoint it goes on from (none: it saves one).
+# Name: overrides, and whose checkpoint it resumes from (none: it saves one).
 ON_TWO = {
     "tensor": [TENSOR, None],
     "tensor again": [TENSOR, "tensor"],

@@ -29,7 +29,7 @@ SMALL = ["algorithm.num_prompts_per_step=16", "logger.plots=false"]
 
 
 class Run:
-    """A run in a session of its own, as a terminal would start it; every process of it carries a mark."""
+    """A run in a separate session, as a terminal would start it; an environment variable marks all its processes."""
 
     def __init__(self, folder: Path, command: list[str], **environment: str):
         self.folder, self.mark = folder, str(folder)

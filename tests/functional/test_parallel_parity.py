@@ -181,7 +181,7 @@ def test_layouts_agree_in_float32(outcomes, layout):
         np.testing.assert_allclose(other.weights[name], weight, atol=1.5e-3, err_msg=name)
 
 
-def test_the_reference_stays_and_is_only_lent(outcomes):
+def test_the_reference_weights_leave_no_trace(outcomes):
     for layout in LAYOUTS:
         outcome = outcomes(layout)
         assert np.array_equal(outcome.reference_after, outcome.logprobs), layout

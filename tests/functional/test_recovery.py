@@ -78,7 +78,7 @@ def test_a_run_that_is_hit_by_everything_is_the_same_run(tmp_path, model_folder)
     errors = (tmp_path / "errors.txt").read_text()
     assert status == 75 and "SIGTERM: the run ends after this step, with a checkpoint" in errors
     stopped = int(re.search(r"stopped after step (\d) of 7: SIGTERM was received", errors)[1])
-    # The same command goes on; then the launcher is killed.
+    # The same command resumes; then the launcher is killed.
     status, output = hit(folder, model_folder, {5: ("launcher", signal.SIGKILL)})
     assert status == -signal.SIGKILL and beginnings(output) == [stopped]
     saved = int((folder / "checkpoints" / "latest").read_text().rpartition("-")[2])

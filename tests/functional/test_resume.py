@@ -1,4 +1,4 @@
-"""A run that was stopped goes on as one that was not."""
+"""A run that was stopped resumes like one that was not."""
 
 import json
 from pathlib import Path

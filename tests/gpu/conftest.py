@@ -36,7 +36,7 @@ def gpu_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def gpu_experts_model(tmp_path_factory) -> Path:
-    """The same with eight experts in each layer, and an output layer of its own."""
+    """The same with eight experts in each layer, and an untied output layer."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     folder, experts = tmp_path_factory.mktemp("gpu-experts"), {"num_experts": 8, "num_experts_per_tok": 2}

@@ -107,7 +107,7 @@ def test_logprobs_are_those_of_transformers(outcomes, gpu_model):
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.gpu(LAYOUTS[name][0])) for name in LAYOUTS])
-def test_the_reference_stays_and_is_only_lent(layout, outcomes):
+def test_the_reference_weights_leave_no_trace(layout, outcomes):
     first, _, after, reference_after, own_after = outcomes(layout).scores
     assert np.abs(reference_after - first).max() < 0.1
     assert np.abs(own_after - after).max() < 0.1
@@ -145,6 +145,6 @@ def test_layouts_agree_within_bfloat16(layout, outcomes):
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.gpu(LAYOUTS[name][0])) for name in LAYOUTS])
 def test_what_a_refit_sends_is_what_the_bridge_exports(layout, outcomes):
-    """After training and moves, whoever wants the weights; NCCL gathers what gloo broadcasts."""
+    """After training and moves, for any rank that wants the weights; NCCL gathers what gloo broadcasts."""
     for wanting in zip(*outcomes(layout).saved["assembled"], strict=True):
         assert all(same for same, _, _ in wanting)

@@ -30,7 +30,7 @@ SECTIONS = "algorithm|policy|generation|offload|refit|data|reward|environment|cl
 
 @cache
 def own_messages() -> str:
-    """Every text of the launcher's sources, but for docstrings, on a line of its own; what is put into it is a NUL."""
+    """Every text of the launcher's sources, but for docstrings, on a separate line; what is put into it is a NUL."""
     texts = (ROOT / "scripts" / "install.sh").read_text().splitlines()
     for file in (ROOT / "nemo_rl_lite").rglob("*.py"):
         # The doctor's words are not what users search for.

@@ -10,7 +10,7 @@ from nemo_rl_lite.errors import CheckpointError
 
 
 class NotingPolicy:
-    """Writes when it is told that the disk is done."""
+    """Finishes a write when the test says that the disk is done."""
 
     def __init__(self):
         self.folder, self.written, self.calls, self.full = Path(), False, [], False

@@ -1,4 +1,4 @@
-"""What heartbeats tell of machines, as metrics."""
+"""Metrics of machines from heartbeats."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which of several workers' failures is told."""
+"""Which of several workers' failures is reported."""
 
 from types import SimpleNamespace
 

@@ -34,7 +34,7 @@ def test_problems_depend_on_seed_and_position_alone():
     assert problem.answer == problem.messages[0]["content"][::-1]
 
 
-def test_a_file_is_shuffled_anew_each_epoch_and_complete_in_each(tmp_path):
+def test_a_file_is_reshuffled_each_epoch_and_complete_in_each(tmp_path):
     rows = [{"prompt": str(i), "answer": i} for i in range(10)]
     data = training_set(file_config(tmp_path, rows), seed=0, kind=PROBLEMS)
     epochs = [[data.problem(epoch * 10 + place).answer for place in range(10)] for epoch in range(3)]

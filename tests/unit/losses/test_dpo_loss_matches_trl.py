@@ -53,7 +53,7 @@ def random_pairs(seed: int = 0, pairs: int = 5, prompt: int = 3, response: int =
 
 
 def our_loss(config: DPOConfig, pairs: dict, rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """Summed over micro-batches of so many rows."""
+    """The sum over micro-batches with this number of rows."""
     logprobs, loss = pairs["logprobs"].clone().requires_grad_(), DPOLoss(config)
     counts, rows = loss.counts(rows_of(pairs["mask"])), rows or len(pairs["mask"])
     shares = []

@@ -54,7 +54,7 @@ def test_what_is_left_counts_what_comes_between_steps(monkeypatch):
     # A validation of ten seconds.
     now[0] += 12
     assert pace.left(2, 11, 2.0) == pytest.approx(9 * 7)
-    # Back to a checkpoint: what was before tells nothing.
+    # Back to a checkpoint: the pace of earlier steps is forgotten.
     now[0] += 60
     assert pace.left(2, 11, 2.0) == pytest.approx(9 * 2)
 

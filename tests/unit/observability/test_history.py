@@ -1,4 +1,4 @@
-"""What was logged before a run goes on."""
+"""Metrics that were logged before a run resumes."""
 
 import json
 import resource

@@ -6,10 +6,10 @@ from nemo_rl_lite.run.workers.remote_generation import engine_memory
 
 
 class Device:
-    """What torch.cuda tells of a GPU, and a policy's components on it."""
+    """What torch.cuda reports about a GPU, and a policy's components on it."""
 
     def __init__(self, monkeypatch, **components: int):
-        self.components, self.beside, self.working, self.peak = components, 0, 0, 0
+        self.components, self.other, self.working, self.peak = components, 0, 0, 0
         cuda = torch.cuda
         monkeypatch.setattr(cuda, "is_available", lambda: True)
         monkeypatch.setattr(cuda, "memory_allocated", self.allocated)
@@ -18,7 +18,7 @@ class Device:
         monkeypatch.setattr(cuda, "mem_get_info", lambda: (1000 - 100 - self.allocated(), 1000))
 
     def allocated(self) -> int:
-        return sum(self.components.values()) + self.beside + self.working
+        return sum(self.components.values()) + self.other + self.working
 
     def compute(self, nbytes: int) -> None:
         self.working = nbytes
@@ -44,7 +44,7 @@ def test_components_count_with_what_they_take_throughout_a_phase():
 
 def test_working_memory_is_what_a_phase_takes_beyond_components_and_buffers(monkeypatch):
     device = Device(monkeypatch, parameters=10, states=20)
-    device.beside = 7
+    device.other = 7
     meter = MemoryMeter(lambda: device.components)
     with meter.phase("train"):
         device.compute(50)

@@ -25,7 +25,7 @@ def test_a_trace_has_the_phases_by_name(tmp_path):
     assert names(tmp_path / "made" / "policy-0.json.gz") == ["generation", "micro-batch 1"]
 
 
-def test_what_is_given_up_leaves_nothing_and_the_next_begins_anew(tmp_path):
+def test_an_abandoned_trace_leaves_nothing_and_the_next_one_starts_empty(tmp_path):
     profiling.begin("torch")
     with profiling.span("before"):
         pass

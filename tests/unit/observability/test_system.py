@@ -14,7 +14,7 @@ class NVMLError(Exception):
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """Eight GPUs; the one with the UUID is number 5 and does not tell its power."""
+    """Eight GPUs; the one with the UUID is number 5 and does not report its power."""
     fake = ModuleType("pynvml")
 
     def by_uuid(uuid):
@@ -81,5 +81,5 @@ def test_means_are_of_what_came_since():
     assert first.means_since(Usage()) == {"util": 20.0}
     assert later.means_since(first) == {"util": 50.0, "power": 7.0}
     assert later.means_since(later) == {}
-    # A process in place of one that was lost counts anew.
+    # A process in place of one that was lost starts counting again.
     assert first.means_since(later) == {"util": 20.0}

@@ -131,7 +131,7 @@ def test_tensorboard_has_values_and_samples_with_nothing_of_them_markup(tmp_path
     fill(sink)
     sink.log_summary({}, CHARTS)
     sink.close()
-    # Goes on after the first step.
+    # The tracker resumes after the first step.
     sink = TensorBoard(tmp_path, done=1)
     sink.log(2, {"train/reward": 0.625})
     sink.close()
@@ -262,7 +262,7 @@ def test_the_end_of_a_process_does_not_wait_for_an_mlflow_that_hangs(tmp_path):
         "sink.log(1, {'train/reward': 1.0})\n"
         "sink.close()\n"
     )
-    # Also where MLflow is told to send from threads of its own, which it waits for at exit.
+    # This also holds if MLflow is configured to send from its own threads, which it waits for at exit.
     environment = os.environ | {"MLFLOW_ENABLE_ASYNC_LOGGING": "true"}
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120

@@ -111,7 +111,7 @@ TWO_RANKS = ["cluster.gpus_per_node=4", f"{TENSOR}=2", "generation.vllm_cfg.tens
 MEASURED = {
     # grpo-chain-sum-1x-h100
     "smollm2": (SMOLLM2, ["policy.max_total_sequence_length=128"], {Phase.TRAIN: 14.9, Phase.LOGPROB: 5.98}, 2.64),
-    # offload-prepare-1x-h100, states stay; no engine beside it. 13 sequences of 558 tokens are the longest pack there.
+    # offload-prepare-1x-h100, states stay; no engine on the GPU. 13 sequences of 558 tokens are the longest pack there.
     "qwen3": (
         QWEN3,
         ["generation.colocated.enabled=false", *TWO_GPUS, "policy.max_total_sequence_length=640", *THIRTEEN],

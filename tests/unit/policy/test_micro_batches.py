@@ -11,7 +11,7 @@ MODES = pytest.mark.parametrize("layout", [Layout("fixed", 3, 1), Layout("dynami
 
 
 def sequences(count: int, longest: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens that tell their row and place, and lengths from 1 on."""
+    """Tokens that encode their row and position, and lengths from 1 on."""
     source = random.Random(seed)
     lengths = torch.tensor([source.randint(1, longest) for _ in range(count)])
     tokens = torch.arange(count)[:, None] * 1000 + torch.arange(longest)

@@ -77,7 +77,7 @@ def test_settings_are_the_configurations_and_steps_those_that_were_saved():
     saved_group = {"params": [0], "lr": 0.1, "betas": (0.9, 0.99), "max_lr": 0.1, "min_lr": 0.1, "step": 7}
     saved = {0: {"optimizer": {"param_groups": [saved_group]}}, "more": [1]}
     with own_settings(wrapped(own), saved):
-        # As megatron-core tells groups apart.
+        # megatron-core distinguishes groups by it.
         assert (saved_group["max_lr"], saved_group["min_lr"]) == (0.5, 0.0)
         # What another kind of optimizer has not saved.
         own.param_groups = [saved_group]

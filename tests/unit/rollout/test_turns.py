@@ -127,7 +127,7 @@ def test_an_environments_rewards_are_added_up_and_nothing_else_is_judged():
 
 
 def never(response: str, answer: str) -> float:
-    raise AssertionError("an environment with rewards of its own needs no other")
+    raise AssertionError("an environment that gives rewards needs no reward function")
 
 
 class Broken:

@@ -343,7 +343,7 @@ CASES = {
     "environment.name=no_such_package.Game": ["environment.name", "no such environment"],
     "environment.max_turns=3": ["environment.max_turns", "without an environment", "environment=calculator"],
     "environment=calculator environment.max_turns=0": ["environment.max_turns", "greater than 0"],
-    # Algorithms: each has keys and rules of its own, and only those of the chosen one are spoken of.
+    # Algorithms: each has its own keys and rules, and only those of the chosen one are checked.
     "algorithm=sftt": ["algorithm", "did you mean algorithm=sft", "grpo, sft"],
     "algorithm.name=sft": ["algorithm.name", "is set by the algorithm's file", "algorithm=sft"],
     "algorithm.max_num_epochs=2": ["algorithm.max_num_epochs", "is a key of algorithm=dpo and algorithm=sft only"],

@@ -19,7 +19,7 @@ _START_S = 120
 
 
 class Page:
-    """One tab. `problems` are the errors that its scripts and its console told of, and the requests that it made."""
+    """One tab. `problems` are the errors that its scripts and its console reported, and the requests that it made."""
 
     def __init__(self, socket: ClientConnection):
         self._socket, self._ids = socket, itertools.count(1)

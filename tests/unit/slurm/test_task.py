@@ -1,4 +1,4 @@
-"""What a task tells Ray of its node."""
+"""The resources of a node that a task reports to Ray."""
 
 import os
 

@@ -188,7 +188,7 @@ class Unreachable(Files):
 
 
 class TwoRanks(Sharing):
-    """Beside a rank that is like this one."""
+    """Together with a rank that is like this one."""
 
     def _all_gather(self, own):
         return [own, own]
