@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
@@ -21,6 +21,7 @@ from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import CompletedProcess
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,7 +63,9 @@ class Worker:
 
     def load(self, class_path: str, environment: dict[str, str]) -> None:
         os.environ.update(environment)
-        self._class = import_class(class_path)
+        # Two threads that import transformers at once can leave it half-imported.
+        with _importing:
+            self._class = import_class(class_path)
 
     def start(self, arguments: dict[str, Any]) -> None:
         self._worker = self._class(**arguments)
@@ -118,7 +121,8 @@ def serve(connection: Connection) -> None:
 class GroupHere:
     """`WorkerGroup` whose first worker is in this process, and others in processes that serve them."""
 
-    peers: Sequence[Connection] = ()
+    peers: Mapping[str, Sequence[Connection]] = {}
+    """By the name of a group."""
 
     def __init__(
         self,
@@ -131,7 +135,7 @@ class GroupHere:
     ):
         self.name, self._limit_s = name, limit_s
         self.processes = [f"{name} rank {rank}" for rank in range(len(slots))]
-        others = [Elsewhere(connection) for connection in self.peers[: len(slots) - 1]]
+        others = [Elsewhere(connection) for connection in self.peers.get(name, ())[: len(slots) - 1]]
         self.workers = [Worker(), *others]
         assert len(self.workers) == len(slots), f"there are no processes for {len(slots)} ranks"
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=worker) for worker in self.processes]
@@ -148,8 +152,6 @@ class GroupHere:
         return len(self.workers)
 
     def load(self, class_path: str, environments: Sequence[dict[str, str]]) -> Call:
-        # The imports come first: two threads that import transformers at once can leave it half-imported.
-        import_class(class_path)
         return self._each("load", [(class_path, own) for own in environments], "start")
 
     def start(self, arguments: Sequence[dict[str, Any]]) -> Call:
@@ -190,6 +192,7 @@ class GroupHere:
 
 
 _groups: list[GroupHere] = []
+_importing = Lock()
 
 
 def _wait(futures: Sequence[Future], num_returns: int, timeout: float | None) -> tuple[list[Future], list[Future]]:

@@ -30,8 +30,11 @@ def free_ports(count: int = 40) -> int:
     raise RuntimeError("no free ports")
 
 
-def run_ranks(script: Path, arguments: Sequence[str], ranks: int, fresh: bool = False, timeout_s: float = 900) -> None:
-    """Run `script` once a rank, with torch.distributed's environment; fails with what the ranks that failed printed.
+def run_ranks(
+    script: Path, arguments: Sequence[str], ranks: int, fresh: bool = False, timeout_s: float = 900
+) -> list[str]:
+    """Run `script` once a rank, with torch.distributed's environment, and return what each rank printed. Fails with
+    what the ranks that failed printed.
 
     Ranks are forked from one process, which has imported megatron-core; `fresh` ones import it themselves.
     """
@@ -60,8 +63,10 @@ def run_ranks(script: Path, arguments: Sequence[str], ranks: int, fresh: bool = 
         for process in processes:
             process.kill()
             process.join()
-    outputs = {rank: (folder / str(rank)).read_text()[-4000:] for rank in range(ranks) if processes[rank].exitcode}
-    assert not outputs, "\n".join(f"rank {rank}:\n{text}" for rank, text in outputs.items())
+    outputs = [(folder / str(rank)).read_text() for rank in range(ranks)]
+    failed = [rank for rank in range(ranks) if processes[rank].exitcode]
+    assert not failed, "\n".join(f"rank {rank}:\n{outputs[rank][-4000:]}" for rank in failed)
+    return outputs
 
 
 def _run(script: str, arguments: list[str], environ: dict[str, str], log: str) -> None:

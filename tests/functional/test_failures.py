@@ -16,16 +16,17 @@ import pytest
 
 from tests.functional.conftest import run_command
 from tests.functional.here import run_here
-from tests.functional.rewards import METRICS, Gate
+from tests.functional.rewards import METRICS
+from tests.functional.test_sft import SMALL as SFT
+from tests.functional.test_sft import write_data
 
 pytestmark = pytest.mark.functional
 
 MARK = "NEMO_RL_LITE_TEST_RUN"
 # A few seconds on a machine that is not busy; what waits for somebody who is gone would take minutes.
 SOON_S = 60
-# Where it is not vLLM that is hit: it takes longest to start.
-TRANSFORMERS = "generation=transformers"
-SMALL = ["algorithm.num_prompts_per_step=16", "logger.plots=false"]
+PLAIN = "logger.plots=false"
+SMALL = ["algorithm.num_prompts_per_step=16", PLAIN, "generation=transformers"]
 
 
 class Run:
@@ -77,12 +78,18 @@ class Run:
 
 
 @pytest.fixture
+def training(tmp_path) -> list[str]:
+    """Options of a run with a policy alone, which starts soonest, and which does not end soon."""
+    return [*SFT, *write_data(tmp_path), "algorithm.max_num_steps=5000", "algorithm.max_num_epochs=5000", PLAIN]
+
+
+@pytest.fixture
 def start():
     """Begins the command, or another one, in a folder; nothing of it outlives the test."""
     runs = []
 
     def begin(folder: Path, *overrides: str | Path, command: list[str] | None = None, **environment: str) -> Run:
-        runs.append(Run(folder, command or run_command(folder, *overrides, *SMALL), **environment))
+        runs.append(Run(folder, command or run_command(folder, *overrides), **environment))
         return runs[-1]
 
     yield begin
@@ -91,16 +98,16 @@ def start():
             process.kill()
 
 
-def test_a_worker_that_raises_is_named_with_phase_and_cause(start, tmp_path, model_folder):
+def test_a_worker_that_raises_is_named_with_phase_and_cause(start, tmp_path, model_folder, training):
     broken = tmp_path / "broken-model"
     shutil.copytree(model_folder, broken)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
-    run = start(tmp_path / "run", broken, TRANSFORMERS)
+    run = start(tmp_path / "run", broken, *training)
     run.wait_for("starting 1 policy rank")
     errors = run.end()
     assert run.process.returncode == 3
-    assert re.search(r"worker error: (policy|generation) rank 0 failed in phase 'start': \w*Error", errors)
+    assert re.search(r"worker error: policy rank 0 failed in phase 'start': \w*Error", errors)
     assert "Traceback" not in errors
     assert 'File "' in (tmp_path / "run" / "error.txt").read_text()
     assert run.survivors() == []
@@ -119,31 +126,28 @@ def test_a_worker_that_raises_in_a_step_ends_the_run(tmp_path, model_folder):
     data = tmp_path / "problems.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
     source = ["data=file", f"data.train_path={data}", f"data.validation_path={data}", "data.shuffle=false"]
-    done = run_here(tmp_path / "run", small, *SMALL, *source, "algorithm.val_at_start=false", TRANSFORMERS)
+    done = run_here(tmp_path / "run", small, *SMALL, *source, "algorithm.val_at_start=false")
     assert "step 1/30" in re.sub(" +", " ", done.stdout) and done.returncode == 3
     assert re.search(r"worker error: \w+ rank 0 failed in phase '(generate|logprobs)': \w*Error: .+", done.stderr)
     assert "Traceback" not in done.stderr and 'File "' in (tmp_path / "run" / "error.txt").read_text()
 
 
-def test_a_worker_that_dies_ends_the_run_soon(start, tmp_path, model_folder):
-    steps = ["algorithm.max_num_steps=500", "algorithm.val_at_start=false"]
-    run = start(tmp_path / "run", model_folder, *steps, "cluster.max_restarts=0")
-    run.wait_for("step +2/500")
-    os.kill(run.worker("generation-0"), signal.SIGKILL)
+def test_a_worker_that_dies_ends_the_run_soon(start, tmp_path, model_folder, training):
+    run = start(tmp_path / "run", model_folder, *training, "cluster.max_restarts=0")
+    run.wait_for("step +2/5000")
+    os.kill(run.worker("policy-0"), signal.SIGKILL)
     started = time.monotonic()
     errors = run.end()
     assert time.monotonic() - started < SOON_S
     assert run.process.returncode == 3, errors
-    assert "worker error: generation rank 0 failed in phase" in errors
+    assert "worker error: policy rank 0 failed in phase" in errors
     assert "died" in errors and "Traceback" not in errors
     assert run.survivors() == []
 
 
-def test_ctrl_c_leaves_no_process_behind(start, tmp_path, model_folder):
-    gate = Gate(tmp_path / "run")
-    options = [TRANSFORMERS, *gate.overrides, "algorithm.val_at_start=false"]
-    run = start(tmp_path / "run", model_folder, *options, **gate.environment)
-    run.wait_for("step +1/30")
+def test_ctrl_c_leaves_no_process_behind(start, tmp_path, model_folder, training):
+    run = start(tmp_path / "run", model_folder, *training)
+    run.wait_for("step +1/5000")
     assert run.processes(), "the mark must be seen on a run that is alive"
     # A terminal sends it to every process of the foreground group.
     os.killpg(run.process.pid, signal.SIGINT)
@@ -157,7 +161,7 @@ def test_ctrl_c_leaves_no_process_behind(start, tmp_path, model_folder):
 def test_a_second_sigterm_ends_a_run_within_its_step(tmp_path, model_folder, monkeypatch):
     """The first one lets the step be finished."""
     monkeypatch.setenv(METRICS, str(tmp_path / "run" / "metrics.jsonl"))
-    options = [TRANSFORMERS, "reward.name=tests.functional.rewards.terminate_twice", "algorithm.val_at_start=false"]
+    options = ["reward.name=tests.functional.rewards.terminate_twice", "algorithm.val_at_start=false"]
     done = run_here(tmp_path / "run", model_folder, *SMALL, *options)
     assert done.returncode == 75 and "interrupted" in done.stderr and "Traceback" not in done.stderr
     assert "step 1/30" in re.sub(" +", " ", done.stdout) and "step 2/30" not in re.sub(" +", " ", done.stdout)

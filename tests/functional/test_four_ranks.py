@@ -1,4 +1,4 @@
-"""Whole runs on four ranks: SFT, DPO and LoRA train as on one, and GRPO through the command line."""
+"""Whole runs on four ranks: SFT, DPO and LoRA train as on one, and GRPO with two engines."""
 
 import json
 import re
@@ -12,6 +12,7 @@ from nemo_rl_lite.config.sizes import parallel_dims
 from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
 from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.model_size import trained_parameters
+from nemo_rl_lite.rollout.files import read_rollout, rollout_files
 from nemo_rl_lite.rules.compose import compose_config
 from tests.functional import test_dpo, test_lora, test_sft
 from tests.functional.conftest import train
@@ -28,6 +29,19 @@ KINDS = {
     "lora": (test_sft.write_data, [*test_sft.SMALL, *test_lora.LORA]),
 }
 
+GRPO = [
+    "algorithm.max_num_steps=2",
+    "algorithm.num_prompts_per_step=8",
+    "algorithm.val_at_start=false",
+    "algorithm.val_at_end=false",
+    "reward.name=tests.functional.rewards.share_of_digits",
+    "generation=transformers",
+    "generation.data_parallel_size=2",
+    "policy.train_global_batch_size=64",
+    "policy.train_micro_batch_size=32",
+    "checkpoint.export_hf_at_end=false",
+]
+
 
 @pytest.fixture(scope="module")
 def folders(model_folder, tmp_path_factory) -> dict[int, Path]:
@@ -35,6 +49,8 @@ def folders(model_folder, tmp_path_factory) -> dict[int, Path]:
     data, folders = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}, {}
     for ranks, layout in {1: [], 4: FOUR}.items():
         runs = {kind: [*options, *write(data[kind]), *layout] for kind, (write, options) in KINDS.items()}
+        if ranks == 4:
+            runs["grpo"] = [*GRPO, *FOUR]
         folders[ranks] = tmp_path_factory.mktemp(f"on-{ranks}")
         script = Path(__file__).with_name("run_rank.py")
         run_ranks(script, [str(model_folder), str(folders[ranks]), json.dumps(runs)], ranks)
@@ -71,34 +87,28 @@ def test_shards_of_adapters_are_exported_merged(folders, model_folder):
     assert all(torch.allclose(four[name], one[name], atol=2e-3) for name in one)
 
 
-GRPO = ["algorithm.max_num_steps=2", "algorithm.num_prompts_per_step=8"]
-
-
-def test_four_policy_ranks_and_two_transformers_engines(tmp_path, model_folder):
+def test_four_policy_ranks_and_two_engines(folders):
     """Tensor parallel 2 x data parallel 2: batches are split, results put together, shards gathered for the refit."""
-    overrides = [
-        "cluster.cpu_ranks=4",
-        "policy.megatron_cfg.tensor_model_parallel_size=2",
-        "generation=transformers",
-        "generation.data_parallel_size=2",
-        "policy.train_global_batch_size=64",
-        "policy.train_micro_batch_size=32",
-        "algorithm.val_at_start=false",
-        "algorithm.val_at_end=false",
-        "checkpoint.export_hf_at_end=false",
-    ]
-    _, metrics = train(tmp_path / "run", model_folder, *GRPO, *overrides)
+    check(folders[4] / "grpo")
+
+
+@pytest.mark.slow
+def test_four_policy_ranks_and_two_engines_through_the_command_line(tmp_path, model_folder):
+    train(tmp_path / "run", model_folder, *GRPO, *FOUR)
+    check(tmp_path / "run")
+    logs = {f"policy-{rank}.log" for rank in range(4)} | {f"generation-{rank}.log" for rank in range(2)}
+    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == logs
+
+
+def check(folder: Path) -> None:
+    metrics = metrics_of(folder)
     steps = [line for line in metrics if "train/loss" in line]
     assert [line["train/token_mult_prob_error"] for line in steps] == pytest.approx([1, 1], abs=1e-5)
     # Step one is exactly on-policy, and the learning rate warms up.
     assert steps[0]["train/kl_penalty"] == 0
     assert steps[0]["train/probs_ratio_min"] == steps[0]["train/probs_ratio_max"] == 1
     assert series(metrics, "train/lr") == pytest.approx([0, 3e-4 / 4])
-    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {
-        "policy-0.log",
-        "policy-1.log",
-        "policy-2.log",
-        "policy-3.log",
-        "generation-0.log",
-        "generation-1.log",
-    }
+    assert min(series(metrics, "train/grad_norm")) > 0
+    # Each engine has sampled its share of the prompts, and has had every refit.
+    assert [len(read_rollout(file)) for file in rollout_files(folder)] == [64, 64]
+    assert len(series(metrics, "refit/probe_logprob_diff")) == 3

@@ -17,7 +17,8 @@ from tests.metric_names import not_logged, undocumented
 
 pytestmark = pytest.mark.functional
 
-STEPS = 30
+# Enough to see it learn. The slow tests take the 30 steps of its configuration.
+STEPS = 16
 OVERRIDES = [
     "cluster.threads_per_worker=1",
     "+policy.offload_optimizer_states_for_logprob=true",
@@ -26,6 +27,7 @@ OVERRIDES = [
     "logger.tensorboard_enabled=true",
     "profile.steps=[2]",
     "refit.bucket_bytes=500000",
+    f"algorithm.max_num_steps={STEPS}",
 ]
 
 
@@ -49,22 +51,22 @@ def run(done) -> tuple[Path, str, list[dict]]:
 
 
 def test_it_learns(done):
-    before, after = accuracies(done)
-    assert after - before >= 0.3
+    before, after = accuracies(done, STEPS)
+    assert after - before >= 0.15
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_it_learns_with_other_seeds(tmp_path, seed):
-    before, after = accuracies(quickstart(tmp_path, f"algorithm.seed={seed}"))
+    before, after = accuracies(quickstart(tmp_path, f"algorithm.seed={seed}"), 30)
     assert after - before >= 0.3
 
 
-def accuracies(done: subprocess.CompletedProcess) -> tuple[float, float]:
+def accuracies(done: subprocess.CompletedProcess, expected_steps: int) -> tuple[float, float]:
     """Before and after, from the last line."""
     pattern = r"RESULT accuracy_before=([\d.]+) accuracy_after=([\d.]+) seconds=([\d.]+) steps=(\d+) run=(\S+)"
     before, after, _, steps, _ = re.fullmatch(pattern, done.stdout.splitlines()[-1]).groups()
-    assert int(steps) == done.stdout.count("\nstep ") == STEPS
+    assert int(steps) == done.stdout.count("\nstep ") == expected_steps
     return float(before), float(after)
 
 
@@ -126,7 +128,7 @@ def test_the_run_folder_is_complete(run):
         assert (folder / name).stat().st_size > 0, name
     assert json.loads((folder / "status.json").read_text())["state"] == "done"
     rollouts = {file.stem: read_rollout(file) for file in rollout_files(folder)}
-    validated = {f"step-{step:08d}-validation": 300 for step in range(0, STEPS + 1, 10)}
+    validated = {f"step-{step:08d}-validation": 300 for step in (*range(0, STEPS, 10), STEPS)}
     trained = {f"step-{step:08d}-train": 512 for step in range(1, STEPS + 1)}
     assert {name: len(rows) for name, rows in rollouts.items()} == validated | trained
     record, shown = read_run(folder), ROLLOUTS + len(validated)

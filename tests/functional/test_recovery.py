@@ -4,14 +4,17 @@ import os
 import re
 import signal
 import subprocess
-import sys
+import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
+from nemo_rl_lite import export
 from nemo_rl_lite.rollout.files import read_rollout, rollout_files
 from tests.functional.conftest import PYTHONPATH, run_command
-from tests.functional.here import train_here
+from tests.functional.here import run_here, train_here
+from tests.functional.ranks import run_ranks
 from tests.functional.rewards import Gate
 from tests.functional.test_resume import assert_same_weights, metrics_of
 from tests.functional.test_sft import series
@@ -31,13 +34,13 @@ GRPO = [
     "generation=transformers",
     "reward.name=tests.functional.rewards.share_of_digits",
 ]
+TRACKED = ["logger.wandb_enabled=true", "logger.wandb.mode=offline"]
 
 
 def hit(folder: Path, model: Path, blows: dict[int, tuple[str, signal.Signals]]) -> tuple[int, str]:
     """Run the command and send signals to its processes after steps; exit status and standard output."""
     gate, output = Gate(folder), ""
-    trackers = ["logger.wandb_enabled=true", "logger.wandb.mode=offline"]
-    command = run_command(folder, model, "logger.plots=false", *GRPO, *trackers, *gate.overrides)
+    command = run_command(folder, model, "logger.plots=false", *GRPO, *TRACKED, *gate.overrides)
     environ = os.environ | gate.environment | {"PYTHONPATH": PYTHONPATH}
     with (folder.parent / "errors.txt").open("a") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environ)
@@ -58,6 +61,14 @@ def hit(folder: Path, model: Path, blows: dict[int, tuple[str, signal.Signals]])
         process.kill()
 
 
+def terminate_in_step_one(folder: Path, gate: Gate) -> None:
+    """Ask the run of this process to end as soon as it has measured anything."""
+    while not (folder / "metrics.jsonl").exists() or not callable(signal.getsignal(signal.SIGTERM)):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+    gate.passed(1)
+
+
 def beginnings(output: str) -> list[int]:
     """The steps after which a run has gone on."""
     return [int(step) for step in re.findall(r"resuming after step (\d)", output)]
@@ -67,36 +78,37 @@ def rollouts_of(folder: Path) -> dict[str, list[dict]]:
     return {file.name: read_rollout(file) for file in rollout_files(folder)}
 
 
-def test_a_run_that_is_hit_by_everything_is_the_same_run(tmp_path, model_folder):
+def test_a_run_that_is_hit_by_everything_is_the_same_run(tmp_path, model_folder, monkeypatch, capfd):
     alone, folder = tmp_path / "alone", tmp_path / "hit"
     _, metrics = train_here(alone, model_folder, *GRPO)
     assert len([norm for norm in series(metrics, "train/grad_norm") if norm > 0]) == 7
-    # An engine comes back within the run. Then the run is asked to end, after a step that the period does not save.
-    status, output = hit(folder, model_folder, {1: ("generation-0", signal.SIGKILL), 3: ("launcher", signal.SIGTERM)})
+    # The run is asked to end, after a step that the period does not save.
+    gate = Gate(folder)
+    for name, value in gate.environment.items():
+        monkeypatch.setenv(name, value)
+    Thread(target=terminate_in_step_one, args=(folder, gate)).start()
+    stopped = run_here(folder, model_folder, "logger.plots=false", *GRPO, *TRACKED, *gate.overrides)
+    assert stopped.returncode == 75 and "stopped after step 1 of 7: SIGTERM was received" in stopped.stderr
+    assert "SIGTERM: the run ends after this step, with a checkpoint" in capfd.readouterr().err
+    # The same command resumes. An engine comes back within the run; after a policy rank has died, the run starts
+    # itself again; then the launcher is killed.
+    blows = {2: ("generation-0", signal.SIGKILL), 3: ("policy-0", signal.SIGKILL), 5: ("launcher", signal.SIGKILL)}
+    status, output = hit(folder, model_folder, blows)
+    assert status == -signal.SIGKILL and beginnings(output) in ([1, 2], [1, 1])
     assert re.search(r"generation rank 0 failed in phase '\w+': the process died", output)
     assert "the engine is back" in output
-    errors = (tmp_path / "errors.txt").read_text()
-    assert status == 75 and "SIGTERM: the run ends after this step, with a checkpoint" in errors
-    stopped = int(re.search(r"stopped after step (\d) of 7: SIGTERM was received", errors)[1])
-    # The same command resumes; then the launcher is killed.
-    status, output = hit(folder, model_folder, {5: ("launcher", signal.SIGKILL)})
-    assert status == -signal.SIGKILL and beginnings(output) == [stopped]
-    saved = int((folder / "checkpoints" / "latest").read_text().rpartition("-")[2])
-    # And a policy rank, after which the run starts itself again.
-    status, output = hit(folder, model_folder, {5: ("policy-0", signal.SIGKILL)})
-    assert status == 0 and beginnings(output) in ([saved, 4], [saved, saved])
     assert "starting again from the last checkpoint (restart 1 of at most 3, cluster.max_restarts)" in output
+    saved = int((folder / "checkpoints" / "latest").read_text().rpartition("-")[2])
+    status, output = hit(folder, model_folder, {})
+    assert status == 0 and beginnings(output) == [saved] and saved in (2, 4)
     assert metrics_of(folder) == metrics_of(alone)
     assert rollouts_of(folder) == rollouts_of(alone) and len(rollouts_of(folder)) == 7 + 5
     assert_same_weights(folder / "hf", alone / "hf")
-    # One W&B run, although four processes have logged to it.
+    # One W&B run, although several processes have logged to it.
     run_id = (folder / "wandb-run-id.txt").read_text().strip()
     assert {path.name.rpartition("-")[2] for path in folder.glob("wandb/offline-run-*")} == {run_id}
     assert [path.name for path in sorted(folder.glob("checkpoints/step-*"))] == ["step-00000006", "step-00000007"]
     # Its newest checkpoint is what the run itself has exported.
-    command = [sys.executable, "-m", "nemo_rl_lite.export", str(folder)]
-    environ = os.environ | {"PYTHONPATH": PYTHONPATH}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"step 7 -> \S+; transformers' logprobs differ by \d", done.stdout)
+    (said,) = run_ranks(Path(export.__file__), [str(folder)], 1)
+    assert re.search(r"step 7 -> \S+; transformers' logprobs differ by \d", said)
     assert_same_weights(folder / "hf-step-00000007", folder / "hf")

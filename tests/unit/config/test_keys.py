@@ -105,6 +105,7 @@ def test_values_over_every_recipe(recipe):
     assert_same([recipe, "algorithm.seed=3", "policy.megatron_cfg.optimizer={lr: 1e-4}", "run_name=${data.name}"])
 
 
+@pytest.mark.slow
 def test_what_the_suite_has_of_overrides_alone_and_together():
     """Those of a set of files are composed together where no key is in two of them, which would hide the first."""
     batches = list(together())

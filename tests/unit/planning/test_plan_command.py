@@ -53,7 +53,7 @@ def test_a_models_config_alone_is_enough(tmp_path):
 
 
 def test_a_model_that_nobody_has_is_told_so(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(NoModelError, match="--model-config"):
         plan.find_shape("nobody/nothing-at-all")
 

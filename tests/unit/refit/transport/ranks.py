@@ -31,7 +31,7 @@ _FORKS.set_forkserver_preload(["tests.unit.refit.transport.ranks"])
 # test's process has imported.
 _START = 90.0
 # Seconds until a rank that has joined gives up where a peer does not answer.
-SHORT = 4.0
+SHORT = 2.0
 
 
 def run(rank_functions: list[Callable[[RefitGroup], Any]], timeout_s: float = 60.0, wanted: int | None = None) -> list:
