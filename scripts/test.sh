@@ -3,6 +3,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/install.sh cpu
+# Tests start many processes, which would compile what they import again and again.
+unset PYTHONDONTWRITEBYTECODE
 export PATH="$PWD/.venv/bin:$PATH"
 # Style and types are checked while the tests run; what the checks say follows the tests' own report.
 log=$(mktemp)

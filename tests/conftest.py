@@ -22,7 +22,6 @@ GROUPS = {
     "test_four_ranks": "four ranks",
     "test_failures": "failures",
     "test_engines": "engines",
-    "test_engine_ranks": "engines",
     # Two Rays that start at the same time on two cores can miss each other's deadlines.
     "test_node": "nodes",
     "test_nodes": "nodes",

@@ -63,7 +63,6 @@ class Worker:
 
     def load(self, class_path: str, environment: dict[str, str]) -> None:
         os.environ.update(environment)
-        # Two threads that import transformers at once can leave it half-imported.
         with _importing:
             self._class = import_class(class_path)
 
@@ -152,6 +151,8 @@ class GroupHere:
         return len(self.workers)
 
     def load(self, class_path: str, environments: Sequence[dict[str, str]]) -> Call:
+        # Two threads that import transformers at once can leave it half-imported.
+        import_class(class_path)
         return self._each("load", [(class_path, own) for own in environments], "start")
 
     def start(self, arguments: Sequence[dict[str, Any]]) -> Call:

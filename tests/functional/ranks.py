@@ -10,10 +10,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 
 _FORKED, _FRESH = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
-_FORKED.set_forkserver_preload(["tests.functional.forked"])
 
 
 def free_ports(count: int = 40) -> int:
@@ -38,7 +39,7 @@ def run_ranks(
 
     Ranks are forked from one process, which has imported megatron-core; `fresh` ones import it themselves.
     """
-    port, context = free_ports(), _FRESH if fresh else _FORKED
+    port, context = free_ports(), _FRESH if fresh else _preloaded()
     processes, folder = [], Path(tempfile.mkdtemp())
     try:
         for rank in range(ranks):
@@ -67,6 +68,15 @@ def run_ranks(
     failed = [rank for rank in range(ranks) if processes[rank].exitcode]
     assert not failed, "\n".join(f"rank {rank}:\n{outputs[rank][-4000:]}" for rank in failed)
     return outputs
+
+
+@cache
+def _preloaded() -> multiprocessing.context.ForkServerContext:
+    """The context whose server has imported megatron-core. A process has one server, which other tests may have
+    started."""
+    forkserver._forkserver._stop()
+    _FORKED.set_forkserver_preload(["tests.functional.forked"])
+    return _FORKED
 
 
 def _run(script: str, arguments: list[str], environ: dict[str, str], log: str) -> None:

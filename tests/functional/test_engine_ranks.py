@@ -12,7 +12,8 @@ from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rules.compose import compose_config
 
-pytestmark = pytest.mark.functional
+# An engine of three processes that import vLLM; on GPUs tests/gpu/test_run.py has such engines too.
+pytestmark = [pytest.mark.functional, pytest.mark.slow]
 
 
 def test_ranks_of_an_engine_ask_ray_for_nothing(model_folder, tmp_path):

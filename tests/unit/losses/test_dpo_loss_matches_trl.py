@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from trl.trainer.dpo_trainer import DPOTrainer
 
 from nemo_rl_lite.config.schema import DPOConfig
 from nemo_rl_lite.losses.dpo import DPOLoss
@@ -69,6 +68,9 @@ def our_loss(config: DPOConfig, pairs: dict, rows: int | None = None) -> tuple[t
 def trl_loss(config: DPOConfig, pairs: dict) -> tuple[torch.Tensor, torch.Tensor, dict]:
     """TRL's own `_compute_loss`, with a trainer reduced to the attributes it reads. Its rows are all chosen, then all
     rejected ones."""
+    # Its import takes seconds, in every process that collects tests.
+    from trl.trainer.dpo_trainer import DPOTrainer
+
     logprobs = pairs["logprobs"].clone().requires_grad_()
     order = torch.cat([torch.arange(0, len(logprobs), 2), torch.arange(1, len(logprobs), 2)])
     mask = pairs["mask"][order]

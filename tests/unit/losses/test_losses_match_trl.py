@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from trl.trainer.grpo_trainer import GRPOTrainer
 
 from nemo_rl_lite.config.schema import LossConfig
 from nemo_rl_lite.losses.interface import count_masked
@@ -62,6 +61,9 @@ def our_loss(config: LossConfig, inputs: dict[str, torch.Tensor]) -> tuple[torch
 
 def trl_loss(config: LossConfig, inputs: dict[str, torch.Tensor], prompt: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     """TRL's own `_compute_loss`, with a trainer reduced to the attributes it reads."""
+    # Its import takes seconds, in every process that collects tests.
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
     logprobs = inputs["logprobs"].clone().requires_grad_()
     response = {name: values[:, prompt:] for name, values in inputs.items() if values.dim() == 2}
     correction = (response["previous_logprobs"] - response["generation_logprobs"]).exp()

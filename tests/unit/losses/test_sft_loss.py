@@ -3,7 +3,6 @@
 import pytest
 import torch
 from datasets import Dataset
-from trl import SFTConfig, SFTTrainer
 
 from nemo_rl_lite.data.conversations import Example, answered
 from nemo_rl_lite.data.examples import Encoder
@@ -49,6 +48,9 @@ def of_transformers(model, batch, folder):
 
 def of_trl(model, batch, folder):
     """By its trainer, from the tokens on: its collator makes the labels."""
+    # Its import takes seconds, in every process that collects tests.
+    from trl import SFTConfig, SFTTrainer
+
     rows = zip(batch.tokens, batch.mask, batch.lengths, strict=True)
     examples = [
         {"input_ids": tokens[:length].tolist(), "completion_mask": mask[:length].int().tolist()}

@@ -1,5 +1,6 @@
 """Ranks of a refit group, each in its own process."""
 
+import io
 import multiprocessing
 import os
 import pickle
@@ -10,6 +11,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier, Event
 from typing import Any
+from unittest.mock import patch
 
 import cloudpickle
 import torch
@@ -26,7 +28,6 @@ CPU = torch.device("cpu")
 # Threads of one process make gloo crash now and then, and a child of this process, which has threads, may never get
 # beyond a lock that one of them held. The server has none, and its children need no imports of their own.
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["tests.unit.refit.transport.ranks"])
 # Seconds for a rank to start on a busy machine. What it runs is read in them too: reading may import anything that the
 # test's process has imported.
 _START = 90.0
@@ -36,6 +37,8 @@ SHORT = 2.0
 
 def run(rank_functions: list[Callable[[RefitGroup], Any]], timeout_s: float = 60.0, wanted: int | None = None) -> list:
     """Each function gets its rank's group; results, or exceptions, in rank order, of the first `wanted` ranks."""
+    # Of no effect where the server runs already, with what functional tests need.
+    _FORKS.set_forkserver_preload(["tests.unit.refit.transport.ranks"])
     store = refit_group.host_store("127.0.0.1", _START)
     size, all_done = len(rank_functions), _FORKS.Event()
     all_started = _FORKS.Barrier(size)
@@ -44,7 +47,7 @@ def run(rank_functions: list[Callable[[RefitGroup], Any]], timeout_s: float = 60
     processes = [
         _FORKS.Process(
             target=_rank_main,
-            args=(cloudpickle.dumps(function), meeting, timeout_s, sending, all_started, all_done),
+            args=(_pickled(function), meeting, timeout_s, sending, all_started, all_done),
             daemon=True,
         )
         for function, meeting, (_, sending) in zip(rank_functions, meetings, pipes, strict=True)
@@ -62,6 +65,17 @@ def run(rank_functions: list[Callable[[RefitGroup], Any]], timeout_s: float = 60
             # Those that are not wanted may still wait for a peer.
             process.join(5 if wanted is None else 0)
             process.kill()
+
+
+def _pickled(function: Callable[[RefitGroup], Any]) -> bytes:
+    """A function and the tensors that it refers to. Where this process has imported megatron-core, tensors are pickled
+    so that their reader imports it too, which takes a rank several seconds: not here."""
+    with patch("torch.storage._load_from_bytes", _load_from_bytes):
+        return cloudpickle.dumps(function)
+
+
+def _load_from_bytes(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), weights_only=False)
 
 
 def _rank_main(
