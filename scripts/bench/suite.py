@@ -1,6 +1,7 @@
-"""The test suite: minutes of `scripts/test.sh`, the number of tests, and the lines that they cover.
+"""The test suite: minutes of `scripts/test.sh`, or the lines that its tests cover.
 
-python scripts/bench/suite.py [--repeats N] [--before CHECKOUT] [--keep FOLDER]
+python scripts/bench/suite.py minutes [--repeats N]
+python scripts/bench/suite.py coverage --before CHECKOUT [--keep FOLDER]
 
 `--before` is a checkout of an earlier commit, whose tests and coverage are measured for comparison. Coverage is
 measured in every process that the tests start; its logs and numbers are kept in FOLDER, and a second call reuses them.
@@ -30,26 +31,46 @@ core = sysmon
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--before", type=Path)
-    parser.add_argument("--keep", type=Path, default=record.ROOT / "outputs" / "suite")
+    parts = parser.add_subparsers(dest="part", required=True)
+    parts.add_parser("minutes").add_argument("--repeats", type=int, default=3)
+    comparing = parts.add_parser("coverage")
+    comparing.add_argument("--before", type=Path, required=True)
+    comparing.add_argument("--keep", type=Path, default=record.ROOT / "outputs" / "suite")
     given = parser.parse_args()
+    if given.part == "minutes":
+        written = measure_minutes(given.repeats)
+    else:
+        written = compare_coverage(given.before.resolve(), given.keep.resolve())
+    print(f"wrote {written.relative_to(record.ROOT)}")
+
+
+def measure_minutes(repeats: int) -> Path:
     minutes, tests = [], []
-    for _ in range(given.repeats):
+    for _ in range(repeats):
         seconds, log = timed(["bash", "scripts/test.sh"], record.ROOT)
         minutes.append(seconds / 60)
         tests.append(passed(log))
         print(f"scripts/test.sh: {minutes[-1]:.2f} min, {tests[-1]} tests passed", flush=True)
-    results = [record.result("scripts/test.sh", "now", "min", minutes)]
-    sides = {"now": record.ROOT} | ({"before": given.before.resolve()} if given.before else {})
-    covered = {side: coverage(checkout, given.keep.resolve() / side) for side, checkout in sides.items()}
-    for side, numbers in covered.items():
-        results += [record.result(name, side, unit, [numbers[name]]) for name, unit in UNITS.items()]
-    bars = [record.bar("minutes of scripts/test.sh, slowest run", max(minutes), TARGET_MINUTES, at_least=False)]
-    if "before" in covered:
-        before, now = covered["before"]["lines covered"], covered["now"]["lines covered"]
-        bars.append(record.bar("coverage now over before", now / before, 1, at_least=True))
-    print(f"wrote {record.write('suite', results, bars).relative_to(record.ROOT)}")
+    results = [
+        record.result("scripts/test.sh", "now", "min", minutes),
+        record.result("tests passed", "now", "tests", tests),
+    ]
+    bar = record.bar("minutes of scripts/test.sh, slowest run", max(minutes), TARGET_MINUTES, at_least=False)
+    return record.write("suite-minutes", results, [bar])
+
+
+def compare_coverage(before: Path, keep: Path) -> Path:
+    covered = {
+        side: coverage(checkout, keep / side) for side, checkout in {"now": record.ROOT, "before": before}.items()
+    }
+    results = [
+        record.result(name, side, unit, [numbers[name]])
+        for side, numbers in covered.items()
+        for name, unit in UNITS.items()
+    ]
+    change = covered["now"]["lines covered"] / covered["before"]["lines covered"]
+    bar = record.bar("coverage now over before", change, 1, at_least=True)
+    return record.write("suite-coverage", results, [bar])
 
 
 UNITS = {"tests passed": "tests", "tests failed": "tests", "lines of code": "lines", "lines covered": "%"}

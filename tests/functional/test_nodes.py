@@ -50,6 +50,11 @@ def test_a_lost_node_is_told_from_an_error_and_another_one_takes_its_place(clust
     # As the launcher does: a new connection, whose workers take what is there.
     ray.shutdown()
     connect()
+    asked = (
+        r"asks for 2 GPUs \(cluster.num_nodes x cluster.gpus_per_node\) and the Ray cluster has 1 on 2 nodes after 3 s"
+    )
+    with pytest.raises(WorkerError, match=asked):
+        place(compose_config([*TWO_NODES, "cluster.start_timeout_s=3.0"]), 0)
     with ThreadPoolExecutor() as pool:
         placing = pool.submit(place, config, 0)
         time.sleep(4)
@@ -57,16 +62,6 @@ def test_a_lost_node_is_told_from_an_error_and_another_one_takes_its_place(clust
         cluster.add_node(num_cpus=1, num_gpus=1)
         group = quiet_group(placing.result().policy, tmp_path)
     assert wait(group.call("answer")) == ["here", "here"]
-
-
-def test_without_another_node_the_error_says_what_was_asked_for_and_what_there_is(cluster):
-    cluster.add_node(num_cpus=1, num_gpus=1)
-    connect()
-    asked = (
-        r"asks for 2 GPUs \(cluster.num_nodes x cluster.gpus_per_node\) and the Ray cluster has 1 on 2 nodes after 3 s"
-    )
-    with pytest.raises(WorkerError, match=asked):
-        place(compose_config([*TWO_NODES, "cluster.start_timeout_s=3.0"]), 0)
 
 
 def quiet_group(slots, folder) -> WorkerGroup:

@@ -18,7 +18,7 @@ from tests.metric_names import not_logged, undocumented
 pytestmark = pytest.mark.functional
 
 # Enough to see it learn. The slow tests take the 30 steps of its configuration.
-STEPS = 16
+STEPS = 12
 OVERRIDES = [
     "cluster.threads_per_worker=1",
     "+policy.offload_optimizer_states_for_logprob=true",
@@ -52,7 +52,7 @@ def run(done) -> tuple[Path, str, list[dict]]:
 
 def test_it_learns(done):
     before, after = accuracies(done, STEPS)
-    assert after - before >= 0.15
+    assert after - before >= 0.1
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 def test_the_one_that_the_others_wait_for_is_named_with_every_stack(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat, "SILENT_S", 200)
-    group = group_of_two("policy", tmp_path, limit_s=5.0, collective_timeout_s=600.0)
+    group = group_of_two("policy", tmp_path, limit_s=3.0, collective_timeout_s=600.0)
     wait(group.call("meet", -1, 0), timeout_s=200)
     call = group.call("meet", 1, 600, phase="train")
     until(lambda: all(word in str(last_heartbeats(call.workers)) for word in ("barrier", "compute_for_ever")))
@@ -62,7 +62,7 @@ def test_the_one_that_the_others_wait_for_is_named_with_every_stack(tmp_path, mo
     for rank, function in enumerate(("barrier", "compute_for_ever")):
         log = tmp_path / f"policy-{rank}.log"
         until(lambda log=log, function=function: function in log.read_text())
-        assert "Timeout (0:00:05)!" in log.read_text()
+        assert "Timeout (0:00:03)!" in log.read_text()
 
 
 def test_where_others_give_up_first_it_is_still_the_one_that_is_named(tmp_path, monkeypatch):
