@@ -100,6 +100,7 @@ def test_every_form_is_taken_or_refused_as_hydra_does(overrides):
     assert_same(overrides)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_values_over_every_recipe(recipe):
     assert_same([recipe, "algorithm.seed=3", "policy.megatron_cfg.optimizer={lr: 1e-4}", "run_name=${data.name}"])
