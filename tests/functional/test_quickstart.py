@@ -56,8 +56,8 @@ def test_it_learns(done):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_it_learns_with_other_seeds(tmp_path, seed):
+@pytest.mark.parametrize("seed", [42, 1, 2])
+def test_it_learns_with_any_seed(tmp_path, seed):
     before, after = accuracies(quickstart(tmp_path, f"algorithm.seed={seed}"), 30)
     assert after - before >= 0.3
 

@@ -87,7 +87,7 @@ def test_a_run_that_is_hit_by_everything_is_the_same_run(tmp_path, model_folder,
     gate.passed(-1)
     for name, value in gate.environment.items():
         monkeypatch.setenv(name, value)
-    Thread(target=terminate_in_step_one, args=(folder, gate)).start()
+    Thread(target=terminate_in_step_one, args=(folder, gate), daemon=True).start()
     stopped = run_here(folder, model_folder, "logger.plots=false", *GRPO, *TRACKED, *gate.overrides)
     assert stopped.returncode == 75 and "stopped after step 1 of 7: SIGTERM was received" in stopped.stderr
     assert "SIGTERM: the run ends after this step, with a checkpoint" in capfd.readouterr().err
