@@ -1,4 +1,4 @@
-"""`python -m nemo_rl_lite.doctor [--json] [--imports]`: check this machine and its packages for runs."""
+"""`python -m nemo_rl_lite.doctor [--json]`: check this machine and its packages for runs."""
 
 # An older Python must get as far as the message about its version.
 from __future__ import annotations
@@ -19,9 +19,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. Exit status: 0 nothing fails, 1 something does, 2 wrong arguments."""
     parser = argparse.ArgumentParser(prog="nrl-lite doctor", description=__doc__, epilog=EPILOG, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="write a JSON list, and nothing else, to stdout")
-    parser.add_argument(
-        "--imports", action="store_true", help="also import what a run's processes import (a minute or more)"
-    )
     given = parser.parse_args(arguments)
     if sys.version_info < (3, 12):  # noqa: UP036 - from a checkout it is run with whatever Python there is
         sys.exit(f"Python 3.12 is needed, and this is {sys.version.split()[0]}; fix: bash scripts/install.sh")
@@ -29,9 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from nemo_rl_lite.diagnosis.check import CheckStatus
     from nemo_rl_lite.diagnosis.diagnose import diagnose, show
 
-    if given.imports:
-        sys.stderr.write("importing what a run's processes import, one after the other: a minute or more ...\n")
-    checks = diagnose(given.imports)
+    checks = diagnose()
     if given.json:
         sys.stdout.write(json.dumps([{"subject": check.subject} | asdict(check) for check in checks], indent=2) + "\n")
     else:

@@ -56,7 +56,6 @@ class Gpu:
     """What nvidia-smi says of one GPU."""
 
     index: str
-    uuid: str
     name: str
     driver: str
     total_mib: int

@@ -9,20 +9,15 @@ from nemo_rl_lite.diagnosis import gpus, host, network, packages
 from nemo_rl_lite.diagnosis.check import FAIL, OK, Check, CheckStatus, Machine, examine, run_within
 
 LIMIT_S = 20.0
-IMPORTS_LIMIT_S = 600.0
 COLOURS = {"ok": 32, "warn": 33, "fail": 31, "skipped": 2}
 
 
-def diagnose(with_imports: bool) -> list[Check]:
-    """Check this machine, its Python environment and the current folder within about 2 * `LIMIT_S` seconds, and, with
-    `with_imports`, import what a run's processes import."""
+def diagnose() -> list[Check]:
+    """Check this machine, its Python environment and the current folder within about 2 * `LIMIT_S` seconds."""
     (answer,) = run_within(LIMIT_S, [gpus.read_gpus])
     found, trouble = ((), f"nvidia-smi: {answer or 'no answer'}") if isinstance(answer, Exception) else answer
     machine = Machine(found, trouble, packages.environment_kind())
-    checks = examine(machine, packages.CHECKS | gpus.CHECKS | host.CHECKS | network.CHECKS, LIMIT_S)
-    if with_imports:
-        checks += examine(machine, packages.IMPORT_CHECKS, IMPORTS_LIMIT_S)
-    return checks
+    return examine(machine, packages.CHECKS | gpus.CHECKS | host.CHECKS | network.CHECKS, LIMIT_S)
 
 
 def lines(checks: Sequence[Check], coloured: bool = False) -> list[str]:

@@ -9,18 +9,18 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nemo_rl_lite.diagnosis.check import FAIL, INSTALL, OK, SKIPPED, WARN, Check, CheckStatus, Gpu, Machine, judge
+from nemo_rl_lite.diagnosis.check import FAIL, INSTALL, SKIPPED, WARN, Check, CheckStatus, Gpu, Machine, judge
 from nemo_rl_lite.diagnosis.packages import GPU, is_there, torch_cuda
 
 LIMIT_S = 10.0
 ON_GPUS = "runs on GPUs (cluster.gpus_per_node > 0); runs on CPUs work"
-# The oldest driver for each major version of CUDA (NVIDIA, CUDA compatibility, table 1).
-OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+NO_DEVICES = "No devices"
 # CUDA 13 has no code for older GPUs; bfloat16, in which policy=megatron_gpu and vLLM compute, needs the second.
 OLDEST_CAPABILITY, BFLOAT16_CAPABILITY = (7, 5), (8, 0)
+OF_TORCH = ("libnccl", "libcudnn", "libcublas")
 IDLE_MIB = 1024
 """Memory that an idle GPU may have in use."""
-_FIELDS = "index,uuid,name,driver_version,memory.total,memory.used,compute_mode,compute_cap"
+_QUERY = "--query-gpu=index,name,driver_version,memory.total,memory.used,compute_mode,compute_cap"
 # Starts CUDA without torch and prints the newest CUDA version that the driver runs, and why CUDA does not start.
 PROBE = """
 import ctypes
@@ -30,6 +30,7 @@ status = cuda.cuInit(0)
 cuda.cuGetErrorString(status, ctypes.byref(text))
 print(version.value // 1000, f"error {status}: {(text.value or b'unknown').decode()}" if status else "", sep=",")
 """
+LOOK_IN_DMESG = "look for Xid in dmesg, and reboot"
 REMEDIES = {
     "error 802": "systemctl start nvidia-fabricmanager, in the driver's version (machines with NVSwitch need it)",
     "error 80": "remove a cuda-compat package, or a folder in LD_LIBRARY_PATH, that has an older libcuda",
@@ -39,60 +40,52 @@ REMEDIES = {
 
 def read_gpus() -> tuple[list[Gpu], str]:
     """The GPUs that nvidia-smi lists, or no GPU and its reason (empty where there is no nvidia-smi)."""
+    command = ["nvidia-smi", _QUERY, "--format=csv,noheader,nounits"]
     try:
-        text = _ask(f"--query-gpu={_FIELDS}")
-        if text.startswith("No devices"):
-            return [], text.strip()
-        gpus = [_gpu(row) for row in csv.reader(text.splitlines(), skipinitialspace=True) if row]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        said = (done.stdout + done.stderr).strip() or f"nvidia-smi ended with {done.returncode}"
+        if done.returncode or said.startswith(NO_DEVICES):
+            return [], said.splitlines()[0]
+        return [_gpu(row) for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True) if row], ""
     except FileNotFoundError:
         return [], ""
     except subprocess.TimeoutExpired:
         return [], f"nvidia-smi gave no answer within {LIMIT_S:g} s"
-    except subprocess.CalledProcessError as error:
-        said = (error.stdout + error.stderr).strip() or f"nvidia-smi ended with {error.returncode}"
-        return [], said.splitlines()[0]
     except (OSError, ValueError) as error:
         return [], f"nvidia-smi gave no usable answer: {error}"
-    return gpus, ""
-
-
-def _ask(query: str) -> str:
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout
 
 
 def _gpu(row: Sequence[str]) -> Gpu:
-    index, uuid, name, driver, total, used, mode, capability = row
+    index, name, driver, total, used, mode, capability = row
     # A GPU that shares the host's memory says [N/A].
     total_mib, used_mib = (int(size) if size.isdigit() else 0 for size in (total, used))
     known = tuple(int(part) for part in capability.split(".") if part.isdigit())
-    return Gpu(index, uuid, name, driver, total_mib, used_mib, mode, known)
+    return Gpu(index, name, driver, total_mib, used_mib, mode, known)
 
 
 def driver(machine: Machine) -> Iterator[Check]:
     """Check that the driver answers, is new enough for torch, and starts CUDA."""
     bad = _severity(machine)
     if not machine.gpus:
-        if not machine.gpu_trouble or machine.gpu_trouble.startswith("No devices"):
+        if not machine.gpu_trouble or machine.gpu_trouble.startswith(NO_DEVICES):
             yield Check("GPUs", SKIPPED, "none here", off=ON_GPUS)
             return
         fix = "install driver 580 or newer, reload it (or reboot), or give the container its GPUs (docker --gpus all)"
-        if "no answer" in machine.gpu_trouble:
-            fix = "the driver hangs: look for Xid in dmesg, and reboot"
+        fix = f"the driver hangs: {LOOK_IN_DMESG}" if "no answer" in machine.gpu_trouble else fix
         yield Check("GPUs", bad, machine.gpu_trouble, "an answer of nvidia-smi", fix, ON_GPUS)
         return
-    version, (newest, error) = machine.gpus[0].driver, start_cuda()
+    newest, error = start_cuda()
     built = torch_cuda()
-    major = int(built.partition(".")[0] or 0)
-    found = f"driver {version}" + f", CUDA up to {newest}" * bool(newest)
-    if not major and is_there("torch"):
+    found = f"driver {machine.gpus[0].driver}" + f", CUDA up to {newest}" * bool(newest)
+    if not built and is_there("torch"):
         fix = f"{INSTALL} {GPU}"
         yield Check("driver", bad, f"{found}; the torch here is for CPUs", "torch for CUDA", fix, ON_GPUS)
     else:
         wanted = f"CUDA {built}, which torch is built for" if built else ""
-        fix = f"install driver {OLDEST_DRIVER.get(major, 'of a newer branch')} or newer"
-        yield judge("driver", not is_too_old(version, newest, major), found, wanted, fix, ON_GPUS, bad)
-    fix = next((fix for said, fix in REMEDIES.items() if said in error), "look for Xid in dmesg, and reboot")
+        # A driver that does not say what it runs is not blamed for it.
+        fits = not newest or newest >= int(built.partition(".")[0] or 0)
+        yield judge("driver", fits, found, wanted, "install a newer driver (580 for CUDA 13)", ON_GPUS, bad)
+    fix = next((fix for said, fix in REMEDIES.items() if said in error), LOOK_IN_DMESG)
     yield judge("CUDA", not error, f"does not start: {error}" if error else "starts", "", fix, ON_GPUS, bad)
 
 
@@ -112,48 +105,25 @@ def start_cuda() -> tuple[int, str]:
     return int(version), error
 
 
-def is_too_old(driver: str, newest: int, built_for: int) -> bool:
-    """Whether a driver cannot run code built for CUDA `built_for`.x: by the newest major version that it runs, which a
-    package for forward compatibility raises, or where that is 0 by the driver's branch."""
-    branch = driver.partition(".")[0]
-    return newest < built_for if newest else branch.isdigit() and int(branch) < OLDEST_DRIVER.get(built_for, 0)
-
-
 def each_gpu(machine: Machine) -> Iterator[Check]:
     """Check each GPU's capability, compute mode and free memory."""
     for gpu in machine.gpus:
         name, capability = f"GPU {gpu.index}", ".".join(map(str, gpu.capability))
         found = f"{gpu.name}, {gpu.total_mib / 1024:.1f} GiB"
         found += f", compute capability {capability}" * bool(capability)
-        used = f"{gpu.used_mib / 1024:.1f} GiB in use"
         if gpu.capability and gpu.capability < OLDEST_CAPABILITY:
             yield Check(name, _severity(machine), found, "capability 7.5 or newer", "another GPU", ON_GPUS)
         elif gpu.capability and gpu.capability < BFLOAT16_CAPABILITY:
             off = "bfloat16, in which policy=megatron_gpu computes"
             yield Check(name, WARN, found, "capability 8.0 or newer", "policy.precision=float32", off)
         elif gpu.compute_mode.startswith(("Exclusive", "Prohibited")):
-            wanted, fix = (
-                "Default: policy and engine are two processes",
-                f"nvidia-smi -i {gpu.index} -c DEFAULT (as root)",
-            )
-            found = f"{found}, compute mode {gpu.compute_mode}"
+            found += f", compute mode {gpu.compute_mode}"
+            wanted, fix = "Default: policy and engine are two processes", f"nvidia-smi -i {gpu.index} -c DEFAULT (root)"
             yield Check(name, WARN, found, wanted, fix, "generation.colocated.enabled")
-        elif gpu.used_mib > IDLE_MIB:
-            fix = "end them, choose other GPUs by CUDA_VISIBLE_DEVICES, or wait"
-            yield Check(name, WARN, f"{found}; {used} by {_users(gpu)}", "an idle GPU", fix, "the memory in use")
         else:
-            yield Check(name, OK, f"{found}, {used}")
-
-
-def _users(gpu: Gpu) -> str:
-    """The processes that have memory of a GPU. Some containers and virtual machines refuse the question."""
-    try:
-        text = _ask("--query-compute-apps=gpu_uuid,pid,used_memory,process_name")
-    except (OSError, subprocess.SubprocessError):
-        text = ""
-    rows = (line.split(", ", 3) for line in text.splitlines() if line.startswith(gpu.uuid))
-    shown = ", ".join(f"{name} (pid {pid}, {memory} MiB)" for _, pid, memory, name in rows)
-    return shown or "processes that cannot be seen from here (another container's, or another user's)"
+            fix = "end what uses it (nvidia-smi lists processes), choose others by CUDA_VISIBLE_DEVICES, or wait"
+            found += f", {gpu.used_mib / 1024:.1f} GiB in use"
+            yield judge(name, gpu.used_mib <= IDLE_MIB, found, "an idle GPU", fix, "the memory in use")
 
 
 def compiler(machine: Machine) -> Iterator[Check]:
@@ -178,22 +148,18 @@ def compiler(machine: Machine) -> Iterator[Check]:
 def environment_variables(machine: Machine) -> Iterator[Check]:
     """Check that no variable hides GPUs or puts other libraries before torch's."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not machine.gpus:
-        return
-    if visible is not None:
-        named = [name.strip() for name in visible.split(",") if name.strip()]
+    if machine.gpus and visible is not None:
+        named = [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
         wrong = [name for name in named if name.isdigit() and int(name) >= len(machine.gpus)]
-        fits = named not in ([], ["-1"]) and not wrong
-        what = f"{len(named)} of {len(machine.gpus)} GPUs" if fits else "hides every GPU"
+        what = f"{len(named)} of {len(machine.gpus)} GPUs" if named else "hides every GPU"
         what = f"names GPUs that do not exist ({', '.join(wrong)})" if wrong else what
-        yield judge("CUDA_VISIBLE_DEVICES", fits, f"{visible!r}: {what}", "", "unset CUDA_VISIBLE_DEVICES", ON_GPUS)
-    for folder in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")):
-        libraries = (f"{name}.so*" for name in ("libnccl", "libcudnn", "libcublas"))
-        found = next((file for pattern in libraries for file in Path(folder).glob(pattern)), None)
-        if found is not None:
+        found, fix = f"{visible!r}: {what}", "unset CUDA_VISIBLE_DEVICES"
+        yield judge("CUDA_VISIBLE_DEVICES", bool(named) and not wrong, found, "", fix, ON_GPUS)
+    for folder in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":") if machine.gpus else ()):
+        if found := [file for name in OF_TORCH for file in Path(folder).glob(f"{name}.so*")]:
             wanted, fix = "the libraries that torch was built with", f"LD_LIBRARY_PATH without {folder}"
             off = "what the other version lacks (undefined symbols, hangs)"
-            yield Check("LD_LIBRARY_PATH", WARN, f"{found} comes before torch's", wanted, fix, off)
+            yield Check("LD_LIBRARY_PATH", WARN, f"{found[0]} comes before torch's", wanted, fix, off)
 
 
 def _severity(machine: Machine) -> CheckStatus:

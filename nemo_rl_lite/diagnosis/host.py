@@ -1,5 +1,6 @@
 """Checks the host: memory and its limits, CPUs, shared memory and disks."""
 
+import math
 import os
 import resource
 import shutil
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from nemo_rl_lite.diagnosis.check import FAIL, WARN, Check, Machine, judge
+from nemo_rl_lite.diagnosis.check import FAIL, Check, Machine, judge
 from nemo_rl_lite.host.memory import control_groups, free_host_bytes
 
 GIB = 2**30
@@ -34,31 +35,24 @@ def memory(machine: Machine) -> Iterator[Check]:
 
 def cpus(machine: Machine) -> Iterator[Check]:
     """Check how many CPUs this process may use, and the share of them that its control groups grant."""
-    allowed, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    found, granted = f"{allowed} of {there}", cpu_quota(machine.system)
-    if granted is not None and granted < allowed:
-        fix = f"cluster.threads_per_worker={max(1, int(granted))} divided by the ranks here, or a larger limit"
-        found = f"{found}, of which a control group grants the time of {granted:g}"
-        off = "speed: the launcher starts one thread for each CPU"
-        yield Check("CPUs", WARN, found, f"the time of {allowed} CPUs", fix, off)
-    else:
-        off = "speed: policy and engine take turns"
-        yield judge("CPUs", allowed > 1, found, "at least 2", "give the job more CPUs", off)
+    allowed = len(os.sched_getaffinity(0))
+    granted = min([allowed, *map(cpu_quota, control_groups("cpu", machine.system))])
+    found = f"{allowed} of {os.cpu_count()}" + f", of which a limit grants the time of {granted:g}" * (
+        granted < allowed
+    )
+    fix = f"give the job or container more CPUs, or cluster.threads_per_worker={max(1, int(granted))}"
+    off = "speed: workers take turns"
+    yield judge("CPUs", allowed == granted > 1, found, f"the time of {max(2, allowed)}", fix, off)
 
 
-def cpu_quota(system: Path) -> float | None:
-    """CPUs whose time the control groups of this process grant; None where they set no limit."""
-    quotas = [quota for folder in control_groups("cpu", system) if (quota := _quota(folder)) is not None]
-    return min(quotas, default=None)
-
-
-def _quota(group: Path) -> float | None:
-    # Version 2 of control groups, then version 1.
+def cpu_quota(group: Path) -> float:
+    """CPUs whose time a control group grants, in version 2's file and then version 1's; infinite where it sets no
+    limit."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         with suppress(OSError, ValueError):
             quota, period = (int(part) for name in names for part in (group / name).read_text().split())
-            return quota / period if quota > 0 else None
-    return None
+            return quota / period if quota > 0 else math.inf
+    return math.inf
 
 
 def shared_memory(machine: Machine) -> Iterator[Check]:

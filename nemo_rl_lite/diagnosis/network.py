@@ -8,7 +8,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from nemo_rl_lite.diagnosis.check import EVERY_RUN, FAIL, OK, WARN, Check, Machine, judge
@@ -21,8 +20,6 @@ ANSWER_LIMIT_S = 4.0
 LONGEST_PATH = 107
 SOCKET = "session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 _TRIED_PORTS = 40
-_HUB_OFF = "models and datasets by their hub names; local folders, files and what is in the cache work"
-_WANDB_OFF = "logger.wandb_enabled; logger.wandb.mode=offline works, and so do metrics.jsonl and TensorBoard"
 
 
 def running_ray(machine: Machine) -> Iterator[Check]:
@@ -37,18 +34,17 @@ def running_ray(machine: Machine) -> Iterator[Check]:
 def ray_address(machine: Machine) -> Iterator[Check]:
     """Check the cluster that RAY_ADDRESS makes a run join."""
     address = os.environ.get("RAY_ADDRESS", "")
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    fix = "unset RAY_ADDRESS for a run on this machine alone, or start that cluster (ray start --head)"
     if address in ("", "auto", "local"):
         yield Check("RAY_ADDRESS", OK, address or "not set: a run starts its own Ray on this machine")
-    elif not (host and port.isdigit()):
-        yield Check("RAY_ADDRESS", WARN, address, "HOST:PORT", fix)
-    else:
-        try:
-            socket.create_connection((host, int(port)), timeout=ANSWER_LIMIT_S).close()
-            yield Check("RAY_ADDRESS", OK, f"{address} answers: runs join that cluster")
-        except (OSError, OverflowError) as error:
-            yield Check("RAY_ADDRESS", FAIL, f"{address} does not answer: {error}", fix=fix, off=EVERY_RUN)
+        return
+    trouble, (host, _, port) = "", address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_LIMIT_S).close()
+    except (OSError, OverflowError, ValueError) as error:
+        trouble = f" does not answer: {error}"
+    fix = "unset RAY_ADDRESS for a run on this machine alone, or start that cluster (ray start --head)"
+    found = f"{address}{trouble or ' answers: runs join that cluster'}"
+    yield judge("RAY_ADDRESS", not trouble, found, "HOST:PORT", fix, EVERY_RUN, FAIL)
 
 
 def socket_paths(machine: Machine) -> Iterator[Check]:
@@ -62,33 +58,22 @@ def ports(machine: Machine) -> Iterator[Check]:
     """Check that ranks can listen on the ports at which they meet, and that the kernel uses others."""
     span = f"{LASTING_PORTS.start}-{LASTING_PORTS.stop - 1}"
     free = sum(map(is_free, random.sample(LASTING_PORTS, _TRIED_PORTS)))
-    found, off = f"{free} of {_TRIED_PORTS} tried in {span} are free", "starts: another process may take their port"
-    outgoing = _outgoing(machine.system)
-    if not is_free(0):
-        fix = "allow processes here to listen on ports (is the loopback interface up?)"
-        yield Check("ports", FAIL, "this process cannot listen on any", fix=fix, off=EVERY_RUN)
-    elif outgoing.start < LASTING_PORTS.stop and outgoing.stop > LASTING_PORTS.start:
-        fix = 'sysctl -w net.ipv4.ip_local_port_range="32768 60999" (as root)'
-        found = f"{found}, but the kernel uses {outgoing.start}-{outgoing.stop - 1} for outgoing connections"
-        yield Check("ports", WARN, found, f"{span} for runs alone", fix, off)
-    else:
-        yield judge("ports", free > 0, found, span, f"allow processes here to listen on {span}", off)
+    found, fix = f"{free} of {_TRIED_PORTS} tried in {span} are free", f"allow processes here to listen on {span}"
+    yield judge("ports", free > 0, found, span, fix, EVERY_RUN, FAIL)
+    with suppress(OSError, ValueError):
+        setting = machine.system / "proc/sys/net/ipv4/ip_local_port_range"
+        first, last = map(int, setting.read_text().split())
+        apart = first >= LASTING_PORTS.stop or last < LASTING_PORTS.start
+        fix, off = "sysctl -w net.ipv4.ip_local_port_range='32768 60999'", "starts: another process may take their port"
+        yield judge("outgoing ports", apart, f"{first}-{last}", f"none of {span}, which runs use", fix, off)
 
 
 def is_free(port: int) -> bool:
-    """Whether this process can listen on the port; 0 stands for any."""
+    """Whether this process can listen on the port."""
     with socket.socket() as probe, suppress(OSError):
         probe.bind(("", port))
         return True
     return False
-
-
-def _outgoing(system: Path) -> range:
-    """The ports that the kernel uses for outgoing connections; empty where it does not say."""
-    with suppress(OSError, ValueError):
-        first, last = map(int, (system / "proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-        return range(first, last + 1)
-    return range(LASTING_PORTS.stop, LASTING_PORTS.stop)
 
 
 def host_name(machine: Machine) -> Iterator[Check]:
@@ -106,14 +91,12 @@ def hub(machine: Machine) -> Iterator[Check]:
     from huggingface_hub import get_token
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
-    if HF_HUB_OFFLINE:
-        yield Check("hub", WARN, "HF_HUB_OFFLINE is set", fix="unset HF_HUB_OFFLINE", off=_HUB_OFF)
-    else:
-        trouble = unreachable(ENDPOINT)
-        found = f"{ENDPOINT} cannot be reached: {trouble}" if trouble else f"{ENDPOINT} answers"
-        fix = "a network or proxy (HTTPS_PROXY), a mirror (HF_ENDPOINT), or policy.model_name=./FOLDER"
-        yield judge("hub", not trouble, found, "", fix, _HUB_OFF)
-    yield Check("hub token", OK, "there is one" if get_token() else "none; only gated and private models need one")
+    trouble = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else unreachable(ENDPOINT)
+    found = f"{ENDPOINT} cannot be reached: {trouble}" if trouble else f"{ENDPOINT} answers"
+    found += "; a token is there" if get_token() else "; no token, which only gated and private models need"
+    fix = "a network or proxy (HTTPS_PROXY), a mirror (HF_ENDPOINT), or policy.model_name=./FOLDER"
+    off = "models and datasets by their hub names; local folders, files and what is in the cache work"
+    yield judge("hub", not trouble, found, "", fix, off)
 
 
 def unreachable(address: str) -> str:
@@ -133,13 +116,13 @@ def wandb(machine: Machine) -> Iterator[Check]:
     address = os.environ.get("WANDB_BASE_URL") or WANDB
     try:
         source = wandb_login(os.environ, address)
+        found = f"a key for {urlsplit(address).netloc} is in {source}" if source else "not logged in"
     except (OSError, netrc.NetrcParseError) as error:
         # The error of the parser shows the text of the file, which has keys in it.
-        why = f"malformed at line {error.lineno}" if isinstance(error, netrc.NetrcParseError) else error
-        yield Check("W&B", WARN, f"the netrc file cannot be read: {why}", fix="wandb login", off=_WANDB_OFF)
-        return
-    found = f"a key for {urlsplit(address).netloc} is in {source}" if source else "not logged in"
-    yield judge("W&B", bool(source), found, "", "wandb login, or WANDB_API_KEY", _WANDB_OFF)
+        source, why = "", f"malformed at line {error.lineno}" if isinstance(error, netrc.NetrcParseError) else error
+        found = f"the netrc file cannot be read: {why}"
+    off = "logger.wandb_enabled; logger.wandb.mode=offline works, and so do metrics.jsonl and TensorBoard"
+    yield judge("W&B", bool(source), found, "", "wandb login, or WANDB_API_KEY", off)
 
 
 CHECKS = {"cluster": (running_ray, ray_address, socket_paths, ports, host_name), "services": (hub, wandb)}

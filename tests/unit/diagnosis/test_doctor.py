@@ -77,7 +77,7 @@ def test_it_runs_where_nothing_is_installed(tmp_path):
 
 
 def test_gpus_are_found_through_the_driver(tmp_path):
-    samples.answering(tmp_path, samples.H200_X4, samples.H200_PROCESSES)
+    samples.answering(tmp_path, samples.H200_X4)
     done = doctor(tmp_path, "--json", CUDA_VISIBLE_DEVICES="")
     checks = {check["name"]: check for check in json.loads(done.stdout)}
     assert checks["GPU 0"]["status"] == "ok" and checks["GPU 2"]["status"] == "warn"
@@ -129,7 +129,7 @@ def test_it_is_a_verb_of_the_console_script(tmp_path):
 
 def test_nothing_heavy_is_imported(tmp_path):
     code = (
-        "import sys\nfrom nemo_rl_lite.diagnosis.diagnose import diagnose\ndiagnose(False)\n"
+        "import sys\nfrom nemo_rl_lite.diagnosis.diagnose import diagnose\ndiagnose()\n"
         "print(sorted({'torch', 'ray', 'vllm', 'hydra', 'transformers', 'megatron.core', 'wandb'} & set(sys.modules)))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": "http://127.0.0.1:9"}

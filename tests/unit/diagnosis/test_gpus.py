@@ -5,7 +5,7 @@ import pytest
 
 from nemo_rl_lite.diagnosis import gpus
 from nemo_rl_lite.diagnosis.check import CheckStatus
-from nemo_rl_lite.diagnosis.gpus import is_too_old, read_gpus
+from nemo_rl_lite.diagnosis.gpus import read_gpus
 from tests.unit.diagnosis import samples
 from tests.unit.diagnosis.samples import H100
 
@@ -30,8 +30,8 @@ def cuda(monkeypatch):
     return set_to
 
 
-def test_four_gpus_and_who_uses_one(smi_folder, machine):
-    samples.answering(smi_folder, samples.H200_X4, samples.H200_PROCESSES)
+def test_four_gpus_of_which_one_is_in_use(smi_folder, machine):
+    samples.answering(smi_folder, samples.H200_X4)
     found, trouble = read_gpus()
     assert trouble == "" and [gpu.index for gpu in found] == ["0", "1", "2", "3"]
     assert (found[0].name, found[0].driver, found[0].total_mib, found[0].capability) == (
@@ -43,9 +43,7 @@ def test_four_gpus_and_who_uses_one(smi_folder, machine):
     idle, _, used, _ = gpus.each_gpu(machine(found, kind="gpu"))
     assert (idle.status, idle.found) == (OK, "NVIDIA H200, 140.4 GiB, compute capability 9.0, 0.0 GiB in use")
     assert used.status is WARN
-    assert "68.5 GiB in use by /usr/bin/python3 (pid 4242, 69800 MiB), python -c a, b (pid 4243" in used.found
-    samples.smi(smi_folder, "exit 2")
-    assert "cannot be seen from here" in list(gpus.each_gpu(machine(found, kind="gpu")))[2].found
+    assert "68.5 GiB in use" in used.found and "nvidia-smi lists processes" in used.fix
 
 
 @pytest.mark.parametrize(
@@ -89,7 +87,7 @@ def test_no_gpu_is_no_failure(machine, monkeypatch, tmp_path):
 
 
 def test_a_gpu_without_memory_of_its_own(smi_folder):
-    samples.answering(smi_folder, "0, GPU-1, NVIDIA Thor, 580.00, [N/A], [N/A], Default, 11.0\n")
+    samples.answering(smi_folder, "0, NVIDIA Thor, 580.00, [N/A], [N/A], Default, 11.0\n")
     ((gpu,), _) = read_gpus()
     assert (gpu.total_mib, gpu.used_mib, gpu.capability) == (0, 0, (11, 0))
 
@@ -123,21 +121,10 @@ def test_cuda_that_does_not_start(machine, cuda):
     assert starts.status is FAIL and "fabricmanager" in starts.fix
 
 
-@pytest.mark.parametrize(
-    ("driver", "newest", "built", "old"),
-    [
-        ("580.159.04", 13, 13, False),
-        ("570.133.07", 12, 13, True),
-        # A package for forward compatibility lets an old driver run new code.
-        ("550.54.15", 13, 13, False),
-        ("570.133.07", 0, 13, True),
-        ("580.65.06", 0, 13, False),
-        ("590.1", 13, 12, False),
-        ("470.1", 0, 0, False),
-    ],
-)
-def test_which_driver_is_too_old(driver, newest, built, old):
-    assert is_too_old(driver, newest, built) is old
+@pytest.mark.parametrize(("newest", "built", "status"), [(13, "12.8", OK), (12, "13.0", FAIL), (0, "13.0", OK)])
+def test_which_driver_is_too_old(machine, cuda, newest, built, status):
+    cuda(newest, built=built)
+    assert next(gpus.driver(machine([H100], kind="gpu"))).status is status
 
 
 def test_the_probe_runs(machine):

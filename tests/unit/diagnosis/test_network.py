@@ -41,7 +41,7 @@ def test_a_cluster_that_is_named(machine):
 
 
 @pytest.mark.parametrize(
-    ("address", "status"), [("auto", OK), ("local", OK), ("somewhere", WARN), ("127.0.0.1:99999999", FAIL), ("", OK)]
+    ("address", "status"), [("auto", OK), ("local", OK), ("somewhere", FAIL), ("127.0.0.1:99999999", FAIL), ("", OK)]
 )
 def test_other_addresses(machine, address, status):
     assert next(network.ray_address(machine(RAY_ADDRESS=address))).status is status
@@ -55,15 +55,13 @@ def test_ports_and_those_that_the_kernel_uses(machine, monkeypatch, span, status
     here = machine()
     (here.system / "proc/sys/net/ipv4").mkdir(parents=True)
     (here.system / "proc/sys/net/ipv4/ip_local_port_range").write_text(f"{span}\n")
-    assert next(network.ports(here)).status is status
+    assert [check.status for check in network.ports(here)][1:] == ([] if span == "garbage" else [status])
 
 
 def test_ports_that_are_refused(machine, monkeypatch):
-    monkeypatch.setattr(network, "is_free", lambda port: port == 0)
-    (check,) = network.ports(machine())
-    assert check.status is WARN and "0 of 40" in check.found
     monkeypatch.setattr(network, "is_free", lambda port: False)
-    assert next(network.ports(machine())).status is FAIL
+    (check,) = network.ports(machine())
+    assert check.status is FAIL and "0 of 40" in check.found
 
 
 def test_a_port_in_use_is_seen():
@@ -138,17 +136,16 @@ def hub(machine, monkeypatch, tmp_path):
 
 
 def test_a_hub_that_answers(hub, server):
-    reached, token = hub(server, HF_TOKEN=SECRET)
-    assert (reached.status, reached.found) == (OK, f"{server} answers")
-    assert token.found == "there is one"
+    (check,) = hub(server, HF_TOKEN=SECRET)
+    assert (check.status, check.found) == (OK, f"{server} answers; a token is there")
 
 
 def test_a_hub_out_of_reach(hub):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        reached, token = hub(f"http://127.0.0.1:{closed.getsockname()[1]}")
-    assert reached.status is WARN and "Connection refused" in reached.found
-    assert "local folders" in reached.off and token.found.startswith("none")
+        (check,) = hub(f"http://127.0.0.1:{closed.getsockname()[1]}")
+    assert check.status is WARN and "Connection refused" in check.found and "; no token" in check.found
+    assert "local folders" in check.off
 
 
 def test_a_hub_that_never_answers(hub, monkeypatch):
@@ -156,8 +153,8 @@ def test_a_hub_that_never_answers(hub, monkeypatch):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        reached, _ = hub(f"http://127.0.0.1:{silent.getsockname()[1]}")
-    assert reached.status is WARN and "timed out" in reached.found
+        (check,) = hub(f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert check.status is WARN and "timed out" in check.found
 
 
 def test_a_hub_that_is_no_address(hub):
@@ -166,8 +163,8 @@ def test_a_hub_that_is_no_address(hub):
 
 def test_no_server_is_asked_offline(hub, monkeypatch):
     monkeypatch.setattr(network, "unreachable", lambda address: pytest.fail("it was asked"))
-    reached, _ = hub(offline=True)
-    assert (reached.status, reached.found) == (WARN, "HF_HUB_OFFLINE is set")
+    (check,) = hub(offline=True)
+    assert check.status is WARN and "HF_HUB_OFFLINE is set" in check.found
 
 
 @pytest.fixture
