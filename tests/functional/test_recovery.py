@@ -100,8 +100,9 @@ def test_a_run_that_is_hit_by_everything_is_the_same_run(tmp_path, model_folder,
     assert "the engine is back" in output
     assert "starting again from the last checkpoint (restart 1 of at most 3, cluster.max_restarts)" in output
     saved = int((folder / "checkpoints" / "latest").read_text().rpartition("-")[2])
-    status, output = hit(folder, model_folder, {})
-    assert status == 0 and beginnings(output) == [saved] and saved in (2, 4)
+    gate.passed(99)
+    resumed = run_here(folder, model_folder, "logger.plots=false", *GRPO, *TRACKED, *gate.overrides)
+    assert resumed.returncode == 0 and beginnings(resumed.stdout) == [saved] and saved in (2, 4), resumed.stderr
     assert metrics_of(folder) == metrics_of(alone)
     assert rollouts_of(folder) == rollouts_of(alone) and len(rollouts_of(folder)) == 7 + 5
     assert_same_weights(folder / "hf", alone / "hf")

@@ -50,14 +50,10 @@ def test_a_sample_that_hangs_is_an_error_and_the_others_get_their_verdict():
     assert moody_judge(["5", "6"], problems("5", "5")) == [1.0, 0.0], "the pool survives"
 
 
-def test_math_verify_on_a_number_no_computer_can_hold():
-    verdicts = judge("math", timeout_s=4.0)(["$9^{9^{9^9}}$", "\\boxed{4}"], problems("42", "4"))
+def test_a_rollout_is_judged_fast_but_for_a_number_that_no_computer_can_hold():
+    math_judge = judge("math", timeout_s=4.0)
+    verdicts = math_judge(["$9^{9^{9^9}}$", "\\boxed{4}"], problems("42", "4"))
     assert isinstance(verdicts[0], RewardError) and verdicts[1] == 1.0
-
-
-def test_a_rollout_is_judged_fast():
-    math_judge = judge("math", timeout_s=5.0)
-    math_judge(["1", "2"], problems("1", "2"))
     started = time.perf_counter()
     verdicts = math_judge([f"3 * {i} is {3 * i}" for i in range(500)], problems(*(str(3 * i) for i in range(500))))
     assert sum(verdicts) == 500
