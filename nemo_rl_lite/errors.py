@@ -76,6 +76,12 @@ class RefitError(LauncherError):
     exit_status = 4
 
 
+class EngineError(LauncherError):
+    """A generation engine computes nonsense. The message names the engine."""
+
+    exit_status = 3
+
+
 class LostTouchError(RefitError):
     """A peer of the refit died, or did not answer in time; the cause is mostly on its side."""
 

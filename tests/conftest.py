@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_lite.host import stopping
+
 # Functional modules by group: the tests of a group share a process and what it has imported. Every other module is a
 # separate group. The longest groups come first, so that none is left to one process at the end.
 GROUPS = {
@@ -34,6 +36,12 @@ GROUPS = {
 # Modules whose tests are independent, and the number of groups that they are split into.
 PARTS = {"test_bad_configs": 4}
 _PLACES = {module: place for place, module in enumerate(GROUPS)}
+
+
+@pytest.fixture(autouse=True)
+def no_signal_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process keeps in mind that it was asked to end."""
+    monkeypatch.setattr(stopping, "_received", [])
 
 
 def module_of(nodeid: str) -> tuple[str, str]:

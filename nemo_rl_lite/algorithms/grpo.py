@@ -95,13 +95,15 @@ class GRPO:
             "generation_tokens_per_sec": rollout.generated / seconds["generation"],
         }
         shown = {"reward": sampled["reward"], "loss": trained["loss"]}
+        shown |= {"kl": trained["kl_penalty"]} if "kl_penalty" in trained else {}
+        shown |= {"reward errors": sampled["reward_errors"]} if rollout.reward_errors else {}
         self.report.step(
             step,
             config.max_num_steps,
             len(rollout.episodes),
             sampled | baseline_metrics(rewards_PG, advantages_PG) | trained | mismatch,
             seconds,
-            shown | ({"kl": trained["kl_penalty"]} if "kl_penalty" in trained else {}),
+            shown,
             under("performance", speed) | under("refit", refitted | checked),
             memory,
         )
@@ -112,7 +114,7 @@ class GRPO:
         timer, count = Timer(), len(self.rollouts.validation)
         with timer("total_validation_time"), self.report.console.busy(f"validating on {count} held-out problems"):
             rollout = self.rollouts.sample_held_out(step)
-        measured = {"accuracy": rollout.rewards_B.mean().item(), "avg_length": rollout.generated / count}
+        measured = {"accuracy": rollout.rewards_B.nanmean().item(), "avg_length": rollout.generated / count}
         self.report.validation(step, measured, timer, f"accuracy {measured['accuracy']:.3f}")
         self.rollouts.keep(step, "validation", rollout)
         return measured
@@ -126,7 +128,7 @@ class GRPO:
         self.policy.prepare_for_training()
 
     def _warn_of_mismatch(self, step: int, factor: float) -> None:
-        if factor > self.mismatch_warning:
+        if not factor <= self.mismatch_warning:
             log.warning(
                 "step %d: policy and generation engine disagree by a factor of %.3f a token on average (limit %.3f, "
                 "logger.mismatch_warning). Either the refit, the precision or the sampling settings differ.",

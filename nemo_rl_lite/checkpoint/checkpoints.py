@@ -21,7 +21,9 @@ class Saver(Protocol):
 
     def save_is_written(self) -> bool: ...
 
-    def finish_save(self) -> None: ...
+    def finish_save(self) -> dict[str, str]:
+        """Wait until it is written; returns digests of some of its files, by name."""
+        ...
 
 
 class Checkpoints:
@@ -103,9 +105,9 @@ class Checkpoints:
         if step is None:
             return
         try:
-            self._policy.finish_save()
+            digests = {f"{POLICY}/{name}": digest for name, digest in self._policy.finish_save().items()}
             measured_at, metrics = self._measured
-            saved = self.store.finish(step, metrics if measured_at == step else {}, self._record)
+            saved = self.store.finish(step, metrics if measured_at == step else {}, self._record, digests)
             self.longest_save_s = max(self.longest_save_s, time.monotonic() - self._begun_s)
             log.info("checkpoint of step %d: %s", step, saved.path)
         except CheckpointError as error:

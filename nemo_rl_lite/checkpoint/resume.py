@@ -1,12 +1,13 @@
 """Finds where a run starts: at its model, or at a checkpoint. Imports nothing heavy."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.checkpoint.checkpoints import POLICY
-from nemo_rl_lite.checkpoint.store import Checkpoint, CheckpointStore, Retention, load
+from nemo_rl_lite.checkpoint.store import RECORD, Checkpoint, CheckpointStore, Retention, has_any, verified
 from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, Violation
@@ -53,19 +54,29 @@ def checkpoint_store(config: Config, run_folder: Path) -> CheckpointStore:
     return CheckpointStore(run_folder / CHECKPOINTS, retention)
 
 
-def find_start(config: Config, whole_config: Mapping[str, Any], run_folder: Path) -> Start:
+def find_start(
+    config: Config,
+    whole_config: Mapping[str, Any],
+    run_folder: Path,
+    busy: Callable[[str], AbstractContextManager] = nullcontext,
+) -> Start:
     """Find the newest checkpoint in the run's folder, or else the one that `checkpoint.resume_from` names, or else
-    start from the model.
+    start from the model. `busy` shows that a long operation is running.
 
     Raises:
+        CheckpointError: the checkpoint is damaged.
         ConfigError: there is no checkpoint at `checkpoint.resume_from`, or one that this run cannot resume from.
     """
-    found, named = checkpoint_store(config, run_folder).latest(), config.checkpoint.resume_from
+    store, named = checkpoint_store(config, run_folder), config.checkpoint.resume_from
+    if not has_any(store.folder) and named is None:
+        return Start()
+    with busy("checking that the checkpoint is whole"):
+        found = store.newest_whole()
+        if found is None and named is not None:
+            found = locate(Path(named))
     if found is None and named is not None:
-        found = locate(Path(named))
-        if found is None:
-            fix = "the folder of a run, or of one checkpoint (.../checkpoints/step-00000010)"
-            raise ConfigError([Violation("checkpoint.resume_from", named, "has no complete checkpoint", fix)])
+        fix = "the folder of a run, or of one checkpoint (.../checkpoints/step-00000010)"
+        raise ConfigError([Violation("checkpoint.resume_from", named, "has no complete checkpoint", fix)])
     if found is None:
         return Start()
     saved = found.record.get("config", {})
@@ -100,9 +111,11 @@ def changed(
 
 
 def locate(path: Path) -> Checkpoint | None:
-    """The checkpoint in a folder, or the newest one of the run in it."""
+    """The checkpoint in a folder, or the newest one of the run in it. Raises CheckpointError: it is damaged."""
     path = path.expanduser().resolve()
-    return load(path) or CheckpointStore(path / CHECKPOINTS, Retention(1, 0, None, True)).latest()
+    if (path / RECORD).exists():
+        return verified(path)
+    return CheckpointStore(path / CHECKPOINTS, Retention(1, 0, None, True)).newest_whole()
 
 
 def _is_within(key: str, sections: tuple[str, ...]) -> bool:

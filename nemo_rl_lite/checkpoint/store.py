@@ -1,19 +1,23 @@
 """Stores a run's checkpoints so that each is complete or absent, whenever the process ends. Imports nothing heavy.
 
-A checkpoint is a folder `step-00000120` with what the run wrote and `checkpoint.json`. It is written under a name that
+A checkpoint is a folder `step-00000120` with what the run wrote and `checkpoint.json`, which has a digest of every file
+and of itself. It is written under a name that
 begins with a dot, synced to the disk, and then renamed; `latest` names the newest. Older ones stay until the new one is
 complete.
 """
 
+import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_lite.checkpoint.digests import difference, digests_of, files_below
 from nemo_rl_lite.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -23,12 +27,14 @@ RECORD, LATEST, _PREFIX, _REPLACED = "checkpoint.json", "latest", "step-", ".rep
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: `record` describes the run, `metrics` are the last validation's at its step."""
+    """A complete checkpoint: `record` describes the run, `metrics` are the last validation's at its step, and `files`
+    are the digests of its files (None in one that was saved before there were digests)."""
 
     path: Path
     step: int
     metrics: Mapping[str, float]
     record: Mapping[str, Any]
+    files: Mapping[str, str] | None
 
 
 @dataclass(frozen=True)
@@ -61,15 +67,25 @@ class CheckpointStore:
             raise CheckpointError(f"no checkpoint can be written to {self.folder}: {error}") from error
         return unfinished
 
-    def finish(self, step: int, metrics: Mapping[str, float], record: Mapping[str, Any]) -> Checkpoint:
-        """Complete the checkpoint that was begun, and remove those that are not kept.
+    def finish(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        record: Mapping[str, Any],
+        digests: Mapping[str, str] | None = None,
+    ) -> Checkpoint:
+        """Complete the checkpoint that was begun, and remove those that are not kept. `digests`: those that are known
+        already, by the file's path in the checkpoint.
 
         Raises:
             CheckpointError: it was not written completely; older checkpoints are unchanged.
         """
         unfinished, target = self.folder / f".{_name(step)}", self.folder / _name(step)
+        known = dict(digests or {})
         try:
-            _write_record(unfinished, Checkpoint(target, step, dict(metrics), dict(record)))
+            others = [file for file in files_below(unfinished) if file.relative_to(unfinished).as_posix() not in known]
+            done = Checkpoint(target, step, dict(metrics), dict(record), known | digests_of(unfinished, others))
+            _write_record(unfinished, done)
             for path in [*unfinished.rglob("*"), unfinished]:
                 _to_disk(path)
             replaced = self.folder / f"{_REPLACED}{target.name}"
@@ -86,7 +102,7 @@ class CheckpointStore:
             self._prune()
         except OSError as error:
             log.warning("the checkpoint of step %d is complete, but older ones were not tidied up: %s", step, error)
-        return Checkpoint(target, step, dict(metrics), dict(record))
+        return done
 
     def tidy(self) -> None:
         """Remove the unfinished checkpoints of a killed run, and restore one that was being replaced where the new one
@@ -106,7 +122,7 @@ class CheckpointStore:
         found = load(target)
         if found is not None:
             try:
-                _write_record(target, Checkpoint(target, step, dict(metrics), found.record))
+                _write_record(target, replace(found, metrics=dict(metrics)))
             except OSError as error:
                 raise CheckpointError(f"the metrics of step {step} were not written to {target}: {error}") from error
 
@@ -115,9 +131,30 @@ class CheckpointStore:
         shutil.rmtree(self.folder / f".{_name(step)}", ignore_errors=True)
 
     def complete(self) -> list[Checkpoint]:
-        """All complete checkpoints, the oldest first."""
-        found = (load(path) for path in self.folder.glob(f"{_PREFIX}*"))
+        """All complete checkpoints, the oldest first. Their files are not read."""
+        found = map(load, self._folders())
         return sorted((one for one in found if one is not None), key=lambda one: one.step)
+
+    def newest_whole(self) -> Checkpoint | None:
+        """The newest checkpoint, whose files are as they were saved; None where there is none.
+
+        Raises:
+            CheckpointError: they are not. The message names the next older checkpoint that is whole.
+        """
+        folders = self._folders()
+        if not folders:
+            return None
+        *older, newest = folders
+        try:
+            return verified(newest)
+        except CheckpointError as error:
+            fallback = next(filter(None, map(_whole, reversed(older))), None)
+            offer = f"the newest one that is whole is {fallback.path}" if fallback else "no older one is whole"
+            fix = f"fix: restore it, or move it away to resume {'from there' if fallback else 'from the start'}"
+            raise CheckpointError(f"{error}; {offer}; {fix}") from error
+
+    def _folders(self) -> list[Path]:
+        return sorted(self.folder.glob(f"{_PREFIX}*"))
 
     def latest(self) -> Checkpoint | None:
         """The newest complete checkpoint."""
@@ -127,7 +164,7 @@ class CheckpointStore:
     def best(self, count: int = 1) -> list[Checkpoint]:
         """The `count` checkpoints with the best metric, the best first; of equal ones the newer first."""
         metric, sign = self._retention.metric, 1 if self._retention.higher_is_better else -1
-        measured = [one for one in self.complete() if metric is not None and metric in one.metrics]
+        measured = [one for one in self.complete() if math.isfinite(one.metrics.get(metric or "", math.nan))]
         return sorted(measured, key=lambda one: (sign * one.metrics[metric or ""], one.step), reverse=True)[:count]
 
     def _prune(self) -> None:
@@ -150,11 +187,60 @@ class CheckpointStore:
 
 
 def load(path: Path) -> Checkpoint | None:
-    """Read the checkpoint in a folder; None where there is no complete one."""
+    """Read the record of the checkpoint in a folder; None where there is no complete one."""
+    try:
+        return read(path)
+    except CheckpointError:
+        return None
+
+
+def read(path: Path) -> Checkpoint:
+    """Read the record of the checkpoint in a folder.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
     try:
         content = json.loads((path / RECORD).read_text())
-        return Checkpoint(path, content["step"], content["metrics"], content["record"])
-    except (OSError, ValueError, KeyError, TypeError):
+        step, metrics, record, files = content["step"], content["metrics"], content["record"], content.get("files")
+        kinds = [(step, int), (metrics, dict), (record, dict), (record.get("config", {}), dict), (files or {}, dict)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} has no {RECORD} that can be read ({type(error).__name__}: {error})") from error
+    own, changed = content.pop("digest", None), f"{path / RECORD} is not what was saved"
+    if not all(isinstance(value, kind) for value, kind in kinds):
+        raise CheckpointError(changed)
+    # One from before there were digests has neither.
+    if (own, files) != (None, None) and own != _digest(content):
+        raise CheckpointError(changed)
+    if path.name.startswith(_PREFIX) and path.name != _name(step):
+        raise CheckpointError(f"{path} says that it is of step {step}")
+    return Checkpoint(path, step, metrics, record, files)
+
+
+def verified(path: Path) -> Checkpoint:
+    """Read the record of the checkpoint in a folder, and all its files.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or not one of the checkpoint's.
+    """
+    found = read(path)
+    if found.files is None:
+        log.warning("%s has no digests: whether its files are as they were saved is not known", path)
+        return found
+    try:
+        own = [file for file in files_below(path) if file.name not in (RECORD, f".{RECORD}")]
+        trouble = difference(path, own, found.files)
+    except OSError as error:
+        trouble = f"it cannot be read: {error}"
+    if trouble:
+        raise CheckpointError(f"the checkpoint {path} is damaged: {trouble}")
+    return found
+
+
+def _whole(path: Path) -> Checkpoint | None:
+    try:
+        return verified(path)
+    except CheckpointError:
         return None
 
 
@@ -164,11 +250,21 @@ def has_any(folder: Path) -> bool:
 
 
 def _write_record(folder: Path, checkpoint: Checkpoint) -> None:
-    content = {"step": checkpoint.step, "metrics": checkpoint.metrics, "record": checkpoint.record}
+    content: dict[str, Any] = {"step": checkpoint.step, "metrics": checkpoint.metrics, "record": checkpoint.record}
+    if checkpoint.files is not None:
+        content["files"] = checkpoint.files
+        content["digest"] = _digest(content)
     unfinished = folder / f".{RECORD}"
     unfinished.write_text(json.dumps(content, indent=2) + "\n")
+    # It has the configuration.
+    unfinished.chmod(0o640)
     _to_disk(unfinished)
     unfinished.replace(folder / RECORD)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    """The digest of a record, the same for what is written and for what is read."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _name(step: int) -> str:

@@ -5,11 +5,10 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 import ray
 
-from nemo_rl_lite.host.stopping import SIGNALS, note_signal
+from nemo_rl_lite.host.stopping import SIGNALS, interrupt
 
 # The environment of every process that Ray starts: no usage report, no idle worker for each core, no hub, no tokenizer
 # threads.
@@ -22,6 +21,8 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
 }
 
+_NEEDED = ("gcs_server", "raylet")
+
 
 @contextmanager
 def ray_runtime() -> Iterator[None]:
@@ -29,8 +30,9 @@ def ray_runtime() -> Iterator[None]:
 
     SIGTERM and SIGUSR1 end the block like Ctrl-C does, so that no worker outlives the run.
     """
-    previous = {number: signal.signal(number, _interrupt) for number in SIGNALS}
+    previous = {number: signal.signal(number, interrupt) for number in SIGNALS}
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name.startswith("RAY_")})
+    _leave_the_launchers_session()
     try:
         ray.init(
             # Without this, Ray joins the cluster that was last started on this machine.
@@ -42,19 +44,44 @@ def ray_runtime() -> Iterator[None]:
             runtime_env={"env_vars": ENVIRONMENT},
         )
         # ray.init has installed its own handler, which would end the process at once.
-        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGTERM, interrupt)
         yield
     finally:
         # A second Ctrl-C must not interrupt the shutdown.
         handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (*SIGNALS, signal.SIGINT)}
+        node = ray._private.worker._global_node
+        if node is not None and lost_process():
+            # Those that are left wait for it, for a minute.
+            node.kill_all_processes(check_alive=False, allow_graceful=False)
         ray.shutdown()
         for number, handler in (handlers | previous).items():
             signal.signal(number, handler)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    note_signal(number)
-    raise KeyboardInterrupt
+def lost_process() -> str:
+    """A process that has ended of the Ray that this process has started, without which nothing works; empty while all
+    are there."""
+    node = ray._private.worker._global_node
+    processes = node.all_processes.items() if node is not None else ()
+    ended = (kind for kind, infos in processes if any(info.process.poll() is not None for info in infos))
+    return next((f"Ray's {kind}" for kind in ended if kind in _NEEDED), "")
+
+
+def _leave_the_launchers_session() -> None:
+    """Let each process that Ray starts from here lead a session of its own. A signal to the launcher's process group
+    (from `timeout`, Slurm, systemd, a container that closes) would otherwise end Ray before the run has saved."""
+    utils = ray._private.utils
+    if getattr(utils.set_kill_on_parent_death_linux, "leaves_session", False):
+        return
+    end_with_parent = utils.set_kill_on_parent_death_linux
+
+    def in_child() -> None:
+        os.setsid()
+        end_with_parent()
+
+    in_child.leaves_session = True  # pyrefly: ignore
+    # Ray calls this between fork and exec, and has no option for it.
+    utils.set_kill_on_parent_death_linux = in_child
 
 
 def available_cores() -> int:

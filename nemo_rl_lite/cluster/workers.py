@@ -16,6 +16,7 @@ from nemo_rl_lite.cluster.actor import WorkerActor
 from nemo_rl_lite.cluster.heartbeat import hang
 from nemo_rl_lite.cluster.placement import Slot
 from nemo_rl_lite.errors import LostTouchError, WorkerError
+from nemo_rl_lite.observability.limits import limited
 from nemo_rl_lite.observability.profiling import Tool
 
 # Seconds to wait for other failures after the first, which is often not the cause.
@@ -199,7 +200,8 @@ def wait(*calls: Call, timeout_s: float | None = None) -> list[Any]:
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while pending:
         left = None if deadline is None else max(deadline - time.monotonic(), 0)
-        done, pending = ray.wait(pending, num_returns=1, timeout=left)
+        with limited("waiting for workers, which have limits of their own", None):
+            done, pending = ray.wait(pending, num_returns=1, timeout=left)
         if not done:
             break
         for reference in done:
@@ -238,7 +240,7 @@ def _outcome(reference: Any, worker: str, phase: str) -> Any:
         return ray.get(reference)
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, BaseException) else error
-        first_line = next(iter(str(cause).splitlines()), "")
+        first_line = next((line for line in str(cause).splitlines() if line.strip()), "")
         lost_touch = isinstance(cause, (LostTouchError, DistError)) or _COMMUNICATION.search(str(cause))
         return _Failure(
             _LOST_TOUCH if lost_touch else 1,

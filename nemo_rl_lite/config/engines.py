@@ -4,6 +4,7 @@ A new engine is a class with the methods of `generation.interface.Engine`, its n
 row here. Imports nothing heavy: the class is named by a dotted path.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,6 +40,8 @@ class Engine:
     """Whether one engine can use several GPUs."""
     least_cpu_head_dim: int = 1
     """The smallest head dimension that it computes on a CPU."""
+    temperatures: tuple[float, float] = (0.0, math.inf)
+    """The lowest and the highest sampling temperature, besides 0, that it takes as it is."""
 
 
 def _vllm_environment(generation: GenerationConfig, on_gpu: bool) -> dict[str, str]:
@@ -86,6 +89,8 @@ ENGINES: dict[str, Engine] = {
         takes_share=True,
         spans_gpus=True,
         least_cpu_head_dim=32,
+        # It refuses more, and makes less 0.01, at which the policy's logprobs would be others.
+        temperatures=(0.01, 2.0),
     ),
     "transformers": Engine(
         worker="nemo_rl_lite.generation.transformers.TransformersEngine",

@@ -35,6 +35,7 @@ class LossConfig:
     ratio_clip_c: Annotated[float, Field(gt=1)] | None
     reference_policy_kl_penalty: NonNegativeFloat
     reference_policy_kl_type: Literal["k1", "k2", "k3"]
+    use_bias_correction_kl: bool
     kl_input_clamp_value: PositiveFloat | None
     kl_output_clamp_value: PositiveFloat | None
     token_level_loss: bool
@@ -147,6 +148,9 @@ class MegatronConfig:
     pipeline_model_parallel_size: PositiveInt
     expert_model_parallel_size: PositiveInt
     sequence_parallel: bool
+    freeze_moe_router: bool
+    moe_router_dtype: Literal["fp32", "fp64"] | None
+    moe_router_bias_update_rate: NonNegativeFloat
     activation_checkpointing: bool
     fine_grained_activation_offloading: bool
     offload_modules: list[OffloadModule] | None
@@ -269,12 +273,14 @@ class RewardConfig:
     kwargs: dict[str, Any]
     timeout_s: PositiveFloat | None
     processes: PositiveInt
+    max_error_share: Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, config=STRICT)
 class EnvironmentConfig:
     name: Annotated[str, Field(min_length=1)] | None
     max_turns: PositiveInt
+    timeout_s: PositiveFloat | None
     kwargs: dict[str, Any]
 
 

@@ -36,6 +36,8 @@ class Encoder:
     def fits(self, example: Example) -> bool:
         """Whether no conversation is too long or, where chats are truncated, a trained token is left in each."""
         for said in example.conversations:
+            if self._is_far_too_long(said):
+                return False
             tokens, trained = self.tokenizer.conversation(said)
             whole = self.too_long != "truncate"
             if len(tokens) > self.max_length and (whole or not any(trained[: self.max_length])):
@@ -52,17 +54,27 @@ class Encoder:
         longer = 0
         for example in examples:
             try:
-                longer += max(len(self._encode(said, cut=False)[0]) for said in example.conversations) > self.max_length
+                far = any(map(self._is_far_too_long, example.conversations)) and self.too_long == "drop"
+                longer += far or max(map(self._length, example.conversations)) > self.max_length
             except DataError as error:
                 raise DataError(f"{example.where}: {error}") from None
         return longer
 
+    def _is_far_too_long(self, said: Conversation) -> bool:
+        """Whether a chat that is not to be cut cannot fit, which is known without its tokens."""
+        return self.too_long != "truncate" and self.tokenizer.least_tokens(said.messages) > self.max_length
+
+    def _length(self, said: Conversation) -> int:
+        return len(self._encode(said, cut=False)[0])
+
     def _encode(self, said: Conversation, cut: bool = True) -> tuple[list[int], list[bool]]:
-        tokens, trained = self.tokenizer.conversation(said)
-        if len(tokens) > self.max_length and self.too_long == "error":
+        far = self._is_far_too_long(said)
+        tokens, trained = ([], []) if far else self.tokenizer.conversation(said)
+        if self.too_long == "error" and (far or len(tokens) > self.max_length):
             asked = said.messages[max(said.first_trained - 1, 0)]["content"]
+            count = f"at least {self.tokenizer.least_tokens(said.messages)}" if far else len(tokens)
             raise DataError(
-                f"prompt and response are {len(tokens)} tokens, policy.max_total_sequence_length = {self.max_length}: "
+                f"prompt and response are {count} tokens, policy.max_total_sequence_length = {self.max_length}: "
                 f"{asked[:60]!r}. Raise the limit, or data.too_long=drop, or data.too_long=truncate."
             )
         return (tokens[: self.max_length], trained[: self.max_length]) if cut else (tokens, trained)

@@ -1,6 +1,7 @@
 """Read rows of files and of hub datasets, each with a text that names it in errors. Heavy imports are deferred."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from nemo_rl_lite.errors import DataError
 Row = Mapping[str, object]
 JSON_LINES = (".jsonl", ".json")
 PARQUET = ".parquet"
+# One of two halves that JSON writes a rare character with; without the other it cannot be text.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def file_rows(path: str) -> Iterator[tuple[str, Row]]:
@@ -79,4 +82,10 @@ def _parse(line: str, where: str) -> Row:
         raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: a JSON object is needed, found {type(row).__name__}")
+    if _SURROGATE.search(line):
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = f"{error.object[error.start]!a}"
+            raise DataError(f"{where}: has {half}, which is half of a character and no text") from None
     return row

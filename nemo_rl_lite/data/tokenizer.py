@@ -29,15 +29,24 @@ class ChatTokenizer:
         if tokenizer.eos_token_id is None:
             rule, fix = "the tokenizer names no end token", "set eos_token in the folder's tokenizer_config.json"
             raise ConfigError([Violation("policy.model_name", str(model_path), rule, fix)])
+        self._turn_end = self._end_of_turn()
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
 
     @property
-    def end_token(self) -> int:
-        return self._tokenizer.eos_token_id
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens that end a response: the tokenizer's own, and the one that the chat template writes after an
+        assistant's turn, which is another one in Gemma and in Qwen's base models."""
+        return tuple(sorted({self._tokenizer.eos_token_id, self._turn_end[0]}))
+
+    def least_tokens(self, messages: Sequence[Message]) -> int:
+        """The fewest tokens that these messages can have, by their number of characters alone: a text of 100 MB would
+        take many times its size to be tokenized."""
+        return sum(len(message.get("content") or "") for message in messages) // self._longest_token
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a chat, up to the start of the assistant's turn."""
         if self._tokenizer.chat_template is None:
-            return self._tokenizer(_joined(messages, self._tokenizer.eos_token))["input_ids"]
+            return self._opening(_joined(messages, self._tokenizer.eos_token))
         encoded = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
 
@@ -58,12 +67,12 @@ class ChatTokenizer:
                     "the model's chat template writes the assistant's earlier turns otherwise when a turn follows "
                     f"(data.train_on=last trains on the last alone): {before!r}"
                 )
-            # The tokenizer adds special tokens at the start where there is no template to write them.
-            asked = self._tokenizer(before[len(done) :], add_special_tokens=not done and not self._has_template)
-            response = [*self._tokens(turn), self.end_token]
-            tokens += [*asked["input_ids"], *response]
-            trained += [False] * len(asked["input_ids"]) + [True] * len(response)
-            done = before + turn + self._tokenizer.eos_token
+            end_token, end = self._turn_end
+            asked = self._tokens(before[len(done) :]) if done or self._has_template else self._opening(before)
+            response = [*self._tokens(turn), end_token]
+            tokens += [*asked, *response]
+            trained += [False] * len(asked) + [True] * len(response)
+            done = before + turn + end
         return tokens, trained
 
     def between_turns(self, messages: Sequence[Message], last_token: int) -> list[int]:
@@ -108,7 +117,7 @@ class ChatTokenizer:
 
     def _turn(self, said: Conversation, index: int, before: str) -> str:
         """Return the text between `before`, the prompt, and the end token of the message `index`."""
-        message, end = said.messages[index], self._tokenizer.eos_token
+        message, (_, end) = said.messages[index], self._turn_end
         called = [call["function"]["name"] for call in message.get("tool_calls", ())]
         if not self._has_template:
             if called:
@@ -125,6 +134,31 @@ class ChatTokenizer:
         if missing := [name for name in called if name not in turn]:
             raise DataError(f"the model's chat template does not write the call of {missing[0]}: {turn!r}")
         return turn
+
+    def _end_of_turn(self) -> tuple[int, str]:
+        """The id and the text of the first special token after an assistant's turn; the tokenizer's end token where the
+        template writes none."""
+        tokenizer = self._tokenizer
+        own = tokenizer.eos_token_id, tokenizer.eos_token
+        if not self._has_template:
+            return own
+        turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _TURN}]
+        try:
+            whole = tokenizer.apply_chat_template(turns, tokenize=False)
+        except Exception:  # a template may raise anything; the run's own messages will show it
+            return own
+        _, found, rest = whole.rpartition(_TURN)
+        special = {*tokenizer.all_special_ids, *(i for i, one in tokenizer.added_tokens_decoder.items() if one.special)}
+        special -= {tokenizer.unk_token_id, tokenizer.bos_token_id}
+        ends = (token for token in self._tokens(rest) if token in special) if found else iter(())
+        return next(((token, tokenizer.convert_ids_to_tokens(token)) for token in ends), own)
+
+    def _opening(self, text: str) -> list[int]:
+        """The tokens of the start of a chat without a template, with the special tokens that the tokenizer itself adds
+        there. The end token that some add too would end the chat before the response."""
+        tokens = list(self._tokenizer(text)["input_ids"])
+        added = tokens[-1:] == [self._tokenizer.eos_token_id] and not text.endswith(self._tokenizer.eos_token)
+        return tokens[:-1] if added else tokens
 
     def _tokens(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -25,14 +25,14 @@ class Sampling:
     seed: int = 0
 
     @classmethod
-    def of(cls, config: GenerationConfig, end_token: int) -> "Sampling":
-        """The configuration's sampling, ending at the tokenizer's end token too."""
+    def of(cls, config: GenerationConfig, end_tokens: Sequence[int]) -> "Sampling":
+        """The configuration's sampling, ending at the tokenizer's end tokens too."""
         return cls(
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
             max_new_tokens=config.max_new_tokens,
-            stop_token_ids=tuple(sorted({end_token, *config.stop_token_ids})),
+            stop_token_ids=tuple(sorted({*end_tokens, *config.stop_token_ids})),
             stop_strings=tuple(config.stop_strings),
         )
 

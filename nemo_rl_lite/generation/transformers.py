@@ -36,7 +36,10 @@ class TransformersEngine:
         self._device = torch.device("cuda" if on_gpu else "cpu")
         loaded: Any = AutoModelForCausalLM.from_pretrained(Path(model_path), dtype=getattr(torch, policy.precision))
         self._model = loaded.to(self._device).eval()
-        # The model's own defaults (a repetition penalty, suppressed tokens) would change the distribution.
+        # The model's own defaults (a repetition penalty, suppressed tokens) would change the distribution. Only its end
+        # tokens are kept.
+        ends = self._model.generation_config.eos_token_id
+        self._ends = {ends} if isinstance(ends, int) else set(ends or ())
         self._model.generation_config = Defaults()
         tokenizer: Any = AutoTokenizer.from_pretrained(Path(model_path))
         self._tokenizer = tokenizer
@@ -106,7 +109,7 @@ class TransformersEngine:
             tokens,
             attention_mask=present,
             max_new_tokens=sampling.max_new_tokens,
-            eos_token_id=list(sampling.stop_token_ids),
+            eos_token_id=sorted(self._stops(sampling)),
             pad_token_id=padding,
             return_dict_in_generate=True,
             output_scores=True,
@@ -124,12 +127,16 @@ class TransformersEngine:
         return [self._completion(*row, sampling) for row in zip(responses.cpu(), chosen.cpu(), strict=True)]
 
     def _completion(self, response: Tensor, logprobs: Tensor, sampling: Sampling) -> Completion:
-        tokens = response.tolist()
+        tokens, stops = response.tolist(), self._stops(sampling)
         for length in range(1, len(tokens) + 1):
-            ended = tokens[length - 1] in sampling.stop_token_ids or self._has_stop_string(tokens[:length], sampling)
+            ended = tokens[length - 1] in stops or self._has_stop_string(tokens[:length], sampling)
             if ended:
                 return Completion(tuple(tokens[:length]), tuple(logprobs[:length].tolist()), "stop")
         return Completion(tuple(tokens), tuple(logprobs.tolist()), "length")
+
+    def _stops(self, sampling: Sampling) -> set[int]:
+        """The tokens that end a response; none where nothing ends it, as in a probe."""
+        return {*sampling.stop_token_ids, *self._ends} if sampling.stop_token_ids else set()
 
     def _has_stop_string(self, tokens: list[int], sampling: Sampling) -> bool:
         if not sampling.stop_strings:

@@ -7,16 +7,43 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from nemo_rl_lite.errors import RunStopped
+
 # SIGTERM is Slurm's before it takes a job's nodes; SIGUSR1 is what `sbatch --signal=USR1@300` asks for.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _STANDARD_ERROR = 2
+# The exit status after Ctrl-C.
+INTERRUPTED = 130
 # The signals received so far. They are noted here because Ray replaces the exception that a handler raises.
 _received: list[signal.Signals] = []
+
+
+# A signal that comes so soon after another is the same request: `timeout` sends one to the process and one to its
+# group.
+_SAME_REQUEST_S = 1.0
 
 
 def note_signal(number: int) -> None:
     """Note a signal. Every handler of SIGNALS calls this."""
     _received.append(signal.Signals(number))
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """A handler that ends what this process does as Ctrl-C does."""
+    note_signal(number)
+    raise KeyboardInterrupt
+
+
+def interrupt_on_signals() -> None:
+    """Let SIGNALS end this process as Ctrl-C does. Call this before anything that takes long to import."""
+    for number in SIGNALS:
+        signal.signal(number, interrupt)
+
+
+def interrupted_status(saves: bool) -> int:
+    """The exit status of a process that was interrupted: that of a run to resume, where one of SIGNALS asked for it and
+    the run `saves` checkpoints."""
+    return RunStopped.exit_status if saves and was_asked_to_end() else INTERRUPTED
 
 
 def was_asked_to_end() -> bool:
@@ -30,8 +57,9 @@ class Stopping:
     def __init__(self, limit_s: float | None, elapsed_s: Callable[[], float]):
         """`limit_s`: the seconds of `elapsed_s` by which the run must have ended (None: no limit)."""
         self._limit_s, self._elapsed_s = limit_s, elapsed_s
-        self._signal: signal.Signals | None = None
-        self._longest_s = 0.0
+        # A signal may have come while the run was starting again.
+        self._signal: signal.Signals | None = _received[0] if _received else None
+        self._signal_at, self._longest_s = time.monotonic(), 0.0
         self._step_started = time.monotonic()
 
     @contextmanager
@@ -57,9 +85,12 @@ class Stopping:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         note_signal(number)
+        now = time.monotonic()
         if self._signal is not None:
+            if now - self._signal_at < _SAME_REQUEST_S:
+                return
             raise KeyboardInterrupt
-        self._signal = signal.Signals(number)
+        self._signal, self._signal_at = signal.Signals(number), now
         message = f"{self._signal.name}: the run ends after this step, with a checkpoint; again to end it at once\n"
         # The signal may have interrupted a stream or a logger, so write directly.
         with suppress(OSError):

@@ -1,5 +1,7 @@
 """Group-relative advantages: how a sample's reward compares with those of its prompt's other samples."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,32 +14,42 @@ def group_advantages(rewards_PG: Tensor, leave_one_out: bool, normalize: bool) -
     The baseline is the mean reward of the prompt's other samples (`leave_one_out`; RLOO, Ahmadian et al. 2024) or of
     all its samples (GRPO, Shao et al. 2024). Normalisation divides by the unbiased standard deviation over all `G`
     samples, which is defined from `G = 2` on; a prompt whose rewards are all equal has advantages of exactly 0.
+
+    NaN stands for a reward that failed: such a sample takes part in no baseline and no standard deviation, and has an
+    advantage of 0.
     """
     if rewards_PG.dim() != 2 or rewards_PG.shape[1] < 2:
         raise ValueError(f"rewards must be [prompts, samples >= 2], got {list(rewards_PG.shape)}")
-    group_size = rewards_PG.shape[1]
-    total_P1 = rewards_PG.sum(dim=1, keepdim=True)
-    baseline = (total_P1 - rewards_PG) / (group_size - 1) if leave_one_out else total_P1 / group_size
-    advantages_PG = rewards_PG - baseline
+    judged_PG = ~rewards_PG.isnan()
+    known_PG = torch.where(judged_PG, rewards_PG, 0.0)
+    count_P1, total_P1 = judged_PG.sum(dim=1, keepdim=True), known_PG.sum(dim=1, keepdim=True)
+    mean_P1, others_P1 = total_P1 / count_P1.clamp(min=1), (count_P1 - 1).clamp(min=1)
+    baseline = (total_P1 - known_PG) / others_P1 if leave_one_out else mean_P1
+    advantages_PG = known_PG - baseline
     if normalize:
-        advantages_PG = advantages_PG / (rewards_PG.std(dim=1, keepdim=True) + STD_EPSILON)
+        squares_PG = torch.where(judged_PG, (known_PG - mean_P1).square(), 0.0)
+        advantages_PG = advantages_PG / ((squares_PG.sum(dim=1, keepdim=True) / others_P1).sqrt() + STD_EPSILON)
     # Select exactly 0: normalisation would blow up the rounding error of the mean.
-    return torch.where(_all_equal(rewards_PG)[:, None], 0.0, advantages_PG)
+    return torch.where(judged_PG & ~_all_equal(rewards_PG)[:, None], advantages_PG, 0.0)
 
 
 def baseline_metrics(rewards_PG: Tensor, advantages_PG: Tensor) -> dict[str, float]:
-    """Metrics of a rollout's rewards [P, G] and advantages: the share of prompts that teach something, and how much."""
-    mean_P = rewards_PG.mean(dim=1)
+    """Metrics of a rollout's rewards [P, G], NaN where they failed, and advantages: the share of prompts that teach
+    something, and how much."""
+    mean_P = rewards_PG.nanmean(dim=1)
     all_equal_P = _all_equal(rewards_PG)
     return {
         "advantages/mean": advantages_PG.mean().item(),
         "advantages/max": advantages_PG.max().item(),
         "advantages/min": advantages_PG.min().item(),
-        "baseline_reward/pct_0": (all_equal_P & (mean_P == 0)).float().mean().item(),
-        "baseline_reward/pct_1": (all_equal_P & (mean_P == 1)).float().mean().item(),
-        "baseline_reward/pct_mixed": (~all_equal_P).float().mean().item(),
+        "baseline_reward/pct_0": (all_equal_P & (mean_P == 0)).double().mean().item(),
+        "baseline_reward/pct_1": (all_equal_P & (mean_P == 1)).double().mean().item(),
+        "baseline_reward/pct_mixed": (~all_equal_P).double().mean().item(),
     }
 
 
 def _all_equal(rewards_PG: Tensor) -> Tensor:
-    return rewards_PG.amax(dim=1) == rewards_PG.amin(dim=1)
+    """Whether all rewards of a prompt that are known are the same; so are none, and one."""
+    largest = rewards_PG.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).amax(dim=1)
+    smallest = rewards_PG.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).amin(dim=1)
+    return largest <= smallest

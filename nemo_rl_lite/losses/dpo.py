@@ -2,7 +2,7 @@
 neighbours, the chosen one first."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemo_rl_lite.config.schema import DPOConfig
 from nemo_rl_lite.losses.batch import Batch, TokenRow
-from nemo_rl_lite.losses.interface import Metrics, Normalizers
+from nemo_rl_lite.losses.interface import Metrics, Normalizers, count_masked
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class DPOLoss:
 
     def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
         """Count the chosen responses' tokens, and pairs."""
-        return Normalizers(tokens=max(float(sum(sum(row.mask) for row in rows[::2])), 1.0), sequences=len(rows) / 2)
+        return replace(count_masked(rows[::2]), sequences=len(rows) / 2)
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
         """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value). Reads
@@ -38,7 +38,8 @@ class DPOLoss:
             ratios_B = ratios_B / tokens_B
         chosen_P, rejected_P = ratios_B[::2], ratios_B[1::2]
         preference = self._preference(chosen_P - rejected_P).sum() / counts.sequences
-        nll = -self._likelihood(sums_B[::2], tokens_B[::2], counts)
+        chosen_logprobs_P = sums_B[::2] / tokens_B[::2] if config.sft_average_log_probs else sums_B[::2]
+        nll = -chosen_logprobs_P.sum() / counts.sequences
         total = config.preference_loss_weight * preference + config.sft_loss_weight * nll
         with torch.no_grad():
             beta = config.reference_policy_kl_penalty
@@ -53,12 +54,6 @@ class DPOLoss:
                 "rewards_margin_mean": beta * (chosen_P - rejected_P).sum() / counts.sequences,
             }
         return total, metrics
-
-    def _likelihood(self, chosen_P: Tensor, tokens_P: Tensor, counts: Normalizers) -> Tensor:
-        """Mean logprob of the chosen responses' tokens: over each response and then over pairs, or over all."""
-        if self.config.sft_average_log_probs:
-            return (chosen_P / tokens_P).sum() / counts.sequences
-        return chosen_P.sum() / counts.tokens
 
     def _preference(self, difference_P: Tensor) -> Tensor:
         """Each pair's loss, from how much more the policy prefers the chosen response than the reference does."""

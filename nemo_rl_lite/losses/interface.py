@@ -4,6 +4,7 @@ Every micro-batch is divided by counts of the *global* batch, so that the sum ov
 is the loss, however the batch was split.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -63,4 +64,6 @@ def combine_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _combining(name: str) -> Callable[[list[float]], float]:
-    return min if name.endswith("_min") else max if name.endswith("_max") else sum
+    extreme = min if name.endswith("_min") else max if name.endswith("_max") else None
+    # The comparisons of min and max would lose a NaN, or keep it, by its place in the list.
+    return sum if extreme is None else lambda values: math.nan if any(map(math.isnan, values)) else extreme(values)

@@ -35,26 +35,28 @@ class GRPOLoss:
             "previous_logprobs", "generation_logprobs", "advantages"
         )
         mask_BT, advantages_B1 = batch.mask, advantages_B[:, None]
-        ratio = self._importance_ratio(logprobs_BT, previous_BT, mask_BT)
+        # A selection, not a product: logprobs outside the mask may be infinite, whose gradient would be NaN.
+        logprobs_BT, previous_BT, generation_BT = (
+            torch.where(mask_BT > 0, values, 0.0) for values in (logprobs_BT, previous_BT, generation_BT)
+        )
+        ratio = self._over_sequence(logprobs_BT - previous_BT, mask_BT, mean=True).exp()
         clipped = ratio.clamp(1 - self.config.ratio_clip_min, 1 + self.config.ratio_clip_max)
         loss = torch.maximum(-advantages_B1 * ratio, -advantages_B1 * clipped)
         if self.config.ratio_clip_c is not None:
             loss = torch.where(advantages_B1 < 0, loss.minimum(-advantages_B1 * self.config.ratio_clip_c), loss)
-        engine_ratio_BT = ((previous_BT - generation_BT) * mask_BT).exp()
-        loss_BT = (loss * self._engine_correction(engine_ratio_BT)).expand_as(mask_BT)
+        loss_BT = (loss * self._engine_correction(previous_BT - generation_BT, mask_BT)).expand_as(mask_BT)
 
         kl_BT = None
         if self.config.reference_policy_kl_penalty > 0:
             (reference_BT,) = batch.require("reference_logprobs")
-            kl_BT = self._kl(logprobs_BT, reference_BT, mask_BT)
+            kl_BT = self._kl(logprobs_BT, torch.where(mask_BT > 0, reference_BT, 0.0), previous_BT)
             loss_BT = loss_BT + self.config.reference_policy_kl_penalty * kl_BT
 
         total = self._mean(loss_BT, mask_BT, counts)
         with torch.no_grad():
             metrics = {
-                "sampling_importance_ratio": masked_sum(engine_ratio_BT, mask_BT) / counts.tokens,
-                "approx_entropy": -masked_sum((logprobs_BT - generation_BT).mul(mask_BT).exp() * logprobs_BT, mask_BT)
-                / counts.tokens,
+                "sampling_importance_ratio": masked_sum((previous_BT - generation_BT).exp(), mask_BT) / counts.tokens,
+                "approx_entropy": -((logprobs_BT - generation_BT).exp() * logprobs_BT).sum() / counts.tokens,
                 **_spread("probs_ratio", ratio, mask_BT, counts),
                 **_spread("probs_ratio_clamped", clipped, mask_BT, counts),
             }
@@ -63,25 +65,29 @@ class GRPOLoss:
             metrics["loss"] = total.detach().clone()
         return total, metrics
 
-    def _importance_ratio(self, logprobs_BT: Tensor, previous_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """Current over previous probability: [B, T], or [B, 1] where one ratio stands for the sequence."""
-        log_ratio = (logprobs_BT - previous_BT) * mask_BT
-        if self.config.sequence_level_importance_ratios:
-            log_ratio = log_ratio.sum(dim=1, keepdim=True) / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
-        return log_ratio.exp()
+    def _over_sequence(self, log_ratio_BT: Tensor, mask_BT: Tensor, mean: bool) -> Tensor:
+        """The log ratio of each token, [B, T], or, where one ratio stands for the sequence, its mean or sum over the
+        sequence, [B, 1]."""
+        if not self.config.sequence_level_importance_ratios:
+            return log_ratio_BT
+        tokens_B1 = mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+        return log_ratio_BT.sum(dim=1, keepdim=True) / (tokens_B1 if mean else 1)
 
-    def _engine_correction(self, engine_ratio_BT: Tensor) -> Tensor:
+    def _engine_correction(self, log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """Policy over engine probability of each token, or of the whole sequence (the product over its tokens)."""
         if not self.config.use_importance_sampling_correction:
-            return torch.ones_like(engine_ratio_BT)
+            return torch.ones_like(log_ratio_BT)
+        weights = self._over_sequence(log_ratio_BT, mask_BT, mean=False).exp()
         limit = self.config.truncated_importance_sampling_ratio
-        return engine_ratio_BT if limit is None else engine_ratio_BT.clamp(max=limit)
+        return weights if limit is None else weights.clamp(max=limit)
 
-    def _kl(self, logprobs_BT: Tensor, reference_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    def _kl(self, logprobs_BT: Tensor, reference_BT: Tensor, previous_BT: Tensor) -> Tensor:
         config = self.config
         return kl_estimate(
-            logprobs_BT * mask_BT,
-            reference_BT * mask_BT,
+            logprobs_BT,
+            reference_BT,
             config.reference_policy_kl_type,
+            previous_BT if config.use_bias_correction_kl else None,
             config.kl_input_clamp_value,
             config.kl_output_clamp_value,
         )
@@ -108,25 +114,35 @@ def _spread(name: str, values: Tensor, mask_BT: Tensor, counts: Normalizers) -> 
 
 
 def kl_estimate(
-    logprobs: Tensor, reference: Tensor, kind: str, input_clamp: float | None = None, output_clamp: float | None = None
+    logprobs: Tensor,
+    reference: Tensor,
+    kind: str,
+    sampled_with: Tensor | None,
+    input_clamp: float | None = None,
+    output_clamp: float | None = None,
 ) -> Tensor:
-    """Per-token estimate of KL(policy || reference) in nats from logprobs of tokens the policy sampled, with gradient.
+    """Per-token estimate of KL(policy || reference) in nats, with gradient, from logprobs of sampled tokens.
 
-    With d = reference - logprobs: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. The plain gradient of k1 averages to
-    zero, so k1 carries the score-function term that makes its gradient the KL's; k2 and k3 are differentiated as they
-    stand.
+    With d = reference - logprobs: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. These are weighted by the policy's
+    probability over that of `sampled_with`, the logprobs under the policy that sampled the tokens: an expectation over
+    samples changes with their probability, too, and without this factor the gradient of k1 averages to zero and that
+    of k3 to the gradient of KL(reference || policy) (Tang and Munos 2025, arXiv:2506.09477). None leaves the factor
+    out. Where `input_clamp` cuts d, a token has no gradient.
     """
-    d = reference - logprobs
+    d = whole = reference - logprobs
     if input_clamp is not None:
-        d = d.clamp(-input_clamp, input_clamp)
+        d = whole.clamp(-input_clamp, input_clamp)
     if kind == "k1":
-        estimate = -d * (logprobs - logprobs.detach()).exp()
+        estimate = -d
     elif kind == "k2":
         estimate = d.square() / 2
     elif kind == "k3":
         estimate = d.exp() - 1 - d
     else:
         raise ValueError(f"KL estimator must be k1, k2 or k3, got {kind!r}")
+    if sampled_with is not None:
+        weight = (logprobs - sampled_with).exp()
+        estimate = estimate * torch.where(d == whole, weight, weight.detach())
     return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)
 
 

@@ -76,8 +76,12 @@ class Policy(Protocol):
         """Whether `finish_save` would not have to wait."""
         ...
 
-    def finish_save(self) -> None:
-        """Complete what `begin_save` began. Raises CheckpointError: it could not be written."""
+    def finish_save(self) -> dict[str, str]:
+        """Complete what `begin_save` began; returns digests of files in its folder, by name.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
         ...
 
     def load(self, folder: str) -> None:

@@ -1,11 +1,15 @@
 """Find a reward: a function `(response, answer, **kwargs) -> float`, by a name from here or by a dotted path.
 
-A function with a parameter called `problem` also receives the `Problem`, with its messages and metadata.
+A function that cannot judge a sample raises an error, or returns None or NaN. A function with a parameter called
+`problem` also receives the `Problem`, with its messages and metadata.
 """
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from numbers import Real
 from typing import Any
 
 from nemo_rl_lite.data.problems import Problem
@@ -13,6 +17,18 @@ from nemo_rl_lite.errors import ConfigError, Violation
 
 Reward = Callable[[str, Problem], float]
 """Returns the reward of a response to a problem. A user's function may raise anything."""
+
+
+class RewardError(Exception):
+    """The reward of one sample could not be computed; the message says why."""
+
+
+class WrongReward(RewardError):
+    """A function returns what is no reward: it is written for something else."""
+
+
+# Rewards become float32, like all that is trained on.
+_LARGEST = 3.4028234663852886e38
 
 _LONGEST_ERROR = 300
 
@@ -24,6 +40,9 @@ REWARDS = {
     "math": "nemo_rl_lite.rewards.mathematics.same_value",
     "reasoning_gym": "nemo_rl_lite.rewards.gym.task_score",
 }
+
+# These need no process of their own to be ended in time.
+INSTANT = frozenset({"exact_match", "last_number"})
 
 
 def find_reward(name: str, kwargs: Mapping[str, Any]) -> Reward:
@@ -37,13 +56,43 @@ def find_reward(name: str, kwargs: Mapping[str, Any]) -> Reward:
 
     def reward(response: str, problem: Problem) -> float:
         own = {"problem": problem} if takes_problem else {}
-        return float(function(response, problem.answer, **own, **kwargs))
+        return checked_reward(name, function(response, problem.answer, **own, **kwargs))
 
     try:
         inspect.signature(function).bind("response", "answer", **{"problem": None} if takes_problem else {}, **kwargs)
     except TypeError as error:
         fix = "a reward is called as function(response, answer, **reward.kwargs)"
         raise ConfigError([Violation("reward.kwargs", dict(kwargs), f"do not fit {name}: {error}", fix)]) from None
+    return reward
+
+
+def checked_reward(source: str, value: Any) -> float:
+    """What `source`, a function or an environment, returned as the reward of a sample.
+
+    Raises:
+        RewardError: None, NaN or an infinity, which say that this sample cannot be judged.
+        WrongReward: not a number, or one that is too large for float32.
+    """
+    if inspect.iscoroutine(value):
+        value.close()
+        raise WrongReward(f"{source} is a coroutine (async def); a reward is an ordinary function")
+    if value is None:
+        raise RewardError(f"{source} returned None")
+    # Scalars of numpy and torch are numbers; their arrays are not.
+    with suppress(AttributeError, TypeError, ValueError, RuntimeError):
+        value = value.item()
+    if not isinstance(value, Real):
+        shown = f"{value!r:.80}" + "..." * (len(repr(value)) > 80)
+        raise WrongReward(f"{source} returned {shown}, a {type(value).__name__}; a reward is one number")
+    try:
+        reward = float(value)
+    except OverflowError:
+        # A whole number that even float64 does not hold.
+        reward = 2 * _LARGEST
+    if not math.isfinite(reward):
+        raise RewardError(f"{source} returned {reward}")
+    if abs(reward) > _LARGEST:
+        raise WrongReward(f"{source} returned a number that is too large for float32: {value!s:.40}")
     return reward
 
 

@@ -1,14 +1,20 @@
 """These rewards look at the response's text alone."""
 
 import re
+import unicodedata
 
 # A minus after a digit or a bracket is a subtraction, not a sign.
 _NUMBER = re.compile(r"(?:(?<![\w)\]])-)?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
+# The minus sign of typography.
+_MINUS = "\N{MINUS SIGN}"
+
+
 def exact_match(response: str, answer: str) -> float:
-    """Return 1 where the stripped response is the stripped answer, else 0."""
-    return float(response.strip() == answer.strip())
+    """Return 1 where the stripped response is the stripped answer, else 0; the same letters in another Unicode form
+    count as the same."""
+    return float(_composed(response.strip()) == _composed(answer.strip()))
 
 
 def format_match(response: str, answer: str, pattern: str) -> float:
@@ -22,9 +28,13 @@ def last_number(response: str, answer: str) -> float:
     Raises:
         ValueError: the answer is not a number.
     """
-    numbers = _NUMBER.findall(response)
+    numbers = _NUMBER.findall(response.replace(_MINUS, "-"))
     return float(bool(numbers) and _value(numbers[-1]) == _value(answer))
 
 
 def _value(text: str) -> float:
-    return float(text.replace(",", ""))
+    return float(text.replace(",", "").replace(_MINUS, "-"))
+
+
+def _composed(text: str) -> str:
+    return unicodedata.normalize("NFC", text)

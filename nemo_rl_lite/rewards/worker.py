@@ -1,35 +1,45 @@
 """This module is a judging process: `pool.py` starts `python -m nemo_rl_lite.rewards.worker PIPE`."""
 
-import faulthandler
+import ctypes
 import os
-import signal
 import sys
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from nemo_rl_lite.rewards.registry import error_text, find_reward
+import psutil
+
+from nemo_rl_lite.rewards.registry import RewardError, error_text, find_reward
+
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> None:
-    """Answer `(response, problem)` with a reward, or with an error's text, until the pipe is closed."""
-    # Ctrl-C ends the launcher, and the launcher's end closes the pipe, which ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    pipe = Connection(int(sys.argv[1]))
-    sys.path[:], name, kwargs, timeout_s = pipe.recv()
+    """Say None once the reward is imported, then answer each `(response, problem)` with a reward or a `RewardError`,
+    until the pipe is closed."""
+    # What a reward starts, and its children leave, stays below this process, which ends it.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    own, pipe = os.getpid(), Connection(int(sys.argv[1]))
+    os.set_inheritable(pipe.fileno(), False)
+    sys.path[:], name, kwargs = pipe.recv()
     reward = find_reward(name, kwargs)
-    with open(os.devnull, "w") as nowhere:  # noqa: PTH123
+    pipe.send(None)
+    # The launcher's end ends this process, whatever a reward may have left.
+    with suppress(EOFError, OSError):
         while True:
-            try:
-                response, problem = pipe.recv()
-            except EOFError:
-                return
-            # This is the only timer that can end the process without the interpreter; it needs a file to write to.
-            faulthandler.dump_traceback_later(timeout_s, exit=True, file=nowhere)
+            response, problem = pipe.recv()
             try:
                 verdict = reward(response, problem)
+            except RewardError as error:
+                verdict = error
             except Exception as error:  # a user's function may raise anything
-                verdict = error_text(error)
-            faulthandler.cancel_dump_traceback_later()
+                verdict = RewardError(error_text(error))
+            if os.getpid() != own:
+                # A reward has forked, and this is the copy.
+                os._exit(0)
             pipe.send(verdict)
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            child.kill()
 
 
 if __name__ == "__main__":

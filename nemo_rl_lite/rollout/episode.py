@@ -25,7 +25,8 @@ class Episode:
     said: list[Message] = field(default_factory=list)
     """All messages since the problem's, by the assistant and by the environment."""
     reward: float | None = None
-    """The sum of the environment's rewards so far, or None; once the episode is judged, its reward."""
+    """The sum of the environment's rewards so far, or None; once the episode is judged, its reward, or None where that
+    failed."""
     ending: Ending = "stop"
 
     def add_turn(self, completion: Completion, text: str) -> None:
@@ -51,9 +52,9 @@ class Episode:
         return sum(len(completion.tokens) for _, completion in self.turns)
 
     def row(self, advantage: float) -> TokenRow:
-        """The episode to train on: the loss is on the tokens that the policy sampled."""
+        """The episode to train on: the loss is on the tokens that the policy sampled, or on none without a reward."""
         mask, logprobs = [False] * len(self.tokens), [0.0] * len(self.tokens)
         for start, completion in self.turns:
             own = slice(start, start + len(completion.tokens))
-            mask[own], logprobs[own] = [True] * len(completion.tokens), completion.logprobs
-        return TokenRow(self.tokens, mask, logprobs, advantage)
+            mask[own], logprobs[own] = [self.reward is not None] * len(completion.tokens), completion.logprobs
+        return TokenRow(self.tokens, mask, logprobs, 0.0 if self.reward is None else advantage)

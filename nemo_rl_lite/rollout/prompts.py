@@ -20,13 +20,18 @@ def fitting_prompts(
         DataError: a prompt leaves no room and `data.too_long` is `error`, or no prompt leaves room.
     """
     max_new_tokens, max_length = config.generation.max_new_tokens, config.policy.max_total_sequence_length
+
+    def length(problem: Problem) -> int:
+        least = tokenizer.least_tokens(problem.messages)
+        return least if least > max_length else len(tokenizer.prompt(problem.messages))
+
     if config.data.too_long == "error":
         for problem in [*validation, *training.finite()]:
-            check_length(problem, tokenizer.prompt(problem.messages), max_new_tokens, max_length)
+            check_length(problem, length(problem), max_new_tokens, max_length)
         return training, list(validation)
 
     def fits(problem: Problem) -> bool:
-        return len(tokenizer.prompt(problem.messages)) + max_new_tokens <= max_length
+        return length(problem) + max_new_tokens <= max_length
 
     kept, kept_validation = training.only(fits), [problem for problem in validation if fits(problem)]
     _report("training", len(training.finite()), len(kept.finite()), max_length - max_new_tokens)
@@ -34,12 +39,12 @@ def fitting_prompts(
     return kept, kept_validation
 
 
-def check_length(problem: Problem, prompt: Sequence[int], max_new_tokens: int, max_length: int) -> None:
-    """Raise DataError where `prompt` leaves no room for `max_new_tokens` within `max_length` tokens."""
-    if len(prompt) + max_new_tokens > max_length:
+def check_length(problem: Problem, tokens: int, max_new_tokens: int, max_length: int) -> None:
+    """Raise DataError where a prompt of so many `tokens` leaves no room for `max_new_tokens` within `max_length`."""
+    if tokens + max_new_tokens > max_length:
         start = problem.messages[-1]["content"][:60]
         raise DataError(
-            f"a prompt of {len(prompt)} tokens and generation.max_new_tokens = {max_new_tokens} exceed "
+            f"a prompt of {tokens} tokens and generation.max_new_tokens = {max_new_tokens} exceed "
             f"policy.max_total_sequence_length = {max_length}: {start!r}. Raise the limit, or data.too_long=drop."
         )
 

@@ -15,6 +15,7 @@ from nemo_rl_lite.generation.interface import Completion, Generation, Sampling
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.observability.samples import Sample, spread, text_of
 from nemo_rl_lite.rewards.judge import Judge
+from nemo_rl_lite.rewards.registry import RewardError, WrongReward
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.prompts import check_length
 from nemo_rl_lite.rollout.turns import Turns
@@ -35,7 +36,9 @@ class Rollout:
 
     @property
     def rewards_B(self) -> Tensor:
-        return torch.tensor([episode.reward or 0.0 for episode in self.episodes])
+        """The episodes' rewards, float64; NaN where the reward failed."""
+        rewards = [math.nan if episode.reward is None else episode.reward for episode in self.episodes]
+        return torch.tensor(rewards, dtype=torch.float64)
 
     @property
     def generated(self) -> int:
@@ -43,7 +46,7 @@ class Rollout:
         return sum(episode.generated for episode in self.episodes)
 
     def rows(self, advantages: Sequence[float]) -> list[TokenRow]:
-        """The episodes to train on, with an advantage each."""
+        """The episodes to train on, with an advantage each. Those whose reward failed have no token with a loss."""
         return [episode.row(advantage) for episode, advantage in zip(self.episodes, advantages, strict=True)]
 
     def metrics(self) -> dict[str, float]:
@@ -53,9 +56,10 @@ class Rollout:
         endings = [episode.ending for episode in self.episodes]
         prompt_tokens = sum(episode.prompt_length for episode in self.episodes)
         total = sum(len(episode.tokens) for episode in self.episodes)
-        valid = float(sum(episode.generated > 0 for episode in self.episodes))
+        trained = [episode.generated for episode in self.episodes if episode.reward is not None]
+        valid = float(sum(map(bool, trained)))
         return {
-            "reward": self.rewards_B.mean().item(),
+            "reward": self.rewards_B.nanmean().item(),
             "mean_prompt_length": prompt_tokens / samples,
             "mean_gen_tokens_per_sample": generated / samples,
             "max_gen_tokens_per_sample": float(max(episode.generated for episode in self.episodes)),
@@ -69,14 +73,14 @@ class Rollout:
             "max_turns_reached_rate": endings.count("turns") / samples,
             "reward_errors": float(self.reward_errors),
             "global_valid_seqs": valid,
-            "global_valid_toks": float(generated),
+            "global_valid_toks": float(sum(trained)),
             "num_valid_samples": valid,
         }
 
     def samples(self, count: int) -> list[Sample]:
         """`count` samples to show to people, from the worst reward to the best."""
-        rewards = self.rewards_B.tolist()
-        shown = [(self.episodes[row], rewards[row]) for row in spread(rewards, count)]
+        judged = [(one, one.reward) for one in self.episodes if one.reward is not None]
+        shown = [judged[place] for place in spread([reward for _, reward in judged], count)]
         return [Sample(text_of(one.problem.messages), text_of(one.said), reward) for one, reward in shown]
 
 
@@ -89,8 +93,11 @@ class RolloutCollector:
         tokenizer: ChatTokenizer,
         judge: Judge,
         max_length: int,
+        max_error_share: float,
         turns: Turns | None = None,
     ):
+        """`max_error_share`: the largest share of a rollout's samples whose reward may fail."""
+        self._max_error_share = max_error_share
         self._generation, self._tokenizer, self._judge, self._turns = generation, tokenizer, judge, turns
         self._max_length = max_length
 
@@ -98,12 +105,12 @@ class RolloutCollector:
         """`sampling.samples_per_prompt` responses to each problem.
 
         Raises:
-            DataError: a prompt that leaves no room for the response, a reward that fails on every sample, or an
-                environment that fails.
+            DataError: a prompt that leaves no room for the response, a reward that fails on too many samples or returns
+                what is no reward, or an environment that fails.
         """
         prompts = [self._tokenizer.prompt(problem.messages) for problem in problems]
         for problem, prompt in zip(problems, prompts, strict=True):
-            check_length(problem, prompt, sampling.max_new_tokens, self._max_length)
+            check_length(problem, len(prompt), sampling.max_new_tokens, self._max_length)
         episodes = [
             Episode(problem, list(prompt), len(prompt))
             for problem, prompt in zip(problems, prompts, strict=True)
@@ -127,21 +134,24 @@ class RolloutCollector:
             self._add_turn(unfinished, self._generation.generate([list(one.tokens) for one in unfinished], one_each))
 
     def _judge_all(self, episodes: Sequence[Episode]) -> int:
-        """Give a reward to each episode that has none. Returns how many could not be computed; those count as 0, are
-        logged and show as a metric."""
+        """Give a reward to each episode that has none. Returns how many could not be computed; those are left without
+        one, are logged and show as a metric."""
         judged = [episode for episode in episodes if episode.reward is None]
         verdicts = self._judge([episode.response for episode in judged], [episode.problem for episode in judged])
-        errors: list[str] = []
+        errors: list[RewardError] = []
         for episode, verdict in zip(judged, verdicts, strict=True):
-            if isinstance(verdict, float) and math.isfinite(verdict):
+            if not isinstance(verdict, RewardError):
                 episode.reward = verdict
                 continue
-            episode.reward = 0.0
-            errors.append(str(verdict) if isinstance(verdict, Exception) else f"the reward is {verdict}")
+            sample = f"{episode.response[-200:]!r} (answer {episode.problem.answer!r})"
+            if isinstance(verdict, WrongReward):
+                raise DataError(f"reward.name: {verdict}; the response was {sample}")
+            errors.append(verdict)
             if len(errors) == 1:
-                shown, answer = episode.response[-200:], episode.problem.answer
-                traceback = verdict if isinstance(verdict, Exception) else None
-                log.warning("the reward failed on %r (answer %r): %s", shown, answer, errors[0], exc_info=traceback)
-        if errors and len(errors) == len(judged):
-            raise DataError(f"the reward failed on all {len(errors)} samples, first with {errors[0]}")
+                log.warning("the reward failed on %s: %s", sample, verdict, exc_info=verdict)
+        if len(errors) > self._max_error_share * len(judged):
+            raise DataError(
+                f"the reward failed on {len(errors)} of {len(judged)} samples, and at most the share "
+                f"reward.max_error_share = {self._max_error_share:g} may fail; first with {errors[0]}"
+            )
         return len(errors)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from nemo_rl_lite.config.schema import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, TrainingSet
+from nemo_rl_lite.errors import EngineError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rollout.files import Split
 from nemo_rl_lite.rollout.rollout import Rollout, RolloutCollector
@@ -28,13 +29,19 @@ class RolloutSource:
         return [self.training.problem(first + place) for place in range(self.config.num_prompts_per_step)]
 
     def sample(self, step: int, problems: Sequence[Problem]) -> Rollout:
-        return self.collector.collect(problems, self._sampling(step, self.config.num_generations_per_prompt))
+        return self._collect(step, problems, self._sampling(step, self.config.num_generations_per_prompt))
 
     def sample_held_out(self, step: int) -> Rollout:
         """One response to each held-out problem, at `val_temperature`."""
         sampling, temperature = self._sampling(step, 1), self.config.val_temperature
         sampling = replace(sampling, temperature=temperature) if temperature else sampling.greedy()
-        return self.collector.collect(self.validation, sampling)
+        return self._collect(step, self.validation, sampling)
+
+    def _collect(self, step: int, problems: Sequence[Problem], sampling: Sampling) -> Rollout:
+        try:
+            return self.collector.collect(problems, sampling)
+        except EngineError as error:
+            raise EngineError(f"step {step}: {error}") from error
 
     def _sampling(self, step: int, samples: int) -> Sampling:
         return replace(self.sampling, samples_per_prompt=samples, seed=(self.config.seed * 1_000_003 + step) % 2**31)

@@ -1,13 +1,14 @@
 """How an environment continues an episode between two turns of the assistant."""
 
 import logging
-import math
 from dataclasses import dataclass
 
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.environments.interface import Environment, Observation
-from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.errors import DataError, WorkerError
+from nemo_rl_lite.observability.limits import limited
+from nemo_rl_lite.rewards.registry import checked_reward
 from nemo_rl_lite.rollout.episode import Episode
 
 log = logging.getLogger(__name__)
@@ -15,10 +16,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Turns:
-    """An environment, and the largest number of turns in an episode."""
+    """An environment, the largest number of turns in an episode, and the seconds that an answer may take."""
 
     environment: Environment
     max_turns: int
+    timeout_s: float | None
 
     def continues(self, episode: Episode, tokenizer: ChatTokenizer, room: int) -> bool:
         """Let the environment answer the last turn. Returns whether another turn follows, for which the episode is then
@@ -43,14 +45,18 @@ class Turns:
         return True
 
     def _observe(self, episode: Episode) -> Observation:
+        kind = type(self.environment)
+        name = f"{kind.__module__}.{kind.__qualname__}"
         try:
-            observation = self.environment.step(episode.problem, [*episode.problem.messages, *episode.said])
+            with limited(f"step() of the environment {name}", self.timeout_s):
+                observation = self.environment.step(episode.problem, [*episode.problem.messages, *episode.said])
             _check(observation)
+        except WorkerError:
+            raise
         except Exception as error:  # a user's environment may raise anything
-            kind = type(self.environment)
             log.info("the environment's traceback", exc_info=True)
             raise DataError(
-                f"the environment {kind.__module__}.{kind.__qualname__} failed after turn {len(episode.turns)} of "
+                f"the environment {name} failed after turn {len(episode.turns)} of "
                 f"{_start(episode.problem)!r}: {type(error).__name__}: {error}"
             ) from error
         return observation
@@ -61,8 +67,8 @@ def _check(observation: Observation) -> None:
         raise TypeError(f"step() returned {type(observation).__name__}, not an Observation")
     if not observation.done and not observation.messages:
         raise ValueError("step() returned no message, although the episode is not done")
-    if observation.reward is not None and not math.isfinite(observation.reward):
-        raise ValueError(f"the reward is {observation.reward}")
+    if observation.reward is not None:
+        checked_reward("step()", observation.reward)
 
 
 def _start(problem: Problem) -> str:

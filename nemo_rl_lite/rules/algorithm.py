@@ -28,6 +28,11 @@ def loss_options_agree(config: Config) -> Iterator[Violation]:
         key = f"{prefix}.truncated_importance_sampling_ratio"
         fix = f"{prefix}.use_importance_sampling_correction=true, or {key}=null"
         yield Violation(key, loss.truncated_importance_sampling_ratio, "limits a correction that is off", fix)
+    plain_k1 = loss.reference_policy_kl_type == "k1" and not loss.use_bias_correction_kl
+    if plain_k1 and loss.reference_policy_kl_penalty:
+        key = f"{prefix}.use_bias_correction_kl"
+        fix = f"{key}=true, or {prefix}.reference_policy_kl_type=k2"
+        yield Violation(key, False, "leaves k1 with a gradient that averages to zero", fix)
     if loss.ratio_clip_c is not None and loss.ratio_clip_c <= 1 + loss.ratio_clip_max:
         key = f"{prefix}.ratio_clip_c"
         limit = 1 + loss.ratio_clip_max

@@ -107,3 +107,25 @@ def stop_strings_are_not_empty(config: Config) -> Iterator[Violation]:
     if "" in config.generation.stop_strings:
         key = "generation.stop_strings"
         yield Violation(key, config.generation.stop_strings, "an empty string stops at once", f"{key}=[]")
+
+
+@rule("generation.temperature", "generation.backend", "algorithm.val_temperature", options=RolloutAlgorithmConfig)
+def engine_takes_the_temperatures(config: Config) -> Iterator[Violation]:
+    lowest, highest = engine_of(config).temperatures
+    validation = config.options(RolloutAlgorithmConfig).val_temperature
+    for key, value in (
+        ("generation.temperature", config.generation.temperature),
+        ("algorithm.val_temperature", validation),
+    ):
+        # 0 is greedy, for validation alone.
+        if value and not lowest <= value <= highest:
+            rule_text = f"the {config.generation.backend} engine takes {lowest:g} to {highest:g}"
+            yield Violation(key, value, rule_text, f"{key}={min(max(value, lowest), highest):g}")
+
+
+@rule("policy.megatron_cfg.peft", options=RolloutAlgorithmConfig)
+def logprobs_have_no_dropout(config: Config) -> Iterator[Violation]:
+    peft, key = config.policy.megatron_cfg.peft, "policy.megatron_cfg.peft.dropout"
+    if peft.enabled and peft.dropout:
+        rule_text = "would make training's logprobs others than those that ratios are taken to"
+        yield Violation(key, peft.dropout, f"{rule_text}, which are computed without dropout", f"{key}=0.0")

@@ -11,6 +11,8 @@ from nemo_rl_lite.models.shape import ModelShape, NoModelError, read_model_shape
 from nemo_rl_lite.rules.base import rule
 from nemo_rl_lite.rules.layout import MEGATRON, PARALLEL
 
+_OF_ROUTERS = ("freeze_moe_router", "moe_router_dtype", "moe_router_bias_update_rate")
+
 
 @rule(
     *PARALLEL,
@@ -19,6 +21,8 @@ from nemo_rl_lite.rules.layout import MEGATRON, PARALLEL
     "generation.backend",
     f"{MEGATRON}.expert_model_parallel_size",
     f"{MEGATRON}.sequence_parallel",
+    *(f"{MEGATRON}.{name}" for name in _OF_ROUTERS),
+    f"{MEGATRON}.peft",
     "generation.vllm_cfg.tensor_parallel_size",
 )
 def model_fits_the_layout(config: Config) -> Iterator[Violation]:
@@ -76,6 +80,14 @@ def _experts(config: Config, model: ModelShape) -> Iterator[Violation]:
         yield Violation(key, size, f"must divide the model's {model.experts} experts", f"one of {sizes}")
     elif size > 1 and not model.experts:
         yield Violation(key, size, "the model has no experts", f"{key}=1")
+    for name in _OF_ROUTERS:
+        if not model.experts and (value := getattr(parallel, name)):
+            fix = f"{MEGATRON}.{name}={str(type(value)()).lower() if name != 'moe_router_dtype' else 'null'}"
+            yield Violation(f"{MEGATRON}.{name}", value, "the model has no experts, and so no router", fix)
+    if parallel.moe_router_bias_update_rate and parallel.peft.enabled:
+        rate = f"{MEGATRON}.moe_router_bias_update_rate"
+        rule_text = "changes the model below the adapters, which is the reference and is not saved"
+        yield Violation(rate, parallel.moe_router_bias_update_rate, rule_text, f"{rate}=0.0")
     if model.experts and parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         sequence = f"{MEGATRON}.sequence_parallel"
         rule_text = "megatron-core trains experts under tensor parallelism with sequence parallelism only"

@@ -1,6 +1,7 @@
 """Turns a training command line into runs: compose, validate, run."""
 
 import itertools
+import logging
 import shlex
 import sys
 import traceback
@@ -15,14 +16,16 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from nemo_rl_lite.config.keys import CONFIG_NAME, config_dir
-from nemo_rl_lite.config.overrides import check_overrides, named_run_folder
+from nemo_rl_lite.config.overrides import RUN_FOLDER, check_overrides, named_run_folder
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
+from nemo_rl_lite.host.disk import why_not_writable
 from nemo_rl_lite.rules.compose import compose_config, resolve
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from nemo_rl_lite.observability.summary import Summary
 
-INTERRUPTED = 130
 # Hydra's flags that print something instead of running, and those that take a value.
 _INFORMATION = ("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
@@ -65,6 +68,8 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
             # Check before Hydra makes the run's folder, and before the first job of a sweep.
             for job in _jobs(overrides) if sweeps else [overrides]:
                 compose_config(job)
+        if not only_informs(flags) and not sweeps:
+            _check_run_folder(named_run_folder(overrides))
         if _DRY_RUN in flags:
             _dry_run(flags, overrides, sweeps)
             return []
@@ -79,9 +84,17 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
     return summaries
 
 
+def _check_run_folder(named: str | None) -> None:
+    """Raise ConfigError where the run's folder is empty text, or cannot be written."""
+    # Only Hydra knows what a reference stands for.
+    folder = "." if named is not None and "${" in named else "outputs" if named is None else named
+    if rule := why_not_writable(Path(folder)) if folder else "is empty":
+        raise ConfigError([Violation(RUN_FOLDER, folder, rule, "name another folder, or free some space")])
+
+
 def _was_ended(end: SystemExit) -> bool:
     """Whether the user or the scheduler ended the job, which also ends the sweep."""
-    from nemo_rl_lite.host.stopping import was_asked_to_end
+    from nemo_rl_lite.host.stopping import INTERRUPTED, was_asked_to_end
 
     return end.code in (INTERRUPTED, RunStopped.exit_status) or was_asked_to_end()
 
@@ -141,23 +154,26 @@ def _guarded(composed: DictConfig, folder: Path, arguments: Sequence[str]) -> "S
     from nemo_rl_lite.cluster.access import close_to_others
 
     close_to_others()
-    from nemo_rl_lite.host.stopping import was_asked_to_end
-    from nemo_rl_lite.run.folder import ERROR_FILE
+    from nemo_rl_lite.host.stopping import interrupted_status
+    from nemo_rl_lite.run.folder import ERROR_FILE, write_error
     from nemo_rl_lite.run.run import run
 
     command = shlex.join(["python", "-m", "nemo_rl_lite.train", *arguments])
     try:
         return run(config, folder, command)
     except WorkerError as error:
-        (folder / ERROR_FILE).write_text(f"{error}\n\n{error.details}\n")
+        write_error(folder, error)
         fail(error, f"its traceback: {folder / ERROR_FILE}", f"its log: {folder / 'logs'}")
     except LauncherError as error:
         fail(error)
+    except OSError as error:
+        log.info("the error's traceback", exc_info=True)
+        fail(LauncherError(f"{folder}: {error}"))
     except KeyboardInterrupt:
         saves = config.checkpoint.save_period > 0
         more = f"; to resume, give the same command with hydra.run.dir={folder}" if saves else ""
         sys.stderr.write(f"\ninterrupted; what was done so far is in {folder}{more}\n")
-        sys.exit(RunStopped.exit_status if saves and was_asked_to_end() else INTERRUPTED)
+        sys.exit(interrupted_status(saves))
 
 
 def fail(error: LauncherError, *more: str) -> NoReturn:

@@ -9,10 +9,11 @@ from nemo_rl_lite.checkpoint.resume import changed, find_start
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.models.known import find_shape
 from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.observability.redaction import described
 from nemo_rl_lite.planning.gpus import size_of
 from nemo_rl_lite.planning.page import make_plan, show
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.folder import check_folder
+from nemo_rl_lite.run.folder import LOCK_FILE, check_folder, locked
 from nemo_rl_lite.run.jobs.interface import make_job
 
 
@@ -25,11 +26,15 @@ def dry_run(config: Config, overrides: Sequence[str], run_folder: Path | None) -
     """
     console = RunConsole()
     console.table("differences from the defaults", ["", "default", "here"], differences(config))
-    whole_config = dataclasses.asdict(config)
+    whole_config = described(config)
     with tempfile.TemporaryDirectory() as empty:
         folder = run_folder or Path(empty)
         check_folder(folder, whole_config)
-        for line in find_start(config, whole_config, folder).lines():
+        if (folder / LOCK_FILE).exists():
+            # Another process may be running there.
+            with locked(folder):
+                pass
+        for line in find_start(config, whole_config, folder, console.busy).lines():
             console.say(line)
         make_job(config, Path(empty), console)
     show(make_plan(config, overrides, find_shape(config.policy.model_name), size_of(None), None), console)

@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -16,10 +16,11 @@ from typing import Any, Literal
 from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, changed
 from nemo_rl_lite.checkpoint.store import has_any
 from nemo_rl_lite.config.overrides import RUN_FOLDER
-from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation
+from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
+from nemo_rl_lite.host.stopping import interrupted_status
 from nemo_rl_lite.observability.environment import ENVIRONMENT_FILE, describe_environment
 from nemo_rl_lite.observability.metrics_log import METRICS_FILE
-from nemo_rl_lite.observability.redaction import redact_text
+from nemo_rl_lite.observability.redaction import redact_command, redact_text
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
 
 log = logging.getLogger(__name__)
@@ -30,12 +31,15 @@ STATUS_FILE, ERROR_FILE = "status.json", "error.txt"
 _LENGTH = {"algorithm.max_num_steps", "algorithm.max_num_epochs"}
 
 
+State = Literal["running", "done", "stopped", "interrupted", "failed"]
+
+
 @dataclass(frozen=True)
 class RunStatus:
     """The content of status.json. `exit_status` is None while the run's command runs, and where a signal ended it.
     Times are ISO 8601, in UTC."""
 
-    state: Literal["running", "done", "stopped", "interrupted", "failed"]
+    state: State
     exit_status: int | None
     message: str
     host: str
@@ -83,31 +87,51 @@ def write_start(folder: Path, whole_config: Mapping[str, Any], command: str) -> 
     """Write down what is run, and where; remove the summary and the error of an earlier start."""
     (folder / SUMMARY_FILE).unlink(missing_ok=True)
     (folder / ERROR_FILE).unlink(missing_ok=True)
-    (folder / CONFIG_FILE).write_text(json.dumps(whole_config, indent=2) + "\n")
-    with (folder / COMMAND_FILE).open("a") as file:
-        file.write(f"{command}\n")
-    (folder / ENVIRONMENT_FILE).write_text(json.dumps(describe_environment(), indent=2) + "\n")
+    _append(folder / COMMAND_FILE, f"{redact_command(command)}\n")
+    for name, content in ((CONFIG_FILE, whole_config), (ENVIRONMENT_FILE, describe_environment())):
+        (folder / name).unlink(missing_ok=True)
+        _append(folder / name, json.dumps(content, indent=2) + "\n")
+
+
+def write_error(folder: Path, error: WorkerError) -> None:
+    """Write error.txt: a worker's error with its traceback, or with every rank's stack."""
+    (folder / ERROR_FILE).unlink(missing_ok=True)
+    _append(folder / ERROR_FILE, redact_text(f"{error}\n\n{error.details}\n"))
+
+
+def _append(file: Path, text: str) -> None:
+    """Append to a file that only its owner and group may read."""
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640), "w") as opened:
+        opened.write(text)
 
 
 @contextmanager
-def status_kept(folder: Path) -> Iterator[None]:
-    """Write status.json: that the run is running, and after the block how it ended. A killed run stays `running`."""
-    status = RunStatus("running", None, "", socket.gethostname(), os.getpid(), _now(), None)
-    _write(folder, status)
-    message = "an error without a message: its traceback was printed"
-    ending = replace(status, state="failed", exit_status=LauncherError.exit_status, message=message)
+def status_kept(folder: Path, saves: bool) -> Iterator[None]:
+    """Write status.json: that the run is running, and after the block how it ended. A killed run stays `running`.
+    `saves`: whether the run has checkpoints, so that one which was interrupted can be resumed."""
+    _write(folder, RunStatus("running", None, "", socket.gethostname(), os.getpid(), _now(), None))
     try:
         yield
-        ending = replace(status, state="done", exit_status=0)
     except LauncherError as error:
-        state = "stopped" if isinstance(error, RunStopped) else "failed"
-        ending = replace(status, state=state, exit_status=error.exit_status, message=redact_text(str(error)))
+        write_ending(folder, "stopped" if isinstance(error, RunStopped) else "failed", error.exit_status, str(error))
+        raise
+    except OSError as error:
+        write_ending(folder, "failed", LauncherError.exit_status, str(error))
         raise
     except KeyboardInterrupt:
-        ending = replace(status, state="interrupted", message="Ctrl-C, or a signal before the first step")
+        write_ending(folder, "interrupted", interrupted_status(saves), "Ctrl-C, or a signal that ended it at once")
         raise
-    finally:
-        _write(folder, replace(ending, ended=_now()))
+    except BaseException:
+        message = "an error without a message: its traceback was printed"
+        write_ending(folder, "failed", LauncherError.exit_status, message)
+        raise
+    write_ending(folder, "done", 0, "")
+
+
+def write_ending(folder: Path, state: State, exit_status: int, message: str) -> None:
+    """Write into status.json how the run ended."""
+    started, shown = _read_json(folder / STATUS_FILE).get("started", _now()), redact_text(message)
+    _write(folder, RunStatus(state, exit_status, shown, socket.gethostname(), os.getpid(), started, _now()))
 
 
 def _running_process(folder: Path) -> str:

@@ -1,21 +1,25 @@
 """Runs one command, from its folder to its summary, and restarts it where workers are lost."""
 
-import dataclasses
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.checkpoint.resume import Start, checkpoint_store, find_start
-from nemo_rl_lite.cluster.runtime import ray_runtime
+from nemo_rl_lite.cluster.runtime import lost_process, ray_runtime
+from nemo_rl_lite.cluster.watchdog import watched
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import WorkerError
+from nemo_rl_lite.host.stopping import was_asked_to_end
 from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.observability.limits import limited
 from nemo_rl_lite.observability.metrics_log import MetricsLog
+from nemo_rl_lite.observability.redaction import described
 from nemo_rl_lite.observability.summary import Summary, charts, show_summary, summarize, tracked
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.observability.views import view_of
-from nemo_rl_lite.run.folder import check_folder, locked, status_kept, write_start
+from nemo_rl_lite.run.folder import check_folder, locked, status_kept, write_ending, write_error, write_start
 from nemo_rl_lite.run.jobs.interface import Job, make_job
 from nemo_rl_lite.run.workers.launch import reserve
 
@@ -29,45 +33,49 @@ def run(config: Config, folder: Path, command: str) -> Summary:
         RunStopped: the run was asked to end, and is saved.
         LauncherError: any other error that a user can act on.
     """
-    whole_config = dataclasses.asdict(config)
+    whole_config, console = described(config), RunConsole()
     # Lock before changing the folder: an unfinished checkpoint there may belong to another process.
     with locked(folder):
         check_folder(folder, whole_config)
-        start = _find_start(config, whole_config, folder)
+        start = _find_start(config, whole_config, folder, console)
         write_start(folder, whole_config, command)
-        with status_kept(folder):
-            return _with_restarts(config, folder, whole_config, start)
+        with status_kept(folder, saves=config.checkpoint.save_period > 0):
+            return _with_restarts(config, folder, whole_config, start, console)
 
 
-def _with_restarts(config: Config, folder: Path, whole_config: Mapping[str, Any], start: Start) -> Summary:
-    attempts, restarts = _Attempts(config, folder, whole_config), 0
+def _with_restarts(
+    config: Config, folder: Path, whole_config: Mapping[str, Any], start: Start, console: RunConsole
+) -> Summary:
+    attempts, restarts = _Attempts(config, folder, whole_config, console), 0
     while True:
         try:
             return attempts.run(start)
         except WorkerError as error:
+            if was_asked_to_end():
+                # What asked this process to end may have ended the worker.
+                raise KeyboardInterrupt from error
             if not error.lost or restarts == config.cluster.max_restarts:
                 raise
             restarts += 1
             limit = f"restart {restarts} of at most {config.cluster.max_restarts}, cluster.max_restarts"
-            attempts.console.say(f"{error}; starting again from the last checkpoint ({limit})")
-        start = _find_start(config, whole_config, folder)
+            console.say(f"{error}; starting again from the last checkpoint ({limit})")
+        start = _find_start(config, whole_config, folder, console)
 
 
-def _find_start(config: Config, whole_config: Mapping[str, Any], folder: Path) -> Start:
+def _find_start(config: Config, whole_config: Mapping[str, Any], folder: Path, console: RunConsole) -> Start:
     checkpoint_store(config, folder).tidy()
-    return find_start(config, whole_config, folder)
+    return find_start(config, whole_config, folder, console.busy)
 
 
 class _Attempts:
     """Runs attempts, each with its own Ray and workers; reads and checks the data once."""
 
-    def __init__(self, config: Config, folder: Path, whole_config: Mapping[str, Any]):
-        self.console = RunConsole()
-        self._config, self._folder, self._whole_config = config, folder, whole_config
+    def __init__(self, config: Config, folder: Path, whole_config: Mapping[str, Any], console: RunConsole):
+        self._config, self._folder, self._whole_config, self._console = config, folder, whole_config, console
         self._job: Job | None = None
 
     def run(self, start: Start) -> Summary:
-        config, folder, console, setup = self._config, self._folder, self.console, Timer()
+        config, folder, console, setup = self._config, self._folder, self._console, Timer()
         for line in start.lines():
             console.say(line)
         with ExitStack() as stack:
@@ -79,9 +87,20 @@ class _Attempts:
                     self._job = self._job or make_job(config, folder, console)
                 log = MetricsLog.open(config.logger, folder, self._whole_config, start.steps)
                 metrics = stack.enter_context(closing(log))
-                peak_memory = self._job.run(metrics, reserved, start)
+                with (
+                    watched(self._last_words, lost_process),
+                    limited("the launcher's own work", config.cluster.phase_timeout_s),
+                ):
+                    peak_memory = self._job.run(metrics, reserved, start)
             summary = summarize(metrics, folder, peak_memory)
             metrics.log_summary(tracked(summary), charts(summary, metrics))
             view = view_of(config.algorithm.name)
             show_summary(summary, metrics, console, config.run_name, view, config.logger.plots)
         return summary
+
+    def _last_words(self, error: WorkerError) -> None:
+        """What a launcher that does not react any more leaves: the error on the terminal and in its folder."""
+        write_error(self._folder, error)
+        write_ending(self._folder, "failed", error.exit_status, str(error))
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()

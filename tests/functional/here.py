@@ -232,6 +232,7 @@ def without_ray() -> Iterator[None]:
         ends.callback(lambda: [_groups.pop().close() for _ in _groups[:]])
         os.environ.pop("RAY_ADDRESS", None)
         patch.setattr(run_module, "ray_runtime", nullcontext)
+        patch.setattr(run_module, "lost_process", str)
         patch.setattr(launch_module, "WorkerGroup", GroupHere)
         patch.setattr(workers, "ray", SimpleNamespace(wait=_wait, get=_get))
         # Signals of one run are not those of the next.

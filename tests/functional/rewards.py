@@ -44,10 +44,14 @@ def terminate_twice(response: str, answer: str) -> float:
     if _steps_in(Path(os.environ[METRICS])) == 1 and callable(signal.getsignal(signal.SIGTERM)):
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
+            # A second one that comes at once is the same request.
+            time.sleep(1.2)
     return share_of_digits(response, answer)
 
 
 def _steps_in(metrics: Path) -> int:
-    """How many steps a run has done."""
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    """How many steps a run has done; -1 before it has measured anything."""
+    if not metrics.exists():
+        return -1
+    lines = metrics.read_text().splitlines()
     return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)

@@ -1,14 +1,18 @@
 """vLLM and the transformers engine: exact logprobs, seeds, stop conditions, and new weights through a refit."""
 
+import json
 import pickle
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from nemo_rl_lite.errors import RefitError
+from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.refit.engine.connection import Source
 from nemo_rl_lite.refit.layout.packing import dtype_name
 from nemo_rl_lite.refit.layout.plan import RefitPlan, make_plan
@@ -173,3 +177,18 @@ def test_a_weight_that_the_producer_left_out_is_an_error(seen):
 def test_an_engine_with_weights_of_two_policies_generates_nothing_until_the_next_refit(seen):
     assert "the last refit failed" in seen["after partial"]
     assert seen["whole again"] == seen["sampled"]
+
+
+def test_the_models_own_end_tokens_end_a_response_of_the_transformers_engine(model_folder, tmp_path):
+    from nemo_rl_lite.generation.transformers import TransformersEngine
+
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(64))}))
+    config = compose_config([f"policy.model_name={folder}", "generation=transformers"])
+    engine = TransformersEngine(config.generation, config.policy, str(folder), seed=0, on_gpu=False)
+    sampling = Sampling(1.0, 1.0, None, 4, stop_token_ids=(2,), stop_strings=())
+    (ended,) = engine.generate([[1, 5, 41]], sampling)
+    assert ended.finish_reason == "stop" and len(ended.tokens) == 1
+    # Nothing ends a probe.
+    (probe,) = engine.generate([[1, 5, 41]], replace(sampling, stop_token_ids=()))
+    assert probe.finish_reason == "length" and len(probe.tokens) == 4

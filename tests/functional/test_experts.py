@@ -97,3 +97,25 @@ def test_what_a_refit_sends_is_what_the_bridge_exports(outcomes, layout):
     # Ranks exchange experts, or layers; what both have is not sent.
     collectives = [count for _, _, count in everyones[0]]
     assert all(0 < count <= 24 for count in collectives) if len(everyones) > 1 else collectives == [0, 0, 0]
+
+
+@pytest.fixture(scope="module")
+def of_routers(model) -> list[dict[str, float]]:
+    """What training changed (router_rank.py): by default, with a rate, and with frozen routers."""
+    prefix, fast = "policy.megatron_cfg", "policy.megatron_cfg.scheduler.lr_warmup_iters=0"
+    cases = [[fast], [fast, f"{prefix}.moe_router_bias_update_rate=0.01"], [fast, f"{prefix}.freeze_moe_router=true"]]
+    (said,) = run_ranks(Path(__file__).with_name("router_rank.py"), [str(model), json.dumps(cases)], 1)
+    return json.loads(said.splitlines()[-1])
+
+
+def test_routing_changes_by_gradients_alone(of_routers):
+    assert of_routers[0]["bias"] == 0 and of_routers[0]["router"] > 0
+
+
+def test_a_bias_that_is_asked_to_move_leaves_the_reference_and_a_skipped_step_alone(of_routers):
+    assert of_routers[1]["bias"] == pytest.approx(0.01)
+    assert of_routers[1]["bias of a skipped step"] == of_routers[1]["reference"] == 0
+
+
+def test_a_frozen_router_keeps_its_weights(of_routers):
+    assert of_routers[2]["router"] == 0

@@ -143,6 +143,24 @@ def test_a_worker_that_dies_ends_the_run_soon(start, tmp_path, model_folder, tra
     assert run.survivors() == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_a_process_of_ray_that_dies_is_a_lost_worker(start, tmp_path, model_folder, training, name):
+    run = start(tmp_path / "run", model_folder, *training, "checkpoint.save_period=1")
+    run.wait_for("step +3/5000")
+    (victim,) = [one for one in run.processes() if one.name() == name]
+    victim.kill()
+    started = time.monotonic()
+    run.wait_for(r"(?s)starting again from the last checkpoint \(restart 1")
+    assert time.monotonic() - started < 15
+    run.wait_for("step +[4-9]/5000")
+    os.killpg(run.process.pid, signal.SIGTERM)
+    errors = run.end()
+    assert run.process.returncode == 75 and "Traceback" not in errors, errors
+    assert run.survivors() == []
+
+
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_process_behind(start, tmp_path, model_folder, training):
     run = start(tmp_path / "run", model_folder, *training)
     run.wait_for("step +1/5000")
@@ -156,10 +174,43 @@ def test_ctrl_c_leaves_no_process_behind(start, tmp_path, model_folder, training
     assert (tmp_path / "run" / "metrics.jsonl").stat().st_size > 0
 
 
+def test_sigterm_to_the_whole_group_saves_and_leaves_nothing(start, tmp_path, model_folder, training):
+    """What `timeout`, Slurm, systemd and a container that closes do."""
+    run = start(tmp_path / "run", model_folder, *training, "checkpoint.save_period=1000")
+    run.wait_for("step +1/5000")
+    ray = [one for one in run.processes() if one.name() in ("gcs_server", "raylet")]
+    assert len(ray) == 2 and all(os.getpgid(one.pid) != run.process.pid for one in ray)
+    os.killpg(run.process.pid, signal.SIGTERM)
+    errors = run.end()
+    assert run.process.returncode == 75, errors
+    assert "SIGTERM was received" in errors and "Traceback" not in errors
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "stopped"
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+    ended = time.monotonic()
+    assert run.survivors() == [] and time.monotonic() - ended < 15
+
+
+class Hangs:
+    def step(self, problem, conversation):
+        time.sleep(600)
+
+
+def test_an_environment_that_hangs_is_named(tmp_path, model_folder):
+    options = ["environment.name=tests.functional.test_failures.Hangs", "environment.max_turns=2"]
+    started = time.monotonic()
+    done = run_here(tmp_path / "run", model_folder, *SMALL, *options, "environment.timeout_s=1")
+    assert done.returncode == 3 and time.monotonic() - started < SOON_S
+    where = "step() of the environment tests.functional.test_failures.Hangs"
+    assert f"worker error: launcher failed in phase '{where}': not done within 1 s; it is at" in done.stderr
+    assert "time.sleep(600)" in (tmp_path / "run" / "error.txt").read_text() and "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+
+
 def test_a_second_sigterm_ends_a_run_within_its_step(tmp_path, model_folder, monkeypatch):
     """The first one lets the step be finished."""
     monkeypatch.setenv(METRICS, str(tmp_path / "run" / "metrics.jsonl"))
-    options = ["reward.name=tests.functional.rewards.terminate_twice", "algorithm.val_at_start=false"]
+    own = ["reward.name=tests.functional.rewards.terminate_twice", "reward.timeout_s=null"]
+    options = [*own, "algorithm.val_at_start=false"]
     done = run_here(tmp_path / "run", model_folder, *SMALL, *options)
     assert done.returncode == 75 and "interrupted" in done.stderr and "Traceback" not in done.stderr
     assert "step 1/30" in re.sub(" +", " ", done.stdout) and "step 2/30" not in re.sub(" +", " ", done.stdout)

@@ -64,7 +64,7 @@ def test_the_rewards(package):
 
 
 def test_the_environment(package):
-    made = make_environment(EnvironmentConfig("my_package.guessing.Guessing", 6, {"cost": 0.1}))
+    made = make_environment(EnvironmentConfig("my_package.guessing.Guessing", 6, None, {"cost": 0.1}))
     assert made is not None
 
     def said(guess: str) -> list:

@@ -1,6 +1,7 @@
 """A policy's weights, optimizer and schedule in megatron-core's distributed checkpoints: every rank writes its shards,
 and ranks of another layout read the shards that they need."""
 
+import pickle
 import queue
 import re
 import shutil
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from nemo_rl_lite.checkpoint.digests import digests_of
 from nemo_rl_lite.checkpoint.trust import reading_only
 from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.offload import cpu_optimizer
@@ -33,6 +35,18 @@ _OPTIMIZER_FORMATS = {
     "data_parallel": {"distrib_optim_sharding_type": "dp_reshardable"},
 }
 _FORMAT = "resume_layouts"
+# What reading a damaged file may raise.
+_OF_DAMAGED_FILES = (
+    OSError,
+    RuntimeError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    TypeError,
+    ValueError,
+)
 
 
 class PolicyState:
@@ -79,15 +93,14 @@ class PolicyState:
         """Whether this rank has written its shards, or failed to."""
         return self._writing is None or not self._writing.thread.is_alive()
 
-    def finish_save(self) -> None:
-        """Wait until all ranks have written and make the folder loadable.
+    def finish_save(self) -> dict[str, str]:
+        """Wait until all ranks have written and make the folder loadable. Returns the digests of this rank's shards.
 
         Raises:
             CheckpointError: a rank could not write.
         """
         writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.finish()
+        return {} if writing is None else writing.finish()
 
     def load(self, folder: Path) -> None:
         """Resume from what another run, of this layout or another, has saved.
@@ -177,7 +190,7 @@ def _reading(folder: Path, read: Callable[[], Any]) -> Any:
     try:
         with reading_only(folder):
             return read()
-    except (OSError, RuntimeError, KeyError, CheckpointingException, CheckpointException) as error:
+    except (CheckpointingException, CheckpointException, pickle.PickleError, *_OF_DAMAGED_FILES) as error:
         raise CheckpointError(f"the policy cannot be read from {folder}: {_cause(error)}") from error
 
 
@@ -187,21 +200,28 @@ class _Writing:
     def __init__(self, request: Any, folder: Path, live: set[int]):
         """`request`: megatron-core's AsyncRequest. `live`: addresses of storages that will change."""
         self._finalize, self._folder = request.finalize_fns, folder
+        self._digests: dict[str, str] = {}
         work: Any = _nothing
         if request.async_fn is not None:
             rank, _, results = request.async_fn_args
             staged = [_staged(bucket, live) for bucket in request.preload_fn()]
-            work = lambda: request.async_fn(rank, staged, results)  # noqa: E731
+
+            def work() -> None:
+                request.async_fn(rank, staged, results)
+                # Here rather than in the launcher: ranks do it at once, while training continues.
+                self._digests = digests_of(folder, folder.glob(f"__{rank}_*"))
+
         self.thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self.thread.start()
 
-    def finish(self) -> None:
+    def finish(self) -> dict[str, str]:
         self.thread.join()
         try:
             for finalize in self._finalize:
                 finalize()
         except (CheckpointException, OSError) as error:
             raise CheckpointError(f"{_cause(error)}{_free(self._folder)}") from error
+        return self._digests
 
 
 def _cause(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from nemo_rl_lite.config.parallel import ParallelDims
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.offload import activations
-from nemo_rl_lite.policy.megatron import lora
+from nemo_rl_lite.policy.megatron import lora, routers
 from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
 
 # Fused kernels of Apex and Transformer Engine, which the local layer spec replaces by plain torch.
@@ -71,6 +71,10 @@ class MegatronModel:
     def parameters(self) -> list[Tensor]:
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
+    def state(self) -> list[Tensor]:
+        """What a forward pass depends on: parameters, and buffers such as the biases that balance experts."""
+        return self.parameters() + [buffer for chunk in self.bare_chunks for buffer in chunk.buffers()]
+
     def train_mode(self, training: bool) -> None:
         for chunk in self.chunks:
             chunk.train(training)
@@ -115,17 +119,20 @@ def build_model(
     )
     adapted: Any = lora.adapters(parallel.peft) if parallel.peft.enabled else None
 
-    def adapt(bare: list[Any]) -> list[Any]:
-        """Add adapters before gradient buffers are made, so that frozen weights get none."""
-        bridge.load_hf_weights(bare)
-        return adapted(bare)
+    def before_wrapping(bare: list[Any]) -> list[Any]:
+        """Add adapters and freeze weights before gradient buffers are made, so that frozen weights get none."""
+        if adapted is not None:
+            bridge.load_hf_weights(bare)
+            bare = adapted(bare)
+        return routers.freeze(bare) if parallel.freeze_moe_router else bare
 
     chunks = provider.provide_distributed_model(
         ddp_config=ddp,
         wrap_with_ddp=trains,
         use_cpu_initialization=not on_gpu,
-        pre_wrap_hook=adapt if adapted is not None else None,
+        pre_wrap_hook=before_wrapping if adapted is not None or parallel.freeze_moe_router else None,
     )
+    routers.keep_biases_in_float32(chunks)
     if adapted is None:
         bridge.load_hf_weights(chunks)
     activations.add_mlps(chunks, parallel)
@@ -157,8 +164,7 @@ def _set_layout(provider: Any, config: PolicyConfig) -> None:
     provider.moe_token_dispatcher_type = "alltoall"
     # A tensor-parallel group does not split single experts: whole experts are distributed over ranks.
     provider.expert_tensor_parallel_size = 1
-    # The loss is the algorithm's alone: the pretraining recipe's auxiliary loss would silently add to its gradient.
-    provider.moe_router_load_balancing_type, provider.moe_aux_loss_coeff = "none", 0.0
+    routers.set_fields(provider, parallel)
     if parallel.activation_checkpointing:
         provider.recompute_granularity, provider.recompute_method, provider.recompute_num_layers = "full", "uniform", 1
     activations.set_fields(provider, parallel)

@@ -9,11 +9,11 @@ from nemo_rl_lite.policy.megatron.model import MegatronModel
 
 
 class ReferenceWeights:
-    """A copy of a model's weights at the time of construction. Page-locked where there is a `registrar`."""
+    """A copy of a model's weights and buffers at the time of construction. Page-locked where there is a `registrar`."""
 
     def __init__(self, model: MegatronModel, registrar: Registrar | None):
         self._starting, self._own = (
-            HostCopy(model.parameters, HostArena(purpose, registrar), model.device)
+            HostCopy(model.state, HostArena(purpose, registrar), model.device)
             for purpose in ("the reference policy's weights", "the policy's weights while it has the reference's")
         )
         self._starting.take()

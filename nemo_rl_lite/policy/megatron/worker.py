@@ -34,6 +34,7 @@ from nemo_rl_lite.policy.megatron.model import ParallelPlace, build_model
 from nemo_rl_lite.policy.megatron.optimizer import build_optimizer, gradients_are_finite
 from nemo_rl_lite.policy.megatron.producer import plan_refit
 from nemo_rl_lite.policy.megatron.reference import ReferenceWeights
+from nemo_rl_lite.policy.megatron.routers import expert_biases
 from nemo_rl_lite.refit.layout.plan import RefitPlan
 from nemo_rl_lite.refit.transport.interface import Offer
 from nemo_rl_lite.refit.transport.report import RefitReport
@@ -172,6 +173,8 @@ class MegatronWorker:
             for chunk in self._model.chunks:
                 chunk.zero_grad_buffer()
             self._optimizer.zero_grad()
+            biases = expert_biases(self._model.chunks)
+            before = [bias.clone() for bias in biases]
             parts = forward_backward(
                 self._model, self._held[name].rows(rows), self._train_layout, self._temperature, loss, counts
             )
@@ -180,6 +183,10 @@ class MegatronWorker:
             if finite:
                 _, grad_norm, _ = self._optimizer.step()
                 self._scheduler.step(increment=1)
+            else:
+                # megatron-core has moved them already, with the gradients.
+                for bias, value in zip(biases, before, strict=True):
+                    bias.copy_(value)
             self._phases.recount()
         if not self._model.place.reports:
             return None
@@ -226,9 +233,9 @@ class MegatronWorker:
         """See `PolicyState.is_written`."""
         return self._state.is_written()
 
-    def finish_save(self) -> None:
+    def finish_save(self) -> dict[str, str]:
         """See `PolicyState.finish_save`."""
-        self._state.finish_save()
+        return self._state.finish_save()
 
     def load(self, folder: str) -> None:
         """See `PolicyState.load`."""

@@ -59,6 +59,12 @@ def _sum(buffer: Tensor, every: int) -> Tensor:
     for start in range(0, words.numel(), every * _WORDS):
         chunk = words[start : start + _WORDS]
         position = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=buffer.device)
-        mixed = (chunk ^ (chunk >> 31)) * (position * _ODD | 1)
-        total += ((mixed ^ (mixed >> 29)) * _ODD).sum()
+        mixed = (chunk ^ _shifted(chunk, 31)) * (position * _ODD | 1)
+        total += ((mixed ^ _shifted(mixed, 29)) * _ODD).sum()
     return total
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """`words` as unsigned numbers, shifted right: torch's own shift copies the sign, after which a word and its
+    complement would mix to the same number."""
+    return (words >> bits) & ((1 << 64 - bits) - 1)

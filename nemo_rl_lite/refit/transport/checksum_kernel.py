@@ -21,8 +21,9 @@ def _add_up(words, total, count, every, CHUNK: tl.constexpr, ODD: tl.constexpr, 
     position = chunk * CHUNK + block % blocks_a_chunk * BLOCK + tl.arange(0, BLOCK)
     # Words beyond the end are loaded as 0, which mixes to 0.
     word = tl.load(words + position, mask=position < count, other=0)
-    mixed = (word ^ (word >> 31)) * ((position * ODD) | 1)
-    tl.atomic_add(total, tl.sum((mixed ^ (mixed >> 29)) * ODD, axis=0))
+    # The masks make the shifts logical: without them a word and its complement mix to the same number.
+    mixed = (word ^ ((word >> 31) & 0x1FFFFFFFF)) * ((position * ODD) | 1)
+    tl.atomic_add(total, tl.sum((mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)) * ODD, axis=0))
 
 
 def sum_words(words: Tensor, every: int, chunk: int, odd: int) -> Tensor:

@@ -7,17 +7,18 @@ from nemo_rl_lite.algorithms.grpo import GRPO, Engines
 from nemo_rl_lite.algorithms.report import Report
 from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.cluster.system_usage import SystemUsage
-from nemo_rl_lite.config.schema import Config, GRPOConfig
+from nemo_rl_lite.config.schema import Config, EnvironmentConfig, GRPOConfig
 from nemo_rl_lite.config.sizes import all_gpus, policy_ranks
 from nemo_rl_lite.data.kinds import PROBLEMS
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.environments.interface import Environment
 from nemo_rl_lite.environments.registry import make_environment
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.losses.registry import make_loss
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog, under
-from nemo_rl_lite.rewards.judge import make_judge
+from nemo_rl_lite.rewards.judge import make_judge, try_reward
 from nemo_rl_lite.rollout.files import RolloutFiles, Split
 from nemo_rl_lite.rollout.prompts import fitting_prompts
 from nemo_rl_lite.rollout.rollout import Rollout, RolloutCollector
@@ -46,6 +47,7 @@ class GRPOJob:
         with console.busy("checking that every prompt fits"):
             fitted = fitting_prompts(training, validation, self._tokenizer, config)
         self._training, self._validation = fitted
+        try_reward(self._judge, self._training.problem(0))
 
     def run(self, metrics: MetricsLog, reserved: Reserved, start: Start) -> dict[str, int]:
         """Train in the reserved processes from `start` on; returns the workers' peak memory in bytes, by name."""
@@ -57,13 +59,15 @@ class GRPOJob:
         metrics.log(start.steps, under("timing/setup", reserved.setup_seconds()))
         groups = (workers.policy.group, workers.engines)
         max_length = config.policy.max_total_sequence_length
-        turns = Turns(self._environment, config.environment.max_turns) if self._environment else None
+        turns = _turns(self._environment, config.environment)
         steps = make_steps(config, self._folder, start, workers.policy, metrics, console, groups)
         options = config.options(GRPOConfig)
         rollouts = RolloutSource(
             options,
-            RolloutCollector(workers.generation, self._tokenizer, self._judge, max_length, turns),
-            Sampling.of(config.generation, self._tokenizer.end_token),
+            RolloutCollector(
+                workers.generation, self._tokenizer, self._judge, max_length, config.reward.max_error_share, turns
+            ),
+            Sampling.of(config.generation, self._tokenizer.end_tokens),
             self._training,
             self._validation,
             self._rollout_log(metrics, start),
@@ -98,3 +102,7 @@ class GRPOJob:
                 metrics.log_samples(step, rollout.samples(TRACKED))
 
         return keep
+
+
+def _turns(environment: Environment | None, options: EnvironmentConfig) -> Turns | None:
+    return None if environment is None else Turns(environment, options.max_turns, options.timeout_s)

@@ -1,6 +1,5 @@
 """Build the checkpoints, the stopping rules and the profiler of a run from its configuration."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.host.stopping import Stopping, seconds
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog
+from nemo_rl_lite.observability.redaction import described
 from nemo_rl_lite.observability.timer import seconds_since_command
 from nemo_rl_lite.policy.interface import Policy
 
@@ -33,7 +33,7 @@ def make_steps(
         policy,
         options.save_period,
         options.async_save,
-        {"config": dataclasses.asdict(config)},
+        {"config": described(config)},
         console.say,
         saved=start.steps or None,
     )

@@ -94,8 +94,8 @@ class RemotePolicy:
     def save_is_written(self) -> bool:
         return all(wait(self.group.call("save_is_written", phase="checkpoint")))
 
-    def finish_save(self) -> None:
-        self._checkpoint("finish_save")
+    def finish_save(self) -> dict[str, str]:
+        return {name: digest for own in self._checkpoint("finish_save") for name, digest in own.items()}
 
     def load(self, folder: str) -> None:
         self._checkpoint("load", folder)
@@ -140,9 +140,9 @@ class RemotePolicy:
         """See `MegatronWorker.send_weights`; ends when consumers have received, too."""
         return self.group.call("send_weights", phase="refit")
 
-    def _checkpoint(self, method: str, *arguments: str) -> None:
+    def _checkpoint(self, method: str, *arguments: str) -> list[Any]:
         try:
-            wait(self.group.call(method, *arguments, phase="checkpoint"))
+            return wait(self.group.call(method, *arguments, phase="checkpoint"))
         except WorkerError as error:
             # Ranks that are still in a collective, which will not end, are out of step: no further save can work.
             if error.raised == CheckpointError.__name__ and not error.others_running:

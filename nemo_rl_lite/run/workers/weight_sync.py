@@ -125,7 +125,8 @@ class WeightSync:
         sampled = torch.tensor([completion.logprobs for completion in completions])
         differences = (scored - sampled).abs().mean(dim=1).tolist()
         for engine, difference in enumerate(differences):
-            if difference > self._probe.tolerance:
+            # A NaN compares as false, whatever the limit.
+            if not difference <= self._probe.tolerance:
                 raise RefitError(
                     f"generation rank {engine} and the policy give the tokens of a probe logprobs that differ by "
                     f"{difference:.4f} nats on average after the refit (limit {self._probe.tolerance:g}; "

@@ -23,7 +23,8 @@ class Policy:
     def save_is_written(self):
         return True
 
-    def finish_save(self): ...
+    def finish_save(self):
+        return {}
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, POLICY, Start, checkpoint_store, find_start, locate
-from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.errors import CheckpointError, ConfigError
 from nemo_rl_lite.rules.compose import compose_config, restore
 
 DISTRIBUTED = "policy.megatron_cfg.optimizer.use_distributed_optimizer"
@@ -107,3 +107,11 @@ def test_a_configuration_comes_back_from_its_record(tmp_path):
     assert restore(json.dumps(dataclasses.asdict(config))) == config
     with pytest.raises(ConfigError, match="no_such_key"):
         restore(json.dumps(dataclasses.asdict(config) | {"no_such_key": 1}))
+
+
+def test_a_damaged_checkpoint_is_an_error_also_where_it_is_named(tmp_path):
+    saved = save(tmp_path / "other", 30)
+    (saved.path / POLICY / "stranger").write_text("")
+    for named in (saved.path, tmp_path / "other"):
+        with pytest.raises(CheckpointError, match="stranger is not one of its files"):
+            start(tmp_path / "run", f"checkpoint.resume_from={named}")

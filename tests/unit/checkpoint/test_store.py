@@ -1,6 +1,7 @@
 """Checkpoints on disk: whole or not there."""
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -140,3 +141,104 @@ def test_a_measurement_goes_to_its_checkpoint(tmp_path):
     store.measured(3, {"loss": 0.25})
     store.measured(4, {"loss": 0.5})
     assert [one.metrics for one in store.complete()] == [{"loss": 0.25}]
+
+
+def flip(file: Path, bit: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+def damaged(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        make(folder).newest_whole()
+    return str(error.value)
+
+
+@pytest.fixture
+def two(tmp_path) -> Path:
+    """The folder of checkpoints of steps 1 and 2."""
+    store = make(tmp_path, newest=3)
+    for step in (1, 2):
+        (store.begin(step) / "policy").mkdir()
+        (tmp_path / f".step-{step:08d}" / "policy" / "weights").write_text("0123456789")
+        store.finish(step, {"loss": 0.5}, {"config": {"seed": step}})
+    assert store.newest_whole().step == 2
+    return tmp_path
+
+
+def test_every_bit_of_a_file_counts(two):
+    weights = two / "step-00000002" / "policy" / "weights"
+    for bit in range(80):
+        flip(weights, bit)
+        said = damaged(two)
+        assert "policy/weights is not what was saved" in said and f"whole is {two / 'step-00000001'}; fix:" in said
+        flip(weights, bit)
+    assert make(two).newest_whole().step == 2
+
+
+def test_every_bit_of_the_record_counts(two):
+    record = two / "step-00000002" / RECORD
+    whole = json.loads(record.read_text())
+    for bit in range(0, 8 * record.stat().st_size, 3):
+        flip(record, bit)
+        try:
+            # Space between two values may be another kind of space.
+            assert json.loads(record.read_text()) == whole and make(two).newest_whole().step == 2
+        except (ValueError, AssertionError):
+            assert "step-00000001; fix:" in damaged(two)
+        flip(record, bit)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda folder: (folder / "policy" / "other").write_text("?"), "policy/other is not one of its files"),
+        (lambda folder: (folder / "policy" / "weights").unlink(), "policy/weights is missing"),
+        (lambda folder: (folder / RECORD).unlink(), "has no checkpoint.json that can be read"),
+        (lambda folder: (folder / RECORD).write_text("[" * 100_000), "RecursionError"),
+        (lambda folder: folder.rename(folder.with_name("step-00000003")), "says that it is of step 2"),
+    ],
+)
+def test_what_is_wrong_is_named_and_the_next_older_one_offered(two, change, said):
+    change(two / "step-00000002")
+    assert said in damaged(two) and "move it away to resume from there" in damaged(two)
+
+
+@pytest.mark.parametrize("name", ["step", "record", "metrics", "files"])
+@pytest.mark.parametrize("value", ["2", None, [], 10**9, {"config": None}])
+def test_a_record_of_other_kinds_is_damaged(two, name, value):
+    file = two / "step-00000002" / RECORD
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+    assert RECORD in damaged(two) and "step-00000001; fix:" in damaged(two)
+
+
+def test_without_a_whole_one_it_says_so(two):
+    for step in (1, 2):
+        flip(two / f"step-{step:08d}" / "policy" / "weights", 0)
+    assert "no older one is whole" in damaged(two)
+
+
+def test_a_measurement_leaves_a_checkpoint_whole(two):
+    make(two).measured(2, {"loss": 0.25})
+    found = make(two).newest_whole()
+    assert found.metrics == {"loss": 0.25}
+    flip(two / "step-00000002" / "policy" / "weights", 0)
+    assert "not what was saved" in damaged(two)
+
+
+def test_one_that_was_saved_before_there_were_digests_is_read(two, caplog):
+    file = two / "step-00000002" / RECORD
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({name: content[name] for name in ("step", "metrics", "record")}))
+    assert make(two).newest_whole().step == 2 and "has no digests" in caplog.text
+
+
+@pytest.mark.parametrize("losses", [(math.nan, 0.5, 0.7), (0.5, math.nan, 0.7), (0.7, 0.5, math.nan)])
+@pytest.mark.parametrize("higher", [True, False])
+def test_a_metric_that_is_nan_is_never_the_best(tmp_path, losses, higher):
+    store = make(tmp_path, newest=9, higher=higher)
+    for step, loss in enumerate(losses, start=1):
+        save(store, step, loss=loss)
+    best = losses.index(0.7 if higher else 0.5) + 1
+    assert next(one.step for one in store.best(3)) == best and len(store.best(3)) == 2

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import random
 
 import pytest
 import torch
@@ -57,3 +58,20 @@ def test_what_is_no_pickle_is_named(tmp_path, content):
 def test_a_folder_without_one_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="No such file"):
         read(tmp_path)
+
+
+def test_a_damaged_index_is_an_error_that_a_user_can_read_or_harmless(tmp_path):
+    dcp.save({"a": torch.ones(3, 2, dtype=torch.bfloat16), "note": ["text", 1]}, checkpoint_id=tmp_path, no_dist=True)
+    whole, source = (tmp_path / INDEX_FILE).read_bytes(), random.Random(0)
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(source.choice([1, 1, 2, 8])):
+            damaged[source.randrange(len(damaged))] = source.randrange(256)
+        (tmp_path / INDEX_FILE).write_bytes(damaged[: source.choice([None, None, source.randrange(len(damaged))])])
+        try:
+            with reading_only(tmp_path):
+                pass
+        except CheckpointError:
+            refused += 1
+    assert refused > 30

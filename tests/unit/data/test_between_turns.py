@@ -1,8 +1,9 @@
 """The text between two assistant turns agrees with the chat template's own rendering of the whole chat."""
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
-from nemo_rl_lite.data.conversations import answered
+from nemo_rl_lite.data.conversations import Conversation, answered
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.models.embedded.build import build_tokenizer
@@ -14,6 +15,7 @@ CHATML = (
 # Like Qwen3's, this template leaves thoughts out of earlier turns, so its whole chat differs from what was sampled.
 THINKING = CHATML.replace("{{ m.content }}", "{{ m.content.split('/')[-1] }}")
 STRICT = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
+END = build_tokenizer().eos_token_id
 QUESTION = [{"role": "user", "content": "12"}]
 REPLY = [{"role": "user", "content": "34"}]
 
@@ -41,18 +43,18 @@ def test_prompt_turn_and_what_follows_are_the_templates_own_rendering(make, temp
 
 def test_an_end_token_that_was_not_sampled_is_written(make):
     tokenizer = make(CHATML)
-    sampled, cut = tokenizer.between_turns(REPLY, tokenizer.end_token), tokenizer.between_turns(REPLY, 5)
-    assert cut == [tokenizer.end_token, *sampled]
+    sampled, cut = tokenizer.between_turns(REPLY, END), tokenizer.between_turns(REPLY, 5)
+    assert cut == [END, *sampled]
 
 
 def test_a_template_that_rewrites_earlier_turns_does_not_touch_what_was_sampled(make):
     tokenizer = make(THINKING)
-    assert tokenizer.between_turns(REPLY, tokenizer.end_token) == make(CHATML).between_turns(REPLY, tokenizer.end_token)
+    assert tokenizer.between_turns(REPLY, END) == make(CHATML).between_turns(REPLY, END)
 
 
 def test_without_a_template_messages_are_lines(make):
     tokenizer = make(None)
-    assert tokenizer.between_turns(REPLY, tokenizer.end_token) == tokenizer._tokens("\n34")
+    assert tokenizer.between_turns(REPLY, END) == tokenizer._tokens("\n34")
 
 
 def test_a_role_the_template_refuses_is_named(make):
@@ -60,3 +62,47 @@ def test_a_role_the_template_refuses_is_named(make):
         make(STRICT).between_turns([{"role": "tool", "content": "1"}], 0)
     with pytest.raises(DataError, match="leaves out the assistant's earlier turns"):
         make("{{ messages[-1].content }}").between_turns(REPLY, 0)
+
+
+@pytest.fixture
+def gemma_like(tmp_path) -> ChatTokenizer:
+    """A tokenizer whose turns end with another token than its own end token, as those of Gemma and Qwen's base
+    models."""
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end_of_turn>", "<start_of_turn>"]})
+    tokenizer.add_tokens(list("\nusermodel"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    ).replace("{{ m.role }}", "{{ 'model' if m.role == 'assistant' else m.role }}")
+    tokenizer.save_pretrained(tmp_path)
+    return ChatTokenizer(tmp_path)
+
+
+def test_a_turn_ends_with_the_token_that_the_template_writes(gemma_like):
+    end = gemma_like._tokenizer.convert_tokens_to_ids("<end_of_turn>")
+    assert set(gemma_like.end_tokens) == {END, end} and end != END
+    tokens, trained = gemma_like.conversation(answered(QUESTION, "7"))
+    turn = [token for token, mark in zip(tokens, trained, strict=True) if mark]
+    assert turn == [*gemma_like._tokens("7"), end]
+    whole = gemma_like.prompt([*QUESTION, {"role": "assistant", "content": "7"}, *REPLY])
+    assert [*gemma_like.prompt(QUESTION), *turn, *gemma_like.between_turns(REPLY, end)] == whole
+
+
+def test_every_turn_of_such_a_chat_can_be_trained_on(gemma_like):
+    answers = [{"role": "assistant", "content": "7"}, {"role": "assistant", "content": "8"}]
+    said = Conversation((*QUESTION, answers[0], *REPLY, answers[1]), 1)
+    tokens, trained = gemma_like.conversation(said)
+    shown = gemma_like._tokenizer.decode([token for token, mark in zip(tokens, trained, strict=True) if mark])
+    assert shown.replace(" ", "") == "7<end_of_turn>8<end_of_turn>"
+
+
+def test_a_tokenizer_that_adds_an_end_token_does_not_end_the_prompt(tmp_path):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", END)])
+    tokenizer.save_pretrained(tmp_path)
+    own = ChatTokenizer(tmp_path)
+    assert own._tokenizer("12")["input_ids"][-1] == END and own.prompt(QUESTION)[-1] != END
+    tokens, _ = own.conversation(answered(QUESTION, "7"))
+    assert tokens == [*own.prompt(QUESTION), *own._tokens("7"), END]

@@ -144,3 +144,16 @@ def test_generated_data_never_ends(tmp_path):
     data = TrainingExamples(Derived(ReverseDigits(4, seed=0), chat_of), chats, batch_size=3)
     assert data.steps_per_epoch is None
     assert data.rows(5) != data.rows(6)
+
+
+@pytest.mark.parametrize("too_long", ["error", "drop"])
+def test_a_chat_of_100_mb_is_not_tokenized(tmp_path, monkeypatch, too_long):
+    chats = encoder(tmp_path, too_long=too_long)
+    example = chat_of(Problem(TURNS[1:2], "4" * 10**8))
+    monkeypatch.setattr(chats.tokenizer, "conversation", lambda said: pytest.fail("it was tokenized"))
+    assert not chats.fits(example)
+    if too_long == "drop":
+        assert chats.longer([example]) == 1
+    else:
+        with pytest.raises(DataError, match=r"prompt and response are at least \d{7,} tokens, policy.max_total"):
+            chats.longer([example])

@@ -21,7 +21,7 @@ class Own:
 
 
 def make(name, **kwargs):
-    return make_environment(EnvironmentConfig(name=name, max_turns=3, kwargs=kwargs))
+    return make_environment(EnvironmentConfig(name=name, max_turns=3, timeout_s=None, kwargs=kwargs))
 
 
 @pytest.mark.parametrize(

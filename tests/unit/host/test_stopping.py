@@ -6,12 +6,13 @@ import signal
 import pytest
 
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.host.stopping import Stopping, seconds
+from nemo_rl_lite.host import stopping as stopping_module
+from nemo_rl_lite.host.stopping import Stopping, note_signal, seconds
 from nemo_rl_lite.rules.compose import compose_config
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_is_kept_until_the_step_is_done(number, capfd):
+def test_a_signal_is_kept_until_the_step_is_done(number, capfd, monkeypatch):
     stopping = Stopping(None, lambda: 0.0)
     before = signal.getsignal(number)
     with stopping.listening():
@@ -20,9 +21,17 @@ def test_a_signal_is_kept_until_the_step_is_done(number, capfd):
         assert stopping.after_step() == f"{number.name} was received"
         said = f"{number.name}: the run ends after this step, with a checkpoint; again to end it at once\n"
         assert capfd.readouterr().err == said
+        # `timeout` sends one to the process and one to its group.
+        os.kill(os.getpid(), number)
+        monkeypatch.setattr(stopping_module, "_SAME_REQUEST_S", 0.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
+
+
+def test_a_signal_that_came_while_the_run_was_starting_again_is_not_lost():
+    note_signal(signal.SIGUSR1)
+    assert Stopping(None, lambda: 0.0).after_step() == "SIGUSR1 was received"
 
 
 def test_no_step_is_begun_that_could_end_too_late(monkeypatch):

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -43,3 +45,28 @@ def test_baseline_metrics():
     assert metrics["baseline_reward/pct_0"] == metrics["baseline_reward/pct_1"] == 0.25
     assert metrics["baseline_reward/pct_mixed"] == 0.25
     assert metrics["advantages/max"] == 1
+
+
+@pytest.mark.parametrize("leave_one_out", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_reward_that_failed_is_as_if_its_sample_were_not_there(leave_one_out, normalize):
+    rewards = torch.tensor([[math.nan, 1.0, 0.0, 1.0], [0.5, math.nan, math.nan, 0.25]], dtype=torch.float64)
+    advantages = group_advantages(rewards, leave_one_out, normalize)
+    for own, all_of_them in zip(advantages, rewards, strict=True):
+        judged = ~all_of_them.isnan()
+        expected = group_advantages(all_of_them[judged][None], leave_one_out, normalize)[0]
+        torch.testing.assert_close(own[judged], expected)
+        assert (own[~judged] == 0).all()
+    metrics = baseline_metrics(rewards, advantages)
+    assert all(map(math.isfinite, metrics.values())) and metrics["baseline_reward/pct_mixed"] == 1
+
+
+def test_groups_of_which_nothing_or_one_reward_is_known_teach_nothing():
+    rewards = torch.tensor([[math.nan, math.nan], [math.nan, 1.0]])
+    assert (group_advantages(rewards, leave_one_out=True, normalize=True) == 0).all()
+    assert baseline_metrics(rewards, torch.zeros(2, 2))["baseline_reward/pct_mixed"] == 0
+
+
+def test_small_differences_of_large_rewards_are_not_lost():
+    rewards = torch.tensor([[1e8, 1e8 + 1, 1e8 + 2, 1e8 + 3]], dtype=torch.float64)
+    assert group_advantages(rewards, leave_one_out=False, normalize=False).tolist() == [[-1.5, -0.5, 0.5, 1.5]]

@@ -86,7 +86,9 @@ def trl_loss(config: DPOConfig, pairs: dict) -> tuple[torch.Tensor, torch.Tensor
     if config.label_smoothing:
         kinds = ["robust"]
     if config.sft_loss_weight:
-        kinds, weights = [*kinds, "sft"], [*weights, config.sft_loss_weight]
+        # TRL averages over all chosen tokens, and ours is NeMo-RL's: a sum over each response.
+        tokens_a_response = pairs["mask"][::2].sum().item() / (len(logprobs) / 2)
+        kinds, weights = [*kinds, "sft"], [*weights, config.sft_loss_weight * tokens_a_response]
     unchanged = lambda value, **_: value  # noqa: E731
     reference = (pairs["reference_logprobs"] * pairs["mask"]).sum(dim=1)[order].chunk(2)
     trainer = SimpleNamespace(
@@ -162,6 +164,13 @@ def test_the_chosen_responses_likelihood_can_be_averaged_over_each_first():
     _, _, metrics = our_loss(dpo_config(sft_average_log_probs=True), pairs, rows=2)
     sums, tokens = (pairs["logprobs"] * pairs["mask"]).sum(dim=1)[::2], pairs["mask"].sum(dim=1)[::2]
     assert metrics["sft_loss"] == pytest.approx(-(sums / tokens).mean().item(), abs=TOLERANCE)
+
+
+def test_the_chosen_responses_likelihood_is_a_sum_over_each_as_in_nemo_rl():
+    pairs = random_pairs()
+    _, _, metrics = our_loss(dpo_config(), pairs, rows=2)
+    sums = (pairs["logprobs"] * pairs["mask"]).sum(dim=1)[::2]
+    assert metrics["sft_loss"] == pytest.approx(-sums.mean().item(), abs=TOLERANCE)
 
 
 def test_options_change_the_loss():

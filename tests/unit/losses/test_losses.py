@@ -6,7 +6,7 @@ import torch
 from nemo_rl_lite.losses.interface import combine_metrics, count_masked
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss, kl_estimate, mismatch_metrics
 from tests.unit.losses.batches import batch_of, rows_of
-from tests.unit.losses.test_losses_match_trl import loss_config, random_inputs
+from tests.unit.losses.test_losses_match_trl import loss_config, our_loss, random_inputs
 
 EVERYTHING = {
     "ratio_clip_c": 2.0,
@@ -74,28 +74,73 @@ def test_an_empty_response_contributes_nothing_and_breaks_nothing():
     assert metrics["probs_ratio_min"].item() == math.inf
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-def test_kl_estimators_have_the_right_mean_and_gradient(kind):
-    """Exactly, over a small vocabulary: E[estimate] and E[gradient] against the true KL (k3's gradient is biased)."""
+@pytest.mark.parametrize("sampler", [None, [0.1, 0.5, -0.4, 0.2]], ids=["on-policy", "off-policy"])
+@pytest.mark.parametrize(("kind", "tolerance"), [("k1", 1e-6), ("k2", 2e-3), ("k3", 1e-6)])
+def test_kl_estimators_have_the_right_mean_and_gradient(kind, tolerance, sampler):
+    """Exactly, over a small vocabulary: E[estimate] and E[gradient] against the true KL, whichever policy sampled. (The
+    mean of k2 is the KL to second order.)"""
     logits = torch.tensor([0.3, -0.2, 0.6, 0.1], requires_grad=True)
     reference = torch.tensor([0.25, -0.15, 0.5, 0.2]).log_softmax(0)
     true = (logits.softmax(0) * (logits.log_softmax(0) - reference)).sum()
     (true_gradient,) = torch.autograd.grad(true, logits)
 
     logprobs = logits.log_softmax(0)
-    probabilities = logprobs.exp().detach()
-    estimate = kl_estimate(logprobs, reference, kind)
-    expected = (probabilities * estimate).sum()
+    sampled_with = logprobs.detach() if sampler is None else torch.tensor(sampler).log_softmax(0)
+    expected = (sampled_with.exp() * kl_estimate(logprobs, reference, kind, sampled_with)).sum()
     (gradient,) = torch.autograd.grad(expected, logits)
-    assert expected.item() == pytest.approx(true.item(), abs=2e-4)
-    torch.testing.assert_close(gradient, true_gradient, atol=1e-6 if kind != "k3" else 5e-3, rtol=0)
+    assert expected.item() == pytest.approx(true.item(), abs=max(tolerance, 1e-6))
+    torch.testing.assert_close(gradient, true_gradient, atol=tolerance, rtol=0)
+
+
+def test_k3_as_it_stands_has_the_gradient_of_the_forward_kl():
+    logits = torch.tensor([0.9, -0.2, 0.6, -0.8], requires_grad=True)
+    reference = torch.tensor([0.25, -0.15, 0.5, 0.2]).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    plain = (logprobs.exp().detach() * kl_estimate(logprobs, reference, "k3", None)).sum()
+    forward = (reference.exp() * (reference - logprobs)).sum()
+    gradients = [torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (plain, forward)]
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=0)
 
 
 def test_kl_clamps():
     logprobs, reference = torch.tensor([-30.0, -1.0]), torch.tensor([0.0, -1.0])
-    assert kl_estimate(logprobs, reference, "k3", 20.0, 10.0).tolist() == [10.0, 0.0]
+    assert kl_estimate(logprobs, reference, "k3", None, 20.0, 10.0).tolist() == [10.0, 0.0]
     with pytest.raises(ValueError, match="k4"):
-        kl_estimate(logprobs, reference, "k4")
+        kl_estimate(logprobs, reference, "k4", None)
+
+
+def test_a_token_whose_log_ratio_is_clamped_has_no_gradient():
+    logprobs = torch.tensor([-30.0, -1.0], requires_grad=True)
+    kl_estimate(logprobs, torch.tensor([0.0, -2.0]), "k1", logprobs.detach(), 20.0).sum().backward()
+    assert logprobs.grad.tolist() == [0.0, 2.0]
+
+
+@pytest.mark.parametrize("name", ["logprobs", "previous_logprobs", "generation_logprobs", "reference_logprobs"])
+@pytest.mark.parametrize("changes", [{}, {"sequence_level_importance_ratios": True, "token_level_loss": False}])
+def test_an_infinite_logprob_outside_the_mask_changes_nothing(name, changes):
+    config = loss_config(reference_policy_kl_penalty=0.1, use_importance_sampling_correction=True, **changes)
+    inputs = random_inputs()
+    expected = our_loss(config, inputs)
+    inputs[name] = inputs[name].masked_fill(inputs["mask"] == 0, -math.inf)
+    for value, other in zip(our_loss(config, inputs), expected, strict=True):
+        assert torch.equal(value, other)
+
+
+def test_a_sequence_ratio_has_a_sequence_correction_of_the_engine():
+    """GSPO's weight is the product over the sequence, as NeMo-RL has it."""
+    settings = {"sequence_level_importance_ratios": True, "token_level_loss": False}
+    config = loss_config(use_importance_sampling_correction=True, truncated_importance_sampling_ratio=2.0, **settings)
+    inputs = random_inputs()
+    difference = (inputs["previous_logprobs"] - inputs["generation_logprobs"]) * inputs["mask"]
+    weighted = dict(inputs, advantages=inputs["advantages"] * difference.sum(dim=1).exp().clamp(max=2.0))
+    for value, other in zip(our_loss(config, inputs), our_loss(loss_config(**settings), weighted), strict=True):
+        torch.testing.assert_close(value, other)
+
+
+@pytest.mark.parametrize("order", [[math.nan, 0.0], [1.0, math.nan]])
+def test_the_extreme_of_a_nan_is_nan_in_any_order(order):
+    combined = combine_metrics([{"ratio_min": value, "ratio_max": value} for value in order])
+    assert all(math.isnan(value) for value in combined.values())
 
 
 def mismatch(previous, generation, mask, tokens):

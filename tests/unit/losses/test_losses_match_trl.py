@@ -21,6 +21,7 @@ def loss_config(**changes) -> LossConfig:
         "ratio_clip_c": None,
         "reference_policy_kl_penalty": 0.0,
         "reference_policy_kl_type": "k3",
+        "use_bias_correction_kl": True,
         "kl_input_clamp_value": None,
         "kl_output_clamp_value": None,
         "token_level_loss": True,
@@ -76,7 +77,7 @@ def trl_loss(config: LossConfig, inputs: dict[str, torch.Tensor], prompt: int = 
         off_policy_mask_threshold=None,
         importance_sampling_level="sequence" if config.sequence_level_importance_ratios else "token",
         beta=config.reference_policy_kl_penalty,
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=config.ratio_clip_c),
+        args=SimpleNamespace(use_bias_correction_kl=config.use_bias_correction_kl, delta=config.ratio_clip_c),
         loss_type="bnpo" if config.token_level_loss else "grpo",
         epsilon_low=config.ratio_clip_min,
         epsilon_high=config.ratio_clip_max,
@@ -117,6 +118,7 @@ def trl_loss(config: LossConfig, inputs: dict[str, torch.Tensor], prompt: int = 
         {"token_level_loss": False},
         {"ratio_clip_c": 1.5},
         {"reference_policy_kl_penalty": 0.1},
+        {"reference_policy_kl_penalty": 0.1, "use_bias_correction_kl": False},
         {"reference_policy_kl_penalty": 0.1, "token_level_loss": False},
         {"token_level_loss": False, "sequence_level_importance_ratios": True},
         {"use_importance_sampling_correction": True},
@@ -148,6 +150,7 @@ def test_options_change_the_loss():
         {"ratio_clip_c": 1.21},
         {"token_level_loss": False},
         {"reference_policy_kl_penalty": 0.1},
+        {"reference_policy_kl_penalty": 0.1, "use_bias_correction_kl": False},
         {"use_importance_sampling_correction": True},
     ):
         changed, _ = our_loss(loss_config(**changes), inputs)

@@ -41,6 +41,14 @@ def test_the_command_line_too():
         "reward.kwargs = {'api-key': 's3cret', 'n': 3}",
         "https://host/path?password=s3cret&n=3",
         "postgres://user:p@s3cret@host/db",
+        "Authorization: Bearer s3cret",
+        "https://host/blob?sig=s3cret&n=3",
+        "+reward.kwargs.openai_key=s3cret",
+        "logger.mlflow.tracking_uri=https://me:s3cret@host",
+        "{pwd: s3cret}",
+        "my_pat=s3cret",
+        "passphrase: s3cret",
+        "Cookie: s3cret",
     ],
 )
 def test_what_follows_the_name_of_a_secret_is_hidden(text):
@@ -55,6 +63,11 @@ def test_overrides_that_hold_several_values():
 
 
 def test_what_only_looks_like_one_stays():
-    plain = {"max_new_tokens": "256", "author": "someone", "token_level_loss": "true", "text": "the tokens: 5 of 6"}
+    plain = {"path": "a", "keynote": "b", "pattern": "c", "keep_newest": "2"} | {
+        "max_new_tokens": "256",
+        "author": "someone",
+        "token_level_loss": "true",
+        "text": "the tokens: 5 of 6",
+    }
     assert redact(plain) == plain
     assert redact({"authorization": "Bearer s3cret"}) == {"authorization": HIDDEN}

@@ -7,9 +7,10 @@ import sys
 import huggingface_hub
 import pytest
 
-from nemo_rl_lite import plan, train
+from nemo_rl_lite import plan
 from nemo_rl_lite.models.known import KNOWN_MODELS
 from nemo_rl_lite.models.shape import NoModelError
+from nemo_rl_lite.run.command import launch
 from tests.unit.rules.test_compose import HEAVY
 
 
@@ -88,5 +89,5 @@ def test_a_plan_imports_nothing_heavy():
 
 def test_a_dry_run_goes_with_no_flag_that_prints(capsys):
     with pytest.raises(SystemExit) as end:
-        train.launch(["--dry-run", "--cfg", "job"])
+        launch(["--dry-run", "--cfg", "job"])
     assert end.value.code == 2 and "cannot be combined with --cfg job" in capsys.readouterr().err

@@ -1,6 +1,8 @@
 """The time limit of a reward holds, and a late reward costs one sample only."""
 
 import os
+import subprocess
+import sys
 import time
 
 import psutil
@@ -8,9 +10,10 @@ import pytest
 
 from nemo_rl_lite.config.schema import RewardConfig
 from nemo_rl_lite.data.problems import Problem, chat
-from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.rewards.judge import make_judge
-from nemo_rl_lite.rewards.pool import RewardError
+from nemo_rl_lite.errors import ConfigError, DataError
+from nemo_rl_lite.rewards import pool as pool_module
+from nemo_rl_lite.rewards.judge import make_judge, try_reward
+from nemo_rl_lite.rewards.registry import RewardError
 
 HERE = "tests.unit.rewards.test_judge"
 
@@ -25,11 +28,22 @@ def moody(response: str, answer: str) -> float:
         raise ValueError("x" * 5000)
     if response == "die":
         os._exit(7)
+    if response == "fork" and os.fork() == 0:
+        time.sleep(600)
+    if response == "fork and return":
+        # Both return, and the copy must not answer.
+        os.fork()
+    if response == "fork and die":
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(7)
+    if response == "leave one behind":
+        os.system("sleep 600 &")
     return float(response == answer)
 
 
 def judge(name: str, timeout_s: float | None, processes: int = 2):
-    return make_judge(RewardConfig(name=name, kwargs={}, timeout_s=timeout_s, processes=processes))
+    return make_judge(RewardConfig(name=name, kwargs={}, timeout_s=timeout_s, processes=processes, max_error_share=0.5))
 
 
 def problems(*answers: str) -> list[Problem]:
@@ -60,6 +74,45 @@ def test_a_rollout_is_judged_fast_but_for_a_number_that_no_computer_can_hold():
     assert time.perf_counter() - started < 60
 
 
+def test_what_a_reward_starts_neither_hangs_the_run_nor_outlives_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("NEMO_RL_LITE_TEST_POOL", str(tmp_path))
+    pool = judge(f"{HERE}.moody", timeout_s=2.0)
+    responses = ["fork", "y", "1", "fork and die", "leave one behind", "fork and return", "2", "3"]
+    started = time.perf_counter()
+    verdicts = pool(["fork and die", *responses], problems("?", *"xx1xxx23"))
+    assert time.perf_counter() - started < 60
+    assert str(verdicts[0]) == str(verdicts[4]) == "the judging process ended with status 7"
+    assert verdicts[1:4] == [0.0, 0.0, 1.0] and verdicts[5:] == [0.0, 0.0, 1.0, 1.0]
+    (late,) = pool(["sleep"], problems("?"))
+    assert str(late) == "no verdict within reward.timeout_s = 2"
+    assert pool(["4", "5"], problems(*"45")) == [1.0, 1.0]
+    del pool
+    deadline = time.monotonic() + 15
+    while (left := processes_of(str(tmp_path))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+
+
+def processes_of(mark: str) -> list[psutil.Process]:
+    """Living processes with the environment of a pool, but for this one."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            ours = process.pid != os.getpid() and process.environ().get("NEMO_RL_LITE_TEST_POOL") == mark
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_a_judging_process_that_never_starts_ends_the_run(monkeypatch):
+    real = subprocess.Popen
+    monkeypatch.setattr(pool_module.subprocess, "Popen", lambda *_, **__: real([sys.executable, "-c", "exit(3)"]))
+    with pytest.raises(DataError, match=r"moody: the start of its judging process ended with status 3"):
+        judge(f"{HERE}.moody", timeout_s=5.0)(["1"], problems("1"))
+
+
 def test_processes_end_with_the_pool():
     before = set(psutil.Process().children())
     own = judge(f"{HERE}.moody", timeout_s=500.0)
@@ -84,3 +137,19 @@ def test_without_a_limit_there_are_no_processes():
 def test_a_reward_that_is_not_there_is_found_out_before_anything_starts(timeout_s):
     with pytest.raises(ConfigError, match=r"reward\.name"):
         judge(f"{HERE}.absent", timeout_s)
+
+
+def trl_reward(response: str, answer: str) -> list[float]:
+    return [1.0] * len(response)
+
+
+def fails_on_some(response: str, answer: str) -> float:
+    raise ValueError(response)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 5.0])
+def test_a_trial_call_finds_what_is_no_reward(timeout_s):
+    with pytest.raises(ConfigError, match=r"(?s)reward.name.*trl_reward returned \[1.0, 1.0\], a list.*'42' to '\?'"):
+        try_reward(judge(f"{HERE}.trl_reward", timeout_s), problems("42")[0])
+    # It may have no answer to this response alone.
+    try_reward(judge(f"{HERE}.fails_on_some", timeout_s), problems("42")[0])

@@ -1,8 +1,12 @@
+import math
+
+import numpy as np
 import pytest
+import torch
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.rewards.registry import find_reward
+from nemo_rl_lite.rewards.registry import RewardError, WrongReward, checked_reward, find_reward
 
 
 def shout(response: str, answer: str, volume: float = 1.0) -> float:
@@ -73,6 +77,25 @@ def test_format(response, expected):
         ("$\\frac{1}{3}$", "\\frac{2}{3}", 0.0),
         ("no idea", "42", 0.0),
         ("", "42", 0.0),
+        # The last expression counts, and not the set of neighbours.
+        ("\\boxed{5}, hmm wait. \\boxed{6}", "6", 1.0),
+        ("\\boxed{5}, hmm wait. \\boxed{6}", "5", 0.0),
+        ("$3$ or $4$", "4", 1.0),
+        ("$3$ or $4$", "3", 0.0),
+        ("\\boxed{\\frac{1}{2}} and so on", "1/2", 1.0),
+        # Without any mark.
+        ("The answer is 50%", "50%", 1.0),
+        ("A", "A", 1.0),
+        ("The answer is B.", "B", 1.0),
+        ("The answer is B.", "A", 0.0),
+        ("(1,2)", "(1,2)", 1.0),
+        ("(1, 2)", "(2, 1)", 0.0),
+        ("\N{MINUS SIGN}5", "-5", 1.0),
+        ("-5", "\N{MINUS SIGN}5", 1.0),
+        # Dollars of money.
+        ("She makes $9 * 2 = $18 every day", "18", 1.0),
+        ("It costs $18.", "18", 1.0),
+        ("It costs \\$18, not \\$20.", "20", 1.0),
     ],
 )
 def test_math(response, answer, expected):
@@ -96,6 +119,9 @@ def test_an_answer_that_is_no_mathematics_is_an_error_and_no_zero():
         ("1,2,3", "3", 1.0),
         ("twelve", "12", 0.0),
         ("", "12", 0.0),
+        ("it is \N{MINUS SIGN}5", "-5", 1.0),
+        ("it is -5", "\N{MINUS SIGN}5", 1.0),
+        ("it is 5", "\N{MINUS SIGN}5", 0.0),
     ],
 )
 def test_last_number(response, answer, expected):
@@ -105,3 +131,54 @@ def test_last_number(response, answer, expected):
 def test_last_number_of_an_answer_that_is_none_is_an_error():
     with pytest.raises(ValueError, match="twelve"):
         find_reward("last_number", {})("12", problem("twelve"))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(1, 1.0), (True, 1.0), (-0.5, -0.5), (np.float32(0.25), 0.25), (torch.tensor(2.0), 2.0), (3.4e38, 3.4e38)],
+)
+def test_numbers_are_rewards(value, expected):
+    reward = checked_reward("mine", value)
+    assert type(reward) is float and reward == expected
+
+
+async def later() -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("1.0", "returned '1.0', a str"),
+        ([1.0, 0.0], r"returned \[1.0, 0.0\], a list"),
+        ({"score": 1}, "a dict; a reward is one number"),
+        (np.ones(3), "a ndarray"),
+        (torch.ones(3), "a Tensor"),
+        (1e39, "too large for float32: 1e"),
+        (-(10**400), "too large for float32: -1000"),
+    ],
+)
+def test_what_is_no_reward_is_named(value, said):
+    with pytest.raises(WrongReward, match=f"^mine .*{said}"):
+        checked_reward("mine", value)
+
+
+def test_a_coroutine_is_no_reward():
+    with pytest.raises(WrongReward, match="async def"):
+        checked_reward("mine", later())
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
+def test_a_sample_that_cannot_be_judged_is_an_error_of_that_sample(value):
+    with pytest.raises(RewardError, match=f"^mine returned {value}$") as error:
+        checked_reward("mine", value)
+    assert not isinstance(error.value, WrongReward)
+
+
+def test_the_same_letters_in_another_unicode_form_match():
+    assert (
+        find_reward("exact_match", {})(
+            "cafe\N{COMBINING ACUTE ACCENT}", problem("caf\N{LATIN SMALL LETTER E WITH ACUTE}")
+        )
+        == 1
+    )

@@ -9,9 +9,13 @@ from nemo_rl_lite.rules.compose import compose_config
 
 
 class Letters:
-    """One token a letter."""
+    """One token a letter; nobody has the memory for those of a very long text."""
+
+    def least_tokens(self, messages):
+        return len(messages[-1]["content"]) // 4
 
     def prompt(self, messages):
+        assert len(messages[-1]["content"]) < 1000
         return list(messages[-1]["content"])
 
 
@@ -44,6 +48,14 @@ def test_long_prompts_are_dropped_and_counted(caplog):
     assert [problem.answer for problem in validation] == ["2"]
     assert "2 of 5 training problems dropped: their prompts exceed 10 tokens" in caplog.text
     assert "1 of 2 validation problems dropped" in caplog.text
+
+
+def test_a_prompt_of_100_mb_is_not_tokenized():
+    message = r"a prompt of 25000000 tokens and .* exceed policy.max_total_sequence_length = 20: 'xxx"
+    with pytest.raises(DataError, match=message):
+        fit(problems(3, 10**8), [], "error")
+    training, _ = fit(problems(3, 10**8), [], "drop")
+    assert len(training.finite()) == 1
 
 
 def test_nothing_left_is_an_error():

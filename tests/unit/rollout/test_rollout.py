@@ -6,6 +6,7 @@ from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.rewards.judge import one_by_one
+from nemo_rl_lite.rewards.registry import WrongReward, checked_reward
 from nemo_rl_lite.rollout.rollout import RolloutCollector
 
 SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=4, stop_token_ids=(0,), stop_strings=(), samples_per_prompt=2)
@@ -14,7 +15,7 @@ SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=4, stop_token_ids=(0,), stop_
 class Letters:
     """One token a letter; 0 ends."""
 
-    end_token = 0
+    end_tokens = (0,)
 
     def prompt(self, messages):
         return [ord(letter) for letter in messages[-1]["content"]]
@@ -38,7 +39,7 @@ class Script:
 
 
 def judged(reward):
-    return one_by_one(lambda response, problem: reward(response, problem.answer))
+    return one_by_one(lambda response, problem: checked_reward("mine", reward(response, problem.answer)))
 
 
 def problems(*texts: str) -> list[Problem]:
@@ -55,7 +56,7 @@ ANSWERS = [
 
 def test_sequences_masks_and_logprobs_line_up():
     collector = RolloutCollector(
-        Script(ANSWERS), Letters(), judged(lambda response, answer: float(response == answer)), 32
+        Script(ANSWERS), Letters(), judged(lambda response, answer: float(response == answer)), 32, 0.0
     )
     rollout = collector.collect(problems("a", "xyz"), SAMPLING)
     rows = rollout.rows([0.5, -0.5, 0.25, -0.25])
@@ -77,26 +78,46 @@ def test_sequences_masks_and_logprobs_line_up():
     assert rows[1].tokens[1:] == list(map(ord, "BBBB"))
 
 
-def test_a_reward_that_raises_is_counted_and_logged(caplog):
-    def fragile(response: str, answer: str) -> float:
-        return 1 / len(response)
+def fragile(response: str, answer: str) -> float:
+    return 1 / len(response)
 
-    collector = RolloutCollector(Script(ANSWERS), Letters(), judged(fragile), 32)
+
+def test_a_reward_that_fails_leaves_its_sample_out(caplog):
+    collector = RolloutCollector(Script(ANSWERS), Letters(), judged(fragile), 32, 0.25)
     with caplog.at_level(logging.WARNING):
         rollout = collector.collect(problems("a", "xyz"), SAMPLING)
-    assert [episode.reward for episode in rollout.episodes] == [1, 1 / 4, 1 / 3, 0]
-    assert rollout.reward_errors == 1 and rollout.metrics()["reward_errors"] == 1
-    assert "ZeroDivisionError" in caplog.text
+    assert [episode.reward for episode in rollout.episodes] == [1, 1 / 4, 1 / 3, None]
+    metrics = rollout.metrics()
+    assert rollout.reward_errors == metrics["reward_errors"] == 1 and "ZeroDivisionError" in caplog.text
+    assert metrics["reward"] == pytest.approx((1 + 1 / 4 + 1 / 3) / 3)
+    assert metrics["num_valid_samples"] == 3 and metrics["global_valid_toks"] == 10
+    *kept, left_out = rollout.rows([0.5, -0.5, 0.25, 0.0])
+    assert not any(left_out.mask) and left_out.advantage == 0 and all(any(row.mask) for row in kept)
+    assert [sample.reward for sample in rollout.samples(9)] == [1 / 4, 1 / 3, 1]
+
+
+def test_a_reward_that_fails_on_too_many_samples_ends_the_run():
+    collector = RolloutCollector(Script(ANSWERS), Letters(), judged(fragile), 32, 0.2)
+    with pytest.raises(DataError, match=r"failed on 1 of 4 samples.* reward.max_error_share = 0.2 .*ZeroDivisionError"):
+        collector.collect(problems("a", "xyz"), SAMPLING)
 
 
 @pytest.mark.parametrize("broken", [lambda response, answer: 1 / 0, lambda response: 1.0, lambda *_: float("nan")])
 def test_a_reward_that_never_works_ends_the_run(broken):
-    collector = RolloutCollector(Script(ANSWERS), Letters(), judged(broken), 32)
-    with pytest.raises(DataError, match="failed on all 4 samples, first with"):
+    collector = RolloutCollector(Script(ANSWERS), Letters(), judged(broken), 32, 0.5)
+    with pytest.raises(DataError, match=r"failed on 4 of 4 samples, .* first with"):
         collector.collect(problems("a", "xyz"), SAMPLING)
 
 
+def test_what_is_no_reward_ends_the_run_and_names_function_sample_and_value():
+    def judge(responses, problems):
+        return [WrongReward("mine returned '1.0', a str; a reward is one number"), *[1.0] * 3]
+
+    with pytest.raises(DataError, match=r"mine returned '1\.0', a str.* the response was 'A' \(answer 'A'\)"):
+        RolloutCollector(Script(ANSWERS), Letters(), judge, 32, 1.0).collect(problems("a", "xyz"), SAMPLING)
+
+
 def test_a_prompt_without_room_is_an_error_that_names_both_limits():
-    collector = RolloutCollector(Script(ANSWERS), Letters(), judged(lambda *_: 0.0), 6)
+    collector = RolloutCollector(Script(ANSWERS), Letters(), judged(lambda *_: 0.0), 6, 0.0)
     with pytest.raises(DataError, match=r"5 tokens and generation.max_new_tokens = 4 .*max_total_sequence_length = 6"):
         collector.collect(problems("abcde"), SAMPLING)

@@ -19,7 +19,7 @@ SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=40, stop_token_ids=(END,), st
 class Letters:
     """One token a letter; 0 ends a turn; `|` begins the assistant's."""
 
-    end_token = END
+    end_tokens = (END,)
 
     def prompt(self, messages):
         return [ord(letter) for letter in f"{messages[-1]['content']}|"]
@@ -52,7 +52,7 @@ class Script:
 
 def collect(script, environment, max_turns=4, max_length=200, reward="exact_match"):
     judge = one_by_one(find_reward(reward, {}))
-    collector = RolloutCollector(script, Letters(), judge, max_length, Turns(environment, max_turns))
+    collector = RolloutCollector(script, Letters(), judge, max_length, 0.0, Turns(environment, max_turns, None))
     return collector.collect([Problem(chat("6*7+1?"), "43")], SAMPLING)
 
 
@@ -146,7 +146,7 @@ class Broken:
         (KeyError("state"), "KeyError: 'state'"),
         ("well done", r"TypeError: step\(\) returned str, not an Observation"),
         (Observation(), "no message, although the episode is not done"),
-        (Observation(done=True, reward=float("nan")), "the reward is nan"),
+        (Observation(done=True, reward=float("nan")), r"RewardError: step\(\) returned nan"),
     ],
 )
 def test_an_environment_that_fails_is_named(answer, message):

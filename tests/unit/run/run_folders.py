@@ -25,7 +25,7 @@ def make_run(folder: Path, *overrides: str, steps: int = 6, slope: float = 0.1) 
     config = composed(*overrides)
     write_start(folder, dataclasses.asdict(config), f"python -m nemo_rl_lite.train {' '.join(overrides)}")
     rollouts = RolloutFiles(folder, None, done=0)
-    with status_kept(folder), (folder / METRICS_FILE).open("a") as file:
+    with status_kept(folder, saves=True), (folder / METRICS_FILE).open("a") as file:
         for step in range(1, steps + 1):
             value = slope * step
             entry = {"step": step, "time": 1000.0 + 60 * step, "train/loss": 1 / step, "train/grad_norm": None}

@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,17 +16,21 @@ from contextlib import suppress
 import pytest
 
 from nemo_rl_lite.checkpoint.resume import checkpoint_store
-from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.checkpoint.store import RECORD
+from nemo_rl_lite.errors import ConfigError, WorkerError
 from nemo_rl_lite.observability.metrics_log import METRICS_FILE
+from nemo_rl_lite.observability.redaction import described
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.folder import (
     COMMAND_FILE,
     CONFIG_FILE,
+    ERROR_FILE,
     STATUS_FILE,
     check_folder,
     locked,
     status_kept,
+    write_error,
     write_start,
 )
 from nemo_rl_lite.run.run import run
@@ -109,7 +114,7 @@ def test_a_checkpoint_that_was_being_replaced_counts(folder):
 def test_a_second_run_at_the_same_time_is_refused_and_changes_nothing(folder):
     (unfinished := checkpoint_store(compose_config(), folder).begin(10)).joinpath("weights").write_text("half")
     files = lambda: {path: path.stat().st_mtime_ns for path in folder.rglob("*")}  # noqa: E731
-    with locked(folder), status_kept(folder):
+    with locked(folder), status_kept(folder, saves=True):
         before = files()
         process = rf"\(process {os.getpid()} on {socket.gethostname()}\)"
         with pytest.raises(ConfigError, match=f"hydra.run.dir = .*\n.*another process is running there {process}"):
@@ -154,3 +159,25 @@ def test_what_a_run_raises_is_not_taken_for_a_lack_of_locks(tmp_path):
         raise OSError("of the run")
     with locked(tmp_path):
         pass
+
+
+def test_no_secret_is_in_the_folder_and_settings_are_not_for_everybody(tmp_path):
+    overrides = [
+        "logger.mlflow.tracking_uri=https://me:s3cret@host",
+        "+reward.kwargs.openai_key=s3cret",
+        "+generation.vllm_kwargs.hf_token=s3cret",
+    ]
+    whole_config = described(compose_config(overrides))
+    write_start(tmp_path, whole_config, shlex.join(["python", "-m", "nemo_rl_lite.train", *overrides]))
+    write_error(tmp_path, WorkerError("policy rank 0", "train", "it met https://me:s3cret@host", "Bearer s3cret"))
+    store = checkpoint_store(compose_config(), tmp_path)
+    store.begin(1)
+    store.finish(1, {}, {"config": whole_config})
+    settings = [tmp_path / CONFIG_FILE, tmp_path / COMMAND_FILE, tmp_path / ERROR_FILE, *tmp_path.rglob(RECORD)]
+    assert len(settings) == 4
+    for file in settings:
+        assert "s3cret" not in file.read_text() and "REDACTED" in file.read_text(), file
+        assert file.stat().st_mode & 0o007 == 0, file
+    # The same command resumes.
+    (tmp_path / METRICS_FILE).write_text('{"step": 1}\n')
+    check_folder(tmp_path, whole_config)

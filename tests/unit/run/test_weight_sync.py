@@ -1,11 +1,16 @@
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.generation.interface import Completion
+from nemo_rl_lite.config.schema import GRPOConfig
+from nemo_rl_lite.errors import EngineError, RefitError
+from nemo_rl_lite.generation.interface import Completion, Sampling
+from nemo_rl_lite.rollout.source import RolloutSource
 from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run.workers import remote_generation
+from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
 from nemo_rl_lite.run.workers.weight_sync import PROBE_TOKENS, ProbeSettings, WeightSync, producers
 
 PROMPT = [5, 6, 7]
@@ -44,6 +49,40 @@ def test_a_probe_that_disagrees_names_the_engine():
     sync._sample_probe()
     with pytest.raises(RefitError, match=r"generation rank 1 .* differ by 0.0100 nats on average"):
         sync.check()
+
+
+def test_a_policy_that_computes_nan_does_not_agree():
+    sync = sync_with([[-1.0, -1.0], [-1.0, -1.0]])
+    sync._policy = SimpleNamespace(logprobs=lambda tokens, *_, **__: torch.full(tokens.shape, math.nan))
+    sync._sample_probe()
+    with pytest.raises(RefitError, match=r"generation rank 0 .* differ by nan nats"):
+        sync.check()
+
+
+def engines(monkeypatch, *logprobs: float) -> RemoteGeneration:
+    """An engine for each of the numbers, which gives the second of three tokens this logprob."""
+    monkeypatch.setattr(remote_generation, "wait", lambda answers: answers)
+
+    class Group(list):
+        def call_each(self, method, shares):
+            own = zip(self, shares, strict=True)
+            return [[Completion((3, 4, 5), (-1.0, one, -1.0), "stop") for _ in prompts] for one, (prompts, _) in own]
+
+    return RemoteGeneration(Group(logprobs), shares_device=False)  # pyrefly: ignore
+
+
+@pytest.mark.parametrize("logprob", [math.nan, -math.inf])
+def test_an_engine_that_computes_no_numbers_is_named_with_its_step(monkeypatch, logprob):
+    generation, sampling = engines(monkeypatch, -1.0, logprob), Sampling(1.0, 1.0, None, 3, (), ())
+    with pytest.raises(EngineError, match=rf"generation rank 1 sampled token 4 \(number 2 .* logprob {logprob}"):
+        generation.generate([[1], [2]], sampling)
+    assert len(engines(monkeypatch, -1.0, -2.0).generate([[1], [2]], sampling)) == 2
+    collect = SimpleNamespace(collect=lambda problems, sampling: generation.generate([[1], [2]], sampling))
+    config = compose_config().options(GRPOConfig)
+    source = RolloutSource(config, collect, sampling, None, [], print)  # pyrefly: ignore
+    for sample in (lambda: source.sample(7, []), lambda: source.sample_held_out(7)):
+        with pytest.raises(EngineError, match=r"^step 7: generation rank 1 "):
+            sample()
 
 
 def test_the_probe_is_no_longer_than_a_response():

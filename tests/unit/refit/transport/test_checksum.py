@@ -43,6 +43,31 @@ def test_exchanged_numbers_that_differ_in_their_sign_alone_show():
     assert checksum(values.view(torch.uint8)) != checksum(exchanged.view(torch.uint8))
 
 
+@pytest.mark.parametrize("kind", ["random", "zeros"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        # A tensor of bfloat16 zeros that arrives as NaN is one such change.
+        lambda words, at: words[at : at + 1].bitwise_not_(),
+        lambda words, at: words[at : at + 1].bitwise_xor_(1 << int(at) % 63),
+        lambda words, at: words[at : at + 1].bitwise_xor_(-(2**63)),
+        lambda words, at: words[at:].copy_(words[at:].roll(1) ^ (words[at:] == words[at:].roll(1)).long()),
+    ],
+    ids=["complemented", "one bit", "sign", "shifted"],
+)
+def test_any_change_of_words_shows(kind, change):
+    words = random_bytes(8 * 4096).view(torch.int64) if kind == "random" else torch.zeros(4096, dtype=torch.int64)
+    reference = checksum(words.view(torch.uint8))
+    for at in torch.randperm(4095, generator=torch.Generator().manual_seed(1))[:500]:
+        changed = words.clone()
+        change(changed, at)
+        assert not torch.equal(changed, words) and checksum(changed.view(torch.uint8)) != reference
+
+
+def test_zeros_are_not_the_bytes_of_all_ones():
+    assert checksum(torch.full((8192,), 255, dtype=torch.uint8)) != checksum(torch.zeros(8192, dtype=torch.uint8))
+
+
 def test_the_empty_buffer_and_zeros():
     assert checksum(torch.zeros(0, dtype=torch.uint8)) == checksum(torch.zeros(512, dtype=torch.uint8)) == 0
 
@@ -92,6 +117,7 @@ from nemo_rl_lite.refit.transport.checksum_kernel import sum_words
 checksum._WORDS = 8192
 for words in (1, 4096, 8192, 8193, 50001):
     buffer = torch.randint(0, 256, (words * 8,), dtype=torch.uint8, generator=torch.Generator().manual_seed(words))
+    buffer[:8] = 255
     for every in (1, 2, 16):
         given = sum_words(buffer.view(torch.int64), every, checksum._WORDS, checksum._ODD)
         assert int(given) == int(checksum._sum(buffer, every)) != 0, (words, every)

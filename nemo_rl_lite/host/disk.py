@@ -1,0 +1,22 @@
+"""Whether a folder can be written."""
+
+import tempfile
+from pathlib import Path
+
+# Bytes that a run writes at once when it starts.
+_ROOM = 2**16
+
+
+def why_not_writable(folder: Path) -> str:
+    """Why a folder cannot be made or written: a file is in its place, a permission is missing, the disk is full; empty
+    where it can. Makes a folder in the nearest one that exists, and removes it."""
+    place = folder.absolute()
+    nearest = next(one for one in (place, *place.parents) if one.exists())
+    if not nearest.is_dir():
+        return f"{nearest} is a file"
+    try:
+        with tempfile.TemporaryDirectory(dir=nearest, prefix=".can-be-written-") as probe:
+            (Path(probe) / "some").write_bytes(bytes(_ROOM))
+    except OSError as error:
+        return f"{nearest} cannot be written: {error.strerror or error}"
+    return ""

@@ -1,0 +1,90 @@
+"""A policy whose routers have biases that balance experts (as DeepSeek-V3's), on one rank without Ray.
+
+router_rank.py MODEL_FOLDER OVERRIDES, a JSON list of lists. Writes a JSON list to standard output: for each list of
+overrides what training changed.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_rl_lite.config.schema import GRPOConfig
+from nemo_rl_lite.losses.batch import TokenRow
+from nemo_rl_lite.losses.policy_gradient import GRPOLoss
+from nemo_rl_lite.policy.megatron import routers
+from nemo_rl_lite.policy.megatron import worker as worker_module
+from nemo_rl_lite.policy.megatron.model import MegatronModel
+from nemo_rl_lite.policy.megatron.worker import MegatronWorker
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run.workers.launch import policy_arguments
+from tests.functional.policy_rank import forget_layout
+
+build_model = worker_module.build_model
+
+
+def with_biases(*arguments: Any) -> MegatronModel:
+    """The model, whose routers get what those of a model with biases have: no such model is small."""
+    model = build_model(*arguments)
+    for router in routers._routers(model.chunks):
+        router.enable_expert_bias, router.score_function = True, "sigmoid"
+        router.config.moe_router_enable_expert_bias = True
+        count = router.config.num_moe_experts
+        del router.local_tokens_per_expert, router.expert_bias
+        router.register_buffer("local_tokens_per_expert", torch.zeros(count), persistent=False)
+        router.register_buffer("expert_bias", torch.zeros(count))
+    return model
+
+
+def main(model_folder: str, cases: str) -> None:
+    worker_module.build_model = with_biases
+    found = [changes(model_folder, overrides) for overrides in json.loads(cases)]
+    sys.stdout.write(f"\n{json.dumps(found)}\n")
+    sys.stdout.flush()
+
+
+def changes(model_folder: str, overrides: list[str]) -> dict[str, float]:
+    config = compose_config([f"policy.model_name={model_folder}", *overrides])
+    worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | {"keep_reference": True, "threads": 1})
+    model, source = worker._model, torch.Generator().manual_seed(1)
+    weights = {name: value.clone() for name, value in model.bare_chunks[0].named_parameters() if "router" in name}
+    assert weights and len(routers.expert_biases(model.chunks)) == 2
+    tokens = torch.randint(4, 60, (8, 12), generator=source).tolist()
+    loss = GRPOLoss(config.options(GRPOConfig).loss_fn)
+
+    def step(advantage: float) -> None:
+        rows = [TokenRow(own, [place > 4 for place in range(12)], [-1.0] * 12, advantage) for own in tokens]
+        worker.hold(rows)
+        worker.prepare_for_logprob()
+        worker.score(("previous", "reference"), 56.0)
+        worker.prepare_for_training()
+        worker.train(loss, loss.counts(rows))
+
+    def biases() -> torch.Tensor:
+        return torch.stack(routers.expert_biases(model.chunks)).clone()
+
+    def reference() -> torch.Tensor:
+        return worker._held["train"].reference_logprobs
+
+    started = biases()
+    step(0.0)
+    first, moved = reference(), biases()
+    step(math.nan)
+    skipped = (biases() - moved).abs().max().item()
+    step(1.0)
+    after = dict(model.bare_chunks[0].named_parameters())
+    found = {
+        "bias": (moved - started).abs().max().item(),
+        "bias of a skipped step": skipped,
+        "reference": (reference() - first).abs().max().item(),
+        "router": max((after[name] - value).abs().max().item() for name, value in weights.items()),
+    }
+    forget_layout()
+    return found
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
