@@ -115,7 +115,10 @@ class GRPO:
         with timer("total_validation_time"), self.report.console.busy(f"validating on {count} held-out problems"):
             rollout = self.rollouts.sample_held_out(step)
         measured = {"accuracy": rollout.rewards_B.nanmean().item(), "avg_length": rollout.generated / count}
-        self.report.validation(step, measured, timer, f"accuracy {measured['accuracy']:.3f}")
+        # A mean of rewards that are not all right or wrong is no accuracy.
+        right_or_wrong = all(reward in (0, 1) for reward in rollout.rewards_B.tolist())
+        what = "accuracy" if right_or_wrong else "mean reward"
+        self.report.validation(step, measured, timer, f"{what} {measured['accuracy']:.3f}")
         self.rollouts.keep(step, "validation", rollout)
         return measured
 

@@ -21,6 +21,18 @@ from nemo_rl_lite.errors import ConfigError, Violation
 
 CONFIG_NAME = "train"
 HYDRA_PACKAGE = "hydra"
+# What other launchers call some keys.
+_OTHER_NAMES = {
+    "learning_rate": "lr",
+    "max_steps": "max_num_steps",
+    "num_train_epochs": "max_num_epochs",
+    "num_generations": "num_generations_per_prompt",
+    "warmup_steps": "lr_warmup_iters",
+    "gradient_checkpointing": "activation_checkpointing",
+    "max_prompt_length": "max_total_sequence_length",
+    "max_completion_length": "max_new_tokens",
+    "per_device_train_batch_size": "train_micro_batch_size",
+}
 # Sections whose keys belong to somebody else: a user's reward or environment, vLLM, a task's generator.
 _OPEN_SECTIONS = (
     "algorithm.loss_kwargs",
@@ -133,6 +145,7 @@ def is_open(key: str) -> bool:
 def nearest_key(key: str, known: Sequence[str]) -> str | None:
     """The known key a misspelt or misplaced one most likely means, or None."""
     leaf = key.rsplit(".", maxsplit=1)[-1]
+    leaf = _OTHER_NAMES.get(leaf, leaf)
     same_leaf = [path for path in known if path.rsplit(".", maxsplit=1)[-1] == leaf]
     if same_leaf:
         return max(same_leaf, key=lambda path: difflib.SequenceMatcher(None, path, key).ratio())

@@ -27,6 +27,7 @@ def check_overrides(arguments: Sequence[str]) -> tuple[list[str], list[Violation
     """
     violations: list[Violation] = []
     accepted: list[str] = []
+    chosen: dict[str, str] = {}
     known = _known_keys([override for override in map(parse_override, arguments) if override])
     for argument in arguments:
         override = parse_override(argument)
@@ -34,7 +35,7 @@ def check_overrides(arguments: Sequence[str]) -> tuple[list[str], list[Violation
             fix = "write key.path=value or group=file; quote a value with unusual letters: \"key.path='value'\""
             violations.append(Violation(argument, None, "is not an override", fix))
             continue
-        problem = _override_problem(override, known)
+        problem = _override_problem(override, known) or _chosen_again(override, chosen)
         if problem:
             violations.append(problem)
         elif override.key_or_group != "recipes" or override.value() is not None:
@@ -102,6 +103,17 @@ def _group_problem(override: Override) -> Violation | None:
         hint = f"did you mean {group}={close[0]}? files: {listing}" if close else f"choose one of: {listing}"
         return Violation(group, name, f"no such file in the group '{group}'", hint)
     return None
+
+
+def _chosen_again(override: Override, chosen: dict[str, str]) -> Violation | None:
+    """A problem where an earlier override, which this one would replace, has chosen a file of the same group."""
+    if not chooses_file(override):
+        return None
+    group, name = override.key_or_group, str(override.value())
+    first = chosen.setdefault(group, name)
+    if first == name:
+        return None
+    return Violation(group, name, f"is chosen twice: {first} and {name}", f"keep one {group}=...")
 
 
 def _files(override: Override) -> list[str | None]:

@@ -18,7 +18,11 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
-DottedPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)+$")]
+DOTTED_PATH = r"^\w+(\.\w+)+$"
+DURATION = r"^(\d+:){1,3}\d{1,2}$"
+# The name is part of a path, so it must not lead to another folder.
+RUN_NAME = r"^[^./\\\s][^/\\]*$"
+DottedPath = Annotated[str, Field(pattern=DOTTED_PATH)]
 Precision = Literal["float32", "bfloat16"]
 # Parts of a layer whose inputs can be kept in host memory until the backward pass.
 OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp", "expert_fc1", "moe_act"]
@@ -112,7 +116,7 @@ class DPOConfig(SupervisedConfig):
 @dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
     optimizer: Literal["adam", "sgd"]
-    lr: PositiveFloat
+    lr: Annotated[float, Field(gt=0, le=10)]
     min_lr: NonNegativeFloat
     weight_decay: NonNegativeFloat
     adam_beta1: Annotated[float, Field(ge=0, lt=1)]
@@ -233,7 +237,7 @@ class GenerationConfig:
 @dataclass(frozen=True, config=STRICT)
 class RefitConfig:
     buffer_memory_ratio: Fraction
-    bucket_bytes: PositiveInt | None
+    bucket_bytes: Annotated[int, Field(ge=512)] | None
     num_buffers: Annotated[int, Field(ge=1, le=8)]
     direct: bool
     verify: Literal["off", "sample", "full"]
@@ -338,15 +342,14 @@ class CheckpointConfig:
     resume_layouts: Literal["any", "data_parallel"]
     keep_newest: PositiveInt
     keep_best: NonNegativeInt
-    must_save_by: PositiveInt | Annotated[str, Field(pattern=r"^(\d+:){1,3}\d{1,2}$")] | None
+    must_save_by: PositiveInt | Annotated[str, Field(pattern=DURATION)] | None
     resume_from: Annotated[str, Field(min_length=1)] | None
     export_hf_at_end: bool
 
 
 @dataclass(frozen=True, config=STRICT)
 class Config:
-    # The name is part of a path, so it must not lead to another folder.
-    run_name: Annotated[str, Field(pattern=r"^[^./\\\s][^/\\]*$")]
+    run_name: Annotated[str, Field(pattern=RUN_NAME)]
     algorithm: Annotated[GRPOConfig | SFTConfig | DPOConfig, Field(discriminator="name")]
     policy: PolicyConfig
     generation: GenerationConfig

@@ -21,6 +21,8 @@ def to_problem(config: DataConfig, row: Row, where: str) -> Problem:
         prompt = column(row, config.prompt_column, where)
     else:
         prompt = _fill(config.prompt_template, row, where)
+    if not str(prompt).strip():
+        raise DataError(f"{where}: the prompt is empty")
     answer = _text(row, config.answer_column, where)
     if config.answer_pattern is not None:
         answer = _find_answer(config, answer, where)

@@ -14,6 +14,9 @@ from nemo_rl_lite.errors import DataError
 
 # Optional fields of a message: the thoughts before an answer; for a tool's answer, the tool and the call.
 _MORE = ("reasoning_content", "name", "tool_call_id")
+_USUAL = ("messages", "conversations")
+# ShareGPT's names of roles.
+_SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -48,24 +51,33 @@ class Example:
 
 
 def to_chat(config: DataConfig, row: Row, where: str) -> Example:
-    """Return the example of a row: the messages of `data.messages_column`, or a prompt and its response; `where` names
-    the row in errors.
+    """Return the example of a row: the messages of `data.messages_column`, or a prompt and its response, or, where
+    there is no prompt, the messages of a column of a usual name; `where` names the row in errors.
 
     Raises:
         DataError: the row lacks a column, one has a wrong type, or the row has nothing to train on.
     """
-    if config.messages_column is None:
+    name = config.messages_column or _usual_column(config, row)
+    if name is None:
         problem = to_problem(with_responses(config), row, where)
+        if not problem.answer.strip():
+            raise DataError(f"{where}: the response is empty")
         return Example((answered(problem.messages, problem.answer),), where)
-    value = column(row, config.messages_column, where)
-    messages = with_system(read_messages(value, f"{where}, column '{config.messages_column}'"), config.system_prompt)
+    messages = with_system(read_messages(column(row, name, where), f"{where}, column '{name}'"), config.system_prompt)
     spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not spoken:
-        raise DataError(f"{where}: column '{config.messages_column}' has no message of the assistant to train on")
+        raise DataError(f"{where}: column '{name}' has no message of the assistant to train on")
     first = spoken[0 if config.train_on == "all" else -1]
     if all(message["role"] in ("system", "developer") for message in messages[: spoken[0]]):
-        raise DataError(f"{where}: column '{config.messages_column}' begins with the assistant, without a prompt")
+        raise DataError(f"{where}: column '{name}' begins with the assistant, without a prompt")
     return Example((Conversation(messages[: spoken[-1] + 1], first, _tools(config, row, where)),), where)
+
+
+def _usual_column(config: DataConfig, row: Row) -> str | None:
+    """The column of messages in a row that has no prompt."""
+    if config.prompt_template is not None or config.prompt_column in row:
+        return None
+    return next((name for name in _USUAL if isinstance(row.get(name), Sequence)), None)
 
 
 def chat_of(problem: Problem) -> Example:
@@ -88,7 +100,8 @@ def with_responses(config: DataConfig) -> DataConfig:
 
 
 def read_messages(value: object, where: str) -> tuple[Message, ...]:
-    """Read messages in OpenAI's format: a role, content (text, or parts that are text) and tool calls of the assistant.
+    """Read messages in OpenAI's format (a role, content that is text or parts that are text, tool calls of the
+    assistant) or in ShareGPT's (`from` and `value`).
 
     Raises:
         DataError: the value has another format.
@@ -99,6 +112,8 @@ def read_messages(value: object, where: str) -> tuple[Message, ...]:
 
 
 def _message(value: object, where: str) -> Message:
+    if isinstance(value, Mapping) and "role" not in value and {"from", "value"} <= value.keys():
+        value = {"role": _SHAREGPT.get(value["from"], value["from"]), "content": value["value"]}
     if not isinstance(value, Mapping) or value.get("role") not in ROLES:
         role = value.get("role") if isinstance(value, Mapping) else None
         raise DataError(f"{where}: its role must be one of {', '.join(ROLES)}, found {role!r}")

@@ -1,5 +1,6 @@
 """Read rows of files and of hub datasets, each with a text that names it in errors. Heavy imports are deferred."""
 
+import glob
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -9,30 +10,43 @@ from nemo_rl_lite.config.schema import DataConfig
 from nemo_rl_lite.errors import DataError
 
 Row = Mapping[str, object]
-JSON_LINES = (".jsonl", ".json")
+JSON = (".jsonl", ".json")
 PARQUET = ".parquet"
 # One of two halves that JSON writes a rare character with; without the other it cannot be text.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def file_rows(path: str) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of a JSON-lines or Parquet file.
+    """Yield the rows of a JSON or Parquet file, or of all files that a pattern such as `data/*.jsonl` matches, by name.
+    A JSON file has one object a line, or is one list of objects.
 
     Raises:
-        DataError: the file is missing or unreadable, or a row is not a JSON object.
+        DataError: there is no such file, one is unreadable, or a row is not a JSON object.
     """
-    suffix = Path(path).suffix
-    if suffix not in (*JSON_LINES, PARQUET):
-        raise DataError(f"{path}: the name must end in {PARQUET}, or in {' or '.join(JSON_LINES)} for JSON lines")
+    if Path(path).suffix not in (*JSON, PARQUET):
+        raise DataError(f"{path}: the name must end in {PARQUET}, or in {' or '.join(JSON)}")
     try:
-        rows = _parquet(Path(path).expanduser()) if suffix == PARQUET else _json_lines(Path(path).expanduser())
-        for number, row in rows:
-            where = f"{path}, row {number}"
-            yield where, _parse(row, where) if isinstance(row, str) else row
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
-    except (OSError, ValueError, RuntimeError) as error:  # pyarrow raises ValueErrors
+        whole = str(Path(path).expanduser())
+    except RuntimeError as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
+    files = [whole]
+    if glob.has_magic(whole) and not Path(whole).exists():
+        files = sorted(glob.glob(whole, recursive=True))  # noqa: PTH207 - pathlib takes no absolute patterns
+    if not files:
+        raise DataError(f"{path}: no file matches")
+    for name in files:
+        yield from _rows_of(name, path if files == [whole] else name)
+
+
+def _rows_of(name: str, shown: str) -> Iterator[tuple[str, Row]]:
+    try:
+        for number, row in (_parquet if name.endswith(PARQUET) else _json)(Path(name)):
+            where = f"{shown}, row {number}"
+            yield where, _parse(row, where) if isinstance(row, str) else _object(row, where)
+    except FileNotFoundError:
+        raise DataError(f"{shown}: no such file") from None
+    except (OSError, ValueError, RuntimeError) as error:  # pyarrow raises ValueErrors
+        raise DataError(f"{shown}: cannot be read: {error}") from None
 
 
 def hub_rows(config: DataConfig, split: str, key: str) -> Iterator[tuple[str, Row]]:
@@ -57,11 +71,20 @@ def hub_rows(config: DataConfig, split: str, key: str) -> Iterator[tuple[str, Ro
         yield f"{name}, split {split}, row {number}", dict(row)
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int, str]]:
+def _json(path: Path) -> Iterator[tuple[int, str | Row]]:
     with path.open(encoding="utf-8") as lines:
+        first = next((line for line in lines if line.strip()), "")
+        lines.seek(0)
+        if first.lstrip().startswith("["):
+            yield from enumerate(json.load(lines, parse_constant=_refuse), start=1)
+            return
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield number, line
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Row]]:
@@ -77,15 +100,22 @@ def _parquet(path: Path) -> Iterator[tuple[int, Row]]:
 
 def _parse(line: str, where: str) -> Row:
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_constant=_refuse)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: a JSON object is needed, found {type(row).__name__}")
+        hint = "; a JSON file has one object a line, or is one list of objects" if error.lineno == 1 else ""
+        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}{hint})") from None
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from None
     if _SURROGATE.search(line):
         try:
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = f"{error.object[error.start]!a}"
             raise DataError(f"{where}: has {half}, which is half of a character and no text") from None
+    return _object(row, where)
+
+
+def _object(row: object, where: str) -> Row:
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where}: a JSON object is needed, found {type(row).__name__}")
     return row

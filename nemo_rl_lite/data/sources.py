@@ -57,6 +57,8 @@ def validation_set[T: Asked](config: DataConfig, limit: int, kind: Kind[T]) -> l
     if config.name in TASKS:
         return list(map(kind.from_problem, TASKS[config.name](config, 0).validation(limit)))
     if validation_source(config) is not None:
+        if config.name == "file" and config.validation_path == config.train_path:
+            log.warning("data.validation_path is data.train_path: validation is on what was trained on")
         rows = list(islice(_validation_rows(config), limit))
         if not rows:
             raise DataError(f"{validation_source(config)}: no rows")

@@ -66,23 +66,16 @@ class RunConsole:
         trend: Sequence[float] = (),
     ) -> None:
         """Print `step 3/30  reward 0.412 ▁▃▅  kl 0.0021  1.32 s  36 s left  generate ██▌ 0.41 ...`: values, the first
-        of them with its `trend` so far, then a bar for each phase, full where the phase takes the whole step."""
-        total = seconds["total_step_time"]
-        line = Text(f"step {step:>{len(str(steps))}}/{steps}")
-        for place, (name, value) in enumerate(values.items()):
-            line.append(f"  {name} {value:.3g}")
-            if place == 0 and len(trend) > 1:
-                line.append(f" {sparkline(trend)}", style="blue")
-        line.append(f"  {total:.2f} s")
-        left = self._pace.left(step, steps, total)
-        line.append(f"  {duration(left)} left " if left else " ")
-        for phase, (timers, colour) in phases_in(seconds).items():
-            spent = sum(seconds.get(timer, 0.0) for timer in timers)
-            line.append(f" {phase} ")
-            line.append(bar(spent / total), style=colour)
-            line.append(f" {spent:.2f}")
+        of them with its `trend` so far, then a bar for each phase, full where the phase takes the whole step. A narrow
+        terminal gets no bars and no trend, and lines that end between words."""
+        left = self._pace.left(step, steps, seconds["total_step_time"])
+        head = f"step {step:>{len(str(steps))}}/{steps}"
+        line = _step_line(head, values, seconds, left, trend, bars=True)
         log.info(line.plain)
-        self.console.print(line)
+        narrow = self.console.is_terminal and line.cell_len > self.console.width
+        if narrow:
+            line = _step_line(head, values, seconds, left, (), bars=False)
+        self.console.print(line, soft_wrap=not narrow)
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Print prompt, response and reward of each sample."""
@@ -101,6 +94,29 @@ class RunConsole:
         for row in rows:
             table.add_row(*row)
         self.console.print(table)
+
+
+def _step_line(
+    head: str,
+    values: Mapping[str, float],
+    seconds: Mapping[str, float],
+    left: float,
+    trend: Sequence[float],
+    bars: bool,
+) -> Text:
+    line, total = Text(head), seconds["total_step_time"]
+    for place, (name, value) in enumerate(values.items()):
+        line.append(f"  {name} {value:.3g}")
+        if place == 0 and len(trend) > 1:
+            line.append(f" {sparkline(trend)}", style="blue")
+    line.append(f"  {total:.2f} s")
+    line.append(f"  {duration(left)} left " if left else " ")
+    for phase, (timers, colour) in phases_in(seconds).items():
+        spent = sum(seconds.get(timer, 0.0) for timer in timers)
+        line.append(f" {phase} ")
+        line.append(f"{bar(spent / total)} " if bars else "", style=colour)
+        line.append(f"{spent:.2f}", style="" if bars else colour)
+    return line
 
 
 def _standard_console() -> Console:

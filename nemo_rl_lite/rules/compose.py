@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from nemo_rl_lite.config.keys import compose_files, groups, known_keys, unknown_key
 from nemo_rl_lite.config.overrides import check_overrides
-from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.schema import DOTTED_PATH, DURATION, RUN_NAME, Config
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.rules import check_rules
 
@@ -107,7 +107,19 @@ def _validate(values: dict[str, Any]) -> tuple[Config | None, list[Violation]]:
         return TypeAdapter(Config).validate_json(json.dumps(values)), []
     except ValidationError as error:
         errors = [details for details in error.errors(include_url=False) if not _is_reported(details)]
-        return None, [_describe(details, known_keys(_algorithm_file(values))) for details in errors]
+        known = known_keys(_algorithm_file(values))
+        return None, _merged([_describe(details, known) for details in errors])
+
+
+def _merged(violations: Sequence[Violation]) -> list[Violation]:
+    """One violation a key: where a value may be of several types, pydantic reports each that it is not."""
+    merged: dict[str, Violation] = {}
+    for one in violations:
+        first = merged.get(one.key)
+        rule = one.rule if first is None else f"{first.rule}, or {one.rule.removeprefix('must be ')}"
+        fix = one.fix if first is None else f"set {one.key} to one of these"
+        merged[one.key] = Violation(one.key, one.value, rule, fix)
+    return list(merged.values())
 
 
 def _is_reported(details: ErrorDetails) -> bool:
@@ -161,6 +173,14 @@ _EXPECTED = {
     "dict_type": "must be a mapping",
     "dataclass_type": "must be a mapping",
     "finite_number": "must be a finite number",
+    "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
+}
+# What a pattern of the schema stands for.
+_PATTERNS = {
+    RUN_NAME: "must be the name of a folder: without a slash, a space at its beginning or a dot at its beginning",
+    DOTTED_PATH: "must be a dotted path, such as package.module.Class",
+    DURATION: "must be a duration: [[days:]hours:]minutes:seconds",
 }
 
 
@@ -168,8 +188,11 @@ def _describe(details: ErrorDetails, known: Sequence[str]) -> Violation:
     location = [str(part) for part in details["loc"]]
     if location[0] == "algorithm":
         del location[1:2]  # pydantic's name of the variant
-    key = ".".join(location)
     kind, given, context = details["type"], details["input"], details.get("ctx", {})
+    if kind not in ("unexpected_keyword_argument", "missing") and ".".join(location) not in known:
+        # pydantic adds the name of the type that the value might have had.
+        location = location[:-1] if ".".join(location[:-1]) in known and not location[-1].isdigit() else location
+    key = ".".join(location)
     if _is_of_variant(details):
         fix = " or ".join(f"algorithm={file}" for file in groups()["algorithm"])
         return Violation(f"{key}.name", given.get("name"), "no such algorithm", fix)
@@ -177,7 +200,12 @@ def _describe(details: ErrorDetails, known: Sequence[str]) -> Violation:
         return unknown_key(key, given, known)
     if kind == "missing":
         return Violation(key, None, "has no value", f"set it: {key}=...")
-    rule = _EXPECTED.get(kind) or details["msg"].replace("Input should be", "must be")
+    rule = _EXPECTED.get(kind) or _PATTERNS.get(context.get("pattern", ""))
+    rule = rule or details["msg"].replace("Input should be", "must be")
     expected = context.get("expected")
-    fix = f"choose one of: {expected}" if expected else f"set {key} to a value that {rule.replace('must be', 'is')}"
-    return Violation(key, given, rule, fix)
+    fix = f"choose one of: {expected}" if expected else f"set {key} to a value that {_is(rule)}"
+    return Violation(key, given, rule, f"set {key} to such a value" if "pattern" in context else fix)
+
+
+def _is(rule: str) -> str:
+    return rule.replace("must be", "is", 1).replace("must not be", "is not", 1)

@@ -71,7 +71,9 @@ def hub_dataset_is_named(config: Config) -> Iterator[Violation]:
 def only_tasks_take_arguments(config: Config) -> Iterator[Violation]:
     data = config.data
     if data.name in ROWS and data.task_kwargs:
-        yield Violation("data.task_kwargs", data.task_kwargs, "rows take no arguments", "data.task_kwargs={}")
+        yield Violation(
+            "data.task_kwargs", data.task_kwargs, "rows take no arguments", "leave it out, or a recipe that gives it"
+        )
 
 
 @rule("data")

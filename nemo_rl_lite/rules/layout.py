@@ -55,16 +55,17 @@ def generation_has_gpus(config: Config) -> Iterator[Violation]:
         rule_text = "whole nodes are set apart, or GPUs of one node, not both"
         yield Violation(f"{prefix}.gpus_per_node", resources.gpus_per_node, rule_text, f"{prefix}.gpus_per_node=null")
     elif not 0 < gpus < total:
-        key = f"{prefix}.num_nodes" if resources.num_nodes is not None else f"{prefix}.gpus_per_node"
+        name = "num_nodes" if resources.num_nodes is not None else "gpus_per_node"
         rule_text = f"sets {gpus} of the run's {total} GPUs apart for generation; at least one must, and one must stay"
         fix = f"{prefix}.gpus_per_node=1" if total > 1 else "generation.colocated.enabled=true"
-        yield Violation(key, gpus or None, rule_text, fix)
+        yield Violation(f"{prefix}.{name}", getattr(resources, name), rule_text, fix)
 
 
 @rule(*PARALLEL, f"{MEGATRON}.expert_model_parallel_size")
 def ranks_fill_parallel_groups(config: Config) -> Iterator[Violation]:
     dims = parallel_dims(config)
-    if not dims.fills_world:
+    # Without a rank, the rule above has spoken.
+    if dims.world and not dims.fills_world:
         more = "more GPUs" if on_gpus(config) else f"cluster.cpu_ranks={dims.replica}"
         yield Violation(
             f"{MEGATRON}.tensor_model_parallel_size",

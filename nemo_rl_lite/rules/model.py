@@ -24,6 +24,7 @@ _OF_ROUTERS = ("freeze_moe_router", "moe_router_dtype", "moe_router_bias_update_
     *(f"{MEGATRON}.{name}" for name in _OF_ROUTERS),
     f"{MEGATRON}.peft",
     "generation.vllm_cfg.tensor_parallel_size",
+    "generation.stop_token_ids",
 )
 def model_fits_the_layout(config: Config) -> Iterator[Violation]:
     try:
@@ -57,6 +58,7 @@ def shape_fits_the_layout(config: Config, model: ModelShape) -> Iterator[Violati
         key = f"{MEGATRON}.pipeline_model_parallel_size"
         yield Violation(key, pipeline, f"must divide the model's {model.layers} layers", f"{key}=1")
     yield from _experts(config, model)
+    yield from _sizes_in_the_model(config, model)
     length = config.policy.max_total_sequence_length
     if length > model.max_positions:
         key = "policy.max_total_sequence_length"
@@ -70,6 +72,17 @@ def shape_fits_the_layout(config: Config, model: ModelShape) -> Iterator[Violati
         fix = "generation=transformers, or a model with a larger head_dim"
         rule_text = f"{config.generation.backend} on a CPU needs head_dim >= {least}"
         yield Violation("policy.model_name", config.policy.model_name, rule_text, fix)
+
+
+def _sizes_in_the_model(config: Config, model: ModelShape) -> Iterator[Violation]:
+    peft = config.policy.megatron_cfg.peft
+    if peft.enabled and peft.dim > model.hidden:
+        key = f"{MEGATRON}.peft.dim"
+        yield Violation(key, peft.dim, f"adapters are smaller than the model's {model.hidden} dimensions", f"{key}=32")
+    unknown = [token for token in config.generation.stop_token_ids if token >= model.vocabulary]
+    if generates(config) and unknown:
+        key, rule_text = "generation.stop_token_ids", f"the model has {model.vocabulary} tokens, from 0 on"
+        yield Violation(key, config.generation.stop_token_ids, rule_text, f"{key} without {unknown[0]}")
 
 
 def _experts(config: Config, model: ModelShape) -> Iterator[Violation]:

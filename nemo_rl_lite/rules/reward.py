@@ -1,5 +1,6 @@
 """Rules about rewards and environments, by name or by the dotted path of a user's own."""
 
+import ast
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -8,22 +9,41 @@ from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
 from nemo_rl_lite.environments.registry import ENVIRONMENTS
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rewards.registry import REWARDS
+from nemo_rl_lite.rules import code
 from nemo_rl_lite.rules.base import rule
 
 # Packages that a reward needs in addition to this one.
 _PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 
 
-@rule("reward.name", options=RolloutAlgorithmConfig)
+@rule("reward.name", "reward.kwargs", options=RolloutAlgorithmConfig)
 def reward_exists(config: Config) -> Iterator[Violation]:
     name = config.reward.name
-    if name not in REWARDS and not _may_be_imported(name):
-        fix = f"choose one of {', '.join(REWARDS)}, or package.module.function of your own"
-        yield Violation("reward.name", name, "no such reward", fix)
     package = _PACKAGES.get(name)
     if package is not None and importlib.util.find_spec(package) is None:
         fix = "bash scripts/install.sh"
         yield Violation("reward.name", name, f"the package {package} is not installed here", fix)
+    if name in REWARDS:
+        return
+    fix = f"choose one of {', '.join(REWARDS)}, or package.module.function of your own"
+    found = code.find(name) if "." in name else code.Found("no such reward")
+    if found.trouble:
+        yield Violation("reward.name", name, found.trouble, fix)
+    elif isinstance(found.definition, ast.AsyncFunctionDef):
+        yield Violation("reward.name", name, "is a coroutine (async def)", "an ordinary function")
+    elif isinstance(found.definition, ast.FunctionDef):
+        yield from _takes_a_response(config, found.definition)
+
+
+def _takes_a_response(config: Config, function: ast.FunctionDef) -> Iterator[Violation]:
+    name, kwargs, own = config.reward.name, config.reward.kwargs, code.parameters(function)
+    call = "a reward is called as function(response, answer, **reward.kwargs), and returns one number"
+    if {"prompts", "completions"} & set(own):
+        rule_text = "has the signature of TRL's rewards, which judge lists"
+        fix = "def reward(response, answer): ...; with a parameter `problem` it also gets messages and columns"
+        yield Violation("reward.name", name, rule_text, fix)
+    elif trouble := code.misfit(function, 2, kwargs | ({"problem": None} if "problem" in own else {})):
+        yield Violation("reward.kwargs", dict(kwargs), f"do not fit {name}: {trouble}", call)
 
 
 @rule("reward.name", "data.name", options=RolloutAlgorithmConfig)
@@ -54,11 +74,14 @@ def environment_exists(config: Config) -> Iterator[Violation]:
     if name is None and turns > 1:
         rule_text = "without an environment nothing is said between turns"
         yield Violation("environment.max_turns", turns, rule_text, f"environment={next(iter(ENVIRONMENTS))}")
-    if name is not None and name not in ENVIRONMENTS and not _may_be_imported(name):
+    if name is None or name in ENVIRONMENTS:
+        return
+    found = code.find(name) if "." in name else code.Found("no such environment")
+    if found.trouble:
         fix = f"choose one of {', '.join(ENVIRONMENTS)}, or package.module.Class of your own"
-        yield Violation("environment.name", name, "no such environment", fix)
-
-
-def _may_be_imported(path: str) -> bool:
-    top = path.split(".")[0]
-    return "." in path and bool(top) and importlib.util.find_spec(top) is not None
+        yield Violation("environment.name", name, found.trouble, fix)
+    elif isinstance(found.definition, ast.ClassDef) and not found.definition.bases:
+        methods = {one.name for one in found.definition.body if isinstance(one, ast.FunctionDef)}
+        if "step" not in methods:
+            rule_text, fix = "has no method step(problem, conversation)", "see nemo_rl_lite/environments/interface.py"
+            yield Violation("environment.name", name, rule_text, fix)

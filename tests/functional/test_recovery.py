@@ -15,7 +15,7 @@ from nemo_rl_lite.rollout.files import read_rollout, rollout_files
 from tests.functional.conftest import PYTHONPATH, run_command
 from tests.functional.here import run_here, train_here
 from tests.functional.ranks import run_ranks
-from tests.functional.rewards import Gate
+from tests.functional.rewards import Gate, listens
 from tests.functional.test_resume import assert_same_weights, metrics_of
 from tests.functional.test_sft import series
 
@@ -63,7 +63,7 @@ def hit(folder: Path, model: Path, blows: dict[int, tuple[str, signal.Signals]])
 
 def terminate_in_step_one(folder: Path, gate: Gate) -> None:
     """Ask the run of this process to end as soon as it has measured anything; its rewards wait until then."""
-    while not (folder / "metrics.jsonl").exists() or not callable(signal.getsignal(signal.SIGTERM)):
+    while not (folder / "metrics.jsonl").exists() or not listens():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGTERM)
     gate.passed(1)

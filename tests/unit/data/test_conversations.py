@@ -190,3 +190,29 @@ def test_chats_that_are_too_long_are_cut_and_counted(tmp_path, caplog):
     assert len(row.tokens) == 40 and any(row.mask)
     prompt = len(ChatTokenizer(tmp_path).prompt(said("u:2")))
     assert row.mask == [False] * prompt + [True] * (40 - prompt)
+
+
+@pytest.mark.parametrize("name", ["messages", "conversations"])
+def test_messages_in_a_column_of_a_usual_name_are_found(name):
+    chat = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    (said,) = to_chat(compose_config(["algorithm=sft"]).data, {name: chat, "source": "x"}, "row 1").conversations
+    assert said.messages == tuple(chat) and said.first_trained == 1
+
+
+def test_messages_in_sharegpts_format_are_read():
+    chat = [
+        {"from": "system", "value": "be brief"},
+        {"from": "human", "value": "2+2"},
+        {"from": "gpt", "value": "4"},
+    ]
+    (said,) = to_chat(compose_config(["algorithm=sft"]).data, {"conversations": chat}, "row 1").conversations
+    assert [message["role"] for message in said.messages] == ["system", "user", "assistant"]
+    with pytest.raises(DataError, match=r"message 1: its role must be one of .*, found 'martian'"):
+        to_chat(compose_config(["algorithm=sft"]).data, {"conversations": [{"from": "martian", "value": "4"}]}, "row 1")
+
+
+def test_an_empty_prompt_or_response_is_named():
+    with pytest.raises(DataError, match="row 1: the prompt is empty"):
+        to_chat(compose_config(["algorithm=sft"]).data, {"prompt": " ", "answer": "4"}, "row 1")
+    with pytest.raises(DataError, match="row 1: the response is empty"):
+        to_chat(compose_config(["algorithm=sft"]).data, {"prompt": "2+2", "answer": ""}, "row 1")

@@ -40,6 +40,15 @@ def test_a_step_is_one_plain_line_where_there_is_no_terminal():
     assert "\x1b" not in line
 
 
+def test_a_narrow_terminal_gets_whole_words_and_no_bars():
+    console, stream = printed(width=50, force_terminal=True, color_system=None)
+    console.step(3, 10, {"reward": 0.5, "kl": 0.25}, SECONDS, [0.0, 0.25, 0.5])
+    lines = stream.getvalue().splitlines()
+    assert all(len(line) <= 50 for line in lines) and "█" not in stream.getvalue()
+    said = " ".join(" ".join(lines).split())
+    assert said == "step 3/10 reward 0.5 kl 0.25 2.00 s 14 s left generate 1.00 train 0.50"
+
+
 def test_the_last_step_leaves_nothing():
     console, stream = printed()
     console.step(10, 10, {"loss": 0.5}, SECONDS)

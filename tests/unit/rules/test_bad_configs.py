@@ -62,6 +62,35 @@ CASES = {
     "policy.precision": ["policy.precision", "is not an override"],
     "policy.precision=[": ["is not an override"],
     "~policy.precision": ["policy.precision", "deletes a key"],
+    # More than the machine or the model has.
+    "cluster.threads_per_worker=10000": ["cluster.threads_per_worker", "this machine gives the run"],
+    "generation.data_parallel_size=1000": ["generation.data_parallel_size", "this machine gives the run"],
+    "generation.vllm_cfg.cpu_kv_cache_gib=100000": ["generation.vllm_cfg.cpu_kv_cache_gib", "the machine has"],
+    f"policy.model_name=MODEL generation=transformers {PEFT}.enabled=true {PEFT}.dim=1000000": [
+        f"{PEFT}.dim",
+        "the model's 96 dimensions",
+    ],
+    "policy.model_name=MODEL generation=transformers generation.stop_token_ids=[999999]": [
+        "generation.stop_token_ids",
+        "the model has 90 tokens",
+    ],
+    f"{OPTIMIZER}.lr=1e30": [f"{OPTIMIZER}.lr", "less than or equal to 10"],
+    "refit.bucket_bytes=1": ["refit.bucket_bytes", "greater than or equal to 512"],
+    "recipes=grpo-tiny-1n0g-cpu recipes=dpo-tiny-1n0g-cpu": ["recipes", "is chosen twice"],
+    # Rewards and environments, without an import of them, and at once.
+    "reward.name=tests.unit.rules.own.scor environment.name=tests.unit.rules.own.Gone environment.max_turns=2": [
+        "2 problems",
+        "has no scor; did you mean score?",
+        "environment.name",
+        "has no Gone",
+    ],
+    "reward.name=torn.score": ["reward.name", "torn.py, line 2"],
+    "reward.name=tests.unit.rules.gone.score": ["reward.name", "there is no module tests.unit.rules.gone"],
+    "reward.name=tests.unit.rules.own.later": ["reward.name", "is a coroutine"],
+    "reward.name=tests.unit.rules.own.of_trl": ["reward.name", "the signature of TRL's rewards"],
+    "reward.name=tests.unit.rules.own.score +reward.kwargs.limit=3": ["reward.kwargs", "unexpected keyword"],
+    "reward.name=tests.unit.rules.own.score algorithm.seed=abc": ["1 problem", "algorithm.seed"],
+    "environment.name=tests.unit.rules.own.Mute environment.max_turns=2": ["environment.name", "no method step"],
     # Folders that cannot be written.
     "hydra.run.dir=''": ["hydra.run.dir", "is empty"],
     "hydra.run.dir=/proc/x": ["hydra.run.dir", "/proc cannot be written"],
@@ -100,7 +129,7 @@ CASES = {
     f"{SCHEDULER}.lr_decay_style=stairs": [f"{SCHEDULER}.lr_decay_style", "'cosine'"],
     "policy.precision=fp32": ["policy.precision", "'float32' or 'bfloat16'"],
     "policy.megatron_cfg=null": ["policy.megatron_cfg", "must be a mapping"],
-    "policy.model_name=''": ["policy.model_name", "at least 1 character"],
+    "policy.model_name=''": ["policy.model_name", "must not be empty"],
     "policy.max_grad_norm=0": ["policy.max_grad_norm", "greater than 0"],
     "policy.offload_optimizer_states_for_logprob=1": ["policy.offload_optimizer_states_for_logprob", "true or false"],
     "generation.top_p=0": ["generation.top_p", "greater than 0"],
@@ -109,12 +138,12 @@ CASES = {
     "generation.stop_token_ids=7": ["generation.stop_token_ids", "must be a list"],
     "generation.stop_token_ids=[a]": ["generation.stop_token_ids.0", "must be an integer"],
     "generation.vllm_cfg.gpu_memory_utilization=1.2": ["generation.vllm_cfg.gpu_memory_utilization"],
-    "refit.bucket_bytes=0": ["refit.bucket_bytes", "greater than 0"],
+    "refit.bucket_bytes=0": ["refit.bucket_bytes", "greater than or equal to 512"],
     "refit.verify=sometimes": ["refit.verify", "'off', 'sample' or 'full'"],
     "refit.timeout_s=nan": ["refit.timeout_s", "finite"],
     "logger.show_samples_period=-1": ["logger.show_samples_period", "greater than or equal to 0"],
     "logger.log_samples=-1": ["logger.log_samples", "greater than or equal to 0"],
-    "logger.mlflow.tracking_uri=''": ["logger.mlflow.tracking_uri", "at least 1 character"],
+    "logger.mlflow.tracking_uri=''": ["logger.mlflow.tracking_uri", "must not be empty"],
     "profile.steps=[0]": ["profile.steps.0", "greater than 0"],
     "profile.steps=[3,99]": ["profile.steps", "step 99 is after the run's last", "steps from 1 to 30"],
     "profile.tool=perf": ["profile.tool", "'torch' or 'nsys'"],
@@ -184,7 +213,6 @@ CASES = {
     "policy.model_name=MOE cluster.gpus_per_node=8 policy=megatron_gpu generation.vllm_cfg.tensor_parallel_size=8": [
         "must divide the model's 4 attention heads",
     ],
-    "policy.sequence_packing.enabled=maybe": ["policy.sequence_packing.enabled"],
     "cluster.gpus_per_node=8 policy=megatron_gpu policy.train_global_batch_size=4": [
         "policy.train_global_batch_size = 4",
         "data-parallel size (8)",
@@ -357,7 +385,7 @@ CASES = {
     "reward=math reward.processes=0": ["reward.processes", "greater than 0"],
     "environment=chess": ["environment", "calculator, none"],
     "environment.name=chess": ["environment.name", "choose one of calculator"],
-    "environment.name=no_such_package.Game": ["environment.name", "no such environment"],
+    "environment.name=no_such_package.Game": ["environment.name", "there is no module no_such_package"],
     "environment.max_turns=3": ["environment.max_turns", "without an environment", "environment=calculator"],
     "environment=calculator environment.max_turns=0": ["environment.max_turns", "greater than 0"],
     # Algorithms: each has its own keys and rules, and only those of the chosen one are checked.
@@ -384,7 +412,7 @@ CASES = {
         "no column 'worked' (columns: prompt, answer)",
     ],
     # Losses by dotted path.
-    "algorithm.loss=MyLoss": ["algorithm.loss", "should match pattern"],
+    "algorithm.loss=MyLoss": ["algorithm.loss", "must be a dotted path"],
     "algorithm.loss=no_such_package.Loss": ["algorithm.loss", "cannot be imported", "package.module.Class"],
     "algorithm=sft algorithm.loss=math.nothing": ["algorithm.loss", "cannot be imported", "algorithm.loss=null"],
     "algorithm=dpo algorithm.loss=math.pi": ["algorithm.loss", "cannot be called", "name a class"],
@@ -454,7 +482,17 @@ CASES = {
     "checkpoint.save_period=-1": ["checkpoint.save_period", "greater than or equal to 0"],
     "checkpoint.resume_layouts=tensor": ["checkpoint.resume_layouts", "'any' or 'data_parallel'"],
     "checkpoint.keep_newest=0": ["checkpoint.keep_newest", "greater than 0"],
-    "checkpoint.must_save_by=soon": ["checkpoint.must_save_by"],
+    "checkpoint.must_save_by=soon": ["1 problem", "checkpoint.must_save_by = 'soon'", "[[days:]hours:]minutes:seconds"],
+    "policy.sequence_packing.enabled=maybe": ["1 problem", "policy.sequence_packing.enabled = 'maybe'", "'auto'"],
+    f"{PEFT}.target_modules=[]": [f"{PEFT}.target_modules", "must not be empty"],
+    "policy.model_name=": ["policy.model_name", "must not be empty"],
+    "+policy.megatron_cfg.optimizer.learning_rate=1e-4": [f"did you mean {OPTIMIZER}.lr"],
+    "recipes=grpo-qwen3-8b-2n8g-noncolocated cluster.num_nodes=1": [
+        "1 problem",
+        "generation.colocated.resources.num_nodes = 1",
+        "sets 8 of the run's 8 GPUs apart",
+    ],
+    "run_name=a/b": ["run_name", "must be the name of a folder"],
     "checkpoint.must_save_by=60 checkpoint.save_period=0": ["checkpoint.must_save_by", "saves nothing"],
     "cluster.max_restarts=-1": ["cluster.max_restarts", "greater than or equal to 0"],
     "cluster.phase_timeout_s=0": ["cluster.phase_timeout_s", "greater than 0"],
@@ -462,7 +500,7 @@ CASES = {
     "run_name=../elsewhere": ["run_name"],
     "-m algorithm.sed=1,2": ["algorithm.sed", "did you mean algorithm.seed"],
     "--help policy.lr=1": ["policy.lr", "did you mean"],
-    "reward.name=no_such_package.reward": ["reward.name", "no such reward"],
+    "reward.name=no_such_package.reward": ["reward.name", "there is no module no_such_package"],
 }
 
 
@@ -482,6 +520,8 @@ def places(tmp_path, monkeypatch) -> dict[str, str]:
     own = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 8, "vocab_size": 128}
     (experts / "config.json").write_text(json.dumps(MODEL | own))
     (tmp_path / "empty").mkdir()
+    (tmp_path / "torn.py").write_text("import os\ndef score(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
     pickled = tmp_path / "pickled"
     shutil.copytree(model, pickled)
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")

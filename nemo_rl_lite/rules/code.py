@@ -1,0 +1,94 @@
+"""Looks at a user's function or class in its source file, without importing it: what it imports may take long."""
+
+import ast
+import difflib
+import importlib.util
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_KINDS = inspect.Parameter
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a dotted path leads to: `trouble` says why it cannot be used, and `definition` is its source where it is
+    known (None: it is imported there, or computed)."""
+
+    trouble: str = ""
+    definition: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None = None
+
+
+def find(path: str) -> Found:
+    """Find `package.module.name`. The packages around the module are imported; the module is not."""
+    module, _, name = path.rpartition(".")
+    try:
+        spec = importlib.util.find_spec(module) if module else None
+    except Exception as error:  # a user's package may raise anything while it is imported
+        return Found(f"cannot be imported: {type(error).__name__}: {error}")
+    if spec is None:
+        return Found(f"there is no module {module or path} on the path that Python searches")
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return Found()
+    try:
+        tree = ast.parse(Path(spec.origin).read_bytes())
+    except SyntaxError as error:
+        return Found(f"cannot be imported: {spec.origin}, line {error.lineno}: {error.msg}")
+    except (OSError, ValueError) as error:
+        return Found(f"cannot be read: {error}")
+    names = _names(tree)
+    if name not in names and "*" not in names and "__getattr__" not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        return Found(f"{spec.origin} has no {name}" + (f"; did you mean {close[0]}?" if close else ""))
+    return Found(definition=names.get(name))
+
+
+def misfit(definition: ast.FunctionDef | ast.AsyncFunctionDef, positional: int, keywords: Mapping[str, Any]) -> str:
+    """Why a function cannot be called with so many positional arguments and these keywords; empty where it can."""
+    try:
+        _signature(definition).bind(*range(positional), **keywords)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def parameters(definition: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """The names of a function's parameters."""
+    return list(_signature(definition).parameters)
+
+
+def _names(tree: ast.Module) -> dict[str, Any]:
+    """The names that a module defines outside functions, each with its definition where that is one."""
+    found: dict[str, Any] = {}
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, _DEFINITIONS):
+            found[node.name] = node
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= dict.fromkeys(one.asname or one.name.split(".")[0] for one in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found[node.id] = None
+        else:
+            waiting += ast.iter_child_nodes(node)
+    return found
+
+
+def _signature(definition: ast.FunctionDef | ast.AsyncFunctionDef) -> inspect.Signature:
+    own = definition.args
+    places = [(one.arg, _KINDS.POSITIONAL_ONLY) for one in own.posonlyargs]
+    places += [(one.arg, _KINDS.POSITIONAL_OR_KEYWORD) for one in own.args]
+    without = len(places) - len(own.defaults)
+    made = [
+        inspect.Parameter(name, kind, default=inspect.Parameter.empty if index < without else None)
+        for index, (name, kind) in enumerate(places)
+    ]
+    made += [inspect.Parameter(own.vararg.arg, _KINDS.VAR_POSITIONAL)] if own.vararg else []
+    for one, default in zip(own.kwonlyargs, own.kw_defaults, strict=True):
+        empty = inspect.Parameter.empty if default is None else None
+        made.append(inspect.Parameter(one.arg, _KINDS.KEYWORD_ONLY, default=empty))
+    made += [inspect.Parameter(own.kwarg.arg, _KINDS.VAR_KEYWORD)] if own.kwarg else []
+    return inspect.Signature(made)
