@@ -27,3 +27,15 @@ def test_one_changed_bit_changes_the_sum_wherever_it_is():
         sums.add(buffer)
         buffer[place] ^= 1
     assert len(set(sums.values())) == 5
+
+
+def test_complemented_words_change_the_sum():
+    words = torch.randint(-(2**62), 2**62, (4096,), device="cuda")
+    sums = Checksums("full")
+    sums.add(words.view(torch.uint8))
+    for place in range(64):
+        changed = words.clone()
+        changed[place :: place + 1].bitwise_not_()
+        sums.add(changed.view(torch.uint8))
+    first, *others = sums.values()
+    assert first not in others
