@@ -237,7 +237,7 @@ class GenerationConfig:
 @dataclass(frozen=True, config=STRICT)
 class RefitConfig:
     buffer_memory_ratio: Fraction
-    bucket_bytes: Annotated[int, Field(ge=512)] | None
+    bucket_bytes: PositiveInt | None
     num_buffers: Annotated[int, Field(ge=1, le=8)]
     direct: bool
     verify: Literal["off", "sample", "full"]

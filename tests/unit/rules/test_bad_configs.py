@@ -75,7 +75,6 @@ CASES = {
         "the model has 90 tokens",
     ],
     f"{OPTIMIZER}.lr=1e30": [f"{OPTIMIZER}.lr", "less than or equal to 10"],
-    "refit.bucket_bytes=1": ["refit.bucket_bytes", "greater than or equal to 512"],
     "recipes=grpo-tiny-1n0g-cpu recipes=dpo-tiny-1n0g-cpu": ["recipes", "is chosen twice"],
     # Rewards and environments, without an import of them, and at once.
     "reward.name=tests.unit.rules.own.scor environment.name=tests.unit.rules.own.Gone environment.max_turns=2": [
@@ -138,7 +137,7 @@ CASES = {
     "generation.stop_token_ids=7": ["generation.stop_token_ids", "must be a list"],
     "generation.stop_token_ids=[a]": ["generation.stop_token_ids.0", "must be an integer"],
     "generation.vllm_cfg.gpu_memory_utilization=1.2": ["generation.vllm_cfg.gpu_memory_utilization"],
-    "refit.bucket_bytes=0": ["refit.bucket_bytes", "greater than or equal to 512"],
+    "refit.bucket_bytes=0": ["refit.bucket_bytes", "greater than 0"],
     "refit.verify=sometimes": ["refit.verify", "'off', 'sample' or 'full'"],
     "refit.timeout_s=nan": ["refit.timeout_s", "finite"],
     "logger.show_samples_period=-1": ["logger.show_samples_period", "greater than or equal to 0"],
