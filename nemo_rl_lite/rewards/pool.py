@@ -80,7 +80,7 @@ class JudgePool:
                     self._give(worker, next(samples, None))
             if len(verdicts) == len(responses):
                 return [verdicts[sample] for sample in range(len(responses))]
-            # All start at once, and none is needed that has nothing to do.
+            # A worker that is ready, and for which no sample is left, is not waited for.
             busy = [worker for worker in self._workers if worker.sample is not None or not worker.is_ready]
             first = min(worker.deadline for worker in busy)
             wait([*(one.pipe for one in busy), *(one.ended for one in busy)], max(first - time.monotonic(), 0))
