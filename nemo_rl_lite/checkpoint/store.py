@@ -1,9 +1,8 @@
 """Stores a run's checkpoints so that each is complete or absent, whenever the process ends. Imports nothing heavy.
 
 A checkpoint is a folder `step-00000120` with what the run wrote and `checkpoint.json`, which has a digest of every file
-and of itself. It is written under a name that
-begins with a dot, synced to the disk, and then renamed; `latest` names the newest. Older ones stay until the new one is
-complete.
+and of itself. It is written under a name that begins with a dot, synced to the disk, and then renamed; `latest` names
+the newest. Older ones stay until the new one is complete.
 """
 
 import hashlib

@@ -102,8 +102,8 @@ def _parse(line: str, where: str) -> Row:
     try:
         row = json.loads(line, parse_constant=_refuse)
     except json.JSONDecodeError as error:
-        hint = "; a JSON file has one object a line, or is one list of objects" if error.lineno == 1 else ""
-        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}{hint})") from None
+        hint = "a JSON file has one object a line, or is one list of objects"
+        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); {hint}") from None
     except ValueError as error:
         raise DataError(f"{where}: {error}") from None
     if _SURROGATE.search(line):

@@ -40,7 +40,7 @@ def fitting_prompts(
 
 
 def check_length(problem: Problem, tokens: int, max_new_tokens: int, max_length: int) -> None:
-    """Raise DataError where a prompt of so many `tokens` leaves no room for `max_new_tokens` within `max_length`."""
+    """Raise DataError where a prompt of `tokens` tokens leaves no room for `max_new_tokens` within `max_length`."""
     if tokens + max_new_tokens > max_length:
         start = problem.messages[-1]["content"][:60]
         raise DataError(

@@ -43,11 +43,13 @@ def find(path: str) -> Found:
     if name not in names and "*" not in names and "__getattr__" not in names:
         close = difflib.get_close_matches(name, names, n=1)
         return Found(f"{spec.origin} has no {name}" + (f"; did you mean {close[0]}?" if close else ""))
-    return Found(definition=names.get(name))
+    definition = names.get(name)
+    # A decorator may change what it decorates into anything.
+    return Found() if definition is None or definition.decorator_list else Found(definition=definition)
 
 
 def misfit(definition: ast.FunctionDef | ast.AsyncFunctionDef, positional: int, keywords: Mapping[str, Any]) -> str:
-    """Why a function cannot be called with so many positional arguments and these keywords; empty where it can."""
+    """Why a function cannot be called with N positional arguments and these keywords; empty where it can."""
     try:
         _signature(definition).bind(*range(positional), **keywords)
     except TypeError as error:
@@ -60,14 +62,20 @@ def parameters(definition: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     return list(_signature(definition).parameters)
 
 
-def _names(tree: ast.Module) -> dict[str, Any]:
-    """The names that a module defines outside functions, each with its definition where that is one."""
+def members(definition: ast.ClassDef) -> set[str]:
+    """The names that a class defines itself."""
+    return set(_names(definition))
+
+
+def _names(tree: ast.Module | ast.ClassDef) -> dict[str, Any]:
+    """The names that a module or a class defines outside functions, each with its definition where that is one."""
     found: dict[str, Any] = {}
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
         node = waiting.pop()
         if isinstance(node, _DEFINITIONS):
-            found[node.name] = node
+            # The last statements come first here, and a name means its last definition.
+            found.setdefault(node.name, node)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             found |= dict.fromkeys(one.asname or one.name.split(".")[0] for one in node.names)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -12,7 +12,7 @@ from nemo_rl_lite.config.sizes import engines, on_gpus
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rules.base import rule
 
-# More processes than this on a core are a mistake, and no test of one's patience.
+# More engines on a core than this, or more threads than cores where there are more cores than this, are a mistake.
 _MOST_A_CORE = 4
 _CLUSTER = ("cluster.num_nodes", "cluster.gpus_per_node")
 

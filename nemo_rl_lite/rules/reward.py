@@ -80,8 +80,11 @@ def environment_exists(config: Config) -> Iterator[Violation]:
     if found.trouble:
         fix = f"choose one of {', '.join(ENVIRONMENTS)}, or package.module.Class of your own"
         yield Violation("environment.name", name, found.trouble, fix)
-    elif isinstance(found.definition, ast.ClassDef) and not found.definition.bases:
-        methods = {one.name for one in found.definition.body if isinstance(one, ast.FunctionDef)}
-        if "step" not in methods:
-            rule_text, fix = "has no method step(problem, conversation)", "see nemo_rl_lite/environments/interface.py"
-            yield Violation("environment.name", name, rule_text, fix)
+    elif isinstance(found.definition, ast.ClassDef) and _lacks_step(found.definition):
+        rule_text, fix = "has no method step(problem, conversation)", "see nemo_rl_lite/environments/interface.py"
+        yield Violation("environment.name", name, rule_text, fix)
+
+
+def _lacks_step(definition: ast.ClassDef) -> bool:
+    inherits = definition.bases or definition.keywords
+    return not inherits and "step" not in code.members(definition)

@@ -196,3 +196,14 @@ def test_a_value_of_a_wrong_type_is_one_problem():
     assert [violation.rule for violation in raised.value.violations if violation.key == "data.train_path"] == [
         "must be a string"
     ]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["reward.name=tests.unit.rules.own.decorated"],
+        ["environment.name=tests.unit.rules.own.Assigned", "environment.max_turns=2"],
+    ],
+)
+def test_what_a_source_file_does_not_show_is_not_refused(overrides):
+    compose_config(overrides)
