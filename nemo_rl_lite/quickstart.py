@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.models.embedded.reverse_digits import NAME, embedded_folder
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.command import fail, launch, split_arguments
+from nemo_rl_lite.rules.compose import compose_command
+from nemo_rl_lite.run.command import fail, launch
+from nemo_rl_lite.run.flags import split_arguments
 
 # The time of this import: scripts/quickstart.sh becomes this process after it has set up the machine.
 STARTED = time.perf_counter()
@@ -18,7 +19,7 @@ def main() -> None:
     """Run warm start and GRPO on the embedded task. The arguments are those of `nemo_rl_lite.train`."""
     arguments = sys.argv[1:]
     flags, overrides = split_arguments(arguments)
-    if not flags:
+    if not flags.given:
         _forget_warm_start(overrides)
     for summary in launch(arguments):
         seconds = time.perf_counter() - STARTED
@@ -35,7 +36,7 @@ def main() -> None:
 def _forget_warm_start(overrides: Sequence[str]) -> None:
     """Remove the warm start of an earlier run, because the job includes making it."""
     try:
-        config = compose_config(overrides)
+        config = compose_command(overrides)
     except ConfigError as error:
         fail(error)
     if config.policy.model_name == NAME:

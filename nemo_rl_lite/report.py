@@ -13,8 +13,8 @@ PAGE = "report.html"
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. Exit status: 0 done, 1 the page cannot be written, 2 bad arguments."""
     parser = argparse.ArgumentParser(prog="nrl-lite report", description=__doc__)
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="a run's folder")
-    where = f"the file to write (default: {PAGE} in the run's folder, or for several runs in this one)"
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the folder of a run or of a sweep")
+    where = f"the file to write (default: {PAGE} in that folder, or in this one where several are named)"
     parser.add_argument("--output", metavar="FILE", type=Path, help=where)
     given = parser.parse_args(arguments)
     with shown_as_message("nrl-lite report"):
@@ -25,10 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def write_report(runs: Sequence[Path], output: Path | None = None) -> Path:
     """Write the page and return its path. Raises ReportError: a folder is no run's."""
     from nemo_rl_lite.run.report.page import page
-    from nemo_rl_lite.run.report.record import read_run
+    from nemo_rl_lite.run.report.record import read_run, runs_of
 
-    records = [read_run(run) for run in dict.fromkeys(runs)]
-    output = output or (records[0].folder / PAGE if len(records) == 1 else Path(PAGE))
+    records = [read_run(run) for given in dict.fromkeys(runs) for run in runs_of(given)]
+    output = output or (runs[0] / PAGE if len(dict.fromkeys(runs)) == 1 else Path(PAGE))
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(page(records), encoding="utf-8")
     return output

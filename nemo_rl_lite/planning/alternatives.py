@@ -8,6 +8,7 @@ from nemo_rl_lite.config.keys import groups
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import (
     batch_mode,
+    micro_batch_sizes,
     on_gpus,
     parallel_dims,
     sequences_per_optimizer_step,
@@ -39,7 +40,7 @@ def largest_micro_batch(config: Config, shape: ModelShape, gpu_bytes: int | None
     replicas = parallel_dims(config).dp
     longest = policy.max_total_sequence_length
     if mode == "fixed":
-        key, now = "train_micro_batch_size", policy.train_micro_batch_size
+        key, now = "train_micro_batch_size", micro_batch_sizes(config)[0]
         whole = policy.train_global_batch_size // replicas
         values = [value for value in range(1, whole + 1) if whole % value == 0]
     else:
@@ -58,14 +59,15 @@ def largest_micro_batch(config: Config, shape: ModelShape, gpu_bytes: int | None
 
 def preset_budgets(
     overrides: Sequence[str], shape: ModelShape, gpu_bytes: int | None
-) -> Iterator[tuple[str, Budget | None]]:
-    """Yield each offload preset with its budget, or None if the rules refuse the preset here."""
+) -> Iterator[tuple[str, Budget | str]]:
+    """Yield each offload preset with its budget, or with the reason why the rules refuse the preset here."""
     others = [override for override in overrides if not override.startswith("offload=")]
     for preset in groups()["offload"]:
         try:
             yield preset, budget(compose_config([*others, f"offload={preset}"]), shape, gpu_bytes)
-        except ConfigError:
-            yield preset, None
+        except ConfigError as error:
+            first = error.violations[0]
+            yield preset, f"{first.key} {first.rule}"
 
 
 def _with(config: Config, key: str, value: int) -> Config:

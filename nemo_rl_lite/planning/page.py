@@ -28,8 +28,8 @@ class Plan:
     """Host memory of a machine; None if unknown."""
     budget: Budget
     micro_batch: MicroBatchLimit
-    presets: dict[str, Budget | None]
-    """By name; None where the rules refuse the preset."""
+    presets: dict[str, Budget | str]
+    """By name; the reason where the rules refuse the preset."""
 
     @property
     def fits(self) -> bool:
@@ -40,7 +40,7 @@ class Plan:
 
     @property
     def fitting_presets(self) -> list[str]:
-        there = ((name, one) for name, one in self.presets.items() if one is not None)
+        there = ((name, one) for name, one in self.presets.items() if isinstance(one, Budget))
         return [name for name, one in there if one.fits_device and self.fits_host(one)]
 
 
@@ -79,6 +79,9 @@ def show(plan: Plan, console: RunConsole) -> None:
         console.say(line)
     if plan.presets:
         console.table("offload presets", ["", "fullest phase", "GPU", "host, a machine", ""], _preset_rows(plan))
+        for name, reason in plan.presets.items():
+            if isinstance(reason, str):
+                console.say(f"offload={name} is refused here: {reason}")
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -106,8 +109,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "host_bytes": one.host,
         "largest_micro_batch": {"key": limit.key, "now": limit.now, "most": limit.most},
         "presets": {
-            name: preset and {"device_bytes": preset.device[preset.fullest], "host_bytes": preset.host}
-            for name, preset in plan.presets.items()
+            name: {"refused": one}
+            if isinstance(one, str)
+            else {"device_bytes": one.device[one.fullest], "host_bytes": one.host}
+            for name, one in plan.presets.items()
         },
         "presets_that_fit": plan.fitting_presets,
     } | _refit_json(plan)
@@ -164,7 +169,7 @@ def _verdict(plan: Plan) -> list[str]:
 def _preset_rows(plan: Plan) -> list[list[str]]:
     rows = []
     for name, one in plan.presets.items():
-        if one is None:
+        if isinstance(one, str):
             rows.append([name, "-", "-", "-", "refused here"])
         else:
             full = size(one.device[one.fullest])

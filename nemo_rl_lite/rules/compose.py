@@ -17,21 +17,32 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_rl_lite.config.keys import compose_files, groups, known_keys, unknown_key
-from nemo_rl_lite.config.overrides import check_overrides
+from nemo_rl_lite.config.overrides import check_overrides, given_keys
 from nemo_rl_lite.config.schema import DOTTED_PATH, DURATION, RUN_NAME, Config
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.rules import check_rules
+from nemo_rl_lite.rules.without_effect import keys_without_effect
 
 
-def compose_config(arguments: Sequence[str] = ()) -> Config:
+def compose_command(arguments: Sequence[str]) -> Config:
+    """Compose and validate the configuration of a user's command.
+
+    Raises:
+        ConfigError: listing what `compose_config` does, and every key of the command that changes nothing.
+    """
+    return compose_config(arguments, given_keys(arguments))
+
+
+def compose_config(arguments: Sequence[str] = (), given: Sequence[str] = ()) -> Config:
     """Compose and validate the configuration that command-line arguments such as `policy.precision=bfloat16` describe.
+    Keys and groups of `given` must have an effect.
 
     Raises:
         ConfigError: listing every violation: of the arguments, of types and ranges, of the rules.
     """
     overrides, violations = check_overrides(arguments)
     try:
-        config = resolve(compose_files(overrides))
+        config = resolve(compose_files(overrides), given)
     except ConfigError as error:
         raise ConfigError([*violations, *error.violations]) from None
     if violations:
@@ -39,11 +50,12 @@ def compose_config(arguments: Sequence[str] = ()) -> Config:
     return config
 
 
-def resolve(composed: DictConfig) -> Config:
-    """Turn Hydra's composed configuration into a typed, frozen `Config`.
+def resolve(composed: DictConfig, given: Sequence[str] = ()) -> Config:
+    """Turn Hydra's composed configuration into a typed, frozen `Config`. Keys and groups of `given` must have an
+    effect.
 
     Raises:
-        ConfigError: listing every unknown key, wrong type and broken rule.
+        ConfigError: listing every unknown key, wrong type and broken rule, and every given key without effect.
     """
     values, violations = _plain(composed)
     config, type_violations = _validate(values)
@@ -54,6 +66,9 @@ def resolve(composed: DictConfig) -> Config:
         config, _ = _validate(_with_defaults(values, unusable))
     if config is not None:
         violations += check_rules(config, unusable)
+        defaults, reported = _defaults(_algorithm_file(values)), {violation.key for violation in violations}
+        changing = [key for key in given if key not in reported and _at(values, key) != _at(defaults, key)]
+        violations += keys_without_effect(config, changing)
     if violations or config is None:
         raise ConfigError(violations)
     return config

@@ -7,6 +7,7 @@ from nemo_rl_lite.config.sizes import (
     all_gpus,
     batch_mode,
     generation_gpus,
+    micro_batch_sizes,
     on_gpus,
     parallel_dims,
     samples_per_step,
@@ -186,20 +187,16 @@ def micro_batches_fill_global_batch(config: Config) -> Iterator[Violation]:
     ranks = parallel_dims(config).dp
     if not ranks:
         return
-    fixed = batch_mode(config.policy, on_gpus(config)) == "fixed"
-    batch, micro = config.policy.train_global_batch_size, config.policy.train_micro_batch_size if fixed else 1
-    if not fixed and batch % ranks:
-        rule_text = f"must be a multiple of the data-parallel size ({ranks})"
-        fix = f"policy.train_global_batch_size={-(-batch // ranks) * ranks}"
-        yield Violation("policy.train_global_batch_size", batch, rule_text, fix)
-        return
-    if batch % (micro * ranks):
-        yield Violation(
-            "policy.train_micro_batch_size",
-            micro,
-            f"micro-batch ({micro}) x data-parallel size ({ranks}) must divide train_global_batch_size ({batch})",
-            f"policy.train_micro_batch_size={batch // ranks}" if batch % ranks == 0 else "change the batch sizes",
+    batch, micro = config.policy.train_global_batch_size, config.policy.train_micro_batch_size
+    if batch % ranks:
+        key, fix = "policy.train_global_batch_size", f"a multiple of {ranks}, or another number of ranks"
+        yield Violation(key, batch, f"must be a multiple of the data-parallel size ({ranks})", fix)
+    elif batch_mode(config.policy, on_gpus(config)) == "fixed" and batch // ranks % micro_batch_sizes(config)[0]:
+        key = "policy.train_micro_batch_size"
+        rule_text = (
+            f"micro-batch ({micro}) x data-parallel size ({ranks}) must divide train_global_batch_size ({batch})"
         )
+        yield Violation(key, micro, rule_text, f"{key}={batch // ranks}")
 
 
 @rule(
@@ -207,6 +204,8 @@ def micro_batches_fill_global_batch(config: Config) -> Iterator[Violation]:
     *_BATCHING,
     "algorithm.num_prompts_per_step",
     "algorithm.num_generations_per_prompt",
+    "policy.train_global_batch_size",
+    "policy.train_micro_batch_size",
     "policy.logprob_batch_size",
     options=RolloutAlgorithmConfig,
 )
@@ -214,11 +213,11 @@ def logprob_batches_fill_rollout(config: Config) -> Iterator[Violation]:
     ranks = parallel_dims(config).dp
     if not ranks or batch_mode(config.policy, on_gpus(config)) != "fixed":
         return
-    samples, micro = samples_per_step(config), config.policy.logprob_batch_size
-    if samples % (micro * ranks):
+    samples, micro = samples_per_step(config), micro_batch_sizes(config)[1]
+    if samples % ranks == 0 and micro < samples // ranks and samples // ranks % micro:
         yield Violation(
             "policy.logprob_batch_size",
-            micro,
+            config.policy.logprob_batch_size,
             f"micro-batch ({micro}) x data-parallel size ({ranks}) must divide the rollout's {samples} samples",
-            f"policy.logprob_batch_size={samples // ranks}" if samples % ranks == 0 else "change the batch sizes",
+            f"policy.logprob_batch_size={samples // ranks}",
         )

@@ -1,87 +1,94 @@
 """Turns a training command line into runs: compose, validate, run."""
 
-import itertools
 import logging
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from nemo_rl_lite.config.keys import CONFIG_NAME, config_dir
-from nemo_rl_lite.config.overrides import RUN_FOLDER, check_overrides, named_run_folder
+from nemo_rl_lite.config.overrides import RUN_FOLDER, check_overrides, given_keys, named_run_folder
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
 from nemo_rl_lite.host.disk import why_not_writable
-from nemo_rl_lite.rules.compose import compose_config, resolve
+from nemo_rl_lite.rules.compose import compose_command, resolve
+from nemo_rl_lite.rules.without_effect import told_on_cpus
+from nemo_rl_lite.run.flags import split_arguments
+from nemo_rl_lite.run.sweep import Sweep, jobs, nothing_to_sweep
 
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from nemo_rl_lite.observability.summary import Summary
 
-# Hydra's flags that print something instead of running, and those that take a value.
-_INFORMATION = ("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
-_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
-_INFO = ("--info", "-i")
-_INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-# This launcher's own flag: do everything up to the first process.
-_DRY_RUN = "--dry-run"
-_SWEEP = ("--multirun", "-m")
-
 
 def launch(arguments: Sequence[str]) -> "list[Summary]":
     """Run the command line, and return the summary of each run (several with -m, none with --help and the like)."""
     flags, overrides = split_arguments(arguments)
-    sweeps = any(flag in _SWEEP for flag in flags)
+    sweep = Sweep(overrides)
     summaries: list[Summary] = []
-    # Number and exit status of each job of a sweep that failed.
-    failed: list[tuple[int, Any]] = []
 
     def task(composed: DictConfig) -> None:
         hydra_config = HydraConfig.get()
+        folder = Path(hydra_config.runtime.output_dir)
+        end: Summary | int
         try:
-            summaries.append(_guarded(composed, Path(hydra_config.runtime.output_dir), arguments))
-        except SystemExit as end:
-            if not sweeps or _was_ended(end):
+            end = _guarded(composed, folder, arguments)
+            summaries.append(end)
+        except SystemExit as status:
+            if not flags.sweeps or _was_ended(status):
                 raise
-            failed.append((hydra_config.job.num, end.code))
+            end = int(status.code or 0)
         except Exception:
-            if not sweeps:
+            if not flags.sweeps:
                 raise
             # Hydra would report only the first failure, after all jobs.
             traceback.print_exc()
-            failed.append((hydra_config.job.num, LauncherError.exit_status))
+            end = LauncherError.exit_status
+        sweep.ended.append((hydra_config.overrides.task, folder, end))
 
     try:
         accepted, violations = check_overrides(overrides)
-        if only_informs(flags) and sweeps:
-            violations.append(Violation(" ".join(flags), None, "a sweep runs, the other flag only prints", "drop one"))
-            raise ConfigError(violations)
-        if violations or not only_informs(flags):
+        wrong = [*flags.problems(), *nothing_to_sweep(flags, overrides)]
+        if wrong or violations or not flags.only_informs:
             # Check before Hydra makes the run's folder, and before the first job of a sweep.
-            for job in _jobs(overrides) if sweeps else [overrides]:
-                compose_config(job)
-        if not only_informs(flags) and not sweeps:
+            _check(jobs(overrides) if flags.sweeps else [overrides], wrong)
+        if not flags.only_informs and not flags.sweeps:
             _check_run_folder(named_run_folder(overrides))
-        if _DRY_RUN in flags:
-            _dry_run(flags, overrides, sweeps)
+        if flags.dry_run:
+            _dry_run(overrides, flags.sweeps)
             return []
-        sys.argv = [sys.argv[0], *flags, *accepted]
+        sys.argv = [sys.argv[0], *flags.given, *accepted]
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=CONFIG_NAME)(task)()
     except ConfigError as error:
         fail(error)
-    if failed:
+    if flags.sweeps:
+        sweep.show()
+    if failed := sweep.failed:
         numbers = ", ".join(f"#{number}" for number, _ in failed)
-        sys.stderr.write(f"{len(failed)} of {len(failed) + len(summaries)} jobs of the sweep failed: {numbers}\n")
+        sys.stderr.write(f"{len(failed)} of {len(sweep.ended)} jobs of the sweep failed: {numbers}\n")
         sys.exit(failed[0][1])
     return summaries
+
+
+def _check(jobs: Iterable[Sequence[str]], wrong: Sequence[Violation]) -> None:
+    """Check the overrides of every job, and say which of them do nothing on CPUs. Raises ConfigError, of these problems
+    and of `wrong`."""
+    told: dict[str, None] = {}
+    try:
+        for job in jobs:
+            told |= dict.fromkeys(told_on_cpus(compose_command(job), given_keys(job)))
+    except ConfigError as error:
+        raise ConfigError([*wrong, *error.violations]) from None
+    if wrong:
+        raise ConfigError(wrong)
+    if told:
+        sys.stderr.write(f"note: without effect, because the run is on CPUs: {', '.join(told)}\n")
 
 
 def _check_run_folder(named: str | None) -> None:
@@ -99,51 +106,16 @@ def _was_ended(end: SystemExit) -> bool:
     return end.code in (INTERRUPTED, RunStopped.exit_status) or was_asked_to_end()
 
 
-def _dry_run(flags: Sequence[str], overrides: Sequence[str], sweeps: bool) -> None:
+def _dry_run(overrides: Sequence[str], sweeps: bool) -> None:
     from nemo_rl_lite.run.dry_run import dry_run
 
-    if others := [flag for flag in flags if flag not in (_DRY_RUN, *_SWEEP)]:
-        raise ConfigError([Violation(_DRY_RUN, None, f"cannot be combined with {' '.join(others)}", "drop one")])
     # Each job of a sweep has its own folder.
     named = None if sweeps else named_run_folder(overrides)
     try:
-        for job in _jobs(overrides):
-            dry_run(compose_config(job), job, Path(named) if named else None)
+        for job in jobs(overrides):
+            dry_run(compose_command(job), job, Path(named) if named else None)
     except LauncherError as error:
         fail(error)
-
-
-def only_informs(flags: Sequence[str]) -> bool:
-    """Whether Hydra will print something (--help, --cfg job, ...) and run nothing."""
-    return any(flag.split("=")[0] in _INFORMATION for flag in flags)
-
-
-def _jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """The overrides of each job of a sweep, in the order of Hydra's basic sweeper."""
-    choices = [values for override in overrides if (values := _values(override))]
-    return map(list, itertools.product(*choices))
-
-
-def _values(argument: str) -> list[str]:
-    """An override for each value of the sweep; empty where only Hydra knows the values."""
-    try:
-        override = OverridesParser.create().parse_override(argument)
-    except HydraException:
-        return [argument]
-    if not override.is_sweep_override():
-        return [argument]
-    key = argument.partition("=")[0]
-    return [f"{key}={value}" for value in override.sweep_string_iterator()] if override.is_discrete_sweep() else []
-
-
-def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Hydra's flags (with their values) and the overrides."""
-    flags: list[str] = []
-    overrides: list[str] = []
-    for argument, previous in zip(arguments, ["", *arguments], strict=False):
-        is_value = previous in _WITH_VALUE or (previous in _INFO and argument in _INFO_TOPICS)
-        (flags if is_value or argument.startswith("-") else overrides).append(argument)
-    return flags, overrides
 
 
 def _guarded(composed: DictConfig, folder: Path, arguments: Sequence[str]) -> "Summary":

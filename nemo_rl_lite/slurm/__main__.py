@@ -17,7 +17,7 @@ from pathlib import Path
 from nemo_rl_lite.config.overrides import RUN_FOLDER, named_run_folder
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, LauncherError, Violation, shown_as_message
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.rules.compose import compose_command
 from nemo_rl_lite.slurm.batch_job import BatchJob, Container
 
 # Options of sbatch, and their help; `--NAME VALUE` becomes `#SBATCH --NAME=VALUE`.
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     given = parser.parse_intermixed_args(words)
     with shown_as_message("nrl-lite slurm"):
-        job = _job(given, compose_config(given.overrides))
+        job = _job(given, compose_command(given.overrides))
         script = job.script(["nrl-lite", "slurm", *words])
         # Slurm does not make this folder, and a job that cannot write there ends without a message.
         (job.work_folder / job.log).parent.mkdir(parents=True, exist_ok=True)

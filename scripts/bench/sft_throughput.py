@@ -58,7 +58,7 @@ def train_with_ours(model: str, chats: str, steps: int, tokens: int) -> list[flo
             *("algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0"),
             *("algorithm.max_num_epochs=null", f"algorithm.max_num_steps={steps}", f"policy.model_name={model}"),
             *(f"policy.max_total_sequence_length={LONGEST}", f"policy.train_global_batch_size={BATCH}"),
-            *("policy.train_micro_batch_size=4", "policy.sequence_packing.enabled=true"),
+            "policy.sequence_packing.enabled=true",
             f"policy.sequence_packing.train_mb_tokens={tokens}",
             "policy.megatron_cfg.optimizer.lr=1e-5",
             *("checkpoint.export_hf_at_end=false", "checkpoint.save_period=0", f"hydra.run.dir={folder}/run"),

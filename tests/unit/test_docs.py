@@ -14,8 +14,8 @@ import yaml
 from nemo_rl_lite import cli
 from nemo_rl_lite.config.keys import groups, is_open, known_keys
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.command import only_informs, split_arguments
+from nemo_rl_lite.rules.compose import compose_command
+from nemo_rl_lite.run.flags import split_arguments
 from tests.unit.pages import DOCS, PAGES, ROOT, anchors, blocks, commands, inline_code, prose, tables
 
 NAME = {"ids": lambda page: str(page.relative_to(ROOT))}
@@ -112,12 +112,13 @@ def test_commands_are_valid(page):
 
 def check_training_command(arguments: list[str]) -> None:
     flags, overrides = split_arguments(arguments)
-    if only_informs(flags):
+    assert not list(flags.problems()), flags
+    if flags.only_informs:
         return
-    if "-m" in flags:
+    if flags.sweeps:
         overrides = [override.split(",")[0] for override in overrides]
     try:
-        compose_config(overrides)
+        compose_command(overrides)
     except ConfigError as error:
         assert {violation.key for violation in error.violations} <= READERS, str(error)
 

@@ -50,11 +50,23 @@ class RunRecord:
         return str(self.config.get("algorithm.name", "grpo"))
 
 
+def runs_of(folder: Path) -> list[Path]:
+    """The folders of a sweep's runs in their order; for any other folder itself."""
+    if _is_run(folder) or not folder.is_dir():
+        return [folder]
+    numbered = [path for path in folder.iterdir() if path.name.isdecimal() and _is_run(path)]
+    return sorted(numbered, key=lambda path: int(path.name)) or [folder]
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (CONFIG_FILE, METRICS_FILE))
+
+
 def read_run(folder: Path) -> RunRecord:
     """Read a run. Raises ReportError: `folder` is no run's folder."""
     if not folder.is_dir():
         raise ReportError(f"nrl-lite report: {folder} is not a folder: name a run's, such as outputs/NAME/TIME")
-    if not any((folder / name).exists() for name in (CONFIG_FILE, METRICS_FILE)):
+    if not _is_run(folder):
         raise ReportError(
             f"nrl-lite report: {folder} is no run's folder: it has neither {CONFIG_FILE} nor {METRICS_FILE}"
         )

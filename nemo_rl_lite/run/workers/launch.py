@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import (
     engine_ranks,
     engines,
+    micro_batch_sizes,
     on_gpus,
     parallel_dims,
     policy_ranks,
@@ -235,8 +236,9 @@ def _load_generation(config: Config, generation: WorkerGroup) -> Call:
 
 def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
     """Keyword arguments of `MegatronWorker`, which are the same on every rank."""
+    training, logprobs = micro_batch_sizes(config)
     return {
-        "policy": config.policy,
+        "policy": replace(config.policy, train_micro_batch_size=training, logprob_batch_size=logprobs),
         "cluster": config.cluster,
         "model_path": str(model_path),
         "seed": config.algorithm.seed,

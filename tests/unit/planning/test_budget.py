@@ -123,7 +123,7 @@ def test_presets_are_those_of_the_configuration():
     assert set(budgets) == {path.stem for path in (ROOT / "configs" / "offload").glob("*.yaml")}
     assert budgets["pinned"].device[Phase.GENERATE] < budgets["none"].device[Phase.GENERATE]
     assert budgets["cpu_optimizer"].device[Phase.TRAIN] < budgets["none"].device[Phase.TRAIN]
-    assert dict(preset_budgets(SFT, MODEL, GPU))["pinned"] is None
+    assert "makes room for engines" in dict(preset_budgets(SFT, MODEL, GPU))["pinned"]
 
 
 def test_plans_are_within_a_tenth_of_what_runs_measured(monkeypatch):

@@ -152,7 +152,7 @@ CASES = {
     "policy.train_global_batch_size=100": ["policy.train_global_batch_size", "512 samples (64 prompts x 8"],
     "policy.train_micro_batch_size=48": ["policy.train_micro_batch_size", "must divide train_global_batch_size (128)"],
     "policy.logprob_batch_size=48": ["policy.logprob_batch_size", "512 samples"],
-    "cluster.cpu_ranks=3": ["policy.train_micro_batch_size", "data-parallel size (3)"],
+    "cluster.cpu_ranks=3": ["policy.train_global_batch_size", "data-parallel size (3)", "another number of ranks"],
     f"{TP}=2": [TP, "must divide the 1 policy ranks", "cluster.cpu_ranks=2"],
     f"{TP}=4 cluster.cpu_ranks=4": [TP, "2 key/value heads", "one of [1, 2]"],
     f"{PP}=3 cluster.cpu_ranks=3": [PP, "4 layers"],
@@ -434,6 +434,21 @@ CASES = {
     "-m algorithm.seed=1,abc": ["algorithm.seed", "must be an integer"],
     "-m generation.temperature=0,1 algorithm.seed=1,2": ["generation.temperature", "greater than 0"],
     "-m --cfg job": ["-m --cfg job", "drop one"],
+    "-m algorithm.seed=3": ["-m", "no key has several values", "algorithm.seed=1,2,3"],
+    "--dryrun --dry-run": ["--dryrun", "did you mean --dry-run?", "1 problem found"],
+    "--dry-run --help": ["--dry-run --help", "drop one"],
+    "--learning-rate 1e-5": ["--learning-rate", "policy.megatron_cfg.optimizer.lr=...", "1 problem found"],
+    "--max_steps=5 algorithm.seed=x": ["--max_steps=5", "algorithm.max_num_steps=...", "2 problems found"],
+    "--resolve": ["--resolve", "--cfg job --resolve"],
+    "--package policy": ["--package", "--cfg job"],
+    "--shell-completion": ["--shell-completion", "is no flag"],
+    "--config-name other": ["--config-name", "is no flag", "1 problem found"],
+    # Keys that another key switches off.
+    "algorithm=dpo environment=calculator": ["environment", "has no effect without algorithm=grpo"],
+    f"{PEFT}.dim=8": [f"{PEFT}.dim", f"{PEFT}.enabled=true"],
+    "cluster.gpus_per_node=1 policy=megatron_gpu policy.train_micro_batch_size=4": ["policy.sequence_packing"],
+    "logger.wandb.project=x": ["logger.wandb.project", "logger.wandb_enabled=true"],
+    "generation=transformers generation.vllm_kwargs.block_size=16": ["generation=vllm", "1 problem found"],
     "-m policy.precision=[": ["is not an override"],
     "-m just-a-word algorithm.seed=1,2": ["just-a-word", "is not an override"],
     "-m algorithm.seed=range(1,4) policy.logprob_batch_size=48": ["policy.logprob_batch_size", "512 samples"],
@@ -577,10 +592,9 @@ def test_everything_is_reported_at_once(places, capsys):
 
 def test_a_wrong_type_does_not_break_rules_that_read_it(capsys):
     with pytest.raises(SystemExit):
-        train.main(["policy.train_global_batch_size=many", "algorithm.num_prompts_per_step=3"])
+        train.main(["policy.train_global_batch_size=many", "algorithm.num_prompts_per_step=3", "generation.top_k=0"])
     message = capsys.readouterr().err
-    # The rollout of 24 samples does not fit logprob batches of 128; nothing is said of the global batch's arithmetic.
-    assert "must be an integer" in message and "policy.logprob_batch_size" in message
+    assert "must be an integer" in message and "generation.top_k" in message and "2 problems found" in message
     assert "must divide the rollout's 24 samples (3 prompts" not in message
 
 

@@ -7,9 +7,11 @@ import pytest
 
 from nemo_rl_lite.config import keys
 from nemo_rl_lite.config.schema import GRPOConfig, SupervisedConfig
+from nemo_rl_lite.config.sizes import micro_batch_sizes
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.command import split_arguments
+from nemo_rl_lite.rules.compose import compose_command, compose_config, resolve
+from nemo_rl_lite.rules.without_effect import EFFECTS, ON_GPUS, told_on_cpus
+from nemo_rl_lite.run.flags import split_arguments
 
 HEAVY = ("torch", "ray", "vllm", "megatron", "transformers", "numpy")
 
@@ -109,8 +111,8 @@ def test_every_key_has_a_comment_or_a_telling_name():
 
 
 def test_flags_and_overrides_are_told_apart():
-    flags, overrides = split_arguments(["-m", "a=1,2", "--cfg", "job", "--config-dir", "here", "b=3", "--resolve"])
-    assert flags == ["-m", "--cfg", "job", "--config-dir", "here", "--resolve"]
+    flags, overrides = split_arguments(["-m", "a=1,2", "--cfg", "job", "--learning-rate", "1e-5", "b=3", "--resolve"])
+    assert flags.given == ("-m", "--cfg", "job", "--learning-rate", "1e-5", "--resolve")
     assert overrides == ["a=1,2", "b=3"]
 
 
@@ -156,10 +158,37 @@ def test_hydras_own_flags_work(flags):
         "policy.train_global_batch_size=384",
     ],
 )
-def test_what_sft_does_not_use_is_no_error_in_sft(override):
-    assert compose_config(["algorithm=sft", override]).run_name == "sft-reverse_digits"
+def test_rules_about_rollouts_are_not_for_sft(override):
+    """What a recipe sets for GRPO is no error with another algorithm."""
+    assert resolve(keys.compose_files(["algorithm=sft", override])).run_name == "sft-reverse_digits"
     with pytest.raises(ConfigError):
         compose_config([override])
+
+
+def test_who_gives_a_key_expects_an_effect(tmp_path):
+    """A recipe may set what its algorithm does not use, and so may a command that gives what is the default anyway."""
+    given = ["algorithm=sft", "reward=math", "generation.top_p=0.5", "environment.max_turns=3", "profile.tool=nsys"]
+    with pytest.raises(ConfigError) as error:
+        compose_command(given)
+    told = {violation.key: violation.fix for violation in error.value.violations}
+    assert list(told) == ["reward", "generation.top_p", "environment.max_turns", "profile.tool"]
+    assert told["reward"] == "leave reward out, or algorithm=grpo" and "profile.steps=[3]" in told["profile.tool"]
+    assert resolve(keys.compose_files(given)).generation.top_p == 0.5
+    assert compose_command(["algorithm=sft", "reward=exact_match", "environment=none", "generation=vllm_gpu"])
+
+
+def test_every_key_of_the_table_exists():
+    known = {name for file in keys.groups()["algorithm"] for name in keys.known_keys((f"algorithm={file}",))}
+    named = [name for effect in EFFECTS for name in effect.keys] + list(ON_GPUS)
+    assert {name.rstrip(".") for name in named} - known <= set(keys.groups())
+
+
+def test_a_smaller_batch_needs_no_smaller_micro_batch():
+    config = compose_config(["policy.train_global_batch_size=32", "algorithm.num_prompts_per_step=8"])
+    assert micro_batch_sizes(config) == (32, 32) and config.policy.train_micro_batch_size == 128
+    assert micro_batch_sizes(compose_config(["cluster.cpu_ranks=2"])) == (64, 64)
+    assert micro_batch_sizes(compose_config(["policy.train_micro_batch_size=16"])) == (16, 16)
+    assert micro_batch_sizes(compose_config(["policy.logprob_batch_size=64"])) == (128, 64)
 
 
 def test_the_algorithms_options_are_those_of_its_name():
@@ -207,3 +236,11 @@ def test_a_value_of_a_wrong_type_is_one_problem():
 )
 def test_what_a_source_file_does_not_show_is_not_refused(overrides):
     compose_config(overrides)
+
+
+def test_a_command_for_gpus_is_told_what_does_nothing_on_cpus():
+    """It is not refused: that is how it is tried out."""
+    given = ["policy.offload_optimizer_states_for_logprob", "offload", "algorithm.seed"]
+    assert told_on_cpus(compose_config(), given) == given[:2]
+    on_gpu = compose_config(["cluster.gpus_per_node=1", "policy.precision=bfloat16"])
+    assert told_on_cpus(on_gpu, given) == []

@@ -1,0 +1,170 @@
+"""Keys of the command line that change nothing in this run, because another key switches off what they set.
+
+A file of `configs/` may set such keys: a recipe is for several machines and algorithms. Who writes one into a command
+expects something of it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from nemo_rl_lite.config.algorithms import ALGORITHMS, algorithm_of, generates
+from nemo_rl_lite.config.engines import ENGINES
+from nemo_rl_lite.config.schema import Config, GRPOConfig
+from nemo_rl_lite.config.sizes import batch_mode, on_gpus
+from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.rules.layout import MEGATRON
+
+_OPTIMIZER, _LOSS = f"{MEGATRON}.optimizer", "algorithm.loss_fn"
+
+
+@dataclass(frozen=True)
+class Effect:
+    """`keys`, and all below them, have an effect where `holds`; `needs` is how to get there."""
+
+    keys: tuple[str, ...]
+    holds: Callable[[Config], bool]
+    needs: str
+
+
+def _loss_compares(config: Config) -> bool:
+    return not isinstance(config.algorithm, GRPOConfig) or algorithm_of(config).compares(config.algorithm)
+
+
+def _validates(config: Config) -> bool:
+    options = config.algorithm
+    return options.val_at_start or options.val_at_end or options.val_period > 0
+
+
+EFFECTS = (
+    Effect(
+        ("reward", "environment", "generation.", "refit."),
+        generates,
+        " or ".join(f"algorithm={name}" for name, row in ALGORITHMS.items() if row.generates),
+    ),
+    Effect(
+        ("environment.max_turns", "environment.timeout_s", "environment.kwargs"),
+        lambda config: config.environment.name is not None,
+        "environment=calculator or environment.name=package.module.Class",
+    ),
+    *(
+        Effect(row.own_keys, lambda config, name=name: config.generation.backend == name, f"generation={name}")
+        for name, row in ENGINES.items()
+    ),
+    Effect(
+        ("generation.colocated.resources",),
+        lambda config: not config.generation.colocated.enabled,
+        "generation.colocated.enabled=false",
+    ),
+    Effect(
+        ("policy.train_micro_batch_size", "policy.logprob_batch_size"),
+        lambda config: batch_mode(config.policy, on_gpus(config)) == "fixed",
+        "policy.sequence_packing.enabled=false; packed and dynamic batches are limited by train_mb_tokens",
+    ),
+    Effect(
+        ("policy.sequence_packing.train_mb_tokens", "policy.sequence_packing.logprob_mb_tokens"),
+        lambda config: batch_mode(config.policy, on_gpus(config)) == "packed",
+        "policy.sequence_packing.enabled=true",
+    ),
+    Effect(
+        ("policy.dynamic_batching.train_mb_tokens", "policy.dynamic_batching.logprob_mb_tokens"),
+        lambda config: config.policy.dynamic_batching.enabled,
+        "policy.dynamic_batching.enabled=true",
+    ),
+    Effect(
+        (f"{MEGATRON}.peft",), lambda config: config.policy.megatron_cfg.peft.enabled, f"{MEGATRON}.peft.enabled=true"
+    ),
+    Effect(
+        (f"{MEGATRON}.offload_modules", f"{MEGATRON}.activation_offload_fraction"),
+        lambda config: config.policy.megatron_cfg.fine_grained_activation_offloading,
+        f"{MEGATRON}.fine_grained_activation_offloading=true",
+    ),
+    Effect(
+        tuple(f"{_OPTIMIZER}.{name}" for name in ("adam_beta1", "adam_beta2", "adam_eps")),
+        lambda config: config.policy.megatron_cfg.optimizer.optimizer == "adam",
+        f"{_OPTIMIZER}.optimizer=adam",
+    ),
+    Effect(
+        (f"{_OPTIMIZER}.sgd_momentum",),
+        lambda config: config.policy.megatron_cfg.optimizer.optimizer == "sgd",
+        f"{_OPTIMIZER}.optimizer=sgd",
+    ),
+    Effect(
+        (f"{_OPTIMIZER}.optimizer_offload_fraction",),
+        lambda config: config.policy.megatron_cfg.optimizer.optimizer_cpu_offload,
+        f"{_OPTIMIZER}.optimizer_cpu_offload=true",
+    ),
+    Effect(
+        (f"{_OPTIMIZER}.min_lr",),
+        lambda config: config.policy.megatron_cfg.scheduler.lr_decay_style != "constant",
+        f"{MEGATRON}.scheduler.lr_decay_style=cosine",
+    ),
+    Effect(
+        (f"{MEGATRON}.scheduler.lr_warmup_init",),
+        lambda config: config.policy.megatron_cfg.scheduler.lr_warmup_iters > 0,
+        f"{MEGATRON}.scheduler.lr_warmup_iters=10",
+    ),
+    Effect(
+        tuple(
+            f"{_LOSS}.{name}"
+            for name in (
+                "reference_policy_kl_type",
+                "use_bias_correction_kl",
+                "kl_input_clamp_value",
+                "kl_output_clamp_value",
+            )
+        ),
+        _loss_compares,
+        f"{_LOSS}.reference_policy_kl_penalty=0.01",
+    ),
+    Effect(
+        ("algorithm.max_val_samples", "algorithm.val_temperature"),
+        _validates,
+        "algorithm.val_period=10 or algorithm.val_at_end=true",
+    ),
+    Effect(("profile.tool",), lambda config: bool(config.profile.steps), "'profile.steps=[3]'"),
+    Effect(("logger.wandb",), lambda config: config.logger.wandb_enabled, "logger.wandb_enabled=true"),
+    Effect(("logger.mlflow",), lambda config: config.logger.mlflow_enabled, "logger.mlflow_enabled=true"),
+    Effect(
+        tuple(f"checkpoint.{name}" for name in ("async_save", "keep_newest", "keep_best")),
+        lambda config: config.checkpoint.save_period > 0,
+        "checkpoint.save_period=10",
+    ),
+    Effect(
+        ("cluster.cpu_ranks", "generation.vllm_cfg.cpu_kv_cache_gib"),
+        lambda config: not on_gpus(config),
+        "cluster.gpus_per_node=0",
+    ),
+)
+
+# A command for GPUs may be tried on CPUs: these are told, and not refused.
+ON_GPUS = (
+    "offload",
+    "policy.offload_optimizer_states_for_logprob",
+    "policy.offload_for_generation",
+    "policy.use_pinned_optimizer_offload",
+    "policy.overlap_offload",
+    "generation.colocated",
+    "generation.vllm_cfg.gpu_memory_utilization",
+    "generation.vllm_cfg.enforce_eager",
+    "cluster.numa_binding",
+)
+
+
+def keys_without_effect(config: Config, given: Sequence[str]) -> Iterator[Violation]:
+    """The keys of `given`, which the command line sets, that change nothing in this run."""
+    for key in given:
+        for effect in EFFECTS:
+            if _is_of(key, effect.keys) and not effect.holds(config):
+                rule_text, fix = f"has no effect without {effect.needs}", f"leave {key} out, or {effect.needs}"
+                yield Violation(key, None, rule_text, fix)
+                break
+
+
+def told_on_cpus(config: Config, given: Sequence[str]) -> list[str]:
+    """The keys of `given` that only a run on GPUs makes use of, where this one is on CPUs."""
+    return [] if on_gpus(config) else [key for key in given if _is_of(key, ON_GPUS)]
+
+
+def _is_of(key: str, names: Sequence[str]) -> bool:
+    """Whether `key` is one of `names` or below one of them. A name that ends in a dot means what is below it alone."""
+    return any(key.startswith(name) if name.endswith(".") else f"{key}.".startswith(f"{name}.") for name in names)

@@ -1,0 +1,38 @@
+"""What a sweep prints in the end, and the page of all its jobs."""
+
+from pathlib import Path
+
+from nemo_rl_lite import report
+from nemo_rl_lite.observability.summary import Summary
+from nemo_rl_lite.run.sweep import Sweep, jobs
+
+
+def test_jobs_are_in_the_order_of_hydras_sweeper():
+    assert list(jobs(["algorithm=sft", "algorithm.seed=1,2", "policy.precision=choice(float32,bfloat16)"])) == [
+        ["algorithm=sft", f"algorithm.seed={seed}", f"policy.precision={precision}"]
+        for seed in (1, 2)
+        for precision in ("float32", "bfloat16")
+    ]
+
+
+def test_the_table_has_what_was_swept_and_what_came_of_it(capsys):
+    done = Summary("sweep/0", 30, 0.14, 0.723, None, None, 1.234, {}, {})
+    sweep = Sweep(["logger.plots=false", "+algorithm.seed=1,2"])
+    sweep.ended.append((["logger.plots=False", "+algorithm.seed=1"], Path("sweep/0"), done))
+    sweep.ended.append((["logger.plots=False", "+algorithm.seed=2"], Path("sweep/1"), 3))
+    sweep.show()
+    text = capsys.readouterr().out
+    assert "accuracy 0.140 -> 0.723" in text and "1.23" in text and "failed (status 3)" in text
+    assert "algorithm.seed=1" in text and "plots" not in text and "nrl-lite report sweep\n" in text
+    assert sweep.failed == [(1, 3)]
+
+
+def test_a_report_of_a_sweep_has_all_its_jobs(tmp_path, capsys):
+    for number in (0, 1, 10):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "metrics.jsonl").write_text(f'{{"step": 1, "train/reward": {number}}}\n')
+    (tmp_path / "2").mkdir()
+    report.main([str(tmp_path)])
+    page = (tmp_path / "report.html").read_text()
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    assert [name in page for name in (f"{tmp_path}/0", f"{tmp_path}/10")] == [True, True]
