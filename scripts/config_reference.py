@@ -184,11 +184,12 @@ python -m nemo_rl_lite.train algorithm=sft policy.megatron_cfg.optimizer.lr=1e-4
 
 `--cfg job` prints the configuration that a command line composes and runs nothing. `hydra.run.dir=FOLDER` names the
 run's folder. Unknown keys, values out of range and keys that contradict each other are reported at once, before
-anything starts. `${a.b}` stands for the value of another key.
+anything starts, and so are keys of the command line that have no effect in that run. `${a.b}` stands for the value of
+another key.
 
 `-m algorithm.seed=1,2,3` is a sweep: a run for each value, one after the other, in numbered folders under
-`hydra.sweep.dir`. All are checked before the first one starts. One that fails does not end the sweep: the last line
-says how many failed and which, and the exit status is that of the first of them. One that is interrupted (130) or
+`hydra.sweep.dir`. All are checked before the first one starts. One that fails does not end the sweep: a table
+in the end has the result of each, and the exit status is that of the first that failed. One that is interrupted (130) or
 stopped with a checkpoint (75) ends it at once."""
 RECIPES_TITLE = """## Recipes
 

@@ -257,4 +257,6 @@ def _outcome(reference: Any, worker: str, phase: str) -> Any:
             0, WorkerError(worker, phase, "the process died (killed, or out of memory?)", details=str(error), lost=True)
         )
     except RayError as error:
-        return _Failure(1, WorkerError(worker, phase, type(error).__name__, details=str(error)))
+        # Such as a process that Ray ended because the machine's memory ran out: the message has the figures.
+        said = " ".join(str(error).split())[:400]
+        return _Failure(1, WorkerError(worker, phase, f"{type(error).__name__}: {said}", details=str(error)))

@@ -40,10 +40,9 @@ def plot_memory(metrics: MetricsLog, path: Path, title: str) -> bool:
         return False
     # On CPUs engines and activations are predicted but not measured: they could not be compared.
     known = {component for parts in measured.values() for component in parts}
-    predicted = {
-        phase: {name: nbytes for name, nbytes in parts.items() if name in known}
-        for phase, parts in stacks(metrics, PREDICTED).items()
-    }
+    planned = stacks(metrics, PREDICTED)
+    left_out = dict.fromkeys(name for parts in planned.values() for name in parts if parts[name] and name not in known)
+    predicted = {phase: {name: parts[name] for name in parts if name in known} for phase, parts in planned.items()}
     bars = [parts for phases in (predicted, measured) for parts in phases.values()]
     unit, scale = ("GiB", GIB) if max(sum(parts.values()) for parts in bars) >= GIB else ("MiB", MIB)
     plt = _pyplot()
@@ -61,7 +60,9 @@ def plot_memory(metrics: MetricsLog, path: Path, title: str) -> bool:
                 axis.bar(x, height, _BAR_WIDTH, bottom=bottom, **style)
                 bottom += height
     axis.set_xticks(range(len(phases)), phases)
-    axis.set(title=f"{title}: device memory, predicted (hatched) and measured", ylabel=unit)
+    without = f"\nwithout {', '.join(left_out)}, not measured here" if left_out else ""
+    what = f"{title}: device memory, predicted (hatched) and measured{without.replace('_', ' ')}"
+    axis.set(title=what, ylabel=unit)
     # The legend lists components in the order of the stack, from the top.
     handles = [Patch(color=colour, label=name.replace("_", " ")) for name, colour in reversed(colours.items())]
     figure.legend(handles=handles, loc="outside right upper", fontsize="small")

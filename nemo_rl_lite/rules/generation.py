@@ -1,5 +1,6 @@
 """Rules about generation engines and sampling."""
 
+import difflib
 import importlib.util
 from collections.abc import Iterator
 
@@ -7,6 +8,7 @@ from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import generation_gpus, on_gpus, parallel_dims
 from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.rules import code
 from nemo_rl_lite.rules.base import rule
 
 
@@ -69,6 +71,16 @@ def engine_is_installed(config: Config) -> Iterator[Violation]:
         if name in owned:
             fix = f"set {owned[name]} instead" if owned[name] else "remove it"
             yield Violation(f"generation.vllm_kwargs.{name}", None, "is set by the launcher", fix)
+
+
+@rule("generation.backend", "generation.vllm_kwargs", options=RolloutAlgorithmConfig)
+def vllm_knows_its_options(config: Config) -> Iterator[Violation]:
+    known = code.fields("vllm", "engine/arg_utils.py", "EngineArgs") if config.generation.vllm_kwargs else []
+    for name, value in config.generation.vllm_kwargs.items():
+        if known and name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            fix = f"did you mean {close[0]}?" if close else "remove it"
+            yield Violation(f"generation.vllm_kwargs.{name}", value, "vLLM's EngineArgs has no such option", fix)
 
 
 @rule(

@@ -1,9 +1,9 @@
 """Compare a long run with random kills of its processes to the same run without: soak.py [STEPS] [FOLDER]
 
-Every twenty steps SIGKILL hits the generation engine, a policy rank or the launcher (in turn), at a random moment
-within a second after a step (a step takes less than half of that); the script restarts a killed launcher with the same
-command. Runs are on CPUs; both runs' weights must be equal in the end, bit for bit. The script reads the resident
-memory of every process after each step.
+About every 25 seconds, at a random moment, SIGKILL hits the generation engine, a policy rank, the launcher, Ray's
+gcs_server or raylet, or the launcher's whole process group, also while the run is starting. Where the run's command
+ends, the script gives the same command again. Runs are on CPUs; both runs' weights must be equal in the end, bit for
+bit. The script reads the resident memory of every process after each step.
 """
 
 import os
@@ -26,10 +26,11 @@ import psutil
 import record
 from safetensors.torch import load_file
 
-KILL_EVERY, SAVE_EVERY = 20, 5
-FAULTS = ("generation-0", "policy-0", "launcher")
+KILL_EVERY_S, SAVE_EVERY = 25.0, 5
+WORKERS, OF_RAY = ("generation-0", "policy-0"), ("gcs_server", "raylet")
+FAULTS = (*WORKERS, "launcher", *OF_RAY, "process group")
 # Memory growth counts from this step on, because caches fill before.
-SETTLED = 100
+SETTLED = 50
 PICTURE = record.ROOT / "docs" / "images" / "soak-memory.png"
 MIB = 2**20
 
@@ -40,39 +41,47 @@ class Soak:
 
     folder: Path
     steps: int
-    kills: dict[int, tuple[str, float]]
-    """Step after which to kill: what, and how many seconds after its end."""
+    dice: random.Random | None
+    """What chooses moments and processes of kills; None: there are none."""
     memory: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     recovery_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    lost_steps: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     step_s: list[float] = field(default_factory=list)
-    undone: int = 0
+    kills: list[tuple[str, float]] = field(default_factory=list)
+    survived: int = 0
+    """Kills that a finished step has followed."""
 
     def run(self) -> None:
-        """Run until the last step is done; fail where the run fails."""
-        hit: tuple[str, float] | None = None
-        status = 1
-        while status:
-            process, killed = self._start(), False
-            for at, step, seconds in _steps(process):
-                self._note_memory(process.pid, step)
-                if hit is None:
-                    self.step_s.append(seconds)
-                elif at > hit[1]:
-                    # The interrupted step is done: the recovery is the time beyond a step's.
-                    name, killed_at = hit
-                    self.recovery_s[name].append(at - killed_at - statistics.median(self.step_s))
-                    self.lost_steps[name].append(self._undone_steps())
-                    hit = None
-                if step in self.kills and hit is None:
-                    name, delay = self.kills.pop(step)
-                    time.sleep(delay)
-                    hit = (name, time.monotonic())
-                    killed = name == "launcher"
-                    self._kill(name, process)
-            status = process.wait()
-            if status and not killed:
-                sys.exit(f"the run in {self.folder} ended with status {status}")
+        """Run until the last step is done; fail where the run ends without a kill."""
+        done = threading.Event()
+        self._process = self._start()
+        if self.dice:
+            threading.Thread(target=self._disturb, args=(self.dice, done), daemon=True).start()
+        while True:
+            for at, step, seconds in _steps(self._process):
+                self._note_memory(self._process.pid, step)
+                self.step_s.append(seconds)
+                for name, killed_at in self.kills[self.survived :]:
+                    self.recovery_s[name].append(at - killed_at)
+                    self.survived += 1
+            status = self._process.wait()
+            if status == 0:
+                break
+            print(f"the command ended with status {status}", flush=True)
+            if self.survived == len(self.kills):
+                sys.exit(f"the run in {self.folder} ended with status {status}, and nothing was killed")
+            self._process = self._start()
+        done.set()
+
+    def _disturb(self, dice: random.Random, done: threading.Event) -> None:
+        while not done.wait(KILL_EVERY_S * dice.uniform(0.8, 1.2)):
+            name = dice.choice(FAULTS)
+            try:
+                self._kill(name, self._process)
+            except (LookupError, OSError, StopIteration, psutil.NoSuchProcess):
+                print(f"{name} was not there to be killed", flush=True)
+                continue
+            self.kills.append((name, time.monotonic()))
+            print(f"killed {name}", flush=True)
 
     def _start(self) -> "subprocess.Popen[str]":
         overrides = [
@@ -90,38 +99,36 @@ class Soak:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         log = (self.folder.parent / f"{self.folder.name}.err").open("a")
         command = [sys.executable, "-m", "nemo_rl_lite.train", *overrides]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=record.ROOT)
+        # In a session, and so a process group, of its own.
+        pipes = {"stdout": subprocess.PIPE, "stderr": log, "text": True, "start_new_session": True}
+        return subprocess.Popen(command, cwd=record.ROOT, **pipes)
 
     def _kill(self, name: str, launcher: "subprocess.Popen[str]") -> None:
-        os.kill(launcher.pid if name == "launcher" else self._worker(name), signal.SIGKILL)
+        if name == "process group":
+            os.killpg(launcher.pid, signal.SIGKILL)
+        elif name in OF_RAY:
+            children = psutil.Process(launcher.pid).children(recursive=True)
+            os.kill(next(child.pid for child in children if child.name() == name), signal.SIGKILL)
+        else:
+            os.kill(launcher.pid if name == "launcher" else self._worker(name), signal.SIGKILL)
 
     def _worker(self, name: str) -> int:
+        """The process of a worker. Raises LookupError, OSError: there was none yet."""
         return int(re.findall(r"process (\d+)", (self.folder / "logs" / f"{name}.log").read_text())[-1])
 
     def _note_memory(self, launcher: int, step: int) -> None:
-        for name, pid in (("launcher", launcher), *((name, self._worker(name)) for name in FAULTS[:2])):
+        for name, pid in (("launcher", launcher), *((name, self._worker(name)) for name in WORKERS)):
             try:
                 self.memory[name].append((step, psutil.Process(pid).memory_info().rss))
             except psutil.NoSuchProcess:
                 continue
 
-    def _undone_steps(self) -> float:
-        """Return the steps that were repeated since the last kill."""
-        path = self.folder / "metrics-undone.jsonl"
-        lines = [line for line in path.read_text().splitlines() if '"train/loss"' in line] if path.exists() else []
-        count, self.undone = len(lines) - self.undone, len(lines)
-        return float(count)
-
 
 def main() -> None:
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 300
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 150
     folder = Path(sys.argv[2] if len(sys.argv) > 2 else tempfile.mkdtemp())
-    dice = random.Random(0)
-    kills = {
-        step + dice.randrange(KILL_EVERY // 2): (FAULTS[index % len(FAULTS)], dice.uniform(0, 1.0))
-        for index, step in enumerate(range(KILL_EVERY, steps - KILL_EVERY // 2, KILL_EVERY))
-    }
-    calm, rough = Soak(folder / "undisturbed", steps, {}), Soak(folder / "disturbed", steps, kills)
+    calm = Soak(folder / "undisturbed", steps, None)
+    rough = Soak(folder / "disturbed", steps, random.Random(0))
     results, clocks = [], {}
     for soak in (calm, rough):
         started = time.monotonic()
@@ -129,11 +136,11 @@ def main() -> None:
         clocks[soak.folder.name] = time.monotonic() - started
         results.append(record.result("whole run", soak.folder.name, "s", [clocks[soak.folder.name]]))
         results.append(record.result("step", soak.folder.name, "s", [statistics.median(soak.step_s)]))
-    for name in FAULTS:
-        results.append(record.result(f"recovery from a killed {name}", "disturbed", "s", rough.recovery_s[name]))
-        results.append(
-            record.result(f"steps taken again after a killed {name}", "disturbed", "", rough.lost_steps[name])
-        )
+    for name, seconds in sorted(rough.recovery_s.items()):
+        results.append(record.result(f"from a killed {name} to the next step's end", "disturbed", "s", seconds))
+    undone = (rough.folder / "metrics-undone.jsonl").read_text().count('"train/loss"')
+    results.append(record.result("steps taken again", "disturbed", "", [undone]))
+    results.append(record.result("kills", "disturbed", "", [len(rough.kills)]))
     growth = {name: _growth(series) for name, series in calm.memory.items()}
     for name, share in growth.items():
         settled = [nbytes / MIB for step, nbytes in calm.memory[name] if step % 20 == 0]
@@ -141,7 +148,8 @@ def main() -> None:
         results.append(record.result(f"growth of {name} from step {SETTLED} on", "undisturbed", "share", [share]))
     same = float(_same_weights(calm.folder, rough.folder))
     bars = [
-        record.bar("steps", steps, 300, at_least=True),
+        record.bar("steps", steps, 150, at_least=True),
+        record.bar("kinds of processes that were killed", len(rough.recovery_s), len(FAULTS), at_least=True),
         record.bar("both runs end with the same weights", same, 1, at_least=True),
         record.bar("largest growth of a process", max(growth.values()), 0.02, at_least=False),
     ]

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 
 from nemo_rl_lite.cluster import heartbeat, workers
 from nemo_rl_lite.cluster.workers import Call, wait
@@ -19,7 +19,8 @@ def raised(monkeypatch):
     raised: dict[str, Exception] = {}
 
     def get(reference: str) -> None:
-        raise RayTaskError("call", f"the traceback of {reference}", raised.pop(reference))
+        error = raised.pop(reference)
+        raise error if isinstance(error, RayError) else RayTaskError("call", f"the traceback of {reference}", error)
 
     def first_done(pending: list[str], num_returns: int, timeout: float | None) -> tuple[list[str], list[str]]:
         done = [reference for reference in pending if reference in raised][:1]
@@ -53,3 +54,10 @@ def test_one_that_goes_on_is_named_beside_the_traceback_of_one_that_gave_up(rais
         caught.value
     )
     assert "the traceback of copies" in caught.value.details
+
+
+def test_a_process_that_ray_ended_for_its_memory_is_told_with_the_figures(raised):
+    raised["copies"] = OutOfMemoryError("Task was killed due to the node running low on memory.\n22.9GB / 23.5GB used")
+    with pytest.raises(WorkerError, match="running low on memory. 22.9GB / 23.5GB used") as caught:
+        wait(*CALLS)
+    assert caught.value.worker == ENGINE and not caught.value.lost

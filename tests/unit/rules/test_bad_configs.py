@@ -170,6 +170,7 @@ CASES = {
     "generation.stop_strings=['']": ["generation.stop_strings", "empty string"],
     "generation.vllm_cfg.tensor_parallel_size=2": ["generation.data_parallel_size"],
     "+generation.vllm_kwargs.dtype=half": ["generation.vllm_kwargs.dtype", "set policy.precision instead"],
+    "+generation.vllm_kwargs.max_num_batched_token=512": ["EngineArgs", "did you mean max_num_batched_tokens?"],
     "generation.vllm_kwargs.disable_log_stats=true": ["generation.vllm_kwargs.disable_log_stats", "remove it"],
     "cluster.gpus_per_node=3 policy.megatron_cfg.tensor_model_parallel_size=2": ["the 3 policy ranks", "more GPUs"],
     "cluster.gpus_per_node=1 generation.colocated.enabled=false": ["resources.gpus_per_node", "colocated.enabled=true"],
