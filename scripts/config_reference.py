@@ -189,8 +189,8 @@ another key.
 
 `-m algorithm.seed=1,2,3` is a sweep: a run for each value, one after the other, in numbered folders under
 `hydra.sweep.dir`. All are checked before the first one starts. One that fails does not end the sweep: a table
-in the end has the result of each, and the exit status is that of the first that failed. One that is interrupted (130) or
-stopped with a checkpoint (75) ends it at once."""
+in the end has the result of each, and the exit status is that of the first that failed. One that is interrupted
+(130) or stopped with a checkpoint (75) ends it at once."""
 RECIPES_TITLE = """## Recipes
 
 Whole experiments, laid over everything by `recipes=NAME`; keys on the command line come last. "nodes x GPUs" with 0

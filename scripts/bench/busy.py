@@ -2,8 +2,8 @@
 
     python scripts/bench/busy.py [--cores 2 4] [--repeats 3] [--before CHECKOUT]
 
-A run and the busy process share the cores. `--before` is a checkout of an earlier commit, which is measured in turn with
-this one.
+A run and the busy process share the cores. `--before` is a checkout of an earlier commit, which is measured in turn
+with this one.
 """
 
 import argparse

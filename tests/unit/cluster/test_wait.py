@@ -58,6 +58,6 @@ def test_one_that_goes_on_is_named_beside_the_traceback_of_one_that_gave_up(rais
 
 def test_a_process_that_ray_ended_for_its_memory_is_told_with_the_figures(raised):
     raised["copies"] = OutOfMemoryError("Task was killed due to the node running low on memory.\n22.9GB / 23.5GB used")
-    with pytest.raises(WorkerError, match="running low on memory. 22.9GB / 23.5GB used") as caught:
+    with pytest.raises(WorkerError, match=r"running low on memory\. 22.9GB / 23.5GB used") as caught:
         wait(*CALLS)
     assert caught.value.worker == ENGINE and not caught.value.lost
