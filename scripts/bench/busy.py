@@ -1,6 +1,6 @@
 """Seconds of the quickstart's GRPO step on two and on four cores, idle and beside a process that keeps a core busy:
 
-    python scripts/bench/busy.py [--cores 2 4] [--repeats 3] [--before CHECKOUT]
+    python scripts/bench/busy.py [--cores 2 4] [--repeats 3] [--before CHECKOUT] [-- OVERRIDE ...]
 
 A run and the busy process share the cores. `--before` is a checkout of an earlier commit, which is measured in turn
 with this one.
@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, nargs="+", default=[min(2, len(os.sched_getaffinity(0)))])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--before", type=Path)
+    parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
     checkouts = {"now": record.ROOT} | ({"before": given.before.resolve()} if given.before else {})
     cases = [(cores, busy) for cores in given.cores for busy in (False, True)]
@@ -39,7 +40,7 @@ def main() -> None:
     for _ in range(given.repeats):
         for cores, busy in cases:
             for name, checkout in checkouts.items():
-                one = step_seconds(checkout, cores, busy)
+                one = step_seconds(checkout, cores, busy, given.overrides)
                 measured.setdefault((name, cores, busy), []).append(one)
                 print(name, cores, "busy" if busy else "idle", one, flush=True)
     results = [
@@ -68,14 +69,14 @@ def main() -> None:
     print(f"wrote {record.write('busy', results, bars)}")
 
 
-def step_seconds(checkout: Path, cores: int, busy: bool) -> dict[str, float]:
+def step_seconds(checkout: Path, cores: int, busy: bool, overrides: list[str]) -> dict[str, float]:
     """Return the medians over the steps of one run."""
     first = sorted(os.sched_getaffinity(0))[:cores]
     pinned = ["taskset", "-c", ",".join(map(str, first))]
     other = subprocess.Popen([*pinned, sys.executable, "-c", "while True: pass"]) if busy else None
     try:
         with tempfile.TemporaryDirectory() as folder:
-            command = [*pinned, sys.executable, *COMMAND, f"hydra.run.dir={folder}/run"]
+            command = [*pinned, sys.executable, *COMMAND, *overrides, f"hydra.run.dir={folder}/run"]
             environment = os.environ | {"PYTHONPATH": f"{checkout}:{os.environ.get('PYTHONPATH', '')}"}
             subprocess.run(command, cwd=checkout, env=environment, check=True, stdout=subprocess.DEVNULL)
             rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -35,8 +35,9 @@ log = logging.getLogger(__name__)
 
 # megatron-core compiles a few fused functions. On a CPU that delays the first batch by seconds and gains nothing.
 CPU_POLICY_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
-# A run on CPUs must not see GPUs: Ray does not hide them from an actor that asked for none.
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+# A run on CPUs must not see GPUs: Ray does not hide them from an actor that asked for none. OpenMP's threads sleep while
+# they wait: beside a busy process, threads that spin take the cores that the others need (measured: docs/benchmarks/).
+ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
 _SEGMENTS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # The number of hardware work queues of a process. With a single queue, a copy that waits for an earlier copy also
 # delays kernels that were launched after it. megatron-core's tensor parallelism needs that order to overlap
@@ -175,7 +176,7 @@ def _load(policy: RemotePolicy, saved: Path) -> None:
 
 def _policy_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
     if not on_gpus(config):
-        environment = CPU_POLICY_ENVIRONMENT | NO_GPU
+        environment = CPU_POLICY_ENVIRONMENT | ON_CPUS
     else:
         environment = ONE_QUEUE if parallel_dims(config).tp > 1 else MANY_QUEUES
         environment = environment | _segments(config)
@@ -197,7 +198,7 @@ def _segments(config: Config) -> dict[str, str]:
 
 def _generation_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
     environment = engine_of(config).environment(config.generation, on_gpus(config))
-    environment |= _segments(config) if on_gpus(config) else NO_GPU
+    environment |= _segments(config) if on_gpus(config) else ON_CPUS
     environment |= {"OMP_NUM_THREADS": str(_threads(config, engines(config)))}
     log.info("environment of the generation engines: %s", environment)
     return WorkerGroup(

@@ -1,4 +1,4 @@
-"""What the launcher puts into the environment of GPU processes, whatever the user's has."""
+"""What the launcher puts into the environment of its workers, whatever the user's has."""
 
 from types import SimpleNamespace
 
@@ -32,3 +32,13 @@ def test_memory_that_is_shared_or_put_to_sleep_is_in_fixed_segments(overrides, s
         made.clear()
         group(config, SimpleNamespace(policy=[], generation=[]), tmp_path)
         assert {made.get("PYTORCH_CUDA_ALLOC_CONF"), made.get("PYTORCH_ALLOC_CONF")} == {segments}
+
+
+def test_on_cpus_no_gpu_is_seen_and_waiting_threads_sleep(monkeypatch, tmp_path):
+    made = []
+    monkeypatch.setattr(
+        launch, "WorkerGroup", lambda name, slots, logs, environment, *_, **__: made.append(environment)
+    )
+    for group in (launch._policy_group, launch._generation_group):
+        group(compose_config(), SimpleNamespace(policy=[], generation=[]), tmp_path)
+    assert [(one["CUDA_VISIBLE_DEVICES"], one["OMP_WAIT_POLICY"]) for one in made] == [("", "PASSIVE")] * 2
