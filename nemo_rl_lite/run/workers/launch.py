@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 # megatron-core compiles a few fused functions. On a CPU that delays the first batch by seconds and gains nothing.
 CPU_POLICY_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
-# A run on CPUs must not see GPUs: Ray does not hide them from an actor that asked for none. OpenMP's threads sleep while
+# A run on CPUs must not see GPUs: Ray does not hide them from an actor that asked for none. OpenMP threads sleep while
 # they wait: beside a busy process, threads that spin take the cores that the others need (measured: docs/benchmarks/).
 ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
 _SEGMENTS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
