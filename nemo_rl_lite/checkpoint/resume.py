@@ -87,6 +87,11 @@ def find_start(
         for key, (before, now) in changes.items()
         if _is_within(key, fixed)
     ]
+    last, key = config.algorithm.max_num_steps, "algorithm.max_num_steps"
+    # A run that ended between its last checkpoint and its end has its ending left.
+    if last is not None and found.step >= last + (named is None or has_any(store.folder)):
+        rule = f"{found.path} has taken {found.step} steps already"
+        wrong.append(Violation(key, last, rule, f"{key}={found.step + 10}, or another number above {found.step}"))
     if wrong:
         raise ConfigError(wrong)
     lines = tuple(f"{key}: {before!r} -> {now!r}" for key, (before, now) in changes.items())

@@ -16,14 +16,15 @@ from nemo_rl_lite.config.keys import (
 )
 from nemo_rl_lite.errors import ConfigError, Violation
 
-RUN_FOLDER = "hydra.run.dir"
+RUN_FOLDER, SWEEP_FOLDER = "hydra.run.dir", "hydra.sweep.dir"
 
 
-def check_overrides(arguments: Sequence[str]) -> tuple[list[str], list[Violation]]:
+def check_overrides(arguments: Sequence[str], sweeps: bool = False) -> tuple[list[str], list[Violation]]:
     """Split the command line's overrides into those Hydra can take, in order, and what is wrong with the others.
 
     `+key=value` becomes `key=value` where the key exists, and the reverse where it does not and the section is open. An
-    unknown key, group or file is answered with the nearest known one.
+    unknown key, group or file is answered with the nearest known one. Only where it `sweeps` may a key have several
+    values.
     """
     violations: list[Violation] = []
     accepted: list[str] = []
@@ -35,7 +36,7 @@ def check_overrides(arguments: Sequence[str]) -> tuple[list[str], list[Violation
             fix = "write key.path=value or group=file; quote a value with unusual letters: \"key.path='value'\""
             violations.append(Violation(argument, None, "is not an override", fix))
             continue
-        problem = _override_problem(override, known) or _chosen_again(override, chosen)
+        problem = _override_problem(override, known, sweeps) or _chosen_again(override, chosen)
         if problem:
             violations.append(problem)
         elif override.key_or_group != "recipes" or override.value() is not None:
@@ -77,23 +78,38 @@ def _as_hydra_takes_it(argument: str, key: str) -> str:
     return ("++" if is_open(key) else "") + argument.lstrip("+")
 
 
-def _override_problem(override: Override, known: Sequence[str]) -> Violation | None:
+def _override_problem(override: Override, known: Sequence[str], sweeps: bool) -> Violation | None:
     key = override.key_or_group
+    given = (override.input_line or "").partition("=")[2]
+    if override.is_sweep_override() and not sweeps:
+        fix = f"'{key}=[{given}]' for a list, quotes for a text, or nrl-lite train -m for a run with each"
+        return Violation(key, given, "gives several values", fix)
     section = key.split(".")[0]
     if section == HYDRA_PACKAGE or section.startswith(f"{HYDRA_PACKAGE}/"):
-        return None
+        return _hydra_problem(key, given, sweeps)
     if override.package is not None:
         return Violation(override.input_line or key, None, "gives a package", "write key.path=value or group=file")
     if chooses_file(override):
         return _group_problem(override)
     if override.is_delete():
         return Violation(key, None, "deletes a key, and every key is needed", "set it to null where it may be empty")
-    given = (override.input_line or "").partition("=")[2]
     if key == "algorithm.name":
         return Violation(key, given, "is set by the algorithm's file", f"algorithm={given}")
     if key in known or is_open(key):
         return None
     return unknown_key(key, given, known)
+
+
+def _hydra_problem(key: str, given: str, sweeps: bool) -> Violation | None:
+    """Folders are what a command may say to Hydra."""
+    if key not in (RUN_FOLDER, SWEEP_FOLDER):
+        fix = f"{RUN_FOLDER}=FOLDER, or with -m {SWEEP_FOLDER}=FOLDER"
+        return Violation(key, given, "is no setting of this launcher", fix)
+    if sweeps and key == RUN_FOLDER:
+        return Violation(key, given, "is one folder, and a sweep has several runs", f"{SWEEP_FOLDER}={given}")
+    if not sweeps and key == SWEEP_FOLDER:
+        return Violation(key, given, "is for sweeps (-m)", f"{RUN_FOLDER}={given}")
+    return None
 
 
 def _group_problem(override: Override) -> Violation | None:

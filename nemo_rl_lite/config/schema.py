@@ -21,7 +21,7 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 DOTTED_PATH = r"^\w+(\.\w+)+$"
 DURATION = r"^(\d+:){1,3}\d{1,2}$"
 # The name is part of a path, so it must not lead to another folder.
-RUN_NAME = r"^[^./\\\s][^/\\]*$"
+RUN_NAME = r"^[^./\\\s][^/\\]{0,199}$"
 DottedPath = Annotated[str, Field(pattern=DOTTED_PATH)]
 Precision = Literal["float32", "bfloat16"]
 # Parts of a layer whose inputs can be kept in host memory until the backward pass.
@@ -276,7 +276,7 @@ class RewardConfig:
     name: Annotated[str, Field(min_length=1)]
     kwargs: dict[str, Any]
     timeout_s: PositiveFloat | None
-    processes: PositiveInt
+    processes: Annotated[int, Field(gt=0, le=4096)]
     max_error_share: Annotated[float, Field(ge=0, le=1)]
 
 
@@ -295,7 +295,7 @@ class ClusterConfig:
     cpu_ranks: PositiveInt
     threads_per_worker: PositiveInt | None
     numa_binding: bool
-    start_timeout_s: PositiveFloat
+    start_timeout_s: Annotated[float, Field(ge=1)]
     collective_timeout_s: PositiveFloat
     phase_timeout_s: PositiveFloat | None
     max_restarts: NonNegativeInt

@@ -21,7 +21,7 @@ ASSUMED = "H100"
 def parse_size(text: str) -> int:
     """Parse a size such as `80GiB` or `1.5 TB` to bytes. Raises ValueError: it is not a size."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b)\s*", text.lower())
-    if found is None:
+    if found is None or not float(found[1]):
         raise ValueError(f"'{text}' is not a size: give a number and a unit, such as 80GiB")
     return int(float(found[1]) * _UNITS[found[2]])
 

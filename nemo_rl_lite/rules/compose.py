@@ -193,7 +193,7 @@ _EXPECTED = {
 }
 # What a pattern of the schema stands for.
 _PATTERNS = {
-    RUN_NAME: "must be the name of a folder: without a slash, a space at its beginning or a dot at its beginning",
+    RUN_NAME: "must be the name of a folder: at most 200 letters, no slash, and no space or dot in front",
     DOTTED_PATH: "must be a dotted path, such as package.module.Class",
     DURATION: "must be a duration: [[days:]hours:]minutes:seconds",
 }

@@ -124,6 +124,9 @@ def token_batches_hold_a_sequence(config: Config) -> Iterator[Violation]:
             held = "one sequence" if together == 1 else "a pair of sequences"
             rule_text = f"must hold {held} of policy.max_total_sequence_length = {longest // together} tokens"
             yield Violation(f"policy.{name}.{key}", tokens, rule_text, f"policy.{name}.{key}={longest}")
+    if policy.sequence_length_round > min(limits.train_mb_tokens, limits.logprob_mb_tokens):
+        key, most = "policy.sequence_length_round", min(limits.train_mb_tokens, limits.logprob_mb_tokens)
+        yield Violation(key, policy.sequence_length_round, f"rounds up to more than {most} tokens", f"{key}=64")
     tensor = policy.megatron_cfg.tensor_model_parallel_size
     if policy.megatron_cfg.sequence_parallel and policy.sequence_length_round % tensor:
         key = "policy.sequence_length_round"

@@ -14,6 +14,8 @@ from nemo_rl_lite.rules.base import rule
 
 # More engines on a core than this, or more threads than cores where there are more cores than this, are a mistake.
 _MOST_A_CORE = 4
+# Judges may wait for something, such as a compiler or a server.
+_MOST_JUDGES_A_CORE = 16
 _CLUSTER = ("cluster.num_nodes", "cluster.gpus_per_node")
 
 
@@ -27,6 +29,22 @@ def threads_have_cores(config: Config) -> Iterator[Violation]:
     if runs_here(config) and threads is not None and threads > max(cores, _MOST_A_CORE):
         key = "cluster.threads_per_worker"
         yield Violation(key, threads, f"this machine gives the run {cores} cores", f"{key}=null, or {key}={cores}")
+
+
+@rule(*_CLUSTER, "cluster.cpu_ranks")
+def ranks_have_cores(config: Config) -> Iterator[Violation]:
+    ranks, cores = config.cluster.cpu_ranks, _cores()
+    if runs_here(config) and ranks > _MOST_A_CORE * cores:
+        key = "cluster.cpu_ranks"
+        yield Violation(key, ranks, f"this machine gives the run {cores} cores", f"{key}={cores} or fewer")
+
+
+@rule(*_CLUSTER, "reward.processes", options=RolloutAlgorithmConfig)
+def judges_have_cores(config: Config) -> Iterator[Violation]:
+    processes, most = config.reward.processes, _MOST_JUDGES_A_CORE * _cores()
+    if runs_here(config) and processes > most:
+        key = "reward.processes"
+        yield Violation(key, processes, f"this machine gives the run {_cores()} cores", f"{key}={most} or fewer")
 
 
 @rule(*_CLUSTER, "generation.data_parallel_size", options=RolloutAlgorithmConfig)

@@ -11,7 +11,10 @@ from nemo_rl_lite.config.algorithms import ALGORITHMS, algorithm_of, generates
 from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.config.schema import Config, GRPOConfig
 from nemo_rl_lite.config.sizes import batch_mode, on_gpus
+from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
+from nemo_rl_lite.data.sources import ROWS, TASKS
 from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.rewards.registry import INSTANT
 from nemo_rl_lite.rules.layout import MEGATRON
 
 _OPTIMIZER, _LOSS = f"{MEGATRON}.optimizer", "algorithm.loss_fn"
@@ -32,7 +35,8 @@ def _loss_compares(config: Config) -> bool:
 
 def _validates(config: Config) -> bool:
     options = config.algorithm
-    return options.val_at_start or options.val_at_end or options.val_period > 0
+    during = options.val_period and (options.max_num_steps is None or options.val_period <= options.max_num_steps)
+    return options.val_at_start or options.val_at_end or bool(during)
 
 
 EFFECTS = (
@@ -40,6 +44,11 @@ EFFECTS = (
         ("reward", "environment", "generation.", "refit."),
         generates,
         " or ".join(f"algorithm={name}" for name, row in ALGORITHMS.items() if row.generates),
+    ),
+    Effect(
+        ("reward.timeout_s", "reward.processes"),
+        lambda config: config.reward.name not in INSTANT,
+        f"another reward than {' and '.join(sorted(INSTANT))}, which take no time",
     ),
     Effect(
         ("environment.max_turns", "environment.timeout_s", "environment.kwargs"),
@@ -59,6 +68,11 @@ EFFECTS = (
         ("policy.train_micro_batch_size", "policy.logprob_batch_size"),
         lambda config: batch_mode(config.policy, on_gpus(config)) == "fixed",
         "policy.sequence_packing.enabled=false; packed and dynamic batches are limited by train_mb_tokens",
+    ),
+    Effect(
+        ("policy.sequence_length_round",),
+        lambda config: batch_mode(config.policy, on_gpus(config)) != "fixed",
+        "policy.sequence_packing.enabled=true or policy.dynamic_batching.enabled=true",
     ),
     Effect(
         ("policy.sequence_packing.train_mb_tokens", "policy.sequence_packing.logprob_mb_tokens"),
@@ -117,15 +131,49 @@ EFFECTS = (
         f"{_LOSS}.reference_policy_kl_penalty=0.01",
     ),
     Effect(
-        ("algorithm.max_val_samples", "algorithm.val_temperature"),
+        (
+            *(f"algorithm.{name}" for name in ("max_val_samples", "val_temperature", "val_metric")),
+            *("algorithm.higher_is_better", "checkpoint.keep_best"),
+        ),
         _validates,
-        "algorithm.val_period=10 or algorithm.val_at_end=true",
+        "a validation: algorithm.val_period=10 or algorithm.val_at_end=true",
     ),
+    Effect(
+        ("algorithm.max_num_epochs",),
+        lambda config: config.data.name not in TASKS,
+        "rows, such as data=file: generated data never ends",
+    ),
+    Effect(
+        ("algorithm.sft_average_log_probs",),
+        lambda config: getattr(config.algorithm, "sft_loss_weight", 0) > 0,
+        "algorithm.sft_loss_weight=1",
+    ),
+    Effect(("data.train_path", "data.validation_path"), lambda config: config.data.name == "file", "data.name=file"),
+    Effect(
+        ("data.path", "data.subset", "data.train_split", "data.validation_split"),
+        lambda config: config.data.name == "hub",
+        "data.name=hub",
+    ),
+    Effect(("data.task",), lambda config: config.data.name == "reasoning_gym", "data=reasoning_gym"),
+    Effect(
+        tuple(f"data.{name}" for name in ("shuffle", "answer_column", "chosen_column", "rejected_column", "train_on")),
+        lambda config: config.data.name in ROWS,
+        "data=file or data=hub",
+    ),
+    Effect(
+        ("data.prompt_column",),
+        lambda config: config.data.name != "reverse_digits" and config.data.prompt_template is None,
+        "data with such columns and data.prompt_template=null",
+    ),
+    Effect(("data.chosen_column", "data.rejected_column"), lambda config: kind_of(config) is PAIRS, "algorithm=dpo"),
+    Effect(("data.answer_column",), lambda config: kind_of(config) is not PAIRS, "algorithm=grpo or algorithm=sft"),
+    Effect(("data.answer_pattern",), lambda config: kind_of(config) is PROBLEMS, "algorithm=grpo"),
+    Effect(("data.train_on",), lambda config: kind_of(config) is CHATS, "algorithm=sft"),
     Effect(("profile.tool",), lambda config: bool(config.profile.steps), "'profile.steps=[3]'"),
     Effect(("logger.wandb",), lambda config: config.logger.wandb_enabled, "logger.wandb_enabled=true"),
     Effect(("logger.mlflow",), lambda config: config.logger.mlflow_enabled, "logger.mlflow_enabled=true"),
     Effect(
-        tuple(f"checkpoint.{name}" for name in ("async_save", "keep_newest", "keep_best")),
+        tuple(f"checkpoint.{name}" for name in ("async_save", "keep_newest", "keep_best", "resume_layouts")),
         lambda config: config.checkpoint.save_period > 0,
         "checkpoint.save_period=10",
     ),

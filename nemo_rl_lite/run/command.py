@@ -19,7 +19,7 @@ from nemo_rl_lite.host.disk import why_not_writable
 from nemo_rl_lite.rules.compose import compose_command, resolve
 from nemo_rl_lite.rules.without_effect import told_on_cpus
 from nemo_rl_lite.run.flags import split_arguments
-from nemo_rl_lite.run.sweep import Sweep, jobs, nothing_to_sweep
+from nemo_rl_lite.run.sweep import Sweep, jobs, sweep_problems
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +53,11 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
         sweep.ended.append((hydra_config.overrides.task, folder, end))
 
     try:
-        accepted, violations = check_overrides(overrides)
-        wrong = [*flags.problems(), *nothing_to_sweep(flags, overrides)]
+        accepted, violations = check_overrides(overrides, flags.sweeps)
+        wrong = [*flags.problems(), *sweep_problems(flags, overrides)]
         if wrong or violations or not flags.only_informs:
             # Check before Hydra makes the run's folder, and before the first job of a sweep.
-            _check(jobs(overrides) if flags.sweeps else [overrides], wrong)
+            _check(jobs(overrides) if flags.sweeps else [overrides], wrong, violations)
         if not flags.only_informs and not flags.sweeps:
             _check_run_folder(named_run_folder(overrides))
         if flags.dry_run:
@@ -76,17 +76,17 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
     return summaries
 
 
-def _check(jobs: Iterable[Sequence[str]], wrong: Sequence[Violation]) -> None:
-    """Check the overrides of every job, and say which of them do nothing on CPUs. Raises ConfigError, of these problems
-    and of `wrong`."""
+def _check(jobs: Iterable[Sequence[str]], wrong: Sequence[Violation], of_overrides: Sequence[Violation]) -> None:
+    """Check the overrides of every job, and say which of them do nothing on CPUs. Raises ConfigError, of what is wrong
+    with a job, and of `wrong`; of `of_overrides`, those of the whole command, where no job has a problem."""
     told: dict[str, None] = {}
     try:
         for job in jobs:
             told |= dict.fromkeys(told_on_cpus(compose_command(job), given_keys(job)))
     except ConfigError as error:
         raise ConfigError([*wrong, *error.violations]) from None
-    if wrong:
-        raise ConfigError(wrong)
+    if wrong or of_overrides:
+        raise ConfigError([*wrong, *of_overrides])
     if told:
         sys.stderr.write(f"note: without effect, because the run is on CPUs: {', '.join(told)}\n")
 

@@ -5,14 +5,19 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from nemo_rl_lite.checkpoint.resume import changed, find_start
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.models.known import find_shape
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.redaction import described
 from nemo_rl_lite.planning.gpus import size_of
+from nemo_rl_lite.planning.memory_table import size
 from nemo_rl_lite.planning.page import make_plan, show
 from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.rules.machine import runs_here
 from nemo_rl_lite.run.folder import LOCK_FILE, check_folder, locked
 from nemo_rl_lite.run.jobs.interface import make_job
 
@@ -37,7 +42,13 @@ def dry_run(config: Config, overrides: Sequence[str], run_folder: Path | None) -
         for line in find_start(config, whole_config, folder, console.busy).lines():
             console.say(line)
         make_job(config, Path(empty), console)
-    show(make_plan(config, overrides, find_shape(config.policy.model_name), size_of(None), None), console)
+    there = psutil.virtual_memory().total if runs_here(config) else None
+    plan = make_plan(config, overrides, find_shape(config.policy.model_name), size_of(None), there)
+    show(plan, console)
+    if there is not None and not plan.fits:
+        rule = f"the run needs {size(plan.budget.host)} of memory, and this machine has {size(there)}"
+        fix = "fewer ranks or engines, smaller batches, or a smaller model"
+        raise ConfigError([Violation("policy", None, rule, fix)])
     console.say("dry run: nothing was started")
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from nemo_rl_lite.config.overrides import SWEEP_FOLDER
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.run.flags import SWEEP, Flags
 
@@ -47,20 +48,27 @@ class Sweep:
 
 
 def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """The overrides of each job of a sweep, in the order of Hydra's basic sweeper."""
-    return map(list, itertools.product(*(values for override in overrides if (values := values_of(override)))))
+    """The overrides of each job of a sweep, without the sweep's folder, in the order of Hydra's basic sweeper."""
+    own = [override for override in overrides if not override.startswith(f"{SWEEP_FOLDER}=")]
+    return map(list, itertools.product(*(values for override in own if (values := values_of(override)))))
 
 
-def nothing_to_sweep(flags: Flags, overrides: Sequence[str]) -> list[Violation]:
-    """The problem of a sweep that has one job."""
-    if not flags.sweeps or any(values_of(override) != [override] for override in overrides):
+def sweep_problems(flags: Flags, overrides: Sequence[str]) -> list[Violation]:
+    """The problem of a sweep that has fewer than two jobs, or one of them twice."""
+    if not flags.sweeps:
         return []
-    rule_text, fix = "no key has several values", f"algorithm.seed=1,2,3, or leave {SWEEP[1]} out"
-    return [Violation(SWEEP[1], None, rule_text, fix)]
+    found = list(jobs(overrides))
+    if all(len(values_of(override)) == 1 for override in overrides):
+        rule_text, fix = "no key has several values", f"algorithm.seed=1,2,3, or leave {SWEEP[1]} out"
+        return [Violation(SWEEP[1], None, rule_text, fix)]
+    twice = next((job for index, job in enumerate(found) if job in found[:index]), None)
+    if twice is None:
+        return []
+    return [Violation(SWEEP[1], None, f"{' '.join(twice)} is one job twice", "give each value once")]
 
 
 def values_of(argument: str) -> list[str]:
-    """An override for each value of the sweep; empty where only Hydra knows the values."""
+    """An override for each value of the sweep; empty where there is none, or only Hydra knows them."""
     try:
         override = OverridesParser.create().parse_override(argument)
     except HydraException:

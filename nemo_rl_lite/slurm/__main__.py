@@ -48,8 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with shown_as_message("nrl-lite slurm"):
         job = _job(given, compose_command(given.overrides))
         script = job.script(["nrl-lite", "slurm", *words])
-        # Slurm does not make this folder, and a job that cannot write there ends without a message.
-        (job.work_folder / job.log).parent.mkdir(parents=True, exist_ok=True)
+        if given.submit or given.output:
+            # Slurm does not make this folder, and a job that cannot write there ends without a message.
+            (job.work_folder / job.log).parent.mkdir(parents=True, exist_ok=True)
         if given.submit:
             sys.stdout.write(f"{_submit(script)}\n")
         elif given.output:
@@ -105,6 +106,16 @@ def _job(given: argparse.Namespace, config: Config) -> BatchJob:
         )
     if given.stop_before <= 0:
         violations.append(Violation("--stop-before", given.stop_before, "must be greater than 0", "--stop-before=120"))
+    if given.join_timeout <= 0:
+        violations.append(
+            Violation("--join-timeout", given.join_timeout, "must be greater than 0", "--join-timeout=600")
+        )
+    if given.container_runtime != "pyxis" and not given.container_image:
+        rule = "needs a container"
+        violations.append(Violation("--container-runtime", given.container_runtime, rule, "--container-image=..."))
+    for name in _SBATCH:
+        if getattr(given, name.replace("-", "_")) == "":
+            violations.append(Violation(f"--{name}", "", "is empty", f"a value, or no --{name}"))
     for name in ("sbatch", "srun", "setup", "log"):
         for line in [given.log] if name == "log" else getattr(given, name):
             if "\n" in line or (name in ("sbatch", "srun") and not line.startswith("-")):

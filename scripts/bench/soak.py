@@ -75,11 +75,14 @@ class Soak:
         done.set()
 
     def _disturb(self, dice: random.Random, done: threading.Event) -> None:
+        left: list[str] = []
         while not done.wait(KILL_EVERY_S * dice.uniform(0.8, 1.2)):
             # A start takes most of 25 seconds: were each one hit, no step would ever be done.
             if len(self.kills) > self.survived and dice.random() > HIT_A_START:
                 continue
-            name = dice.choice(FAULTS)
+            # Every kind in a random order, then again.
+            left = left or dice.sample(FAULTS, len(FAULTS))
+            name = left.pop()
             try:
                 self._kill(name, self._process)
             except (LookupError, OSError, StopIteration, psutil.NoSuchProcess):

@@ -39,7 +39,17 @@ def test_the_newest_of_the_runs_own_comes_first(tmp_path):
 def test_another_run_or_one_of_its_checkpoints_can_be_named(tmp_path, of_one):
     saved = save(tmp_path / "other", 30)
     named = saved.path if of_one else tmp_path / "other"
-    assert start(tmp_path / "run", f"checkpoint.resume_from={named}") == Start(30, saved.path / POLICY)
+    more = ["algorithm.max_num_steps=40", f"checkpoint.resume_from={named}"]
+    assert start(tmp_path / "run", *more).steps == 30
+    with pytest.raises(ConfigError, match=r"has taken 30 steps already\n.*fix: algorithm.max_num_steps=40"):
+        start(tmp_path / "run", more[1])
+
+
+def test_a_run_that_has_only_its_ending_left_may_resume(tmp_path):
+    save(tmp_path, 30)
+    assert start(tmp_path).steps == 30
+    with pytest.raises(ConfigError, match=r"algorithm\.max_num_steps = 20"):
+        start(tmp_path, "algorithm.max_num_steps=20")
 
 
 def test_a_folder_without_a_checkpoint_is_an_error(tmp_path):
