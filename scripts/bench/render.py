@@ -33,7 +33,8 @@ class Table:
     columns: tuple[str, ...] = ()
 
 
-KILLED = ("generation-0", "policy-0", "launcher")
+MEASURED = ("generation-0", "policy-0", "launcher")
+KILLED = (*MEASURED, "gcs_server", "raylet", "process group")
 TRAINING = ("train", "policy_peak_bytes/train", "device_bytes/train")
 LEARNED = (
     "held-out loss before",
@@ -114,10 +115,9 @@ TABLES = {
         "soak",
         "cpu-2cores",
         (
-            *(f"{what} a killed {who}" for who in KILLED for what in ("recovery from", "steps taken again after")),
-            "whole run",
-            "step",
-            *(f"growth of {who} from step 100 on" for who in KILLED),
+            *(f"from a killed {who} to the next step's end" for who in KILLED),
+            *("kills", "steps taken again", "whole run", "step"),
+            *(f"growth of {who} from step 50 on" for who in MEASURED),
         ),
     ),
     "largest table": Table(
