@@ -19,16 +19,20 @@ class ChatTokenizer:
     """A Hugging Face tokenizer with its chat template."""
 
     def __init__(self, model_path: Path):
+        """Raises ConfigError where the folder's tokenizer or its chat template cannot be used."""
         from transformers import AutoTokenizer
 
-        tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
+        self._model_path = model_path
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
+        except Exception as error:  # a broken file raises errors of many libraries
+            raise self._unusable(f"the tokenizer cannot be read: {type(error).__name__}: {error}") from error
         self._tokenizer = tokenizer
         if self._tokenizer.chat_template is None:
             log.warning("%s has no chat template: messages are joined by newlines", model_path)
 
         if tokenizer.eos_token_id is None:
-            rule, fix = "the tokenizer names no end token", "set eos_token in the folder's tokenizer_config.json"
-            raise ConfigError([Violation("policy.model_name", str(model_path), rule, fix)])
+            raise self._unusable("the tokenizer names no end token", "set eos_token in its tokenizer_config.json")
         self._turn_end = self._end_of_turn()
         self._longest_token = max(map(len, tokenizer.get_vocab()))
 
@@ -44,10 +48,17 @@ class ChatTokenizer:
         return sum(len(message.get("content") or "") for message in messages) // self._longest_token
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a chat, up to the start of the assistant's turn."""
+        """Return the token ids of a chat, up to the start of the assistant's turn.
+
+        Raises:
+            DataError: the model's chat template cannot write the chat.
+        """
         if self._tokenizer.chat_template is None:
             return self._opening(_joined(messages, self._tokenizer.eos_token))
-        encoded = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        try:
+            encoded = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        except Exception as error:  # a template may raise anything
+            raise DataError(f"the model's chat template cannot write this chat: {error}") from None
         return list(encoded["input_ids"])
 
     def conversation(self, said: Conversation) -> tuple[list[int], list[bool]]:
@@ -99,6 +110,9 @@ class ChatTokenizer:
         """Return the text of a response, without special tokens."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
+    def _unusable(self, rule: str, fix: str = "correct the file, or copy the model's folder again") -> ConfigError:
+        return ConfigError([Violation("policy.model_name", str(self._model_path), rule, fix)])
+
     @property
     def _has_template(self) -> bool:
         return self._tokenizer.chat_template is not None
@@ -138,6 +152,8 @@ class ChatTokenizer:
     def _end_of_turn(self) -> tuple[int, str]:
         """The id and the text of the first special token after an assistant's turn; the tokenizer's end token where the
         template writes none."""
+        from jinja2 import TemplateSyntaxError
+
         tokenizer = self._tokenizer
         own = tokenizer.eos_token_id, tokenizer.eos_token
         if not self._has_template:
@@ -145,6 +161,8 @@ class ChatTokenizer:
         turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _TURN}]
         try:
             whole = tokenizer.apply_chat_template(turns, tokenize=False)
+        except TemplateSyntaxError as error:
+            raise self._unusable(f"the chat template is broken: line {error.lineno}: {error.message}") from None
         except Exception:  # a template may raise anything; the run's own messages will show it
             return own
         _, found, rest = whole.rpartition(_TURN)

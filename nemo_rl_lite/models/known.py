@@ -49,7 +49,7 @@ def find_shape(name: str, file: Path | None = None) -> ModelShape:
     if file is not None:
         try:
             return model_shape(json.loads(file.read_text()))
-        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise NoModelError(f"--model-config {file}: {type(error).__name__}: {error}") from None
     shape = read_model_shape(name)
     if shape is not None:
@@ -60,13 +60,15 @@ def find_shape(name: str, file: Path | None = None) -> ModelShape:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return model_shape(json.loads(Path(hf_hub_download(name, "config.json")).read_text()))
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise NoModelError(
-            f"{name}: its config.json does not describe a text model: {type(error).__name__}: {error}"
-        ) from None
+        downloaded = Path(hf_hub_download(name, "config.json")).read_text()
     except (OSError, ValueError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
         fix = "give its config.json with --model-config"
         raise NoModelError(
             f"policy.model_name={name}: the hub cannot be reached or has no config.json for it; {fix}"
+        ) from None
+    try:
+        return model_shape(json.loads(downloaded))
+    except (ValueError, KeyError, TypeError) as error:
+        raise NoModelError(
+            f"{name}: its config.json does not describe a text model: {type(error).__name__}: {error}"
         ) from None

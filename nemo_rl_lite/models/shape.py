@@ -39,6 +39,10 @@ class ModelShape:
     """Queries and keys are normalised head by head."""
 
 
+# The keys of config.json that are sizes; 0 or null in one of the optional ones means that the model has none.
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "num_experts")
+
 # The folder in which scripts/get_smollm2.py puts the model of the recipes.
 MODELS_FOLDER = "models"
 
@@ -79,12 +83,21 @@ def read_model_shape(name: str) -> ModelShape | None:
         raise NoModelError("the folder has no *.safetensors weights")
     try:
         return model_shape(json.loads((folder / "config.json").read_text()))
-    except (json.JSONDecodeError, KeyError, TypeError, ZeroDivisionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise NoModelError(f"config.json is unusable: {type(error).__name__}: {error}") from None
 
 
 def model_shape(config: dict) -> ModelShape:
-    """Read the shape from the keys of a config.json."""
+    """Read the shape from the keys of a config.json.
+
+    Raises:
+        KeyError: a size is missing.
+        ValueError: a size is not a whole number above 0.
+    """
+    sizes = {key: config[key] for key in _SIZES} | {key: config.get(key) or 1 for key in _OPTIONAL_SIZES}
+    for key, value in sizes.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{key} is {value!r}, which is not a whole number above 0")
     heads, layers, family = config["num_attention_heads"], config["num_hidden_layers"], config.get("model_type", "")
     experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
     # GPT-2 and related models omit the MLP width, which is four times the hidden size.

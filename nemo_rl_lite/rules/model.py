@@ -1,6 +1,7 @@
 """Rules that compare the layout with the sizes in the model's config.json."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.engines import engine_of
@@ -33,10 +34,20 @@ def model_fits_the_layout(config: Config) -> Iterator[Violation]:
         fix = "give a Hugging Face model folder or a hub name (organisation/model)"
         if "smollm2" in config.policy.model_name:
             fix = "python scripts/get_smollm2.py makes models/smollm2-135m-instruct"
+        elif exported := _exported(Path(config.policy.model_name)):
+            fix = f"policy.model_name={exported}, which the run has exported"
         yield Violation("policy.model_name", config.policy.model_name, str(error), fix)
         return
     if model is not None:
         yield from shape_fits_the_layout(config, model)
+
+
+def _exported(named: Path) -> Path | None:
+    """The model in Hugging Face format that a run has exported, where `named` is the run's folder or one of its
+    checkpoints."""
+    inside = "checkpoints" in (named.name, named.parent.name)
+    folder = named.parents[0 if named.name == "checkpoints" else 1] if inside else named
+    return next((file.parent for file in sorted(folder.glob("hf*/config.json"))), None)
 
 
 def shape_fits_the_layout(config: Config, model: ModelShape) -> Iterator[Violation]:

@@ -4,8 +4,9 @@ import dataclasses
 from pathlib import Path
 
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.models.shape import is_hub_name
+from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.models.folder import check_model_folder
+from nemo_rl_lite.models.shape import NoModelError, is_hub_name
 from nemo_rl_lite.models.source import locate_model
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.rules import check_rules
@@ -15,10 +16,16 @@ def starting_model(config: Config, console: RunConsole) -> Path:
     """Find the model's folder; make or download it where it does not exist.
 
     Raises:
-        ConfigError: the hub cannot be reached or has no such model, or the model does not fit the configuration.
+        ConfigError: the hub cannot be reached or has no such model; the model is broken, or does not fit the
+            configuration.
     """
     was_unknown = is_hub_name(config.policy.model_name)
     folder = locate_model(config, console)
+    try:
+        check_model_folder(folder)
+    except NoModelError as error:
+        fix = "correct the file, or copy the model's folder again"
+        raise ConfigError([Violation("policy.model_name", config.policy.model_name, str(error), fix)]) from None
     if was_unknown:
         # The rules could not see the shape of a model on the hub before it was downloaded.
         local = dataclasses.replace(config, policy=dataclasses.replace(config.policy, model_name=str(folder)))
