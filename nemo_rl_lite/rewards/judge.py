@@ -1,5 +1,6 @@
 """Judge a whole rollout: in this process, or in others with a time limit for each sample."""
 
+import sys
 from collections.abc import Callable, Sequence
 
 from nemo_rl_lite.config.schema import RewardConfig
@@ -32,7 +33,7 @@ def one_by_one(reward: Reward) -> Judge:
             return reward(response, problem)
         except RewardError as error:
             return error
-        except Exception as error:  # a user's function may raise anything
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
             failure = RewardError(error_text(error))
             failure.__cause__ = error
             return failure
@@ -41,13 +42,17 @@ def one_by_one(reward: Reward) -> Judge:
 
 
 def try_reward(judge: Judge, problem: Problem) -> None:
-    """Judge one sample before a run starts anything: the problem's own answer, as the response.
+    """Judge one sample before a run starts anything: the problem's own answer, as the response. Where that fails, say
+    so: the error may be due to this response.
 
     Raises:
-        ConfigError: the reward returns what is no reward. (An error that it raises may be due to this response.)
+        ConfigError: the reward returns what is no reward.
     """
     (verdict,) = judge([problem.answer or ""], [problem])
     if isinstance(verdict, WrongReward):
         fix = "a function (response, answer, **reward.kwargs) that returns one number for one response"
         sample = f"on the response {problem.answer!r} to {problem.messages[-1]['content']!r:.80}"
         raise ConfigError([Violation("reward.name", None, f"{verdict} ({sample})", fix)])
+    if isinstance(verdict, RewardError):
+        told = " ".join(str(verdict).split())
+        sys.stderr.write(f"note: a trial call of the reward failed: {told}; such samples are left out\n")

@@ -63,15 +63,18 @@ class _Worker:
 
 
 class JudgePool:
-    """`reward.processes` processes share a rollout's samples. They start at once and live as long as the run."""
+    """At most `reward.processes` processes share a rollout's samples. One starts at once, the others when there are as
+    many samples; they live as long as the run."""
 
     def __init__(self, config: RewardConfig, timeout_s: float):
         self._config, self._timeout_s, self._failed_starts = config, timeout_s, 0
-        self._workers = [self._start() for _ in range(config.processes)]
+        self._workers = [self._start()]
         weakref.finalize(self, _end, self._workers)
 
     def __call__(self, responses: Sequence[str], problems: Sequence[Problem]) -> list[Verdict]:
         """Return a verdict for each response, in order; a `RewardError` where it took too long."""
+        missing = min(self._config.processes, len(responses)) - len(self._workers)
+        self._workers += [self._start() for _ in range(missing)]
         verdicts: dict[int, Verdict] = {}
         samples = enumerate(zip(responses, problems, strict=True))
         while True:

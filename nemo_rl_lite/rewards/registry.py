@@ -96,7 +96,7 @@ def checked_reward(source: str, value: Any) -> float:
     return reward
 
 
-def error_text(error: Exception) -> str:
+def error_text(error: BaseException) -> str:
     """Return the error's text, cut to a readable length, since some errors quote the whole response."""
     text = f"{type(error).__name__}: {error}"
     return text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
@@ -106,9 +106,9 @@ def _import(path: str) -> Callable[..., float]:
     module_name, _, attribute = path.rpartition(".")
     try:
         function = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
         fix = f"choose one of {', '.join(REWARDS)}, or give package.module.function of a function that can be imported"
-        raise ConfigError([Violation("reward.name", path, f"cannot be imported: {error}", fix)]) from error
+        raise ConfigError([Violation("reward.name", path, f"cannot be imported: {error_text(error)}", fix)]) from error
     if not callable(function):
         raise ConfigError([Violation("reward.name", path, "is not a function", "name a function")])
     return function

@@ -14,32 +14,36 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> None:
-    """Say None once the reward is imported, then answer each `(response, problem)` with a reward or a `RewardError`,
-    until the pipe is closed."""
+    """Judge until the pipe is closed. The launcher's end ends this process, whatever a reward may have left."""
     # What a reward starts, and its children leave, stays below this process, which ends it.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    own, pipe = os.getpid(), Connection(int(sys.argv[1]))
+    pipe = Connection(int(sys.argv[1]))
     os.set_inheritable(pipe.fileno(), False)
-    sys.path[:], name, kwargs = pipe.recv()
-    reward = find_reward(name, kwargs)
-    pipe.send(None)
-    # The launcher's end ends this process, whatever a reward may have left.
     with suppress(EOFError, OSError):
-        while True:
-            response, problem = pipe.recv()
-            try:
-                verdict = reward(response, problem)
-            except RewardError as error:
-                verdict = error
-            except Exception as error:  # a user's function may raise anything
-                verdict = RewardError(error_text(error))
-            if os.getpid() != own:
-                # A reward has forked, and this is the copy.
-                os._exit(0)
-            pipe.send(verdict)
+        _judge(pipe)
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             child.kill()
+
+
+def _judge(pipe: Connection) -> None:
+    """Say None once the reward is imported, then answer each `(response, problem)` with a reward or a `RewardError`."""
+    own = os.getpid()
+    sys.path[:], name, kwargs = pipe.recv()
+    reward = find_reward(name, kwargs)
+    pipe.send(None)
+    while True:
+        response, problem = pipe.recv()
+        try:
+            verdict = reward(response, problem)
+        except RewardError as error:
+            verdict = error
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
+            verdict = RewardError(error_text(error))
+        if os.getpid() != own:
+            # A reward has forked, and this is the copy.
+            os._exit(0)
+        pipe.send(verdict)
 
 
 if __name__ == "__main__":

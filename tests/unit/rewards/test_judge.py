@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from multiprocessing import Pipe
 
 import psutil
 import pytest
@@ -26,6 +27,8 @@ def moody(response: str, answer: str) -> float:
         time.sleep(600)
     if response == "raise":
         raise ValueError("x" * 5000)
+    if response == "exit":
+        sys.exit(0)
     if response == "die":
         os._exit(7)
     if response == "fork" and os.fork() == 0:
@@ -117,6 +120,8 @@ def test_processes_end_with_the_pool():
     before = set(psutil.Process().children())
     own = judge(f"{HERE}.moody", timeout_s=500.0)
     assert own(["1"], problems("1")) == [1.0]
+    assert len(set(psutil.Process().children()) - before) == 1, "one process is enough for one sample"
+    assert own(["1", "2", "3"], problems("1", "2", "3")) == [1.0, 1.0, 1.0]
     started = set(psutil.Process().children()) - before
     assert len(started) == 2
     # One worker is in the middle of a reward.
@@ -148,8 +153,30 @@ def fails_on_some(response: str, answer: str) -> float:
 
 
 @pytest.mark.parametrize("timeout_s", [None, 5.0])
-def test_a_trial_call_finds_what_is_no_reward(timeout_s):
+def test_a_trial_call_finds_what_is_no_reward(timeout_s, capsys):
     with pytest.raises(ConfigError, match=r"(?s)reward.name.*trl_reward returned \[1.0, 1.0\], a list.*'42' to '\?'"):
         try_reward(judge(f"{HERE}.trl_reward", timeout_s), problems("42")[0])
+    assert capsys.readouterr().err == ""
     # It may have no answer to this response alone.
     try_reward(judge(f"{HERE}.fails_on_some", timeout_s), problems("42")[0])
+    told = "note: a trial call of the reward failed: ValueError: 42; such samples are left out\n"
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("timeout_s", [None, 5.0])
+def test_a_reward_that_ends_its_process_is_an_error_of_the_sample(timeout_s):
+    verdicts = judge(f"{HERE}.moody", timeout_s)(["exit", "1"], problems("1", "1"))
+    assert str(verdicts[0]) == "SystemExit: 0" and verdicts[1] == 1.0
+
+
+@pytest.mark.parametrize("says", [None, (sys.path, f"{HERE}.moody", {})])
+def test_a_judging_process_ends_quietly_when_the_launcher_is_gone(says):
+    ours, theirs = Pipe()
+    command = [sys.executable, "-m", "nemo_rl_lite.rewards.worker", str(theirs.fileno())]
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
+    theirs.close()
+    if says is not None:
+        ours.send(says)
+    ours.close()
+    _, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (0, "")

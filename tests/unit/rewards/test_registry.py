@@ -42,7 +42,12 @@ def test_a_users_own_reward_by_dotted_path():
 
 @pytest.mark.parametrize(
     "name",
-    ["tests.unit.rewards.test_registry.absent", "no_such_module.function", "tests.unit.rewards.test_registry.__name__"],
+    [
+        "tests.unit.exits.anything",
+        "tests.unit.rewards.test_registry.absent",
+        "no_such_module.function",
+        "tests.unit.rewards.test_registry.__name__",
+    ],
 )
 def test_rewards_that_cannot_be_imported(name):
     with pytest.raises(ConfigError, match=r"reward\.name"):
