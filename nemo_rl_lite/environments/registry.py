@@ -20,15 +20,23 @@ def make_environment(config: EnvironmentConfig) -> Environment | None:
     module_name, _, attribute = ENVIRONMENTS.get(config.name, config.name).rpartition(".")
     try:
         kind = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
         fix = f"choose one of {', '.join(ENVIRONMENTS)}, or give package.module.Class of a class that can be imported"
-        raise ConfigError([Violation("environment.name", config.name, f"cannot be imported: {error}", fix)]) from error
+        rule = f"cannot be imported: {type(error).__name__}: {error}"
+        raise ConfigError([Violation("environment.name", config.name, rule, fix)]) from error
     try:
         environment = kind(**config.kwargs)
-    except Exception as error:
-        rule, fix = f"do not fit {config.name}: {type(error).__name__}: {error}", "correct or remove them"
-        raise ConfigError([Violation("environment.kwargs", dict(config.kwargs), rule, fix)]) from error
+    except (Exception, SystemExit) as error:  # a user's class may raise anything
+        raise ConfigError([_cannot_be_made(config, f"{type(error).__name__}: {error}")]) from error
     if not callable(getattr(environment, "step", None)):
         rule, fix = "has no method step(problem, conversation)", "see nemo_rl_lite/environments/interface.py"
         raise ConfigError([Violation("environment.name", config.name, rule, fix)])
     return environment
+
+
+def _cannot_be_made(config: EnvironmentConfig, error: str) -> Violation:
+    if config.kwargs:
+        rule, fix = f"{config.name} cannot be made with them: {error}", "correct them, or the class"
+        return Violation("environment.kwargs", dict(config.kwargs), rule, fix)
+    fix = "give the arguments that it needs, +environment.kwargs.NAME=VALUE, or correct the class"
+    return Violation("environment.name", config.name, f"cannot be made without arguments: {error}", fix)

@@ -53,7 +53,7 @@ class Turns:
             _check(observation)
         except WorkerError:
             raise
-        except Exception as error:  # a user's environment may raise anything
+        except (Exception, SystemExit) as error:  # a user's environment may raise anything
             log.info("the environment's traceback", exc_info=True)
             raise DataError(
                 f"the environment {name} failed after turn {len(episode.turns)} of "

@@ -20,6 +20,13 @@ class Own:
         return Observation(done=True)
 
 
+class Exits:
+    """An environment that ends the process when it is made."""
+
+    def __init__(self):
+        raise SystemExit(0)
+
+
 def make(name, **kwargs):
     return make_environment(EnvironmentConfig(name=name, max_turns=3, timeout_s=None, kwargs=kwargs))
 
@@ -67,7 +74,10 @@ def test_environments_by_name_and_by_dotted_path():
     ("name", "kwargs", "message"),
     [
         ("tests.unit.environments.test_environments.Absent", {}, r"environment\.name.*\n.*cannot be imported"),
-        ("tests.unit.environments.test_environments.Own", {}, r"environment\.kwargs.*\n.*missing 1 required"),
+        ("tests.unit.environments.test_environments.Own", {}, r"environment\.name.*\n.*missing 1 required.*\n.*give"),
+        ("tests.unit.environments.test_environments.Own", {"lvel": 1}, r"environment\.kwargs.*\n.*'lvel'.*\n.*correct"),
+        ("tests.unit.environments.test_environments.Exits", {}, r"environment\.name.*\n.*SystemExit: 0"),
+        ("tests.unit.exits.Anything", {}, r"environment\.name.*\n.*cannot be imported: SystemExit: 0"),
         ("calculator", {"role": "clown"}, r"environment\.kwargs.*\n.*role must be user or tool"),
         ("builtins.dict", {}, r"environment\.name.*\n.*no method step"),
     ],

@@ -135,7 +135,7 @@ class Broken:
         self.answer = answer
 
     def step(self, problem, conversation):
-        if isinstance(self.answer, Exception):
+        if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer
 
@@ -144,6 +144,7 @@ class Broken:
     ("answer", "message"),
     [
         (KeyError("state"), "KeyError: 'state'"),
+        (SystemExit(0), "SystemExit: 0"),
         ("well done", r"TypeError: step\(\) returned str, not an Observation"),
         (Observation(), "no message, although the episode is not done"),
         (Observation(done=True, reward=float("nan")), r"RewardError: step\(\) returned nan"),

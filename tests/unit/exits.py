@@ -1,0 +1,5 @@
+"""A user's module that ends the process which imports it."""
+
+import sys
+
+sys.exit(0)
