@@ -1,6 +1,7 @@
 """The loss of a run: the algorithm's own, or a user's by its dotted path."""
 
 import inspect
+from collections.abc import Set
 from typing import Any, get_args
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS, imported
@@ -19,7 +20,7 @@ def make_loss(options: AlgorithmConfig) -> Loss:
     attribute = path.rpartition(".")[2]
     try:
         factory = imported(path)
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
         fix = "give package.module.Class of a class or function that can be imported, or algorithm.loss=null"
         raise _error("loss", path, f"cannot be imported: {type(error).__name__}: {error}", fix) from error
     if not callable(factory):
@@ -28,9 +29,11 @@ def make_loss(options: AlgorithmConfig) -> Loss:
     try:
         inspect.signature(factory).bind(options, **options.loss_kwargs)
         loss = factory(options, **options.loss_kwargs)
-    except Exception as error:  # a user's class may raise anything
-        rule = f"do not fit {path}: {type(error).__name__}: {error}"
-        raise _error("loss_kwargs", dict(options.loss_kwargs), rule, f"it is called as {called}") from error
+    except (Exception, SystemExit) as error:  # a user's class may raise anything
+        cause, fix = f"{type(error).__name__}: {error}", f"it is called as {called}"
+        if options.loss_kwargs:
+            raise _error("loss_kwargs", dict(options.loss_kwargs), f"do not fit {path}: {cause}", fix) from error
+        raise _error("loss", path, f"cannot be made: {cause}", fix) from error
     _check(path, loss)
     return loss
 
@@ -42,10 +45,14 @@ def _check(path: str, loss: Any) -> None:
     if missing:
         raise _error("loss", path, f"makes a {type(loss).__name__} without {' and '.join(missing)}", fix)
     needs = getattr(loss, "needs", ())
-    if unknown := sorted(set(needs) - set(get_args(Need))):
+    if not isinstance(needs, Set | tuple | list):
+        rule, fix = f"has needs = {needs!r}, which is no tuple", f"needs = ({get_args(Need)[0]!r},), or such a tuple"
+        raise _error("loss", path, rule, fix)
+    if unknown := sorted(map(str, set(needs) - set(get_args(Need)))):
         raise _error("loss", path, f"needs {', '.join(unknown)}", f"a loss can need {' and '.join(get_args(Need))}")
-    if "topk_logits" in needs and not isinstance(getattr(loss, "topk", None), int):
-        raise _error("loss", path, "needs topk_logits and has no int `topk`", fix)
+    topk = getattr(loss, "topk", None)
+    if "topk_logits" in needs and (not isinstance(topk, int) or topk < 1):
+        raise _error("loss", path, f"needs topk_logits and has no int `topk` above 0, but {topk!r}", fix)
 
 
 def _error(key: str, value: object, rule: str, fix: str) -> ConfigError:

@@ -4,6 +4,7 @@ import ast
 import difflib
 import importlib.util
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ def find(path: str) -> Found:
     module, _, name = path.rpartition(".")
     try:
         spec = importlib.util.find_spec(module) if module else None
-    except Exception as error:  # a user's package may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a user's package may raise anything while it is imported
         return Found(f"cannot be imported: {type(error).__name__}: {error}")
     if spec is None:
         return Found(f"there is no module {module or path} on the path that Python searches")
@@ -75,9 +76,26 @@ def fields(package: str, file: str, name: str) -> list[str]:
     return [one.target.id for one in body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)]
 
 
-def members(definition: ast.ClassDef) -> set[str]:
-    """The names that a class defines itself."""
-    return set(_names(definition))
+def members(definition: ast.ClassDef) -> dict[str, Any]:
+    """The names that a class defines itself, each with its definition where that is one."""
+    return _names(definition)
+
+
+def uncallable(method: ast.FunctionDef | ast.AsyncFunctionDef, positional: int) -> str:
+    """Why a method cannot be called on an object with N positional arguments; empty where it can."""
+    decorators = [ast.unparse(one) for one in method.decorator_list]
+    if decorators not in ([], ["staticmethod"], ["classmethod"]):
+        # A decorator may change what it decorates into anything.
+        return ""
+    if isinstance(method, ast.AsyncFunctionDef):
+        return "is a coroutine (async def)"
+    return misfit(method, positional + (decorators != ["staticmethod"]), {})
+
+
+def as_dotted(path: str) -> str:
+    """The dotted path that `folder/module.py:name` or `package.module:name` stands for; empty for other texts."""
+    found = re.fullmatch(r"([\w./]+?)(?:\.py)?:(\w+)", path)
+    return f"{found[1].removeprefix('./').replace('/', '.')}.{found[2]}" if found else ""
 
 
 def _names(tree: ast.Module | ast.ClassDef) -> dict[str, Any]:

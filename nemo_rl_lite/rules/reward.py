@@ -15,6 +15,8 @@ from nemo_rl_lite.rules.base import rule
 # Packages that a reward needs in addition to this one.
 _PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 
+_OF_TRL, _OF_VERL = {"prompts", "completions"}, {"data_source", "solution_str", "ground_truth"}
+
 
 @rule("reward.name", "reward.kwargs", options=RolloutAlgorithmConfig)
 def reward_exists(config: Config) -> Iterator[Violation]:
@@ -25,8 +27,9 @@ def reward_exists(config: Config) -> Iterator[Violation]:
         yield Violation("reward.name", name, f"the package {package} is not installed here", fix)
     if name in REWARDS:
         return
-    fix = f"choose one of {', '.join(REWARDS)}, or package.module.function of your own"
-    found = code.find(name) if "." in name else code.Found("no such reward")
+    dotted = code.as_dotted(name)
+    fix = f"reward.name={dotted}" if dotted else f"one of {', '.join(REWARDS)}, or package.module.function of your own"
+    found = _found(name, dotted, "reward")
     if found.trouble:
         yield Violation("reward.name", name, found.trouble, fix)
     elif isinstance(found.definition, ast.AsyncFunctionDef):
@@ -38,10 +41,14 @@ def reward_exists(config: Config) -> Iterator[Violation]:
 def _takes_a_response(config: Config, function: ast.FunctionDef) -> Iterator[Violation]:
     name, kwargs, own = config.reward.name, config.reward.kwargs, code.parameters(function)
     call = "a reward is called as function(response, answer, **reward.kwargs), and returns one number"
-    if {"prompts", "completions"} & set(own):
-        rule_text = "has the signature of TRL's rewards, which judge lists"
-        fix = "def reward(response, answer): ...; with a parameter `problem` it also gets messages and columns"
+    fix = "def reward(response, answer): ...; with a parameter `problem` it also gets messages and columns"
+    if _OF_TRL & set(own):
+        yield Violation("reward.name", name, "has the signature of TRL's rewards, which judge lists", fix)
+    elif _OF_VERL & set(own):
+        rule_text = "has the signature of verl's rewards (data_source, solution_str, ground_truth, extra_info)"
         yield Violation("reward.name", name, rule_text, fix)
+    elif own[:1] == ["answer"]:
+        yield Violation("reward.name", name, "takes `answer` first, where a reward gets the response", call)
     elif trouble := code.misfit(function, 2, kwargs | ({"problem": None} if "problem" in own else {})):
         yield Violation("reward.kwargs", dict(kwargs), f"do not fit {name}: {trouble}", call)
 
@@ -76,15 +83,27 @@ def environment_exists(config: Config) -> Iterator[Violation]:
         yield Violation("environment.max_turns", turns, rule_text, f"environment={next(iter(ENVIRONMENTS))}")
     if name is None or name in ENVIRONMENTS:
         return
-    found = code.find(name) if "." in name else code.Found("no such environment")
+    dotted = code.as_dotted(name)
+    found = _found(name, dotted, "environment")
     if found.trouble:
-        fix = f"choose one of {', '.join(ENVIRONMENTS)}, or package.module.Class of your own"
+        choices = f"choose one of {', '.join(ENVIRONMENTS)}, or package.module.Class of your own"
+        fix = f"environment.name={dotted}" if dotted else choices
         yield Violation("environment.name", name, found.trouble, fix)
-    elif isinstance(found.definition, ast.ClassDef) and _lacks_step(found.definition):
-        rule_text, fix = "has no method step(problem, conversation)", "see nemo_rl_lite/environments/interface.py"
-        yield Violation("environment.name", name, rule_text, fix)
+    elif isinstance(found.definition, ast.ClassDef) and (rule_text := _without_step(found.definition)):
+        yield Violation("environment.name", name, rule_text, "see nemo_rl_lite/environments/interface.py")
 
 
-def _lacks_step(definition: ast.ClassDef) -> bool:
-    inherits = definition.bases or definition.keywords
-    return not inherits and "step" not in code.members(definition)
+def _without_step(definition: ast.ClassDef) -> str:
+    """Why a class has no `step` that can be called; empty where it has one, or may inherit one."""
+    members, inherits = code.members(definition), definition.bases or definition.keywords
+    if "step" not in members:
+        return "" if inherits else "has no method step(problem, conversation)"
+    step = members["step"]
+    trouble = code.uncallable(step, 2) if isinstance(step, ast.FunctionDef | ast.AsyncFunctionDef) else ""
+    return f"has a step that cannot be called as step(problem, conversation): {trouble}" if trouble else ""
+
+
+def _found(name: str, dotted: str, kind: str) -> code.Found:
+    if dotted:
+        return code.Found("is no dotted path")
+    return code.find(name) if "." in name else code.Found(f"no such {kind}")

@@ -15,6 +15,14 @@ def of_trl(prompts, completions, **kwargs):
     return [1.0] * len(prompts)
 
 
+def of_verl(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+
+
+def swapped(answer, response):
+    return 1.0
+
+
 @no_such_package_anywhere.takes_anything
 def decorated(prompt):
     return prompt
@@ -26,4 +34,26 @@ class Assigned:
 
 class Mute:
     def speak(self):
+        return None
+
+
+class Later:
+    async def step(self, problem, conversation):
+        return None
+
+
+class Narrow:
+    def step(self, action):
+        return None
+
+
+class Static:
+    @staticmethod
+    def step(problem):
+        return None
+
+
+class Fits:
+    @staticmethod
+    def step(problem, conversation, limit=3):
         return None
