@@ -1,9 +1,13 @@
 """Turn a row into a problem: by the prompt column or template, the answer column and its pattern."""
 
 import re
+from collections.abc import Mapping
+from math import isfinite
 from string import Formatter
+from typing import TypeGuard
 
 from nemo_rl_lite.config.schema import DataConfig
+from nemo_rl_lite.data.messages import CHAT_COLUMNS
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.data.rows import Row
 from nemo_rl_lite.errors import DataError
@@ -17,15 +21,18 @@ def to_problem(config: DataConfig, row: Row, where: str) -> Problem:
     Raises:
         DataError: the row lacks a column, or one has a wrong type or does not match `data.answer_pattern`.
     """
-    if config.prompt_template is None:
-        prompt = column(row, config.prompt_column, where)
-    else:
+    if config.prompt_template is not None:
         prompt = _fill(config.prompt_template, row, where)
-    if not str(prompt).strip():
-        raise DataError(f"{where}: the prompt is empty")
+    elif config.prompt_column not in row and (chats := [name for name in CHAT_COLUMNS if name in row]):
+        rule = f"no column '{config.prompt_column}', but '{chats[0]}', as of whole chats: algorithm=sft trains on those"
+        raise DataError(f"{where}: {rule}")
+    else:
+        prompt = column(row, config.prompt_column, where)
     answer = _text(row, config.answer_column, where)
     if config.answer_pattern is not None:
         answer = _find_answer(config, answer, where)
+    if answer.isspace() or (not answer and config.answer_pattern is not None):
+        raise DataError(f"{where}: the answer in column '{config.answer_column}' is nothing but blanks")
     return Problem(chat(prompt, config.system_prompt, where), answer, row)
 
 
@@ -48,10 +55,23 @@ def template_columns(template: str) -> list[str]:
 def column(row: Row, name: str, where: str) -> object:
     """Return the value of a column. Raises DataError: there is none."""
     if name not in row:
-        raise DataError(f"{where}: no column '{name}' (columns: {', '.join(row)})")
+        raise DataError(f"{where}: no column '{name}' (columns: {shown_columns(row)})")
     if row[name] is None:
         raise DataError(f"{where}: column '{name}' is null")
     return row[name]
+
+
+def shown_columns(row: Row) -> str:
+    """Return the names of a row's columns, each with the fields of a structure in it."""
+    return ", ".join(
+        f"{name} {{{', '.join(map(str, value))}}}" if isinstance(value, Mapping) else name
+        for name, value in row.items()
+    )
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a value is a number. True and false are none, nor is what is not finite."""
+    return isfinite(value) if isinstance(value, float) else isinstance(value, int) and not isinstance(value, bool)
 
 
 def _fill(template: str, row: Row, where: str) -> str:
@@ -72,6 +92,14 @@ def _find_answer(config: DataConfig, text: str, where: str) -> str:
 
 def _text(row: Row, name: str, where: str) -> str:
     value = column(row, name, where)
-    if not isinstance(value, (str, int, float)):
-        raise DataError(f"{where}: column '{name}' must be text or a number, not a structure")
-    return str(value)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        fields = ", ".join(map(str, value))
+        raise DataError(f"{where}: column '{name}' must be text or a number, not a structure (its fields: {fields})")
+    if not is_number(value):
+        found = f"{value!r:.80}"
+        raise DataError(f"{where}: column '{name}' must be text or a number, found {found}")
+    # Parquet and pandas make 7.0 of a 7 in a column that has gaps.
+    whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return str(int(value) if whole else value)

@@ -8,16 +8,10 @@ from typing import Any
 
 from nemo_rl_lite.config.schema import DataConfig
 from nemo_rl_lite.data.columns import column, to_problem
-from nemo_rl_lite.data.problems import Message, Problem, with_system
+from nemo_rl_lite.data.messages import CHAT_COLUMNS, Message, read_messages, without_nulls
+from nemo_rl_lite.data.problems import Problem, with_system
 from nemo_rl_lite.data.rows import Row
 from nemo_rl_lite.errors import DataError
-
-# Optional fields of a message: the thoughts before an answer; for a tool's answer, the tool and the call.
-_MORE = ("reasoning_content", "name", "tool_call_id")
-_USUAL = ("messages", "conversations")
-# ShareGPT's names of roles.
-_SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -38,10 +32,11 @@ class Conversation:
 @dataclass(frozen=True)
 class Example:
     """One conversation, or the chosen and the rejected conversation of a pair. `where` names the example in errors, by
-    file and row."""
+    file and row. `unanswered`: the row's chat went on after the assistant's last message, and that end is left out."""
 
     conversations: tuple[Conversation, ...]
     where: str
+    unanswered: bool = False
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -70,14 +65,21 @@ def to_chat(config: DataConfig, row: Row, where: str) -> Example:
     first = spoken[0 if config.train_on == "all" else -1]
     if all(message["role"] in ("system", "developer") for message in messages[: spoken[0]]):
         raise DataError(f"{where}: column '{name}' begins with the assistant, without a prompt")
-    return Example((Conversation(messages[: spoken[-1] + 1], first, _tools(config, row, where)),), where)
+    said = Conversation(messages[: spoken[-1] + 1], first, _tools(config, row, where))
+    if not any(_says_something(messages[index]) for index in said.trained()):
+        raise DataError(f"{where}: column '{name}' has only empty messages of the assistant to train on")
+    return Example((said,), where, unanswered=len(said.messages) < len(messages))
+
+
+def _says_something(message: Message) -> bool:
+    return any((message["content"].strip(), message.get("reasoning_content"), message.get("tool_calls")))
 
 
 def _usual_column(config: DataConfig, row: Row) -> str | None:
     """The column of messages in a row that has no prompt."""
     if config.prompt_template is not None or config.prompt_column in row:
         return None
-    return next((name for name in _USUAL if isinstance(row.get(name), Sequence)), None)
+    return next((name for name in CHAT_COLUMNS if isinstance(row.get(name), Sequence)), None)
 
 
 def chat_of(problem: Problem) -> Example:
@@ -99,67 +101,6 @@ def with_responses(config: DataConfig) -> DataConfig:
     return dataclasses.replace(config, answer_column=name, answer_pattern=None)
 
 
-def read_messages(value: object, where: str) -> tuple[Message, ...]:
-    """Read messages in OpenAI's format (a role, content that is text or parts that are text, tool calls of the
-    assistant) or in ShareGPT's (`from` and `value`).
-
-    Raises:
-        DataError: the value has another format.
-    """
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise DataError(f"{where}: a list of {{role, content}} messages is needed, found {type(value).__name__}")
-    return tuple(_message(one, f"{where}, message {number}") for number, one in enumerate(value, start=1))
-
-
-def _message(value: object, where: str) -> Message:
-    if isinstance(value, Mapping) and "role" not in value and {"from", "value"} <= value.keys():
-        value = {"role": _SHAREGPT.get(value["from"], value["from"]), "content": value["value"]}
-    if not isinstance(value, Mapping) or value.get("role") not in ROLES:
-        role = value.get("role") if isinstance(value, Mapping) else None
-        raise DataError(f"{where}: its role must be one of {', '.join(ROLES)}, found {role!r}")
-    content, calls = value.get("content"), value.get("tool_calls")
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        content = "".join(_text_part(part, where) for part in content)
-    if calls and not (isinstance(calls, Sequence) and not isinstance(calls, str) and value["role"] == "assistant"):
-        raise DataError(f"{where}: tool_calls must be a list, and the assistant's")
-    if content is None and calls:
-        content = ""
-    if not isinstance(content, str):
-        raise DataError(f"{where}: its content must be text, found {type(content).__name__}")
-    more = {key: value[key] for key in _MORE if value.get(key) is not None}
-    called = {"tool_calls": [_call(call, where) for call in calls]} if calls else {}
-    return {"role": value["role"], "content": content, **more, **called}
-
-
-def _text_part(part: object, where: str) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    raise DataError(f"{where}: only parts of the type text can be trained on, found {part!r:.80}")
-
-
-def _call(call: object, where: str) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DataError(f"{where}: a tool call needs the name of a function, found {call!r:.80}")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        # OpenAI writes arguments as text, but chat templates need an object.
-        try:
-            arguments = json.loads(arguments)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: the arguments of {function['name']} are not JSON ({error.msg})") from None
-    named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    arguments = _without_nulls(arguments)
-    return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _without_nulls(value: Any) -> Any:
-    """Remove null fields, which Parquet and the hub add where another row has a value."""
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
-
-
 def _tools(config: DataConfig, row: Row, where: str) -> tuple[Mapping[str, Any], ...]:
     if config.tools_column is None or not row.get(config.tools_column):
         return ()
@@ -171,4 +112,4 @@ def _tools(config: DataConfig, row: Row, where: str) -> tuple[Mapping[str, Any],
             raise DataError(f"{where}: column '{config.tools_column}' is not JSON ({error.msg})") from None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(f"{where}: column '{config.tools_column}' must be a list of tools as JSON schemas")
-    return tuple(map(_without_nulls, tools))
+    return tuple(map(without_nulls, tools))

@@ -112,6 +112,9 @@ def training_examples(config: Config, encoder: Encoder) -> TrainingExamples:
     kind, batch_size = kind_of(config), config.policy.train_global_batch_size
     examples = training_set(config.data, config.algorithm.seed, kind)
     source, count = config.data.train_path or config.data.path or config.data.name, len(examples.finite())
+    if unanswered := sum(example.unanswered for example in examples.finite()):
+        rule = "go on after the assistant's last message; that end is not trained on"
+        log.warning("%s: %d of %d %s %s", source, unanswered, count, kind.name, rule)
     if longer := encoder.longer(examples.finite()):
         examples = examples.only(encoder.fits)
         _warn_of_long_ones(f"{source}: {longer} of {count} {kind.name}", count - len(examples.finite()))
@@ -122,9 +125,11 @@ def training_examples(config: Config, encoder: Encoder) -> TrainingExamples:
         encoder.longer([first])
         if not encoder.fits(first):
             raise DataError(f"{source}: too long for policy.max_total_sequence_length = {encoder.max_length}")
-    elif len(examples.finite()) < batch_size:
-        rule = f"{kind.name} do not fill a batch of policy.train_global_batch_size = {batch_size}; make it smaller"
-        raise DataError(f"{source}: {len(examples.finite())} {rule}")
+    elif (left := len(examples.finite())) < batch_size:
+        limit = f"policy.max_total_sequence_length = {encoder.max_length}"
+        fix = f"raise {limit}, which the other {count - left} exceed" if left < count else "make it smaller"
+        rule = f"{kind.name} do not fill a batch of policy.train_global_batch_size = {batch_size}"
+        raise DataError(f"{source}: {left} {rule}; {fix}")
     return TrainingExamples(examples, encoder, batch_size)
 
 

@@ -9,12 +9,12 @@ The columns of a row decide which published layout it has:
 """
 
 from collections.abc import Mapping, Sequence
-from math import isnan
 
 from nemo_rl_lite.config.schema import DataConfig
-from nemo_rl_lite.data.columns import column
-from nemo_rl_lite.data.conversations import Conversation, Example, answered, read_messages
-from nemo_rl_lite.data.problems import Message, Problem, chat, with_system
+from nemo_rl_lite.data.columns import column, is_number, shown_columns
+from nemo_rl_lite.data.conversations import Conversation, Example, answered
+from nemo_rl_lite.data.messages import Message, read_messages
+from nemo_rl_lite.data.problems import Problem, chat, with_system
 from nemo_rl_lite.data.rows import Row
 from nemo_rl_lite.errors import DataError
 
@@ -33,21 +33,23 @@ def to_pair(config: DataConfig, row: Row, where: str) -> Example | None:
         if row.get(config.prompt_column) is None:
             pair = _whole_chats(read_messages(two[0], where), read_messages(two[1], where), where)
         else:
-            pair = _continued(_asked(row[config.prompt_column], where), two, where)
+            pair = _continued(chat(row[config.prompt_column], where=where), two, where)
     elif "context" in row and "completions" in row:
-        pair = _continued(_asked(row["context"], where), _ranked(row["completions"], where), where)
+        pair = _continued(chat(row["context"], where=where), _ranked(row["completions"], where), where)
     elif "context" in row and "overall_preference" in row:
         preference = row["overall_preference"]
-        if not isinstance(preference, int | float) or isnan(preference):
+        if not is_number(preference):
             raise DataError(f"{where}: overall_preference must be a number, found {preference!r}")
         two = column(row, "response1", where), column(row, "response2", where)
         if not preference:
             return None
-        pair = _continued(_asked(row["context"], where), two if preference < 0 else two[::-1], where)
+        pair = _continued(chat(row["context"], where=where), two if preference < 0 else two[::-1], where)
+    elif {"completion", "label"} <= row.keys():
+        raise DataError(f"{where}: has a completion and its label, as for KTO; a pair needs a better and a worse one")
     else:
         raise DataError(
             f"{where}: no columns of a preference pair (needed: '{chosen}' and '{rejected}', or context and "
-            f"completions, or context, response1, response2 and overall_preference; columns: {', '.join(row)})"
+            f"completions, or context, response1, response2 and overall_preference; columns: {shown_columns(row)})"
         )
     if pair[0].messages == pair[1].messages:
         return None
@@ -62,18 +64,23 @@ def pair_of(problem: Problem) -> Example:
     return Example(tuple(answered(problem.messages, response) for response in responses), "a problem of the task")
 
 
-def _asked(prompt: object, where: str) -> tuple[Message, ...]:
-    return chat(prompt) if isinstance(prompt, str) else read_messages(prompt, where)
-
-
 def _continued(asked: tuple[Message, ...], two: tuple[object, object], where: str) -> list[Conversation]:
     said = [({"role": "assistant", "content": v},) if isinstance(v, str) else read_messages(v, where) for v in two]
     repeats = [one[0]["role"] != "assistant" for one in said]
     if all(repeats):
-        return _whole_chats(said[0], said[1], where)
+        pair = _whole_chats(said[0], said[1], where)
+        if not any(_share_text(asked[-1], message) for message in pair[0].messages[: pair[0].first_trained]):
+            raise DataError(f"{where}: the two chats begin with another text than the prompt")
+        return pair
     if any(repeats):
         raise DataError(f"{where}: one of the two repeats the prompt, the other does not")
     return [_ending_with_the_assistant((*asked, *one), len(asked), where) for one in said]
+
+
+def _share_text(one: Message, other: Message) -> bool:
+    """Whether one of two texts is in the other, whatever their blanks: a prompt may be all turns as one text."""
+    first, second = (" ".join(message["content"].split()) for message in (one, other))
+    return first in second or second in first
 
 
 def _whole_chats(chosen: tuple[Message, ...], rejected: tuple[Message, ...], where: str) -> list[Conversation]:
@@ -96,7 +103,7 @@ def _ending_with_the_assistant(messages: tuple[Message, ...], first: int, where:
 def _ranked(completions: object, where: str) -> tuple[object, object]:
     ranked = completions if isinstance(completions, Sequence) and not isinstance(completions, str) else ()
     known = [one for one in ranked if isinstance(one, Mapping) and "rank" in one and "completion" in one]
-    ranks = [one["rank"] for one in known if isinstance(one["rank"], int | float)]
+    ranks = [one["rank"] for one in known if is_number(one["rank"])]
     if len(ranks) != len(ranked) or len(set(ranks)) < 2:
         raise DataError(f"{where}: column 'completions' must have completions of two ranks, each {{rank, completion}}")
     in_order = sorted(known, key=lambda one: one["rank"])

@@ -12,10 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
+from nemo_rl_lite.data.messages import Message, read_messages
 from nemo_rl_lite.errors import DataError
-
-# A message has a role and content; an assistant's may have tool calls, and a tool's names the call that it answers.
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -95,14 +93,24 @@ def _shuffled(count: int, seed: str) -> list[int]:
 
 
 def chat(prompt: object, system_prompt: str | None = None, where: str = "prompt") -> tuple[Message, ...]:
-    """Return a prompt (text, or a list of chat messages) as messages, after the system prompt where there is one."""
+    """Return a prompt (text, or a list of chat messages) as messages, after the system prompt where there is one.
+
+    Raises:
+        DataError: the prompt is neither, is empty, or already ends with the assistant.
+    """
     if isinstance(prompt, str):
-        messages = [{"role": "user", "content": prompt}]
-    elif isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
-        messages = prompt
+        messages = ({"role": "user", "content": prompt},)
+    elif isinstance(prompt, list) and prompt:
+        messages = read_messages(prompt, f"{where}, the prompt")
     else:
-        raise DataError(f"{where}: the prompt must be text or a list of {{role, content}} messages")
-    return with_system(tuple(messages), system_prompt)
+        found = type(prompt).__name__
+        raise DataError(f"{where}: the prompt must be text or a list of {{role, content}} messages, found {found}")
+    if messages[-1]["role"] == "assistant":
+        rule = "the prompt ends with the assistant, which has to answer it (algorithm=sft trains on whole chats)"
+        raise DataError(f"{where}: {rule}")
+    if not messages[-1]["content"].strip():
+        raise DataError(f"{where}: the prompt is empty")
+    return with_system(messages, system_prompt)
 
 
 def with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tuple[Message, ...]:
@@ -121,7 +129,3 @@ def is_held_out(problem: Asked, fraction: float) -> bool:
     asked = [[message["role"], message["content"]] for message in problem.messages if message["role"] != "system"]
     digest = hashlib.sha256(json.dumps(asked).encode()).digest()
     return int.from_bytes(digest[:8]) < fraction * 2**64
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)

@@ -1,17 +1,15 @@
 """Read rows of files and of hub datasets, each with a text that names it in errors. Heavy imports are deferred."""
 
-import glob
 import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from nemo_rl_lite.config.schema import DataConfig
+from nemo_rl_lite.data.files import PARQUET, check_beginning, files_of
 from nemo_rl_lite.errors import DataError
 
 Row = Mapping[str, object]
-JSON = (".jsonl", ".json")
-PARQUET = ".parquet"
 # One of two halves that JSON writes a rare character with; without the other it cannot be text.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -23,24 +21,14 @@ def file_rows(path: str) -> Iterator[tuple[str, Row]]:
     Raises:
         DataError: there is no such file, one is unreadable, or a row is not a JSON object.
     """
-    if Path(path).suffix not in (*JSON, PARQUET):
-        raise DataError(f"{path}: the name must end in {PARQUET}, or in {' or '.join(JSON)}")
-    try:
-        whole = str(Path(path).expanduser())
-    except RuntimeError as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
-    files = [whole]
-    if glob.has_magic(whole) and not Path(whole).exists():
-        files = sorted(glob.glob(whole, recursive=True))  # noqa: PTH207 - pathlib takes no absolute patterns
-    if not files:
-        raise DataError(f"{path}: no file matches")
-    for name in files:
-        yield from _rows_of(name, path if files == [whole] else name)
+    for file in files_of(path):
+        yield from _rows_of(file, path if file == Path(path).expanduser() else str(file))
 
 
-def _rows_of(name: str, shown: str) -> Iterator[tuple[str, Row]]:
+def _rows_of(file: Path, shown: str) -> Iterator[tuple[str, Row]]:
     try:
-        for number, row in (_parquet if name.endswith(PARQUET) else _json)(Path(name)):
+        check_beginning(file, shown)
+        for number, row in (_parquet if file.suffix == PARQUET else _json)(file):
             where = f"{shown}, row {number}"
             yield where, _parse(row, where) if isinstance(row, str) else _object(row, where)
     except FileNotFoundError:
@@ -72,11 +60,11 @@ def hub_rows(config: DataConfig, split: str, key: str) -> Iterator[tuple[str, Ro
 
 
 def _json(path: Path) -> Iterator[tuple[int, str | Row]]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         first = next((line for line in lines if line.strip()), "")
         lines.seek(0)
         if first.lstrip().startswith("["):
-            yield from enumerate(json.load(lines, parse_constant=_refuse), start=1)
+            yield from enumerate(json.load(lines, parse_constant=_refuse, object_pairs_hook=_unique), start=1)
             return
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -87,11 +75,20 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
+def _unique(pairs: list[tuple[str, object]]) -> Row:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key '{next(name for name in row if names.count(name) > 1)}' is there twice")
+    return row
+
+
 def _parquet(path: Path) -> Iterator[tuple[int, Row]]:
     from pyarrow.parquet import ParquetFile
 
     number = 0
     with ParquetFile(path) as file:
+        _unique([(name, None) for name in file.schema_arrow.names])
         for batch in file.iter_batches(batch_size=1024):
             for row in batch.to_pylist():
                 number += 1
@@ -100,7 +97,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Row]]:
 
 def _parse(line: str, where: str) -> Row:
     try:
-        row = json.loads(line, parse_constant=_refuse)
+        row = json.loads(line, parse_constant=_refuse, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         hint = "a JSON file has one object a line, or is one list of objects"
         raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); {hint}") from None

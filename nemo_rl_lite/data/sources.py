@@ -1,11 +1,12 @@
 """Load what `data.name` selects: rows of files and hub datasets, or generated tasks."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
 from nemo_rl_lite.config.schema import DataConfig
+from nemo_rl_lite.data.files import share_a_file
 from nemo_rl_lite.data.gym import ReasoningGym
 from nemo_rl_lite.data.kinds import Kind
 from nemo_rl_lite.data.problems import Asked, Derived, FileSet, Problem, TrainingSet, is_held_out
@@ -43,7 +44,7 @@ def training_set[T: Asked](config: DataConfig, seed: int, kind: Kind[T]) -> Trai
     fraction = config.validation_fraction
     kept = tuple(problem for problem in problems if not is_held_out(problem, fraction))
     if not kept:
-        raise DataError(_empty(config.train_path or config.path, len(problems), "to train on", fraction))
+        raise DataError(_empty(config.train_path or config.path, problems, "to train on", fraction))
     return FileSet(kept, seed, config.shuffle)
 
 
@@ -57,8 +58,12 @@ def validation_set[T: Asked](config: DataConfig, limit: int, kind: Kind[T]) -> l
     if config.name in TASKS:
         return list(map(kind.from_problem, TASKS[config.name](config, 0).validation(limit)))
     if validation_source(config) is not None:
-        if config.name == "file" and config.validation_path == config.train_path:
-            log.warning("data.validation_path is data.train_path: validation is on what was trained on")
+        if (
+            config.name == "file"
+            and config.train_path
+            and share_a_file(config.train_path, config.validation_path or "")
+        ):
+            log.warning("data.validation_path has a file of data.train_path: validation is on what was trained on")
         rows = list(islice(_validation_rows(config), limit))
         if not rows:
             raise DataError(f"{validation_source(config)}: no rows")
@@ -68,7 +73,7 @@ def validation_set[T: Asked](config: DataConfig, limit: int, kind: Kind[T]) -> l
     problems = _read(config, _training_rows(config), kind)
     held_out = [problem for problem in problems if is_held_out(problem, fraction)]
     if not held_out:
-        raise DataError(_empty(config.train_path or config.path, len(problems), "held out", fraction))
+        raise DataError(_empty(config.train_path or config.path, problems, "held out", fraction))
     return held_out[:limit]
 
 
@@ -114,7 +119,11 @@ def _validation_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:
     return file_rows(config.validation_path or "")
 
 
-def _empty(source: str | None, count: int, what: str, fraction: float) -> str:
-    if not count:
+def _empty(source: str | None, problems: Sequence[Asked], what: str, fraction: float) -> str:
+    if not problems:
         return f"{source}: no rows"
-    return f"{source}: none of the {count} rows is {what} with data.validation_fraction = {fraction}"
+    different = len({str(problem.messages) for problem in problems})
+    together = f"rows with equal prompts go together; different prompts: {different}"
+    return (
+        f"{source}: none of the {len(problems)} rows is {what} with data.validation_fraction = {fraction} ({together})"
+    )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from nemo_rl_lite.config.schema import Config, DataConfig, RolloutAlgorithmConfig
 from nemo_rl_lite.data import gym
 from nemo_rl_lite.data.columns import template_columns
+from nemo_rl_lite.data.files import FileError
 from nemo_rl_lite.data.kinds import kind_of
 from nemo_rl_lite.data.sources import ROWS, TASKS, check_file, validation_source
 from nemo_rl_lite.errors import DataError, Violation
@@ -57,6 +58,8 @@ def files_can_be_read(config: Config) -> Iterator[Violation]:
             continue
         try:
             check_file(data, path, 100, kind_of(config))
+        except FileError as error:
+            yield Violation(key, path, error.problem, error.fix)
         except DataError as error:
             yield Violation(key, path, str(error), "correct the path, or the columns, template or pattern of data")
 

@@ -122,7 +122,7 @@ def test_without_a_template_turns_follow_each_other_in_lines(tmp_path):
 
 
 def test_an_empty_response_is_its_end_token(tmp_path):
-    assert trained_texts(tmp_path, chat(said("u:1", "a:")))[1] == ["<eos>"]
+    assert trained_texts(tmp_path, chat(said("u:1", "a:2", "u:3", "a:")))[1] == ["2<eos>", "<eos>"]
 
 
 def test_the_systems_prompt_comes_first_unless_there_is_one(tmp_path):
@@ -140,7 +140,9 @@ def test_the_systems_prompt_comes_first_unless_there_is_one(tmp_path):
     [
         ("text", "a list of {role, content} messages is needed, found str"),
         ([], "a list of"),
+        (json.dumps(TURNS), "column 'messages': holds its messages as JSON text"),
         (said("u:1"), "no message of the assistant"),
+        (said("u:1", "a:", "u:2", "a: "), "only empty messages of the assistant"),
         (said("s:0", "a:1", "u:2", "a:3"), "begins with the assistant, without a prompt"),
         (
             [*said("u:1"), {"role": "assistant", "content": "2", "tool_calls": 5}],

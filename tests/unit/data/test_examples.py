@@ -157,3 +157,17 @@ def test_a_chat_of_100_mb_is_not_tokenized(tmp_path, monkeypatch, too_long):
     else:
         with pytest.raises(DataError, match=r"prompt and response are at least \d{7,} tokens, policy.max_total"):
             chats.longer([example])
+
+
+def test_ends_that_are_left_out_are_counted(tmp_path, caplog):
+    chats = [{"messages": [*TURNS[1:3], *more]} for more in ([], TURNS[3:], [])]
+    config = sft_config(tmp_path, chats, "policy.train_global_batch_size=1", "policy.train_micro_batch_size=1")
+    training_examples(config, encoder(tmp_path))
+    assert "train.jsonl: 1 of 3 chats go on after the assistant's last message" in caplog.text
+
+
+def test_rows_that_were_dropped_for_their_length_are_why_a_batch_is_not_filled(tmp_path):
+    chats = encoder(tmp_path, max_length=5, too_long="drop")
+    words = "0 chats do not fill .* = 4; raise policy.max_total_sequence_length = 5, which the other 10 exceed"
+    with pytest.raises(DataError, match=words):
+        training_examples(sft_config(tmp_path, ROWS, *SMALL), chats)

@@ -45,7 +45,7 @@ def test_the_same_pair_in_every_layout(row):
     assert [said.trained() for said in found.conversations] == [[1], [1]]
 
 
-@pytest.mark.parametrize("asked", ["2+2", "2+2 ", [*said("s:brief"), *ASKED]])
+@pytest.mark.parametrize("asked", ["2+2", "2+2 ", "Human: 2+2 Assistant:", [*said("s:brief"), *ASKED]])
 def test_a_prompt_that_is_repeated_otherwise_is_still_there_once(asked):
     chosen, rejected = ([*said("s:brief"), *ASKED, *response] for response in (GOOD, BAD))
     found = pair({"prompt": asked, "chosen": chosen, "rejected": rejected})
@@ -112,6 +112,11 @@ def test_an_empty_response_can_be_the_worse_one(tmp_path):
         ({"prompt": "2+2", "chosen": [*ASKED, *GOOD], "rejected": BAD}, "one of the two repeats the prompt"),
         ({"context": "1", "response1": "2", "response2": "3", "overall_preference": float("nan")}, "must be a number"),
         ({"context": "1", "completions": [{"rank": None, "completion": "2"}] * 2}, "completions of two ranks"),
+        ({"context": "1", "completions": [{"rank": n, "completion": "2"} for n in (True, False)]}, "of two ranks"),
+        ({"context": "1", "response1": "2", "response2": "3", "overall_preference": True}, "a number, found True"),
+        ({"prompt": " ", "chosen": "1", "rejected": "2"}, "the prompt is empty"),
+        ({"prompt": "3+3", "chosen": [*ASKED, *GOOD], "rejected": [*ASKED, *BAD]}, "another text than the prompt"),
+        ({"prompt": "1", "completion": "2", "label": True}, "completion and its label, as for KTO"),
         ({"chosen": said("s:1", "u:2", "a:3"), "rejected": said("s:1", "u:4", "a:3")}, "they part at message 2"),
     ],
 )

@@ -68,3 +68,23 @@ def test_a_bad_row_far_down_is_named(tmp_path):
 def test_other_prompts_are_refused(prompt):
     with pytest.raises(DataError, match="row 7"):
         chat(prompt, None, "file, row 7")
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([("bot", "2+2")], "message 1: its role must be one of .*found 'bot'"),
+        ([("user", "2+2"), ("assistant", "4")], "ends with the assistant.*algorithm=sft"),
+        ([("system", "brief"), ("user", " ")], "the prompt is empty"),
+        ([("user", [{"type": "image"}])], "only parts of the type text"),
+    ],
+)
+def test_prompts_that_ask_nothing_are_refused(messages, words):
+    prompt = [{"role": role, "content": content} for role, content in messages]
+    with pytest.raises(DataError, match=rf"^file, row 7.*{words}"):
+        chat(prompt, None, "file, row 7")
+
+
+def test_parts_of_text_are_one_text():
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2"}]
+    assert chat([{"role": "user", "content": parts}]) == chat("2+2")

@@ -139,3 +139,18 @@ def test_the_gsm8k_preset_serves_files_and_the_hub(monkeypatch):
         and validation_set(data, 5, kind=PROBLEMS)[0].answer == "0"
     )
     assert seen == [("openai/gsm8k", "main")] * 2
+
+
+@pytest.mark.parametrize("kept", ["held out", "to train on"])
+def test_equal_prompts_go_together_and_the_error_says_so(tmp_path, kept):
+    data = split(tmp_path, ".jsonl", ROWS[:1] * 20, fraction=0.999 if kept == "to train on" else 0.001)
+    with pytest.raises(DataError, match=rf"none of the 20 rows is {kept} .*go together; different prompts: 1\)"):
+        (training_set(data, 0, PROBLEMS), validation_set(data, 5, PROBLEMS))
+
+
+def test_validation_on_a_link_to_the_training_file_is_warned_of(tmp_path, caplog):
+    path = write(tmp_path / "rows.jsonl", ROWS[:5])
+    (tmp_path / "link.jsonl").symlink_to(path)
+    data = config("data=file", f"data.train_path={path}", f"data.validation_path={tmp_path / 'link.jsonl'}")
+    assert len(validation_set(data, limit=9, kind=PROBLEMS)) == 5
+    assert "validation is on what was trained on" in caplog.text

@@ -1,5 +1,6 @@
 """Every mistake gets one readable message on the real command line: status 2, key and fix named, no traceback."""
 
+import gzip
 import json
 import re
 import shutil
@@ -388,6 +389,17 @@ CASES = {
     "data.task_kwargs.num_digits=1": ["data.task_kwargs.num_digits", "integer between 2 and 20"],
     "+data.task_kwargs.digits=5": ["data.task_kwargs.digits", "no such argument"],
     "data.task_kwargs.num_digits=two": ["data.task_kwargs.num_digits", "integer between 2 and 20"],
+    "data=file data.train_path=rows.csv data.validation_path=DATA": ["data.train_path", "pandas.read_csv('rows.csv')"],
+    "data=file data.train_path=rows.jsonl.gz data.validation_path=DATA": ["data.train_path", "gunzip"],
+    "data=file data.train_path=ZIPPED data.validation_path=DATA": ["is compressed by gzip", "fix: unpack it"],
+    "data=file data.train_path=https://x.org/a.jsonl data.validation_path=DATA": ["is an address", "fix: download"],
+    "data=file data.train_path=openai/gsm8k data.validation_path=DATA": ["data=hub data.path=openai/gsm8k"],
+    "data=file data.train_path=WHOLE data.validation_path=DATA": [
+        "no column 'prompt', but 'messages'",
+        "algorithm=sft",
+    ],
+    "data=file data.train_path=TRUE data.validation_path=DATA": ["TRUE.jsonl, row 1", "found True"],
+    "data=file data.train_path=TWICE data.validation_path=DATA": ["TWICE.jsonl, row 1", "the key 'answer'"],
     "reward.name=vibes": ["reward.name", "exact_match, last_number, format, math, reasoning_gym"],
     "reward=reasoning_gym": ["reward.name", "problems of data=reasoning_gym alone"],
     "reward=format": ["reward.kwargs.pattern", "has no value"],
@@ -581,10 +593,13 @@ def places(tmp_path, monkeypatch) -> dict[str, str]:
     (tmp_path / "NESTED.jsonl").write_text(json.dumps({"prompt": "x", "answer": {"a": 1}}))
     row = json.dumps({"prompt": "2+2", "answer": "4"})
     files = {"DATA": row, "BROKEN": f"{row}\n{{", "BLANK": "\n", "NULL": json.dumps({"prompt": "x", "answer": None})}
+    files |= {"WHOLE": json.dumps({"messages": []}), "TRUE": json.dumps({"prompt": "x", "answer": True})}
+    files["TWICE"] = '{"prompt": "x", "answer": "1", "answer": "2"}'
+    (tmp_path / "ZIPPED.jsonl").write_bytes(gzip.compress(row.encode()))
     for name, content in files.items():
         (tmp_path / f"{name}.jsonl").write_text(content)
     folders = {"MODEL": model, "MOE": experts, "EMPTY": tmp_path / "empty", "PICKLED": pickled}
-    paths = folders | {name: tmp_path / f"{name}.jsonl" for name in [*files, "LATIN", "NESTED"]}
+    paths = folders | {name: tmp_path / f"{name}.jsonl" for name in [*files, "LATIN", "NESTED", "ZIPPED"]}
     return {name: str(path) for name, path in (paths | {"TORN": tmp_path / "TORN.parquet"}).items()}
 
 

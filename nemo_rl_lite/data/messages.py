@@ -1,0 +1,80 @@
+"""Read the messages of a chat. This module imports nothing heavy."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_rl_lite.errors import DataError
+
+# A message has a role and content; an assistant's may have tool calls, and a tool's names the call that it answers.
+Message = dict[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# The usual names of a column that holds whole chats.
+CHAT_COLUMNS = ("messages", "conversations")
+# Optional fields of a message: the thoughts before an answer; for a tool's answer, the tool and the call.
+_MORE = ("reasoning_content", "name", "tool_call_id")
+# ShareGPT's names of roles.
+_SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+
+
+def read_messages(value: object, where: str) -> tuple[Message, ...]:
+    """Read messages in OpenAI's format (a role, content that is text or parts that are text, tool calls of the
+    assistant) or in ShareGPT's (`from` and `value`).
+
+    Raises:
+        DataError: the value has another format.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        raise DataError(f"{where}: holds its messages as JSON text; write the list itself into the row")
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise DataError(f"{where}: a list of {{role, content}} messages is needed, found {type(value).__name__}")
+    return tuple(_message(one, f"{where}, message {number}") for number, one in enumerate(value, start=1))
+
+
+def _message(value: object, where: str) -> Message:
+    if isinstance(value, Mapping) and "role" not in value and {"from", "value"} <= value.keys():
+        value = {"role": _SHAREGPT.get(value["from"], value["from"]), "content": value["value"]}
+    if not isinstance(value, Mapping) or value.get("role") not in ROLES:
+        role = value.get("role") if isinstance(value, Mapping) else None
+        raise DataError(f"{where}: its role must be one of {', '.join(ROLES)}, found {role!r}")
+    content, calls = value.get("content"), value.get("tool_calls")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = "".join(_text_part(part, where) for part in content)
+    if calls and not (isinstance(calls, Sequence) and not isinstance(calls, str) and value["role"] == "assistant"):
+        raise DataError(f"{where}: tool_calls must be a list, and the assistant's")
+    if content is None and calls:
+        content = ""
+    if not isinstance(content, str):
+        raise DataError(f"{where}: its content must be text, found {type(content).__name__}")
+    more = {key: value[key] for key in _MORE if value.get(key) is not None}
+    called = {"tool_calls": [_call(call, where) for call in calls]} if calls else {}
+    return {"role": value["role"], "content": content, **more, **called}
+
+
+def _text_part(part: object, where: str) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    raise DataError(f"{where}: only parts of the type text can be trained on, found {part!r:.80}")
+
+
+def _call(call: object, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"{where}: a tool call needs the name of a function, found {call!r:.80}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        # OpenAI writes arguments as text, but chat templates need an object.
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: the arguments of {function['name']} are not JSON ({error.msg})") from None
+    named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    arguments = without_nulls(arguments)
+    return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def without_nulls(value: Any) -> Any:
+    """Remove null fields, which Parquet and the hub add where another row has a value."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
