@@ -33,7 +33,7 @@ def read_messages(value: object, where: str) -> tuple[Message, ...]:
 
 def _message(value: object, where: str) -> Message:
     if isinstance(value, Mapping) and "role" not in value and {"from", "value"} <= value.keys():
-        value = {"role": _SHAREGPT.get(value["from"], value["from"]), "content": value["value"]}
+        value = {"role": _SHAREGPT.get(str(value["from"]), value["from"]), "content": value["value"]}
     if not isinstance(value, Mapping) or value.get("role") not in ROLES:
         role = value.get("role") if isinstance(value, Mapping) else None
         raise DataError(f"{where}: its role must be one of {', '.join(ROLES)}, found {role!r}")

@@ -191,6 +191,7 @@ _EXPECTED = {
     "string_too_short": "must not be empty",
     "too_short": "must not be empty",
 }
+_FILES = ("data.train_path", "data.validation_path")
 # What a pattern of the schema stands for.
 _PATTERNS = {
     RUN_NAME: "must be the name of a folder: at most 200 letters, no slash, and no space or dot in front",
@@ -218,6 +219,8 @@ def _describe(details: ErrorDetails, known: Sequence[str]) -> Violation:
     rule = _EXPECTED.get(kind) or _PATTERNS.get(context.get("pattern", ""))
     rule = rule or details["msg"].replace("Input should be", "must be")
     expected = context.get("expected")
+    if kind == "string_type" and key in _FILES:
+        return Violation(key, given, "must be the name of a file", f"{key}='data/*.jsonl' for several")
     fix = f"choose one of: {expected}" if expected else f"set {key} to a value that {_is(rule)}"
     return Violation(key, given, rule, f"set {key} to such a value" if "pattern" in context else fix)
 

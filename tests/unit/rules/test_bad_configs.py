@@ -468,6 +468,7 @@ CASES = {
     "--package policy": ["--package", "--cfg job"],
     "--shell-completion": ["--shell-completion", "is no flag"],
     "--config-name other": ["--config-name", "is no flag", "1 problem found"],
+    "data=file data.train_path=[a.jsonl,b.jsonl] data.validation_path=DATA": ["name of a file", "'data/*.jsonl'"],
     "-m algorithm.seed=1,1": ["-m", "algorithm.seed=1 is one job twice"],
     "-m algorithm.seed=1,2 hydra.run.dir=x": ["hydra.run.dir", "hydra.sweep.dir=x"],
     "hydra.sweep.dir=x": ["hydra.sweep.dir", "is for sweeps (-m)", "hydra.run.dir=x"],
