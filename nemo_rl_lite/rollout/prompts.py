@@ -45,8 +45,8 @@ def check_length(problem: Problem, tokens: int, max_new_tokens: int, max_length:
         start = problem.messages[-1]["content"][:60]
         raise DataError(
             f"a prompt of {tokens} tokens and generation.max_new_tokens = {max_new_tokens} exceed "
-            f"policy.max_total_sequence_length = {max_length}: {start!r}. Raise the limit, lower generation.max_new_tokens, "
-            "or leave such prompts out: data.too_long=drop."
+            f"policy.max_total_sequence_length = {max_length}: {start!r}. Raise the limit, lower "
+            "generation.max_new_tokens, or leave such prompts out: data.too_long=drop."
         )
 
 
@@ -54,5 +54,7 @@ def _report(what: str, count: int, kept: int, room: int) -> None:
     if kept < count:
         log.warning("%d of %d %s problems dropped: their prompts exceed %d tokens", count - kept, count, what, room)
     if count and not kept:
-        keys = "raise policy.max_total_sequence_length, or lower generation.max_new_tokens"
-        raise DataError(f"all {count} {what} prompts exceed {room} tokens: {keys}")
+        raise DataError(
+            f"all {count} {what} prompts exceed {room} tokens: raise policy.max_total_sequence_length, or lower "
+            "generation.max_new_tokens"
+        )
