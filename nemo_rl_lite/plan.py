@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.errors import ConfigError, LauncherError
+from nemo_rl_lite.config.sizes import on_gpus
+from nemo_rl_lite.errors import ConfigError, LauncherError, Violation
 from nemo_rl_lite.models.known import MADE_HERE, find_shape
 from nemo_rl_lite.planning.gpus import KNOWN, parse_size, size_of
 from nemo_rl_lite.rules.compose import compose_command
@@ -44,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         shape = find_shape(config.policy.model_name, given.model_config)
         violations = list(shape_fits_the_layout(config, shape))
+        if given.gpu and not on_gpus(config):
+            fix = "cluster.gpus_per_node=1 policy=megatron_gpu generation=vllm_gpu, or no --gpu"
+            violations.append(Violation("--gpu", given.gpu, "the run is on CPUs", fix))
         if violations:
             raise ConfigError(violations)
         plan = page.make_plan(config, overrides, shape, gpu, host)

@@ -17,6 +17,8 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+# A time that a process or a phase needs at least.
+Seconds = Annotated[float, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 DOTTED_PATH = r"^\w+(\.\w+)+$"
 DURATION = r"^(\d+:){1,3}\d{1,2}$"
@@ -241,7 +243,7 @@ class RefitConfig:
     num_buffers: Annotated[int, Field(ge=1, le=8)]
     direct: bool
     verify: Literal["off", "sample", "full"]
-    timeout_s: PositiveFloat
+    timeout_s: Seconds
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -295,9 +297,9 @@ class ClusterConfig:
     cpu_ranks: PositiveInt
     threads_per_worker: PositiveInt | None
     numa_binding: bool
-    start_timeout_s: Annotated[float, Field(ge=1)]
-    collective_timeout_s: PositiveFloat
-    phase_timeout_s: PositiveFloat | None
+    start_timeout_s: Seconds
+    collective_timeout_s: Seconds
+    phase_timeout_s: Seconds | None
     max_restarts: NonNegativeInt
 
 
@@ -322,7 +324,7 @@ class LoggerConfig:
     tensorboard_enabled: bool
     mlflow_enabled: bool
     plots: bool
-    mismatch_warning: PositiveFloat
+    mismatch_warning: Annotated[float, Field(ge=1)]
     log_samples: NonNegativeInt | None
     show_samples_period: NonNegativeInt
     wandb: WandbConfig

@@ -44,6 +44,13 @@ def _check(path: str, loss: Any) -> None:
     missing = [name for name in ("__call__", "counts") if not callable(getattr(loss, name, None))]
     if missing:
         raise _error("loss", path, f"makes a {type(loss).__name__} without {' and '.join(missing)}", fix)
+    for name, count in (("__call__", 3), ("counts", 1)):
+        try:
+            inspect.signature(getattr(loss, name)).bind(*range(count))
+        except TypeError as error:
+            raise _error("loss", path, f"has a {name} that is called with {count} arguments: {error}", fix) from None
+        except ValueError:  # a function of C code has no signature
+            continue
     needs = getattr(loss, "needs", ())
     if not isinstance(needs, Set | tuple | list):
         rule, fix = f"has needs = {needs!r}, which is no tuple", f"needs = ({get_args(Need)[0]!r},), or such a tuple"

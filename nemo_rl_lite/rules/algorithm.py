@@ -129,6 +129,12 @@ def patience_has_validations(config: Config) -> Iterator[Violation]:
     if options.early_stop_patience is not None and not options.val_period:
         rule_text = "counts validations, and algorithm.val_period = 0"
         yield Violation(key, options.early_stop_patience, rule_text, f"algorithm.val_period=10, or {key}=null")
+    elif options.early_stop_patience and options.max_num_steps and options.val_period:
+        most = options.max_num_steps // options.val_period + options.val_at_start + options.val_at_end
+        if options.early_stop_patience >= most:
+            rule_text = f"counts validations, and {options.max_num_steps} steps have {most}"
+            fix = f"{key}=null, or a smaller algorithm.val_period"
+            yield Violation(key, options.early_stop_patience, rule_text, fix)
 
 
 @rule("algorithm.preference_loss", "algorithm.label_smoothing", options=DPOConfig)

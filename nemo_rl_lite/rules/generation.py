@@ -141,3 +141,10 @@ def logprobs_have_no_dropout(config: Config) -> Iterator[Violation]:
     if peft.enabled and peft.dropout:
         rule_text = "would make training's logprobs others than those that ratios are taken to"
         yield Violation(key, peft.dropout, f"{rule_text}, which are computed without dropout", f"{key}=0.0")
+
+
+@rule("generation.top_k", "algorithm.num_generations_per_prompt", options=RolloutAlgorithmConfig)
+def responses_differ(config: Config) -> Iterator[Violation]:
+    if config.generation.top_k == 1:
+        rule_text = "leaves one token to choose, so all responses to a prompt are the same, and no advantage is left"
+        yield Violation("generation.top_k", 1, rule_text, "generation.top_k=null")

@@ -2,6 +2,7 @@
 
 import netrc
 import os
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -10,6 +11,9 @@ from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.host.wandb_login import WANDB, wandb_login
 from nemo_rl_lite.rules.base import rule
 
+_DATABASES = ("sqlite:", "postgresql:", "mysql:", "mssql:")
+_STORES = ("http://", "https://", "file://", "databricks")
+
 
 @rule("logger.wandb_enabled", "logger.wandb.mode")
 def wandb_can_log_in(config: Config) -> Iterator[Violation]:
@@ -17,6 +21,14 @@ def wandb_can_log_in(config: Config) -> Iterator[Violation]:
         rule_text = "W&B has no API key on this machine"
         fix = "run `wandb login`, set WANDB_API_KEY, or logger.wandb.mode=offline"
         yield Violation("logger.wandb.mode", "online", rule_text, fix)
+
+
+@rule("logger.wandb_enabled", "logger.wandb.project")
+def wandb_takes_the_project(config: Config) -> Iterator[Violation]:
+    project, key = config.logger.wandb.project, "logger.wandb.project"
+    if config.logger.wandb_enabled and (bad := sorted(set(project) & set("/\\#?%:"))):
+        rule_text = f"W&B takes no {' '.join(bad)} in it; a team is logger.wandb.entity"
+        yield Violation(key, project, rule_text, f"{key}={re.split('[/#?%:]', project)[-1] or 'mine'}")
 
 
 @rule("logger.mlflow_enabled")
@@ -28,11 +40,14 @@ def mlflow_is_there(config: Config) -> Iterator[Violation]:
 
 @rule("logger.mlflow_enabled", "logger.mlflow.tracking_uri")
 def mlflow_has_its_database(config: Config) -> Iterator[Violation]:
-    uri = config.logger.mlflow.tracking_uri
-    of_a_database = uri.startswith(("sqlite:", "postgresql:", "mysql:", "mssql:"))
+    uri, key = config.logger.mlflow.tracking_uri, "logger.mlflow.tracking_uri"
+    if config.logger.mlflow_enabled and "://" in uri and not uri.startswith((*_STORES, *_DATABASES)):
+        fix = f"{key}=http://SERVER:5000, or {key}=./mlruns for a folder"
+        yield Violation(key, uri, "MLflow has no store of this kind", fix)
+    of_a_database = uri.startswith(_DATABASES)
     if config.logger.mlflow_enabled and of_a_database and find_spec("mlflow") and not find_spec("sqlalchemy"):
         fix = "pip install mlflow, or a server's address or a folder"
-        yield Violation("logger.mlflow.tracking_uri", uri, "a database needs the full mlflow package", fix)
+        yield Violation(key, uri, "a database needs the full mlflow package", fix)
 
 
 def _wandb_key() -> bool:

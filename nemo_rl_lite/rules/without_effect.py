@@ -41,7 +41,10 @@ def _validates(config: Config) -> bool:
 
 EFFECTS = (
     Effect(
-        ("reward", "environment", "generation.", "refit."),
+        (
+            *("reward", "environment", "generation.", "refit."),
+            *(f"logger.{name}" for name in ("mismatch_warning", "log_samples", "show_samples_period")),
+        ),
         generates,
         " or ".join(f"algorithm={name}" for name, row in ALGORITHMS.items() if row.generates),
     ),
@@ -83,6 +86,17 @@ EFFECTS = (
         ("policy.dynamic_batching.train_mb_tokens", "policy.dynamic_batching.logprob_mb_tokens"),
         lambda config: config.policy.dynamic_batching.enabled,
         "policy.dynamic_batching.enabled=true",
+    ),
+    Effect(("refit.buffer_memory_ratio",), lambda config: config.refit.bucket_bytes is None, "refit.bucket_bytes=null"),
+    Effect(
+        ("refit.num_buffers",),
+        lambda config: not config.generation.colocated.enabled,
+        "generation.colocated.enabled=false: engines on the policy's GPUs need no buffers",
+    ),
+    Effect(
+        ("policy.overlap_offload",),
+        lambda config: config.policy.offload_optimizer_states_for_logprob or bool(config.policy.offload_for_generation),
+        "something to move: offload=logprob or offload=colocated",
     ),
     Effect(
         (f"{MEGATRON}.peft",), lambda config: config.policy.megatron_cfg.peft.enabled, f"{MEGATRON}.peft.enabled=true"
@@ -136,7 +150,7 @@ EFFECTS = (
             *("algorithm.higher_is_better", "checkpoint.keep_best"),
         ),
         _validates,
-        "a validation: algorithm.val_period=10 or algorithm.val_at_end=true",
+        "a validation: algorithm.val_at_end=true, or an algorithm.val_period up to algorithm.max_num_steps",
     ),
     Effect(
         ("algorithm.max_num_epochs",),
@@ -192,6 +206,7 @@ ON_GPUS = (
     "policy.use_pinned_optimizer_offload",
     "policy.overlap_offload",
     "generation.colocated",
+    "refit.direct",
     "generation.vllm_cfg.gpu_memory_utilization",
     "generation.vllm_cfg.enforce_eager",
     "cluster.numa_binding",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from nemo_rl_lite.config.keys import parse_override
 from nemo_rl_lite.config.overrides import SWEEP_FOLDER
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.run.flags import SWEEP, Flags
@@ -58,7 +59,7 @@ def sweep_problems(flags: Flags, overrides: Sequence[str]) -> list[Violation]:
     if not flags.sweeps:
         return []
     found = list(jobs(overrides))
-    if all(len(values_of(override)) == 1 for override in overrides):
+    if all(len(values_of(override)) == 1 for override in overrides) or any(map(_is_empty, overrides)):
         rule_text, fix = "no key has several values", f"algorithm.seed=1,2,3, or leave {SWEEP[1]} out"
         return [Violation(SWEEP[1], None, rule_text, fix)]
     twice = next((job for index, job in enumerate(found) if job in found[:index]), None)
@@ -77,6 +78,12 @@ def values_of(argument: str) -> list[str]:
         return [argument]
     key = argument.partition("=")[0]
     return [f"{key}={value}" for value in override.sweep_string_iterator()] if override.is_discrete_sweep() else []
+
+
+def _is_empty(argument: str) -> bool:
+    """Whether an override sweeps over no value."""
+    override = parse_override(argument)
+    return override is not None and override.is_discrete_sweep() and not values_of(argument)
 
 
 def _result(end: "Summary | int") -> str:

@@ -223,7 +223,7 @@ def test_a_value_of_a_wrong_type_is_one_problem():
     with pytest.raises(ConfigError) as raised:
         compose_config(["data=file", "data.train_path=5"])
     assert [violation.rule for violation in raised.value.violations if violation.key == "data.train_path"] == [
-        "must be a string"
+        "must be the name of a file"
     ]
 
 
