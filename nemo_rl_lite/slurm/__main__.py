@@ -7,6 +7,7 @@ requeued and resumes from its newest checkpoint. Options may be kept in a file, 
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -106,6 +107,10 @@ def _job(given: argparse.Namespace, config: Config) -> BatchJob:
         )
     if given.stop_before <= 0:
         violations.append(Violation("--stop-before", given.stop_before, "must be greater than 0", "--stop-before=120"))
+    limit = _limit_s(given.time) if given.time else None
+    if limit is not None and given.stop_before >= limit:
+        rule, fix = f"leaves nothing of the time limit, {given.time}", "a smaller --stop-before, or a longer --time"
+        violations.append(Violation("--stop-before", given.stop_before, rule, fix))
     if given.join_timeout <= 0:
         violations.append(
             Violation("--join-timeout", given.join_timeout, "must be greater than 0", "--join-timeout=600")
@@ -157,6 +162,18 @@ def _job(given: argparse.Namespace, config: Config) -> BatchJob:
         interface=given.interface,
         container=Container(given.container_runtime, image, mounts) if image else None,
     )
+
+
+def _limit_s(text: str) -> int | None:
+    """Seconds of a time limit as sbatch takes it: minutes[:seconds], hours:minutes:seconds, or days-hours[:minutes
+    [:seconds]]. None for anything else, such as UNLIMITED, which sbatch judges."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if found is None:
+        return None
+    days, *parts = (int(part) if part else None for part in found.groups())
+    numbers = [part for part in parts if part is not None]
+    units = (3600, 60, 1) if days is not None or len(numbers) == 3 else (60, 1)
+    return (days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
 
 
 def _submit(script: str) -> str:
