@@ -254,10 +254,10 @@ def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
 
 
 def _threads(config: Config, workers: int) -> int:
-    """CPU threads of each of `workers` workers, which share the cores of their machines. Of more than two cores, one is
-    left to other processes: all threads of a worker wait for the one that has to share its core."""
-    on_one_machine, cores = -(-workers // config.cluster.num_nodes), available_cores()
-    return config.cluster.threads_per_worker or max(1, (cores - (cores > 2)) // on_one_machine)
+    """CPU threads of each of `workers` workers, which share the cores of their machines. A worker with more than two
+    cores leaves one to other processes: all its threads wait for one that has to share its core."""
+    cores = available_cores() // -(-workers // config.cluster.num_nodes)
+    return config.cluster.threads_per_worker or max(1, cores - (cores > 2))
 
 
 def _peak_memory(group: WorkerGroup) -> dict[str, int]:

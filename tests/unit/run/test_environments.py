@@ -42,3 +42,10 @@ def test_on_cpus_no_gpu_is_seen_and_waiting_threads_sleep(monkeypatch, tmp_path)
     for group in (launch._policy_group, launch._generation_group):
         group(compose_config(), SimpleNamespace(policy=[], generation=[]), tmp_path)
     assert [(one["CUDA_VISIBLE_DEVICES"], one["OMP_WAIT_POLICY"]) for one in made] == [("", "PASSIVE")] * 2
+
+
+@pytest.mark.parametrize(("cores", "workers", "threads"), [(2, 1, 2), (4, 1, 3), (4, 2, 2), (8, 2, 3), (1, 2, 1)])
+def test_of_more_than_two_cores_a_worker_leaves_one(cores, workers, threads, monkeypatch):
+    monkeypatch.setattr(launch, "available_cores", lambda: cores)
+    assert launch._threads(compose_config(), workers) == threads
+    assert launch._threads(compose_config(["cluster.threads_per_worker=4"]), workers) == 4
