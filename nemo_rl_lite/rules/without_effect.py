@@ -7,9 +7,9 @@ expects something of it.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from nemo_rl_lite.config.algorithms import ALGORITHMS, algorithm_of, generates
+from nemo_rl_lite.config.algorithms import ALGORITHMS, compares, generates
 from nemo_rl_lite.config.engines import ENGINES
-from nemo_rl_lite.config.schema import Config, GRPOConfig
+from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import batch_mode, on_gpus
 from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
 from nemo_rl_lite.data.sources import ROWS, TASKS
@@ -27,10 +27,6 @@ class Effect:
     keys: tuple[str, ...]
     holds: Callable[[Config], bool]
     needs: str
-
-
-def _loss_compares(config: Config) -> bool:
-    return not isinstance(config.algorithm, GRPOConfig) or algorithm_of(config).compares(config.algorithm)
 
 
 def _validates(config: Config) -> bool:
@@ -141,7 +137,7 @@ EFFECTS = (
                 "kl_output_clamp_value",
             )
         ),
-        _loss_compares,
+        compares,
         f"{_LOSS}.reference_policy_kl_penalty=0.01",
     ),
     Effect(

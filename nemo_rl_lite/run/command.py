@@ -43,7 +43,7 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
         except SystemExit as status:
             if not flags.sweeps or _was_ended(status):
                 raise
-            end = int(status.code or 0)
+            end = status.code if isinstance(status.code, int) and status.code else LauncherError.exit_status
         except Exception:
             if not flags.sweeps:
                 raise

@@ -55,7 +55,7 @@ def main() -> None:
 
     bars = [
         record.bar(
-            f"step beside a busy process, to an idle machine's, {cores} cores",
+            f"ratio of step times, busy to idle, {cores} cores",
             typical(cores, True) / typical(cores, False),
             TARGET_BUSY,
             at_least=False,
@@ -65,7 +65,7 @@ def main() -> None:
     fewest, most = min(given.cores), max(given.cores)
     if most > fewest:
         ratio = typical(most, False) / typical(fewest, False)
-        bars.append(record.bar(f"step on {most} cores, to {fewest} cores", ratio, TARGET_CORES, at_least=False))
+        bars.append(record.bar(f"ratio of step times, {most} to {fewest} cores", ratio, TARGET_CORES, at_least=False))
     print(f"wrote {record.write('busy', results, bars)}")
 
 
