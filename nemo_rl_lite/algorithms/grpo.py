@@ -23,7 +23,8 @@ class Engines:
     """The generation engines, and how they get the policy's weights; both functions return metrics."""
 
     generation: Generation
-    refit: Callable[[], dict[str, float]]
+    refit: Callable[[int], dict[str, float]]
+    """Takes the number of the step that made the weights."""
     check: Callable[[], dict[str, float]]
     """In the logprob phase, compares what the engines computed after the last refit with the policy."""
 
@@ -48,7 +49,7 @@ class GRPO:
                 "generation.top_p or top_k cuts the distribution that is sampled from, but not the one the policy's "
                 "logprobs come from: importance ratios are off by the share that is cut"
             )
-        self.report.metrics.log(self.steps.done, under("refit", self.engines.refit()))
+        self.report.metrics.log(self.steps.done, under("refit", self.engines.refit(self.steps.done)))
         times = ValidationTimes(config.val_period, config.val_at_start, config.val_at_end)
         for step in self.steps.until(total, times, self.validate, self._prepare_to_save):
             self.step(step)
@@ -86,7 +87,7 @@ class GRPO:
             with timer("checkpointing"):
                 self.steps.checkpoints.save_if_due(step, step == config.max_num_steps)
             with timer("prepare_for_generation/transfer_and_update_weights"):
-                refitted = self.engines.refit()
+                refitted = self.engines.refit(step)
         self._warn_of_mismatch(step, mismatch["token_mult_prob_error"])
         seconds, sampled = timer.take(), rollout.metrics()
         speed = {
@@ -97,6 +98,7 @@ class GRPO:
         shown = {"reward": sampled["reward"], "loss": trained["loss"]}
         shown |= {"kl": trained["kl_penalty"]} if "kl_penalty" in trained else {}
         shown |= {"reward errors": sampled["reward_errors"]} if rollout.reward_errors else {}
+        shown |= {"environment errors": sampled["environment_errors"]} if rollout.environment_errors else {}
         self.report.step(
             step,
             config.max_num_steps,
@@ -104,7 +106,9 @@ class GRPO:
             sampled | baseline_metrics(rewards_PG, advantages_PG) | trained | mismatch,
             seconds,
             shown,
-            under("performance", speed) | under("refit", refitted | checked),
+            under("performance", speed)
+            | under("refit", refitted | checked)
+            | under("timing/rollout", rollout.seconds()),
             memory,
         )
         self.rollouts.keep(step, "train", rollout)

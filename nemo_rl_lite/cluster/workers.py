@@ -1,5 +1,6 @@
 """Groups of workers in Ray actors: starts them, calls them together, and fails soon after one fails."""
 
+import asyncio
 import copy
 import re
 import time
@@ -141,6 +142,12 @@ class WorkerGroup:
         references = [host.call.remote(method, phase, limit_s, *own) for host, own in pairs]
         return self._as_call(phase, references, limit_s)
 
+    def call_one(self, place: int, methods: Sequence[tuple[str, tuple[Any, ...]]], phase: str) -> Call:
+        """Call methods of one worker, one after the other, each with its arguments."""
+        worker, host, limit_s = f"{self.name} rank {self._ranks[place]}", self.hosts[place], self._limit_s
+        references = [host.call.remote(method, phase, limit_s, *own) for method, own in methods]
+        return Call((worker,) * len(references), phase, tuple(references), limit_s)
+
     def addresses(self, timeout_s: float) -> list[tuple[str, int]]:
         """Each worker's address and a free port there."""
         return wait(self._as_call("start", [host.free_port.remote() for host in self.hosts]), timeout_s=timeout_s)
@@ -172,6 +179,17 @@ def _was_there(answer: Any) -> bool:
         return ray.get(answer)
     except RayActorError:
         return False
+
+
+async def result(call: Call) -> list[Any]:
+    """Return what `wait` returns for one call, and raise what it raises, while other coroutines run."""
+    futures = [asyncio.wrap_future(reference.future()) for reference in call.references]
+    # At its limit the worker writes its stack to the log first.
+    done, late = await asyncio.wait(futures, timeout=None if call.limit_s is None else call.limit_s + GRACE_S)
+    for future in (*done, *late):
+        # `wait` raises the error; without this, asyncio would report it as one that nobody has seen.
+        future.cancel() or future.exception()
+    return wait(call, timeout_s=0 if late else None)
 
 
 def wait(*calls: Call, timeout_s: float | None = None) -> list[Any]:

@@ -287,6 +287,9 @@ class EnvironmentConfig:
     name: Annotated[str, Field(min_length=1)] | None
     max_turns: PositiveInt
     timeout_s: PositiveFloat | None
+    concurrency: PositiveInt
+    processes: Annotated[int, Field(gt=0, le=4096)]
+    max_error_share: Annotated[float, Field(ge=0, le=1)]
     kwargs: dict[str, Any]
 
 

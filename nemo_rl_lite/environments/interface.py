@@ -1,6 +1,6 @@
 """An environment answers the assistant's turns, until it or the limit on turns ends the episode."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,9 +21,10 @@ class Observation:
 
 
 class Environment(Protocol):
-    """The run makes one environment, with `environment.kwargs`. It keeps no state of an episode: the conversation
-    holds all of it."""
+    """One is made for each episode, with `environment.kwargs`, so it may keep the episode's state in itself. It may
+    have a method `close()`, which is called when the episode is over."""
 
-    def step(self, problem: Problem, conversation: Sequence[Message]) -> Observation:
-        """Answer `conversation`: the problem's messages and all later ones, the last of them the assistant's."""
+    def step(self, problem: Problem, conversation: Sequence[Message]) -> Observation | Awaitable[Observation]:
+        """Answer `conversation`: the problem's messages and all later ones, the last of them the assistant's. With
+        `async def`, many steps share a thread; otherwise each has its own."""
         ...

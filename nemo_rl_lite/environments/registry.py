@@ -1,6 +1,7 @@
 """Find an environment by a name from here or by a dotted path."""
 
 import importlib
+from collections.abc import Callable
 
 from nemo_rl_lite.config.schema import EnvironmentConfig
 from nemo_rl_lite.environments.interface import Environment
@@ -9,17 +10,27 @@ from nemo_rl_lite.errors import ConfigError, Violation
 ENVIRONMENTS = {"calculator": "nemo_rl_lite.environments.calculator.Calculator"}
 
 
-def make_environment(config: EnvironmentConfig) -> Environment | None:
-    """Make the configured environment; None where episodes have one turn.
+# These answer at once, and need no process of their own.
+INSTANT = frozenset({"calculator"})
+
+
+def find_environment(name: str) -> Callable[..., Environment]:
+    """Return the class of an environment: one of `ENVIRONMENTS`, or `package.module.Class`. Raises what its import
+    raises."""
+    module_name, _, attribute = ENVIRONMENTS.get(name, name).rpartition(".")
+    return getattr(importlib.import_module(module_name), attribute)
+
+
+def check_environment(config: EnvironmentConfig) -> None:
+    """Make an environment of the configured class, as each episode will.
 
     Raises:
         ConfigError: there is no such class, or it cannot be made with `environment.kwargs`.
     """
     if config.name is None:
-        return None
-    module_name, _, attribute = ENVIRONMENTS.get(config.name, config.name).rpartition(".")
+        return
     try:
-        kind = getattr(importlib.import_module(module_name), attribute)
+        kind = find_environment(config.name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
         fix = f"choose one of {', '.join(ENVIRONMENTS)}, or give package.module.Class of a class that can be imported"
         rule = f"cannot be imported: {type(error).__name__}: {error}"
@@ -31,7 +42,6 @@ def make_environment(config: EnvironmentConfig) -> Environment | None:
     if not callable(getattr(environment, "step", None)):
         rule, fix = "has no method step(problem, conversation)", "see nemo_rl_lite/environments/interface.py"
         raise ConfigError([Violation("environment.name", config.name, rule, fix)])
-    return environment
 
 
 def _cannot_be_made(config: EnvironmentConfig, error: str) -> Violation:

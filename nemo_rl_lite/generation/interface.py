@@ -1,6 +1,7 @@
 """What the loop needs of a generation engine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -21,8 +22,6 @@ class Sampling:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     stop_strings: tuple[str, ...]
-    samples_per_prompt: int = 1
-    seed: int = 0
 
     @classmethod
     def of(cls, config: GenerationConfig, end_tokens: Sequence[int]) -> "Sampling":
@@ -41,19 +40,40 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Request:
+    """One response to sample: what it continues (token ids), how, and a seed of its own, so that neither the other
+    requests nor the engine that takes it decide what is sampled. Only rounding depends on them."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+
+
+@dataclass(frozen=True)
 class Completion:
-    """One sampled response: its tokens (the end token included), a logprob each, and why it ended."""
+    """One sampled response: its tokens (the end token included), a logprob each, why it ended, and the version of the
+    weights that sampled it, which is the optimizer step that made them."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
+    version: int = 0
 
 
 class Engine(Protocol):
-    """One engine replica in its own process."""
+    """One engine replica in its own process. It works while it is polled, and only then: an engine that nobody polls is
+    paused, and keeps its requests."""
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
-        """`samples_per_prompt` completions for each prompt (token ids), prompt by prompt."""
+    def submit(self, requests: Mapping[int, Request]) -> None:
+        """Take requests, each under a number that no other unfinished request has."""
+        ...
+
+    def poll(self, seconds: float) -> dict[int, Completion]:
+        """Work until nothing is left to do, or for about `seconds`; return what has finished since the last call."""
+        ...
+
+    def abort(self, numbers: Sequence[int]) -> None:
+        """Forget requests; numbers of finished ones are ignored."""
         ...
 
     def sleep(self) -> None:
@@ -77,16 +97,33 @@ class Engine(Protocol):
         """Connect each of the engine's ranks to its producer."""
         ...
 
-    def receive_weights(self) -> list[RefitReport]:
+    def receive_weights(self, version: int) -> list[RefitReport]:
         """Participate in one refit; returns a report for each rank. Afterwards the engine computes with the new weights
         and has no stale cache."""
         ...
 
 
+class Requests(Protocol):
+    """Where episodes get their responses from."""
+
+    async def sample(self, request: Request, near: int | None = None) -> tuple[Completion, int]:
+        """Return the response and the engine that sampled it. `near`: the engine that has the beginning of the prompt
+        in its cache."""
+        ...
+
+    async def pause(self) -> None:
+        """Let no engine work, until `resume`."""
+        ...
+
+    def resume(self) -> None: ...
+
+
 class Generation(Protocol):
     """All replicas, as the loop sees them."""
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]: ...
+    def serving(self) -> AbstractAsyncContextManager[Requests]:
+        """Within the block the engines take requests. What is left of them at its end is aborted."""
+        ...
 
     def finish_generation(self) -> dict[str, float]:
         """Leave the generation phase until the next refit; metrics of the device's memory."""

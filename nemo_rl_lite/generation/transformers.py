@@ -1,7 +1,7 @@
 """The reference engine: transformers' own generate(). Slow and simple; what vLLM is compared with, and its stand-in."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.generation.interface import Completion, Sampling
+from nemo_rl_lite.generation.interface import Completion, Request, Sampling
 from nemo_rl_lite.refit.engine.connection import Source, WeightsState, connect
 from nemo_rl_lite.refit.engine.destinations import EngineLoader
 from nemo_rl_lite.refit.layout.packing import Named
@@ -44,15 +44,28 @@ class TransformersEngine:
         tokenizer: Any = AutoTokenizer.from_pretrained(Path(model_path))
         self._tokenizer = tokenizer
         self._batch_size = generation.vllm_cfg.max_num_seqs
+        self._requests: dict[int, Request] = {}
+        self._version = 0
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
+    def submit(self, requests: Mapping[int, Request]) -> None:
+        """See `Engine.submit`. Raises RefitError: the engine's weights are not those of one policy."""
         self._weights.require()
-        torch.manual_seed(sampling.seed)
-        rows = [prompt for prompt in prompts for _ in range(sampling.samples_per_prompt)]
-        completions = []
-        for start in range(0, len(rows), self._batch_size):
-            completions += self._generate(rows[start : start + self._batch_size], sampling)
-        return completions
+        self._requests |= requests
+
+    def poll(self, seconds: float) -> dict[int, Completion]:
+        """See `Engine.poll`. A batch is generated as a whole, however long that takes."""
+        finished, ends = dict[int, Completion](), time.perf_counter() + seconds
+        while self._requests and time.perf_counter() < ends:
+            sampling = next(iter(self._requests.values())).sampling
+            alike = [number for number, request in self._requests.items() if request.sampling == sampling]
+            batch = {number: self._requests.pop(number) for number in alike[: self._batch_size]}
+            finished |= zip(batch, self._generate(list(batch.values()), sampling), strict=True)
+        return finished
+
+    def abort(self, numbers: Sequence[int]) -> None:
+        """See `Engine.abort`."""
+        for number in numbers:
+            self._requests.pop(number, None)
 
     def memory(self) -> dict[str, int]:
         return {}
@@ -70,8 +83,8 @@ class TransformersEngine:
         self._receiver = connect(sources[0], self._device)
 
     @torch.no_grad()
-    def receive_weights(self) -> list[RefitReport]:
-        started, loader = time.perf_counter(), EngineLoader(self._load)
+    def receive_weights(self, version: int) -> list[RefitReport]:
+        started, loader, self._version = time.perf_counter(), EngineLoader(self._load), version
         with self._weights.replacing():
             report = self._receiver.receive(loader)
             stale = [name for name, _ in self._model.named_parameters() if name not in (loader.filled or ())]
@@ -93,46 +106,34 @@ class TransformersEngine:
         return {name for name, parameter in parameters.items() if parameter.data_ptr() in received}
 
     @torch.no_grad()
-    def _generate(self, rows: list[list[int]], sampling: Sampling) -> list[Completion]:
-        width = max(len(row) for row in rows)
+    def _generate(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
+        width = max(len(request.prompt) for request in requests)
         padding = self._tokenizer.pad_token_id or 0
-        tokens = torch.tensor([[padding] * (width - len(row)) + row for row in rows])
-        present = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-        tokens, present = tokens.to(self._device), present.to(self._device)
-        random = {
-            "do_sample": True,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or 0,
-        }
+        tokens = torch.tensor([[padding] * (width - len(one.prompt)) + list(one.prompt) for one in requests])
+        present = torch.tensor([[0] * (width - len(one.prompt)) + [1] * len(one.prompt) for one in requests])
+        seeded = _SeededSampling(sampling, [request.seed for request in requests], self._device)
+        strings = {"stop_strings": list(sampling.stop_strings), "tokenizer": self._tokenizer}
         output = self._model.generate(
-            tokens,
-            attention_mask=present,
+            tokens.to(self._device),
+            attention_mask=present.to(self._device),
             max_new_tokens=sampling.max_new_tokens,
             eos_token_id=sorted(self._stops(sampling)),
             pad_token_id=padding,
-            return_dict_in_generate=True,
-            output_scores=True,
-            **(random if sampling.temperature > 0 else {"do_sample": False}),
-            **(
-                {"stop_strings": list(sampling.stop_strings), "tokenizer": self._tokenizer}
-                if sampling.stop_strings
-                else {}
-            ),
+            # The greatest of the seeded scores is a sample.
+            do_sample=False,
+            logits_processor=[seeded],
+            **(strings if sampling.stop_strings else {}),
         )
-        responses = output.sequences[:, width:]
-        # Scores are logits after temperature, top-p and top-k: the distribution that was sampled from.
-        logprobs = torch.stack(output.scores, dim=1).float().log_softmax(-1)
-        chosen = logprobs.gather(-1, responses[..., None]).squeeze(-1)
-        return [self._completion(*row, sampling) for row in zip(responses.cpu(), chosen.cpu(), strict=True)]
+        chosen = torch.stack(seeded.logprobs, dim=1)
+        return [self._completion(*row, sampling) for row in zip(output[:, width:].cpu(), chosen.cpu(), strict=True)]
 
     def _completion(self, response: Tensor, logprobs: Tensor, sampling: Sampling) -> Completion:
         tokens, stops = response.tolist(), self._stops(sampling)
         for length in range(1, len(tokens) + 1):
             ended = tokens[length - 1] in stops or self._has_stop_string(tokens[:length], sampling)
             if ended:
-                return Completion(tuple(tokens[:length]), tuple(logprobs[:length].tolist()), "stop")
-        return Completion(tuple(tokens), tuple(logprobs.tolist()), "length")
+                return Completion(tuple(tokens[:length]), tuple(logprobs[:length].tolist()), "stop", self._version)
+        return Completion(tuple(tokens), tuple(logprobs.tolist()), "length", self._version)
 
     def _stops(self, sampling: Sampling) -> set[int]:
         """The tokens that end a response; none where nothing ends it, as in a probe."""
@@ -143,3 +144,32 @@ class TransformersEngine:
             return False
         text = self._tokenizer.decode(tokens)
         return any(stop in text for stop in sampling.stop_strings)
+
+
+class _SeededSampling:
+    """A logits processor of transformers that gives each row a generator of its own, which transformers' own sampling
+    does not: adding Gumbel noise to logprobs makes the greatest of them a sample (the Gumbel-max trick)."""
+
+    def __init__(self, sampling: Sampling, seeds: Sequence[int], device: torch.device):
+        from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+        self.logprobs: list[Tensor] = []
+        """Of each step, the logprobs of the chosen tokens, [rows], in the distribution that was sampled from."""
+        self._device = device
+        self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds] if sampling.temperature else []
+        self._warpers: list[Any] = [TemperatureLogitsWarper(sampling.temperature)] if sampling.temperature else []
+        self._warpers += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+        self._warpers += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+
+    def __call__(self, tokens_BT: Tensor, logits_BV: Tensor) -> Tensor:
+        scores_BV = logits_BV.float()
+        for warper in self._warpers:
+            scores_BV = warper(tokens_BT, scores_BV)
+        logprobs_BV = seeded_BV = scores_BV.log_softmax(-1)
+        if self._generators:
+            exponential = torch.empty(logprobs_BV.shape[1], device=self._device).exponential_
+            # The logarithm of an exponential variable, negated, is Gumbel noise.
+            noise = torch.stack([exponential(generator=one).clamp_min(1e-38).log() for one in self._generators])
+            seeded_BV = logprobs_BV - noise
+        self.logprobs.append(logprobs_BV.gather(-1, seeded_BV.argmax(-1, keepdim=True)).squeeze(-1))
+        return seeded_BV

@@ -8,8 +8,22 @@ from nemo_rl_lite.data.problems import Message, Problem
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.losses.batch import TokenRow
 
-Ending = Literal["stop", "length", "turns"]
-"""The policy or the environment ended it; it was cut for lack of room; all turns are used up."""
+Ending = Literal["stop", "length", "turns", "error"]
+"""The policy or the environment ended it; it was cut for lack of room; no turn is left; its environment failed."""
+
+
+Activity = Literal["generate", "environment", "reward"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """What an episode waited for: a response from the engine `place`, its environment, or its reward. Times are seconds
+    of `time.perf_counter()`."""
+
+    what: Activity
+    begin: float
+    end: float
+    place: int = 0
 
 
 @dataclass
@@ -28,6 +42,7 @@ class Episode:
     """The sum of the environment's rewards so far, or None; once the episode is judged, its reward, or None where that
     failed."""
     ending: Ending = "stop"
+    spans: list[Span] = field(default_factory=list)
 
     def add_turn(self, completion: Completion, text: str) -> None:
         """Add the assistant's turn; one that was cut is the last."""
@@ -50,6 +65,10 @@ class Episode:
     def generated(self) -> int:
         """Tokens that the policy sampled, in all turns together."""
         return sum(len(completion.tokens) for _, completion in self.turns)
+
+    def seconds(self, what: Activity) -> float:
+        """How long the episode waited for `what`, in all its turns together."""
+        return sum(span.end - span.begin for span in self.spans if span.what == what)
 
     def row(self, advantage: float) -> TokenRow:
         """The episode to train on: the loss is on the tokens that the policy sampled, or on none without a reward."""

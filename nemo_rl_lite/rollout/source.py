@@ -7,8 +7,9 @@ from nemo_rl_lite.config.schema import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, TrainingSet
 from nemo_rl_lite.errors import EngineError
 from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.rollout.collector import RolloutCollector
 from nemo_rl_lite.rollout.files import Split
-from nemo_rl_lite.rollout.rollout import Rollout, RolloutCollector
+from nemo_rl_lite.rollout.rollout import Rollout
 
 
 @dataclass(frozen=True)
@@ -29,19 +30,16 @@ class RolloutSource:
         return [self.training.problem(first + place) for place in range(self.config.num_prompts_per_step)]
 
     def sample(self, step: int, problems: Sequence[Problem]) -> Rollout:
-        return self._collect(step, problems, self._sampling(step, self.config.num_generations_per_prompt))
+        return self._collect(step, problems, self.config.num_generations_per_prompt, self.sampling)
 
     def sample_held_out(self, step: int) -> Rollout:
         """One response to each held-out problem, at `val_temperature`."""
-        sampling, temperature = self._sampling(step, 1), self.config.val_temperature
-        sampling = replace(sampling, temperature=temperature) if temperature else sampling.greedy()
-        return self._collect(step, self.validation, sampling)
+        temperature = self.config.val_temperature
+        sampling = replace(self.sampling, temperature=temperature) if temperature else self.sampling.greedy()
+        return self._collect(step, self.validation, 1, sampling)
 
-    def _collect(self, step: int, problems: Sequence[Problem], sampling: Sampling) -> Rollout:
+    def _collect(self, step: int, problems: Sequence[Problem], samples: int, sampling: Sampling) -> Rollout:
         try:
-            return self.collector.collect(problems, sampling)
+            return self.collector.collect(problems, samples, sampling, self.config.seed * 1_000_003 + step)
         except EngineError as error:
             raise EngineError(f"step {step}: {error}") from error
-
-    def _sampling(self, step: int, samples: int) -> Sampling:
-        return replace(self.sampling, samples_per_prompt=samples, seed=(self.config.seed * 1_000_003 + step) % 2**31)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.generation.interface import Completion, Request, Sampling
 from nemo_rl_lite.refit.transport.report import RefitReport
 from nemo_rl_lite.rules.compose import compose_config
 
@@ -20,41 +20,75 @@ engine_class = getattr(importlib.import_module(module_name), class_name)
 engine = engine_class(config.generation, config.policy, model_folder, seed=0, on_gpu=False)
 
 prompts = [[1, 5, 6, 7, 8, 41], [1, 9, 41], [1, 4, 4, 4, 4, 4, 4, 41]]
-sampling = Sampling(0.8, 1.0, None, 8, stop_token_ids=(2,), stop_strings=(), samples_per_prompt=4, seed=11)
+sampling = Sampling(0.8, 1.0, None, 8, stop_token_ids=(2,), stop_strings=())
+
+
+def requests(sampling: Sampling, samples: int = 4, seed: int = 11) -> dict[int, Request]:
+    """`samples` requests for each prompt, each with a seed of its own."""
+    asked = [Request(tuple(prompt), sampling, 0) for prompt in prompts for _ in range(samples)]
+    return {number: replace(one, seed=seed * 1000 + number) for number, one in enumerate(asked)}
+
+
+def generate(sampling: Sampling, samples: int = 4, seed: int = 11) -> list[Completion]:
+    """The responses to all requests, submitted together."""
+    return [done for _, done in sorted(finished(requests(sampling, samples, seed)).items())]
+
+
+def finished(asked: dict[int, Request]) -> dict[int, Completion]:
+    engine.submit(asked)
+    found: dict[int, Completion] = {}
+    while len(found) < len(asked):
+        found |= engine.poll(0.01)
+    return found
+
+
+def aborted() -> tuple[list[int], list[Completion]]:
+    """What comes back where every other request is taken back before it has begun; and that the others are whole."""
+    asked = requests(sampling)
+    engine.submit(asked)
+    engine.abort(list(range(0, len(asked), 2)))
+    found: dict[int, Completion] = {}
+    while len(found) < len(asked) // 2:
+        found |= engine.poll(0.01)
+    return sorted(found | engine.poll(0.01)), [done for _, done in sorted(found.items())]
+
+
 seen = {
     "prompts": prompts,
-    "greedy": engine.generate(prompts, replace(sampling.greedy(), samples_per_prompt=1)),
-    "sampled": engine.generate(prompts, sampling),
-    "again": engine.generate(prompts, sampling),
-    "other seed": engine.generate(prompts, replace(sampling, seed=12)),
-    "stops": engine.generate(prompts, replace(sampling, stop_token_ids=tuple(range(2, 34)))),
-    "nothing stops": engine.generate(prompts, replace(sampling, stop_token_ids=(), max_new_tokens=20)),
-    "top k": engine.generate(prompts, replace(sampling, top_k=1, samples_per_prompt=1)),
-    "stop string": engine.generate(prompts, replace(sampling, stop_strings=("a", "b", "1"), max_new_tokens=20)),
+    "greedy": generate(sampling.greedy(), samples=1),
+    "sampled": generate(sampling),
+    "again": generate(sampling),
+    "other seed": generate(sampling, seed=12),
+    "backwards": finished(dict(reversed(requests(sampling).items()))),
+    "aborted": aborted(),
+    "stops": generate(replace(sampling, stop_token_ids=tuple(range(2, 34)))),
+    "nothing stops": generate(replace(sampling, stop_token_ids=(), max_new_tokens=20)),
+    "top k": generate(replace(sampling, top_k=1), samples=1),
+    "stop string": generate(replace(sampling, stop_strings=("a", "b", "1"), max_new_tokens=20)),
 }
 
 
-def refit(name: str) -> list[RefitReport]:
+def refit(name: str, version: int) -> list[RefitReport]:
     """Take part in the refit whose source the test has written to `source_file` + name."""
     engine.join_refit([pickle.loads(Path(source_file + name).read_bytes())])
-    return engine.receive_weights()
+    return engine.receive_weights(version)
 
 
-(report,) = refit("")
+(report,) = refit("", 3)
 seen["checksums"] = report.checksums
 seen["seconds"] = report.seconds
-seen["refitted"] = engine.generate(prompts, replace(sampling, temperature=1.0))
-(report,) = refit(".broadcast")
+seen["refitted"] = generate(replace(sampling, temperature=1.0))
+(report,) = refit(".broadcast", 0)
 seen["broadcast checksums"] = report.checksums
-seen["back again"] = engine.generate(prompts, sampling)
+seen["back again"] = generate(sampling)
 try:
-    refit(".partial")
+    refit(".partial", 0)
 except RefitError as error:
     seen["partial"] = str(error)
 try:
-    engine.generate(prompts, sampling)
+    generate(sampling)
 except RefitError as error:
     seen["after partial"] = str(error)
-refit(".whole")
-seen["whole again"] = engine.generate(prompts, sampling)
+refit(".whole", 0)
+seen["whole again"] = generate(sampling)
 Path(output).write_bytes(pickle.dumps(seen))

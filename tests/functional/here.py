@@ -170,6 +170,11 @@ class GroupHere:
     def call_each(self, method: str, arguments: Sequence[Sequence[Any]], phase: str = "") -> Call:
         return self._each("call", [(method, *own) for own in arguments], phase or method, self._limit_s)
 
+    def call_one(self, place: int, methods: Sequence[tuple[str, tuple[Any, ...]]], phase: str) -> Call:
+        thread, worker = self._threads[place], self.workers[place]
+        futures = tuple(_as_reference(thread.submit(worker.call, method, *own)) for method, own in methods)
+        return Call((self.processes[place],) * len(futures), phase, futures, self._limit_s)
+
     def addresses(self, timeout_s: float) -> list[tuple[str, int]]:
         return [("127.0.0.1", free_port()) for _ in self.workers]
 
@@ -190,6 +195,12 @@ class GroupHere:
         asked = zip(self._threads, self.workers, arguments, strict=True)
         futures = tuple(thread.submit(getattr(worker, what), *own) for thread, worker, own in asked)
         return Call(tuple(self.processes), phase, futures, limit_s)
+
+
+def _as_reference(future: Future) -> Any:
+    """Give the future what an object reference of Ray has."""
+    future.future = lambda: future
+    return future
 
 
 _groups: list[GroupHere] = []

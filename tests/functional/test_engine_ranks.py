@@ -9,7 +9,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl_lite.cluster.actor import WorkerActor
 from nemo_rl_lite.config.engines import ENGINES
-from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.generation.interface import Request, Sampling
 from nemo_rl_lite.rules.compose import compose_config
 
 # An engine of three processes that import vLLM; on GPUs tests/gpu/test_run.py has such engines too.
@@ -26,7 +26,7 @@ def test_ranks_of_an_engine_ask_ray_for_nothing(model_folder, tmp_path):
         "seed": 1,
         "on_gpu": False,
     }
-    sampling = Sampling(1.0, 1.0, None, max_new_tokens=4, stop_token_ids=(), stop_strings=(), seed=1)
+    sampling = Sampling(1.0, 1.0, None, max_new_tokens=4, stop_token_ids=(), stop_strings=())
     environment = ENGINES["vllm"].environment(config.generation, False) | {
         "CUDA_VISIBLE_DEVICES": "",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -45,7 +45,9 @@ def test_ranks_of_an_engine_ask_ray_for_nothing(model_folder, tmp_path):
         )
         ray.get(engine.load.remote(ENGINES["vllm"].worker, {}), timeout=6000)
         ray.get(engine.start.remote(arguments), timeout=6000)
-        (completion,) = ray.get(engine.call.remote("generate", "generate", None, [[1, 2, 3]], sampling), timeout=600)
+        asked = {0: Request((1, 2, 3), sampling, seed=1)}
+        ray.get(engine.call.remote("submit", "generate", None, asked), timeout=600)
+        completion = ray.get(engine.call.remote("poll", "generate", None, 60.0), timeout=600)[0]
     finally:
         ray.shutdown()
     assert len(completion.tokens) == len(completion.logprobs) == 4

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.generation.interface import Request, Sampling
 from nemo_rl_lite.refit.engine.connection import Source
 from nemo_rl_lite.refit.layout.packing import dtype_name
 from nemo_rl_lite.refit.layout.plan import RefitPlan, make_plan
@@ -127,6 +127,17 @@ def test_a_seed_repeats_and_another_does_not(seen):
     assert seen["sampled"] != seen["other seed"]
 
 
+def test_neither_the_order_of_requests_nor_others_that_are_taken_back_change_a_response(seen):
+    assert [seen["backwards"][number].tokens for number in range(12)] == [one.tokens for one in seen["sampled"]]
+    numbers, left = seen["aborted"]
+    assert numbers == list(range(1, 12, 2))
+    assert [one.tokens for one in left] == [seen["sampled"][number].tokens for number in numbers]
+
+
+def test_a_response_names_the_version_of_its_weights(seen):
+    assert {one.version for one in seen["sampled"]} == {0} and {one.version for one in seen["refitted"]} == {3}
+
+
 def test_greedy_is_the_most_probable_token(seen):
     assert [completion.tokens for completion in seen["greedy"]] == [completion.tokens for completion in seen["top k"]]
 
@@ -187,8 +198,13 @@ def test_the_models_own_end_tokens_end_a_response_of_the_transformers_engine(mod
     config = compose_config([f"policy.model_name={folder}", "generation=transformers"])
     engine = TransformersEngine(config.generation, config.policy, str(folder), seed=0, on_gpu=False)
     sampling = Sampling(1.0, 1.0, None, 4, stop_token_ids=(2,), stop_strings=())
-    (ended,) = engine.generate([[1, 5, 41]], sampling)
+
+    def generate(sampling):
+        engine.submit({0: Request((1, 5, 41), sampling, seed=1)})
+        return engine.poll(1.0)[0]
+
+    ended = generate(sampling)
     assert ended.finish_reason == "stop" and len(ended.tokens) == 1
     # Nothing ends a probe.
-    (probe,) = engine.generate([[1, 5, 41]], replace(sampling, stop_token_ids=()))
+    probe = generate(replace(sampling, stop_token_ids=()))
     assert probe.finish_reason == "length" and len(probe.tokens) == 4

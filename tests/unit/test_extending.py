@@ -13,7 +13,7 @@ from nemo_rl_lite.data import sources
 from nemo_rl_lite.data.kinds import CHATS, PROBLEMS
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.sources import training_set, validation_set
-from nemo_rl_lite.environments.registry import make_environment
+from nemo_rl_lite.environments.registry import check_environment, find_environment
 from nemo_rl_lite.losses.interface import Loss, combine_metrics, needs_of
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from nemo_rl_lite.losses.registry import make_loss
@@ -64,7 +64,9 @@ def test_the_rewards(package):
 
 
 def test_the_environment(package):
-    made = make_environment(EnvironmentConfig("my_package.guessing.Guessing", 6, None, {"cost": 0.1}))
+    name, kwargs = "my_package.guessing.Guessing", {"cost": 0.1}
+    check_environment(EnvironmentConfig(name, 6, None, 8, 2, 0.5, kwargs))
+    made = find_environment(name)(**kwargs)
     assert made is not None
 
     def said(guess: str) -> list:

@@ -4,12 +4,12 @@ import gc
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
-from nemo_rl_lite.generation.interface import Completion, Sampling
+from nemo_rl_lite.generation.interface import Completion, Request
 from nemo_rl_lite.refit.engine.connection import Source, WeightsState
 from nemo_rl_lite.refit.transport.report import RefitReport
 
@@ -44,7 +44,11 @@ class VLLMEngine:
         settings = generation.vllm_cfg
         _import_model_class(Path(model_path))
         self._sleeps = on_gpu and generation.colocated.enabled
-        gpu_only: dict[str, Any] = {"enable_sleep_mode": self._sleeps, "load_format": "dummy"} if on_gpu else {}
+        if on_gpu:
+            own: dict[str, Any] = {"enable_sleep_mode": self._sleeps, "load_format": "dummy"}
+        else:
+            # vLLM's sampler on CPUs fails where a request has a seed and its prompt is cut into chunks.
+            own = {"enable_chunked_prefill": False}
         ranks = settings.tensor_parallel_size
         self._llm: Any = LLM(
             model_path,
@@ -61,35 +65,35 @@ class VLLMEngine:
             worker_extension_cls=EXTENSION,
             skip_tokenizer_init=not generation.stop_strings,
             disable_log_stats=True,
-            **(gpu_only | generation.vllm_kwargs),
+            **(own | generation.vllm_kwargs),
         )
+        # Stepped in this thread: an engine core in a process of its own is slower (docs/benchmarks/).
+        self._engine: Any = self._llm.llm_engine
+        self._version = 0
         # Every later garbage collection would walk through hundreds of thousands of long-lived objects.
         gc.freeze()
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
-        from vllm import SamplingParams
+    def submit(self, requests: Mapping[int, Request]) -> None:
+        """See `Engine.submit`. Raises RefitError: the engine's weights are not those of one policy."""
         from vllm.inputs import TokensPrompt
 
         self._weights.require()
-        self._llm.collective_rpc("set_sampling_seed", args=(sampling.seed,))
-        parameters = SamplingParams(
-            n=sampling.samples_per_prompt,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k or 0,
-            max_tokens=sampling.max_new_tokens,
-            stop_token_ids=list(sampling.stop_token_ids),
-            stop=list(sampling.stop_strings) or None,
-            detokenize=bool(sampling.stop_strings),
-            # vLLM adds the end tokens of the model's generation_config.json, but nothing ends a probe.
-            ignore_eos=not sampling.stop_token_ids,
-            # 0: the logprob of the sampled token only.
-            logprobs=0,
-            flat_logprobs=True,
-        )
-        requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
-        outputs = self._llm.generate(requests, parameters, use_tqdm=False)
-        return [_completion(sample) for output in outputs for sample in output.outputs]
+        for number, request in requests.items():
+            prompt = TokensPrompt(prompt_token_ids=list(request.prompt))
+            self._engine.add_request(str(number), prompt, _parameters(request))
+
+    def poll(self, seconds: float) -> dict[int, Completion]:
+        """See `Engine.poll`."""
+        finished, ends = {}, time.perf_counter() + seconds
+        while self._engine.has_unfinished_requests() and time.perf_counter() < ends:
+            for output in self._engine.step():
+                if output.finished:
+                    finished[int(output.request_id)] = _completion(output.outputs[0], self._version)
+        return finished
+
+    def abort(self, numbers: Sequence[int]) -> None:
+        """See `Engine.abort`."""
+        self._engine.abort_request([str(number) for number in numbers])
 
     def memory(self) -> dict[str, int]:
         """Bytes of the engine's fullest GPU: in use by all processes, weights, KV cache; empty on a CPU."""
@@ -97,25 +101,25 @@ class VLLMEngine:
 
     def sleep(self) -> None:
         """Give the GPU's memory to the policy. Does nothing if the engine does not share its device, or on a CPU."""
-        if self._sleeps and not self._llm.llm_engine.is_sleeping():
+        if self._sleeps and not self._engine.is_sleeping():
             self._weights.discard()
             self._llm.sleep(level=SLEEP_LEVEL)
 
     def wake_weights(self) -> None:
         """Take memory for the weights, with nothing in it yet."""
-        if self._sleeps and self._llm.llm_engine.is_sleeping():
+        if self._sleeps and self._engine.is_sleeping():
             self._llm.wake_up(tags=["weights"])
 
     def wake_cache(self) -> None:
         """Take memory for the KV cache: the engine can generate again."""
-        if self._sleeps and self._llm.llm_engine.is_sleeping():
+        if self._sleeps and self._engine.is_sleeping():
             self._llm.wake_up(tags=["kv_cache"])
 
     def join_refit(self, sources: Sequence[Source]) -> None:
         self._llm.collective_rpc("refit_join", args=(list(sources),))
 
-    def receive_weights(self) -> list[RefitReport]:
-        started = time.perf_counter()
+    def receive_weights(self, version: int) -> list[RefitReport]:
+        started, self._version = time.perf_counter(), version
         with self._weights.replacing():
             reports: list[RefitReport] = self._llm.collective_rpc("refit_receive")
             if not self._llm.reset_prefix_cache():
@@ -136,9 +140,32 @@ def _import_model_class(model_path: Path) -> None:
             ModelRegistry.register_model(architecture, registered.load_model_cls())
 
 
-def _completion(sample: Any) -> Completion:
+def _parameters(request: Request) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = request.sampling
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k or 0,
+        max_tokens=sampling.max_new_tokens,
+        seed=request.seed,
+        stop_token_ids=list(sampling.stop_token_ids),
+        stop=list(sampling.stop_strings) or None,
+        detokenize=bool(sampling.stop_strings),
+        # vLLM adds the end tokens of the model's generation_config.json, but nothing ends a probe.
+        ignore_eos=not sampling.stop_token_ids,
+        # 0: the logprob of the sampled token only.
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _completion(sample: Any, version: int) -> Completion:
     tokens = tuple(sample.token_ids)
     logprobs = tuple(sample.logprobs.logprobs)
     if len(logprobs) != len(tokens):
         raise RuntimeError(f"vLLM gave {len(logprobs)} logprobs for {len(tokens)} tokens")
-    return Completion(tokens, logprobs, "stop" if sample.finish_reason == "stop" else "length")
+    return Completion(tokens, logprobs, "stop" if sample.finish_reason == "stop" else "length", version)

@@ -7,21 +7,22 @@ from nemo_rl_lite.algorithms.grpo import GRPO, Engines
 from nemo_rl_lite.algorithms.report import Report
 from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.cluster.system_usage import SystemUsage
-from nemo_rl_lite.config.schema import Config, EnvironmentConfig, GRPOConfig
+from nemo_rl_lite.config.schema import Config, GRPOConfig
 from nemo_rl_lite.config.sizes import all_gpus, policy_ranks
 from nemo_rl_lite.data.kinds import PROBLEMS
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
-from nemo_rl_lite.environments.interface import Environment
-from nemo_rl_lite.environments.registry import make_environment
-from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.environments.registry import check_environment
+from nemo_rl_lite.environments.sessions import make_environments
+from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.losses.registry import make_loss
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog, under
 from nemo_rl_lite.rewards.judge import make_judge, try_reward
+from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
 from nemo_rl_lite.rollout.files import RolloutFiles, Split
 from nemo_rl_lite.rollout.prompts import fitting_prompts
-from nemo_rl_lite.rollout.rollout import Rollout, RolloutCollector
+from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.source import RolloutSource
 from nemo_rl_lite.rollout.turns import Turns
 from nemo_rl_lite.run.jobs.steps import make_steps
@@ -39,7 +40,8 @@ class GRPOJob:
     def __init__(self, config: Config, folder: Path, console: RunConsole):
         self._config, self._folder, self._console = config, folder, console
         self._judge = make_judge(config.reward)
-        self._environment = make_environment(config.environment)
+        check_environment(config.environment)
+        self._environments = make_environments(config.environment)
         training = training_set(config.data, config.algorithm.seed, PROBLEMS)
         validation = validation_set(config.data, config.algorithm.max_val_samples, PROBLEMS)
         self._model_path = starting_model(config, console)
@@ -58,15 +60,11 @@ class GRPOJob:
             workers = launch(reserved, self._model_path, probe_prompt, start.policy, console.say)
         metrics.log(start.steps, under("timing/setup", reserved.setup_seconds()))
         groups = (workers.policy.group, workers.engines)
-        max_length = config.policy.max_total_sequence_length
-        turns = _turns(self._environment, config.environment)
         steps = make_steps(config, self._folder, start, workers.policy, metrics, console, groups)
         options = config.options(GRPOConfig)
         rollouts = RolloutSource(
             options,
-            RolloutCollector(
-                workers.generation, self._tokenizer, self._judge, max_length, config.reward.max_error_share, turns
-            ),
+            self._collector(workers.generation),
             Sampling.of(config.generation, self._tokenizer.end_tokens),
             self._training,
             self._validation,
@@ -91,6 +89,13 @@ class GRPOJob:
         steps.checkpoints.require()
         return workers.peak_memory()
 
+    def _collector(self, generation: Generation) -> RolloutCollector:
+        config, environments = self._config, self._environments
+        shares = ErrorShares(config.reward.max_error_share, config.environment.max_error_share)
+        turns = None if environments is None else Turns(environments, config.environment.max_turns)
+        max_length = config.policy.max_total_sequence_length
+        return RolloutCollector(generation, self._tokenizer, self._judge, max_length, shares, turns)
+
     def _rollout_log(self, metrics: MetricsLog, start: Start) -> Callable[[int, Split, Rollout], None]:
         options, console = self._config.logger, self._console
         files, period = RolloutFiles(self._folder, options.log_samples, start.steps), options.show_samples_period
@@ -102,7 +107,3 @@ class GRPOJob:
                 metrics.log_samples(step, rollout.samples(TRACKED))
 
         return keep
-
-
-def _turns(environment: Environment | None, options: EnvironmentConfig) -> Turns | None:
-    return None if environment is None else Turns(environment, options.max_turns, options.timeout_s)

@@ -142,7 +142,8 @@ def launch(
         wait(_load_generation(config, group), timeout_s=limit)
         wait(group.start([engine_start] * len(group)), timeout_s=limit)
 
-    recovering = RecoveringGeneration(remote_generation, weights, start_engines, config.cluster.max_restarts, say)
+    restarts, capacity = config.cluster.max_restarts, config.generation.vllm_cfg.max_num_seqs
+    recovering = RecoveringGeneration(remote_generation, weights, start_engines, restarts, capacity, say)
     return Workers(remote_policy, recovering, generation, weights)
 
 

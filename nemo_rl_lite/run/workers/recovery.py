@@ -1,12 +1,13 @@
-"""Restart an engine that died, refit it from the policy, and repeat the call that was lost."""
+"""Restart engines that died, and go on with their requests."""
 
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.generation.interface import Completion, Sampling
+from nemo_rl_lite.generation.request_queue import RequestQueue
 from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
 from nemo_rl_lite.run.workers.weight_sync import WeightSync
 
@@ -16,8 +17,9 @@ Result = TypeVar("Result")
 class RecoveringGeneration:
     """`Generation` with refits, whose engines may die `max_restarts` times before the run itself restarts.
 
-    After a loss, all engines generate all prompts of the call again with the same seeds, so the result is the same. If
-    a new engine does not fit on its device next to what is there now, the loss is an error like that of other workers.
+    The other engines take over the requests of one that died in a rollout; it comes back before the next refit, or at
+    once if it was the last. If a new engine does not fit on its device next to what is there now, the loss is an error
+    like that of other workers.
     """
 
     def __init__(
@@ -26,23 +28,45 @@ class RecoveringGeneration:
         weights: WeightSync,
         start: Callable[[WorkerGroup], None],
         max_restarts: int,
+        capacity: int,
         say: Callable[[str], None],
     ):
-        """`start` starts engines in a group of empty processes."""
+        """`start` starts engines in a group of empty processes. `capacity`: the requests that an engine may hold."""
         self._generation, self._weights, self._start = generation, weights, start
         self._left, self._say = max_restarts, say
+        self._queue = RequestQueue(generation.replicas, capacity, self._note_loss, self._restore)
+        self._lost: dict[int, WorkerError] = {}
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
-        return self._persist(lambda: self._generation.generate(prompts, sampling), needs_weights=True)
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[RequestQueue]:
+        """See `Generation.serving`."""
+        async with self._queue.serving() as queue:
+            yield queue
 
     def finish_generation(self) -> dict[str, float]:
-        return self._persist(self._generation.finish_generation, needs_weights=True)
+        """See `Generation.finish_generation`. Engines that died in the rollout are restarted."""
+        self._replace_lost()
+        return self._persist(self._generation.finish_generation)
 
-    def refit(self) -> dict[str, float]:
+    def refit(self, version: int) -> dict[str, float]:
         """See `WeightSync.refit`."""
-        return self._persist(self._weights.refit, needs_weights=False)
+        return self._persist(lambda: self._weights.refit(version))
 
-    def _persist(self, call: Callable[[], Result], needs_weights: bool) -> Result:
+    def _note_loss(self, rank: int, error: WorkerError) -> None:
+        """Raises the error where no restart is left."""
+        if not self._left:
+            raise error
+        self._left -= 1
+        self._lost[rank] = error
+        if len(self._lost) < self._generation.engines:
+            self._say(f"{error}; the other engines take over its requests, and it restarts before the next refit")
+
+    def _restore(self) -> None:
+        """No engine is left: bring all of them back in the middle of the rollout."""
+        self._replace_lost()
+        self.refit(self._weights.version)
+
+    def _persist(self, call: Callable[[], Result]) -> Result:
         while True:
             try:
                 return call()
@@ -52,19 +76,22 @@ class RecoveringGeneration:
                 if not lost:
                     raise
                 self._left -= 1
-                self._recover(lost, error)
-            if needs_weights:
-                self.refit()
+                self._lost |= dict.fromkeys(lost, error)
+                self._replace_lost()
 
-    def _recover(self, lost: list[int], error: WorkerError) -> None:
-        started = time.monotonic()
+    def _replace_lost(self) -> None:
+        if not self._lost:
+            return
+        started, error = time.monotonic(), next(iter(self._lost.values()))
         self._say(f"{error}; restarting it ({self._left} more restarts allowed, cluster.max_restarts)")
         try:
-            self._start(self._generation.group.replace(lost))
+            self._start(self._generation.group.replace(sorted(self._lost)))
             # A new engine is awake. If it shares the policy's device, it sleeps until the refit wakes it.
             self._generation.finish_generation()
             self._weights.connect()
         except WorkerError as failure:
             self._say(f"the restart failed: {failure}")
             raise error from failure
+        self._lost.clear()
+        self._queue.all_alive()
         self._say(f"the engine is back after {time.monotonic() - started:.1f} s")

@@ -1,38 +1,70 @@
-"""Generation engines in Ray actors. Replicas split the prompts between them."""
+"""Generation engines in Ray actors, as the queue of requests and the refit see them."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
-from nemo_rl_lite.cluster.workers import Call, WorkerGroup, wait
+from nemo_rl_lite.cluster.workers import Call, WorkerGroup, result, wait
 from nemo_rl_lite.errors import EngineError
-from nemo_rl_lite.generation.interface import Completion, Sampling
+from nemo_rl_lite.generation.interface import Completion, Request
 from nemo_rl_lite.refit.engine.connection import Source
+
+# Seconds that an engine works before it looks for new requests. On a GPU, between two such slices it already computes
+# the next tokens.
+SLICE_S = 0.05
+
+
+@dataclass(frozen=True)
+class RemoteReplica:
+    """`generation.request_queue.Replica` over one worker of a group."""
+
+    group: WorkerGroup
+    rank: int
+
+    async def exchange(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
+        """See `Replica.exchange`.
+
+        Raises:
+            EngineError: the engine gives a sampled token a logprob that is not finite.
+            WorkerError: the engine failed, died or hangs.
+        """
+        methods: list[tuple[str, tuple]] = [("submit", (submitted,))] if submitted else []
+        methods += [("abort", (aborted,))] if aborted else []
+        *_, finished = await result(self.group.call_one(self.rank, [*methods, ("poll", (SLICE_S,))], "generate"))
+        _require_finite(self.rank, finished)
+        return finished
 
 
 class RemoteGeneration:
-    """`Generation` over a group of started engines."""
+    """All engines of a started group together."""
 
     def __init__(self, group: WorkerGroup, shares_device: bool):
         self.group, self._shares_device = group, shares_device
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
-        """Split the prompts into contiguous shares; each replica samples with a different seed.
+    @property
+    def engines(self) -> int:
+        return len(self.group)
+
+    @property
+    def replicas(self) -> list[RemoteReplica]:
+        return [RemoteReplica(self.group, rank) for rank in range(self.engines)]
+
+    def sample_on_each(self, request: Request) -> list[Completion]:
+        """Let every engine sample the same request, with a seed of its own; returns their responses. No other request
+        may be under way.
 
         Raises:
             EngineError: an engine gives a sampled token a logprob that is not finite.
         """
-        count = len(self.group)
-        bounds = [len(prompts) * replica // count for replica in range(count + 1)]
-        shares = [
-            (prompts[start:stop], replace(sampling, seed=sampling.seed * count + replica))
-            for replica, (start, stop) in enumerate(pairwise(bounds))
-        ]
-        answers: list[list[Completion]] = wait(self.group.call_each("generate", shares))
-        for replica, completions in enumerate(answers):
-            _require_finite(replica, completions)
-        return [completion for completions in answers for completion in completions]
+        own = [({0: replace(request, seed=request.seed + rank)},) for rank in range(self.engines)]
+        wait(self.group.call_each("submit", own, "generate"))
+        found: list[dict[int, Completion]] = [{} for _ in own]
+        while not all(found):
+            polled = wait(self.group.call("poll", SLICE_S, phase="generate"))
+            found = [before | now for before, now in zip(found, polled, strict=True)]
+        for rank, completions in enumerate(found):
+            _require_finite(rank, completions)
+        return [completions[0] for completions in found]
 
     def finish_generation(self) -> dict[str, float]:
         """Put engines that share a GPU with the policy to sleep; returns memory metrics from before."""
@@ -46,27 +78,23 @@ class RemoteGeneration:
     def wake_cache(self) -> None:
         wait(self.group.call("wake_cache"))
 
-    @property
-    def engines(self) -> int:
-        return len(self.group)
-
     def join_refit(self, sources: Sequence[Sequence[Source]]) -> Call:
         """Connect each engine's ranks to their producers; ends when the producers have joined, too."""
         return self.group.call_each("join_refit", [(own,) for own in sources])
 
-    def receive_weights(self) -> Call:
+    def receive_weights(self, version: int) -> Call:
         """Receive new weights; ends when the producers have sent them."""
-        return self.group.call("receive_weights", phase="refit")
+        return self.group.call("receive_weights", version, phase="refit")
 
 
-def _require_finite(replica: int, completions: Sequence[Completion]) -> None:
+def _require_finite(rank: int, completions: Mapping[int, Completion]) -> None:
     """Raise EngineError where a sampled token's logprob is not a finite number."""
-    for completion in completions:
+    for completion in completions.values():
         for place, logprob in enumerate(completion.logprobs):
             if not math.isfinite(logprob):
                 token = completion.tokens[place]
                 raise EngineError(
-                    f"generation rank {replica} sampled token {token} (number {place + 1} of its response) with the "
+                    f"generation rank {rank} sampled token {token} (number {place + 1} of its response) with the "
                     f"logprob {logprob}: its weights, or what it computes from them, are not finite numbers"
                 )
 

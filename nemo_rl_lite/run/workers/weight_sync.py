@@ -10,7 +10,7 @@ from nemo_rl_lite.cluster.workers import wait
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.generation.interface import Completion, Sampling
+from nemo_rl_lite.generation.interface import Completion, Request, Sampling
 from nemo_rl_lite.refit.engine.connection import Source
 from nemo_rl_lite.refit.transport.group import Meeting
 from nemo_rl_lite.refit.transport.report import PROBE_TOLERANCE, RefitReport, compare_checksums
@@ -50,6 +50,7 @@ class WeightSync:
         self._policy, self._generation, self._probe = policy, generation, probe
         self._config = config.refit
         self._probed: list[Completion] = []
+        self.version = 0
         self._limit_s = config.cluster.start_timeout_s
         self._ranks_per_engine = config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1
         self._shared_device = config.generation.colocated.enabled
@@ -70,8 +71,9 @@ class WeightSync:
         of_engines = [sources[start : start + size] for start in range(0, len(sources), size)]
         wait(self._policy.join_refit(), self._generation.join_refit(of_engines), timeout_s=self._limit_s)
 
-    def refit(self) -> dict[str, float]:
-        """Bring the policy's weights to every engine and compare the checksums of both sides; returns metrics.
+    def refit(self, version: int) -> dict[str, float]:
+        """Bring the policy's weights, which step `version` made, to every engine and compare the checksums of both
+        sides; returns metrics.
 
         Sleeping engines take memory for weights before the transfer, and for the KV cache after it, when the policy has
         entered its generation phase.
@@ -80,11 +82,11 @@ class WeightSync:
             RefitError: a consumer received other bytes than were sent.
             WorkerError: a bucket did not get through.
         """
-        started = time.perf_counter()
+        started, self.version = time.perf_counter(), version
         self._policy.prepare_for_refit(self._plan.nbytes // self._ranks_per_engine if self._shared_device else 0)
         self._generation.wake_weights()
         transfer_started = time.perf_counter()
-        results = wait(self._policy.send_weights(), self._generation.receive_weights())
+        results = wait(self._policy.send_weights(), self._generation.receive_weights(version))
         seconds = time.perf_counter() - transfer_started
         self._policy.prepare_for_generation()
         self._generation.wake_cache()
@@ -137,9 +139,9 @@ class WeightSync:
     def _sample_probe(self) -> None:
         """Let every engine sample a short sequence with its new weights. The policy's weights may be on the host by
         now, so the policy scores the sequences later, in `check`."""
-        prompt, tokens = self._probe.prompt, self._probe.tokens
-        sampling = Sampling(self._probe.temperature, 1.0, None, tokens, stop_token_ids=(), stop_strings=(), seed=1)
-        self._probed = self._generation.generate([prompt] * self._generation.engines, sampling)
+        probe = self._probe
+        sampling = Sampling(probe.temperature, 1.0, None, probe.tokens, stop_token_ids=(), stop_strings=())
+        self._probed = self._generation.sample_on_each(Request(tuple(probe.prompt), sampling, seed=1))
 
 
 def producers(policy_ranks: int, consumers: int, shared_device: bool) -> list[int]:

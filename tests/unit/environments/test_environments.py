@@ -6,7 +6,8 @@ from nemo_rl_lite.config.schema import EnvironmentConfig
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.environments.calculator import Calculator, calculate
 from nemo_rl_lite.environments.interface import Observation
-from nemo_rl_lite.environments.registry import make_environment
+from nemo_rl_lite.environments.registry import check_environment, find_environment
+from nemo_rl_lite.environments.sessions import make_environments
 from nemo_rl_lite.errors import ConfigError
 
 
@@ -27,8 +28,16 @@ class Exits:
         raise SystemExit(0)
 
 
-def make(name, **kwargs):
-    return make_environment(EnvironmentConfig(name=name, max_turns=3, timeout_s=None, kwargs=kwargs))
+def config(name, timeout_s=None, concurrency=8, processes=2, **kwargs):
+    return EnvironmentConfig(
+        name=name,
+        max_turns=3,
+        timeout_s=timeout_s,
+        concurrency=concurrency,
+        processes=processes,
+        max_error_share=0.5,
+        kwargs=kwargs,
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,9 +74,10 @@ def test_a_turn_without_a_call_is_final():
 
 
 def test_environments_by_name_and_by_dotted_path():
-    assert make(None) is None
-    assert isinstance(make("calculator", role="user"), Calculator)
-    assert make("tests.unit.environments.test_environments.Own", level=2).level == 2
+    check_environment(config(None))
+    assert make_environments(config(None)) is None
+    assert find_environment("calculator") is Calculator
+    check_environment(config("tests.unit.environments.test_environments.Own", level=2))
 
 
 @pytest.mark.parametrize(
@@ -84,4 +94,4 @@ def test_environments_by_name_and_by_dotted_path():
 )
 def test_environments_that_cannot_be_made(name, kwargs, message):
     with pytest.raises(ConfigError, match=message):
-        make(name, **kwargs)
+        check_environment(config(name, **kwargs))

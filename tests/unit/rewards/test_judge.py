@@ -1,5 +1,6 @@
 """The time limit of a reward holds, and a late reward costs one sample only."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from nemo_rl_lite.config.schema import RewardConfig
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import ConfigError, DataError
-from nemo_rl_lite.rewards import pool as pool_module
+from nemo_rl_lite.host import calls
 from nemo_rl_lite.rewards.judge import make_judge, try_reward
 from nemo_rl_lite.rewards.registry import RewardError
 
@@ -45,8 +46,18 @@ def moody(response: str, answer: str) -> float:
     return float(response == answer)
 
 
-def judge(name: str, timeout_s: float | None, processes: int = 2):
+def one_judge(name: str, timeout_s: float | None, processes: int = 2):
     return make_judge(RewardConfig(name=name, kwargs={}, timeout_s=timeout_s, processes=processes, max_error_share=0.5))
+
+
+def judge(name: str, timeout_s: float | None, processes: int = 2):
+    """Judges many samples at a time."""
+    one = one_judge(name, timeout_s, processes)
+
+    async def all_of(responses, problems):
+        return await asyncio.gather(*(one(*pair) for pair in zip(responses, problems, strict=True)))
+
+    return lambda responses, problems: asyncio.run(all_of(responses, problems))
 
 
 def problems(*answers: str) -> list[Problem]:
@@ -60,7 +71,7 @@ def test_a_sample_that_hangs_is_an_error_and_the_others_get_their_verdict():
     verdicts = moody_judge(responses, problems(*"12345678"))
     assert time.perf_counter() - started < 200
     assert [verdict for verdict in verdicts if isinstance(verdict, float)] == [1.0, 0.0, 0.0, 0.0]
-    late = "no verdict within reward.timeout_s = 3"
+    late = "no answer within reward.timeout_s = 3"
     assert str(verdicts[1]) == str(verdicts[4]) == late
     assert str(verdicts[3]).startswith("ValueError: xxx") and len(str(verdicts[3])) < 400
     assert str(verdicts[6]) == "the judging process ended with status 7"
@@ -87,7 +98,7 @@ def test_what_a_reward_starts_neither_hangs_the_run_nor_outlives_it(monkeypatch,
     assert str(verdicts[0]) == str(verdicts[4]) == "the judging process ended with status 7"
     assert verdicts[1:4] == [0.0, 0.0, 1.0] and verdicts[5:] == [0.0, 0.0, 1.0, 1.0]
     (late,) = pool(["sleep"], problems("?"))
-    assert str(late) == "no verdict within reward.timeout_s = 2"
+    assert str(late) == "no answer within reward.timeout_s = 2"
     assert pool(["4", "5"], problems(*"45")) == [1.0, 1.0]
     del pool
     deadline = time.monotonic() + 15
@@ -111,8 +122,8 @@ def processes_of(mark: str) -> list[psutil.Process]:
 
 def test_a_judging_process_that_never_starts_ends_the_run(monkeypatch):
     real = subprocess.Popen
-    monkeypatch.setattr(pool_module.subprocess, "Popen", lambda *_, **__: real([sys.executable, "-c", "exit(3)"]))
-    with pytest.raises(DataError, match=r"moody: the start of its judging process ended with status 3"):
+    monkeypatch.setattr(calls.subprocess, "Popen", lambda *_, **__: real([sys.executable, "-c", "exit(3)"]))
+    with pytest.raises(DataError, match=r"moody: the start of the judging process ended with status 3"):
         judge(f"{HERE}.moody", timeout_s=5.0)(["1"], problems("1"))
 
 
@@ -125,8 +136,10 @@ def test_processes_end_with_the_pool():
     started = set(psutil.Process().children()) - before
     assert len(started) == 2
     # One worker is in the middle of a reward.
-    own._workers[0].pipe.send(("sleep", problems("1")[0]))
-    del own
+    pool = own.__closure__[0].cell_contents.__closure__[0].cell_contents._pool
+    pool.submit("judge", "sleep", problems("1")[0])
+    time.sleep(0.2)
+    del own, pool
     gone, alive = psutil.wait_procs(started, timeout=120)
     assert len(gone) == 2 and not alive
 
@@ -155,10 +168,10 @@ def fails_on_some(response: str, answer: str) -> float:
 @pytest.mark.parametrize("timeout_s", [None, 5.0])
 def test_a_trial_call_finds_what_is_no_reward(timeout_s, capsys):
     with pytest.raises(ConfigError, match=r"(?s)reward.name.*trl_reward returned \[1.0, 1.0\], a list.*'42' to '\?'"):
-        try_reward(judge(f"{HERE}.trl_reward", timeout_s), problems("42")[0])
+        try_reward(one_judge(f"{HERE}.trl_reward", timeout_s), problems("42")[0])
     assert capsys.readouterr().err == ""
     # It may have no answer to this response alone.
-    try_reward(judge(f"{HERE}.fails_on_some", timeout_s), problems("42")[0])
+    try_reward(one_judge(f"{HERE}.fails_on_some", timeout_s), problems("42")[0])
     told = "note: a trial call of the reward failed: ValueError: 42; such samples are left out\n"
     assert capsys.readouterr().err == told
 
@@ -169,14 +182,15 @@ def test_a_reward_that_ends_its_process_is_an_error_of_the_sample(timeout_s):
     assert str(verdicts[0]) == "SystemExit: 0" and verdicts[1] == 1.0
 
 
-@pytest.mark.parametrize("says", [None, (sys.path, f"{HERE}.moody", {})])
-def test_a_judging_process_ends_quietly_when_the_launcher_is_gone(says):
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_judging_process_ends_quietly_when_the_launcher_is_gone(is_told):
     ours, theirs = Pipe()
-    command = [sys.executable, "-m", "nemo_rl_lite.rewards.worker", str(theirs.fileno())]
+    command = [sys.executable, "-m", "nemo_rl_lite.host.call_process", str(theirs.fileno())]
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
     theirs.close()
-    if says is not None:
-        ours.send(says)
+    if is_told:
+        kept = {"name": f"{HERE}.moody", "kwargs": {}}
+        ours.send((sys.path, "nemo_rl_lite.rewards.judge.RewardCalls", kept, 1))
     ours.close()
     _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (0, "")

@@ -1,59 +1,31 @@
 """Episodes of several turns: the tokens the policy trains on are exactly those that were sampled."""
 
+import asyncio
+from typing import ClassVar
+
 import pytest
 
 from nemo_rl_lite.data.problems import Problem, chat
-from nemo_rl_lite.environments.calculator import Calculator
 from nemo_rl_lite.environments.interface import Observation
+from nemo_rl_lite.environments.sessions import InThisProcess
 from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.generation.interface import Completion, Sampling
-from nemo_rl_lite.rewards.judge import one_by_one
+from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.rewards.judge import in_this_process
 from nemo_rl_lite.rewards.registry import find_reward
-from nemo_rl_lite.rollout.rollout import RolloutCollector
+from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
 from nemo_rl_lite.rollout.turns import Turns
+from tests.unit.rollout.script import END, Letters, Script
 
-END = 0
-SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=40, stop_token_ids=(END,), stop_strings=(), samples_per_prompt=2)
-
-
-class Letters:
-    """One token a letter; 0 ends a turn; `|` begins the assistant's."""
-
-    end_tokens = (END,)
-
-    def prompt(self, messages):
-        return [ord(letter) for letter in f"{messages[-1]['content']}|"]
-
-    def between_turns(self, messages, last_token):
-        assert last_token == END
-        return [ord(letter) for message in messages for letter in f"{message['content']}|"]
-
-    def text(self, tokens):
-        return "".join(chr(token) for token in tokens if token)
+HERE = "tests.unit.rollout.test_turns"
+SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=40, stop_token_ids=(END,), stop_strings=())
+CALCULATOR = ("calculator", {"role": "user"})
 
 
-class Script:
-    """Answers each turn of each sample from a list; keeps what it was asked."""
-
-    def __init__(self, *turns: list[str | None]):
-        self.turns, self.asked = list(turns), []
-
-    def generate(self, prompts, sampling):
-        self.asked.append((["".join(map(chr, prompt)) for prompt in prompts], sampling))
-        texts = self.turns[len(self.asked) - 1]
-        assert len(texts) == len(prompts) * sampling.samples_per_prompt
-        return [self.completion(text) for text in texts]
-
-    def completion(self, text):
-        tokens = [ord(letter) for letter in text.removesuffix("...")] + ([] if text.endswith("...") else [END])
-        logprobs = [-(index + 1) / 8 for index in range(len(tokens))]
-        return Completion(tuple(tokens), tuple(logprobs), "length" if text.endswith("...") else "stop")
-
-
-def collect(script, environment, max_turns=4, max_length=200, reward="exact_match"):
-    judge = one_by_one(find_reward(reward, {}))
-    collector = RolloutCollector(script, Letters(), judge, max_length, 0.0, Turns(environment, max_turns, None))
-    return collector.collect([Problem(chat("6*7+1?"), "43")], SAMPLING)
+def collect(script, environment, max_turns=4, max_length=200, reward="exact_match", max_error_share=0.0):
+    judge = in_this_process(find_reward(reward, {}))
+    turns = Turns(InThisProcess(*environment), max_turns)
+    collector = RolloutCollector(script, Letters(), judge, max_length, ErrorShares(0.0, max_error_share), turns)
+    return collector.collect([Problem(chat("6*7+1?"), "43")], 2, SAMPLING, seed=5)
 
 
 def endings(rollout):
@@ -62,7 +34,7 @@ def endings(rollout):
 
 def test_the_calculator_plays_a_whole_episode_beside_one_that_needs_no_tool():
     script = Script(["<calc>6*7</calc>", "44"], ["43"])
-    rollout = collect(script, Calculator(role="user"))
+    rollout = collect(script, CALCULATOR)
     parts = [("6*7+1?|", 0), ("<calc>6*7</calc>\0", 1), ("42|", 0), ("43\0", 1)]
     first, second = rollout.rows([0.0, 0.0])
     assert first.tokens == [ord(letter) for text, _ in parts for letter in text]
@@ -79,19 +51,24 @@ def test_the_calculator_plays_a_whole_episode_beside_one_that_needs_no_tool():
     assert metrics["truncation_rate"] == 0 and metrics["natural_termination_rate"] == 1
 
 
-def test_each_turn_asks_for_all_unfinished_samples_at_once_and_with_a_seed_of_its_own():
-    script = Script(["<calc>1</calc>", "<calc>2</calc>"], ["<calc>3</calc>", "0"], ["43"])
-    rollout = collect(script, Calculator(role="user"))
-    assert [len(prompts) for prompts, _ in script.asked] == [1, 2, 1]
-    assert script.asked[1][0] == ["6*7+1?|<calc>1</calc>\x001|", "6*7+1?|<calc>2</calc>\x002|"]
-    assert script.asked[2][0] == ["6*7+1?|<calc>1</calc>\x001|<calc>3</calc>\x003|"]
-    assert [sampling.samples_per_prompt for _, sampling in script.asked] == [2, 1, 1]
-    assert len({sampling.seed for _, sampling in script.asked}) == 3
-    assert rollout.rewards_B.tolist() == [1, 0]
+def test_each_response_has_a_seed_of_its_own_which_a_repetition_gives_again():
+    def asked():
+        script = Script(["<calc>1</calc>", "<calc>2</calc>"], ["<calc>3</calc>", "0"], ["43"])
+        assert collect(script, CALCULATOR).rewards_B.tolist() == [1, 0]
+        return script.asked
+
+    turns = asked()
+    texts = [["".join(map(chr, request.prompt)) for request in turn] for turn in turns]
+    assert texts == [
+        ["6*7+1?|"] * 2,
+        ["6*7+1?|<calc>1</calc>\x001|", "6*7+1?|<calc>2</calc>\x002|"],
+        ["6*7+1?|<calc>1</calc>\x001|<calc>3</calc>\x003|"],
+    ]
+    assert len({request.seed for turn in turns for request in turn}) == 5 and asked() == turns
 
 
 def test_an_episode_ends_when_its_turns_are_used_up():
-    rollout = collect(Script(["<calc>1</calc>"] * 2, ["<calc>2</calc>", "43"]), Calculator(role="user"), max_turns=2)
+    rollout = collect(Script(["<calc>1</calc>"] * 2, ["<calc>2</calc>", "43"]), CALCULATOR, max_turns=2)
     assert endings(rollout) == ["turns", "stop"]
     assert rollout.metrics()["max_turns_reached_rate"] == 0.5
     assert rollout.episodes[0].tokens[-1] == END, "no message follows the last turn"
@@ -101,13 +78,13 @@ def test_an_episode_is_truncated_where_the_next_turn_has_no_room():
     # 7 + 15 tokens so far; "1|" and 40 new ones make 64.
     for max_length, turns in ((63, 1), (64, 2)):
         script = Script(["<calc>1</calc>", "43"], ["43"])
-        rollout = collect(script, Calculator(role="user"), max_length=max_length)
-        assert len(script.asked) == turns
+        rollout = collect(script, CALCULATOR, max_length=max_length)
+        assert sum(map(bool, script.asked)) == turns
         assert rollout.metrics()["truncation_rate"] == (0.5 if turns == 1 else 0)
 
 
 def test_a_turn_that_was_cut_is_the_last():
-    rollout = collect(Script(["<calc>1</calc> and so on...", "43"]), Calculator(role="user"))
+    rollout = collect(Script(["<calc>1</calc> and so on...", "43"]), CALCULATOR)
     assert endings(rollout) == ["length", "stop"] and len(rollout.episodes[0].turns) == 1
 
 
@@ -122,7 +99,7 @@ class Bells:
 
 
 def test_an_environments_rewards_are_added_up_and_nothing_else_is_judged():
-    rollout = collect(Script(["ring!", "43"], ["ring!!", "43"]), Bells(), reward="tests.unit.rollout.test_turns.never")
+    rollout = collect(Script(["ring!", "43"], ["ring!!", "43"]), (f"{HERE}.Bells", {}), reward=f"{HERE}.never")
     assert rollout.rewards_B.tolist() == [0.75, 0] and rollout.reward_errors == 0
 
 
@@ -137,7 +114,11 @@ class Broken:
     def step(self, problem, conversation):
         if isinstance(self.answer, BaseException):
             raise self.answer
-        return self.answer
+        return self.answer if conversation[-1]["content"] == "1" else Observation(done=True)
+
+
+def said(*messages, **others):
+    return Observation(messages, **others)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +129,43 @@ class Broken:
         ("well done", r"TypeError: step\(\) returned str, not an Observation"),
         (Observation(), "no message, although the episode is not done"),
         (Observation(done=True, reward=float("nan")), r"RewardError: step\(\) returned nan"),
+        (Observation(done="False"), "returned done='False', which is no bool"),
+        (said({"role": "assistant", "content": "43"}), "a message is a dict with a role of user, tool, system"),
+        (said("go on"), "returned 'go on'; a message is a dict"),
+        (said({"role": "user", "content": None}), "content is no text"),
     ],
 )
-def test_an_environment_that_fails_is_named(answer, message):
-    with pytest.raises(DataError, match=rf"test_turns.Broken failed after turn 1 of '6\*7\+1\?': .*{message}"):
-        collect(Script(["1", "2"]), Broken(answer))
+def test_an_environment_that_fails_ends_the_run_above_a_share(answer, message):
+    with pytest.raises(DataError, match=rf"the environment failed on [12] of 2 samples, .*share = 0 .*{message}"):
+        collect(Script(["1", "2"]), (f"{HERE}.Broken", {"answer": answer}))
+
+
+def test_below_that_share_its_episode_alone_is_left_out(caplog):
+    broken = (f"{HERE}.Broken", {"answer": "well done"})
+    rollout = collect(Script(["1", "43"]), broken, max_error_share=0.5)
+    assert endings(rollout) == ["error", "stop"] and [one.reward for one in rollout.episodes] == [None, 1]
+    assert rollout.metrics()["environment_errors"] == 1 and rollout.metrics()["num_valid_samples"] == 1
+    assert not any(rollout.rows([0.0, 0.0])[0].mask)
+    assert "the environment failed on '1' (answer '43'): TypeError" in caplog.text
+
+
+class Slow:
+    """Answers a `go` at once and a `wait` late."""
+
+    turns: ClassVar[list[str]] = []
+
+    async def step(self, problem, conversation):
+        if conversation[-1]["content"] == "wait":
+            while len(self.turns) < 2:
+                await asyncio.sleep(0.001)
+        self.turns.append(conversation[-1]["content"])
+        return Observation(({"role": "user", "content": "again"},), done=conversation[-1]["content"] == "43")
+
+
+def test_no_episode_waits_for_another():
+    """The second episode has its second turn before the first one's tool has answered."""
+    rollout = collect(Script(["wait", "go"], ["43", "43"]), (f"{HERE}.Slow", {}))
+    assert Slow.turns == ["go", "43", "wait", "43"] and rollout.rewards_B.tolist() == [1, 1]
+    first = rollout.episodes[0]
+    assert [span.what for span in first.spans] == ["generate", "environment", "generate", "environment", "reward"]
+    assert first.seconds("environment") > rollout.episodes[1].seconds("environment") > 0

@@ -6,7 +6,7 @@ import torch
 
 from nemo_rl_lite.config.schema import GRPOConfig
 from nemo_rl_lite.errors import EngineError, RefitError
-from nemo_rl_lite.generation.interface import Completion, Sampling
+from nemo_rl_lite.generation.interface import Completion, Request, Sampling
 from nemo_rl_lite.rollout.source import RolloutSource
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers import remote_generation
@@ -26,14 +26,15 @@ def sync_with(engine_logprobs: list[list[float]]) -> WeightSync:
         assert lengths_B.tolist() == [len(PROMPT) + tokens] * len(engine_logprobs)
         return torch.full(tokens_BT.shape, -1.0)
 
-    def generate(prompts, sampling):
-        assert prompts == [PROMPT] * len(engine_logprobs)
+    def sample_on_each(request):
+        assert request.prompt == tuple(PROMPT)
+        sampling = request.sampling
         assert sampling.top_p == 1 and sampling.top_k is None and sampling.max_new_tokens == tokens
         return [Completion((7,) * tokens, tuple(values), "length") for values in engine_logprobs]
 
     sync._probed = []
     sync._policy = SimpleNamespace(logprobs=logprobs)
-    sync._generation = SimpleNamespace(engines=len(engine_logprobs), generate=generate)
+    sync._generation = SimpleNamespace(engines=len(engine_logprobs), sample_on_each=sample_on_each)
     return sync
 
 
@@ -64,9 +65,11 @@ def engines(monkeypatch, *logprobs: float) -> RemoteGeneration:
     monkeypatch.setattr(remote_generation, "wait", lambda answers: answers)
 
     class Group(list):
-        def call_each(self, method, shares):
-            own = zip(self, shares, strict=True)
-            return [[Completion((3, 4, 5), (-1.0, one, -1.0), "stop") for _ in prompts] for one, (prompts, _) in own]
+        def call_each(self, method, arguments, phase):
+            assert method == "submit" and [list(asked) for (asked,) in arguments] == [[0]] * len(self)
+
+        def call(self, method, *arguments, phase):
+            return [{0: Completion((3, 4, 5), (-1.0, one, -1.0), "stop")} for one in self]
 
     return RemoteGeneration(Group(logprobs), shares_device=False)  # pyrefly: ignore
 
@@ -74,10 +77,11 @@ def engines(monkeypatch, *logprobs: float) -> RemoteGeneration:
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf])
 def test_an_engine_that_computes_no_numbers_is_named_with_its_step(monkeypatch, logprob):
     generation, sampling = engines(monkeypatch, -1.0, logprob), Sampling(1.0, 1.0, None, 3, (), ())
+    request = Request((1,), sampling, seed=1)
     with pytest.raises(EngineError, match=rf"generation rank 1 sampled token 4 \(number 2 .* logprob {logprob}"):
-        generation.generate([[1], [2]], sampling)
-    assert len(engines(monkeypatch, -1.0, -2.0).generate([[1], [2]], sampling)) == 2
-    collect = SimpleNamespace(collect=lambda problems, sampling: generation.generate([[1], [2]], sampling))
+        generation.sample_on_each(request)
+    assert len(engines(monkeypatch, -1.0, -2.0).sample_on_each(request)) == 2
+    collect = SimpleNamespace(collect=lambda *_: generation.sample_on_each(request))
     config = compose_config().options(GRPOConfig)
     source = RolloutSource(config, collect, sampling, None, [], print)  # pyrefly: ignore
     for sample in (lambda: source.sample(7, []), lambda: source.sample_held_out(7)):

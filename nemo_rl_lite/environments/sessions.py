@@ -1,0 +1,109 @@
+"""The environments of the episodes that are under way, in this process or in others."""
+
+import asyncio
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from nemo_rl_lite.config.schema import EnvironmentConfig
+from nemo_rl_lite.data.problems import Message, Problem
+from nemo_rl_lite.environments.interface import Environment, Observation
+from nemo_rl_lite.environments.registry import INSTANT, find_environment
+from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.host.calls import CallPool, StartError, Target, as_call_error
+
+
+class Environments(Protocol):
+    """Environments of many episodes, each known by a number, its session."""
+
+    async def step(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Observation:
+        """Let the session's environment answer; the first call makes it. Raises CallError: there is no answer."""
+        ...
+
+    async def close(self, session: int) -> None:
+        """The episode is over."""
+        ...
+
+
+def make_environments(config: EnvironmentConfig) -> Environments | None:
+    """Return the run's environments; None where episodes have one turn."""
+    if config.name is None:
+        return None
+    return InThisProcess(config.name, config.kwargs) if config.name in INSTANT else InProcesses(config)
+
+
+class Sessions:
+    """Makes an environment for each session, calls it, and forgets it; lives where the environments do."""
+
+    def __init__(self, name: str, kwargs: Mapping[str, Any]):
+        self._kind, self._kwargs = find_environment(name), kwargs
+        self._environments: dict[int, Environment] = {}
+        is_async = inspect.iscoroutinefunction(getattr(self._kind, "step", None))
+        # A pool runs coroutine functions in its event loop, and everything else in threads.
+        self.step = self._step_async if is_async else self._step
+        self.close = self._close_async if is_async else self._close
+
+    def _step(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Any:
+        return self._environment(session).step(problem, conversation)
+
+    async def _step_async(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Any:
+        return await _awaited(self._environment(session).step(problem, conversation))
+
+    def _close(self, session: int) -> Any:
+        closing = getattr(self._environments.pop(session, None), "close", None)
+        return closing() if callable(closing) else None
+
+    async def _close_async(self, session: int) -> None:
+        await _awaited(self._close(session))
+
+    def _environment(self, session: int) -> Environment:
+        if session not in self._environments:
+            self._environments[session] = self._kind(**self._kwargs)
+        return self._environments[session]
+
+
+class InThisProcess:
+    """For environments that answer at once."""
+
+    def __init__(self, name: str, kwargs: Mapping[str, Any]):
+        self._sessions = Sessions(name, kwargs)
+
+    async def step(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Observation:
+        """See `Environments.step`. The environment gets copies: what it changes is its own."""
+        try:
+            return await _awaited(self._sessions.step(session, *copy.deepcopy((problem, list(conversation)))))
+        except (Exception, SystemExit) as error:  # a user's environment may raise anything
+            raise as_call_error(error) from error
+
+    async def close(self, session: int) -> None:
+        """See `Environments.close`."""
+        await _awaited(self._sessions.close(session))
+
+
+class InProcesses:
+    """For all others: `environment.processes` processes, and `environment.concurrency` steps at a time."""
+
+    def __init__(self, config: EnvironmentConfig):
+        arguments = {"name": config.name, "kwargs": config.kwargs}
+        path = f"{Sessions.__module__}.{Sessions.__qualname__}"
+        target = Target(path, arguments, "the environment's process", "environment.timeout_s")
+        processes = min(config.processes, config.concurrency)
+        self._name = config.name
+        self._pool = CallPool(target, processes, -(-config.concurrency // processes), config.timeout_s)
+
+    async def step(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Observation:
+        """See `Environments.step`. Raises DataError: the processes do not start."""
+        future = self._pool.submit("step", session, problem, list(conversation), session=session)
+        try:
+            return await asyncio.wrap_future(future)
+        except StartError as error:
+            raise DataError(f"environment.name = {self._name}: {error}") from error
+
+    async def close(self, session: int) -> None:
+        """See `Environments.close`."""
+        self._pool.close(session)
+
+
+async def _awaited(answer: Any) -> Any:
+    return await answer if inspect.isawaitable(answer) else answer

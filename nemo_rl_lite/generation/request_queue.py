@@ -1,0 +1,205 @@
+"""One queue of requests over all engine replicas. It knows neither Ray nor an engine."""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from nemo_rl_lite.errors import WorkerError
+from nemo_rl_lite.generation.interface import Completion, Request
+
+
+class Replica(Protocol):
+    """An engine as the queue drives it."""
+
+    async def exchange(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
+        """Give the engine requests, take some back, let it work for a moment; return what has finished."""
+        ...
+
+
+@dataclass(eq=False)
+class _Asked:
+    number: int
+    request: Request
+    answer: asyncio.Future[tuple[Completion, int]]
+    near: int | None
+
+
+class RequestQueue:
+    """Gives each request to the replica with the fewest unfinished ones.
+
+    The samples of a prompt, asked for one after the other, so spread over all replicas, and none gets the long answers
+    alone. A replica holds at most `capacity` requests; the rest wait here for the first that has room.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        capacity: int,
+        on_loss: Callable[[int, WorkerError], None],
+        restore: Callable[[], None],
+    ):
+        """When a replica's process dies, the queue calls `on_loss`, which may raise, and gives its unfinished requests
+        to the others; when none is left, it calls `restore`, which brings all of them back with their weights."""
+        self._replicas, self._capacity, self._on_loss, self._restore = replicas, capacity, on_loss, restore
+        self._alive = set(range(len(replicas)))
+        self._numbers = itertools.count()
+        self._waiting: deque[_Asked] = deque()
+        # Of each replica: what it has not been told yet, what it works on, what it shall forget.
+        self._assigned: list[dict[int, _Asked]] = [{} for _ in replicas]
+        self._unfinished: list[dict[int, _Asked]] = [{} for _ in replicas]
+        self._aborted: list[list[int]] = [[] for _ in replicas]
+        self._running: dict[asyncio.Task[dict[int, Completion]], int] = {}
+        self._paused, self._changed, self._quiet = False, asyncio.Event(), asyncio.Event()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator["RequestQueue"]:
+        """Drive the replicas within the block; see `Generation.serving`."""
+        self._changed, self._quiet, self._paused = asyncio.Event(), asyncio.Event(), False
+        driver = asyncio.create_task(self._drive())
+        try:
+            yield self
+        except BaseException:
+            # The engines may be what fails, so nothing waits for them.
+            for task in (driver, *self._running):
+                task.cancel()
+            self._clear()
+            raise
+        driver.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await self._forget()
+
+    async def sample(self, request: Request, near: int | None = None) -> tuple[Completion, int]:
+        """See `Requests.sample`.
+
+        Raises:
+            WorkerError: an engine failed, or died and may not be restarted.
+            EngineError: an engine computes what are not numbers.
+        """
+        asked = _Asked(next(self._numbers), request, asyncio.get_running_loop().create_future(), near)
+        self._waiting.append(asked)
+        self._changed.set()
+        try:
+            return await asked.answer
+        except asyncio.CancelledError:
+            self._drop(asked)
+            raise
+
+    async def pause(self) -> None:
+        """Let no engine work until `resume`; requests may be added meanwhile. Returns when all have stopped."""
+        self._paused = True
+        while self._running:
+            self._quiet.clear()
+            await self._quiet.wait()
+
+    def resume(self) -> None:
+        self._paused = False
+        self._changed.set()
+
+    async def _drive(self) -> None:
+        try:
+            while True:
+                self._changed.clear()
+                if not self._paused:
+                    self._assign()
+                    self._start()
+                changed = asyncio.create_task(self._changed.wait())
+                await asyncio.wait([changed, *self._running], return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+                self._collect()
+        except Exception as error:  # of any kind: every episode that waits must know
+            for asked in self._all():
+                if not asked.answer.done():
+                    asked.answer.set_exception(error)
+            raise
+
+    def _assign(self) -> None:
+        """Give waiting requests to replicas, in their order, as long as one has room."""
+        held = [asked for asked in self._waiting if not self._give(asked)]
+        self._waiting = deque(held)
+
+    def _give(self, asked: _Asked) -> bool:
+        loads = {replica: self._load(replica) for replica in self._alive}
+        least = min(loads, key=lambda replica: (loads[replica], replica))
+        # An engine that knows the beginning of the prompt need not compute it again.
+        chosen = asked.near if asked.near in loads and loads[asked.near] < self._capacity else least
+        if loads[chosen] >= self._capacity:
+            return False
+        self._assigned[chosen][asked.number] = asked
+        return True
+
+    def _load(self, replica: int) -> int:
+        return len(self._assigned[replica]) + len(self._unfinished[replica])
+
+    def _start(self) -> None:
+        for replica in self._alive - set(self._running.values()):
+            if self._load(replica) or self._aborted[replica]:
+                submitted, self._assigned[replica] = self._assigned[replica], {}
+                aborted, self._aborted[replica] = self._aborted[replica], []
+                self._unfinished[replica] |= submitted
+                requests = {number: asked.request for number, asked in submitted.items()}
+                exchange = self._replicas[replica].exchange(requests, aborted)
+                self._running[asyncio.ensure_future(exchange)] = replica
+
+    def _collect(self) -> None:
+        for task in [task for task in self._running if task.done()]:
+            replica = self._running.pop(task)
+            try:
+                finished = task.result()
+            except WorkerError as error:
+                if not error.lost:
+                    raise
+                self._lose(replica, error)
+                continue
+            for number, completion in finished.items():
+                asked = self._unfinished[replica].pop(number, None)
+                if asked is not None and not asked.answer.done():
+                    asked.answer.set_result((completion, replica))
+        if not self._running:
+            self._quiet.set()
+
+    def _lose(self, replica: int, error: WorkerError) -> None:
+        """Let the others do what a dead replica has not finished."""
+        self._on_loss(replica, error)
+        left = self._unfinished[replica] | self._assigned[replica]
+        self._unfinished[replica], self._assigned[replica], self._aborted[replica] = {}, {}, []
+        self._waiting = deque(sorted([*left.values(), *self._waiting], key=lambda asked: asked.number))
+        self._alive.discard(replica)
+        if not self._alive:
+            self._restore()
+            self.all_alive()
+
+    def all_alive(self) -> None:
+        """All replicas have been brought back."""
+        self._alive = set(range(len(self._replicas)))
+
+    def _drop(self, asked: _Asked) -> None:
+        """Nobody waits for this answer any more."""
+        if asked in self._waiting:
+            self._waiting.remove(asked)
+        for replica in self._alive:
+            self._assigned[replica].pop(asked.number, None)
+            if self._unfinished[replica].pop(asked.number, None):
+                self._aborted[replica].append(asked.number)
+        self._changed.set()
+
+    async def _forget(self) -> None:
+        """Take back what engines have not finished."""
+        for replica in self._alive:
+            aborted = [*self._aborted[replica], *self._unfinished[replica]]
+            if aborted:
+                await self._replicas[replica].exchange({}, aborted)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._waiting.clear()
+        self._running.clear()
+        for held in (*self._assigned, *self._unfinished, *self._aborted):
+            held.clear()
+
+    def _all(self) -> list[_Asked]:
+        held = (*self._assigned, *self._unfinished)
+        return [*self._waiting, *(asked for own in held for asked in own.values())]

@@ -1,0 +1,271 @@
+"""Call a user's code in processes of its own, with a time limit that holds whatever the code does.
+
+It may hang inside one long step of C code (a huge power, a regular expression), or leave processes behind. So each
+process leads a session of its own, adopts what its children leave, and is ended from here with all of them.
+"""
+
+import itertools
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import psutil
+
+# A process may take this long, in seconds, to start and to import the user's code.
+START_S = 60.0
+_LONGEST_ERROR = 300
+# Seconds to wait for the processes to end.
+_STOP_S = 30.0
+# So many starts in a row may fail: one may have met a moment without memory.
+_MOST_STARTS = 3
+
+
+class CallError(Exception):
+    """A call has no result: the code raised (the message is its error, `details` its traceback), was late, or its
+    process ended."""
+
+    def __init__(self, message: str, details: str = ""):
+        super().__init__(message)
+        self.details = details
+
+
+class StartError(CallError):
+    """The processes do not start; the message says what they do instead."""
+
+
+def as_call_error(error: BaseException) -> CallError:
+    """Describe what a user's code raised in one readable line, since some errors quote a whole response."""
+    text = f"{type(error).__name__}: {error}"
+    short = text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
+    return CallError(short, "".join(traceback.format_exception(error)))
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the processes hold: `path`, the dotted path of a class of this package, made with `arguments`. `title` names
+    a process and `limit` the time limit in messages."""
+
+    path: str
+    arguments: Mapping[str, Any]
+    title: str
+    limit: str
+
+
+@dataclass(eq=False)
+class _Call:
+    method: str
+    arguments: tuple[Any, ...]
+    session: int | None
+    future: Future
+
+
+@dataclass(eq=False)
+class _Process:
+    """A process, this end of its pipe, a descriptor that is readable once it has ended, and what it does. The process
+    ends when this end of the pipe is closed, even by a crash."""
+
+    process: subprocess.Popen
+    pipe: Connection
+    ended: int
+    started: float
+    is_ready: bool = False
+    is_retired: bool = False
+    """One of its calls was late and may still run there. It takes nothing new, and ends when the others are done."""
+    calls: dict[int, tuple[_Call, float]] = field(default_factory=dict)
+    """By number: the call, and when it is late."""
+    sessions: set[int] = field(default_factory=set)
+
+    def end(self) -> None:
+        """Kill the process and everything that it has started."""
+        with suppress(psutil.Error):
+            own = psutil.Process(self.process.pid)
+            own.suspend()
+            for one in [*own.children(recursive=True), own]:
+                with suppress(psutil.Error):
+                    one.kill()
+        # What a process that ended by itself has left is still in its group.
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.pipe.close()
+        os.close(self.ended)
+
+
+class CallPool:
+    """At most `processes` processes, each with at most `at_once` calls at a time. One starts at once, the others when
+    there is work for them; they live as long as the pool.
+
+    Calls of one session reach the same process. With `at_once` = 1 plain code runs in its process' main thread;
+    otherwise plain code runs in threads, and coroutines share the main thread.
+    """
+
+    def __init__(self, target: Target, processes: int, at_once: int, timeout_s: float | None):
+        self._manager = _Manager(target, processes, at_once, timeout_s)
+        weakref.finalize(self, self._manager.stop)
+        threading.Thread(target=self._manager.run, name=f"calls of {target.title}", daemon=True).start()
+
+    def submit(self, method: str, *arguments: Any, session: int | None = None) -> Future:
+        """Call a method of the target. The future's exception is a `CallError` where there is no result."""
+        call = _Call(method, arguments, session, Future())
+        self._manager.post(call)
+        return call.future
+
+    def close(self, session: int) -> None:
+        """End a session: its process calls the target's `close(session)`."""
+        self._manager.post(session)
+
+
+class _Manager:
+    """The thread behind a pool. It does not know the pool, which may so be collected."""
+
+    def __init__(self, target: Target, processes: int, at_once: int, timeout_s: float | None):
+        self._target, self._most, self._at_once = target, processes, at_once
+        self._timeout_s = math.inf if timeout_s is None else timeout_s
+        self._lock, self._posted = threading.Lock(), list[_Call | int]()
+        self._awake, self._wake = Pipe(duplex=False)
+        self._stopping, self._stopped = False, threading.Event()
+        self._numbers = itertools.count()
+        self._queue: list[_Call] = []
+        self._failed_starts = 0
+        self._processes = [self._start()]
+
+    def post(self, item: _Call | int) -> None:
+        """Add a call, or the number of a session that ends."""
+        with self._lock:
+            self._posted.append(item)
+        self._wake.send(None)
+
+    def stop(self) -> None:
+        """End all processes; returns when they have ended."""
+        self._stopping = True
+        self._wake.send(None)
+        self._stopped.wait(_STOP_S)
+
+    def run(self) -> None:
+        while not self._stopping:
+            self._take_posted()
+            self._give_out()
+            deadlines = [late for one in self._processes for _, late in one.calls.values()]
+            deadlines += [one.started + START_S for one in self._processes if not one.is_ready]
+            left = min(deadlines, default=math.inf) - time.monotonic()
+            ends = [*(one.pipe for one in self._processes), *(one.ended for one in self._processes)]
+            if self._awake in wait([self._awake, *ends], None if left == math.inf else max(left, 0)):
+                self._awake.recv()
+            for process in list(self._processes):
+                self._look_at(process)
+        for process in self._processes:
+            process.end()
+        self._stopped.set()
+
+    def _take_posted(self) -> None:
+        with self._lock:
+            posted, self._posted = self._posted, []
+        for item in posted:
+            if isinstance(item, _Call):
+                self._queue.append(item)
+                continue
+            for process in self._processes:
+                if item in process.sessions:
+                    process.sessions.remove(item)
+                    self._send(process, None, "close", (item,))
+
+    def _give_out(self) -> None:
+        """Send calls to the processes that have room for them, in their order; start processes where all are busy."""
+        left = []
+        for call in self._queue:
+            process = None if call.future.cancelled() else self._place(call)
+            if process is None:
+                left += [] if call.future.cancelled() else [call]
+                continue
+            if not call.future.set_running_or_notify_cancel():
+                continue
+            number = next(self._numbers)
+            process.calls[number] = (call, time.monotonic() + self._timeout_s)
+            if call.session is not None:
+                process.sessions.add(call.session)
+            self._send(process, number, call.method, call.arguments)
+        self._queue = left
+        starting = sum(not one.is_ready for one in self._processes)
+        missing = min(self._most - len(self._processes), len(left) - starting * self._at_once)
+        self._processes += [self._start() for _ in range(max(missing, 0))]
+
+    def _place(self, call: _Call) -> _Process | None:
+        """The process for a call: its session's, or else the one that has the least to do; None where there is no
+        room."""
+        own = [one for one in self._processes if call.session is not None and call.session in one.sessions]
+        able = own or [one for one in self._processes if one.is_ready and not one.is_retired]
+        able = [one for one in able if len(one.calls) < self._at_once]
+        return min(able, key=lambda one: (len(one.calls), len(one.sessions)), default=None)
+
+    def _send(self, process: _Process, number: int | None, method: str, arguments: tuple[Any, ...]) -> None:
+        with suppress(OSError):  # The process is dead; that will be seen.
+            process.pipe.send((number, method, arguments))
+
+    def _look_at(self, process: _Process) -> None:
+        """Take the results that a process has; end it where it is late and has nothing else to do, or has ended."""
+        with suppress(EOFError, OSError):
+            while process.pipe.poll():
+                said = process.pipe.recv()
+                process.is_ready, self._failed_starts = True, 0
+                if said is not None:
+                    number, value = said
+                    call, _ = process.calls.pop(number, (None, 0.0))
+                    _settle(call, value)
+        now, status = time.monotonic(), process.process.poll()
+        for number, (call, late) in list(process.calls.items()):
+            if late <= now:
+                process.is_retired = True
+                del process.calls[number]
+                _settle(call, CallError(f"no answer within {self._target.limit} = {self._timeout_s:g}"))
+        starts_late = not process.is_ready and process.started + START_S <= now
+        is_over = process.is_retired and not process.calls and not process.sessions
+        if status is None and not starts_late and not is_over:
+            return
+        for call, _ in process.calls.values():
+            _settle(call, CallError(f"{self._target.title} ended with status {status}"))
+        self._processes.remove(process)
+        process.end()
+        if not process.is_ready:
+            self._count_failed_start(status)
+
+    def _count_failed_start(self, status: int | None) -> None:
+        self._failed_starts += 1
+        if self._failed_starts >= _MOST_STARTS:
+            why = f"ended with status {status}" if status is not None else f"took longer than {START_S:g} s"
+            for call in self._queue:
+                _settle(call, StartError(f"the start of {self._target.title} {why}"))
+            self._queue.clear()
+
+    def _start(self) -> _Process:
+        ours, theirs = Pipe()
+        command = [sys.executable, "-m", "nemo_rl_lite.host.call_process", str(theirs.fileno())]
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        theirs.close()
+        with suppress(OSError):
+            # The user's code may be in a folder that only this process has on its path.
+            ours.send((sys.path, self._target.path, dict(self._target.arguments), self._at_once))
+        return _Process(process, ours, os.pidfd_open(process.pid), time.monotonic())
+
+
+def _settle(call: _Call | None, value: Any) -> None:
+    if call is None or call.future.done():
+        return
+    if isinstance(value, CallError):
+        call.future.set_exception(value)
+    else:
+        call.future.set_result(value)

@@ -1,0 +1,176 @@
+"""One queue over all engines: even shares, capacity, abort, pause, and engines that die."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from nemo_rl_lite.errors import EngineError, WorkerError
+from nemo_rl_lite.generation.interface import Completion, Request, Sampling
+from nemo_rl_lite.generation.request_queue import RequestQueue
+
+SAMPLING = Sampling(1.0, 1.0, None, 100, (), ())
+LOST = WorkerError("generation rank 1", "generate", "the process died", lost=True)
+
+
+def request(length: int, prompt: int = 0) -> Request:
+    """A response of so many tokens; an engine samples one in each exchange."""
+    return Request((prompt, length), SAMPLING, seed=length)
+
+
+class Engine:
+    """Samples one token of each of its requests in an exchange; fails in the exchange `fails_at`."""
+
+    def __init__(self, capacity: int, fails_at: int | None = None, error: Exception = LOST):
+        self.capacity, self.fails_at, self.error = capacity, fails_at, error
+        self.held: dict[int, list] = {}
+        self.sampled, self.exchanges, self.most, self.aborted, self.prompts = 0, 0, 0, [], []
+
+    async def exchange(self, submitted, aborted):
+        await asyncio.sleep(0.0005)
+        self.exchanges += 1
+        if self.exchanges == self.fails_at:
+            self.held = {}
+            raise self.error
+        self.prompts += [one.prompt[0] for one in submitted.values()]
+        self.held |= {number: [one.prompt[1], one.prompt[1]] for number, one in submitted.items()}
+        self.most = max(self.most, len(self.held))
+        self.aborted += [number for number in aborted if self.held.pop(number, None)]
+        self.sampled += len(self.held)
+        for left in self.held.values():
+            left[0] -= 1
+        done = {number: length for number, (left, length) in self.held.items() if not left}
+        self.held = {number: own for number, own in self.held.items() if number not in done}
+        return {number: Completion((0,) * length, (0.0,) * length, "stop") for number, length in done.items()}
+
+
+def queue(*engines: Engine, restore=None, on_loss=None) -> RequestQueue:
+    return RequestQueue(engines, engines[0].capacity, on_loss or (lambda *_: None), restore or (lambda: None))
+
+
+@asynccontextmanager
+async def paused(requests: RequestQueue):
+    """Let all that is asked for in the block begin at its end."""
+    await requests.pause()
+    yield
+    await asyncio.sleep(0)
+    requests.resume()
+
+
+async def sample_all(requests: RequestQueue, lengths: list[int], near: int | None = None) -> list[int]:
+    async with paused(requests):
+        asked = [
+            asyncio.create_task(requests.sample(request(length, place), near)) for place, length in enumerate(lengths)
+        ]
+    found = await asyncio.gather(*asked)
+    assert [len(completion.tokens) for completion, _ in found] == lengths
+    return [engine for _, engine in found]
+
+
+def run(requests: RequestQueue, lengths: list[int], near: int | None = None) -> list[int]:
+    """The engine of each response."""
+
+    async def serve() -> list[int]:
+        async with requests.serving() as served:
+            return await sample_all(served, lengths, near)
+
+    return asyncio.run(serve())
+
+
+def test_samples_of_a_prompt_spread_over_all_engines():
+    """Long answers come from the same prompt; contiguous shares would give them to one engine."""
+    engines = [Engine(64) for _ in range(4)]
+    lengths = [40] * 8 + [3] * 24
+    assert run(queue(*engines), lengths) == [0, 1, 2, 3] * 8
+    assert {engine.sampled for engine in engines} == {2 * 40 + 6 * 3}
+
+
+def test_an_engine_that_is_done_takes_the_next_request_and_none_holds_more_than_its_capacity():
+    engines = [Engine(2), Engine(2)]
+    run(queue(*engines), [60, 60, 1, 1, 1, 1, 1, 1, 1, 1])
+    assert [engine.most for engine in engines] == [2, 2]
+    assert sum(engine.sampled for engine in engines) == 128
+    # While each samples one long answer, both sample short ones.
+    assert max(engine.sampled for engine in engines) <= 66
+
+
+def test_a_request_goes_to_the_engine_that_knows_its_beginning_while_that_has_room():
+    assert run(queue(Engine(2), Engine(2)), [5, 5, 5], near=1) == [1, 1, 0]
+
+
+def test_nothing_works_while_paused_and_all_resumes_whole():
+    engine = Engine(8)
+
+    async def serve() -> None:
+        async with queue(engine).serving() as requests:
+            asked = [asyncio.create_task(requests.sample(request(20))) for _ in range(4)]
+            await asyncio.sleep(0.01)
+            await requests.pause()
+            before = engine.exchanges
+            await asyncio.sleep(0.02)
+            assert engine.exchanges == before > 0 and not any(task.done() for task in asked)
+            requests.resume()
+            assert [len(completion.tokens) for completion, _ in await asyncio.gather(*asked)] == [20] * 4
+
+    asyncio.run(serve())
+
+
+def test_a_request_that_nobody_waits_for_is_aborted():
+    engine = Engine(2)
+
+    async def serve() -> None:
+        async with queue(engine).serving() as requests:
+            long = asyncio.create_task(requests.sample(request(10**6)))
+            short = [asyncio.create_task(requests.sample(request(3))) for _ in range(3)]
+            waiting = asyncio.create_task(requests.sample(request(10**6)))
+            await asyncio.sleep(0.003)
+            waiting.cancel()
+            long.cancel()
+            await asyncio.gather(*short)
+            await asyncio.sleep(0.01)
+            assert engine.aborted == [0] and engine.held == {}
+            # What is left at the end is taken back, too.
+            left = asyncio.create_task(requests.sample(request(10**6)))
+            await asyncio.sleep(0.005)
+        left.cancel()
+
+    asyncio.run(serve())
+    assert len(engine.aborted) == 2 and engine.held == {}
+
+
+def test_the_others_finish_what_a_dead_engine_has_not():
+    engines = [Engine(8), Engine(8, fails_at=4)]
+    told = []
+    lengths = [2, 2, 9, 9, 9, 9]
+    assert run(queue(*engines, on_loss=lambda *loss: told.append(loss)), lengths) == [0, 1, 0, 0, 0, 0]
+    assert told == [(1, LOST)] and engines[0].sampled == 2 + 4 * 9
+
+
+def test_when_none_is_left_all_come_back_with_their_requests():
+    engines, restored = [Engine(8, fails_at=3), Engine(8, fails_at=3)], []
+    run(queue(*engines, restore=lambda: restored.append(True)), [5, 5, 5, 5])
+    assert restored == [True] and all(engine.sampled for engine in engines)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        EngineError("not finite"),
+        WorkerError("generation rank 0", "generate", "ValueError: no"),
+        LOST,
+    ],
+)
+def test_an_error_reaches_everyone_who_waits(error):
+    def refuse(replica, lost):
+        raise lost
+
+    with pytest.raises(type(error), match=str(error)[-8:]):
+        run(queue(Engine(8, fails_at=2, error=error), on_loss=refuse), [5, 5, 5])
+
+
+def test_a_queue_serves_again_after_an_error():
+    engine = Engine(8, fails_at=2, error=EngineError("once"))
+    requests = queue(engine)
+    with pytest.raises(EngineError):
+        run(requests, [5, 5])
+    assert run(requests, [4]) == [0]

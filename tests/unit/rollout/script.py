@@ -1,0 +1,53 @@
+"""An engine that answers from a list, and a tokenizer of letters."""
+
+from contextlib import asynccontextmanager
+
+from nemo_rl_lite.generation.interface import Completion
+
+END = 0
+
+
+class Letters:
+    """One token a letter; 0 ends a turn; `|` begins the assistant's."""
+
+    end_tokens = (END,)
+
+    def prompt(self, messages):
+        return [ord(letter) for letter in f"{messages[-1]['content']}|"]
+
+    def between_turns(self, messages, last_token):
+        assert last_token == END
+        return [ord(letter) for message in messages for letter in f"{message['content']}|"]
+
+    def text(self, tokens):
+        return "".join(chr(token) for token in tokens if token)
+
+
+class Script:
+    """Answers each turn from a list of its own, in the order of the requests; keeps what it was asked. A text that ends
+    in three dots was cut."""
+
+    def __init__(self, *turns: list[str]):
+        self.turns, self.asked, self.paused = [list(turn) for turn in turns], [[] for _ in turns], False
+
+    @asynccontextmanager
+    async def serving(self):
+        yield self
+
+    async def pause(self):
+        self.paused = True
+
+    def resume(self):
+        self.paused = False
+
+    async def sample(self, request, near=None):
+        turn = request.prompt.count(END)
+        assert (near is None) == (turn == 0) and (turn > 0 or self.paused), "first turns begin together"
+        self.asked[turn].append(request)
+        return completion(self.turns[turn].pop(0)), 0
+
+
+def completion(text: str) -> Completion:
+    tokens = [ord(letter) for letter in text.removesuffix("...")] + ([] if text.endswith("...") else [END])
+    logprobs = [-(index + 1) / 8 for index in range(len(tokens))]
+    return Completion(tuple(tokens), tuple(logprobs), "length" if text.endswith("...") else "stop")
