@@ -22,7 +22,10 @@ def variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
 
 
-def test_a_ray_of_its_own_has_a_secret(environ):
+@pytest.mark.parametrize("address", [None, "", "local"])
+def test_a_ray_of_its_own_has_a_secret(environ, address):
+    if address is not None:
+        environ.setenv("RAY_ADDRESS", address)
     close_to_others()
     first = variables()
     assert first["RAY_AUTH_MODE"] == "token" and len(first["RAY_AUTH_TOKEN"]) == 64

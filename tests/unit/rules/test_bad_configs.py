@@ -44,6 +44,12 @@ CASES = {
     "loss_fn.ratio_clip_min=0.1": ["loss_fn.ratio_clip_min", f"did you mean {LOSS}.ratio_clip_min"],
     "generation.temprature=1": ["generation.temprature", "did you mean generation.temperature"],
     "seed=1": ["seed", "did you mean algorithm.seed"],
+    "algorithm.beta=0.1": ["algorithm.beta", f"did you mean {LOSS}.reference_policy_kl_penalty?"],
+    "algorithm=dpo algorithm.beta=0.1": ["did you mean algorithm.reference_policy_kl_penalty?"],
+    f"{LOSS}.ratio_eps=0.2": [f"did you mean {LOSS}.ratio_clip_min and {LOSS}.ratio_clip_max?"],
+    "policy.generation.temperature=1": ["did you mean generation.temperature?"],
+    "policy.generation.vllm_cfg.async_engine=true": ["engines have the section generation"],
+    "algorithm.max_num_steps=null": ["algorithm.max_num_steps = 'null'", "must be an integer"],
     "completely.unheard.of=1": ["completely.unheard.of", "unknown key", "--cfg job"],
     "polcy=megatron": ["polcy", "did you mean policy"],
     "policy=megatro": ["policy", "did you mean policy=megatron"],
@@ -469,6 +475,10 @@ CASES = {
     "-m algorithm.seed=1,abc": ["algorithm.seed", "must be an integer"],
     "-m generation.temperature=0,1 algorithm.seed=1,2": ["generation.temperature", "greater than 0"],
     "-m --cfg job": ["-m --cfg job", "drop one"],
+    "-m algorithm.seed=interval(1,5)": ["algorithm.seed = 'interval(1,5)'", "no list of values", "range(1,4)"],
+    "-m algorithm.seed=1,2 hydra.sweep.dir=DATA": ["hydra.sweep.dir", "DATA.jsonl"],
+    "--dry-run=true": ["--dry-run=true", "takes no value", "write --dry-run"],
+    "--multirun=true algorithm.seed=1": ["--multirun=true", "write --multirun"],
     "-m algorithm.seed=3": ["-m", "no key has several values", "algorithm.seed=1,2,3"],
     "--dryrun --dry-run": ["--dryrun", "did you mean --dry-run?", "1 problem found"],
     "--dry-run --help": ["--dry-run --help", "drop one"],
@@ -674,6 +684,16 @@ def test_bad_config(arguments, places, capsys, tmp_path):
     for expected in CASES[arguments]:
         assert expected in captured.err
     assert not (tmp_path / "outputs").exists(), "a bad configuration must not leave a run folder"
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"], ["-m", "algorithm.seed=1,2"]])
+@pytest.mark.parametrize(("address", "words"), [("nonsense", "is no HOST:PORT"), ("127.0.0.1:9", "does not answer")])
+def test_an_address_of_ray_that_nothing_answers_at(address, words, flags, monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(SystemExit) as exit_:
+        train.main(flags)
+    message = capsys.readouterr().err
+    assert exit_.value.code == 2 and f"RAY_ADDRESS = '{address}'" in message and words in message
 
 
 def test_everything_is_reported_at_once(places, capsys):
