@@ -36,6 +36,9 @@ def _validates(config: Config) -> bool:
 def _validates_a_saved_step(config: Config) -> bool:
     """Whether the validations come to a step that also has a checkpoint: the last, or one of both periods."""
     options, last = config.algorithm, config.algorithm.max_num_steps
+    if not config.checkpoint.keep_best:
+        # Who wants no best checkpoints gets none.
+        return True
     if options.val_at_end or not options.val_period or last is None:
         return options.val_at_end or options.val_period > 0
     return last % options.val_period == 0 or math.lcm(options.val_period, config.checkpoint.save_period) <= last
@@ -216,6 +219,11 @@ EFFECTS = (
     ),
     Effect(("data.answer_pattern",), lambda config: kind_of(config) is PROBLEMS, "algorithm=grpo"),
     Effect(("data.train_on",), lambda config: kind_of(config) is CHATS, "algorithm=sft"),
+    Effect(
+        ("data.train_on",),
+        lambda config: config.data.response_column is None and config.data.prompt_template is None,
+        "whole chats (data.messages_column): a prompt has one response",
+    ),
     Effect(("profile.tool",), lambda config: bool(config.profile.steps), "'profile.steps=[3]'"),
     Effect(("logger.wandb",), lambda config: config.logger.wandb_enabled, "logger.wandb_enabled=true"),
     Effect(("logger.mlflow",), lambda config: config.logger.mlflow_enabled, "logger.mlflow_enabled=true"),
@@ -229,18 +237,4 @@ EFFECTS = (
         lambda config: not on_gpus(config),
         "cluster.gpus_per_node=0",
     ),
-)
-
-# A command for GPUs may be tried on CPUs: these are told, and not refused.
-ON_GPUS = (
-    "offload",
-    "policy.offload_optimizer_states_for_logprob",
-    "policy.offload_for_generation",
-    "policy.use_pinned_optimizer_offload",
-    "policy.overlap_offload",
-    "generation.colocated",
-    "refit.direct",
-    "generation.vllm_cfg.gpu_memory_utilization",
-    "generation.vllm_cfg.enforce_eager",
-    "cluster.numa_binding",
 )

@@ -9,7 +9,21 @@ from collections.abc import Iterator, Sequence
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import Violation
-from nemo_rl_lite.rules.effects import EFFECTS, ON_GPUS
+from nemo_rl_lite.rules.effects import EFFECTS
+
+# A command for GPUs may be tried on CPUs: these are told, and not refused.
+ON_GPUS = (
+    "offload",
+    "policy.offload_optimizer_states_for_logprob",
+    "policy.offload_for_generation",
+    "policy.use_pinned_optimizer_offload",
+    "policy.overlap_offload",
+    "generation.colocated",
+    "refit.direct",
+    "generation.vllm_cfg.gpu_memory_utilization",
+    "generation.vllm_cfg.enforce_eager",
+    "cluster.numa_binding",
+)
 
 
 def keys_without_effect(config: Config, given: Sequence[str]) -> Iterator[Violation]:

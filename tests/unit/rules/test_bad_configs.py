@@ -533,6 +533,7 @@ CASES = {
         "data.messages_column=null",
         "1 problem found",
     ],
+    f"algorithm=sft {FILES} data.response_column=answer data.train_on=last": ["data.train_on", "whole chats"],
     # One column that is read as two, or that shows the answer.
     f"{FILES} data.prompt_column=answer": ["data.answer_column", "is data.prompt_column too", "1 problem found"],
     f"algorithm=sft {FILES} data.response_column=prompt": ["data.response_column", "is data.prompt_column too"],

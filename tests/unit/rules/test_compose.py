@@ -10,8 +10,8 @@ from nemo_rl_lite.config.schema import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import micro_batch_sizes
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.rules.compose import compose_command, compose_config, resolve
-from nemo_rl_lite.rules.effects import EFFECTS, ON_GPUS
-from nemo_rl_lite.rules.without_effect import told_on_cpus
+from nemo_rl_lite.rules.effects import EFFECTS
+from nemo_rl_lite.rules.without_effect import ON_GPUS, told_on_cpus
 from nemo_rl_lite.run import command
 from nemo_rl_lite.run.flags import split_arguments
 
