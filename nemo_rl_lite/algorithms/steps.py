@@ -1,13 +1,16 @@
 """The steps that a run has left and, between them, what every algorithm does: validate, save, stop early."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
 from nemo_rl_lite.errors import RunStopped, TrainingError
 from nemo_rl_lite.host.stopping import Stopping
 from nemo_rl_lite.observability.metrics_log import MetricsLog
+
+log = logging.getLogger(__name__)
 
 # Runs the validation after a step and returns its metrics, under the names that `algorithm.val_metric` knows.
 Validate = Callable[[int], Mapping[str, float]]
@@ -39,6 +42,7 @@ class Steps:
     """The most steps in a row that may be skipped because their gradients are not finite."""
     around: Callable[[int], AbstractContextManager[None]]
     """Returns the context in which a step of this number is taken."""
+    _warned: bool = field(default=False, init=False)
 
     def until(
         self, total: int, times: ValidationTimes, validate: Validate, prepare_to_save: Callable[[], None]
@@ -58,6 +62,7 @@ class Steps:
                 with self.around(step):
                     yield step
                 self._count_skipped()
+                self._warn_of_no_gradient(step)
                 if times.due(step, total):
                     self.checkpoints.measured(step, validate(step))
                 self.checkpoints.settle()
@@ -68,6 +73,16 @@ class Steps:
                     self.checkpoints.finish()
                     self.checkpoints.require()
                     raise RunStopped(step, total, reason, str(self.checkpoints.store.folder.parent))
+
+    def _warn_of_no_gradient(self, step: int) -> None:
+        """Warn, once, of a step that trained nothing, unless that is because all its advantages are the same."""
+        steps, norms = self.metrics.series("train/grad_norm")
+        if self._warned or steps[-1:] != [step] or norms[-1] != 0:
+            return
+        largest, smallest = (self.metrics.series(f"train/advantages/{name}")[1] for name in ("max", "min"))
+        if not largest or largest[-1] != smallest[-1]:
+            self._warned = True
+            log.warning("step %d: all gradients are exactly 0, so that nothing was trained: look at the loss", step)
 
     def _has_validated(self, step: int) -> bool:
         return any(

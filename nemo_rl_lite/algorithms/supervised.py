@@ -43,10 +43,8 @@ class Supervised:
         self.steps.checkpoints.finish()
 
     def total(self) -> int:
-        """Optimizer steps of the run: as many as its epochs have, or `max_num_steps` where that is fewer."""
-        epochs, steps_per_epoch = self.config.max_num_epochs, self.training.steps_per_epoch
-        limits = [self.config.max_num_steps, epochs and steps_per_epoch and epochs * steps_per_epoch]
-        return min(limit for limit in limits if limit is not None)
+        """Optimizer steps of the run."""
+        return total_steps(self.config, self.training.steps_per_epoch)
 
     def step(self, step: int, total: int) -> None:
         """One optimizer step on one global batch."""
@@ -120,3 +118,10 @@ def _counts(rows: Sequence[TokenRow]) -> dict[str, float]:
         "num_unmasked_tokens": tokens,
         "total_num_tokens": float(sum(len(row.tokens) for row in rows)),
     }
+
+
+def total_steps(config: SupervisedConfig, steps_per_epoch: int | None) -> int:
+    """Optimizer steps of a run: as many as its epochs have, or `max_num_steps` where that is fewer."""
+    epochs = config.max_num_epochs
+    limits = [config.max_num_steps, epochs and steps_per_epoch and epochs * steps_per_epoch]
+    return min(limit for limit in limits if limit is not None)

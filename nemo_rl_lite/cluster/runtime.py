@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import ray
 
+from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.host.ray_address import FIX, OWN, VARIABLE, ray_address
 from nemo_rl_lite.host.stopping import SIGNALS, interrupt
 
 # The environment of every process that Ray starts: no usage report, no idle worker for each core, no hub, no tokenizer
@@ -34,15 +36,7 @@ def ray_runtime() -> Iterator[None]:
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name.startswith("RAY_")})
     _leave_the_launchers_session()
     try:
-        ray.init(
-            # Without this, Ray joins the cluster that was last started on this machine.
-            address=os.environ.get("RAY_ADDRESS", "local"),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=False,
-            runtime_env={"env_vars": ENVIRONMENT},
-        )
+        _start_or_join()
         # ray.init has installed its own handler, which would end the process at once.
         signal.signal(signal.SIGTERM, interrupt)
         yield
@@ -56,6 +50,26 @@ def ray_runtime() -> Iterator[None]:
         ray.shutdown()
         for number, handler in (handlers | previous).items():
             signal.signal(number, handler)
+
+
+def _start_or_join() -> None:
+    """Raise ConfigError where the cluster of RAY_ADDRESS cannot be joined."""
+    address = ray_address() or "local"
+    try:
+        ray.init(
+            # Without this, Ray joins the cluster that was last started on this machine.
+            address=address,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+            runtime_env={"env_vars": ENVIRONMENT},
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        if address in OWN:
+            raise
+        cause = " ".join(str(error).split())
+        raise ConfigError([Violation(VARIABLE, address, f"cannot be joined: {cause}", FIX)]) from error
 
 
 def lost_process() -> str:

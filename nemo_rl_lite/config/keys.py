@@ -23,16 +23,27 @@ CONFIG_NAME = "train"
 HYDRA_PACKAGE = "hydra"
 # What other launchers call some keys.
 _OTHER_NAMES = {
-    "learning_rate": "lr",
-    "max_steps": "max_num_steps",
-    "num_train_epochs": "max_num_epochs",
-    "num_generations": "num_generations_per_prompt",
-    "warmup_steps": "lr_warmup_iters",
-    "gradient_checkpointing": "activation_checkpointing",
-    "max_prompt_length": "max_total_sequence_length",
-    "max_completion_length": "max_new_tokens",
-    "per_device_train_batch_size": "train_micro_batch_size",
+    "learning_rate": ("lr",),
+    "max_steps": ("max_num_steps",),
+    "num_train_epochs": ("max_num_epochs",),
+    "num_generations": ("num_generations_per_prompt",),
+    "warmup_steps": ("lr_warmup_iters",),
+    "gradient_checkpointing": ("activation_checkpointing",),
+    "max_prompt_length": ("max_total_sequence_length",),
+    "max_completion_length": ("max_new_tokens",),
+    "per_device_train_batch_size": ("train_micro_batch_size",),
+    "beta": ("reference_policy_kl_penalty",),
+    "kl_beta": ("reference_policy_kl_penalty",),
+    "kl_coef": ("reference_policy_kl_penalty",),
+    "ratio_eps": ("ratio_clip_min", "ratio_clip_max"),
+    "epsilon": ("ratio_clip_min", "ratio_clip_max"),
+    "epsilon_high": ("ratio_clip_max",),
+    "clip_ratio": ("ratio_clip_min", "ratio_clip_max"),
+    "clip_ratio_low": ("ratio_clip_min",),
+    "clip_ratio_high": ("ratio_clip_max",),
 }
+# NeMo-RL's place of the section `generation`.
+_ELSEWHERE = "policy.generation."
 # Sections whose keys belong to somebody else: a user's reward or environment, vLLM, a task's generator.
 _OPEN_SECTIONS = (
     "algorithm.loss_kwargs",
@@ -145,7 +156,7 @@ def is_open(key: str) -> bool:
 def nearest_key(key: str, known: Sequence[str]) -> str | None:
     """The known key a misspelt or misplaced one most likely means, or None."""
     leaf = key.rsplit(".", maxsplit=1)[-1]
-    leaf = _OTHER_NAMES.get(leaf, leaf)
+    leaf = _OTHER_NAMES.get(leaf, (leaf,))[0]
     same_leaf = [path for path in known if path.rsplit(".", maxsplit=1)[-1] == leaf]
     if same_leaf:
         return max(same_leaf, key=lambda path: difflib.SequenceMatcher(None, path, key).ratio())
@@ -164,10 +175,22 @@ def unknown_key(key: str, given: object, known: Sequence[str]) -> Violation:
     owners = [f"{section}={file}" for file in files if len(files) > 1 and key in known_keys((f"{section}={file}",))]
     if owners:
         return Violation(key, given, f"is a key of {' and '.join(owners)} only", f"remove it, or {owners[0]}")
+    hint = " and ".join(_meant(key, known))
+    if not hint and key.startswith(_ELSEWHERE) and key.removeprefix("policy.") not in known:
+        return Violation(key, given, "unknown key", "engines have the section generation; --cfg job lists its keys")
     siblings = [path for path in known if path.rpartition(".")[0] == key.rpartition(".")[0]]
-    nearest = nearest_key(key, siblings) or nearest_key(key, known)
-    hint = f"did you mean {nearest}?" if nearest else "remove it; the keys are listed by --cfg job"
-    return Violation(key, given, "unknown key", hint)
+    hint = hint or nearest_key(key, siblings) or nearest_key(key, known)
+    return Violation(
+        key, given, "unknown key", f"did you mean {hint}?" if hint else "remove it; the keys are listed by --cfg job"
+    )
+
+
+def _meant(key: str, known: Sequence[str]) -> list[str]:
+    """The known keys that a key of another launcher stands for; none where it is no such key."""
+    section, _, leaf = key.rpartition(".")
+    leaves = {path.rsplit(".", maxsplit=1)[-1] for path in known}
+    found = [nearest_key(f"{section}.{name}", known) for name in _OTHER_NAMES.get(leaf, ()) if name in leaves]
+    return [one for one in found if one]
 
 
 def _paths(node: Any, prefix: str = "") -> Iterator[str]:

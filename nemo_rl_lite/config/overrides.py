@@ -44,10 +44,11 @@ def check_overrides(arguments: Sequence[str], sweeps: bool = False) -> tuple[lis
     return accepted, violations
 
 
-def named_run_folder(arguments: Sequence[str]) -> str | None:
-    """The run's folder, where valid overrides name it; with `${...}` as it stands there."""
+def named_run_folder(arguments: Sequence[str], key: str = RUN_FOLDER) -> str | None:
+    """The run's folder (or with another `key`, the sweep's), where valid overrides name it; with `${...}` as it stands
+    there."""
     parsed = [override for override in map(parse_override, arguments) if override]
-    named = [str(override.value()) for override in parsed if override.key_or_group == RUN_FOLDER]
+    named = [str(override.value()) for override in parsed if override.key_or_group == key]
     return named[-1] if named else None
 
 

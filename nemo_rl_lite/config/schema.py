@@ -47,7 +47,7 @@ class LossConfig:
     token_level_loss: bool
     sequence_level_importance_ratios: bool
     use_importance_sampling_correction: bool
-    truncated_importance_sampling_ratio: PositiveFloat | None
+    truncated_importance_sampling_ratio: Annotated[float, Field(ge=1)] | None
 
 
 @dataclass(frozen=True, config=STRICT)

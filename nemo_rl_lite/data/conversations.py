@@ -16,8 +16,8 @@ from nemo_rl_lite.errors import DataError
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chat that ends with the assistant. Assistant messages from index `first_trained` on are trained on. `tools` are
-    the JSON schemas of the functions that the assistant may call."""
+    """A chat that ends with the assistant. Assistant messages from index `first_trained` on are trained on, except
+    those of weight 0. `tools` are the JSON schemas of the functions that the assistant may call."""
 
     messages: tuple[Message, ...]
     first_trained: int
@@ -26,7 +26,7 @@ class Conversation:
     def trained(self) -> list[int]:
         """Return the indices of the messages that are trained on."""
         later = range(self.first_trained, len(self.messages))
-        return [index for index in later if self.messages[index]["role"] == "assistant"]
+        return [index for index in later if _is_trained_on(self.messages[index])]
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,21 @@ def to_chat(config: DataConfig, row: Row, where: str) -> Example:
             raise DataError(f"{where}: the response is empty")
         return Example((answered(problem.messages, problem.answer),), where)
     messages = with_system(read_messages(column(row, name, where), f"{where}, column '{name}'"), config.system_prompt)
-    spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    spoken = [index for index, message in enumerate(messages) if _is_trained_on(message)]
     if not spoken:
-        raise DataError(f"{where}: column '{name}' has no message of the assistant to train on")
+        weights = ": they have weight 0" if any(message["role"] == "assistant" for message in messages) else ""
+        raise DataError(f"{where}: column '{name}' has no message of the assistant to train on{weights}")
     first = spoken[0 if config.train_on == "all" else -1]
     if all(message["role"] in ("system", "developer") for message in messages[: spoken[0]]):
         raise DataError(f"{where}: column '{name}' begins with the assistant, without a prompt")
     said = Conversation(messages[: spoken[-1] + 1], first, _tools(config, row, where))
     if not any(_says_something(messages[index]) for index in said.trained()):
         raise DataError(f"{where}: column '{name}' has only empty messages of the assistant to train on")
-    return Example((said,), where, unanswered=len(said.messages) < len(messages))
+    return Example((said,), where, unanswered=messages[-1]["role"] != "assistant")
+
+
+def _is_trained_on(message: Message) -> bool:
+    return message["role"] == "assistant" and message.get("weight") != 0
 
 
 def _says_something(message: Message) -> bool:

@@ -6,20 +6,23 @@ from typing import Any
 
 from nemo_rl_lite.errors import DataError
 
-# A message has a role and content; an assistant's may have tool calls, and a tool's names the call that it answers.
+# A message has a role and content; an assistant's may have tool calls, and weight 0 where it is not trained on.
+# A tool's message names the call that it answers.
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # The usual names of a column that holds whole chats.
 CHAT_COLUMNS = ("messages", "conversations")
 # Optional fields of a message: the thoughts before an answer; for a tool's answer, the tool and the call.
 _MORE = ("reasoning_content", "name", "tool_call_id")
+# Whether a message is trained on: OpenAI's field, which is read, and one that others write.
+_OF_TRAINING = ("weight", "train")
 # ShareGPT's names of roles.
 _SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 
 
 def read_messages(value: object, where: str) -> tuple[Message, ...]:
-    """Read messages in OpenAI's format (a role, content that is text or parts that are text, tool calls of the
-    assistant) or in ShareGPT's (`from` and `value`).
+    """Read messages in OpenAI's format (a role, content that is text or parts that are text, tool calls and
+    weight of the assistant) or in ShareGPT's (`from` and `value`).
 
     Raises:
         DataError: the value has another format.
@@ -33,7 +36,8 @@ def read_messages(value: object, where: str) -> tuple[Message, ...]:
 
 def _message(value: object, where: str) -> Message:
     if isinstance(value, Mapping) and "role" not in value and {"from", "value"} <= value.keys():
-        value = {"role": _SHAREGPT.get(str(value["from"]), value["from"]), "content": value["value"]}
+        named = {"role": _SHAREGPT.get(str(value["from"]), value["from"]), "content": value["value"]}
+        value = named | {key: value[key] for key in _OF_TRAINING if key in value}
     if not isinstance(value, Mapping) or value.get("role") not in ROLES:
         role = value.get("role") if isinstance(value, Mapping) else None
         raise DataError(f"{where}: its role must be one of {', '.join(ROLES)}, found {role!r}")
@@ -48,7 +52,19 @@ def _message(value: object, where: str) -> Message:
         raise DataError(f"{where}: its content must be text, found {type(content).__name__}")
     more = {key: value[key] for key in _MORE if value.get(key) is not None}
     called = {"tool_calls": [_call(call, where) for call in calls]} if calls else {}
-    return {"role": value["role"], "content": content, **more, **called}
+    return {"role": value["role"], "content": content, **more, **called, **_untrained(value, where)}
+
+
+def _untrained(value: Mapping[str, Any], where: str) -> dict[str, int]:
+    """Return the field `weight` where it keeps an assistant's message out of the training, else nothing."""
+    if value.get("train") is not None:
+        raise DataError(f"{where}: the field 'train' is not read; write 'weight': 0 to not train on a message")
+    weight = value.get("weight")
+    if weight not in (None, 0, 1):
+        raise DataError(f"{where}: its weight must be 0 or 1, found {weight!r}")
+    if weight == 1 and value["role"] != "assistant":
+        raise DataError(f"{where}: has weight 1, and only messages of the assistant are trained on")
+    return {"weight": 0} if weight == 0 and value["role"] == "assistant" else {}
 
 
 def _text_part(part: object, where: str) -> str:

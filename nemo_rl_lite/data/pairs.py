@@ -97,7 +97,10 @@ def _whole_chats(chosen: tuple[Message, ...], rejected: tuple[Message, ...], whe
 def _ending_with_the_assistant(messages: tuple[Message, ...], first: int, where: str) -> Conversation:
     if len(messages) <= first or not first or messages[-1]["role"] != "assistant":
         raise DataError(f"{where}: each of the two must end with a message of the assistant after the common ones")
-    return Conversation(messages, first)
+    said = Conversation(messages, first)
+    if not said.trained():
+        raise DataError(f"{where}: a response has only messages of weight 0, and the two are compared")
+    return said
 
 
 def _ranked(completions: object, where: str) -> tuple[object, object]:

@@ -87,19 +87,29 @@ def check_file(config: DataConfig, path: str, limit: int, kind: Kind) -> None:
     rows = list(islice(file_rows(path), limit))
     if not rows:
         raise DataError(f"{path}: no rows")
-    _read(config, rows, kind)
+    _read(config, rows, kind, all_rows=len(rows) < limit)
 
 
-def _read[T: Asked](config: DataConfig, rows: Iterable[tuple[str, Row]], kind: Kind[T]) -> list[T]:
-    """Turn rows into items of this kind, without those that teach nothing."""
-    found, tools = [], config.tools_column
+def _read[T: Asked](
+    config: DataConfig, rows: Iterable[tuple[str, Row]], kind: Kind[T], all_rows: bool = True
+) -> list[T]:
+    """Turn rows into items of this kind, without those that teach nothing. `all_rows`: there are no others.
+
+    Raises:
+        DataError: a row cannot be read, or none of all rows is left.
+    """
+    found, first, tools = [], "", config.tools_column
     has_tools = tools is None
     for where, row in rows:
+        first = first or where
         found.append(kind.from_row(config, row, where))
         has_tools = has_tools or tools in row
     if found and not has_tools:
         raise DataError(f"{config.train_path or config.path}: no row has the column '{tools}' (data.tools_column)")
     kept = [one for one in found if one is not None]
+    if found and not kept and all_rows:
+        rule = "every row prefers neither response: the two are equal, or no preference is given"
+        raise DataError(f"{first} and the {len(found) - 1} after it: {rule}")
     if len(kept) < len(found):
         log.warning("%d of %d rows prefer neither response and were left out", len(found) - len(kept), len(found))
     return kept

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from nemo_rl_lite.diagnosis.check import EVERY_RUN, FAIL, OK, WARN, Check, Machine, judge
 from nemo_rl_lite.diagnosis.host import ray_folder
+from nemo_rl_lite.host import ray_address
 from nemo_rl_lite.host.ports import LASTING_PORTS
 from nemo_rl_lite.host.wandb_login import WANDB, wandb_login
 
@@ -31,20 +32,15 @@ def running_ray(machine: Machine) -> Iterator[Check]:
     yield judge("Ray", not nodes, found, "", "if no other run needs it: ray stop", "the memory and CPUs that it has")
 
 
-def ray_address(machine: Machine) -> Iterator[Check]:
+def cluster_address(machine: Machine) -> Iterator[Check]:
     """Check the cluster that RAY_ADDRESS makes a run join."""
-    address = os.environ.get("RAY_ADDRESS", "")
-    if address in ("", "auto", "local"):
-        yield Check("RAY_ADDRESS", OK, address or "not set: a run starts its own Ray on this machine")
+    address = ray_address.ray_address()
+    if not ray_address.names_another(address):
+        yield Check(ray_address.VARIABLE, OK, address or "not set: a run starts its own Ray on this machine")
         return
-    trouble, (host, _, port) = "", address.removeprefix("ray://").rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=ANSWER_LIMIT_S).close()
-    except (OSError, OverflowError, ValueError) as error:
-        trouble = f" does not answer: {error}"
-    fix = "unset RAY_ADDRESS for a run on this machine alone, or start that cluster (ray start --head)"
-    found = f"{address}{trouble or ' answers: runs join that cluster'}"
-    yield judge("RAY_ADDRESS", not trouble, found, "HOST:PORT", fix, EVERY_RUN, FAIL)
+    trouble = ray_address.why_unanswered(address)
+    found = f"{address} {trouble or 'answers: runs join that cluster'}"
+    yield judge(ray_address.VARIABLE, not trouble, found, "HOST:PORT", ray_address.FIX, EVERY_RUN, FAIL)
 
 
 def socket_paths(machine: Machine) -> Iterator[Check]:
@@ -125,4 +121,4 @@ def wandb(machine: Machine) -> Iterator[Check]:
     yield judge("W&B", bool(source), found, "", "wandb login, or WANDB_API_KEY", off)
 
 
-CHECKS = {"cluster": (running_ray, ray_address, socket_paths, ports, host_name), "services": (hub, wandb)}
+CHECKS = {"cluster": (running_ray, cluster_address, socket_paths, ports, host_name), "services": (hub, wandb)}

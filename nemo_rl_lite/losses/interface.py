@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.losses.batch import Batch, TokenRow
 
 Metrics = dict[str, Tensor]
@@ -40,12 +41,29 @@ class Loss(Protocol):
     """
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
-        """Loss (scalar, with gradient) and metrics of one micro-batch, each its share of the global batch's."""
+        """Loss (scalar, with gradient) and metrics of one micro-batch, each its share of the global batch's. One of the
+        metrics is `loss`."""
         ...
 
     def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
         """What the loss of a global batch of `rows` divides by."""
         ...
+
+
+def loss_of(loss: Loss, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
+    """What `loss` returns for one micro-batch; where gradients are computed, a result that has one.
+
+    Raises:
+        TrainingError: the result cannot train the policy, or the metrics have no `loss`.
+    """
+    value, metrics = loss(logprobs_BT, batch, counts)
+    own = f"algorithm.loss: what {type(loss).__name__} returns"
+    if "loss" not in metrics:
+        raise TrainingError(f"{own} has no metric 'loss', which a run prints; its metrics: {', '.join(metrics)}")
+    # A loss may return a constant where no token of the micro-batch is trained on.
+    if logprobs_BT.requires_grad and not getattr(value, "requires_grad", False) and batch.mask.any():
+        raise TrainingError(f"{own} has no gradient (was it detached?), so that nothing would be trained")
+    return value, metrics
 
 
 def needs_of(loss: Loss) -> frozenset[Need]:

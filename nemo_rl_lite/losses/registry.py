@@ -9,12 +9,16 @@ from nemo_rl_lite.config.schema import AlgorithmConfig
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.losses.interface import Loss, Need
 
+# The module of each algorithm's own loss, and the algorithm.
+_OWNERS = {row.loss.rpartition(".")[0]: name for name, row in ALGORITHMS.items()}
+
 
 def make_loss(options: AlgorithmConfig) -> Loss:
     """What a run with these options of its algorithm trains with.
 
     Raises:
-        ConfigError: `algorithm.loss` cannot be imported, called with `algorithm.loss_kwargs`, or used as a `Loss`.
+        ConfigError: `algorithm.loss` cannot be imported, called with `algorithm.loss_kwargs`, or used as a `Loss`, or
+            makes another algorithm's.
     """
     path = options.loss or ALGORITHMS[options.name].loss
     attribute = path.rpartition(".")[2]
@@ -35,6 +39,10 @@ def make_loss(options: AlgorithmConfig) -> Loss:
             raise _error("loss_kwargs", dict(options.loss_kwargs), f"do not fit {path}: {cause}", fix) from error
         raise _error("loss", path, f"cannot be made: {cause}", fix) from error
     _check(path, loss)
+    owner = _OWNERS.get(type(loss).__module__, options.name)
+    if owner != options.name:
+        rule = f"makes the loss of algorithm={owner}, and this run is algorithm={options.name}"
+        raise _error("loss", path, rule, f"algorithm={owner}, or algorithm.loss=null")
     return loss
 
 

@@ -16,11 +16,13 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from nemo_rl_lite.config.keys import compose_files, groups, known_keys, unknown_key
+from nemo_rl_lite.config.keys import compose_files, groups, known_keys
 from nemo_rl_lite.config.overrides import check_overrides, given_keys
-from nemo_rl_lite.config.schema import DOTTED_PATH, DURATION, RUN_NAME, Config
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.variables import variables_of
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.rules import check_rules
+from nemo_rl_lite.rules.type_errors import described, is_of_variant, merged
 from nemo_rl_lite.rules.without_effect import keys_without_effect
 
 
@@ -59,7 +61,7 @@ def resolve(composed: DictConfig, given: Sequence[str] = ()) -> Config:
     """
     values, violations = _plain(composed)
     config, type_violations = _validate(values)
-    violations += type_violations
+    violations = [_naming_its_variable(one, composed) for one in (*violations, *type_violations)]
     unusable = frozenset(violation.key for violation in violations)
     if config is None:
         # Rules still speak about the keys that are fine: put defaults in place of those that are not.
@@ -83,7 +85,7 @@ def restore(text: str) -> Config:
     try:
         return TypeAdapter(Config).validate_json(text)
     except ValidationError as error:
-        raise ConfigError([_describe(details, known_keys()) for details in error.errors(include_url=False)]) from None
+        raise ConfigError([described(details, known_keys()) for details in error.errors(include_url=False)]) from None
 
 
 def _plain(composed: DictConfig) -> tuple[dict[str, Any], list[Violation]]:
@@ -112,6 +114,12 @@ def _plain(composed: DictConfig) -> tuple[dict[str, Any], list[Violation]]:
     return visit(composed, ""), violations
 
 
+def _naming_its_variable(one: Violation, composed: DictConfig) -> Violation:
+    names = variables_of(composed, one.key)
+    fix = f"correct the environment variable {' or '.join(names)}, or unset it"
+    return Violation(one.key, one.value, one.rule, fix) if names else one
+
+
 # Stands for a value already reported, so that it is not reported twice.
 _UNUSABLE = "\0unusable"
 
@@ -123,28 +131,12 @@ def _validate(values: dict[str, Any]) -> tuple[Config | None, list[Violation]]:
     except ValidationError as error:
         errors = [details for details in error.errors(include_url=False) if not _is_reported(details)]
         known = known_keys(_algorithm_file(values))
-        return None, _merged([_describe(details, known) for details in errors])
-
-
-def _merged(violations: Sequence[Violation]) -> list[Violation]:
-    """One violation a key: where a value may be of several types, pydantic reports each that it is not."""
-    merged: dict[str, Violation] = {}
-    for one in violations:
-        first = merged.get(one.key)
-        rule = one.rule if first is None else f"{first.rule}, or {one.rule.removeprefix('must be ')}"
-        fix = one.fix if first is None else f"set {one.key} to one of these"
-        merged[one.key] = Violation(one.key, one.value, rule, fix)
-    return list(merged.values())
+        return None, merged([described(details, known) for details in errors])
 
 
 def _is_reported(details: ErrorDetails) -> bool:
     given = details["input"]
-    return given == _UNUSABLE or (_is_of_variant(details) and given.get("name") == _UNUSABLE)
-
-
-def _is_of_variant(details: ErrorDetails) -> bool:
-    """Whether the error is that no variant of a section is named."""
-    return details["type"].startswith("union_tag")
+    return given == _UNUSABLE or (is_of_variant(details) and given.get("name") == _UNUSABLE)
 
 
 def _algorithm_file(values: dict[str, Any]) -> tuple[str, ...]:
@@ -176,54 +168,3 @@ def _at(node: Any, path: str) -> Any:
     for name in path.split(".") if path else ():
         node = node.get(name) if isinstance(node, dict) else None
     return node
-
-
-_EXPECTED = {
-    "int_type": "must be an integer",
-    "int_from_float": "must be an integer",
-    "float_type": "must be a number",
-    "bool_type": "must be true or false",
-    "string_type": "must be a string",
-    "list_type": "must be a list",
-    "dict_type": "must be a mapping",
-    "dataclass_type": "must be a mapping",
-    "finite_number": "must be a finite number",
-    "string_too_short": "must not be empty",
-    "too_short": "must not be empty",
-}
-_FILES = ("data.train_path", "data.validation_path")
-# What a pattern of the schema stands for.
-_PATTERNS = {
-    RUN_NAME: "must be the name of a folder: at most 200 letters, no slash, and no space or dot in front",
-    DOTTED_PATH: "must be a dotted path, such as package.module.Class",
-    DURATION: "must be a duration: [[days:]hours:]minutes:seconds",
-}
-
-
-def _describe(details: ErrorDetails, known: Sequence[str]) -> Violation:
-    location = [str(part) for part in details["loc"]]
-    if location[0] == "algorithm":
-        del location[1:2]  # pydantic's name of the variant
-    kind, given, context = details["type"], details["input"], details.get("ctx", {})
-    if kind not in ("unexpected_keyword_argument", "missing") and ".".join(location) not in known:
-        # pydantic adds the name of the type that the value might have had.
-        location = location[:-1] if ".".join(location[:-1]) in known and not location[-1].isdigit() else location
-    key = ".".join(location)
-    if _is_of_variant(details):
-        fix = " or ".join(f"algorithm={file}" for file in groups()["algorithm"])
-        return Violation(f"{key}.name", given.get("name"), "no such algorithm", fix)
-    if kind == "unexpected_keyword_argument":
-        return unknown_key(key, given, known)
-    if kind == "missing":
-        return Violation(key, None, "has no value", f"set it: {key}=...")
-    rule = _EXPECTED.get(kind) or _PATTERNS.get(context.get("pattern", ""))
-    rule = rule or details["msg"].replace("Input should be", "must be")
-    expected = context.get("expected")
-    if kind == "string_type" and key in _FILES:
-        return Violation(key, given, "must be the name of a file", f"{key}='data/*.jsonl' for several")
-    fix = f"choose one of: {expected}" if expected else f"set {key} to a value that {_is(rule)}"
-    return Violation(key, given, rule, f"set {key} to such a value" if "pattern" in context else fix)
-
-
-def _is(rule: str) -> str:
-    return rule.replace("must be", "is", 1).replace("must not be", "is not", 1)

@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Iterator
+from itertools import combinations
 
 from nemo_rl_lite.config.schema import Config, DataConfig, RolloutAlgorithmConfig
 from nemo_rl_lite.data import gym
 from nemo_rl_lite.data.columns import template_columns
 from nemo_rl_lite.data.files import FileError
-from nemo_rl_lite.data.kinds import kind_of
+from nemo_rl_lite.data.kinds import CHATS, PAIRS, kind_of
 from nemo_rl_lite.data.sources import ROWS, TASKS, check_file, validation_source
 from nemo_rl_lite.errors import DataError, Violation
 from nemo_rl_lite.rules.base import rule
@@ -33,6 +34,24 @@ def template_is_plain(config: Config) -> Iterator[Violation]:
         yield Violation(key, template, f"is no template: {error}", fix)
 
 
+@rule("data")
+def columns_differ(config: Config) -> Iterator[Violation]:
+    data, kind = config.data, kind_of(config)
+    if data.name not in ROWS or (kind is CHATS and data.messages_column is not None):
+        return
+    answer = "response_column" if kind is CHATS and data.response_column is not None else "answer_column"
+    named = ("chosen_column", "rejected_column") if kind is PAIRS else (answer,)
+    if kind is PAIRS or data.prompt_template is None:
+        named = ("prompt_column", *named)
+    elif not [*template_is_plain(config)] and getattr(data, answer) in template_columns(data.prompt_template):
+        rule_text = f"shows the model data.{answer} = {getattr(data, answer)!r}, which it has to answer"
+        yield Violation("data.prompt_template", data.prompt_template, rule_text, "a template without that column")
+    for first, second in combinations(named, 2):
+        if getattr(data, first) == getattr(data, second):
+            rule_text = f"is data.{first} too, and the two must differ"
+            yield Violation(f"data.{second}", getattr(data, second), rule_text, "the names of two columns")
+
+
 @rule("data.answer_pattern")
 def answer_pattern_has_a_group(config: Config) -> Iterator[Violation]:
     key, pattern = "data.answer_pattern", config.data.answer_pattern
@@ -49,7 +68,8 @@ def answer_pattern_has_a_group(config: Config) -> Iterator[Violation]:
 @rule("data")
 def files_can_be_read(config: Config) -> Iterator[Violation]:
     data = config.data
-    if data.name != "file" or [*template_is_plain(config), *answer_pattern_has_a_group(config)]:
+    wrong = [*template_is_plain(config), *columns_differ(config), *answer_pattern_has_a_group(config)]
+    if data.name != "file" or wrong:
         return
     if data.train_path is None:
         yield Violation("data.train_path", None, "is null", "data.train_path=FILE")

@@ -47,8 +47,8 @@ def _takes_a_response(config: Config, function: ast.FunctionDef) -> Iterator[Vio
     elif _OF_VERL & set(own):
         rule_text = "has the signature of verl's rewards (data_source, solution_str, ground_truth, extra_info)"
         yield Violation("reward.name", name, rule_text, fix)
-    elif own[:1] == ["answer"]:
-        yield Violation("reward.name", name, "takes `answer` first, where a reward gets the response", call)
+    elif own[:1] == ["answer"] or own[1:2] in (["response"], ["completion"]):
+        yield Violation("reward.name", name, f"takes `{own[0]}` first, where a reward gets the response", call)
     elif trouble := code.misfit(function, 2, kwargs | ({"problem": None} if "problem" in own else {})):
         yield Violation("reward.kwargs", dict(kwargs), f"do not fit {name}: {trouble}", call)
 

@@ -4,195 +4,12 @@ A file of `configs/` may set such keys: a recipe is for several machines and alg
 expects something of it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
-from nemo_rl_lite.config.algorithms import ALGORITHMS, compares, generates
-from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import batch_mode, on_gpus
-from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
-from nemo_rl_lite.data.sources import ROWS, TASKS
+from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import Violation
-from nemo_rl_lite.rewards.registry import INSTANT
-from nemo_rl_lite.rules.layout import MEGATRON
-
-_OPTIMIZER, _LOSS = f"{MEGATRON}.optimizer", "algorithm.loss_fn"
-
-
-@dataclass(frozen=True)
-class Effect:
-    """`keys`, and all below them, have an effect where `holds`; `needs` is how to get there."""
-
-    keys: tuple[str, ...]
-    holds: Callable[[Config], bool]
-    needs: str
-
-
-def _validates(config: Config) -> bool:
-    options = config.algorithm
-    during = options.val_period and (options.max_num_steps is None or options.val_period <= options.max_num_steps)
-    return options.val_at_start or options.val_at_end or bool(during)
-
-
-EFFECTS = (
-    Effect(
-        (
-            *("reward", "environment", "generation.", "refit."),
-            *(f"logger.{name}" for name in ("mismatch_warning", "log_samples", "show_samples_period")),
-        ),
-        generates,
-        " or ".join(f"algorithm={name}" for name, row in ALGORITHMS.items() if row.generates),
-    ),
-    Effect(
-        ("reward.timeout_s", "reward.processes"),
-        lambda config: config.reward.name not in INSTANT,
-        f"another reward than {' and '.join(sorted(INSTANT))}, which take no time",
-    ),
-    Effect(
-        ("environment.max_turns", "environment.timeout_s", "environment.kwargs"),
-        lambda config: config.environment.name is not None,
-        "environment=calculator or environment.name=package.module.Class",
-    ),
-    *(
-        Effect(row.own_keys, lambda config, name=name: config.generation.backend == name, f"generation={name}")
-        for name, row in ENGINES.items()
-    ),
-    Effect(
-        ("generation.colocated.resources",),
-        lambda config: not config.generation.colocated.enabled,
-        "generation.colocated.enabled=false",
-    ),
-    Effect(
-        ("policy.train_micro_batch_size", "policy.logprob_batch_size"),
-        lambda config: batch_mode(config.policy, on_gpus(config)) == "fixed",
-        "policy.sequence_packing.enabled=false; packed and dynamic batches are limited by train_mb_tokens",
-    ),
-    Effect(
-        ("policy.sequence_length_round",),
-        lambda config: batch_mode(config.policy, on_gpus(config)) != "fixed",
-        "policy.sequence_packing.enabled=true or policy.dynamic_batching.enabled=true",
-    ),
-    Effect(
-        ("policy.sequence_packing.train_mb_tokens", "policy.sequence_packing.logprob_mb_tokens"),
-        lambda config: batch_mode(config.policy, on_gpus(config)) == "packed",
-        "policy.sequence_packing.enabled=true",
-    ),
-    Effect(
-        ("policy.dynamic_batching.train_mb_tokens", "policy.dynamic_batching.logprob_mb_tokens"),
-        lambda config: config.policy.dynamic_batching.enabled,
-        "policy.dynamic_batching.enabled=true",
-    ),
-    Effect(("refit.buffer_memory_ratio",), lambda config: config.refit.bucket_bytes is None, "refit.bucket_bytes=null"),
-    Effect(
-        ("refit.num_buffers",),
-        lambda config: not config.generation.colocated.enabled,
-        "generation.colocated.enabled=false: engines on the policy's GPUs need no buffers",
-    ),
-    Effect(
-        ("policy.overlap_offload",),
-        lambda config: config.policy.offload_optimizer_states_for_logprob or bool(config.policy.offload_for_generation),
-        "something to move: offload=logprob or offload=colocated",
-    ),
-    Effect(
-        (f"{MEGATRON}.peft",), lambda config: config.policy.megatron_cfg.peft.enabled, f"{MEGATRON}.peft.enabled=true"
-    ),
-    Effect(
-        (f"{MEGATRON}.offload_modules", f"{MEGATRON}.activation_offload_fraction"),
-        lambda config: config.policy.megatron_cfg.fine_grained_activation_offloading,
-        f"{MEGATRON}.fine_grained_activation_offloading=true",
-    ),
-    Effect(
-        tuple(f"{_OPTIMIZER}.{name}" for name in ("adam_beta1", "adam_beta2", "adam_eps")),
-        lambda config: config.policy.megatron_cfg.optimizer.optimizer == "adam",
-        f"{_OPTIMIZER}.optimizer=adam",
-    ),
-    Effect(
-        (f"{_OPTIMIZER}.sgd_momentum",),
-        lambda config: config.policy.megatron_cfg.optimizer.optimizer == "sgd",
-        f"{_OPTIMIZER}.optimizer=sgd",
-    ),
-    Effect(
-        (f"{_OPTIMIZER}.optimizer_offload_fraction",),
-        lambda config: config.policy.megatron_cfg.optimizer.optimizer_cpu_offload,
-        f"{_OPTIMIZER}.optimizer_cpu_offload=true",
-    ),
-    Effect(
-        (f"{_OPTIMIZER}.min_lr",),
-        lambda config: config.policy.megatron_cfg.scheduler.lr_decay_style != "constant",
-        f"{MEGATRON}.scheduler.lr_decay_style=cosine",
-    ),
-    Effect(
-        (f"{MEGATRON}.scheduler.lr_warmup_init",),
-        lambda config: config.policy.megatron_cfg.scheduler.lr_warmup_iters > 0,
-        f"{MEGATRON}.scheduler.lr_warmup_iters=10",
-    ),
-    Effect(
-        tuple(
-            f"{_LOSS}.{name}"
-            for name in (
-                "reference_policy_kl_type",
-                "use_bias_correction_kl",
-                "kl_input_clamp_value",
-                "kl_output_clamp_value",
-            )
-        ),
-        compares,
-        f"{_LOSS}.reference_policy_kl_penalty=0.01",
-    ),
-    Effect(
-        (
-            *(f"algorithm.{name}" for name in ("max_val_samples", "val_temperature", "val_metric")),
-            *("algorithm.higher_is_better", "checkpoint.keep_best"),
-        ),
-        _validates,
-        "a validation: algorithm.val_at_end=true, or an algorithm.val_period up to algorithm.max_num_steps",
-    ),
-    Effect(
-        ("algorithm.max_num_epochs",),
-        lambda config: config.data.name not in TASKS,
-        "rows, such as data=file: generated data never ends",
-    ),
-    Effect(
-        ("algorithm.sft_average_log_probs",),
-        lambda config: getattr(config.algorithm, "sft_loss_weight", 0) > 0,
-        "algorithm.sft_loss_weight=1",
-    ),
-    Effect(("data.train_path", "data.validation_path"), lambda config: config.data.name == "file", "data.name=file"),
-    Effect(
-        ("data.path", "data.subset", "data.train_split", "data.validation_split"),
-        lambda config: config.data.name == "hub",
-        "data.name=hub",
-    ),
-    Effect(("data.task",), lambda config: config.data.name == "reasoning_gym", "data=reasoning_gym"),
-    Effect(
-        tuple(f"data.{name}" for name in ("shuffle", "answer_column", "chosen_column", "rejected_column", "train_on")),
-        lambda config: config.data.name in ROWS,
-        "data=file or data=hub",
-    ),
-    Effect(
-        ("data.prompt_column",),
-        lambda config: config.data.name != "reverse_digits" and config.data.prompt_template is None,
-        "data with such columns and data.prompt_template=null",
-    ),
-    Effect(("data.chosen_column", "data.rejected_column"), lambda config: kind_of(config) is PAIRS, "algorithm=dpo"),
-    Effect(("data.answer_column",), lambda config: kind_of(config) is not PAIRS, "algorithm=grpo or algorithm=sft"),
-    Effect(("data.answer_pattern",), lambda config: kind_of(config) is PROBLEMS, "algorithm=grpo"),
-    Effect(("data.train_on",), lambda config: kind_of(config) is CHATS, "algorithm=sft"),
-    Effect(("profile.tool",), lambda config: bool(config.profile.steps), "'profile.steps=[3]'"),
-    Effect(("logger.wandb",), lambda config: config.logger.wandb_enabled, "logger.wandb_enabled=true"),
-    Effect(("logger.mlflow",), lambda config: config.logger.mlflow_enabled, "logger.mlflow_enabled=true"),
-    Effect(
-        tuple(f"checkpoint.{name}" for name in ("async_save", "keep_newest", "keep_best", "resume_layouts")),
-        lambda config: config.checkpoint.save_period > 0,
-        "checkpoint.save_period=10",
-    ),
-    Effect(
-        ("cluster.cpu_ranks", "generation.vllm_cfg.cpu_kv_cache_gib"),
-        lambda config: not on_gpus(config),
-        "cluster.gpus_per_node=0",
-    ),
-)
+from nemo_rl_lite.rules.effects import EFFECTS
 
 # A command for GPUs may be tried on CPUs: these are told, and not refused.
 ON_GPUS = (
@@ -214,7 +31,7 @@ def keys_without_effect(config: Config, given: Sequence[str]) -> Iterator[Violat
     for key in given:
         for effect in EFFECTS:
             if _is_of(key, effect.keys) and not effect.holds(config):
-                rule_text, fix = f"has no effect without {effect.needs}", f"leave {key} out, or {effect.needs}"
+                rule_text, fix = f"{effect.otherwise} without {effect.needs}", f"leave {key} out, or {effect.needs}"
                 yield Violation(key, None, rule_text, fix)
                 break
 

@@ -13,9 +13,11 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from nemo_rl_lite.config.keys import CONFIG_NAME, config_dir
-from nemo_rl_lite.config.overrides import RUN_FOLDER, check_overrides, given_keys, named_run_folder
+from nemo_rl_lite.config.overrides import RUN_FOLDER, SWEEP_FOLDER, check_overrides, given_keys, named_run_folder
+from nemo_rl_lite.config.variables import known_variables, unread_variables
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
 from nemo_rl_lite.host.disk import why_not_writable
+from nemo_rl_lite.host.ray_address import check_ray_address
 from nemo_rl_lite.rules.compose import compose_command, resolve
 from nemo_rl_lite.rules.without_effect import told_on_cpus
 from nemo_rl_lite.run.flags import split_arguments
@@ -58,8 +60,9 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
         if wrong or violations or not flags.only_informs:
             # Check before Hydra makes the run's folder, and before the first job of a sweep.
             _check(jobs(overrides) if flags.sweeps else [overrides], wrong, violations)
-        if not flags.only_informs and not flags.sweeps:
-            _check_run_folder(named_run_folder(overrides))
+        if not flags.only_informs:
+            _check_folder(overrides, SWEEP_FOLDER if flags.sweeps else RUN_FOLDER)
+            check_ray_address()
         if flags.dry_run:
             _dry_run(overrides, flags.sweeps)
             return []
@@ -87,16 +90,20 @@ def _check(jobs: Iterable[Sequence[str]], wrong: Sequence[Violation], of_overrid
         raise ConfigError([*wrong, *error.violations]) from None
     if wrong or of_overrides:
         raise ConfigError([*wrong, *of_overrides])
+    if unread := unread_variables():
+        known = ", ".join(sorted(known_variables()))
+        sys.stderr.write(f"note: without effect, because nothing reads it: {', '.join(unread)} (read are {known})\n")
     if told:
         sys.stderr.write(f"note: without effect, because the run is on CPUs: {', '.join(told)}\n")
 
 
-def _check_run_folder(named: str | None) -> None:
-    """Raise ConfigError where the run's folder is empty text, or cannot be written."""
+def _check_folder(overrides: Sequence[str], key: str) -> None:
+    """Raise ConfigError where the folder of the run or of the sweep is empty text, or cannot be written."""
+    named = named_run_folder(overrides, key)
     # Only Hydra knows what a reference stands for.
     folder = "." if named is not None and "${" in named else "outputs" if named is None else named
     if rule := why_not_writable(Path(folder)) if folder else "is empty":
-        raise ConfigError([Violation(RUN_FOLDER, folder, rule, "name another folder, or free some space")])
+        raise ConfigError([Violation(key, folder, rule, "name another folder, or free some space")])
 
 
 def _was_ended(end: SystemExit) -> bool:

@@ -48,6 +48,8 @@ class Flags:
         for flag in self.given:
             if flag.startswith("-") and _name(flag) not in FLAGS:
                 yield _unknown(flag)
+            elif "=" in flag and not any(_name(flag) in names for names in _VALUES):
+                yield Violation(flag, None, "is a flag, which takes no value", f"write {_name(flag)}, or leave it out")
         names = {_name(flag) for flag in self.given}
         if names & set(_OF_CFG) and not names & set(_CFG):
             lonely = next(flag for flag in self.given if _name(flag) in _OF_CFG)

@@ -55,10 +55,13 @@ def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
 
 
 def sweep_problems(flags: Flags, overrides: Sequence[str]) -> list[Violation]:
-    """The problem of a sweep that has fewer than two jobs, or one of them twice."""
+    """The problems of a sweep that has fewer than two jobs, or one of them twice, or endlessly many."""
     if not flags.sweeps:
         return []
     found = list(jobs(overrides))
+    if ranges := [one.partition("=") for one in overrides if _is_continuous(one)]:
+        rule_text = "has no list of values, and a sweep has a run for each value"
+        return [Violation(key, given, rule_text, f"{key}=1,2,3 or {key}=range(1,4)") for key, _, given in ranges]
     if all(len(values_of(override)) == 1 for override in overrides) or any(map(_is_empty, overrides)):
         rule_text, fix = "no key has several values", f"algorithm.seed=1,2,3, or leave {SWEEP[1]} out"
         return [Violation(SWEEP[1], None, rule_text, fix)]
@@ -78,6 +81,12 @@ def values_of(argument: str) -> list[str]:
         return [argument]
     key = argument.partition("=")[0]
     return [f"{key}={value}" for value in override.sweep_string_iterator()] if override.is_discrete_sweep() else []
+
+
+def _is_continuous(argument: str) -> bool:
+    """Whether an override sweeps over all numbers between two."""
+    override = parse_override(argument)
+    return override is not None and override.is_sweep_override() and not override.is_discrete_sweep()
 
 
 def _is_empty(argument: str) -> bool:

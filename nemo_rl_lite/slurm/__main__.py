@@ -7,7 +7,6 @@ requeued and resumes from its newest checkpoint. Options may be kept in a file, 
 
 import argparse
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -15,22 +14,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl_lite.config.overrides import RUN_FOLDER, named_run_folder
+from nemo_rl_lite.config.overrides import named_run_folder
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.errors import ConfigError, LauncherError, Violation, shown_as_message
+from nemo_rl_lite.errors import ConfigError, LauncherError, shown_as_message
 from nemo_rl_lite.rules.compose import compose_command
 from nemo_rl_lite.slurm.batch_job import BatchJob, Container
+from nemo_rl_lite.slurm.options import SBATCH, option_problems
 
-# Options of sbatch, and their help; `--NAME VALUE` becomes `#SBATCH --NAME=VALUE`.
-_SBATCH = {
-    "partition": "where to run",
-    "account": "on whose account",
-    "qos": "quality of service",
-    "time": "limit, as minutes or [days-]hours:minutes:seconds; a longer run is requeued",
-    "cpus-per-task": "CPUs of each node, where the job shares its nodes (default: whole nodes)",
-    "mem": "memory of each node, where the job shares its nodes",
-    "gres": "in place of --gpus-per-node=N, for instance gpu:h100:8",
-}
 _SHARED = ("cpus-per-task", "mem")
 
 
@@ -75,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--output", type=Path, metavar="FILE", help="write the script to a file")
     slurm = parser.add_argument_group("Slurm")
     slurm.add_argument("-J", "--job-name", metavar="NAME", help="(default: run_name)")
-    for name, help_text in _SBATCH.items():
+    for name, help_text in SBATCH.items():
         short = {"partition": "-p", "account": "-A", "qos": "-q", "time": "-t", "cpus-per-task": "-c"}.get(name)
         slurm.add_argument(*filter(None, [short]), f"--{name}", metavar=name.upper()[:4], help=help_text)
     slurm.add_argument("--sbatch", action="append", default=[], metavar="=--OPTION", help="any other #SBATCH line")
@@ -97,48 +87,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _job(given: argparse.Namespace, config: Config) -> BatchJob:
     """Make the job. Raises ConfigError: the options contradict the configuration or each other."""
-    violations = []
-    if given.requeue and not config.checkpoint.save_period:
-        rule = "a requeued job would have no checkpoint to resume from"
-        violations.append(Violation("checkpoint.save_period", 0, rule, "checkpoint.save_period=10, or --no-requeue"))
-    if given.container_mounts and not given.container_image:
-        violations.append(
-            Violation("--container-mounts", given.container_mounts, "needs a container", "--container-image=...")
-        )
-    if given.stop_before <= 0:
-        violations.append(Violation("--stop-before", given.stop_before, "must be greater than 0", "--stop-before=120"))
-    limit = _limit_s(given.time) if given.time else None
-    if limit is not None and given.stop_before >= limit:
-        rule, fix = f"leaves nothing of the time limit, {given.time}", "a smaller --stop-before, or a longer --time"
-        violations.append(Violation("--stop-before", given.stop_before, rule, fix))
-    if given.join_timeout <= 0:
-        violations.append(
-            Violation("--join-timeout", given.join_timeout, "must be greater than 0", "--join-timeout=600")
-        )
-    if given.container_runtime != "pyxis" and not given.container_image:
-        rule = "needs a container"
-        violations.append(Violation("--container-runtime", given.container_runtime, rule, "--container-image=..."))
-    for name in _SBATCH:
-        if getattr(given, name.replace("-", "_")) == "":
-            violations.append(Violation(f"--{name}", "", "is empty", f"a value, or no --{name}"))
-    for name in ("sbatch", "srun", "setup", "log"):
-        for line in [given.log] if name == "log" else getattr(given, name):
-            if "\n" in line or (name in ("sbatch", "srun") and not line.startswith("-")):
-                example = f"--{name}=--constraint=h100" if name != "setup" else "--setup='module load cuda'"
-                violations.append(
-                    Violation(f"--{name}", line, "must be one line, and for sbatch and srun an option", example)
-                )
-    if "%" in str(Path(given.log).parent):
-        rule = "has a pattern in its folder, which must exist before the job"
-        violations.append(Violation("--log", given.log, rule, "--log=logs/%x-%j.out"))
     run_folder = named_run_folder(given.overrides)
-    if run_folder and "${" in run_folder:
-        rule = "must stay the same when the job is requeued"
-        fix = f"{RUN_FOLDER}=outputs/my-run, or leave it to the job"
-        violations.append(Violation(RUN_FOLDER, run_folder, rule, fix))
-    if violations:
+    if violations := list(option_problems(given, config, run_folder)):
         raise ConfigError(violations)
-    own = {name: getattr(given, name.replace("-", "_")) for name in _SBATCH}
+    own = {name: getattr(given, name.replace("-", "_")) for name in SBATCH}
     options = [f"--{name}={shlex.quote(value)}" for name, value in own.items() if value is not None]
     if not any(own[name] for name in _SHARED):
         options += ["--exclusive", "--mem=0"]
@@ -162,18 +114,6 @@ def _job(given: argparse.Namespace, config: Config) -> BatchJob:
         interface=given.interface,
         container=Container(given.container_runtime, image, mounts) if image else None,
     )
-
-
-def _limit_s(text: str) -> int | None:
-    """Seconds of a time limit as sbatch takes it: minutes[:seconds], hours:minutes:seconds, or days-hours[:minutes
-    [:seconds]]. None for anything else, such as UNLIMITED, which sbatch judges."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
-    if found is None:
-        return None
-    days, *parts = (int(part) if part else None for part in found.groups())
-    numbers = [part for part in parts if part is not None]
-    units = (3600, 60, 1) if days is not None or len(numbers) == 3 else (60, 1)
-    return (days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
 
 
 def _submit(script: str) -> str:

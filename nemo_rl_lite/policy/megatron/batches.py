@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_lite.losses.batch import Batch
-from nemo_rl_lite.losses.interface import Loss, Normalizers
+from nemo_rl_lite.losses.interface import Loss, Normalizers, loss_of
 from nemo_rl_lite.observability import progress
 from nemo_rl_lite.observability.profiling import span
 from nemo_rl_lite.offload import activations
@@ -81,7 +81,7 @@ def forward_backward(
 
         def scaled_loss(logits: Tensor) -> tuple[Tensor, Any]:
             whole = replace(own, **needed_scores(logits, micro, temperature, loss))
-            value, metrics = loss(token_logprobs(logits, micro, temperature), whole, counts)
+            value, metrics = loss_of(loss, token_logprobs(logits, micro, temperature), whole, counts)
             return value * scale, metrics
 
         return scaled_loss

@@ -15,7 +15,7 @@ from torch import Tensor
 from nemo_rl_lite.config.schema import ClusterConfig, PolicyConfig, RefitConfig
 from nemo_rl_lite.host import numa
 from nemo_rl_lite.losses.batch import Batch, TokenRow
-from nemo_rl_lite.losses.interface import Loss, Metrics, Normalizers, combine_metrics
+from nemo_rl_lite.losses.interface import Loss, Metrics, Normalizers, combine_metrics, loss_of
 from nemo_rl_lite.losses.policy_gradient import mismatch_metrics
 from nemo_rl_lite.models.hf_folder import on_host, write_hf_folder
 from nemo_rl_lite.observability import progress
@@ -158,7 +158,7 @@ class MegatronWorker:
             return None
         logprobs_BT = scored.pop("logprobs")
         with torch.no_grad():
-            _, metrics = loss(logprobs_BT[:rows], replace(batch, **scored).rows(slice(rows)), counts)
+            _, metrics = loss_of(loss, logprobs_BT[:rows], replace(batch, **scored).rows(slice(rows)), counts)
         return _floats(metrics)
 
     def train(

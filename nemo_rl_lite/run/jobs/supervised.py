@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from nemo_rl_lite.algorithms.report import Report
-from nemo_rl_lite.algorithms.supervised import Supervised
+from nemo_rl_lite.algorithms.supervised import Supervised, total_steps
 from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.cluster.system_usage import SystemUsage
 from nemo_rl_lite.config.algorithms import compares
@@ -14,6 +14,7 @@ from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.losses.registry import make_loss
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog, under
+from nemo_rl_lite.rules.steps import check_total_steps
 from nemo_rl_lite.run.jobs.steps import make_steps
 from nemo_rl_lite.run.memory_plan import show_memory_plan
 from nemo_rl_lite.run.model import starting_model
@@ -30,6 +31,7 @@ class SupervisedJob:
         encoder = Encoder(tokenizer, config.policy.max_total_sequence_length, config.data.too_long)
         with console.busy("checking that every chat fits"):
             self._training = training_examples(config, encoder)
+            check_total_steps(config, total_steps(config.options(SupervisedConfig), self._training.steps_per_epoch))
             self._validation = validation_examples(config, encoder)
 
     def run(self, metrics: MetricsLog, reserved: Reserved, start: Start) -> dict[str, int]:

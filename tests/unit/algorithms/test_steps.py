@@ -85,3 +85,17 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(steps):
     with pytest.raises(TrainingError, match=r"2 steps in a row .*policy\.max_skipped_steps"):
         take(steps, 9, NEVER, lambda step: steps.metrics.log(step, {"train/skipped_steps": skipped[step]}))
     assert steps.metrics.series("train/skipped_steps")[0] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "warned"),
+    [
+        ({"train/grad_norm": 0.0}, True),
+        ({"train/grad_norm": 0.0, "train/advantages/max": 1.0, "train/advantages/min": -1.0}, True),
+        ({"train/grad_norm": 0.0, "train/advantages/max": 0.0, "train/advantages/min": 0.0}, False),
+        ({"train/grad_norm": 1e-9}, False),
+    ],
+)
+def test_gradients_that_are_all_0_are_told_once(steps, caplog, metrics, warned):
+    take(steps, 3, NEVER, lambda step: steps.metrics.log(step, metrics))
+    assert caplog.text.count("all gradients are exactly 0") == warned

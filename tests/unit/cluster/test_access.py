@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from nemo_rl_lite.cluster.access import close_to_others
+from nemo_rl_lite.errors import ConfigError
 
 
 @pytest.fixture
@@ -22,7 +23,10 @@ def variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
 
 
-def test_a_ray_of_its_own_has_a_secret(environ):
+@pytest.mark.parametrize("address", [None, "", "local"])
+def test_a_ray_of_its_own_has_a_secret(environ, address):
+    if address is not None:
+        environ.setenv("RAY_ADDRESS", address)
     close_to_others()
     first = variables()
     assert first["RAY_AUTH_MODE"] == "token" and len(first["RAY_AUTH_TOKEN"]) == 64
@@ -47,3 +51,18 @@ import nemo_rl_lite.cluster.access
 assert not any(name == "ray" or name.startswith("ray.") for name in sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_cluster_that_cannot_be_joined_is_named(environ):
+    from nemo_rl_lite.cluster import runtime
+
+    def refuses(**options):
+        raise ConnectionError(f"no Ray at {options['address']}")
+
+    environ.setattr(runtime.ray, "init", refuses)
+    environ.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS = 'auto'\n.*cannot be joined: no Ray at auto"):
+        runtime._start_or_join()
+    environ.setenv("RAY_ADDRESS", "")
+    with pytest.raises(ConnectionError, match="no Ray at local"):
+        runtime._start_or_join()

@@ -218,3 +218,29 @@ def test_an_empty_prompt_or_response_is_named():
         to_chat(compose_config(["algorithm=sft"]).data, {"prompt": " ", "answer": "4"}, "row 1")
     with pytest.raises(DataError, match="row 1: the response is empty"):
         to_chat(compose_config(["algorithm=sft"]).data, {"prompt": "2+2", "answer": ""}, "row 1")
+
+
+@pytest.mark.parametrize(("which", "expected"), [("all", ["4<eos>", "6<eos>"]), ("last", ["6<eos>"])])
+def test_messages_of_weight_0_are_read_and_not_trained_on(which, expected, tmp_path):
+    messages = said("u:1", "a:4", "u:2", "a:5", "u:3", "a:6", "u:7", "a:8")
+    for place, weight in ((1, 1), (3, 0), (7, 0)):
+        messages[place]["weight"] = weight
+    example = chat(messages, train_on=which)
+    whole, runs = trained_texts(tmp_path, example)
+    assert runs == expected and "5<eos>" in whole and not example.unanswered
+    sharegpt = [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2", "weight": 0}]
+    with pytest.raises(DataError, match="no message of the assistant to train on: they have weight 0"):
+        chat(sharegpt)
+
+
+@pytest.mark.parametrize(
+    ("role", "field", "words"),
+    [
+        ("assistant", {"train": False}, "2: the field 'train' is not read; write 'weight': 0"),
+        ("assistant", {"weight": 0.5}, "2: its weight must be 0 or 1, found 0.5"),
+        ("user", {"weight": 1}, "2: has weight 1, and only messages of the assistant"),
+    ],
+)
+def test_other_fields_about_training_are_refused(role, field, words):
+    with pytest.raises(DataError, match=words):
+        chat([*said("u:1"), {"role": role, "content": "2"} | field, *said("a:3")])

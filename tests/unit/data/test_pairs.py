@@ -135,3 +135,16 @@ def test_the_embedded_task_makes_a_mistake_for_each_answer(digits):
 def test_a_task_of_right_answers_has_no_pairs():
     with pytest.raises(DataError, match="data=file or data=hub"):
         pair_of(Problem(chat("1+1"), "2"))
+
+
+def test_pairs_that_all_prefer_neither_are_told_so(tmp_path):
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1", "chosen": "2", "rejected": "2"}\n' * 3)
+    config = compose_config(["algorithm=dpo"]).data
+    config = dataclasses.replace(config, name="file", train_path=str(tmp_path / "pairs.jsonl"))
+    with pytest.raises(DataError, match="row 1 and the 2 after it: every row prefers neither response"):
+        training_set(config, seed=0, kind=PAIRS)
+
+
+def test_a_response_that_is_not_trained_on_makes_no_pair():
+    with pytest.raises(DataError, match="weight 0"):
+        pair({"prompt": "2+2", "chosen": GOOD, "rejected": [BAD[0] | {"weight": 0}]})

@@ -34,9 +34,9 @@ def test_a_cluster_that_is_named(machine):
         server.bind(("127.0.0.1", 0))
         server.listen()
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        (check,) = network.ray_address(machine(RAY_ADDRESS=address))
+        (check,) = network.cluster_address(machine(RAY_ADDRESS=address))
         assert check.status is OK and "runs join that cluster" in check.found
-    (check,) = network.ray_address(machine(RAY_ADDRESS=address))
+    (check,) = network.cluster_address(machine(RAY_ADDRESS=address))
     assert check.status is FAIL and check.found.startswith(f"{address} does not answer")
 
 
@@ -44,7 +44,7 @@ def test_a_cluster_that_is_named(machine):
     ("address", "status"), [("auto", OK), ("local", OK), ("somewhere", FAIL), ("127.0.0.1:99999999", FAIL), ("", OK)]
 )
 def test_other_addresses(machine, address, status):
-    assert next(network.ray_address(machine(RAY_ADDRESS=address))).status is status
+    assert next(network.cluster_address(machine(RAY_ADDRESS=address))).status is status
 
 
 @pytest.mark.parametrize(

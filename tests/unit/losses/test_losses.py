@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from nemo_rl_lite.losses.interface import combine_metrics, count_masked
+from nemo_rl_lite.errors import TrainingError
+from nemo_rl_lite.losses.interface import combine_metrics, count_masked, loss_of
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss, kl_estimate, mismatch_metrics
 from tests.unit.losses.batches import batch_of, rows_of
 from tests.unit.losses.test_losses_match_trl import loss_config, our_loss, random_inputs
@@ -177,3 +178,26 @@ def test_a_loss_that_lacks_what_it_reads_says_so():
     del inputs["reference_logprobs"], inputs["advantages"]
     with pytest.raises(ValueError, match="the loss reads advantages, which this run's batches do not have"):
         GRPOLoss(loss_config())(inputs["logprobs"], batch_of(inputs), count_masked(rows_of(inputs["mask"])))
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (lambda logprobs: (logprobs.sum().detach(), {"loss": logprobs.sum()}), "has no gradient"),
+        (lambda logprobs: (0.5, {"loss": logprobs.sum()}), "has no gradient"),
+        (lambda logprobs: (logprobs.sum(), {"nll": logprobs.sum()}), "has no metric 'loss', .*: nll"),
+    ],
+)
+def test_what_cannot_train_is_refused_where_it_is_returned(returned, words):
+    inputs = random_inputs()
+    batch, counts = batch_of(inputs), count_masked(rows_of(inputs["mask"]))
+    logprobs = inputs["logprobs"].detach().requires_grad_()
+    with pytest.raises(TrainingError, match=f"^algorithm.loss: what function returns {words}"):
+        loss_of(lambda logprobs, batch, counts: returned(logprobs), logprobs, batch, counts)
+
+
+def test_a_micro_batch_without_trained_tokens_may_have_a_constant_loss():
+    inputs = random_inputs()
+    logprobs, batch = inputs["logprobs"].detach().requires_grad_(), batch_of(inputs | {"mask": inputs["mask"] * 0})
+    constant = (torch.zeros(()), {"loss": torch.zeros(())})
+    assert loss_of(lambda *arguments: constant, logprobs, batch, count_masked([])) == constant

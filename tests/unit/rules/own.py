@@ -23,6 +23,10 @@ def swapped(answer, response):
     return 1.0
 
 
+def asked(prompt, completion):
+    return 1.0
+
+
 @no_such_package_anywhere.takes_anything
 def decorated(prompt):
     return prompt

@@ -26,6 +26,8 @@ PEFT, EXPERTS = "policy.megatron_cfg.peft", "policy.megatron_cfg.expert_model_pa
 ACTIVATIONS = "policy.megatron_cfg.fine_grained_activation_offloading"
 MODULES = "policy.megatron_cfg.offload_modules"
 SHARE = "policy.megatron_cfg.activation_offload_fraction"
+FILES = "data=file data.train_path=DATA data.validation_path=DATA"
+OFF = "algorithm.val_at_start=false algorithm.val_at_end=false algorithm.val_period=0"
 GPU = (
     "cluster.gpus_per_node=1 policy=megatron_gpu generation=transformers policy.max_total_sequence_length=64 "
     "generation.max_new_tokens=16"
@@ -42,6 +44,12 @@ CASES = {
     "loss_fn.ratio_clip_min=0.1": ["loss_fn.ratio_clip_min", f"did you mean {LOSS}.ratio_clip_min"],
     "generation.temprature=1": ["generation.temprature", "did you mean generation.temperature"],
     "seed=1": ["seed", "did you mean algorithm.seed"],
+    "algorithm.beta=0.1": ["algorithm.beta", f"did you mean {LOSS}.reference_policy_kl_penalty?"],
+    "algorithm=dpo algorithm.beta=0.1": ["did you mean algorithm.reference_policy_kl_penalty?"],
+    f"{LOSS}.ratio_eps=0.2": [f"did you mean {LOSS}.ratio_clip_min and {LOSS}.ratio_clip_max?"],
+    "policy.generation.temperature=1": ["did you mean generation.temperature?"],
+    "policy.generation.vllm_cfg.async_engine=true": ["engines have the section generation"],
+    "algorithm.max_num_steps=null": ["algorithm.max_num_steps = 'null'", "must be an integer"],
     "completely.unheard.of=1": ["completely.unheard.of", "unknown key", "--cfg job"],
     "polcy=megatron": ["polcy", "did you mean policy"],
     "policy=megatro": ["policy", "did you mean policy=megatron"],
@@ -92,6 +100,7 @@ CASES = {
     "reward.name=tests.unit.rules.own.score algorithm.seed=abc": ["1 problem", "algorithm.seed"],
     "reward.name=tests.unit.rules.own.of_verl": ["reward.name", "the signature of verl's rewards"],
     "reward.name=tests.unit.rules.own.swapped": ["reward.name", "takes `answer` first"],
+    "reward.name=tests.unit.rules.own.asked": ["reward.name", "takes `prompt` first"],
     "reward.name=tests/unit/rules/own.py:score": ["fix: reward.name=tests.unit.rules.own.score", "1 problem"],
     "environment.name=tests.unit.rules.own.Mute environment.max_turns=2": ["environment.name", "no method step"],
     "environment.name=tests.unit.rules.own.Later environment.max_turns=2": ["environment.name", "async def"],
@@ -173,6 +182,10 @@ CASES = {
     "algorithm.num_generations_per_prompt=1": ["algorithm.num_generations_per_prompt", "at least 2"],
     f"{LOSS}.sequence_level_importance_ratios=true": [f"{LOSS}.token_level_loss=false"],
     f"{LOSS}.truncated_importance_sampling_ratio=2": ["use_importance_sampling_correction=true"],
+    f"{LOSS}.use_importance_sampling_correction=true {LOSS}.truncated_importance_sampling_ratio=0.5": [
+        f"{LOSS}.truncated_importance_sampling_ratio",
+        "greater than or equal to 1",
+    ],
     f"{LOSS}.ratio_clip_c=1.1": [f"{LOSS}.ratio_clip_c", "must exceed 1 + ratio_clip_max"],
     f"{OPTIMIZER}.min_lr=1": [f"{OPTIMIZER}.min_lr", "must not exceed lr"],
     f"{OPTIMIZER}.optimizer=sgd": [f"{OPTIMIZER}.use_distributed_optimizer", "adam only"],
@@ -448,6 +461,9 @@ CASES = {
     ],
     "algorithm.loss=builtins.repr": ["algorithm.loss", "makes a str without __call__ and counts", "protocol Loss"],
     "+algorithm.loss_kwargs.limit=5": ["algorithm.loss_kwargs", "algorithm.loss, which is null"],
+    "algorithm.loss=nemo_rl_lite.losses.sft.sft_loss": ["makes the loss of algorithm=sft", "algorithm.loss=null"],
+    "algorithm.loss=nemo_rl_lite.losses.dpo.DPOLoss": ["makes the loss of algorithm=dpo", "this run is algorithm=grpo"],
+    "algorithm=sft algorithm.loss=nemo_rl_lite.losses.policy_gradient.GRPOLoss": ["makes the loss of algorithm=grpo"],
     "algorithm.loss=tests.unit.rules.losses.Unheard": ["algorithm.loss", "needs attention", "entropy and topk_logits"],
     "algorithm.loss=tests.unit.rules.losses.Topk": ["algorithm.loss", "needs topk_logits and has no int `topk`"],
     f"cluster.cpu_ranks=2 {TP}=2 algorithm.loss=tests.unit.rules.losses.Topk +algorithm.loss_kwargs.topk=4": [
@@ -459,6 +475,10 @@ CASES = {
     "-m algorithm.seed=1,abc": ["algorithm.seed", "must be an integer"],
     "-m generation.temperature=0,1 algorithm.seed=1,2": ["generation.temperature", "greater than 0"],
     "-m --cfg job": ["-m --cfg job", "drop one"],
+    "-m algorithm.seed=interval(1,5)": ["algorithm.seed = 'interval(1,5)'", "no list of values", "range(1,4)"],
+    "-m algorithm.seed=1,2 hydra.sweep.dir=DATA": ["hydra.sweep.dir", "DATA.jsonl"],
+    "--dry-run=true": ["--dry-run=true", "takes no value", "write --dry-run"],
+    "--multirun=true algorithm.seed=1": ["--multirun=true", "write --multirun"],
     "-m algorithm.seed=3": ["-m", "no key has several values", "algorithm.seed=1,2,3"],
     "--dryrun --dry-run": ["--dryrun", "did you mean --dry-run?", "1 problem found"],
     "--dry-run --help": ["--dry-run --help", "drop one"],
@@ -492,6 +512,35 @@ CASES = {
         "20 steps have 4",
     ],
     # Keys that another key switches off.
+    "algorithm.val_period=3 algorithm.val_at_end=false checkpoint.save_period=2 algorithm.max_num_steps=4 "
+    "checkpoint.keep_best=2": ["checkpoint.keep_best", "a validation of a step that is saved", "1 problem found"],
+    f"{FILES} {OFF}": ["data.validation_path", "without a validation", "1 problem found"],
+    f"data=file data.train_path=DATA data.validation_fraction=0.5 {OFF}": [
+        "data.validation_fraction",
+        "takes rows from the training that nothing reads without a validation",
+    ],
+    "reward=math reward.timeout_s=null reward.processes=8": ["reward.processes", "reward.timeout_s=60"],
+    "cluster.gpus_per_node=8 policy=megatron_gpu generation=vllm_gpu policy.max_total_sequence_length=64 "
+    "generation.max_new_tokens=16 generation.colocated.enabled=false generation.colocated.resources.gpus_per_node=4 "
+    "refit.direct=false": ["refit.direct", "generation.colocated.enabled=true", "1 problem found"],
+    f"algorithm=sft {FILES} data.response_column=answer data.answer_column=other": [
+        "data.answer_column",
+        "data.response_column=null",
+        "1 problem found",
+    ],
+    "algorithm=sft data=hub data.path=a/b data.validation_fraction=0.1 data.messages_column=m data.prompt_column=x": [
+        "data.prompt_column",
+        "data.messages_column=null",
+        "1 problem found",
+    ],
+    f"algorithm=sft {FILES} data.response_column=answer data.train_on=last": ["data.train_on", "whole chats"],
+    # One column that is read as two, or that shows the answer.
+    f"{FILES} data.prompt_column=answer": ["data.answer_column", "is data.prompt_column too", "1 problem found"],
+    f"algorithm=sft {FILES} data.response_column=prompt": ["data.response_column", "is data.prompt_column too"],
+    f"algorithm=dpo {FILES} data.prompt_column=chosen": ["data.chosen_column", "is data.prompt_column too"],
+    f"algorithm=dpo {FILES} data.rejected_column=chosen": ["data.rejected_column", "is data.chosen_column too"],
+    f"{FILES} data.prompt_template='{{prompt}} {{answer}}'": ["data.prompt_template", "shows the model", "'answer'"],
+    f"algorithm=dpo data=file data.train_path=EQUAL {OFF}": ["data.train_path", "prefers neither response"],
     "algorithm=sft logger.log_samples=10": ["logger.log_samples", "algorithm=grpo"],
     "refit.bucket_bytes=1000000 refit.buffer_memory_ratio=0.1": ["refit.buffer_memory_ratio", "bucket_bytes=null"],
     "refit.num_buffers=4": ["refit.num_buffers", "generation.colocated.enabled=false"],
@@ -609,6 +658,7 @@ def places(tmp_path, monkeypatch) -> dict[str, str]:
     row = json.dumps({"prompt": "2+2", "answer": "4"})
     files = {"DATA": row, "BROKEN": f"{row}\n{{", "BLANK": "\n", "NULL": json.dumps({"prompt": "x", "answer": None})}
     files |= {"WHOLE": json.dumps({"messages": []}), "TRUE": json.dumps({"prompt": "x", "answer": True})}
+    files["EQUAL"] = json.dumps({"prompt": "x", "chosen": "1", "rejected": "1"})
     files["TWICE"] = '{"prompt": "x", "answer": "1", "answer": "2"}'
     (tmp_path / "ZIPPED.jsonl").write_bytes(gzip.compress(row.encode()))
     for name, content in files.items():
@@ -635,6 +685,16 @@ def test_bad_config(arguments, places, capsys, tmp_path):
     for expected in CASES[arguments]:
         assert expected in captured.err
     assert not (tmp_path / "outputs").exists(), "a bad configuration must not leave a run folder"
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"], ["-m", "algorithm.seed=1,2"]])
+@pytest.mark.parametrize(("address", "words"), [("nonsense", "is no HOST:PORT"), ("127.0.0.1:9", "does not answer")])
+def test_an_address_of_ray_that_nothing_answers_at(address, words, flags, monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(SystemExit) as exit_:
+        train.main(flags)
+    message = capsys.readouterr().err
+    assert exit_.value.code == 2 and f"RAY_ADDRESS = '{address}'" in message and words in message
 
 
 def test_everything_is_reported_at_once(places, capsys):

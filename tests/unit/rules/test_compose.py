@@ -10,7 +10,9 @@ from nemo_rl_lite.config.schema import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import micro_batch_sizes
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.rules.compose import compose_command, compose_config, resolve
-from nemo_rl_lite.rules.without_effect import EFFECTS, ON_GPUS, told_on_cpus
+from nemo_rl_lite.rules.effects import EFFECTS
+from nemo_rl_lite.rules.without_effect import ON_GPUS, told_on_cpus
+from nemo_rl_lite.run import command
 from nemo_rl_lite.run.flags import split_arguments
 
 HEAVY = ("torch", "ray", "vllm", "megatron", "transformers", "numpy")
@@ -63,8 +65,16 @@ def test_environment_variables_of_the_refit_are_read_and_bad_values_are_errors(
         compose_config()
     # What is empty is no number either.
     monkeypatch.setenv(variable, "")
-    with pytest.raises(ConfigError, match=key):
+    with pytest.raises(ConfigError, match=rf"{key}\n.*\n.*correct the environment variable {variable}"):
         compose_config()
+
+
+def test_a_variable_that_nothing_reads_is_told(monkeypatch, capsys):
+    monkeypatch.setenv("NRL_REFIT_NUM_BUFFER", "4")
+    monkeypatch.setenv("NRL_REFIT_NUM_BUFFERS", "3")
+    command._check([[]], [], [])
+    told = capsys.readouterr().err
+    assert "because nothing reads it: NRL_REFIT_NUM_BUFFER (read are " in told and "NRL_REFIT_NUM_BUFFERS)" in told
 
 
 def test_valid_but_unusual_overrides_are_accepted():

@@ -1,0 +1,240 @@
+"""The table of keys that have an effect in some runs only, and what such a run needs."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nemo_rl_lite.config.algorithms import ALGORITHMS, compares, generates
+from nemo_rl_lite.config.engines import ENGINES
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import batch_mode, on_gpus
+from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
+from nemo_rl_lite.data.sources import ROWS, TASKS
+from nemo_rl_lite.rewards.registry import INSTANT
+from nemo_rl_lite.rules.layout import MEGATRON
+
+_OPTIMIZER, _LOSS = f"{MEGATRON}.optimizer", "algorithm.loss_fn"
+
+
+@dataclass(frozen=True)
+class Effect:
+    """`keys`, and all below them, have an effect where `holds`; `needs` is how to get there. `otherwise` is what is
+    wrong with them elsewhere."""
+
+    keys: tuple[str, ...]
+    holds: Callable[[Config], bool]
+    needs: str
+    otherwise: str = "has no effect"
+
+
+def _validates(config: Config) -> bool:
+    options = config.algorithm
+    during = options.val_period and (options.max_num_steps is None or options.val_period <= options.max_num_steps)
+    return options.val_at_start or options.val_at_end or bool(during)
+
+
+def _validates_a_saved_step(config: Config) -> bool:
+    """Whether the validations come to a step that also has a checkpoint: the last, or one of both periods."""
+    options, last = config.algorithm, config.algorithm.max_num_steps
+    if not config.checkpoint.keep_best:
+        # Who wants no best checkpoints gets none.
+        return True
+    if options.val_at_end or not options.val_period or last is None:
+        return options.val_at_end or options.val_period > 0
+    return last % options.val_period == 0 or math.lcm(options.val_period, config.checkpoint.save_period) <= last
+
+
+_VALIDATION = "a validation: algorithm.val_at_end=true, or an algorithm.val_period up to algorithm.max_num_steps"
+
+
+EFFECTS = (
+    Effect(
+        (
+            *("reward", "environment", "generation.", "refit."),
+            *(f"logger.{name}" for name in ("mismatch_warning", "log_samples", "show_samples_period")),
+        ),
+        generates,
+        " or ".join(f"algorithm={name}" for name, row in ALGORITHMS.items() if row.generates),
+    ),
+    Effect(
+        ("reward.timeout_s", "reward.processes"),
+        lambda config: config.reward.name not in INSTANT,
+        f"another reward than {' and '.join(sorted(INSTANT))}, which take no time",
+    ),
+    Effect(
+        ("reward.processes",),
+        lambda config: config.reward.timeout_s is not None,
+        "reward.timeout_s=60: rewards without a limit are judged in the launcher",
+    ),
+    Effect(
+        ("environment.max_turns", "environment.timeout_s", "environment.kwargs"),
+        lambda config: config.environment.name is not None,
+        "environment=calculator or environment.name=package.module.Class",
+    ),
+    *(
+        Effect(row.own_keys, lambda config, name=name: config.generation.backend == name, f"generation={name}")
+        for name, row in ENGINES.items()
+    ),
+    Effect(
+        ("generation.colocated.resources",),
+        lambda config: not config.generation.colocated.enabled,
+        "generation.colocated.enabled=false",
+    ),
+    Effect(
+        ("policy.train_micro_batch_size", "policy.logprob_batch_size"),
+        lambda config: batch_mode(config.policy, on_gpus(config)) == "fixed",
+        "policy.sequence_packing.enabled=false; packed and dynamic batches are limited by train_mb_tokens",
+    ),
+    Effect(
+        ("policy.sequence_length_round",),
+        lambda config: batch_mode(config.policy, on_gpus(config)) != "fixed",
+        "policy.sequence_packing.enabled=true or policy.dynamic_batching.enabled=true",
+    ),
+    Effect(
+        ("policy.sequence_packing.train_mb_tokens", "policy.sequence_packing.logprob_mb_tokens"),
+        lambda config: batch_mode(config.policy, on_gpus(config)) == "packed",
+        "policy.sequence_packing.enabled=true",
+    ),
+    Effect(
+        ("policy.dynamic_batching.train_mb_tokens", "policy.dynamic_batching.logprob_mb_tokens"),
+        lambda config: config.policy.dynamic_batching.enabled,
+        "policy.dynamic_batching.enabled=true",
+    ),
+    Effect(("refit.buffer_memory_ratio",), lambda config: config.refit.bucket_bytes is None, "refit.bucket_bytes=null"),
+    Effect(
+        ("refit.num_buffers",),
+        lambda config: not config.generation.colocated.enabled,
+        "generation.colocated.enabled=false: engines on the policy's GPUs need no buffers",
+    ),
+    Effect(
+        ("refit.direct",),
+        lambda config: config.generation.colocated.enabled,
+        "generation.colocated.enabled=true: weights are sent to engines on GPUs of their own",
+    ),
+    Effect(
+        ("policy.overlap_offload",),
+        lambda config: config.policy.offload_optimizer_states_for_logprob or bool(config.policy.offload_for_generation),
+        "something to move: offload=logprob or offload=colocated",
+    ),
+    Effect(
+        (f"{MEGATRON}.peft",), lambda config: config.policy.megatron_cfg.peft.enabled, f"{MEGATRON}.peft.enabled=true"
+    ),
+    Effect(
+        (f"{MEGATRON}.offload_modules", f"{MEGATRON}.activation_offload_fraction"),
+        lambda config: config.policy.megatron_cfg.fine_grained_activation_offloading,
+        f"{MEGATRON}.fine_grained_activation_offloading=true",
+    ),
+    Effect(
+        tuple(f"{_OPTIMIZER}.{name}" for name in ("adam_beta1", "adam_beta2", "adam_eps")),
+        lambda config: config.policy.megatron_cfg.optimizer.optimizer == "adam",
+        f"{_OPTIMIZER}.optimizer=adam",
+    ),
+    Effect(
+        (f"{_OPTIMIZER}.sgd_momentum",),
+        lambda config: config.policy.megatron_cfg.optimizer.optimizer == "sgd",
+        f"{_OPTIMIZER}.optimizer=sgd",
+    ),
+    Effect(
+        (f"{_OPTIMIZER}.optimizer_offload_fraction",),
+        lambda config: config.policy.megatron_cfg.optimizer.optimizer_cpu_offload,
+        f"{_OPTIMIZER}.optimizer_cpu_offload=true",
+    ),
+    Effect(
+        (f"{_OPTIMIZER}.min_lr",),
+        lambda config: config.policy.megatron_cfg.scheduler.lr_decay_style != "constant",
+        f"{MEGATRON}.scheduler.lr_decay_style=cosine",
+    ),
+    Effect(
+        (f"{MEGATRON}.scheduler.lr_warmup_init",),
+        lambda config: config.policy.megatron_cfg.scheduler.lr_warmup_iters > 0,
+        f"{MEGATRON}.scheduler.lr_warmup_iters=10",
+    ),
+    Effect(
+        tuple(
+            f"{_LOSS}.{name}"
+            for name in (
+                "reference_policy_kl_type",
+                "use_bias_correction_kl",
+                "kl_input_clamp_value",
+                "kl_output_clamp_value",
+            )
+        ),
+        compares,
+        f"{_LOSS}.reference_policy_kl_penalty=0.01",
+    ),
+    Effect(
+        (
+            *(f"algorithm.{name}" for name in ("max_val_samples", "val_temperature", "val_metric")),
+            *("algorithm.higher_is_better", "checkpoint.keep_best"),
+            *("data.validation_path", "data.validation_split"),
+        ),
+        _validates,
+        _VALIDATION,
+    ),
+    Effect(("data.validation_fraction",), _validates, _VALIDATION, "takes rows from the training that nothing reads"),
+    Effect(
+        ("checkpoint.keep_best",),
+        _validates_a_saved_step,
+        "a validation of a step that is saved: algorithm.val_at_end=true, or an algorithm.val_period that is a "
+        "multiple of checkpoint.save_period",
+    ),
+    Effect(
+        ("algorithm.max_num_epochs",),
+        lambda config: config.data.name not in TASKS,
+        "rows, such as data=file: generated data never ends",
+    ),
+    Effect(
+        ("algorithm.sft_average_log_probs",),
+        lambda config: getattr(config.algorithm, "sft_loss_weight", 0) > 0,
+        "algorithm.sft_loss_weight=1",
+    ),
+    Effect(("data.train_path", "data.validation_path"), lambda config: config.data.name == "file", "data.name=file"),
+    Effect(
+        ("data.path", "data.subset", "data.train_split", "data.validation_split"),
+        lambda config: config.data.name == "hub",
+        "data.name=hub",
+    ),
+    Effect(("data.task",), lambda config: config.data.name == "reasoning_gym", "data=reasoning_gym"),
+    Effect(
+        tuple(f"data.{name}" for name in ("shuffle", "answer_column", "chosen_column", "rejected_column", "train_on")),
+        lambda config: config.data.name in ROWS,
+        "data=file or data=hub",
+    ),
+    Effect(
+        ("data.prompt_column",),
+        lambda config: config.data.name != "reverse_digits" and config.data.prompt_template is None,
+        "data with such columns and data.prompt_template=null",
+    ),
+    Effect(("data.chosen_column", "data.rejected_column"), lambda config: kind_of(config) is PAIRS, "algorithm=dpo"),
+    Effect(("data.answer_column",), lambda config: kind_of(config) is not PAIRS, "algorithm=grpo or algorithm=sft"),
+    Effect(
+        ("data.prompt_column", "data.answer_column"),
+        lambda config: kind_of(config) is not CHATS or config.data.messages_column is None,
+        "data.messages_column=null: the messages are prompt and response",
+    ),
+    Effect(
+        ("data.answer_column",),
+        lambda config: kind_of(config) is not CHATS or config.data.response_column is None,
+        "data.response_column=null, which names the response in its place",
+    ),
+    Effect(("data.answer_pattern",), lambda config: kind_of(config) is PROBLEMS, "algorithm=grpo"),
+    Effect(("data.train_on",), lambda config: kind_of(config) is CHATS, "algorithm=sft"),
+    Effect(
+        ("data.train_on",),
+        lambda config: config.data.response_column is None and config.data.prompt_template is None,
+        "whole chats (data.messages_column): a prompt has one response",
+    ),
+    Effect(("profile.tool",), lambda config: bool(config.profile.steps), "'profile.steps=[3]'"),
+    Effect(("logger.wandb",), lambda config: config.logger.wandb_enabled, "logger.wandb_enabled=true"),
+    Effect(("logger.mlflow",), lambda config: config.logger.mlflow_enabled, "logger.mlflow_enabled=true"),
+    Effect(
+        tuple(f"checkpoint.{name}" for name in ("async_save", "keep_newest", "keep_best", "resume_layouts")),
+        lambda config: config.checkpoint.save_period > 0,
+        "checkpoint.save_period=10",
+    ),
+    Effect(
+        ("cluster.cpu_ranks", "generation.vllm_cfg.cpu_kv_cache_gib"),
+        lambda config: not on_gpus(config),
+        "cluster.gpus_per_node=0",
+    ),
+)

@@ -1,0 +1,109 @@
+"""What is wrong with the options of `nrl-lite slurm`, before anything is written or submitted."""
+
+import argparse
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from nemo_rl_lite.config.overrides import RUN_FOLDER
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.errors import Violation
+
+# Options of sbatch, and their help; `--NAME VALUE` becomes `#SBATCH --NAME=VALUE`.
+SBATCH = {
+    "partition": "where to run",
+    "account": "on whose account",
+    "qos": "quality of service",
+    "time": "limit, as minutes or [days-]hours:minutes:seconds; a longer run is requeued",
+    "cpus-per-task": "CPUs of each node, where the job shares its nodes (default: whole nodes)",
+    "mem": "memory of each node, where the job shares its nodes",
+    "gres": "in place of --gpus-per-node=N, for instance gpu:h100:8",
+}
+# What the script itself tells sbatch and srun, and what decides it here.
+_WRITTEN = {
+    "job-name": "--job-name",
+    "nodes": "cluster.num_nodes",
+    "ntasks-per-node": "one task on each node",
+    "output": "--log",
+    "open-mode": "a log that is appended to",
+    "signal": "--stop-before",
+    "requeue": "no --no-requeue",
+    "no-requeue": "--no-requeue",
+    # The limit of time and the share of a node enter the script elsewhere, too.
+    **{name: f"--{name}" for name in ("time", "cpus-per-task", "mem")},
+}
+_SHORT = {"J": "job-name", "N": "nodes", "o": "output", "t": "time", "c": "cpus-per-task"}
+_OF_SRUN = ("nodes", "ntasks-per-node")
+# Options that take a text. An unset variable of a shell would be an empty one.
+_TEXTS = (*SBATCH, "job-name", "log", "interface", "python", "container-image", "container-mounts")
+
+
+def option_problems(given: argparse.Namespace, config: Config, run_folder: str | None) -> Iterator[Violation]:
+    """Yield what contradicts the configuration or another option. `run_folder`: the one that the overrides name."""
+    if given.requeue and not config.checkpoint.save_period:
+        rule = "a requeued job would have no checkpoint to resume from"
+        yield Violation("checkpoint.save_period", 0, rule, "checkpoint.save_period=10, or --no-requeue")
+    if run_folder and "${" in run_folder:
+        rule = "must stay the same when the job is requeued"
+        yield Violation(RUN_FOLDER, run_folder, rule, f"{RUN_FOLDER}=outputs/my-run, or leave it to the job")
+    yield from _times(given)
+    yield from _texts(given)
+    yield from _lines(given)
+    if given.container_image is None:
+        rule, fix = "needs a container", "--container-image=..."
+        if given.container_mounts:
+            yield Violation("--container-mounts", given.container_mounts, rule, fix)
+        if given.container_runtime != "pyxis":
+            yield Violation("--container-runtime", given.container_runtime, rule, fix)
+
+
+def _times(given: argparse.Namespace) -> Iterator[Violation]:
+    if given.stop_before <= 0:
+        yield Violation("--stop-before", given.stop_before, "must be greater than 0", "--stop-before=120")
+    limit = _limit_s(given.time) if given.time else None
+    if limit is not None and given.stop_before >= limit:
+        rule, fix = f"leaves nothing of the time limit, {given.time}", "a smaller --stop-before, or a longer --time"
+        yield Violation("--stop-before", given.stop_before, rule, fix)
+    if not 0 < given.join_timeout < math.inf:
+        rule = "must be a number greater than 0"
+        yield Violation("--join-timeout", given.join_timeout, rule, "--join-timeout=600")
+
+
+def _texts(given: argparse.Namespace) -> Iterator[Violation]:
+    for name in _TEXTS:
+        if getattr(given, name.replace("-", "_")) == "":
+            yield Violation(f"--{name}", "", "is empty", f"a value, or no --{name}")
+    if "%" in str(Path(given.log).parent):
+        rule = "has a pattern in its folder, which must exist before the job"
+        yield Violation("--log", given.log, rule, "--log=logs/%x-%j.out")
+
+
+def _lines(given: argparse.Namespace) -> Iterator[Violation]:
+    lines = [(name, line) for name in ("sbatch", "srun", "setup") for line in getattr(given, name)]
+    for name, line in [*lines, ("log", given.log)]:
+        of_slurm = name in ("sbatch", "srun")
+        if "\n" in line or (of_slurm and not line.startswith("-")) or (name == "setup" and not line.strip()):
+            example = f"--{name}=--constraint=h100" if name != "setup" else "--setup='module load cuda'"
+            yield Violation(f"--{name}", line, "must be one line, and for sbatch and srun an option", example)
+        elif of_slurm and (option := _written(line)) and (name == "sbatch" or option in _OF_SRUN):
+            rule = f"contradicts the script, which gives --{option} itself"
+            yield Violation(f"--{name}", line, rule, f"leave it out; it is decided by {_WRITTEN[option]}")
+
+
+def _written(line: str) -> str:
+    """The option of sbatch that a line gives, where the script gives it as well; empty otherwise."""
+    name = re.split("[= ]", line[2:])[0] if line.startswith("--") else _SHORT.get(line[1:2], "")
+    return name if name in _WRITTEN else ""
+
+
+def _limit_s(text: str) -> int | None:
+    """Seconds of a time limit as sbatch takes it: minutes[:seconds], hours:minutes:seconds, or days-hours[:minutes
+    [:seconds]]. None for anything else, such as UNLIMITED, which sbatch judges."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if found is None:
+        return None
+    days, *parts = (int(part) if part else None for part in found.groups())
+    numbers = [part for part in parts if part is not None]
+    units = (3600, 60, 1) if days is not None or len(numbers) == 3 else (60, 1)
+    return (days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
