@@ -87,8 +87,6 @@ def uncallable(method: ast.FunctionDef | ast.AsyncFunctionDef, positional: int) 
     if decorators not in ([], ["staticmethod"], ["classmethod"]):
         # A decorator may change what it decorates into anything.
         return ""
-    if isinstance(method, ast.AsyncFunctionDef):
-        return "is a coroutine (async def)"
     return misfit(method, positional + (decorators != ["staticmethod"]), {})
 
 

@@ -22,6 +22,11 @@ import psutil
 import record
 
 WAYS = ("offline", "stepped", "stepped without logprobs", "stepped without seeds", "stepped, own process", "async")
+# Further settings, for a GPU: what would make the decoding itself faster.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "stepped, fp8 cache": {"kv_cache_dtype": "fp8"},
+    "stepped, compiled": {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
+}
 PROMPT_TOKENS = 46
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 

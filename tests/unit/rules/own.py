@@ -41,11 +41,6 @@ class Mute:
         return None
 
 
-class Later:
-    async def step(self, problem, conversation):
-        return None
-
-
 class Narrow:
     def step(self, action):
         return None

@@ -103,7 +103,6 @@ CASES = {
     "reward.name=tests.unit.rules.own.asked": ["reward.name", "takes `prompt` first"],
     "reward.name=tests/unit/rules/own.py:score": ["fix: reward.name=tests.unit.rules.own.score", "1 problem"],
     "environment.name=tests.unit.rules.own.Mute environment.max_turns=2": ["environment.name", "no method step"],
-    "environment.name=tests.unit.rules.own.Later environment.max_turns=2": ["environment.name", "async def"],
     "environment.name=tests.unit.rules.own.Narrow environment.max_turns=2": ["environment.name", "too many positional"],
     "environment.name=tests.unit.rules.own.Static environment.max_turns=2": ["environment.name", "too many positional"],
     "environment.name=tests/unit/rules/own.py:Fits environment.max_turns=2": ["=tests.unit.rules.own.Fits"],
