@@ -3,7 +3,9 @@
 import asyncio
 import copy
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 from nemo_rl_lite.config.schema import EnvironmentConfig
@@ -51,8 +53,12 @@ class Sessions:
         return await _awaited(self._environment(session).step(problem, conversation))
 
     def _close(self, session: int) -> Any:
+        """Return what `close()` returns, which may be awaitable."""
         closing = getattr(self._environments.pop(session, None), "close", None)
-        return closing() if callable(closing) else None
+        try:
+            return _reported(closing()) if callable(closing) else None
+        except (Exception, SystemExit) as error:  # a user's environment may raise anything
+            _report(error)
 
     async def _close_async(self, session: int) -> None:
         await _awaited(self._close(session))
@@ -103,6 +109,26 @@ class InProcesses:
     async def close(self, session: int) -> None:
         """See `Environments.close`."""
         self._pool.close(session)
+
+
+def _reported(closed: Any) -> Any:
+    async def wait() -> None:
+        try:
+            await closed
+        except (Exception, SystemExit) as error:  # a user's environment may raise anything
+            _report(error)
+
+    return wait() if inspect.isawaitable(closed) else None
+
+
+@cache
+def _report_once(text: str) -> None:
+    # An episode does not depend on it, but what an environment holds may be left behind.
+    sys.stderr.write(f"close() of the environment failed: {text}\n")
+
+
+def _report(error: BaseException) -> None:
+    _report_once(str(as_call_error(error)))
 
 
 async def _awaited(answer: Any) -> Any:

@@ -5,6 +5,7 @@ import ctypes
 import importlib
 import inspect
 import os
+import pickle
 import sys
 import threading
 from collections.abc import Callable
@@ -48,14 +49,33 @@ def _one_by_one(pipe: Connection, target: Any) -> None:
     with asyncio.Runner() as runner:
         while True:
             number, method, arguments = pipe.recv()
-            value = _outcome(partial(_finished, runner, getattr(target, method), arguments))
-            if number is not None:
-                pipe.send((number, value))
+            _send(pipe, number, _outcome(partial(_finished, runner, getattr(target, method), arguments)))
 
 
 def _finished(runner: asyncio.Runner, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     value = call(*arguments)
-    return runner.run(value) if inspect.iscoroutine(value) else value
+    return runner.run(_awaited(value)) if inspect.isawaitable(value) else value
+
+
+def _finished_in_thread(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Plain code may return a coroutine, such as a decorated `async def`."""
+    with asyncio.Runner() as runner:
+        return _finished(runner, call, arguments)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _send(pipe: Connection, number: int | None, value: Any) -> None:
+    """Send the result of a call that somebody waits for; where it cannot be pickled, the error."""
+    if number is None:
+        return
+    try:
+        content = pickle.dumps(value)
+    except Exception as error:  # a user's object may raise anything
+        content = pickle.dumps(as_call_error(error))
+    pipe.send((number, content))
 
 
 async def _many(pipe: Connection, target: Any, at_once: int) -> None:
@@ -65,8 +85,7 @@ async def _many(pipe: Connection, target: Any, at_once: int) -> None:
 
     def send(number: int | None, value: Any) -> None:
         with suppress(OSError), sending:
-            if number is not None:
-                pipe.send((number, value))
+            _send(pipe, number, value)
 
     def receive() -> None:
         with suppress(EOFError, OSError, RuntimeError):
@@ -81,7 +100,7 @@ async def _many(pipe: Connection, target: Any, at_once: int) -> None:
             tasks.add(task := asyncio.create_task(awaited(number, call, arguments)))
             task.add_done_callback(tasks.discard)
         else:
-            threads.submit(lambda: send(number, _outcome(partial(call, *arguments))))
+            threads.submit(lambda: send(number, _outcome(partial(_finished_in_thread, call, arguments))))
 
     async def awaited(number: int | None, call: Any, arguments: tuple[Any, ...]) -> None:
         try:

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import psutil
@@ -211,8 +212,14 @@ class _Manager:
         return min(able, key=lambda one: (len(one.calls), len(one.sessions)), default=None)
 
     def _send(self, process: _Process, number: int | None, method: str, arguments: tuple[Any, ...]) -> None:
-        with suppress(OSError):  # The process is dead; that will be seen.
+        try:
             process.pipe.send((number, method, arguments))
+        except OSError:
+            # The process is dead; that will be seen.
+            pass
+        except Exception as error:  # a user's object may raise anything while it is pickled
+            call, _ = process.calls.pop(number, (None, 0.0)) if number is not None else (None, 0.0)
+            _settle(call, as_call_error(error))
 
     def _look_at(self, process: _Process) -> None:
         """Take the results that a process has; end it where it is late and has nothing else to do, or has ended."""
@@ -221,9 +228,9 @@ class _Manager:
                 said = process.pipe.recv()
                 process.is_ready, self._failed_starts = True, 0
                 if said is not None:
-                    number, value = said
+                    number, content = said
                     call, _ = process.calls.pop(number, (None, 0.0))
-                    _settle(call, value)
+                    _settle(call, _loaded(content))
         now, status = time.monotonic(), process.process.poll()
         for number, (call, late) in list(process.calls.items()):
             if late <= now:
@@ -260,6 +267,13 @@ class _Manager:
             # The user's code may be in a folder that only this process has on its path.
             ours.send((sys.path, self._target.path, dict(self._target.arguments), self._at_once))
         return _Process(process, ours, os.pidfd_open(process.pid), time.monotonic())
+
+
+def _loaded(content: bytes) -> Any:
+    try:
+        return ForkingPickler.loads(content)
+    except Exception as error:  # a user's object may raise anything
+        return as_call_error(error)
 
 
 def _settle(call: _Call | None, value: Any) -> None:

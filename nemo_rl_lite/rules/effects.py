@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS, compares, generates
 from nemo_rl_lite.config.engines import ENGINES
-from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.schema import Config, EnvironmentConfig
 from nemo_rl_lite.config.sizes import batch_mode, on_gpus
 from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
 from nemo_rl_lite.data.sources import ROWS, TASKS
+from nemo_rl_lite.environments import registry as environments
 from nemo_rl_lite.rewards.registry import INSTANT
 from nemo_rl_lite.rules.layout import MEGATRON
 
@@ -67,9 +68,14 @@ EFFECTS = (
         "reward.timeout_s=60: rewards without a limit are judged in the launcher",
     ),
     Effect(
-        ("environment.max_turns", "environment.timeout_s", "environment.kwargs"),
+        tuple(f"environment.{one.name}" for one in fields(EnvironmentConfig) if one.name != "name"),
         lambda config: config.environment.name is not None,
         "environment=calculator or environment.name=package.module.Class",
+    ),
+    Effect(
+        ("environment.timeout_s", "environment.concurrency", "environment.processes"),
+        lambda config: config.environment.name not in environments.INSTANT,
+        f"another environment than {' and '.join(sorted(environments.INSTANT))}, which answers at once",
     ),
     *(
         Effect(row.own_keys, lambda config, name=name: config.generation.backend == name, f"generation={name}")

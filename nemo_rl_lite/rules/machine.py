@@ -39,12 +39,13 @@ def ranks_have_cores(config: Config) -> Iterator[Violation]:
         yield Violation(key, ranks, f"this machine gives the run {cores} cores", f"{key}={cores} or fewer")
 
 
-@rule(*_CLUSTER, "reward.processes", options=RolloutAlgorithmConfig)
+@rule(*_CLUSTER, "reward.processes", "environment.processes", options=RolloutAlgorithmConfig)
 def judges_have_cores(config: Config) -> Iterator[Violation]:
-    processes, most = config.reward.processes, _MOST_JUDGES_A_CORE * _cores()
-    if runs_here(config) and processes > most:
-        key = "reward.processes"
-        yield Violation(key, processes, f"this machine gives the run {_cores()} cores", f"{key}={most} or fewer")
+    most = _MOST_JUDGES_A_CORE * _cores()
+    asked = {"reward.processes": config.reward.processes, "environment.processes": config.environment.processes}
+    for key, processes in asked.items():
+        if runs_here(config) and processes > most:
+            yield Violation(key, processes, f"this machine gives the run {_cores()} cores", f"{key}={most} or fewer")
 
 
 @rule(*_CLUSTER, "generation.data_parallel_size", options=RolloutAlgorithmConfig)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
 from nemo_rl_lite.environments.registry import ENVIRONMENTS
+from nemo_rl_lite.environments.registry import INSTANT as INSTANT_ENVIRONMENTS
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rewards.registry import REWARDS
 from nemo_rl_lite.rules import code
@@ -75,12 +76,18 @@ def format_is_a_pattern(config: Config) -> Iterator[Violation]:
         yield Violation(key, pattern, f"is no regular expression: {error}", fix)
 
 
-@rule("environment.name", "environment.max_turns", options=RolloutAlgorithmConfig)
+@rule("environment", options=RolloutAlgorithmConfig)
 def environment_exists(config: Config) -> Iterator[Violation]:
     name, turns = config.environment.name, config.environment.max_turns
+    processes, concurrency = config.environment.processes, config.environment.concurrency
+    if name is not None and processes > concurrency:
+        rule_text = f"exceeds environment.concurrency = {concurrency}: some processes would never answer"
+        yield Violation("environment.processes", processes, rule_text, f"environment.processes={concurrency}")
     if name is None and turns > 1:
         rule_text = "without an environment nothing is said between turns"
         yield Violation("environment.max_turns", turns, rule_text, f"environment={next(iter(ENVIRONMENTS))}")
+    if name in INSTANT_ENVIRONMENTS and turns == 1:
+        yield Violation("environment.max_turns", turns, f"leaves no turn that reads what {name} answers", "2 or more")
     if name is None or name in ENVIRONMENTS:
         return
     dotted = code.as_dotted(name)
@@ -94,13 +101,16 @@ def environment_exists(config: Config) -> Iterator[Violation]:
 
 
 def _without_step(definition: ast.ClassDef) -> str:
-    """Why a class has no `step` that can be called; empty where it has one, or may inherit one."""
+    """Why a class has no `step` or `close` that can be called; empty where it has them, or may inherit them."""
     members, inherits = code.members(definition), definition.bases or definition.keywords
     if "step" not in members:
         return "" if inherits else "has no method step(problem, conversation)"
-    step = members["step"]
-    trouble = code.uncallable(step, 2) if isinstance(step, ast.FunctionDef | ast.AsyncFunctionDef) else ""
-    return f"has a step that cannot be called as step(problem, conversation): {trouble}" if trouble else ""
+    for name, parameters in (("step", ("problem", "conversation")), ("close", ())):
+        method = members.get(name)
+        is_method = isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+        if trouble := code.uncallable(method, len(parameters)) if is_method else "":
+            return f"has a {name} that cannot be called as {name}({', '.join(parameters)}): {trouble}"
+    return ""
 
 
 def _found(name: str, dotted: str, kind: str) -> code.Found:

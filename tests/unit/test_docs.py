@@ -152,7 +152,7 @@ def test_metrics_in_sentences_are_logged(page):
     source = "".join(file.read_text() for file in PACKAGE.rglob("*.py"))
     for word in inline_code(prose(page)):
         if METRIC.fullmatch(word):
-            name = re.sub(r"_(s|min|max|bytes|gb_per_s)$", "", word.rpartition("/")[2])
+            name = re.sub(r"_(s|min|max|mean|bytes|gb_per_s)$", "", word.rpartition("/")[2])
             assert name in source, word
 
 

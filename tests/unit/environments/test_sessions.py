@@ -42,6 +42,8 @@ class Counter:
                 conversation[0]["content"] = problem.messages[0]["content"] = "changed"
             case "wait":
                 time.sleep(0.3)
+            case "odd":
+                return lambda: None
         return Observation(({"role": "user", "content": f"{self.steps} {os.getpid()}"},))
 
 
@@ -115,6 +117,43 @@ def test_an_environment_cannot_change_the_problem(name):
     environments = make_environments(config(name, **({"role": "user"} if name == "calculator" else {})))
     answers(environments, (0, "change" if name != "calculator" else "<calc>1</calc>"))
     assert PROBLEM.messages[0]["content"] == "?"
+
+
+class Later(AsyncCounter):
+    """Hides that its step is a coroutine, and fails to close."""
+
+    def step(self, problem, conversation):
+        return super().step(problem, conversation)
+
+    async def close(self):
+        await asyncio.sleep(0)
+        raise ValueError("the box is not empty")
+
+
+def test_a_coroutine_that_only_a_call_shows_and_a_close_that_fails(capfd):
+    environments = make_environments(config(f"{HERE}.Later"))
+    assert answers(environments, (0, "go"))[0].startswith("1 ")
+    asyncio.run(environments.close(0))
+    deadline = time.monotonic() + 20
+    said = ""
+    while "close()" not in said and time.monotonic() < deadline:
+        said += capfd.readouterr().err
+        time.sleep(0.05)
+    assert "close() of the environment failed: ValueError: the box is not empty" in said
+
+
+def test_what_cannot_be_sent_is_an_error_of_its_episode():
+    environments = make_environments(config(f"{HERE}.Counter"))
+    odd, fine = answers(environments, (0, "odd"), (1, "go"))
+    assert isinstance(odd, CallError) and "pickle" in str(odd) and fine.startswith("1 ")
+    unsendable = Problem(chat("?"), "", {"column": lambda: None})
+
+    async def ask() -> None:
+        await environments.step(2, unsendable, says("go"))
+
+    with pytest.raises(CallError, match="pickle"):
+        asyncio.run(ask())
+    assert answers(environments, (3, "go"))[0].startswith("1 ")
 
 
 def test_processes_that_do_not_start_end_the_run():

@@ -41,6 +41,19 @@ class Mute:
         return None
 
 
+class Fine:
+    async def step(self, problem, conversation):
+        return None
+
+
+class Closes(Fine):
+    def step(self, problem, conversation):
+        return None
+
+    def close(self, session):
+        return None
+
+
 class Narrow:
     def step(self, action):
         return None

@@ -102,6 +102,14 @@ CASES = {
     "reward.name=tests.unit.rules.own.swapped": ["reward.name", "takes `answer` first"],
     "reward.name=tests.unit.rules.own.asked": ["reward.name", "takes `prompt` first"],
     "reward.name=tests/unit/rules/own.py:score": ["fix: reward.name=tests.unit.rules.own.score", "1 problem"],
+    "environment.concurrency=64": ["environment.concurrency", "has no effect"],
+    "environment.max_error_share=0": ["environment.max_error_share", "has no effect"],
+    "environment=calculator environment.timeout_s=5": ["environment.timeout_s", "answers at once"],
+    "environment=calculator environment.max_turns=1": ["environment.max_turns", "2 or more"],
+    "environment.name=tests.unit.rules.own.Closes environment.max_turns=2": ["environment.name", "called as close()"],
+    "environment.name=tests.unit.rules.own.Fine environment.max_turns=2 environment.concurrency=2": [
+        "environment.processes=2"
+    ],
     "environment.name=tests.unit.rules.own.Mute environment.max_turns=2": ["environment.name", "no method step"],
     "environment.name=tests.unit.rules.own.Narrow environment.max_turns=2": ["environment.name", "too many positional"],
     "environment.name=tests.unit.rules.own.Static environment.max_turns=2": ["environment.name", "too many positional"],
