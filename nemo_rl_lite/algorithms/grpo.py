@@ -62,10 +62,8 @@ class GRPO:
         """One rollout and the optimizer steps on it."""
         timer, config = Timer(), self.config
         with timer("total_step_time"):
-            with timer("data_processing"):
-                problems = self.rollouts.problems(step)
             with timer("generation"):
-                rollout = self.rollouts.sample(step, problems)
+                rollout = self.rollouts.take(step)
             with timer("generation_sleep"):
                 memory = self.engines.generation.finish_generation()
             with timer("advantage_calculation"):

@@ -41,11 +41,12 @@ class Checkpoints:
         record: Mapping[str, Any],
         say: Callable[[str], None],
         saved: int | None = None,
+        rollouts: Callable[[], Mapping[str, Any]] = dict,
     ):
-        """`record` is written into every checkpoint, for the run that resumes from it. `saved`: the step that this run
-        was resumed from."""
+        """`record` is written into every checkpoint, for the run that resumes from it, and so is what `rollouts`
+        returns when its saving begins. `saved`: the step that this run was resumed from."""
         self.store, self._policy, self._period, self._asynchronous = store, policy, period, asynchronous
-        self._record, self._say = dict(record), say
+        self._record, self._say, self._rollouts = dict(record), say, rollouts
         self._writing: int | None = None
         self._saved = saved
         self._begun_s = 0.0
@@ -70,6 +71,7 @@ class Checkpoints:
         self.finish()
         self._saved, self._failure, self._begun_s = step, None, time.monotonic()
         try:
+            self._record |= {"rollouts": dict(state)} if (state := self._rollouts()) else {}
             folder = self.store.begin(step) / POLICY
             folder.mkdir()
             self._policy.begin_save(str(folder))

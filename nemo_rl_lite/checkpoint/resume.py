@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Start:
     policy: Path | None = None
     changes: tuple[str, ...] = ()
     """One line for each key that differs from the saved configuration."""
+    rollouts: Mapping[str, Any] = field(default_factory=dict)
+    """What the source of rollouts had saved."""
 
     def lines(self) -> Iterator[str]:
         """Lines for the terminal; none for a new run."""
@@ -95,7 +97,7 @@ def find_start(
     if wrong:
         raise ConfigError(wrong)
     lines = tuple(f"{key}: {before!r} -> {now!r}" for key, (before, now) in changes.items())
-    return Start(found.step, found.path / POLICY, lines)
+    return Start(found.step, found.path / POLICY, lines, found.record.get("rollouts", {}))
 
 
 def _fixed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:

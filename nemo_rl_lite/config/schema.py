@@ -78,8 +78,19 @@ class RolloutAlgorithmConfig(AlgorithmConfig):
 
 
 @dataclass(frozen=True, config=STRICT)
+class RewardShapingConfig:
+    overlong_buffer_length: PositiveInt | None
+    overlong_buffer_penalty: NonNegativeFloat
+
+
+@dataclass(frozen=True, config=STRICT)
 class GRPOConfig(RolloutAlgorithmConfig):
     name: Literal["grpo"]
+    use_dynamic_sampling: bool
+    oversample: Annotated[float, Field(ge=1, le=8)]
+    dynamic_sampling_max_gen_batches: Annotated[float, Field(ge=1)]
+    overlong_filtering: bool
+    reward_shaping: RewardShapingConfig
     val_metric: Literal["accuracy", "avg_length"]
     use_leave_one_out_baseline: bool
     normalize_rewards: bool

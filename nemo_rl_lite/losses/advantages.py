@@ -1,6 +1,7 @@
 """Group-relative advantages: how a sample's reward compares with those of its prompt's other samples."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -46,6 +47,17 @@ def baseline_metrics(rewards_PG: Tensor, advantages_PG: Tensor) -> dict[str, flo
         "baseline_reward/pct_1": (all_equal_P & (mean_P == 1)).double().mean().item(),
         "baseline_reward/pct_mixed": (~all_equal_P).double().mean().item(),
     }
+
+
+def differ(rewards: Sequence[float]) -> bool:
+    """Whether the rewards of a prompt's samples, NaN where they failed, teach something: at least two differ."""
+    return not _all_equal(torch.tensor([rewards], dtype=torch.float64)).item()
+
+
+def overlong_penalty(tokens: int, most: int, buffer: int, penalty: float) -> float:
+    """What a response of this many tokens loses (<= 0), in units of reward: nothing up to `most - buffer` tokens, then
+    linearly more, and `penalty` at `most` (soft overlong punishment, DAPO, Yu et al. 2025)."""
+    return -penalty * min(max(tokens - (most - buffer), 0) / buffer, 1.0)
 
 
 def _all_equal(rewards_PG: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -18,6 +18,7 @@ from nemo_rl_lite.observability import limits
 from nemo_rl_lite.rewards.judge import Judge
 from nemo_rl_lite.rewards.registry import RewardError, WrongReward
 from nemo_rl_lite.rollout.episode import Activity, Episode, Span
+from nemo_rl_lite.rollout.groups import Group, Wanted
 from nemo_rl_lite.rollout.prompts import check_length
 from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.turns import Turns
@@ -77,46 +78,54 @@ class RolloutCollector:
         self._max_length, self._shares = max_length, shares
         self._sessions = itertools.count()
 
-    def collect(self, problems: Sequence[Problem], samples: int, sampling: Sampling, seed: int) -> Rollout:
-        """`samples` episodes of each problem. The seed of a response follows from `seed` and its problem's, sample's
-        and turn's number.
+    def collect(self, wanted: Wanted, sampling: Sampling, seed: int) -> Rollout:
+        """Sample and judge the wanted episodes. The seed of a response follows from `seed` and the numbers of its
+        prompt, its sample and its turn.
 
         Raises:
             DataError: a prompt leaves no room for the response, a reward returns what is no reward, or rewards or
                 environments fail on too many samples.
             EngineError, WorkerError: see `RequestQueue.sample`.
         """
-        prompts = [self._tokenizer.prompt(problem.messages) for problem in problems]
-        for problem, prompt in zip(problems, prompts, strict=True):
-            check_length(problem, len(prompt), sampling.max_new_tokens, self._max_length)
-        episodes = [
-            Episode(problem, list(prompt), len(prompt))
-            for problem, prompt in zip(problems, prompts, strict=True)
-            for _ in range(samples)
-        ]
-        return asyncio.run(self._collect(episodes, samples, sampling, seed))
+        return asyncio.run(self._collect(wanted, sampling, seed))
 
-    async def _collect(self, episodes: list[Episode], samples: int, sampling: Sampling, seed: int) -> Rollout:
+    async def _collect(self, wanted: Wanted, sampling: Sampling, seed: int) -> Rollout:
         rewards = _Failures("the reward", "reward.max_error_share", self._shares.reward)
         environments = _Failures("the environment", "environment.max_error_share", self._shares.environment)
-        alive = asyncio.create_task(_show_life())
+        alive, groups = asyncio.create_task(_show_life()), list[Group]()
         async with self._generation.serving() as requests:
-            # All first turns begin together, so that the engines form the same batches every time.
+            # All that begins now begins together, so that the engines form the same batches every time.
             await requests.pause()
-            played = []
-            for index, episode in enumerate(episodes):
-                player = _Player(episode, sampling, (seed, *divmod(index, samples)), environments, rewards)
-                played.append(asyncio.create_task(self._play(player, requests)))
-            await asyncio.sleep(0)
-            requests.resume()
             try:
-                await asyncio.gather(*played)
+                while missing := wanted.missing(groups):
+                    for number in range(len(groups), len(groups) + missing):
+                        episodes = self._episodes(wanted.problem(number), wanted.samples, sampling)
+                        players = [
+                            _Player(episode, sampling, (seed, number, sample), environments, rewards)
+                            for sample, episode in enumerate(episodes)
+                        ]
+                        played = asyncio.gather(*(self._play(player, requests) for player in players))
+                        groups.append(Group(episodes, asyncio.ensure_future(played)))
+                    await asyncio.sleep(0)
+                    requests.resume()
+                    while not wanted.missing(groups) and not wanted.is_settled(groups):
+                        under_way = [group.played for group in groups if not group.played.done()]
+                        done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+                        for played in done:
+                            played.result()
             finally:
-                for task in (alive, *played):
+                for task in (alive, *(group.played for group in groups)):
                     task.cancel()
-        environments.check(len(episodes))
-        rewards.check(sum(episode.ending != "error" for episode in episodes))
-        return Rollout(episodes, samples, len(rewards.errors), len(environments.errors))
+                await asyncio.gather(alive, *(group.played for group in groups), return_exceptions=True)
+        sampled = [episode for group in groups if group.is_done for episode in group.episodes]
+        environments.check(len(sampled))
+        rewards.check(sum(episode.ending != "error" for episode in sampled))
+        return wanted.rollout(groups, len(rewards.errors), len(environments.errors))
+
+    def _episodes(self, problem: Problem, samples: int, sampling: Sampling) -> list[Episode]:
+        prompt = self._tokenizer.prompt(problem.messages)
+        check_length(problem, len(prompt), sampling.max_new_tokens, self._max_length)
+        return [Episode(problem, list(prompt), len(prompt)) for _ in range(samples)]
 
     async def _play(self, player: "_Player", requests: Requests) -> None:
         episode = player.episode

@@ -43,6 +43,8 @@ class Episode:
     failed."""
     ending: Ending = "stop"
     spans: list[Span] = field(default_factory=list)
+    is_left_out: bool = False
+    """Whether it is kept out of the loss although it has a reward."""
 
     def add_turn(self, completion: Completion, text: str) -> None:
         """Add the assistant's turn; one that was cut is the last."""
@@ -70,10 +72,16 @@ class Episode:
         """How long the episode waited for `what`, in all its turns together."""
         return sum(span.end - span.begin for span in self.spans if span.what == what)
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether the loss is over the episode."""
+        return self.reward is not None and not self.is_left_out
+
     def row(self, advantage: float) -> TokenRow:
-        """The episode to train on: the loss is on the tokens that the policy sampled, or on none without a reward."""
+        """The episode to train on: the loss is on the tokens that the policy sampled, or on none where the episode is
+        left out or has no reward."""
         mask, logprobs = [False] * len(self.tokens), [0.0] * len(self.tokens)
         for start, completion in self.turns:
             own = slice(start, start + len(completion.tokens))
-            mask[own], logprobs[own] = [self.reward is not None] * len(completion.tokens), completion.logprobs
+            mask[own], logprobs[own] = [self.is_trained] * len(completion.tokens), completion.logprobs
         return TokenRow(self.tokens, mask, logprobs, 0.0 if self.reward is None else advantage)

@@ -21,12 +21,21 @@ class Rollout:
     samples_per_prompt: int
     reward_errors: int
     environment_errors: int = 0
+    consumed: int = 0
+    """Prompts of the data up to the last one that is kept; the next rollout begins behind it."""
+    dropped: tuple[Episode, ...] = ()
+    """Episodes of prompts that were replaced because all their rewards are the same, or were not needed any more."""
 
     @property
     def rewards_B(self) -> Tensor:
         """The episodes' rewards, float64; NaN where the reward failed."""
         rewards = [math.nan if episode.reward is None else episode.reward for episode in self.episodes]
         return torch.tensor(rewards, dtype=torch.float64)
+
+    def leave_out_truncated(self) -> None:
+        """Keep truncated responses out of the loss; they stay in the baseline."""
+        for episode in self.episodes:
+            episode.is_left_out = episode.ending == "length"
 
     @property
     def generated(self) -> int:
@@ -44,8 +53,8 @@ class Rollout:
         endings = [episode.ending for episode in self.episodes]
         prompt_tokens = sum(episode.prompt_length for episode in self.episodes)
         total = sum(len(episode.tokens) for episode in self.episodes)
-        trained = [episode.generated for episode in self.episodes if episode.reward is not None]
-        valid = float(sum(map(bool, trained)))
+        trained = [episode.generated for episode in self.episodes if episode.is_trained]
+        valid, dropped = float(sum(map(bool, trained))), sum(episode.generated for episode in self.dropped)
         return {
             "reward": self.rewards_B.nanmean().item(),
             "mean_prompt_length": prompt_tokens / samples,
@@ -61,6 +70,10 @@ class Rollout:
             "max_turns_reached_rate": endings.count("turns") / samples,
             "reward_errors": float(self.reward_errors),
             "environment_errors": float(self.environment_errors),
+            "filtered_prompts": self.consumed - samples / self.samples_per_prompt,
+            "dropped_tokens": float(dropped),
+            "useful_tokens_share": generated / (generated + dropped),
+            "left_out_samples": float(sum(episode.is_left_out for episode in self.episodes)),
             "global_valid_seqs": valid,
             "global_valid_toks": float(sum(trained)),
             "num_valid_samples": valid,

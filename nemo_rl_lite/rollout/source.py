@@ -1,21 +1,24 @@
 """Where the loop gets its rollouts from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nemo_rl_lite.config.schema import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, TrainingSet
 from nemo_rl_lite.errors import EngineError
 from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.losses.advantages import overlong_penalty
 from nemo_rl_lite.rollout.collector import RolloutCollector
 from nemo_rl_lite.rollout.files import Split
+from nemo_rl_lite.rollout.groups import Wanted
 from nemo_rl_lite.rollout.rollout import Rollout
 
 
-@dataclass(frozen=True)
+@dataclass
 class RolloutSource:
-    """Samples a step's problems with the engines' present weights. Problems and seed depend on run and step alone, so a
-    repeated step is the same step."""
+    """Samples a step's prompts with the engines' present weights. A rollout depends on run, step and `position` alone,
+    so a repeated step is the same step."""
 
     config: GRPOConfig
     collector: RolloutCollector
@@ -24,22 +27,47 @@ class RolloutSource:
     validation: Sequence[Problem]
     keep: Callable[[int, Split, Rollout], None]
     """Records a rollout of a step for people."""
+    position: int
+    """Prompts of the training set that earlier steps have consumed."""
 
-    def problems(self, step: int) -> list[Problem]:
-        first = (step - 1) * self.config.num_prompts_per_step
-        return [self.training.problem(first + place) for place in range(self.config.num_prompts_per_step)]
-
-    def sample(self, step: int, problems: Sequence[Problem]) -> Rollout:
-        return self._collect(step, problems, self.config.num_generations_per_prompt, self.sampling)
+    def take(self, step: int) -> Rollout:
+        """Sample the rollout of a step."""
+        options, first = self.config, self.position
+        wanted = Wanted(
+            lambda number: self.training.problem(first + number),
+            options.num_prompts_per_step,
+            options.num_generations_per_prompt,
+            options.use_dynamic_sampling,
+            options.oversample,
+            int(options.num_prompts_per_step * options.dynamic_sampling_max_gen_batches),
+        )
+        rollout = self._collect(step, wanted, self.sampling)
+        self.position += rollout.consumed
+        if options.overlong_filtering:
+            rollout.leave_out_truncated()
+        if options.reward_shaping.overlong_buffer_length is not None:
+            self._shape(rollout, options.reward_shaping.overlong_buffer_length)
+        return rollout
 
     def sample_held_out(self, step: int) -> Rollout:
         """One response to each held-out problem, at `val_temperature`."""
         temperature = self.config.val_temperature
         sampling = replace(self.sampling, temperature=temperature) if temperature else self.sampling.greedy()
-        return self._collect(step, self.validation, 1, sampling)
+        return self._collect(step, Wanted(self.validation.__getitem__, len(self.validation), 1), sampling)
 
-    def _collect(self, step: int, problems: Sequence[Problem], samples: int, sampling: Sampling) -> Rollout:
+    def state(self) -> Mapping[str, Any]:
+        """What a checkpoint saves, for the run that resumes from it."""
+        return {"position": self.position}
+
+    def _shape(self, rollout: Rollout, buffer: int) -> None:
+        most, penalty = self.sampling.max_new_tokens, self.config.reward_shaping.overlong_buffer_penalty
+        for episode in rollout.episodes:
+            if episode.reward is not None:
+                _, last = episode.turns[-1]
+                episode.reward += overlong_penalty(len(last.tokens), most, buffer, penalty)
+
+    def _collect(self, step: int, wanted: Wanted, sampling: Sampling) -> Rollout:
         try:
-            return self.collector.collect(problems, samples, sampling, self.config.seed * 1_000_003 + step)
+            return self.collector.collect(wanted, sampling, self.config.seed * 1_000_003 + step)
         except EngineError as error:
             raise EngineError(f"step {step}: {error}") from error

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS, compares, generates
 from nemo_rl_lite.config.engines import ENGINES
-from nemo_rl_lite.config.schema import Config, EnvironmentConfig
+from nemo_rl_lite.config.schema import Config, EnvironmentConfig, GRPOConfig
 from nemo_rl_lite.config.sizes import batch_mode, on_gpus
 from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
 from nemo_rl_lite.data.sources import ROWS, TASKS
@@ -56,6 +56,16 @@ EFFECTS = (
         ),
         generates,
         " or ".join(f"algorithm={name}" for name, row in ALGORITHMS.items() if row.generates),
+    ),
+    Effect(
+        ("algorithm.oversample", "algorithm.dynamic_sampling_max_gen_batches"),
+        lambda config: config.options(GRPOConfig).use_dynamic_sampling,
+        "algorithm.use_dynamic_sampling=true",
+    ),
+    Effect(
+        ("algorithm.reward_shaping.overlong_buffer_penalty",),
+        lambda config: config.options(GRPOConfig).reward_shaping.overlong_buffer_length is not None,
+        "algorithm.reward_shaping.overlong_buffer_length=N",
     ),
     Effect(
         ("reward.timeout_s", "reward.processes"),

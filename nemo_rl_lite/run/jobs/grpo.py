@@ -60,7 +60,6 @@ class GRPOJob:
             workers = launch(reserved, self._model_path, probe_prompt, start.policy, console.say)
         metrics.log(start.steps, under("timing/setup", reserved.setup_seconds()))
         groups = (workers.policy.group, workers.engines)
-        steps = make_steps(config, self._folder, start, workers.policy, metrics, console, groups)
         options = config.options(GRPOConfig)
         rollouts = RolloutSource(
             options,
@@ -69,7 +68,9 @@ class GRPOJob:
             self._training,
             self._validation,
             self._rollout_log(metrics, start),
+            start.rollouts.get("position", start.steps * options.num_prompts_per_step),
         )
+        steps = make_steps(config, self._folder, start, workers.policy, metrics, console, groups, rollouts.state)
         devices = all_gpus(config) or policy_ranks(config)
         system = SystemUsage([process for group in groups for process in group.processes])
         GRPO(

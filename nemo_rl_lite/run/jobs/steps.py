@@ -1,7 +1,8 @@
 """Build the checkpoints, the stopping rules and the profiler of a run from its configuration."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from nemo_rl_lite.algorithms.steps import Steps
 from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
@@ -25,8 +26,10 @@ def make_steps(
     metrics: MetricsLog,
     console: RunConsole,
     groups: Sequence[WorkerGroup],
+    rollouts: Callable[[], Mapping[str, Any]] = dict,
 ) -> Steps:
-    """Make the steps of a run in `folder` after `start`. `groups`: all workers, for the profiler."""
+    """Make the steps of a run in `folder` after `start`. `groups`: all workers, for the profiler. `rollouts` returns
+    what the source of rollouts saves in a checkpoint."""
     options = config.checkpoint
     checkpoints = Checkpoints(
         checkpoint_store(config, folder),
@@ -36,6 +39,7 @@ def make_steps(
         {"config": described(config)},
         console.say,
         saved=start.steps or None,
+        rollouts=rollouts,
     )
     stopping = Stopping(seconds(options.must_save_by), seconds_since_command)
     around = StepProfiler(config.profile, folder, groups).around

@@ -102,6 +102,15 @@ CASES = {
     "reward.name=tests.unit.rules.own.swapped": ["reward.name", "takes `answer` first"],
     "reward.name=tests.unit.rules.own.asked": ["reward.name", "takes `prompt` first"],
     "reward.name=tests/unit/rules/own.py:score": ["fix: reward.name=tests.unit.rules.own.score", "1 problem"],
+    "algorithm.oversample=2": ["algorithm.oversample", "algorithm.use_dynamic_sampling=true"],
+    "algorithm.use_dynamic_sampling=true algorithm.oversample=4 algorithm.dynamic_sampling_max_gen_batches=2": [
+        "algorithm.oversample=2 or less"
+    ],
+    "algorithm.reward_shaping.overlong_buffer_penalty=2": ["overlong_buffer_penalty", "overlong_buffer_length=N"],
+    "algorithm.reward_shaping.overlong_buffer_length=9": [
+        "overlong_buffer_length",
+        "exceeds generation.max_new_tokens",
+    ],
     "environment.concurrency=64": ["environment.concurrency", "has no effect"],
     "environment.max_error_share=0": ["environment.max_error_share", "has no effect"],
     "environment=calculator environment.timeout_s=5": ["environment.timeout_s", "answers at once"],

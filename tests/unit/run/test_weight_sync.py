@@ -83,8 +83,8 @@ def test_an_engine_that_computes_no_numbers_is_named_with_its_step(monkeypatch, 
     assert len(engines(monkeypatch, -1.0, -2.0).sample_on_each(request)) == 2
     collect = SimpleNamespace(collect=lambda *_: generation.sample_on_each(request))
     config = compose_config().options(GRPOConfig)
-    source = RolloutSource(config, collect, sampling, None, [], print)  # pyrefly: ignore
-    for sample in (lambda: source.sample(7, []), lambda: source.sample_held_out(7)):
+    source = RolloutSource(config, collect, sampling, None, [], print, position=0)  # pyrefly: ignore
+    for sample in (lambda: source.take(7), lambda: source.sample_held_out(7)):
         with pytest.raises(EngineError, match=r"^step 7: generation rank 1 "):
             sample()
 

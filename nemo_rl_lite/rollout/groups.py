@@ -1,0 +1,88 @@
+"""Which prompts a rollout has: all that were asked for, or only those that teach something."""
+
+import asyncio
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from nemo_rl_lite.data.problems import Problem
+from nemo_rl_lite.losses.advantages import differ
+from nemo_rl_lite.rollout.episode import Episode
+from nemo_rl_lite.rollout.rollout import Rollout
+
+
+@dataclass(eq=False)
+class Group:
+    """The samples of one prompt."""
+
+    episodes: list[Episode]
+    played: asyncio.Future
+
+    @property
+    def is_done(self) -> bool:
+        return self.played.done() and not self.played.cancelled()
+
+    @property
+    def is_useful(self) -> bool:
+        """Whether it is done and its rewards differ."""
+        return self.is_done and differ([math.nan if one.reward is None else one.reward for one in self.episodes])
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The prompts that a rollout shall have: `count` of them, with `samples` episodes each.
+
+    Where they shall be `useful`, those whose rewards are all the same are replaced by the next ones of `problem`, and
+    `oversample` times as many as are missing are under way. What is kept are the first `count` useful ones in the order
+    of the data, so neither the lengths of responses nor time choose. At most `most` are sampled; then those that are
+    not useful fill the rollout.
+    """
+
+    problem: Callable[[int], Problem]
+    count: int
+    samples: int
+    useful: bool = False
+    oversample: float = 1.0
+    most: int = sys.maxsize
+
+    def missing(self, groups: Sequence[Group]) -> int:
+        """How many more prompts to begin."""
+        if not self.useful:
+            return self.count - len(groups)
+        if self._kept(groups) is not None:
+            return 0
+        left = sum(not group.is_done or group.is_useful for group in groups)
+        return max(min(math.ceil(self.count * self.oversample) - left, self.most - len(groups)), 0)
+
+    def is_settled(self, groups: Sequence[Group]) -> bool:
+        """Whether what is done decides what is kept."""
+        return self._kept(groups) is not None
+
+    def rollout(self, groups: Sequence[Group], reward_errors: int, environment_errors: int) -> Rollout:
+        """Put together what is kept. The failures are those of all groups."""
+        kept = self._kept(groups) or []
+        consumed = 1 + max(groups.index(group) for group in kept)
+        dropped = [group for group in groups if group not in kept]
+        return Rollout(
+            [episode for group in kept for episode in group.episodes],
+            self.samples,
+            reward_errors,
+            environment_errors,
+            consumed,
+            tuple(episode for group in dropped for episode in group.episodes),
+        )
+
+    def _kept(self, groups: Sequence[Group]) -> list[Group] | None:
+        """The groups to keep, in the order of the data; None while that is open."""
+        kept, others = list[Group](), list[Group]()
+        for group in groups:
+            if not group.is_done:
+                return None
+            (kept if group.is_useful or not self.useful else others).append(group)
+            if len(kept) == self.count:
+                return kept
+        if len(groups) < self.most:
+            return None
+        filled = [*kept, *others[: self.count - len(kept)]]
+        return [group for group in groups if group in filled]
