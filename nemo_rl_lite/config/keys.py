@@ -48,6 +48,7 @@ _ELSEWHERE = "policy.generation."
 _OPEN_SECTIONS = (
     "algorithm.loss_kwargs",
     "reward.kwargs",
+    "reward.terms",
     "environment.kwargs",
     "generation.vllm_kwargs",
     "data.task_kwargs",

@@ -1,7 +1,7 @@
 """The shape of a configuration: types and ranges only.
 
-No field has a default here; `configs/` is the only source of defaults. Dataclasses are frozen, so that what a run
-records is what it ran with.
+`configs/` is the only source of defaults, but for parts of what users add to it. Dataclasses are frozen, so that what a
+run records is what it ran with.
 """
 
 from typing import Annotated, Any, Literal
@@ -285,11 +285,20 @@ class DataConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class RewardTerm:
+    name: Annotated[str, Field(min_length=1)]
+    weight: Annotated[float, Field(allow_inf_nan=False)]
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, config=STRICT)
 class RewardConfig:
     name: Annotated[str, Field(min_length=1)]
     kwargs: dict[str, Any]
+    terms: dict[Annotated[str, Field(pattern=r"^\w+$")], RewardTerm]
     timeout_s: PositiveFloat | None
     processes: Annotated[int, Field(gt=0, le=4096)]
+    concurrency: Annotated[int, Field(gt=0, le=4096)]
     max_error_share: Annotated[float, Field(ge=0, le=1)]
 
 

@@ -7,7 +7,7 @@ A function that cannot judge a sample raises an error, or returns None or NaN. A
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from numbers import Real
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, Violation
 
-Reward = Callable[[str, Problem], float]
-"""Returns the reward of a response to a problem. A user's function may raise anything."""
+Reward = Callable[[str, Problem], float | Awaitable[float]]
+"""Returns the reward of a response to a problem, or a coroutine that does. A user's function may raise anything."""
 
 
 class RewardError(Exception):
@@ -45,25 +45,30 @@ REWARDS = {
 INSTANT = frozenset({"exact_match", "last_number"})
 
 
-def find_reward(name: str, kwargs: Mapping[str, Any]) -> Reward:
-    """Return the reward named `name`: one of `REWARDS`, or `package.module.function`.
+def find_reward(name: str, kwargs: Mapping[str, Any], section: str = "reward") -> Reward:
+    """Return the reward named `name`: one of `REWARDS`, or `package.module.function`. `section` holds its keys.
 
     Raises:
         ConfigError: no such function.
     """
-    function = _import(REWARDS.get(name, name))
+    function = _import(REWARDS.get(name, name), section)
     takes_problem = "problem" in inspect.signature(function).parameters
 
-    def reward(response: str, problem: Problem) -> float:
+    def reward(response: str, problem: Problem) -> float | Awaitable[float]:
         own = {"problem": problem} if takes_problem else {}
-        return checked_reward(name, function(response, problem.answer, **own, **kwargs))
+        value: Any = function(response, problem.answer, **own, **kwargs)
+        return _awaited(name, value) if inspect.isawaitable(value) else checked_reward(name, value)
 
     try:
         inspect.signature(function).bind("response", "answer", **{"problem": None} if takes_problem else {}, **kwargs)
     except TypeError as error:
         fix = "a reward is called as function(response, answer, **reward.kwargs)"
-        raise ConfigError([Violation("reward.kwargs", dict(kwargs), f"do not fit {name}: {error}", fix)]) from None
+        raise ConfigError([Violation(f"{section}.kwargs", dict(kwargs), f"do not fit {name}: {error}", fix)]) from None
     return reward
+
+
+async def _awaited(name: str, value: Awaitable[Any]) -> float:
+    return checked_reward(name, await value)
 
 
 def checked_reward(source: str, value: Any) -> float:
@@ -73,9 +78,6 @@ def checked_reward(source: str, value: Any) -> float:
         RewardError: None, NaN or an infinity, which say that this sample cannot be judged.
         WrongReward: not a number, or one that is too large for float32.
     """
-    if inspect.iscoroutine(value):
-        value.close()
-        raise WrongReward(f"{source} is a coroutine (async def); a reward is an ordinary function")
     if value is None:
         raise RewardError(f"{source} returned None")
     # Scalars of numpy and torch are numbers; their arrays are not.
@@ -102,13 +104,15 @@ def error_text(error: BaseException) -> str:
     return text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
 
 
-def _import(path: str) -> Callable[..., float]:
+def _import(path: str, section: str) -> Callable[..., Any]:
     module_name, _, attribute = path.rpartition(".")
     try:
         function = getattr(importlib.import_module(module_name), attribute)
     except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
         fix = f"choose one of {', '.join(REWARDS)}, or give package.module.function of a function that can be imported"
-        raise ConfigError([Violation("reward.name", path, f"cannot be imported: {error_text(error)}", fix)]) from error
+        raise ConfigError(
+            [Violation(f"{section}.name", path, f"cannot be imported: {error_text(error)}", fix)]
+        ) from error
     if not callable(function):
-        raise ConfigError([Violation("reward.name", path, "is not a function", "name a function")])
+        raise ConfigError([Violation(f"{section}.name", path, "is not a function", "name a function")])
     return function

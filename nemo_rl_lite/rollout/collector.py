@@ -169,7 +169,7 @@ class RolloutCollector:
         if isinstance(verdict, RewardError):
             player.rewards.add(verdict, episode)
         else:
-            episode.reward = verdict
+            episode.reward, episode.reward_parts = verdict.reward, verdict.parts
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """One sampled sequence: a prompt, the assistant's turns, and what an environment says between them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -43,6 +43,8 @@ class Episode:
     failed."""
     ending: Ending = "stop"
     spans: list[Span] = field(default_factory=list)
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """What the reward is the weighted sum of, by name, where it has several parts."""
     is_left_out: bool = False
     """Whether it is kept out of the loss although it has a reward."""
 

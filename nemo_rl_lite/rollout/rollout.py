@@ -77,7 +77,15 @@ class Rollout:
             "global_valid_seqs": valid,
             "global_valid_toks": float(sum(trained)),
             "num_valid_samples": valid,
-        }
+        } | self._parts()
+
+    def _parts(self) -> dict[str, float]:
+        """The mean of each part of the reward, before its weight."""
+        found: dict[str, list[float]] = {}
+        for episode in self.episodes:
+            for name, part in episode.reward_parts.items():
+                found.setdefault(f"reward/{name}", []).append(part)
+        return {name: sum(parts) / len(parts) for name, parts in found.items()}
 
     def seconds(self) -> dict[str, float]:
         """How long an episode waited for its responses, its environment and its reward: the mean and the longest."""

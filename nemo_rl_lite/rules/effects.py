@@ -11,6 +11,7 @@ from nemo_rl_lite.config.sizes import batch_mode, on_gpus
 from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
 from nemo_rl_lite.data.sources import ROWS, TASKS
 from nemo_rl_lite.environments import registry as environments
+from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.rewards.registry import INSTANT
 from nemo_rl_lite.rules.layout import MEGATRON
 
@@ -68,12 +69,12 @@ EFFECTS = (
         "algorithm.reward_shaping.overlong_buffer_length=N",
     ),
     Effect(
-        ("reward.timeout_s", "reward.processes"),
-        lambda config: config.reward.name not in INSTANT,
+        ("reward.timeout_s", "reward.processes", "reward.concurrency"),
+        lambda config: not all(term.name in INSTANT for term in terms_of(config.reward)),
         f"another reward than {' and '.join(sorted(INSTANT))}, which take no time",
     ),
     Effect(
-        ("reward.processes",),
+        ("reward.processes", "reward.concurrency"),
         lambda config: config.reward.timeout_s is not None,
         "reward.timeout_s=60: rewards without a limit are judged in the launcher",
     ),

@@ -9,6 +9,7 @@ from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
 from nemo_rl_lite.environments.registry import ENVIRONMENTS
 from nemo_rl_lite.environments.registry import INSTANT as INSTANT_ENVIRONMENTS
 from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.rewards.judge import Term, terms_of
 from nemo_rl_lite.rewards.registry import REWARDS
 from nemo_rl_lite.rules import code
 from nemo_rl_lite.rules.base import rule
@@ -19,52 +20,63 @@ _PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 _OF_TRL, _OF_VERL = {"prompts", "completions"}, {"data_source", "solution_str", "ground_truth"}
 
 
-@rule("reward.name", "reward.kwargs", options=RolloutAlgorithmConfig)
-def reward_exists(config: Config) -> Iterator[Violation]:
-    name = config.reward.name
+@rule("reward", options=RolloutAlgorithmConfig)
+def rewards_exist(config: Config) -> Iterator[Violation]:
+    terms = terms_of(config.reward)
+    for term in terms:
+        yield from _exists(term)
+        yield from _has_a_pattern(term)
+        if term.weight == 0:
+            yield Violation(f"{term.section}.weight", 0, "adds nothing", "another number, or leave the term out")
+    for number, term in enumerate(terms):
+        if term.label in [other.label for other in terms[:number]]:
+            rule_text = f"{term.label} is the name of the main reward's metric, too"
+            yield Violation(term.section, term.name, rule_text, f"reward.terms.{term.label}_2...")
+
+
+def _exists(term: Term) -> Iterator[Violation]:
+    name, key = term.name, f"{term.section}.name"
     package = _PACKAGES.get(name)
     if package is not None and importlib.util.find_spec(package) is None:
         fix = "bash scripts/install.sh"
-        yield Violation("reward.name", name, f"the package {package} is not installed here", fix)
+        yield Violation(key, name, f"the package {package} is not installed here", fix)
     if name in REWARDS:
         return
     dotted = code.as_dotted(name)
-    fix = f"reward.name={dotted}" if dotted else f"one of {', '.join(REWARDS)}, or package.module.function of your own"
+    fix = f"{key}={dotted}" if dotted else f"one of {', '.join(REWARDS)}, or package.module.function of your own"
     found = _found(name, dotted, "reward")
     if found.trouble:
-        yield Violation("reward.name", name, found.trouble, fix)
-    elif isinstance(found.definition, ast.AsyncFunctionDef):
-        yield Violation("reward.name", name, "is a coroutine (async def)", "an ordinary function")
-    elif isinstance(found.definition, ast.FunctionDef):
-        yield from _takes_a_response(config, found.definition)
+        yield Violation(key, name, found.trouble, fix)
+    elif isinstance(found.definition, ast.FunctionDef | ast.AsyncFunctionDef):
+        yield from _takes_a_response(term, found.definition)
 
 
-def _takes_a_response(config: Config, function: ast.FunctionDef) -> Iterator[Violation]:
-    name, kwargs, own = config.reward.name, config.reward.kwargs, code.parameters(function)
-    call = "a reward is called as function(response, answer, **reward.kwargs), and returns one number"
+def _takes_a_response(term: Term, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Violation]:
+    name, kwargs, own, key = term.name, term.kwargs, code.parameters(function), f"{term.section}.name"
+    call = f"a reward is called as function(response, answer, **{term.section}.kwargs), and returns one number"
     fix = "def reward(response, answer): ...; with a parameter `problem` it also gets messages and columns"
     if _OF_TRL & set(own):
-        yield Violation("reward.name", name, "has the signature of TRL's rewards, which judge lists", fix)
+        yield Violation(key, name, "has the signature of TRL's rewards, which judge lists", fix)
     elif _OF_VERL & set(own):
         rule_text = "has the signature of verl's rewards (data_source, solution_str, ground_truth, extra_info)"
-        yield Violation("reward.name", name, rule_text, fix)
+        yield Violation(key, name, rule_text, fix)
     elif own[:1] == ["answer"] or own[1:2] in (["response"], ["completion"]):
-        yield Violation("reward.name", name, f"takes `{own[0]}` first, where a reward gets the response", call)
-    elif trouble := code.misfit(function, 2, kwargs | ({"problem": None} if "problem" in own else {})):
-        yield Violation("reward.kwargs", dict(kwargs), f"do not fit {name}: {trouble}", call)
+        yield Violation(key, name, f"takes `{own[0]}` first, where a reward gets the response", call)
+    elif trouble := code.misfit(function, 2, {**kwargs, **({"problem": None} if "problem" in own else {})}):
+        yield Violation(f"{term.section}.kwargs", dict(kwargs), f"do not fit {name}: {trouble}", call)
 
 
-@rule("reward.name", "data.name", options=RolloutAlgorithmConfig)
+@rule("reward", "data.name", options=RolloutAlgorithmConfig)
 def task_scores_its_own_problems(config: Config) -> Iterator[Violation]:
-    if config.reward.name == "reasoning_gym" and config.data.name != "reasoning_gym":
-        fix = "data=reasoning_gym, or reward=math or another"
-        yield Violation("reward.name", "reasoning_gym", "scores the problems of data=reasoning_gym alone", fix)
+    for term in terms_of(config.reward):
+        if term.name == "reasoning_gym" and config.data.name != "reasoning_gym":
+            fix = "data=reasoning_gym, or reward=math or another"
+            yield Violation(f"{term.section}.name", term.name, "scores the problems of data=reasoning_gym alone", fix)
 
 
-@rule("reward.name", "reward.kwargs", options=RolloutAlgorithmConfig)
-def format_is_a_pattern(config: Config) -> Iterator[Violation]:
-    key, pattern = "reward.kwargs.pattern", config.reward.kwargs.get("pattern")
-    if config.reward.name != "format":
+def _has_a_pattern(term: Term) -> Iterator[Violation]:
+    key, pattern = f"{term.section}.kwargs.pattern", term.kwargs.get("pattern")
+    if term.name != "format":
         return
     fix = f"{key}='<answer>.*</answer>'"
     if not isinstance(pattern, str):

@@ -27,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stepped, fp8 cache": {"kv_cache_dtype": "fp8"},
     "stepped, compiled": {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
 }
-PROMPT_TOKENS = 46
+PROMPT_TOKENS, TARGET = 46, 1.3
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
@@ -51,7 +51,15 @@ def main() -> None:
         rates = [numbers[0] * numbers[1] * numbers[2] / seconds for seconds in measured["seconds"]]
         results.append(record.result(way, shape, "tokens/s", rates))
         results.append(record.result(f"{way}: start", shape, "s", [measured["start"]]))
-    record.write("rollouts-engine-paths", results, [], f"model: {Path(model).name}, random weights")
+    record.write("rollouts-engine-paths", results, bars(results), f"model: {Path(model).name}, random weights")
+
+
+def bars(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The target: tokens a second of the way that the launcher takes over those of offline generation."""
+    rates = {one["name"]: one["median"] for one in results}
+    if not {"stepped", "offline"} <= rates.keys():
+        return []
+    return [record.bar("tokens a second, stepped over offline", rates["stepped"] / rates["offline"], TARGET, True)]
 
 
 def one_way(way: str, model: str, prompts: int, samples: int, tokens: int, repeats: int) -> None:

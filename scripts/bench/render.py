@@ -19,6 +19,8 @@ MEMORY = record.ROOT / "docs" / "memory.md"
 REFIT = record.ROOT / "docs" / "refit.md"
 SUPERVISED = record.ROOT / "docs" / "supervised.md"
 RELIABILITY = record.ROOT / "docs" / "reliability.md"
+ROLLOUTS = record.ROOT / "docs" / "rollouts.md"
+WAYS = ("offline", "stepped", "stepped without logprobs", "stepped without seeds", "stepped, own process", "async")
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,9 @@ TABLES = {
             *(f"growth of {who} from step 150 on" for who in MEASURED),
         ),
     ),
+    "engine paths table": Table(ROLLOUTS, "rollouts-engine-paths", "1x-h100", WAYS),
+    "balance table": Table(ROLLOUTS, "rollouts-balance", "cpu-2cores"),
+    "tools table": Table(ROLLOUTS, "rollouts-tools", "cpu-2cores"),
     "largest table": Table(
         MEMORY,
         "largest-model-predicted",

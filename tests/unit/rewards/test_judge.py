@@ -10,11 +10,11 @@ from multiprocessing import Pipe
 import psutil
 import pytest
 
-from nemo_rl_lite.config.schema import RewardConfig
+from nemo_rl_lite.config.schema import RewardConfig, RewardTerm
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import ConfigError, DataError
 from nemo_rl_lite.host import calls
-from nemo_rl_lite.rewards.judge import make_judge, try_reward
+from nemo_rl_lite.rewards.judge import Judged, Term, make_judge, try_reward
 from nemo_rl_lite.rewards.registry import RewardError
 
 HERE = "tests.unit.rewards.test_judge"
@@ -46,8 +46,20 @@ def moody(response: str, answer: str) -> float:
     return float(response == answer)
 
 
+def config(name: str, timeout_s: float | None, processes: int = 2, concurrency: int = 1, **terms) -> RewardConfig:
+    return RewardConfig(
+        name=name,
+        kwargs={},
+        terms={label: RewardTerm(**one) for label, one in terms.items()},
+        timeout_s=timeout_s,
+        processes=processes,
+        concurrency=concurrency,
+        max_error_share=0.5,
+    )
+
+
 def one_judge(name: str, timeout_s: float | None, processes: int = 2):
-    return make_judge(RewardConfig(name=name, kwargs={}, timeout_s=timeout_s, processes=processes, max_error_share=0.5))
+    return make_judge(config(name, timeout_s, processes))
 
 
 def judge(name: str, timeout_s: float | None, processes: int = 2):
@@ -55,7 +67,8 @@ def judge(name: str, timeout_s: float | None, processes: int = 2):
     one = one_judge(name, timeout_s, processes)
 
     async def all_of(responses, problems):
-        return await asyncio.gather(*(one(*pair) for pair in zip(responses, problems, strict=True)))
+        found = await asyncio.gather(*(one(*pair) for pair in zip(responses, problems, strict=True)))
+        return [verdict.reward if isinstance(verdict, Judged) else verdict for verdict in found]
 
     return lambda responses, problems: asyncio.run(all_of(responses, problems))
 
@@ -136,7 +149,7 @@ def test_processes_end_with_the_pool():
     started = set(psutil.Process().children()) - before
     assert len(started) == 2
     # One worker is in the middle of a reward.
-    pool = own.__closure__[0].cell_contents.__closure__[0].cell_contents._pool
+    pool = next(cell.cell_contents for cell in own.__closure__[0].cell_contents.__closure__)._pool
     pool.submit("judge", "sleep", problems("1")[0])
     time.sleep(0.2)
     del own, pool
@@ -189,8 +202,52 @@ def test_a_judging_process_ends_quietly_when_the_launcher_is_gone(is_told):
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
     theirs.close()
     if is_told:
-        kept = {"name": f"{HERE}.moody", "kwargs": {}}
+        kept = {"terms": [Term("moody", f"{HERE}.moody", {}, 1.0, "reward")]}
         ours.send((sys.path, "nemo_rl_lite.rewards.judge.RewardCalls", kept, 1))
     ours.close()
     _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (0, "")
+
+
+async def slowly(response: str, answer: str) -> float:
+    await asyncio.sleep(0.3)
+    if response == "raise":
+        raise ValueError("no")
+    return float(response == answer)
+
+
+def length(response: str, answer: str, unit: int = 1) -> float:
+    return len(response) / unit
+
+
+@pytest.mark.parametrize("timeout_s", [None, 30.0])
+def test_rewards_may_be_coroutines_of_which_a_process_has_many(timeout_s):
+    one = make_judge(config(f"{HERE}.slowly", timeout_s, processes=1, concurrency=16))
+
+    async def judge_all():
+        await one("warm", problems("up")[0])
+        started = time.perf_counter()
+        said = ["1"] * 15 + ["raise"]
+        return await asyncio.gather(*(one(text, problems("1")[0]) for text in said)), time.perf_counter() - started
+
+    verdicts, seconds = asyncio.run(judge_all())
+    assert verdicts[:15] == [Judged(1.0)] * 15 and str(verdicts[15]) == "ValueError: no"
+    assert seconds < 0.3 * 8
+
+
+def test_terms_are_added_with_their_weights_and_keep_their_names():
+    terms = {
+        "size": {"name": f"{HERE}.length", "weight": -0.5, "kwargs": {"unit": 2}},
+        "tags": {"name": "format", "weight": 2.0, "kwargs": {"pattern": "a.*"}},
+    }
+    judge_sum = make_judge(config("exact_match", None, **terms))
+    verdict = asyncio.run(judge_sum("ab", problems("ab")[0]))
+    assert verdict == Judged(1 - 0.5 * 1 + 2.0, {"exact_match": 1.0, "size": 1.0, "tags": 1.0})
+    # One that fails is the failure of all.
+    failing = make_judge(config("exact_match", None, moody={"name": f"{HERE}.moody", "weight": 1.0}))
+    assert str(asyncio.run(failing("raise", problems("1")[0]))).startswith("ValueError")
+
+
+def test_a_term_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match=r"reward\.terms\.tags\.name"):
+        make_judge(config("exact_match", None, tags={"name": f"{HERE}.absent", "weight": 1.0}))

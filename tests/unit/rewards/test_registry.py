@@ -147,10 +147,6 @@ def test_numbers_are_rewards(value, expected):
     assert type(reward) is float and reward == expected
 
 
-async def later() -> float:
-    return 1.0
-
-
 @pytest.mark.parametrize(
     ("value", "said"),
     [
@@ -166,11 +162,6 @@ async def later() -> float:
 def test_what_is_no_reward_is_named(value, said):
     with pytest.raises(WrongReward, match=f"^mine .*{said}"):
         checked_reward("mine", value)
-
-
-def test_a_coroutine_is_no_reward():
-    with pytest.raises(WrongReward, match="async def"):
-        checked_reward("mine", later())
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])

@@ -3,6 +3,8 @@
 from contextlib import asynccontextmanager
 
 from nemo_rl_lite.generation.interface import Completion
+from nemo_rl_lite.rewards.judge import Judge, RewardCalls, Term
+from nemo_rl_lite.rewards.registry import Reward
 
 END = 0
 
@@ -51,3 +53,10 @@ def completion(text: str) -> Completion:
     tokens = [ord(letter) for letter in text.removesuffix("...")] + ([] if text.endswith("...") else [END])
     logprobs = [-(index + 1) / 8 for index in range(len(tokens))]
     return Completion(tuple(tokens), tuple(logprobs), "length" if text.endswith("...") else "stop")
+
+
+def judged_by(reward: Reward) -> Judge:
+    """Judge in this process with one function."""
+    calls = RewardCalls([])
+    calls._terms = [(Term("own", "own", {}, 1.0, "reward"), reward)]
+    return calls.judge

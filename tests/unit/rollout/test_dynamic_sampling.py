@@ -11,11 +11,10 @@ from nemo_rl_lite.config.schema import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.losses.advantages import differ, overlong_penalty
-from nemo_rl_lite.rewards.judge import in_this_process
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
 from nemo_rl_lite.rollout.source import RolloutSource
 from nemo_rl_lite.rules.compose import compose_config
-from tests.unit.rollout.script import Letters
+from tests.unit.rollout.script import Letters, judged_by
 
 SAMPLES = 4
 
@@ -61,7 +60,7 @@ def source(texts, position=0, **options):
     config = compose_config([f"algorithm.num_generations_per_prompt={SAMPLES}"]).options(GRPOConfig)
     config = replace(config, num_prompts_per_step=3, **{"use_dynamic_sampling": True, **options})
     sampling, engine = Sampling(1.0, 1.0, None, 8, (0,), ()), Engine()
-    judge = in_this_process(lambda response, problem: float(response[:1] == "1"))
+    judge = judged_by(lambda response, problem: float(response[:1] == "1"))
     collector = RolloutCollector(engine, Letters(), judge, 64, ErrorShares(0.0, 0.0))
     return RolloutSource(config, collector, sampling, Data(texts), [], print, position), engine
 

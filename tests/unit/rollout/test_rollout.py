@@ -5,12 +5,12 @@ import pytest
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Sampling
-from nemo_rl_lite.rewards.judge import in_this_process
+from nemo_rl_lite.rewards.judge import Judged
 from nemo_rl_lite.rewards.registry import WrongReward, checked_reward
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
 from nemo_rl_lite.rollout.groups import Wanted
 from nemo_rl_lite.rollout.rollout import Rollout
-from tests.unit.rollout.script import Letters, Script
+from tests.unit.rollout.script import Letters, Script, judged_by
 
 SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=4, stop_token_ids=(0,), stop_strings=())
 ANSWERS = ["A", "BBBB...", "XYZ", ""]
@@ -29,7 +29,7 @@ def wanted(*texts: str) -> Wanted:
 
 
 def judged(reward):
-    return in_this_process(lambda response, problem: checked_reward("mine", reward(response, problem.answer)))
+    return judged_by(lambda response, problem: checked_reward("mine", reward(response, problem.answer)))
 
 
 def problems(*texts: str) -> list[Problem]:
@@ -87,7 +87,7 @@ def test_a_reward_that_never_works_ends_the_run(broken):
 
 def test_what_is_no_reward_ends_the_run_and_names_function_sample_and_value():
     async def judge(response, problem):
-        return WrongReward("mine returned '1.0', a str; a reward is one number") if response == "A" else 1.0
+        return WrongReward("mine returned '1.0', a str; a reward is one number") if response == "A" else Judged(1.0)
 
     with pytest.raises(DataError, match=r"mine returned '1\.0', a str.* the response was 'A' \(answer 'A'\)"):
         collect(judge, 1.0)

@@ -10,12 +10,11 @@ from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.environments.sessions import InThisProcess
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Sampling
-from nemo_rl_lite.rewards.judge import in_this_process
 from nemo_rl_lite.rewards.registry import find_reward
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
 from nemo_rl_lite.rollout.groups import Wanted
 from nemo_rl_lite.rollout.turns import Turns
-from tests.unit.rollout.script import END, Letters, Script
+from tests.unit.rollout.script import END, Letters, Script, judged_by
 
 HERE = "tests.unit.rollout.test_turns"
 SAMPLING = Sampling(1.0, 1.0, None, max_new_tokens=40, stop_token_ids=(END,), stop_strings=())
@@ -23,7 +22,7 @@ CALCULATOR = ("calculator", {"role": "user"})
 
 
 def collect(script, environment, max_turns=4, max_length=200, reward="exact_match", max_error_share=0.0):
-    judge = in_this_process(find_reward(reward, {}))
+    judge = judged_by(find_reward(reward, {}))
     turns = Turns(InThisProcess(*environment), max_turns)
     collector = RolloutCollector(script, Letters(), judge, max_length, ErrorShares(0.0, max_error_share), turns)
     return collector.collect(Wanted([Problem(chat("6*7+1?"), "43")].__getitem__, 1, 2), SAMPLING, seed=5)
