@@ -19,12 +19,12 @@ _OPTIMIZER, _LOSS = f"{MEGATRON}.optimizer", "algorithm.loss_fn"
 @dataclass(frozen=True)
 class Effect:
     """`keys`, and all below them, have an effect where `holds`; `needs` is how to get there. `otherwise` is what is
-    wrong with them elsewhere, up to `needs`."""
+    wrong with them elsewhere."""
 
     keys: tuple[str, ...]
     holds: Callable[[Config], bool]
     needs: str
-    otherwise: str = "has no effect without "
+    otherwise: str = "has no effect"
 
 
 def _is_within_the_run(config: Config) -> bool:
@@ -177,12 +177,7 @@ EFFECTS = (
         _VALIDATION,
     ),
     Effect(("algorithm.val_period",), _is_within_the_run, _VALIDATION),
-    Effect(
-        ("data.validation_fraction",),
-        _validates,
-        _VALIDATION,
-        "takes rows from the training that nothing reads without ",
-    ),
+    Effect(("data.validation_fraction",), _validates, _VALIDATION, "takes rows from the training that nothing reads"),
     Effect(
         ("checkpoint.keep_best",),
         _validates_a_saved_step,

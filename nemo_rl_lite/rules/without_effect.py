@@ -31,7 +31,7 @@ def keys_without_effect(config: Config, given: Sequence[str]) -> Iterator[Violat
     for key in given:
         for effect in EFFECTS:
             if _is_of(key, effect.keys) and not effect.holds(config):
-                rule_text, fix = f"{effect.otherwise}{effect.needs}", f"leave {key} out, or {effect.needs}"
+                rule_text, fix = f"{effect.otherwise} without {effect.needs}", f"leave {key} out, or {effect.needs}"
                 yield Violation(key, None, rule_text, fix)
                 break
 
