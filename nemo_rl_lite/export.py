@@ -8,9 +8,10 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl_lite.checkpoint.resume import POLICY, locate
+from nemo_rl_lite.checkpoint.resume import POLICY, checkpoints_around, locate
 from nemo_rl_lite.checkpoint.store import Checkpoint
-from nemo_rl_lite.errors import CheckpointError, shown_as_message
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.errors import CheckpointError, ConfigError, shown_as_message
 from nemo_rl_lite.rules.compose import restore
 
 
@@ -28,17 +29,18 @@ def export(run: Path, target: Path | None) -> Path:
     """Write the newest checkpoint of a run, or one checkpoint, to `target`, check it, and return the folder.
 
     Raises:
-        CheckpointError: there is no checkpoint, the model that the run started from is missing, or the written model
-            computes other logprobs.
-        ConfigError: the checkpoint's configuration is of another version of this package.
+        CheckpointError: there is no checkpoint, or it is of another version of this package, or the target is among
+            checkpoints; the model that the run started from is missing; the written model computes other logprobs.
     """
     found = locate(run)
     if found is None:
         raise CheckpointError(f"{run} has no complete checkpoint: name a run's folder, or one in its checkpoints/")
     if target is not None and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is not empty: name another folder, or remove it")
+    if target is not None and (checkpoints := checkpoints_around(target)):
+        raise CheckpointError(f"{target} is among a run's checkpoints, {checkpoints}: name a folder outside")
     target = target or found.path.parents[1] / f"hf-{found.path.name}"
-    config = restore(json.dumps(_saved_config(found)))
+    config = _saved_config(found)
     import transformers
 
     from nemo_rl_lite.host.ports import free_port
@@ -65,10 +67,16 @@ def export(run: Path, target: Path | None) -> Path:
     return target
 
 
-def _saved_config(found: Checkpoint) -> object:
+def _saved_config(found: Checkpoint) -> Config:
     if "config" not in found.record:
         raise CheckpointError(f"{found.path} does not say which configuration it was saved with")
-    return found.record["config"]
+    try:
+        return restore(json.dumps(found.record["config"]))
+    except ConfigError as error:
+        # Keys of the command line do not help here, so the fixes of the violations are left out.
+        wrong = ", ".join(f"{one.key} {one.rule}" for one in error.violations)
+        version = "was saved by another version of the launcher, and only that one exports it"
+        raise CheckpointError(f"{found.path} {version}: {wrong}") from None
 
 
 if __name__ == "__main__":

@@ -23,12 +23,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def write_report(runs: Sequence[Path], output: Path | None = None) -> Path:
-    """Write the page and return its path. Raises ReportError: a folder is no run's."""
-    from nemo_rl_lite.run.report.page import page
-    from nemo_rl_lite.run.report.record import read_run, runs_of
+    """Write the page and return its path. Raises ReportError: a folder is no run's, or `output` is another file."""
+    from nemo_rl_lite.run.report.page import is_page, page
+    from nemo_rl_lite.run.report.record import ReportError, read_run, runs_of
 
     records = [read_run(run) for given in dict.fromkeys(runs) for run in runs_of(given)]
     output = output or (runs[0] / PAGE if len(dict.fromkeys(runs)) == 1 else Path(PAGE))
+    if output.is_file() and not is_page(output):
+        raise ReportError(f"nrl-lite report: {output} exists and is no report: name another file, or remove it")
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(page(records), encoding="utf-8")
     return output

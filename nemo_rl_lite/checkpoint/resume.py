@@ -89,6 +89,7 @@ def find_start(
         for key, (before, now) in changes.items()
         if _is_within(key, fixed)
     ]
+    wrong += _of_another_model(config, changes, found.path)
     last, key = config.algorithm.max_num_steps, "algorithm.max_num_steps"
     # A run that ended between its last checkpoint and its end has its ending left.
     if last is not None and found.step >= last + (named is None or has_any(store.folder)):
@@ -98,6 +99,18 @@ def find_start(
         raise ConfigError(wrong)
     lines = tuple(f"{key}: {before!r} -> {now!r}" for key, (before, now) in changes.items())
     return Start(found.step, found.path / POLICY, lines, found.record.get("rollouts", {}))
+
+
+def _of_another_model(config: Config, changes: Mapping[str, tuple[Any, Any]], checkpoint: Path) -> Iterator[Violation]:
+    """A checkpoint of LoRA has the adapters alone, which belong to the frozen weights that they were trained on."""
+    key = "policy.model_name"
+    before, now = changes.get(key, (None, None))
+    if not config.policy.megatron_cfg.peft.enabled or before is None:
+        return
+    if Path(before).expanduser().resolve() != Path(now).expanduser().resolve():
+        rule = f"{checkpoint} has LoRA adapters of {before!r}, and no other weights"
+        fix = f"{key}={before}, or another folder; where that model was moved, a link at its old place"
+        yield Violation(key, now, rule, fix)
 
 
 def _fixed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
@@ -123,6 +136,16 @@ def locate(path: Path) -> Checkpoint | None:
     if (path / RECORD).exists():
         return verified(path)
     return CheckpointStore(path / CHECKPOINTS, Retention(1, 0, None, True)).newest_whole()
+
+
+def checkpoints_around(folder: Path) -> Path | None:
+    """The folder of checkpoints that `folder` is in, or is itself; None where it is outside."""
+    for place in (folder, *folder.parents):
+        if (place / RECORD).exists():
+            return place.parent
+        if place.name == CHECKPOINTS and has_any(place):
+            return place
+    return None
 
 
 def _is_within(key: str, sections: tuple[str, ...]) -> bool:

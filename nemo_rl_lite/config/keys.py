@@ -31,6 +31,7 @@ _OTHER_NAMES = {
     "gradient_checkpointing": ("activation_checkpointing",),
     "max_prompt_length": ("max_total_sequence_length",),
     "max_completion_length": ("max_new_tokens",),
+    "max_response_length": ("max_new_tokens",),
     "per_device_train_batch_size": ("train_micro_batch_size",),
     "beta": ("reference_policy_kl_penalty",),
     "kl_beta": ("reference_policy_kl_penalty",),
@@ -42,8 +43,8 @@ _OTHER_NAMES = {
     "clip_ratio_low": ("ratio_clip_min",),
     "clip_ratio_high": ("ratio_clip_max",),
 }
-# NeMo-RL's place of the section `generation`.
-_ELSEWHERE = "policy.generation."
+# NeMo-RL's place of the section `generation`, and its other policy.
+_ELSEWHERE, _DTENSOR = "policy.generation.", "policy.dtensor_cfg"
 # Sections whose keys belong to somebody else: a user's reward or environment, vLLM, a task's generator.
 _OPEN_SECTIONS = (
     "algorithm.loss_kwargs",
@@ -176,6 +177,9 @@ def unknown_key(key: str, given: object, known: Sequence[str]) -> Violation:
     owners = [f"{section}={file}" for file in files if len(files) > 1 and key in known_keys((f"{section}={file}",))]
     if owners:
         return Violation(key, given, f"is a key of {' and '.join(owners)} only", f"remove it, or {owners[0]}")
+    if f"{key}.".startswith(f"{_DTENSOR}."):
+        fix = "leave it out; layouts and memory are set by policy.megatron_cfg"
+        return Violation(key, given, "unknown key: the policy is megatron-core's, and there is no other", fix)
     hint = " and ".join(_meant(key, known))
     if not hint and key.startswith(_ELSEWHERE) and key.removeprefix("policy.") not in known:
         return Violation(key, given, "unknown key", "engines have the section generation; --cfg job lists its keys")

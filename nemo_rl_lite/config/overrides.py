@@ -87,7 +87,7 @@ def _override_problem(override: Override, known: Sequence[str], sweeps: bool) ->
         return Violation(key, given, "gives several values", fix)
     section = key.split(".")[0]
     if section == HYDRA_PACKAGE or section.startswith(f"{HYDRA_PACKAGE}/"):
-        return _hydra_problem(key, given, sweeps)
+        return _hydra_problem(override, key, given, sweeps)
     if override.package is not None:
         return Violation(override.input_line or key, None, "gives a package", "write key.path=value or group=file")
     if chooses_file(override):
@@ -101,13 +101,15 @@ def _override_problem(override: Override, known: Sequence[str], sweeps: bool) ->
     return unknown_key(key, given, known)
 
 
-def _hydra_problem(key: str, given: str, sweeps: bool) -> Violation | None:
+def _hydra_problem(override: Override, key: str, given: str, sweeps: bool) -> Violation | None:
     """Folders are what a command may say to Hydra."""
     if key not in (RUN_FOLDER, SWEEP_FOLDER):
         fix = f"{RUN_FOLDER}=FOLDER, or with -m {SWEEP_FOLDER}=FOLDER"
         return Violation(key, given, "is no setting of this launcher", fix)
     if sweeps and key == RUN_FOLDER:
         return Violation(key, given, "is one folder, and a sweep has several runs", f"{SWEEP_FOLDER}={given}")
+    if override.is_sweep_override():
+        return Violation(key, given, "names several folders, and a sweep has one", f"{key}={given.split(',')[0]}")
     if not sweeps and key == SWEEP_FOLDER:
         return Violation(key, given, "is for sweeps (-m)", f"{RUN_FOLDER}={given}")
     return None

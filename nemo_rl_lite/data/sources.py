@@ -110,9 +110,15 @@ def _read[T: Asked](
     if found and not kept and all_rows:
         rule = "every row prefers neither response: the two are equal, or no preference is given"
         raise DataError(f"{first} and the {len(found) - 1} after it: {rule}")
+    if kept and all_rows and config.system_prompt and not any(_begins_with(one, config.system_prompt) for one in kept):
+        log.warning("data.system_prompt is not used: all rows from %s on have a system message of their own", first)
     if len(kept) < len(found):
         log.warning("%d of %d rows prefer neither response and were left out", len(found) - len(kept), len(found))
     return kept
+
+
+def _begins_with(one: Asked, system_prompt: str) -> bool:
+    return any(message["content"] == system_prompt for message in one.messages[:1])
 
 
 def _training_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:

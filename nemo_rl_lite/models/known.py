@@ -49,8 +49,8 @@ def find_shape(name: str, file: Path | None = None) -> ModelShape:
     if file is not None:
         try:
             return model_shape(json.loads(file.read_text()))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise NoModelError(f"--model-config {file}: {type(error).__name__}: {error}") from None
+        except (OSError, ValueError, TypeError) as error:
+            raise NoModelError(f"--model-config {file} cannot be used: {error}") from None
     shape = read_model_shape(name)
     if shape is not None:
         return shape
@@ -68,7 +68,5 @@ def find_shape(name: str, file: Path | None = None) -> ModelShape:
         ) from None
     try:
         return model_shape(json.loads(downloaded))
-    except (ValueError, KeyError, TypeError) as error:
-        raise NoModelError(
-            f"{name}: its config.json does not describe a text model: {type(error).__name__}: {error}"
-        ) from None
+    except (ValueError, TypeError) as error:
+        raise NoModelError(f"{name}: its config.json does not describe a text model: {error}") from None

@@ -83,17 +83,19 @@ def read_model_shape(name: str) -> ModelShape | None:
         raise NoModelError("the folder has no *.safetensors weights")
     try:
         return model_shape(json.loads((folder / "config.json").read_text()))
-    except (ValueError, KeyError, TypeError) as error:
-        raise NoModelError(f"config.json is unusable: {type(error).__name__}: {error}") from None
+    except (ValueError, TypeError) as error:
+        raise NoModelError(f"config.json is unusable: {error}") from None
 
 
 def model_shape(config: dict) -> ModelShape:
     """Read the shape from the keys of a config.json.
 
     Raises:
-        KeyError: a size is missing.
-        ValueError: a size is not a whole number above 0.
+        ValueError: this is no configuration of a model, a size is missing, or one is not a whole number above 0.
     """
+    missing = [key for key in _SIZES if key not in config] if isinstance(config, dict) else list(_SIZES)
+    if missing:
+        raise ValueError(f"it is no config.json of a text model, which has {', '.join(missing)}")
     sizes = {key: config[key] for key in _SIZES} | {key: config.get(key) or 1 for key in _OPTIONAL_SIZES}
     for key, value in sizes.items():
         if not isinstance(value, int) or value < 1:

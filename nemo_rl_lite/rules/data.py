@@ -128,6 +128,10 @@ def validation_has_problems(config: Config) -> Iterator[Violation]:
     key = "data.validation_path" if data.name == "file" else "data.validation_split"
     if validation_source(data) is None and not data.validation_fraction and validates:
         yield Violation(key, None, "is null, but validation is on", f"name one, or {fraction}=0.05, or {off}")
+    if data.name == "hub" and validates and data.validation_split == data.train_split:
+        rule_text = "is data.train_split too: validation would be on what is trained on"
+        fix = f"the name of another split, or {key}=null {fraction}=0.05"
+        yield Violation(key, data.validation_split, rule_text, fix)
     if validation_source(data) is not None and data.validation_fraction:
         rule_text = f"{key} names the validation problems already"
         yield Violation(fraction, data.validation_fraction, rule_text, f"{fraction}=0, or {key}=null")

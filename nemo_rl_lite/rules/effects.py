@@ -29,10 +29,15 @@ class Effect:
     otherwise: str = "has no effect"
 
 
+def _is_within_the_run(config: Config) -> bool:
+    """Whether algorithm.val_period is at most the run's steps. Who validates at the end may mean the end alone."""
+    options = config.algorithm
+    return options.val_at_end or options.max_num_steps is None or options.val_period <= options.max_num_steps
+
+
 def _validates(config: Config) -> bool:
     options = config.algorithm
-    during = options.val_period and (options.max_num_steps is None or options.val_period <= options.max_num_steps)
-    return options.val_at_start or options.val_at_end or bool(during)
+    return options.val_at_start or options.val_at_end or (options.val_period > 0 and _is_within_the_run(config))
 
 
 def _validates_a_saved_step(config: Config) -> bool:
@@ -157,7 +162,7 @@ EFFECTS = (
         f"{_OPTIMIZER}.optimizer_cpu_offload=true",
     ),
     Effect(
-        (f"{_OPTIMIZER}.min_lr",),
+        (f"{_OPTIMIZER}.min_lr", f"{MEGATRON}.scheduler.lr_decay_iters"),
         lambda config: config.policy.megatron_cfg.scheduler.lr_decay_style != "constant",
         f"{MEGATRON}.scheduler.lr_decay_style=cosine",
     ),
@@ -188,6 +193,7 @@ EFFECTS = (
         _validates,
         _VALIDATION,
     ),
+    Effect(("algorithm.val_period",), _is_within_the_run, _VALIDATION),
     Effect(("data.validation_fraction",), _validates, _VALIDATION, "takes rows from the training that nothing reads"),
     Effect(
         ("checkpoint.keep_best",),

@@ -31,6 +31,14 @@ def wandb_takes_the_project(config: Config) -> Iterator[Violation]:
         yield Violation(key, project, rule_text, f"{key}={re.split('[/#?%:]', project)[-1] or 'mine'}")
 
 
+@rule("logger.wandb_enabled", "logger.wandb.entity")
+def wandb_takes_the_entity(config: Config) -> Iterator[Violation]:
+    entity, key = config.logger.wandb.entity, "logger.wandb.entity"
+    if config.logger.wandb_enabled and entity is not None and not re.fullmatch(r"[\w.-]+", entity):
+        rule_text = "is no user or team of W&B, whose names have letters, digits, -, _ and . only"
+        yield Violation(key, entity, rule_text, f"{key}=NAME, as in the address https://wandb.ai/NAME")
+
+
 @rule("logger.mlflow_enabled")
 def mlflow_is_there(config: Config) -> Iterator[Violation]:
     if config.logger.mlflow_enabled and find_spec("mlflow") is None:

@@ -16,6 +16,7 @@ from nemo_rl_lite.config.keys import CONFIG_NAME, config_dir
 from nemo_rl_lite.config.overrides import RUN_FOLDER, SWEEP_FOLDER, check_overrides, given_keys, named_run_folder
 from nemo_rl_lite.config.variables import known_variables, unread_variables
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
+from nemo_rl_lite.host.copies import check_single_launcher
 from nemo_rl_lite.host.disk import why_not_writable
 from nemo_rl_lite.host.ray_address import check_ray_address
 from nemo_rl_lite.rules.compose import compose_command, resolve
@@ -62,6 +63,7 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
             _check(jobs(overrides) if flags.sweeps else [overrides], wrong, violations)
         if not flags.only_informs:
             _check_folder(overrides, SWEEP_FOLDER if flags.sweeps else RUN_FOLDER)
+            check_single_launcher()
             check_ray_address()
         if flags.dry_run:
             _dry_run(overrides, flags.sweeps)
@@ -98,12 +100,16 @@ def _check(jobs: Iterable[Sequence[str]], wrong: Sequence[Violation], of_overrid
 
 
 def _check_folder(overrides: Sequence[str], key: str) -> None:
-    """Raise ConfigError where the folder of the run or of the sweep is empty text, or cannot be written."""
+    """Raise ConfigError where the folder of the run or of the sweep is empty text, cannot be written, or is inside
+    another run's."""
     named = named_run_folder(overrides, key)
     # Only Hydra knows what a reference stands for.
     folder = "." if named is not None and "${" in named else "outputs" if named is None else named
     if rule := why_not_writable(Path(folder)) if folder else "is empty":
         raise ConfigError([Violation(key, folder, rule, "name another folder, or free some space")])
+    from nemo_rl_lite.run.folder import check_place
+
+    check_place(Path(folder), key)
 
 
 def _was_ended(end: SystemExit) -> bool:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, changed
+from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, changed, checkpoints_around
 from nemo_rl_lite.checkpoint.store import has_any
 from nemo_rl_lite.config.overrides import RUN_FOLDER
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
@@ -81,6 +81,23 @@ def check_folder(folder: Path, whole_config: Mapping[str, Any]) -> None:
     if changes and not has_any(folder / CHECKPOINTS):
         rule = "holds a run already, without a checkpoint; a second one would be mixed into it"
         raise ConfigError([Violation(RUN_FOLDER, str(folder), rule, "name another folder, or remove this one")])
+
+
+def check_place(folder: Path, key: str) -> None:
+    """Raise ConfigError where the folder, which `key` names, is inside another run's, or among its checkpoints."""
+    folder = folder.resolve()
+    within = checkpoints_around(folder)
+    # A run may resume in its own folder; a sweep would put its jobs into that.
+    places = folder.parents if key == RUN_FOLDER else (folder, *folder.parents)
+    run = next((place for place in places if _is_run(place)), within and within.parent)
+    if run is not None:
+        rule = f"is inside the folder of another run, {run}" + (", among its checkpoints" if within else "")
+        fix = f"to resume that run: {RUN_FOLDER}={run}; or a folder outside"
+        raise ConfigError([Violation(key, str(folder), rule, fix)])
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / STATUS_FILE).exists() and (folder / CONFIG_FILE).exists()
 
 
 def write_start(folder: Path, whole_config: Mapping[str, Any], command: str) -> None:

@@ -39,9 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with shown_as_message("nrl-lite slurm"):
         job = _job(given, compose_command(given.overrides))
         script = job.script(["nrl-lite", "slurm", *words])
+        # Slurm does not make this folder, and a job that cannot write there ends without a message.
+        logs = (job.work_folder / job.log).parent
         if given.submit or given.output:
-            # Slurm does not make this folder, and a job that cannot write there ends without a message.
-            (job.work_folder / job.log).parent.mkdir(parents=True, exist_ok=True)
+            logs.mkdir(parents=True, exist_ok=True)
+        elif not logs.is_dir():
+            sys.stderr.write(f"note: make the folder of --log before sbatch, which does not: {logs}\n")
         if given.submit:
             sys.stdout.write(f"{_submit(script)}\n")
         elif given.output:

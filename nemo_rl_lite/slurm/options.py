@@ -9,6 +9,7 @@ from pathlib import Path
 from nemo_rl_lite.config.overrides import RUN_FOLDER
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.host.stopping import seconds
 
 # Options of sbatch, and their help; `--NAME VALUE` becomes `#SBATCH --NAME=VALUE`.
 SBATCH = {
@@ -24,7 +25,9 @@ SBATCH = {
 _WRITTEN = {
     "job-name": "--job-name",
     "nodes": "cluster.num_nodes",
+    "ntasks": "one task on each node",
     "ntasks-per-node": "one task on each node",
+    "gpus-per-node": "cluster.gpus_per_node, or --gres=gpu:h100:8 for a type",
     "output": "--log",
     "open-mode": "a log that is appended to",
     "signal": "--stop-before",
@@ -33,8 +36,9 @@ _WRITTEN = {
     # The limit of time and the share of a node enter the script elsewhere, too.
     **{name: f"--{name}" for name in ("time", "cpus-per-task", "mem")},
 }
-_SHORT = {"J": "job-name", "N": "nodes", "o": "output", "t": "time", "c": "cpus-per-task"}
-_OF_SRUN = ("nodes", "ntasks-per-node")
+_SHORT = {"J": "job-name", "N": "nodes", "n": "ntasks", "o": "output", "t": "time", "c": "cpus-per-task"}
+_SHORT |= {"p": "partition", "A": "account", "q": "qos", "a": "array"}
+_OF_SRUN = ("nodes", "ntasks", "ntasks-per-node")
 # Options that take a text. An unset variable of a shell would be an empty one.
 _TEXTS = (*SBATCH, "job-name", "log", "interface", "python", "container-image", "container-mounts")
 
@@ -47,7 +51,8 @@ def option_problems(given: argparse.Namespace, config: Config, run_folder: str |
     if run_folder and "${" in run_folder:
         rule = "must stay the same when the job is requeued"
         yield Violation(RUN_FOLDER, run_folder, rule, f"{RUN_FOLDER}=outputs/my-run, or leave it to the job")
-    yield from _times(given)
+    yield from _times(given, config)
+    yield from _cpus(given, config)
     yield from _texts(given)
     yield from _lines(given)
     if given.container_image is None:
@@ -58,22 +63,41 @@ def option_problems(given: argparse.Namespace, config: Config, run_folder: str |
             yield Violation("--container-runtime", given.container_runtime, rule, fix)
 
 
-def _times(given: argparse.Namespace) -> Iterator[Violation]:
+def _times(given: argparse.Namespace, config: Config) -> Iterator[Violation]:
     if given.stop_before <= 0:
         yield Violation("--stop-before", given.stop_before, "must be greater than 0", "--stop-before=120")
     limit = _limit_s(given.time) if given.time else None
     if limit is not None and given.stop_before >= limit:
         rule, fix = f"leaves nothing of the time limit, {given.time}", "a smaller --stop-before, or a longer --time"
         yield Violation("--stop-before", given.stop_before, rule, fix)
+    key, save_by = "checkpoint.must_save_by", config.checkpoint.must_save_by
+    if limit is not None and (seconds(save_by) or 0) >= limit:
+        fix = f"leave it out, because --stop-before saves, or a smaller {key}"
+        yield Violation(key, save_by, f"is not before the time limit, {given.time}", fix)
     if not 0 < given.join_timeout < math.inf:
         rule = "must be a number greater than 0"
         yield Violation("--join-timeout", given.join_timeout, rule, "--join-timeout=600")
+
+
+def _cpus(given: argparse.Namespace, config: Config) -> Iterator[Violation]:
+    key, threads, asked = "cluster.threads_per_worker", config.cluster.threads_per_worker, given.cpus_per_task or ""
+    # Engines on the policy's devices take turns with it.
+    workers = config.cluster.gpus_per_node or config.cluster.cpu_ranks // config.cluster.num_nodes
+    if threads is not None and asked.isdecimal() and threads * workers > int(asked):
+        rule = f"needs {threads * workers} CPUs of a node, for {workers} workers, and --cpus-per-task asks for {asked}"
+        yield Violation(key, threads, rule, f"{key}=null, or --cpus-per-task={threads * workers}")
 
 
 def _texts(given: argparse.Namespace) -> Iterator[Violation]:
     for name in _TEXTS:
         if getattr(given, name.replace("-", "_")) == "":
             yield Violation(f"--{name}", "", "is empty", f"a value, or no --{name}")
+    if given.mem is not None and given.mem.isdecimal() and int(given.mem):
+        rule = "has no unit, and Slurm would take it for MiB"
+        yield Violation("--mem", given.mem, rule, f"--mem={given.mem}G, or --mem={given.mem}M")
+    if given.output and "%" in given.output.name:
+        rule = "is the file that the script is written to, and has a pattern of Slurm"
+        yield Violation("--output", str(given.output), rule, f"--log={given.output} for the job's output")
     if "%" in str(Path(given.log).parent):
         rule = "has a pattern in its folder, which must exist before the job"
         yield Violation("--log", given.log, rule, "--log=logs/%x-%j.out")
@@ -81,20 +105,26 @@ def _texts(given: argparse.Namespace) -> Iterator[Violation]:
 
 def _lines(given: argparse.Namespace) -> Iterator[Violation]:
     lines = [(name, line) for name in ("sbatch", "srun", "setup") for line in getattr(given, name)]
+    # Options that the command gives the script, which sbatch would take from its last line.
+    own = {name: f"--{name}" for name in SBATCH if getattr(given, name.replace("-", "_"))}
+    written = _WRITTEN | own
     for name, line in [*lines, ("log", given.log)]:
         of_slurm = name in ("sbatch", "srun")
         if "\n" in line or (of_slurm and not line.startswith("-")) or (name == "setup" and not line.strip()):
             example = f"--{name}=--constraint=h100" if name != "setup" else "--setup='module load cuda'"
             yield Violation(f"--{name}", line, "must be one line, and for sbatch and srun an option", example)
-        elif of_slurm and (option := _written(line)) and (name == "sbatch" or option in _OF_SRUN):
+        elif name == "sbatch" and _option(line) == "array":
+            rule = "would run the same command several times, and all of its tasks in one folder"
+            fix = "nrl-lite train -m for a sweep, or a submission with its own hydra.run.dir for each run"
+            yield Violation("--sbatch", line, rule, fix)
+        elif of_slurm and (option := _option(line)) in written and (name == "sbatch" or option in _OF_SRUN):
             rule = f"contradicts the script, which gives --{option} itself"
-            yield Violation(f"--{name}", line, rule, f"leave it out; it is decided by {_WRITTEN[option]}")
+            yield Violation(f"--{name}", line, rule, f"leave it out; it is decided by {written[option]}")
 
 
-def _written(line: str) -> str:
-    """The option of sbatch that a line gives, where the script gives it as well; empty otherwise."""
-    name = re.split("[= ]", line[2:])[0] if line.startswith("--") else _SHORT.get(line[1:2], "")
-    return name if name in _WRITTEN else ""
+def _option(line: str) -> str:
+    """The long name of the option that a line gives; empty for a short one that the script never gives."""
+    return re.split("[= ]", line[2:])[0] if line.startswith("--") else _SHORT.get(line[1:2], "")
 
 
 def _limit_s(text: str) -> int | None:

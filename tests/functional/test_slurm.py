@@ -100,7 +100,7 @@ def processes_of(run: Path) -> list[str]:
 
 def test_a_run_on_two_nodes_is_stopped_in_time_queued_again_and_ends(site, tmp_path, model_folder):
     two_nodes = ["cluster.num_nodes=2", "cluster.cpu_ranks=2"]
-    job = Job(site, tmp_path, model_folder, "-c", "2", "--mem", "4000", *two_nodes)
+    job = Job(site, tmp_path, model_folder, "-c", "2", "--mem", "4000M", *two_nodes)
     job.until(r"^step +3/")
     # What Slurm does at --signal, before the time limit.
     site.ask("scancel", "--batch", "--signal=USR1", job.id)
@@ -116,7 +116,7 @@ def test_a_run_on_two_nodes_is_stopped_in_time_queued_again_and_ends(site, tmp_p
 
 @pytest.mark.skipif(not has_cgroups(), reason="without cgroups Slurm sends SIGTERM to Ray's processes, too")
 def test_a_run_that_gives_way_to_another_job_goes_on_after_it_and_stays_cancelled(site, tmp_path, model_folder):
-    job = Job(site, tmp_path, model_folder, "--partition=low", "-c", "2", "--mem", "4000")
+    job = Job(site, tmp_path, model_folder, "--partition=low", "-c", "2", "--mem", "4000M")
     job.until(r"^step +3/")
     other = ["--partition=all", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
     site.ask("sbatch", "--chdir=/", *other)

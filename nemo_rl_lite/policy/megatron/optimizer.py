@@ -47,13 +47,16 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
         for own in torch_optimizers(optimizer):
             cpu_optimizer.forget_classes(own)
         cpu_optimizer.release_copies_of_construction()
+    # megatron-core wants a decay after the warm-up also where the rate is constant.
+    decays, least = schedule.lr_decay_style != "constant", schedule.lr_warmup_iters + 1
+    decay_steps = schedule.lr_decay_iters if decays else max(schedule.lr_decay_iters, least)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=schedule.lr_warmup_init,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
         lr_warmup_steps=schedule.lr_warmup_iters,
-        lr_decay_steps=schedule.lr_decay_iters,
+        lr_decay_steps=decay_steps,
         lr_decay_style=schedule.lr_decay_style,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,

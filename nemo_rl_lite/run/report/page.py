@@ -17,6 +17,8 @@ ASSETS = Path(__file__).parent / "page"
 # A page has about this many numbers in all its curves, and between FEWEST and MOST points in one curve.
 NUMBERS, FEWEST, MOST = 300_000, 200, 2000
 _DIGITS = 6
+# In the first lines of every page.
+_TITLE = b"<title>nemo_rl_lite report</title>"
 
 
 def page(runs: Sequence[RunRecord]) -> str:
@@ -35,6 +37,13 @@ def page(runs: Sequence[RunRecord]) -> str:
     for name in ("page.css", "chart.js", "page.js"):
         text = text.replace(f"/* {name} */", (ASSETS / name).read_text(encoding="utf-8"))
     return text.replace("/* data */", embedded(data))
+
+
+def is_page(file: Path) -> bool:
+    """Whether a file, of this version or an earlier one, is a page or empty."""
+    with file.open("rb") as opened:
+        start = opened.read(2048)
+    return not start or _TITLE in start
 
 
 def embedded(data: Any) -> str:

@@ -7,6 +7,7 @@ import pytest
 
 from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, POLICY, Start, checkpoint_store, find_start, locate
 from nemo_rl_lite.errors import CheckpointError, ConfigError
+from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
 from nemo_rl_lite.rules.compose import compose_config, restore
 
 DISTRIBUTED = "policy.megatron_cfg.optimizer.use_distributed_optimizer"
@@ -110,6 +111,24 @@ def test_another_precision_needs_optimizer_states_by_parameter(tmp_path, saved_w
     else:
         with pytest.raises(ConfigError, match=r"policy\.precision = 'bfloat16'\n.*was saved with 'float32'"):
             start(tmp_path, *half)
+
+
+def test_adapters_stay_with_their_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        model = tmp_path / name
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(MODEL_CONFIG))
+        (model / "tokenizer_config.json").write_text("{}")
+        (model / "model.safetensors").write_bytes(b"")
+    lora = ["policy.megatron_cfg.peft.enabled=true", "generation=transformers"]
+    save(tmp_path / "run", 10, *lora, "policy.model_name=./one")
+    assert start(tmp_path / "run", *lora, f"policy.model_name={tmp_path / 'one'}").steps == 10
+    with pytest.raises(ConfigError, match=r"policy\.model_name = './two'\n.*LoRA adapters of './one'"):
+        start(tmp_path / "run", *lora, "policy.model_name=./two")
+    # Without LoRA a checkpoint has all weights.
+    save(tmp_path / "whole", 10, "policy.model_name=./one")
+    assert start(tmp_path / "whole", "policy.model_name=./two").steps == 10
 
 
 def test_a_configuration_comes_back_from_its_record(tmp_path):

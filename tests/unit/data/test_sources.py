@@ -154,3 +154,12 @@ def test_validation_on_a_link_to_the_training_file_is_warned_of(tmp_path, caplog
     data = config("data=file", f"data.train_path={path}", f"data.validation_path={tmp_path / 'link.jsonl'}")
     assert len(validation_set(data, limit=9, kind=PROBLEMS)) == 5
     assert "validation is on what was trained on" in caplog.text
+
+
+@pytest.mark.parametrize("plain", [0, 1])
+def test_a_system_prompt_that_no_row_takes_is_told(tmp_path, caplog, plain):
+    own = [{"prompt": [{"role": "system", "content": "Sum."}, {"role": "user", "content": "1"}], "answer": "1"}] * 3
+    path = write(tmp_path / "rows.jsonl", own + ROWS[:plain])
+    data = config("data=file", f"data.train_path={path}", "data.validation_fraction=0.1", "data.system_prompt=Answer.")
+    training_set(data, 0, PROBLEMS)
+    assert ("data.system_prompt is not used" in caplog.text) == (plain == 0)

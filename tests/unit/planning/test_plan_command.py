@@ -44,7 +44,11 @@ def test_a_mistake_is_one_line(capsys, tmp_path):
     status, _, error = ends_with(["--gpu", "H1000"], capsys)
     assert status == 2 and "neither a known GPU" in error
     status, _, error = ends_with(["--model-config", str(tmp_path / "none.json")], capsys)
-    assert status == 1 and "none.json: FileNotFoundError" in error
+    assert status == 1 and "none.json cannot be used: [Errno 2] No such file" in error
+    for content in ('{"eos_token_id": 0}', "[]"):
+        (tmp_path / "generation_config.json").write_text(content)
+        status, _, error = ends_with(["--model-config", str(tmp_path / "generation_config.json")], capsys)
+        assert status == 1 and "it is no config.json of a text model, which has num_hidden_layers, hidden" in error
 
 
 def test_a_models_config_alone_is_enough(tmp_path):

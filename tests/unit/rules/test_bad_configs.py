@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from nemo_rl_lite import train
+from nemo_rl_lite.host.copies import check_single_launcher
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -47,6 +48,8 @@ CASES = {
     "algorithm.beta=0.1": ["algorithm.beta", f"did you mean {LOSS}.reference_policy_kl_penalty?"],
     "algorithm=dpo algorithm.beta=0.1": ["did you mean algorithm.reference_policy_kl_penalty?"],
     f"{LOSS}.ratio_eps=0.2": [f"did you mean {LOSS}.ratio_clip_min and {LOSS}.ratio_clip_max?"],
+    "data.max_response_length=64": ["data.max_response_length", "did you mean generation.max_new_tokens?"],
+    "policy.dtensor_cfg.enabled=true": ["policy.dtensor_cfg.enabled", "megatron-core's", "policy.megatron_cfg"],
     "policy.generation.temperature=1": ["did you mean generation.temperature?"],
     "policy.generation.vllm_cfg.async_engine=true": ["engines have the section generation"],
     "algorithm.max_num_steps=null": ["algorithm.max_num_steps = 'null'", "must be an integer"],
@@ -211,7 +214,10 @@ CASES = {
     f"{OPTIMIZER}.min_lr=1": [f"{OPTIMIZER}.min_lr", "must not exceed lr"],
     f"{OPTIMIZER}.optimizer=sgd": [f"{OPTIMIZER}.use_distributed_optimizer", "adam only"],
     f"{SCHEDULER}.lr_warmup_init=1": [f"{SCHEDULER}.lr_warmup_init", "must not exceed lr"],
-    f"{SCHEDULER}.lr_warmup_iters=1000": [f"{SCHEDULER}.lr_warmup_iters", "smaller than lr_decay_iters"],
+    f"{SCHEDULER}.lr_decay_style=cosine {SCHEDULER}.lr_warmup_iters=1000": [
+        f"{SCHEDULER}.lr_warmup_iters",
+        "smaller than lr_decay_iters",
+    ],
     "generation.max_new_tokens=32": ["generation.max_new_tokens", "leave room for the prompt"],
     "generation.max_new_tokens=4": ["generation.max_new_tokens", "4 digits and the end token"],
     "generation.stop_strings=['']": ["generation.stop_strings", "empty string"],
@@ -568,9 +574,10 @@ CASES = {
     "policy.overlap_offload=true": ["policy.overlap_offload", "something to move"],
     "reward.processes=2": ["reward.processes", "exact_match and last_number"],
     "algorithm.val_at_start=false algorithm.val_at_end=false algorithm.val_period=50 algorithm.val_temperature=0.5": [
-        "algorithm.val_temperature",
+        "1. algorithm.val_period",
+        "2. algorithm.val_temperature",
         "algorithm.val_at_end=true",
-        "1 problem found",
+        "2 problems found",
     ],
     "algorithm=sft algorithm.max_num_epochs=5": ["algorithm.max_num_epochs", "generated data never ends"],
     "algorithm=dpo algorithm.sft_average_log_probs=true": ["algorithm.sft_loss_weight=1"],
@@ -590,6 +597,22 @@ CASES = {
         "algorithm.max_num_epochs",
         "is a key of algorithm=dpo and algorithm=sft only",
     ],
+    "--dry-run -m algorithm.seed=1,2 hydra.sweep.dir=a,b": ["hydra.sweep.dir", "several folders", "hydra.sweep.dir=a"],
+    f"{SCHEDULER}.lr_decay_iters=120": [f"{SCHEDULER}.lr_decay_iters", "has no effect", "lr_decay_style=cosine"],
+    f"{SCHEDULER}.lr_decay_style=cosine {OPTIMIZER}.lr=1e-5 {OPTIMIZER}.min_lr=1e-5": [
+        f"{OPTIMIZER}.min_lr",
+        "lr_decay_style=cosine would change nothing",
+    ],
+    "algorithm.max_num_steps=10 algorithm.val_period=100 algorithm.val_at_end=false": [
+        "algorithm.val_period",
+        "has no effect",
+        "up to algorithm.max_num_steps",
+    ],
+    "logger.wandb_enabled=true logger.wandb.mode=offline logger.wandb.entity='my team/alice'": [
+        "logger.wandb.entity",
+        "no user or team",
+    ],
+    "data=hub data.path=here data.validation_split=train": ["data.validation_split", "is data.train_split too"],
     "-m algorithm=grpo,ppo": ["algorithm", "no such file"],
     f"cluster.cpu_ranks=2 {TP}=2 {PEFT}.enabled=true {PEFT}.dim=3": [
         f"{PEFT}.dim",
@@ -716,6 +739,60 @@ def test_an_address_of_ray_that_nothing_answers_at(address, words, flags, monkey
         train.main(flags)
     message = capsys.readouterr().err
     assert exit_.value.code == 2 and f"RAY_ADDRESS = '{address}'" in message and words in message
+
+
+COPIES = {
+    "torchrun": {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8"},
+    "srun": {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"},
+    "srun without its step": {"SLURM_PROCID": "3", "SLURM_NTASKS": "8"},
+    "mpirun": {"OMPI_COMM_WORLD_SIZE": "2"},
+}
+
+
+@pytest.mark.parametrize("starter", COPIES)
+def test_another_launcher_that_starts_the_command_several_times(starter, monkeypatch, capsys):
+    for name, value in COPIES[starter].items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as exit_:
+        train.main(["--dry-run"])
+    message = capsys.readouterr().err
+    assert (
+        exit_.value.code == 2 and starter.split()[0] in message and "one launcher starts all of its workers" in message
+    )
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
+        # A batch script, a job on one node, and the task that runs the command once Ray is on all nodes.
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "RAY_ADDRESS": "10.0.0.1:6379"},
+    ],
+)
+def test_a_command_that_is_started_once(environ):
+    check_single_launcher(environ)
+
+
+RUN, SWEEP = ["hydra.run.dir="], ["--dry-run", "-m", "algorithm.seed=1,2", "hydra.sweep.dir="]
+INSIDE = [(flags, place) for place in ("checkpoints", "checkpoints/new", "plots/new") for flags in (RUN, SWEEP)]
+# A run resumes in its own folder, where a sweep would put its jobs.
+INSIDE += [(["--dry-run", *RUN], "checkpoints/step-00000007"), (SWEEP, ".")]
+
+
+@pytest.mark.parametrize(("flags", "place"), INSIDE)
+def test_a_folder_inside_another_run(flags, place, tmp_path, capsys):
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-00000007").mkdir(parents=True)
+    for name in ("status.json", "config.json"):
+        (run / name).write_text("{}")
+    with pytest.raises(SystemExit) as exit_:
+        train.main([*flags[:-1], f"{flags[-1]}{run / place}"])
+    message = capsys.readouterr().err
+    assert exit_.value.code == 2 and f"inside the folder of another run, {run}" in message
+    assert ("among its checkpoints" in message) == place.startswith("checkpoints")
+    assert f"hydra.run.dir={run}; or" in message and not (run / "plots").exists()
 
 
 def test_everything_is_reported_at_once(places, capsys):

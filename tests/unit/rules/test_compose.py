@@ -254,3 +254,9 @@ def test_a_command_for_gpus_is_told_what_does_nothing_on_cpus():
     assert told_on_cpus(compose_config(), given) == given[:2]
     on_gpu = compose_config(["cluster.gpus_per_node=1", "policy.precision=bfloat16"])
     assert told_on_cpus(on_gpu, given) == []
+
+
+def test_a_constant_rate_has_a_warm_up_of_any_length():
+    scheduler = "policy.megatron_cfg.scheduler"
+    config = compose_command([f"{scheduler}.lr_warmup_iters=2000"]).policy.megatron_cfg.scheduler
+    assert config.lr_warmup_iters > config.lr_decay_iters and config.lr_decay_style == "constant"

@@ -68,7 +68,7 @@ def test_without_the_size_of_a_gpu_the_table_says_what_it_lacks(shown):
 
 def test_a_model_of_an_unknown_kind_has_a_line_instead(shown, monkeypatch):
     def unknown(name):
-        raise NoModelError("config.json is unusable: KeyError: 'num_attention_heads'")
+        raise NoModelError("config.json is unusable: it is no config.json of a text model")
 
     monkeypatch.setattr(memory_plan, "read_model_shape", unknown)
     text, logged = shown(ON_A_GPU, 80 * 2**30)

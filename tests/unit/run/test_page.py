@@ -121,6 +121,17 @@ def test_what_is_no_run_is_an_error_that_names_it(tmp_path, name, said, capsys):
     assert error.startswith("nrl-lite report: ") and str(tmp_path / name) in error and len(error.splitlines()) == 1
 
 
+def test_only_a_page_is_written_over(folders, tmp_path, capsys):
+    mine, page_ = tmp_path / "config.json", tmp_path / "report.html"
+    mine.write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        report.main([str(folders[0]), "--output", str(mine)])
+    assert ended.value.code == 2 and f"{mine} exists and is no report" in capsys.readouterr().err
+    assert mine.read_text() == "{}"
+    for _ in range(2):
+        assert write_report(folders[:1], page_) == page_
+
+
 def test_the_verb_says_where_the_page_is(folders, tmp_path, monkeypatch, capsys):
     report.main([str(folders[0])])
     assert capsys.readouterr().out == f"{folders[0] / 'report.html'}\n"

@@ -70,6 +70,11 @@ def test_a_job_that_shares_its_node_says_how_much_of_it(capsys, site):
     assert not any(option.startswith("--gpus") for option in directives(script(capsys)))
 
 
+def test_cpus_of_a_node_are_for_its_own_workers(capsys, site):
+    two_nodes = ["cluster.num_nodes=2", "cluster.cpu_ranks=2"]
+    assert "--cpus-per-task=2" in directives(script(capsys, "-c", "2", "cluster.threads_per_worker=2", *two_nodes))
+
+
 def test_options_may_be_kept_in_a_file(capsys, site):
     Path("site.txt").write_text("--partition=gpu\n--account=me\n")
     assert {"--partition=gpu", "--account=me"} <= set(directives(script(capsys, "@site.txt")))
@@ -200,6 +205,19 @@ WRONG = {
     ("--sbatch=--time=10",): ["--sbatch = '--time=10'", "decided by --time"],
     ("--sbatch=-N 4",): ["--sbatch = '-N 4'", "decided by cluster.num_nodes"],
     ("--srun=--nodes=4",): ["--srun = '--nodes=4'", "decided by cluster.num_nodes"],
+    ("--srun=--ntasks=4",): ["--srun = '--ntasks=4'", "one task on each node"],
+    ("--srun=-n4",): ["--srun = '-n4'", "one task on each node"],
+    ("--sbatch=--array=0-3",): ["--sbatch = '--array=0-3'", "in one folder", "nrl-lite train -m"],
+    ("--sbatch=-a 0-3",): ["--sbatch = '-a 0-3'", "nrl-lite train -m"],
+    ("-p", "gpu", "--sbatch=--partition=debug"): ["--sbatch = '--partition=debug'", "decided by --partition"],
+    ("-q", "high", "--sbatch=-q low"): ["--sbatch = '-q low'", "decided by --qos"],
+    ("--sbatch=--gpus-per-node=2",): ["--sbatch = '--gpus-per-node=2'", "cluster.gpus_per_node", "--gres="],
+    ("-t", "1:00:00", "checkpoint.must_save_by=12:00:00"): ["checkpoint.must_save_by", "the time limit, 1:00:00"],
+    ("-c", "2", "cluster.threads_per_worker=4"): ["cluster.threads_per_worker = 4", "--cpus-per-task=4"],
+    ("-c", "3", "cluster.threads_per_worker=2", "cluster.num_nodes=2", "cluster.cpu_ranks=4"): [
+        "needs 4 CPUs of a node"
+    ],
+    ("--mem=64",): ["--mem = '64'", "has no unit", "--mem=64G"],
     ("--sbatch=constraint=h100",): ["--sbatch = 'constraint=h100'", "--sbatch=--constraint=h100"],
     ("--setup=a\nb",): ["--setup", "one line"],
     ("hydra.run.dir=outputs/${now:%H}",): ["hydra.run.dir", "must stay the same when the job is requeued"],
@@ -213,6 +231,20 @@ def test_mistakes_are_told_before_anything_is_submitted(capsys, site, words):
     for part in WRONG[words]:
         assert part in said
     assert not (site / "seen" / "script").exists()
+
+
+def test_the_scripts_file_is_no_log(capsys, site):
+    said = refused(capsys, "--output=slurm-%j.out")
+    assert "--output = 'slurm-%j.out'" in said and "--log=slurm-%j.out" in said
+    assert not list(Path.cwd().iterdir())
+
+
+def test_a_printed_script_does_not_make_its_logs_folder(capsys, site):
+    for folder in ("missing", "."):
+        slurm.main([f"--log={folder}/%j.out"])
+        printed = capsys.readouterr()
+        assert ("note: make the folder of --log" in printed.err) == (folder == "missing")
+        assert printed.out.startswith("#!") and not Path("missing").exists()
 
 
 def test_nothing_heavy_is_imported():
