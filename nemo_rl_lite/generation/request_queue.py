@@ -118,8 +118,8 @@ class RequestQueue:
 
     def _assign(self) -> None:
         """Give waiting requests to replicas, in their order, as long as one has room."""
-        held = [asked for asked in self._waiting if not self._give(asked)]
-        self._waiting = deque(held)
+        while self._waiting and self._give(self._waiting[0]):
+            self._waiting.popleft()
 
     def _give(self, asked: _Asked) -> bool:
         loads = {replica: self._load(replica) for replica in self._alive}

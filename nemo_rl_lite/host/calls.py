@@ -141,6 +141,8 @@ class _Manager:
         self._numbers = itertools.count()
         self._queue: list[_Call] = []
         self._failed_starts = 0
+        self._lost_sessions: set[int] = set()
+        """Their process has ended, and with it what they had in it."""
         self._processes = [self._start()]
 
     def post(self, item: _Call | int) -> None:
@@ -163,7 +165,8 @@ class _Manager:
             deadlines += [one.started + START_S for one in self._processes if not one.is_ready]
             left = min(deadlines, default=math.inf) - time.monotonic()
             ends = [*(one.pipe for one in self._processes), *(one.ended for one in self._processes)]
-            if self._awake in wait([self._awake, *ends], None if left == math.inf else max(left, 0)):
+            wait([self._awake, *ends], None if left == math.inf else max(left, 0))
+            while self._awake.poll():
                 self._awake.recv()
             for process in list(self._processes):
                 self._look_at(process)
@@ -178,6 +181,7 @@ class _Manager:
             if isinstance(item, _Call):
                 self._queue.append(item)
                 continue
+            self._lost_sessions.discard(item)
             for process in self._processes:
                 if item in process.sessions:
                     process.sessions.remove(item)
@@ -187,6 +191,9 @@ class _Manager:
         """Send calls to the processes that have room for them, in their order; start processes where all are busy."""
         left = []
         for call in self._queue:
+            if call.session in self._lost_sessions:
+                _settle(call, CallError(f"{self._target.title} has ended, and with it what this session had in it"))
+                continue
             process = None if call.future.cancelled() else self._place(call)
             if process is None:
                 left += [] if call.future.cancelled() else [call]
@@ -241,6 +248,7 @@ class _Manager:
         is_over = process.is_retired and not process.calls and not process.sessions
         if status is None and not starts_late and not is_over:
             return
+        self._lost_sessions |= process.sessions
         for call, _ in process.calls.values():
             _settle(call, CallError(f"{self._target.title} ended with status {status}"))
         self._processes.remove(process)

@@ -12,6 +12,8 @@ from nemo_rl_lite.refit.engine.connection import Source
 # Seconds that an engine works before it looks for new requests. On a GPU, between two such slices it already computes
 # the next tokens.
 SLICE_S = 0.05
+# The number of a request outside the queue, whose numbers begin with 0.
+_PROBE = -1
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class RemoteGeneration:
         Raises:
             EngineError: an engine gives a sampled token a logprob that is not finite.
         """
-        own = [({0: replace(request, seed=request.seed + rank)},) for rank in range(self.engines)]
+        own = [({_PROBE: replace(request, seed=request.seed + rank)},) for rank in range(self.engines)]
         wait(self.group.call_each("submit", own, "generate"))
         found: list[dict[int, Completion]] = [{} for _ in own]
         while not all(found):
@@ -64,7 +66,7 @@ class RemoteGeneration:
             found = [before | now for before, now in zip(found, polled, strict=True)]
         for rank, completions in enumerate(found):
             _require_finite(rank, completions)
-        return [completions[0] for completions in found]
+        return [completions[_PROBE] for completions in found]
 
     def finish_generation(self) -> dict[str, float]:
         """Put engines that share a GPU with the policy to sleep; returns memory metrics from before."""

@@ -105,6 +105,15 @@ def test_what_fails_costs_its_own_session():
         asyncio.run(environments.close(session))
     (died,) = answers(environments, (8, "die"))
     assert str(died) == "the environment's process ended with status 7"
+    # What other episodes had in that process is gone, which is an error and not another beginning.
+    environments = make_environments(config(f"{HERE}.Counter", timeout_s=20, processes=1))
+    answers(environments, (0, "go"))
+    answers(environments, (1, "die"))
+    (lost,) = answers(environments, (0, "go"))
+    assert str(lost) == "the environment's process has ended, and with it what this session had in it"
+    asyncio.run(environments.close(0))
+    assert answers(environments, (0, "go"))[0].startswith("1 ")
+    environments = make_environments(config(f"{HERE}.Counter", timeout_s=1.5))
     # A step that does not even let other threads run.
     (stuck,) = answers(environments, (9, "power"))
     assert isinstance(stuck, CallError)

@@ -66,10 +66,10 @@ def engines(monkeypatch, *logprobs: float) -> RemoteGeneration:
 
     class Group(list):
         def call_each(self, method, arguments, phase):
-            assert method == "submit" and [list(asked) for (asked,) in arguments] == [[0]] * len(self)
+            assert method == "submit" and [list(asked) for (asked,) in arguments] == [[-1]] * len(self)
 
         def call(self, method, *arguments, phase):
-            return [{0: Completion((3, 4, 5), (-1.0, one, -1.0), "stop")} for one in self]
+            return [{-1: Completion((3, 4, 5), (-1.0, one, -1.0), "stop")} for one in self]
 
     return RemoteGeneration(Group(logprobs), shares_device=False)  # pyrefly: ignore
 
