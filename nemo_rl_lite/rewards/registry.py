@@ -39,6 +39,7 @@ REWARDS = {
     "format": "nemo_rl_lite.rewards.text.format_match",
     "math": "nemo_rl_lite.rewards.mathematics.same_value",
     "reasoning_gym": "nemo_rl_lite.rewards.gym.task_score",
+    "program": "nemo_rl_lite.rewards.program.passes_tests",
 }
 
 # These need no process of their own to be ended in time.

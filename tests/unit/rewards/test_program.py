@@ -1,0 +1,87 @@
+"""Programs are judged by what they do, within limits, and cannot exit their way past the tests."""
+
+import socket
+import subprocess
+import time
+
+import psutil
+import pytest
+
+from nemo_rl_lite.data.problems import Problem, chat
+from nemo_rl_lite.host.sandbox import Limits, run_python
+from nemo_rl_lite.rewards.program import passes_tests
+
+DOUBLE = "Here it is:\n```python\ndef double(x):\n    return 2 * x\n```\nDone."
+FAST = Limits(seconds=2.0, memory_mib=256, output=1000)
+
+
+def judged(response: str, tests, **kwargs) -> float:
+    return passes_tests(response, "", Problem(chat("?"), "", {"tests": tests}), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        (DOUBLE, 1.0),
+        ("def double(x): return 2 * x", 1.0),
+        ("```py\nwrong\n```" + DOUBLE, 1.0),
+        (DOUBLE.replace("2 *", "3 *"), 0.0),
+        ("```python\nimport sys; sys.exit(0)\n```", 0.0),
+        ("```python\nimport os; os._exit(0)\n```", 0.0),
+        ("```python\ndef double(x): return 2 * x\nraise SystemExit\n```", 0.0),
+        ("no program", 0.0),
+    ],
+)
+def test_assertions(response, reward):
+    assert judged(response, "assert double(2) == 4\nassert double(0) == 0") == reward
+
+
+def test_input_and_output_and_the_share_of_tests():
+    program = "```python\nprint(int(input()) + 1)  \nprint()\n```"
+    tests = [{"input": "1", "output": "2"}, {"input": "5", "output": "7"}]
+    assert judged(program, tests) == 0.0 and judged(program, tests, share=True) == 0.5
+    assert judged(program, tests[:1]) == 1.0
+
+
+@pytest.mark.parametrize("tests", [None, [], [3], [{"input": "1"}], 5])
+def test_a_row_without_tests_is_an_error(tests):
+    with pytest.raises(ValueError, match="column tests"):
+        judged(DOUBLE, tests)
+
+
+def test_limits_hold():
+    started = time.monotonic()
+    late = run_python("import time; time.sleep(60)", limits=FAST)
+    assert late.status is None and not late.is_complete and time.monotonic() - started < 20
+    large = run_python("x = bytearray(10**9)", limits=FAST)
+    assert large.status != 0 and "MemoryError" in large.output
+    loud = run_python("print('x' * 10**6)", limits=FAST)
+    assert len(loud.output) == 1000
+    assert run_python("print(input())", stdin="hello", limits=FAST).output == "hello\n"
+
+
+def test_children_end_with_the_code():
+    script = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True)"
+    ran = run_python(script, limits=FAST)
+    assert ran.is_complete
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and is_alive(int(ran.output)):
+        time.sleep(0.05)
+    assert not is_alive(int(ran.output))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_the_code_reaches_no_server_where_the_kernel_allows_that():
+    allowed = subprocess.run(["unshare", "--user", "--net", "true"], capture_output=True, check=False)
+    if allowed.returncode:
+        pytest.skip("this kernel gives processes no network of their own")
+    server = socket.create_server(("127.0.0.1", 0))
+    script = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 1)"
+    assert run_python(script, limits=FAST).status == 1
+    server.close()
