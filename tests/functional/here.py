@@ -241,7 +241,9 @@ def without_ray() -> Iterator[None]:
         ends.callback(setattr, root, "handlers", handlers)
         ends.callback(lambda: (os.environ.clear(), os.environ.update(environ)))
         ends.callback(lambda: [_groups.pop().close() for _ in _groups[:]])
-        os.environ.pop("RAY_ADDRESS", None)
+        # A test's process may be one of several ranks; the command must not look like one of several copies.
+        for name in ("RAY_ADDRESS", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
         patch.setattr(run_module, "ray_runtime", nullcontext)
         patch.setattr(run_module, "lost_process", str)
         patch.setattr(launch_module, "WorkerGroup", GroupHere)
