@@ -50,8 +50,9 @@ def problem(answer: str, **metadata: object) -> Problem:
 def test_every_command_of_the_page_composes(package):
     module("capitals").main("capitals.jsonl")
     composed = [compose_config(words[3:]) for words in commands(PAGE) if words[2] == "nemo_rl_lite.train"]
-    assert len(composed) == 5
+    assert len(composed) == 6
     assert composed[0].reward.name == "my_package.rewards.short_and_right"
+    assert composed[1].reward.terms["digits"].weight == 0.1
 
 
 def test_the_rewards(package):
