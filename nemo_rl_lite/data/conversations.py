@@ -32,7 +32,7 @@ class Conversation:
 @dataclass(frozen=True)
 class Example:
     """One conversation, or the chosen and the rejected conversation of a pair. `where` names the example in errors, by
-    file and row. `unanswered`: the row's chat went on after the assistant's last message, and that end is left out."""
+    file and row. `unanswered`: the row's chat continued after the assistant's last message; that end is left out."""
 
     conversations: tuple[Conversation, ...]
     where: str

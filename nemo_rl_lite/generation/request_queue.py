@@ -54,11 +54,13 @@ class RequestQueue:
         self._aborted: list[list[int]] = [[] for _ in replicas]
         self._running: dict[asyncio.Task[dict[int, Completion]], int] = {}
         self._paused, self._changed, self._quiet = False, asyncio.Event(), asyncio.Event()
+        self._failure: Exception | None = None
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["RequestQueue"]:
         """Drive the replicas within the block; see `Generation.serving`."""
-        self._changed, self._quiet, self._paused = asyncio.Event(), asyncio.Event(), False
+        self._changed, self._quiet = asyncio.Event(), asyncio.Event()
+        self._paused, self._failure = False, None
         driver = asyncio.create_task(self._drive())
         try:
             yield self
@@ -79,6 +81,8 @@ class RequestQueue:
             WorkerError: an engine failed, or died and may not be restarted.
             EngineError: an engine computes what are not numbers.
         """
+        if self._failure is not None:
+            raise self._failure
         asked = _Asked(next(self._numbers), request, asyncio.get_running_loop().create_future(), near)
         self._waiting.append(asked)
         self._changed.set()
@@ -110,11 +114,11 @@ class RequestQueue:
                 await asyncio.wait([changed, *self._running], return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
                 self._collect()
-        except Exception as error:  # of any kind: every episode that waits must know
+        except Exception as error:  # of any kind: every episode that waits, or will ask, must know
+            self._failure = error
             for asked in self._all():
                 if not asked.answer.done():
                     asked.answer.set_exception(error)
-            raise
 
     def _assign(self) -> None:
         """Give waiting requests to replicas, in their order, as long as one has room."""
@@ -141,8 +145,10 @@ class RequestQueue:
                 aborted, self._aborted[replica] = self._aborted[replica], []
                 self._unfinished[replica] |= submitted
                 requests = {number: asked.request for number, asked in submitted.items()}
-                exchange = self._replicas[replica].exchange(requests, aborted)
-                self._running[asyncio.ensure_future(exchange)] = replica
+                exchange = asyncio.ensure_future(self._replicas[replica].exchange(requests, aborted))
+                # Of several that fail, one is raised; asyncio would print the others.
+                exchange.add_done_callback(lambda done: done.cancelled() or done.exception())
+                self._running[exchange] = replica
 
     def _collect(self) -> None:
         for task in [task for task in self._running if task.done()]:

@@ -208,7 +208,11 @@ class _Manager:
         self._queue = left
         starting = sum(not one.is_ready for one in self._processes)
         missing = min(self._most - len(self._processes), len(left) - starting * self._at_once)
-        self._processes += [self._start() for _ in range(max(missing, 0))]
+        try:
+            for _ in range(missing):
+                self._processes.append(self._start())
+        except OSError as error:
+            self._give_up(f"{self._target.title} cannot be started: {error}")
 
     def _place(self, call: _Call) -> _Process | None:
         """The process for a call: its session's, or else the one that has the least to do; None where there is no
@@ -260,9 +264,13 @@ class _Manager:
         self._failed_starts += 1
         if self._failed_starts >= _MOST_STARTS:
             why = f"ended with status {status}" if status is not None else f"took longer than {START_S:g} s"
-            for call in self._queue:
-                _settle(call, StartError(f"the start of {self._target.title} {why}"))
-            self._queue.clear()
+            self._give_up(f"the start of {self._target.title} {why}")
+
+    def _give_up(self, why: str) -> None:
+        """Nothing that waits for a process will be called."""
+        for call in self._queue:
+            _settle(call, StartError(why))
+        self._queue.clear()
 
     def _start(self) -> _Process:
         ours, theirs = Pipe()

@@ -10,6 +10,7 @@ from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.environments.sessions import make_environments
 from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.host import calls
 from nemo_rl_lite.host.calls import CallError
 from tests.unit.environments.test_environments import config
 
@@ -163,6 +164,19 @@ def test_what_cannot_be_sent_is_an_error_of_its_episode():
     with pytest.raises(CallError, match="pickle"):
         asyncio.run(ask())
     assert answers(environments, (3, "go"))[0].startswith("1 ")
+
+
+def test_a_process_that_the_machine_cannot_start_ends_the_run(monkeypatch):
+    environments = make_environments(config(f"{HERE}.Counter", processes=1, concurrency=1))
+    answers(environments, (0, "go"))
+    answers(environments, (1, "die"))
+
+    def refuse(*arguments, **others):
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(calls.subprocess, "Popen", refuse)
+    (error,) = answers(environments, (2, "go"))
+    assert isinstance(error, DataError) and "cannot be started: Resource temporarily unavailable" in str(error)
 
 
 def test_processes_that_do_not_start_end_the_run():

@@ -1,6 +1,7 @@
 """One queue over all engines: even shares, capacity, abort, pause, and engines that die."""
 
 import asyncio
+import gc
 from contextlib import asynccontextmanager
 
 import pytest
@@ -14,7 +15,7 @@ LOST = WorkerError("generation rank 1", "generate", "the process died", lost=Tru
 
 
 def request(length: int, prompt: int = 0) -> Request:
-    """A response of so many tokens; an engine samples one in each exchange."""
+    """A response of N tokens; an engine samples one in each exchange."""
     return Request((prompt, length), SAMPLING, seed=length)
 
 
@@ -160,12 +161,22 @@ def test_when_none_is_left_all_come_back_with_their_requests():
         LOST,
     ],
 )
-def test_an_error_reaches_everyone_who_waits(error):
+def test_an_error_reaches_everyone_who_waits_or_asks_later(error, caplog):
     def refuse(replica, lost):
         raise lost
 
     with pytest.raises(type(error), match=str(error)[-8:]):
-        run(queue(Engine(8, fails_at=2, error=error), on_loss=refuse), [5, 5, 5])
+        run(queue(Engine(8, fails_at=2, error=error), Engine(8, fails_at=2, error=error), on_loss=refuse), [5, 5, 5])
+
+    async def ask_later() -> None:
+        async with queue(Engine(8, fails_at=1, error=error), on_loss=refuse).serving() as requests:
+            for _ in range(2):
+                with pytest.raises(type(error)):
+                    await requests.sample(request(5))
+
+    asyncio.run(ask_later())
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_queue_serves_again_after_an_error():
