@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,12 +11,16 @@ from typing import Protocol
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.generation.interface import Completion, Request
 
+# Exchanges that a replica has at a time: it begins the second while the first one's results are still on their way.
+_EXCHANGES = 2
+
 
 class Replica(Protocol):
     """An engine as the queue drives it."""
 
     async def exchange(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
-        """Give the engine requests, take some back, let it work for a moment; return what has finished."""
+        """Give the engine requests, take some back, let it work for a moment; return what has finished. Exchanges that
+        begin before earlier ones have ended follow them in order."""
         ...
 
 
@@ -72,7 +76,9 @@ class RequestQueue:
             raise
         driver.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-        await self._forget()
+        if self._failure is None:
+            await self._forget()
+        self._clear()
 
     async def sample(self, request: Request, near: int | None = None) -> tuple[Completion, int]:
         """See `Requests.sample`.
@@ -139,8 +145,10 @@ class RequestQueue:
         return len(self._assigned[replica]) + len(self._unfinished[replica])
 
     def _start(self) -> None:
-        for replica in self._alive - set(self._running.values()):
-            if self._load(replica) or self._aborted[replica]:
+        under_way = Counter(self._running.values())
+        for replica in self._alive:
+            while under_way[replica] < _EXCHANGES and (self._load(replica) or self._aborted[replica]):
+                under_way[replica] += 1
                 submitted, self._assigned[replica] = self._assigned[replica], {}
                 aborted, self._aborted[replica] = self._aborted[replica], []
                 self._unfinished[replica] |= submitted
@@ -152,7 +160,10 @@ class RequestQueue:
 
     def _collect(self) -> None:
         for task in [task for task in self._running if task.done()]:
-            replica = self._running.pop(task)
+            replica = self._running.pop(task, None)
+            if replica is None:
+                # It belonged to a replica that an exchange before it has lost.
+                continue
             try:
                 finished = task.result()
             except WorkerError as error:
@@ -174,6 +185,9 @@ class RequestQueue:
         self._unfinished[replica], self._assigned[replica], self._aborted[replica] = {}, {}, []
         self._waiting = deque(sorted([*left.values(), *self._waiting], key=lambda asked: asked.number))
         self._alive.discard(replica)
+        for exchange in [task for task, of in self._running.items() if of == replica]:
+            del self._running[exchange]
+            exchange.cancel()
         if not self._alive:
             self._restore()
             self.all_alive()
@@ -194,11 +208,15 @@ class RequestQueue:
 
     async def _forget(self) -> None:
         """Take back what engines have not finished."""
-        for replica in self._alive:
+        for replica in sorted(self._alive):
             aborted = [*self._aborted[replica], *self._unfinished[replica]]
-            if aborted:
-                await self._replicas[replica].exchange({}, aborted)
-        self._clear()
+            try:
+                if aborted:
+                    await self._replicas[replica].exchange({}, aborted)
+            except WorkerError as error:
+                if not error.lost:
+                    raise
+                self._lose(replica, error)
 
     def _clear(self) -> None:
         self._waiting.clear()

@@ -58,7 +58,7 @@ def one_run(checkout: Path, overrides: list[str]) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "nemo_rl_lite.train", f"hydra.run.dir={folder}/run", *OFF, *overrides]
         path = os.pathsep.join([str(checkout), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-        done = subprocess.run(command, cwd=checkout, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.DEVNULL)
+        done = subprocess.run(command, cwd=checkout, env=os.environ | {"PYTHONPATH": path})
         if done.returncode:
             raise SystemExit(f"status {done.returncode}: {' '.join(command)}")
         lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]

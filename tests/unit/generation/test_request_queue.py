@@ -20,17 +20,26 @@ def request(length: int, prompt: int = 0) -> Request:
 
 
 class Engine:
-    """Samples one token of each of its requests in an exchange; fails in the exchange `fails_at`."""
+    """Samples one token of each of its requests in an exchange; fails from the exchange `fails_at` on."""
 
     def __init__(self, capacity: int, fails_at: int | None = None, error: Exception = LOST):
         self.capacity, self.fails_at, self.error = capacity, fails_at, error
         self.held: dict[int, list] = {}
         self.sampled, self.exchanges, self.most, self.aborted, self.prompts = 0, 0, 0, [], []
+        self.under_way, self.most_under_way = 0, 0
 
     async def exchange(self, submitted, aborted):
-        await asyncio.sleep(0.0005)
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        try:
+            await asyncio.sleep(0.0005)
+            return self.work(submitted, aborted)
+        finally:
+            self.under_way -= 1
+
+    def work(self, submitted, aborted):
         self.exchanges += 1
-        if self.exchanges == self.fails_at:
+        if self.fails_at is not None and self.exchanges >= self.fails_at:
             self.held = {}
             raise self.error
         self.prompts += [one.prompt[0] for one in submitted.values()]
@@ -147,10 +156,42 @@ def test_the_others_finish_what_a_dead_engine_has_not():
     assert told == [(1, LOST)] and engines[0].sampled == 2 + 4 * 9
 
 
+def test_an_engine_that_dies_while_requests_are_taken_back_is_a_loss_like_any_other():
+
+    class DiesWhenAborted(Engine):
+        def work(self, submitted, aborted):
+            if aborted:
+                raise LOST
+            return super().work(submitted, aborted)
+
+    engine, told = DiesWhenAborted(8), []
+
+    async def serve() -> None:
+        async with queue(engine, on_loss=lambda *loss: told.append(loss)).serving() as requests:
+            left = asyncio.create_task(requests.sample(request(10**6)))
+            await asyncio.sleep(0.005)
+        left.cancel()
+
+    asyncio.run(serve())
+    assert told == [(0, LOST)]
+
+
 def test_when_none_is_left_all_come_back_with_their_requests():
     engines, restored = [Engine(8, fails_at=3), Engine(8, fails_at=3)], []
-    run(queue(*engines, restore=lambda: restored.append(True)), [5, 5, 5, 5])
+
+    def restore():
+        restored.append(True)
+        for engine in engines:
+            engine.fails_at = None
+
+    run(queue(*engines, restore=restore), [5, 5, 5, 5])
     assert restored == [True] and all(engine.sampled for engine in engines)
+
+
+def test_an_engine_has_its_next_exchange_before_the_results_of_the_last_are_read():
+    engine = Engine(8)
+    run(queue(engine), [5, 9])
+    assert engine.most_under_way == 2
 
 
 @pytest.mark.parametrize(
@@ -184,4 +225,5 @@ def test_a_queue_serves_again_after_an_error():
     requests = queue(engine)
     with pytest.raises(EngineError):
         run(requests, [5, 5])
+    engine.fails_at, engine.held = None, {}
     assert run(requests, [4]) == [0]
