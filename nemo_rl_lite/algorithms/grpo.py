@@ -62,8 +62,8 @@ class GRPO:
         """One rollout and the optimizer steps on it."""
         timer, config = Timer(), self.config
         with timer("total_step_time"):
-            with timer("generation"):
-                rollout = self.rollouts.take(step)
+            with timer("generation"), self.report.console.busy(f"step {step}: generating", announced=False) as show:
+                rollout = self.rollouts.take(step, show)
             with timer("generation_sleep"):
                 memory = self.engines.generation.finish_generation()
             with timer("advantage_calculation"):
@@ -114,8 +114,9 @@ class GRPO:
     def validate(self, step: int) -> dict[str, float]:
         """Mean reward on the held-out problems (`accuracy`), one response each."""
         timer, count = Timer(), len(self.rollouts.validation)
-        with timer("total_validation_time"), self.report.console.busy(f"validating on {count} held-out problems"):
-            rollout = self.rollouts.sample_held_out(step)
+        what = f"validating on {count} held-out problems"
+        with timer("total_validation_time"), self.report.console.busy(what) as show:
+            rollout = self.rollouts.sample_held_out(step, show)
         measured = {"accuracy": rollout.rewards_B.nanmean().item(), "avg_length": rollout.generated / count}
         # A mean of rewards that are not all right or wrong is no accuracy.
         right_or_wrong = all(reward in (0, 1) for reward in rollout.rewards_B.tolist())

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -25,6 +25,8 @@ PHASES = {
 BAR_CELLS = 6
 # The number of past values that a sparkline shows.
 TREND_VALUES = 12
+# Seconds between two lines about a long operation, without a terminal.
+_TOLD_EVERY_S = 30
 # The number of steps from whose duration the remaining time is predicted.
 _RECENT_STEPS = 20
 # The number of characters of a sample's prompt and response that are shown.
@@ -48,14 +50,24 @@ class RunConsole:
         self.console.print(message, markup=False)
 
     @contextmanager
-    def busy(self, what: str) -> Iterator[None]:
-        """Show that a long operation is running."""
+    def busy(self, what: str, announced: bool = True) -> Iterator[Callable[[str], None]]:
+        """Show that a long operation is running; the block may tell how far it is as often as it likes. Without a
+        terminal that is a line now and then, and `announced` a line at the start."""
         if self.console.is_terminal:
-            with self.console.status(what):
-                yield
-        else:
+            with self.console.status(what) as status:
+                yield lambda progress: status.update(f"{what}: {progress}")
+            return
+        if announced:
             self.say(f"{what} ...")
-            yield
+        said = time.monotonic()
+
+        def tell(progress: str) -> None:
+            nonlocal said
+            if time.monotonic() - said >= _TOLD_EVERY_S:
+                said = time.monotonic()
+                self.say(f"{what}: {progress}")
+
+        yield tell
 
     def step(
         self,

@@ -5,8 +5,8 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from nemo_rl_lite.data.problems import Problem
@@ -17,8 +17,9 @@ from nemo_rl_lite.host.calls import CallError
 from nemo_rl_lite.observability import limits
 from nemo_rl_lite.rewards.judge import Judge
 from nemo_rl_lite.rewards.registry import RewardError, WrongReward
-from nemo_rl_lite.rollout.episode import Activity, Episode, Span
+from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.groups import Group, Wanted
+from nemo_rl_lite.rollout.progress import progress
 from nemo_rl_lite.rollout.prompts import check_length
 from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.turns import Turns
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 
 # Seconds between two signs of life of the launcher, while it waits for engines, environments and rewards.
 _ALIVE_S = 0.5
+
+Show = Callable[[str], None]
+"""Shows people how far a rollout is."""
 
 
 @dataclass(frozen=True)
@@ -78,21 +82,22 @@ class RolloutCollector:
         self._max_length, self._shares = max_length, shares
         self._sessions = itertools.count()
 
-    def collect(self, wanted: Wanted, sampling: Sampling, seed: int) -> Rollout:
-        """Sample and judge the wanted episodes. The seed of a response follows from `seed` and the numbers of its
-        prompt, its sample and its turn.
+    def collect(self, wanted: Wanted, sampling: Sampling, seed: int, show: Show = lambda _: None) -> Rollout:
+        """Sample and judge the wanted episodes; `show` is told twice a second how far they are. The seed of a response
+        follows from `seed` and the numbers of its prompt, its sample and its turn.
 
         Raises:
             DataError: a prompt leaves no room for the response, a reward returns what is no reward, or rewards or
                 environments fail on too many samples.
             EngineError, WorkerError: see `RequestQueue.sample`.
         """
-        return asyncio.run(self._collect(wanted, sampling, seed))
+        return asyncio.run(self._collect(wanted, sampling, seed, show))
 
-    async def _collect(self, wanted: Wanted, sampling: Sampling, seed: int) -> Rollout:
+    async def _collect(self, wanted: Wanted, sampling: Sampling, seed: int, show: Show) -> Rollout:
         rewards = _Failures("the reward", "reward.max_error_share", self._shares.reward)
         environments = _Failures("the environment", "environment.max_error_share", self._shares.environment)
-        alive, groups = asyncio.create_task(_show_life()), list[Group]()
+        groups = list[Group]()
+        alive = asyncio.create_task(_show_life(groups, wanted.count, show))
         async with self._generation.serving() as requests:
             # All that begins now begins together, so that the engines form the same batches every time.
             await requests.pause()
@@ -143,15 +148,15 @@ class RolloutCollector:
         room = self._max_length - player.sampling.max_new_tokens
         try:
             while True:
-                begin = time.perf_counter()
                 seed = request_seed(*player.seeds, len(episode.turns))
                 request = Request(tuple(episode.tokens), player.sampling, seed)
-                completion, near = await requests.sample(request, near)
-                episode.spans.append(Span("generate", begin, time.perf_counter(), near))
+                with episode.waiting("generate") as span:
+                    completion, near = await requests.sample(request, near)
+                    span.place = near
                 episode.add_turn(completion, self._tokenizer.text(completion.tokens))
                 if self._turns is None:
                     return
-                with _timed(episode, "environment"):
+                with episode.waiting("environment"):
                     continues = await self._turns.continues(episode, session, self._tokenizer, room)
                 if not continues:
                     return
@@ -162,7 +167,7 @@ class RolloutCollector:
     async def _be_judged(self, player: "_Player") -> None:
         """Give the episode its reward, or leave it without one where the reward fails."""
         episode = player.episode
-        with _timed(episode, "reward"):
+        with episode.waiting("reward"):
             verdict = await self._judge(episode.response, episode.problem)
         if isinstance(verdict, WrongReward):
             raise DataError(f"reward.name: {verdict}; the response was {_shown(episode)}")
@@ -189,21 +194,15 @@ def request_seed(*numbers: int) -> int:
     return int.from_bytes(digest) >> 1
 
 
-@contextmanager
-def _timed(episode: Episode, what: Activity) -> Iterator[None]:
-    begin = time.perf_counter()
-    try:
-        yield
-    finally:
-        episode.spans.append(Span(what, begin, time.perf_counter()))
-
-
-async def _show_life() -> None:
-    """Say again and again that the launcher's own work does not hang: what it waits for has limits of its own."""
+async def _show_life(groups: Sequence[Group], wanted: int, show: Show) -> None:
+    """Say again and again how far the rollout is, and that the launcher's own work does not hang: what it waits for has
+    limits of its own."""
+    began = time.perf_counter()
     with suppress(asyncio.CancelledError):
         while True:
             limits.progressed()
             await asyncio.sleep(_ALIVE_S)
+            show(progress(groups, wanted, time.perf_counter() - began))
 
 
 def _shown(episode: Episode) -> str:

@@ -1,6 +1,8 @@
 """One sampled sequence: a prompt, the assistant's turns, and what an environment says between them."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,15 +17,20 @@ Ending = Literal["stop", "length", "turns", "error"]
 Activity = Literal["generate", "environment", "reward"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Span:
-    """What an episode waited for: a response from the engine `place`, its environment, or its reward. Times are seconds
-    of `time.perf_counter()`."""
+    """What an episode waits for: a response from the engine `place`, its environment, or its reward. Times are seconds
+    of `time.perf_counter()`; it has no end while it lasts."""
 
     what: Activity
     begin: float
-    end: float
+    end: float | None = None
     place: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long it has lasted."""
+        return (time.perf_counter() if self.end is None else self.end) - self.begin
 
 
 @dataclass
@@ -70,9 +77,24 @@ class Episode:
         """Tokens that the policy sampled, in all turns together."""
         return sum(len(completion.tokens) for _, completion in self.turns)
 
+    @contextmanager
+    def waiting(self, what: Activity) -> Iterator[Span]:
+        """Within the block the episode waits for `what`."""
+        span = Span(what, time.perf_counter())
+        self.spans.append(span)
+        try:
+            yield span
+        finally:
+            span.end = time.perf_counter()
+
+    @property
+    def waits_for(self) -> Activity | None:
+        """What the episode waits for at present."""
+        return self.spans[-1].what if self.spans and self.spans[-1].end is None else None
+
     def seconds(self, what: Activity) -> float:
         """How long the episode waited for `what`, in all its turns together."""
-        return sum(span.end - span.begin for span in self.spans if span.what == what)
+        return sum(span.seconds for span in self.spans if span.what == what)
 
     @property
     def is_trained(self) -> bool:

@@ -25,6 +25,9 @@ _MESSAGE = pa.struct(
         ("other", pa.string()),
     ]
 )
+_SPAN = pa.struct(
+    [("what", pa.string()), ("begin", pa.float32()), ("end", pa.float32()), ("place", pa.int32())],
+)
 SCHEMA = pa.schema(
     [
         ("step", pa.int32()),
@@ -41,6 +44,8 @@ SCHEMA = pa.schema(
         ("prompt_tokens", pa.int32()),
         ("tokens", pa.int32()),
         ("ending", pa.string()),
+        # What the sample waited for (generate, environment, reward), in seconds of its rollout; `place` is the engine.
+        ("spans", pa.list_(_SPAN)),
     ]
 )
 
@@ -91,6 +96,7 @@ def _table(step: int, split: Split, rollout: Rollout, limit: int | None) -> pa.T
 
 
 def _rows(rollout: Rollout) -> Iterator[dict[str, Any]]:
+    began = min((span.begin for episode in rollout.episodes for span in episode.spans), default=0.0)
     for index, episode in enumerate(rollout.episodes):
         place, sample = divmod(index, rollout.samples_per_prompt)
         yield {
@@ -104,6 +110,15 @@ def _rows(rollout: Rollout) -> Iterator[dict[str, Any]]:
             "prompt_tokens": episode.prompt_length,
             "tokens": episode.generated,
             "ending": episode.ending,
+            "spans": [
+                {
+                    "what": one.what,
+                    "begin": one.begin - began,
+                    "end": one.begin - began + one.seconds,
+                    "place": one.place,
+                }
+                for one in episode.spans
+            ],
         }
 
 

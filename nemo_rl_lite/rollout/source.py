@@ -9,7 +9,7 @@ from nemo_rl_lite.data.problems import Problem, TrainingSet
 from nemo_rl_lite.errors import EngineError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.losses.advantages import overlong_penalty
-from nemo_rl_lite.rollout.collector import RolloutCollector
+from nemo_rl_lite.rollout.collector import RolloutCollector, Show
 from nemo_rl_lite.rollout.files import Split
 from nemo_rl_lite.rollout.groups import Wanted
 from nemo_rl_lite.rollout.rollout import Rollout
@@ -30,8 +30,8 @@ class RolloutSource:
     position: int
     """Prompts of the training set that earlier steps have consumed."""
 
-    def take(self, step: int) -> Rollout:
-        """Sample the rollout of a step."""
+    def take(self, step: int, show: Show = lambda _: None) -> Rollout:
+        """Sample the rollout of a step; see `RolloutCollector.collect` for `show`."""
         options, first = self.config, self.position
         wanted = Wanted(
             lambda number: self.training.problem(first + number),
@@ -41,7 +41,7 @@ class RolloutSource:
             options.oversample,
             int(options.num_prompts_per_step * options.dynamic_sampling_max_gen_batches),
         )
-        rollout = self._collect(step, wanted, self.sampling)
+        rollout = self._collect(step, wanted, self.sampling, show)
         self.position += rollout.consumed
         if options.overlong_filtering:
             rollout.leave_out_truncated()
@@ -49,11 +49,11 @@ class RolloutSource:
             self._shape(rollout, options.reward_shaping.overlong_buffer_length)
         return rollout
 
-    def sample_held_out(self, step: int) -> Rollout:
+    def sample_held_out(self, step: int, show: Show = lambda _: None) -> Rollout:
         """One response to each held-out problem, at `val_temperature`."""
         temperature = self.config.val_temperature
         sampling = replace(self.sampling, temperature=temperature) if temperature else self.sampling.greedy()
-        return self._collect(step, Wanted(self.validation.__getitem__, len(self.validation), 1), sampling)
+        return self._collect(step, Wanted(self.validation.__getitem__, len(self.validation), 1), sampling, show)
 
     def state(self) -> Mapping[str, Any]:
         """What a checkpoint saves, for the run that resumes from it."""
@@ -66,8 +66,8 @@ class RolloutSource:
                 _, last = episode.turns[-1]
                 episode.reward += overlong_penalty(len(last.tokens), most, buffer, penalty)
 
-    def _collect(self, step: int, wanted: Wanted, sampling: Sampling) -> Rollout:
+    def _collect(self, step: int, wanted: Wanted, sampling: Sampling, show: Show) -> Rollout:
         try:
-            return self.collector.collect(wanted, sampling, self.config.seed * 1_000_003 + step)
+            return self.collector.collect(wanted, sampling, self.config.seed * 1_000_003 + step, show)
         except EngineError as error:
             raise EngineError(f"step {step}: {error}") from error

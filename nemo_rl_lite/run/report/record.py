@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from nemo_rl_lite.observability.samples import spread, text_of
 from nemo_rl_lite.rollout.files import read_rollout, rollout_files
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.folder import COMMAND_FILE, CONFIG_FILE, ERROR_FILE, STATUS_FILE
+from nemo_rl_lite.run.report.timeline import timeline
 
 # The report shows this many rollouts, evenly over the run, and this many samples of each.
 ROLLOUTS, SAMPLES = 12, 6
@@ -38,6 +40,8 @@ class RunRecord:
     """By dotted key, without secrets."""
     metrics: list[dict[str, float | None]]
     samples: list[dict[str, Any]]
+    timeline: dict[str, Any] | None
+    """Of the newest rollout that it trained on."""
     environment: dict[str, Any]
     status: dict[str, Any]
     error: str
@@ -76,6 +80,7 @@ def read_run(folder: Path) -> RunRecord:
         config=dict(leaves(redact(_read_json(folder / CONFIG_FILE, notes)))),
         metrics=_read_metrics(folder / METRICS_FILE, notes),
         samples=_read_samples(folder, notes),
+        timeline=_read_timeline(folder),
         environment=dict(leaves(_read_json(folder / ENVIRONMENT_FILE, notes))),
         status=_read_json(folder / STATUS_FILE, notes),
         error="\n".join(_read_text(folder / ERROR_FILE).splitlines()[:_ERROR_LINES]),
@@ -147,6 +152,14 @@ def _read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
             except (OSError, pa.ArrowException, KeyError, TypeError) as error:
                 notes.append(f"{files[place].name} cannot be read: {str(error).splitlines()[0]}")
     return found
+
+
+def _read_timeline(folder: Path) -> dict[str, Any] | None:
+    files = [file for file in rollout_files(folder) if file.stem.endswith("train")]
+    # A file that cannot be read is a note of `_read_samples`.
+    with suppress(OSError, pa.ArrowException, KeyError, TypeError):
+        return timeline(read_rollout(files[-1])) if files else None
+    return None
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:

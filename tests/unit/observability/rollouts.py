@@ -2,7 +2,7 @@
 
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.generation.interface import Completion
-from nemo_rl_lite.rollout.episode import Episode
+from nemo_rl_lite.rollout.episode import Episode, Span
 from nemo_rl_lite.rollout.rollout import Rollout
 
 
@@ -15,5 +15,9 @@ def make_rollout(responses: list[str], rewards: list[float], samples: int = 1) -
         episode = Episode(problem, [0, 0], prompt_length=2)
         episode.add_turn(Completion((1, 2, 3), (0.0, 0.0, 0.0), "stop"), response)
         episode.reward = reward
+        episode.spans = [
+            Span("generate", 100.0, 101.0 + place, place % 2),
+            Span("reward", 101.0 + place, 101.5 + place),
+        ]
         episodes.append(episode)
     return Rollout(episodes, samples, reward_errors=0)

@@ -40,6 +40,22 @@ def test_a_step_is_one_plain_line_where_there_is_no_terminal():
     assert "\x1b" not in line
 
 
+def test_a_long_operation_tells_how_far_it_is(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    console, stream = printed()
+    with console.busy("step 3: generating", announced=False) as tell:
+        for second in range(0, 100, 5):
+            now[0] = 100.0 + second
+            tell(f"{second} of 99 prompts")
+    # Without a terminal a short step says nothing, a long one now and then.
+    assert stream.getvalue().splitlines() == [f"step 3: generating: {second} of 99 prompts" for second in (30, 60, 90)]
+    console, stream = printed(force_terminal=True)
+    with console.busy("step 3: generating", announced=False) as tell:
+        tell("5 of 99 prompts")
+    assert "step 3: generating: 5 of 99 prompts" in stream.getvalue()
+
+
 def test_a_narrow_terminal_gets_whole_words_and_no_bars():
     console, stream = printed(width=50, force_terminal=True, color_system=None)
     console.step(3, 10, {"reward": 0.5, "kl": 0.25}, SECONDS, [0.0, 0.25, 0.5])

@@ -34,6 +34,8 @@ def test_every_sample_is_there_and_the_folder_reads_as_one_table(tmp_path):
     ]
     assert rows[2]["prompt"] == [{"role": "user", "content": "question 1", "other": None}] and rows[2]["answer"] == "1"
     assert rows[0]["tokens"] == 3 and rows[0]["prompt_tokens"] == 2 and rows[0]["ending"] == "stop"
+    spans = [(one["what"], one["begin"], one["end"], one["place"]) for one in rows[1]["spans"]]
+    assert spans == [("generate", 0.0, 2.0, 1), ("reward", 2.0, 2.5, 0)]
     whole = pyarrow.dataset.dataset(tmp_path / "rollouts").to_table()
     assert whole.num_rows == 8 and set(whole["split"].to_pylist()) == {"train", "validation"}
 

@@ -149,7 +149,8 @@ def test_curves_are_drawn_without_an_error(tab, report_file, tmp_path, width, sc
     tab.open(report_file, width, 4000, scheme)
     tab.wait_for("document.querySelectorAll('#curves ~ .grid path.line').length >= 4")
     assert tab.evaluate("[...document.querySelectorAll('#nav a')].map((a) => a.textContent)") == [
-        "Runs", "Curves", "Time", "Memory and use", "Refit", "Samples", "Configuration", "Environment", "All metrics",
+        "Runs", "Curves", "Time", "Rollout", "Memory and use", "Refit", "Samples", "Configuration", "Environment",
+        "All metrics",
     ]  # fmt: skip
     # A curve of nine steps has as many points, none of them outside the picture or no number.
     lines = "document.querySelectorAll('#curves ~ .grid .card')[1].querySelectorAll('path.line')"
@@ -161,6 +162,10 @@ def test_curves_are_drawn_without_an_error(tab, report_file, tmp_path, width, sc
     assert tab.evaluate("document.title") == "2 runs – nemo_rl_lite"
     assert tab.evaluate(f"document.querySelector('#samples').parentElement.textContent.includes({json.dumps(HOSTILE)})")
     assert "seed" in tab.evaluate("document.querySelector('#configuration').parentElement.textContent")
+    drawn = "document.querySelector('#rollout').parentElement.querySelectorAll('svg')"
+    assert tab.evaluate(f"{drawn}.length") == 2 and "NaN" not in tab.evaluate(f"{drawn}[0].outerHTML")
+    names = f"[...{drawn}[0].querySelectorAll('text')].map((text) => text.textContent)"
+    assert {"engine 0", "engine 1", "reward", "episodes"} <= set(tab.evaluate(names))
     back = tab.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", back))) < 200) == (scheme == "dark")
     tab.screenshot(tmp_path / "page.png")
