@@ -89,6 +89,7 @@ class GRPOConfig(RolloutAlgorithmConfig):
     use_dynamic_sampling: bool
     oversample: Annotated[float, Field(ge=1, le=8)]
     dynamic_sampling_max_gen_batches: Annotated[float, Field(ge=1)]
+    rest_epochs: Annotated[int, Field(ge=0, le=1024)]
     overlong_filtering: bool
     reward_shaping: RewardShapingConfig
     val_metric: Literal["accuracy", "avg_length"]

@@ -62,15 +62,15 @@ class Wanted:
     def rollout(self, groups: Sequence[Group], reward_errors: int, environment_errors: int) -> Rollout:
         """Put together what is kept. The failures are those of all groups."""
         kept = self._kept(groups) or []
-        consumed = 1 + max(groups.index(group) for group in kept)
+        last = max(groups.index(group) for group in kept)
         dropped = [group for group in groups if group not in kept]
         return Rollout(
             [episode for group in kept for episode in group.episodes],
             self.samples,
             reward_errors,
             environment_errors,
-            consumed,
-            tuple(episode for group in dropped for episode in group.episodes),
+            tuple(group.is_useful for group in groups[: last + 1]),
+            dropped=tuple(episode for group in dropped for episode in group.episodes),
         )
 
     def _kept(self, groups: Sequence[Group]) -> list[Group] | None:

@@ -13,7 +13,7 @@ from nemo_rl_lite.observability.samples import Sample, spread, text_of
 from nemo_rl_lite.rollout.episode import Activity, Episode
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rollout:
     """Judged episodes, those of a prompt next to each other."""
 
@@ -21,8 +21,11 @@ class Rollout:
     samples_per_prompt: int
     reward_errors: int
     environment_errors: int = 0
-    consumed: int = 0
-    """Prompts of the data up to the last one that is kept; the next rollout begins behind it."""
+    taught: tuple[bool, ...] = ()
+    """Of each prompt up to the last one that is kept, in the order of the data, whether its rewards differ. The next
+    rollout begins behind it."""
+    rested: int = 0
+    """Prompts of the data that were passed over, because they taught nothing earlier."""
     dropped: tuple[Episode, ...] = ()
     """Episodes of prompts that were replaced because all their rewards are the same, or were not needed any more."""
 
@@ -70,7 +73,8 @@ class Rollout:
             "max_turns_reached_rate": endings.count("turns") / samples,
             "reward_errors": float(self.reward_errors),
             "environment_errors": float(self.environment_errors),
-            "filtered_prompts": self.consumed - samples / self.samples_per_prompt,
+            "filtered_prompts": len(self.taught) - samples / self.samples_per_prompt,
+            "rested_prompts": float(self.rested),
             "dropped_tokens": float(dropped),
             "useful_tokens_share": generated / (generated + dropped),
             "left_out_samples": float(sum(episode.is_left_out for episode in self.episodes)),

@@ -14,6 +14,7 @@ from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.environments.registry import check_environment
 from nemo_rl_lite.environments.sessions import make_environments
+from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.losses.registry import make_loss
 from nemo_rl_lite.observability.console import RunConsole
@@ -22,6 +23,7 @@ from nemo_rl_lite.rewards.judge import make_judge, try_reward
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
 from nemo_rl_lite.rollout.files import RolloutFiles, Split
 from nemo_rl_lite.rollout.prompts import fitting_prompts
+from nemo_rl_lite.rollout.resting import Resting
 from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.source import RolloutSource
 from nemo_rl_lite.rollout.turns import Turns
@@ -49,6 +51,10 @@ class GRPOJob:
         with console.busy("checking that every prompt fits"):
             fitted = fitting_prompts(training, validation, self._tokenizer, config)
         self._training, self._validation = fitted
+        rest_epochs, self._epoch_length = config.options(GRPOConfig).rest_epochs, len(self._training.finite())
+        if rest_epochs and not self._epoch_length:
+            rule, fix = "needs data with epochs, and this data has no end", "algorithm.rest_epochs=0, or data=file"
+            raise ConfigError([Violation("algorithm.rest_epochs", rest_epochs, rule, fix)])
         try_reward(self._judge, self._training.problem(0))
 
     def run(self, metrics: MetricsLog, reserved: Reserved, start: Start) -> dict[str, int]:
@@ -69,6 +75,7 @@ class GRPOJob:
             self._validation,
             self._rollout_log(metrics, start),
             start.rollouts.get("position", start.steps * options.num_prompts_per_step),
+            Resting(options.rest_epochs, self._epoch_length, start.rollouts.get("resting")),
         )
         steps = make_steps(config, self._folder, start, workers.policy, metrics, console, groups, rollouts.state)
         devices = all_gpus(config) or policy_ranks(config)

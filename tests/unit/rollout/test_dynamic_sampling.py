@@ -12,6 +12,7 @@ from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.losses.advantages import differ, overlong_penalty
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
+from nemo_rl_lite.rollout.resting import Resting
 from nemo_rl_lite.rollout.source import RolloutSource
 from nemo_rl_lite.rules.compose import compose_config
 from tests.unit.rollout.script import Letters, judged_by
@@ -56,13 +57,15 @@ class Data:
         return Problem(chat(self.texts[position % len(self.texts)] + f" {position}"), "1")
 
 
-def source(texts, position=0, **options):
+def source(texts, position=0, resting=None, **options):
     config = compose_config([f"algorithm.num_generations_per_prompt={SAMPLES}"]).options(GRPOConfig)
     config = replace(config, num_prompts_per_step=3, **{"use_dynamic_sampling": True, **options})
     sampling, engine = Sampling(1.0, 1.0, None, 8, (0,), ()), Engine()
     judge = judged_by(lambda response, problem: float(response[:1] == "1"))
     collector = RolloutCollector(engine, Letters(), judge, 64, ErrorShares(0.0, 0.0))
-    return RolloutSource(config, collector, sampling, Data(texts), [], print, position), engine
+    return RolloutSource(
+        config, collector, sampling, Data(texts), [], print, position, resting or Resting(0, 0)
+    ), engine
 
 
 def kept(rollout):
@@ -76,7 +79,7 @@ def test_every_prompt_of_a_step_teaches_and_the_next_step_begins_behind_it():
     metrics = rollout.metrics()
     assert metrics["filtered_prompts"] == 2 and metrics["dropped_tokens"] == 2 * SAMPLES * 2
     assert metrics["useful_tokens_share"] == 3 / 5 and engine.aborted == 0
-    assert kept(own.take(2)) == ["m 5", "m slow 8", "m 9"] and own.state() == {"position": 10}
+    assert kept(own.take(2)) == ["m 5", "m slow 8", "m 9"] and own.state() == {"position": 10, "resting": {}}
 
 
 def test_what_is_kept_depends_neither_on_time_nor_on_oversampling():

@@ -1,0 +1,60 @@
+"""Prompts that taught nothing are left out for some epochs."""
+
+import json
+
+from nemo_rl_lite.data.problems import FileSet, Problem, chat
+from nemo_rl_lite.rollout.resting import Resting
+from tests.unit.rollout.test_dynamic_sampling import kept, source
+
+ROW = Problem(chat("x"), "1")
+EPOCH = 10
+
+
+def sampled_epochs(resting: Resting, epochs: range, teaches: set[int]) -> list[int]:
+    """The epochs in which a prompt is sampled that teaches something in some of them."""
+    found = []
+    for epoch in epochs:
+        position = EPOCH * epoch + epoch % EPOCH
+        if not resting.is_left_out(ROW, position):
+            found.append(epoch)
+            resting.note(ROW, position, epoch in teaches)
+    return found
+
+
+def test_a_prompt_rests_twice_as_long_each_time_until_it_teaches():
+    assert sampled_epochs(Resting(4, EPOCH), range(20), set()) == [0, 2, 5, 10, 15]
+    assert sampled_epochs(Resting(4, EPOCH), range(14), {5}) == [0, 2, 5, 6, 8, 11]
+    assert sampled_epochs(Resting(0, EPOCH), range(4), set()) == [0, 1, 2, 3]
+
+
+def test_it_continues_from_what_a_checkpoint_kept():
+    before = Resting(4, EPOCH)
+    assert sampled_epochs(before, range(4), set()) == [0, 2]
+    kept = json.loads(json.dumps(before.state()))
+    assert sampled_epochs(Resting(4, EPOCH, kept), range(4, 20), set()) == [5, 10, 15]
+    assert sampled_epochs(Resting(4, EPOCH, kept), range(4, 7), {5}) == [5, 6]
+
+
+def test_a_source_passes_over_them_and_says_how_many():
+    rows = FileSet(tuple(Problem(chat(text), "1") for text in ("m a", "x b", "m c", "m d", "x e", "m f")), 0, False)
+    own, engine = source([], resting=Resting(2, 6))
+    own.training = rows
+    assert kept(own.take(1)) == ["m a", "m c", "m d"] and own.position == 4
+    first = own.take(2)
+    assert kept(first) == ["m f", "m a", "m c"] and own.position == 9
+    # In the first epoch both `x` were sampled; in the second `x b` is passed over.
+    assert first.metrics()["rested_prompts"] == 1 and first.metrics()["filtered_prompts"] == 1
+    begun = len(engine.begun)
+    rest = own.take(3)
+    assert kept(rest) == ["m d", "m f", "m a"] and not any("x" in text for text in engine.begun[begun:])
+    assert rest.metrics()["rested_prompts"] == 1 and rest.metrics()["useful_tokens_share"] == 1
+    # In the third epoch both are tried again.
+    again = own.take(4)
+    assert kept(again) == ["m c", "m d", "m f"] and again.metrics()["filtered_prompts"] == 2
+    assert own.state()["position"] == 18 and len(own.state()["resting"]) == 2
+
+
+def test_prompts_rest_without_dynamic_sampling_too():
+    own, _ = source([], resting=Resting(1, 4), use_dynamic_sampling=False)
+    own.training = FileSet(tuple(Problem(chat(text), "1") for text in ("m a", "x b", "m c", "m d")), 0, False)
+    assert [kept(own.take(step)) for step in (1, 2)] == [["m a", "x b", "m c"], ["m d", "m a", "m c"]]
