@@ -1,4 +1,4 @@
-"""What dynamic sampling costs where many prompts are solved: tokens sampled for each token of the prompts that are kept.
+"""What dynamic sampling costs where many prompts are solved: tokens sampled for each token of the prompts kept.
 
 dynamic_sampling.py MODEL [--prompts 96] [--steps 80] [--after 40] [--seeds 42,1,2]
 
@@ -21,7 +21,7 @@ from nemo_rl_lite.data.reverse_digits import ReverseDigits
 TARGET, DIGITS = 1.3, 4
 WAYS = {"as published": [], "resting": ["algorithm.rest_epochs=16"]}
 TASK = [
-    *("data=file", "data.validation_fraction=0.1", "data.shuffle=true", "reward=exact_match"),
+    *("data=file", "reward=exact_match"),
     *("algorithm.num_prompts_per_step=16", "policy.train_global_batch_size=128"),
     *("algorithm.use_dynamic_sampling=true", "algorithm.dynamic_sampling_max_gen_batches=40"),
     *("algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0"),
