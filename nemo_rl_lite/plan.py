@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from nemo_rl_lite.config.overrides import given_keys
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import ConfigError, LauncherError, Violation
@@ -35,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     try:
+        if given.model_config and "policy.model_name" in given_keys(given.overrides):
+            rule = "describes another model than policy.model_name, which the command gives as well"
+            raise ConfigError([Violation("--model-config", str(given.model_config), rule, "one of the two")])
         # With --model-config, the folder that policy.model_name names need not exist.
         elsewhere = (
             [f"policy.model_name=config/{given.model_config.parent.name or 'here'}"] if given.model_config else []

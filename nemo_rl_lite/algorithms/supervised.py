@@ -122,6 +122,23 @@ def _counts(rows: Sequence[TokenRow]) -> dict[str, float]:
 
 def total_steps(config: SupervisedConfig, steps_per_epoch: int | None) -> int:
     """Optimizer steps of a run: as many as its epochs have, or `max_num_steps` where that is fewer."""
-    epochs = config.max_num_epochs
-    limits = [config.max_num_steps, epochs and steps_per_epoch and epochs * steps_per_epoch]
-    return min(limit for limit in limits if limit is not None)
+    return min(_limits(config, steps_per_epoch).values())
+
+
+def shown_limits(config: SupervisedConfig, steps_per_epoch: int | None) -> str:
+    """A line that says which limit ends the run, where there is another one; otherwise empty."""
+    limits = _limits(config, steps_per_epoch)
+    if len(set(limits.values())) < 2:
+        return ""
+    first, other = sorted(limits, key=limits.__getitem__)
+    return f"the run ends after {limits[first]} steps, by {first}; {other} would be {limits[other]} steps"
+
+
+def _limits(config: SupervisedConfig, steps_per_epoch: int | None) -> dict[str, int]:
+    """Each limit of the run that is set -> its optimizer steps."""
+    limits, epochs = {}, config.max_num_epochs
+    if config.max_num_steps is not None:
+        limits[f"algorithm.max_num_steps = {config.max_num_steps}"] = config.max_num_steps
+    if epochs and steps_per_epoch:
+        limits[f"algorithm.max_num_epochs = {epochs}"] = epochs * steps_per_epoch
+    return limits

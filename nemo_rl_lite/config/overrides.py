@@ -1,6 +1,7 @@
 """The command line's overrides: which of them Hydra can take, and readable errors for the others."""
 
 import difflib
+import os
 from collections.abc import Sequence
 
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
@@ -45,11 +46,11 @@ def check_overrides(arguments: Sequence[str], sweeps: bool = False) -> tuple[lis
 
 
 def named_run_folder(arguments: Sequence[str], key: str = RUN_FOLDER) -> str | None:
-    """The run's folder (or with another `key`, the sweep's), where valid overrides name it; with `${...}` as it stands
-    there."""
+    """The run's folder (or with another `key`, the sweep's), where valid overrides name it: without `~`, and with
+    `${...}` as it stands there."""
     parsed = [override for override in map(parse_override, arguments) if override]
     named = [str(override.value()) for override in parsed if override.key_or_group == key]
-    return named[-1] if named else None
+    return os.path.expanduser(named[-1]) if named else None  # noqa: PTH111 - an unknown home stays as it is
 
 
 def given_keys(arguments: Sequence[str]) -> list[str]:
@@ -75,7 +76,10 @@ def _known_keys(overrides: Sequence[Override]) -> list[str]:
 
 def _as_hydra_takes_it(argument: str, key: str) -> str:
     if key.startswith(HYDRA_PACKAGE):
-        return argument
+        override, folder = parse_override(argument), named_run_folder([argument], key) or ""
+        is_at_home = override is not None and str(override.value()).startswith("~")
+        # Hydra would make a folder called ~.
+        return "{}='{}'".format(key, folder.replace("'", "\\'")) if is_at_home else argument
     return ("++" if is_open(key) else "") + argument.lstrip("+")
 
 
@@ -106,6 +110,9 @@ def _hydra_problem(override: Override, key: str, given: str, sweeps: bool) -> Vi
     if key not in (RUN_FOLDER, SWEEP_FOLDER):
         fix = f"{RUN_FOLDER}=FOLDER, or with -m {SWEEP_FOLDER}=FOLDER"
         return Violation(key, given, "is no setting of this launcher", fix)
+    if "://" in given:
+        rule = "is an address, and runs are written to folders that all nodes see"
+        return Violation(key, given, rule, f"{key}=outputs/my-run, and copy it afterwards")
     if sweeps and key == RUN_FOLDER:
         return Violation(key, given, "is one folder, and a sweep has several runs", f"{SWEEP_FOLDER}={given}")
     if override.is_sweep_override():

@@ -12,6 +12,8 @@ from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.data.rows import Row
 from nemo_rl_lite.errors import DataError
 
+# A number, and what would belong to it.
+_PART, _REST = re.compile(r"[-+]?[\d,]*\.?\d+"), re.compile(r",\d{3}(?!\d)|\.?\d")
 _WITH_COMMAS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
@@ -50,6 +52,15 @@ def template_columns(template: str) -> list[str]:
             raise ValueError(f"the field {name!r} is more, or less, than a column's name")
         columns.append(name)
     return columns
+
+
+def cut_number(config: DataConfig, row: Row) -> tuple[str, str] | None:
+    """Return what `data.answer_pattern` takes out of a number, and that number; None where it takes all of it."""
+    text = row.get(config.answer_column)
+    found = re.search(config.answer_pattern, text) if config.answer_pattern and isinstance(text, str) else None
+    if not found or found[1] is None or not _PART.fullmatch(found[1]) or not _REST.match(text, found.end(1)):
+        return None
+    return found[1], f"{found[1]}{re.match(r'[\d,.]*', text[found.end(1) :])[0].rstrip(',.')}"
 
 
 def column(row: Row, name: str, where: str) -> object:

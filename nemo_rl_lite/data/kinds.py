@@ -22,10 +22,12 @@ class Kind[T: Asked]:
     from_problem: Callable[[Problem], T]
     unread: tuple[str, ...] = ()
     """Keys of `data` that name columns of the other kinds."""
+    reads_answers: bool = False
+    """Whether `data.answer_pattern` finds the answers of its rows."""
 
 
 _CHAT_COLUMNS = ("messages_column", "tools_column")
-PROBLEMS = Kind[Problem]("problems", to_problem, lambda problem: problem, unread=_CHAT_COLUMNS)
+PROBLEMS = Kind[Problem]("problems", to_problem, lambda problem: problem, unread=_CHAT_COLUMNS, reads_answers=True)
 CHATS = Kind[Example]("chats", to_chat, chat_of)
 PAIRS = Kind[Example]("pairs", to_pair, pair_of, unread=(*_CHAT_COLUMNS, "response_column", "prompt_template"))
 

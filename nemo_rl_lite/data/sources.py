@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Protocol
 
 from nemo_rl_lite.config.schema import DataConfig
+from nemo_rl_lite.data.columns import cut_number
 from nemo_rl_lite.data.files import share_a_file
 from nemo_rl_lite.data.gym import ReasoningGym
 from nemo_rl_lite.data.kinds import Kind
@@ -40,7 +41,8 @@ def training_set[T: Asked](config: DataConfig, seed: int, kind: Kind[T]) -> Trai
     """
     if config.name in TASKS:
         return Derived(TASKS[config.name](config, seed), kind.from_problem)
-    problems = _read(config, _training_rows(config), kind)
+    problems = _read(config, rows := list(_training_rows(config)), kind)
+    _note_odd(config, rows, problems, kind)
     fraction = config.validation_fraction
     kept = tuple(problem for problem in problems if not is_held_out(problem, fraction))
     if not kept:
@@ -67,7 +69,9 @@ def validation_set[T: Asked](config: DataConfig, limit: int, kind: Kind[T]) -> l
         rows = list(islice(_validation_rows(config), limit))
         if not rows:
             raise DataError(f"{validation_source(config)}: no rows")
-        return _read(config, rows, kind)
+        held_out = _read(config, rows, kind)
+        _note_odd(config, rows, held_out, kind)
+        return held_out
     if not fraction:
         return []
     problems = _read(config, _training_rows(config), kind)
@@ -110,11 +114,24 @@ def _read[T: Asked](
     if found and not kept and all_rows:
         rule = "every row prefers neither response: the two are equal, or no preference is given"
         raise DataError(f"{first} and the {len(found) - 1} after it: {rule}")
-    if kept and all_rows and config.system_prompt and not any(_begins_with(one, config.system_prompt) for one in kept):
-        log.warning("data.system_prompt is not used: all rows from %s on have a system message of their own", first)
-    if len(kept) < len(found):
-        log.warning("%d of %d rows prefer neither response and were left out", len(found) - len(kept), len(found))
     return kept
+
+
+def _note_odd[T: Asked](config: DataConfig, rows: Sequence[tuple[str, Row]], kept: Sequence[T], kind: Kind[T]) -> None:
+    """Warn of what is odd about a whole file or split, of whose rows `kept` are used."""
+    if not kept:
+        return
+    (first, columns), system = rows[0], config.system_prompt
+    if system and not any(_begins_with(one, system) for one in kept):
+        log.warning("data.system_prompt is not used: all rows from %s on have a system message of their own", first)
+    if system and (named := [name for name in columns if f"{{{name}}}" in system]):
+        log.warning("data.system_prompt has {%s} as it stands: only data.prompt_template fills in columns", named[0])
+    if len(kept) < len(rows):
+        log.warning("%d of %d rows prefer neither response and were left out", len(rows) - len(kept), len(rows))
+    cut = [found for _, row in rows if kind.reads_answers and (found := cut_number(config, row))]
+    if cut:
+        rule = "data.answer_pattern takes %s out of %s, and so a part of a number in %d of %d rows"
+        log.warning(f"{rule}; [-\\d,.]+ takes all of it", *cut[0], len(cut), len(rows))
 
 
 def _begins_with(one: Asked, system_prompt: str) -> bool:

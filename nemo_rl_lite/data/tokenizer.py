@@ -47,6 +47,10 @@ class ChatTokenizer:
         take many times its size to be tokenized."""
         return sum(len(message.get("content") or "") for message in messages) // self._longest_token
 
+    def length(self, text: str) -> int:
+        """The number of tokens of a text."""
+        return len(self._tokens(text))
+
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a chat, up to the start of the assistant's turn.
 

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_lite.models.shape import NoModelError
+from nemo_rl_lite.models.shape import CAUSAL, NoModelError
 
 _INDEX = "model.safetensors.index.json"
 # These are read where they exist.
 _OPTIONAL = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
-_CAUSAL = ("ForCausalLM", "LMHeadModel")
 _EMBEDDING, _LAYER = "model.embed_tokens.weight", re.compile(r"model\.layers\.(\d+)\.")
 # A safetensors file begins with the length of its header, in so many bytes.
 _LENGTH_BYTES = 8
@@ -29,8 +28,8 @@ def check_model_folder(folder: Path) -> None:
         if (folder / name).exists():
             _json(folder / name)
     architectures = config.get("architectures") or []
-    if not any(str(one).endswith(_CAUSAL) for one in architectures):
-        causal = f"a causal language model (...{' or ...'.join(_CAUSAL)})"
+    if not any(str(one).endswith(CAUSAL) for one in architectures):
+        causal = f"a causal language model (...{' or ...'.join(CAUSAL)})"
         raise NoModelError(f"{folder / 'config.json'}: architectures = {architectures} does not name {causal}")
     if (folder / _INDEX).exists():
         _check_index(folder / _INDEX)

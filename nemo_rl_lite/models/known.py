@@ -51,6 +51,8 @@ def find_shape(name: str, file: Path | None = None) -> ModelShape:
             return model_shape(json.loads(file.read_text()))
         except (OSError, ValueError, TypeError) as error:
             raise NoModelError(f"--model-config {file} cannot be used: {error}") from None
+        except NoModelError as error:
+            raise NoModelError(f"--model-config {file}: {error}; give that of {error.fix}") from None
     shape = read_model_shape(name)
     if shape is not None:
         return shape
@@ -70,3 +72,5 @@ def find_shape(name: str, file: Path | None = None) -> ModelShape:
         return model_shape(json.loads(downloaded))
     except (ValueError, TypeError) as error:
         raise NoModelError(f"{name}: its config.json does not describe a text model: {error}") from None
+    except NoModelError as error:
+        raise NoModelError(f"policy.model_name={name}: {error}; name {error.fix}") from None

@@ -43,12 +43,22 @@ class ModelShape:
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "num_experts")
 
+# Where config.json says how the weights are quantized.
+_QUANTIZED = ("quantization_config", "compression_config")
+# How the names of the architectures end that are trained here.
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+
 # The folder in which scripts/get_smollm2.py puts the model of the recipes.
 MODELS_FOLDER = "models"
 
 
 class NoModelError(LauncherError):
-    """The folder does not exist, or is not a Hugging Face model."""
+    """The folder does not exist, or is not a Hugging Face model that can be trained. `fix` says what to do about it,
+    where that is known."""
+
+    def __init__(self, message: str, fix: str = ""):
+        self.fix = fix
+        super().__init__(message)
 
 
 def is_hub_name(name: str) -> bool:
@@ -92,7 +102,10 @@ def model_shape(config: dict) -> ModelShape:
 
     Raises:
         ValueError: this is no configuration of a model, a size is missing, or one is not a whole number above 0.
+        NoModelError: it is the configuration of a model that cannot be trained here.
     """
+    if isinstance(config, dict):
+        _check_trainable(config)
     missing = [key for key in _SIZES if key not in config] if isinstance(config, dict) else list(_SIZES)
     if missing:
         raise ValueError(f"it is no config.json of a text model, which has {', '.join(missing)}")
@@ -123,6 +136,19 @@ def model_shape(config: dict) -> ModelShape:
         qkv_bias=bool(config.get("attention_bias", family.startswith("qwen2"))),
         qk_norm=family.startswith("qwen3"),
     )
+
+
+def _check_trainable(config: dict) -> None:
+    for key in _QUANTIZED:
+        if settings := config.get(key):
+            method = settings.get("quant_method", "unnamed") if isinstance(settings, dict) else settings
+            rule = f"the model is quantized (config.json: {key}, {method}); its weights would be read as plain numbers"
+            raise NoModelError(rule, "the model that it was made from, whose weights are bfloat16, float16 or float32")
+    architectures = config.get("architectures")
+    # A description of sizes alone names none.
+    if architectures and not any(str(one).endswith(CAUSAL) for one in architectures):
+        rule = f"config.json: architectures = {architectures} names no causal language model"
+        raise NoModelError(rule, f"a model of an architecture ...{' or ...'.join(CAUSAL)}")
 
 
 def _dense_layers(config: dict, layers: int) -> int:

@@ -35,7 +35,7 @@ class MLflow(Sink):
 
     def __init__(self, config: MLflowConfig, folder: Path, whole_config: Mapping[str, Any]):
         is_path = ":" not in config.tracking_uri and config.tracking_uri != "databricks"
-        address = Path(config.tracking_uri).resolve().as_uri() if is_path else config.tracking_uri
+        address = Path(config.tracking_uri).expanduser().resolve().as_uri() if is_path else config.tracking_uri
         if address.startswith("file:"):
             # MLflow recommends databases and refuses a folder without this.
             os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"

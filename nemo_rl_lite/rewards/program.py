@@ -1,10 +1,10 @@
 """The response is a Python program, and tests of the row judge it."""
 
 import re
-from typing import Any
 
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.host.sandbox import Limits, run_python
+from nemo_rl_lite.rewards.program_tests import Assertions, Test, read_tests
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
@@ -21,15 +21,14 @@ def passes_tests(
     """Return 1 where the program passes all tests, else 0; with `share`, the share of the tests that it passes.
 
     The program is the last fenced code block of the response, or the whole response where there is none. Tests are in
-    the row's column `tests_column`: a text of assertions that follow the program, or a list whose items are such texts
-    or have an `input` for standard input and the expected `output`, compared without blanks at the ends of lines.
+    the row's column `tests_column`, see `read_tests`; outputs are compared without blanks at the ends of lines.
 
     Raises:
-        ValueError: the row has no tests that can be read.
+        ValueError: the row has no tests, or they cannot be read or would pass any program.
     """
     blocks = _BLOCK.findall(response)
     program, limits = blocks[-1] if blocks else response, Limits(seconds, memory_mib)
-    tests = _tests(problem.metadata.get(tests_column), tests_column)
+    tests = read_tests(problem.metadata, tests_column)
     passed = 0
     for test in tests:
         if _passes(program, test, limits):
@@ -39,22 +38,12 @@ def passes_tests(
     return passed / len(tests)
 
 
-def _passes(program: str, test: Any, limits: Limits) -> bool:
-    if isinstance(test, str):
+def _passes(program: str, test: Test, limits: Limits) -> bool:
+    if isinstance(test, Assertions):
         # A program that exits before the tests passes none.
-        return run_python(program, test, limits=limits).is_complete
-    ran = run_python(program, stdin=str(test.get("input", "")), limits=limits)
-    return ran.status == 0 and _lines(ran.output) == _lines(str(test["output"]))
-
-
-def _tests(found: Any, column: str) -> list[Any]:
-    tests = [found] if isinstance(found, str) else found
-    if not isinstance(tests, list) or not tests:
-        raise ValueError(f"the row has no tests in its column {column}")
-    for test in tests:
-        if not isinstance(test, str) and not (isinstance(test, dict) and "output" in test):
-            raise ValueError(f"a test of the column {column} is neither a text nor has an output: {test!r:.80}")
-    return tests
+        return run_python(program, test.code, limits=limits).is_complete
+    ran = run_python(program, stdin=test.given, limits=limits)
+    return ran.status == 0 and _lines(ran.output) == _lines(test.expected)
 
 
 def _lines(text: str) -> list[str]:

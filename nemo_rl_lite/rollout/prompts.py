@@ -1,4 +1,4 @@
-"""Check that prompts leave room for a response."""
+"""Check that prompts leave room for a response, and that a response can be the answer."""
 
 import logging
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.data.problems import Problem, TrainingSet
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.rewards.judge import terms_of
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,22 @@ def fitting_prompts(
     _report("training", len(training.finite()), len(kept.finite()), max_length - max_new_tokens)
     _report("validation", len(validation), len(kept_validation), max_length - max_new_tokens)
     return kept, kept_validation
+
+
+def note_long_answers(training: TrainingSet[Problem], tokenizer: ChatTokenizer, config: Config) -> None:
+    """Warn of answers that no response can be, where a reward compares the two letter by letter."""
+    answers, most = [problem.answer for problem in training.finite()], config.generation.max_new_tokens
+    if not any(term.name == "exact_match" for term in terms_of(config.reward)):
+        return
+    if longer := [answer for answer in answers if tokenizer.length(answer.strip()) > most]:
+        rule = "%d of %d answers have more than generation.max_new_tokens = %d tokens, such as %r"
+        log.warning(
+            f"{rule}: exact_match is 0 for every response to these prompts",
+            len(longer),
+            len(answers),
+            most,
+            longer[0][:60],
+        )
 
 
 def check_length(problem: Problem, tokens: int, max_new_tokens: int, max_length: int) -> None:

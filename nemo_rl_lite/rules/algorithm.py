@@ -17,7 +17,7 @@ def groups_have_a_baseline(config: Config) -> Iterator[Violation]:
         yield Violation(key, size, "GRPO compares samples of one prompt, so it needs at least 2", f"{key}=8")
 
 
-@rule("algorithm.reward_shaping", "algorithm.oversample", "generation.max_new_tokens", options=GRPOConfig)
+@rule("algorithm", "generation.max_new_tokens", options=GRPOConfig)
 def lengths_and_tries_can_be_met(config: Config) -> Iterator[Violation]:
     options, most = config.options(GRPOConfig), config.generation.max_new_tokens
     buffer = options.reward_shaping.overlong_buffer_length
@@ -28,7 +28,11 @@ def lengths_and_tries_can_be_met(config: Config) -> Iterator[Violation]:
         )
         yield Violation(key, buffer, rule_text, f"{key}={max(most // 4, 1)}, or another number up to {most}")
     batches = options.dynamic_sampling_max_gen_batches
-    if options.use_dynamic_sampling and options.oversample > batches:
+    prompts, key = options.num_prompts_per_step, "algorithm.dynamic_sampling_max_gen_batches"
+    if options.use_dynamic_sampling and int(prompts * batches) <= prompts:
+        rule_text = f"lets a step sample {int(prompts * batches)} prompts in all, and so replace none of its {prompts}"
+        yield Violation(key, batches, rule_text, f"{key}=3, or algorithm.use_dynamic_sampling=false")
+    elif options.use_dynamic_sampling and options.oversample > batches:
         key = "algorithm.oversample"
         rule_text = f"exceeds algorithm.dynamic_sampling_max_gen_batches = {batches:g}, what a step may sample in all"
         yield Violation(key, options.oversample, rule_text, f"{key}={batches:g} or less")

@@ -23,8 +23,13 @@ class Found:
     definition: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None = None
 
 
-def find(path: str) -> Found:
-    """Find `package.module.name`. The packages around the module are imported; the module is not."""
+# Modules that import a name from each other are followed so far.
+_FOLLOWED = 3
+
+
+def find(path: str, follow: int = _FOLLOWED) -> Found:
+    """Find `package.module.name`, there or in the modules that it comes from. The packages around a module are
+    imported; the module is not."""
     module, _, name = path.rpartition(".")
     try:
         spec = importlib.util.find_spec(module) if module else None
@@ -45,8 +50,13 @@ def find(path: str) -> Found:
         close = difflib.get_close_matches(name, names, n=1)
         return Found(f"{spec.origin} has no {name}" + (f"; did you mean {close[0]}?" if close else ""))
     definition = names.get(name)
+    if isinstance(definition, str) and follow:
+        there = find(definition, follow - 1)
+        # What cannot be followed may still be there.
+        return Found() if there.trouble else there
     # A decorator may change what it decorates into anything.
-    return Found() if definition is None or definition.decorator_list else Found(definition=definition)
+    is_known = isinstance(definition, _DEFINITIONS) and not definition.decorator_list
+    return Found(definition=definition) if is_known else Found()
 
 
 def misfit(definition: ast.FunctionDef | ast.AsyncFunctionDef, positional: int, keywords: Mapping[str, Any]) -> str:
@@ -97,7 +107,8 @@ def as_dotted(path: str) -> str:
 
 
 def _names(tree: ast.Module | ast.ClassDef) -> dict[str, Any]:
-    """The names that a module or a class defines outside functions, each with its definition where that is one."""
+    """The names that a module or a class defines outside functions, each with its definition where that is one, or with
+    the dotted path that it is imported from."""
     found: dict[str, Any] = {}
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
@@ -105,6 +116,10 @@ def _names(tree: ast.Module | ast.ClassDef) -> dict[str, Any]:
         if isinstance(node, _DEFINITIONS):
             # The last statements come first here, and a name means its last definition.
             found.setdefault(node.name, node)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for one in node.names:
+                name = one.asname or one.name
+                found[name] = None if name in found else f"{node.module}.{one.name}"
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             found |= dict.fromkeys(one.asname or one.name.split(".")[0] for one in node.names)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

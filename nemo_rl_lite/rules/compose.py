@@ -5,6 +5,7 @@ reported at once, before anything heavy is imported.
 """
 
 import copy
+import dataclasses
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -17,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_rl_lite.config.keys import compose_files, groups, known_keys
+from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.config.overrides import check_overrides, given_keys
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.variables import variables_of
@@ -74,6 +76,12 @@ def resolve(composed: DictConfig, given: Sequence[str] = ()) -> Config:
     if violations or config is None:
         raise ConfigError(violations)
     return config
+
+
+def changed_keys(config: Config) -> list[str]:
+    """The keys whose values are not the defaults of the configuration's algorithm."""
+    defaults = dict(leaves(_defaults((f"algorithm={config.algorithm.name}",))))
+    return [key for key, value in leaves(dataclasses.asdict(config)) if defaults.get(key) != value]
 
 
 def restore(text: str) -> Config:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from itertools import combinations
+from pathlib import Path
 
 from nemo_rl_lite.config.schema import Config, DataConfig, RolloutAlgorithmConfig
 from nemo_rl_lite.data import gym
@@ -32,6 +33,17 @@ def template_is_plain(config: Config) -> Iterator[Violation]:
             yield Violation(key, template, "names no column, so every prompt would be the same", fix)
     except ValueError as error:
         yield Violation(key, template, f"is no template: {error}", fix)
+
+
+@rule("data.system_prompt")
+def system_prompt_is_a_text(config: Config) -> Iterator[Violation]:
+    key, text = "data.system_prompt", config.data.system_prompt
+    if text and re.fullmatch(r"\S+", text) and (text.endswith((".txt", ".md")) or Path(text).expanduser().is_file()):
+        rule_text = "is the name of a file, and the model would be told that name"
+        yield Violation(key, text, rule_text, f"the text itself: \"{key}='$(cat {text})'\", or {key} in a recipe")
+    elif text and re.fullmatch(r"\s*\{\w+\}\s*", text):
+        rule_text = "is one field, and no column is filled in there: the model would be told these letters"
+        yield Violation(key, text, rule_text, f"data.prompt_template='{text} {{{{prompt}}}}', and {key}=null")
 
 
 @rule("data")

@@ -1,12 +1,10 @@
 """The table of keys that have an effect in some runs only, and what such a run needs."""
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS, compares, generates
 from nemo_rl_lite.config.engines import ENGINES
-from nemo_rl_lite.config.schema import Config, EnvironmentConfig, GRPOConfig
+from nemo_rl_lite.config.schema import EnvironmentConfig, GRPOConfig
 from nemo_rl_lite.config.sizes import batch_mode, on_gpus
 from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
 from nemo_rl_lite.data.sources import ROWS, TASKS
@@ -14,44 +12,9 @@ from nemo_rl_lite.environments import registry as environments
 from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.rewards.registry import INSTANT
 from nemo_rl_lite.rules.layout import MEGATRON
+from nemo_rl_lite.rules.step_effects import STEP_EFFECTS, Effect
 
 _OPTIMIZER, _LOSS = f"{MEGATRON}.optimizer", "algorithm.loss_fn"
-
-
-@dataclass(frozen=True)
-class Effect:
-    """`keys`, and all below them, have an effect where `holds`; `needs` is how to get there. `otherwise` is what is
-    wrong with them elsewhere."""
-
-    keys: tuple[str, ...]
-    holds: Callable[[Config], bool]
-    needs: str
-    otherwise: str = "has no effect"
-
-
-def _is_within_the_run(config: Config) -> bool:
-    """Whether algorithm.val_period is at most the run's steps. Who validates at the end may mean the end alone."""
-    options = config.algorithm
-    return options.val_at_end or options.max_num_steps is None or options.val_period <= options.max_num_steps
-
-
-def _validates(config: Config) -> bool:
-    options = config.algorithm
-    return options.val_at_start or options.val_at_end or (options.val_period > 0 and _is_within_the_run(config))
-
-
-def _validates_a_saved_step(config: Config) -> bool:
-    """Whether the validations come to a step that also has a checkpoint: the last, or one of both periods."""
-    options, last = config.algorithm, config.algorithm.max_num_steps
-    if not config.checkpoint.keep_best:
-        # Who wants no best checkpoints gets none.
-        return True
-    if options.val_at_end or not options.val_period or last is None:
-        return options.val_at_end or options.val_period > 0
-    return last % options.val_period == 0 or math.lcm(options.val_period, config.checkpoint.save_period) <= last
-
-
-_VALIDATION = "a validation: algorithm.val_at_end=true, or an algorithm.val_period up to algorithm.max_num_steps"
 
 
 EFFECTS = (
@@ -184,23 +147,7 @@ EFFECTS = (
         compares,
         f"{_LOSS}.reference_policy_kl_penalty=0.01",
     ),
-    Effect(
-        (
-            *(f"algorithm.{name}" for name in ("max_val_samples", "val_temperature", "val_metric")),
-            *("algorithm.higher_is_better", "checkpoint.keep_best"),
-            *("data.validation_path", "data.validation_split"),
-        ),
-        _validates,
-        _VALIDATION,
-    ),
-    Effect(("algorithm.val_period",), _is_within_the_run, _VALIDATION),
-    Effect(("data.validation_fraction",), _validates, _VALIDATION, "takes rows from the training that nothing reads"),
-    Effect(
-        ("checkpoint.keep_best",),
-        _validates_a_saved_step,
-        "a validation of a step that is saved: algorithm.val_at_end=true, or an algorithm.val_period that is a "
-        "multiple of checkpoint.save_period",
-    ),
+    *STEP_EFFECTS,
     Effect(
         ("algorithm.max_num_epochs",),
         lambda config: config.data.name not in TASKS,

@@ -10,6 +10,7 @@ from nemo_rl_lite.config.sizes import generation_gpus, on_gpus, parallel_dims
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rules import code
 from nemo_rl_lite.rules.base import rule
+from nemo_rl_lite.rules.newlines import NEWLINE, has_written_newline
 
 
 @rule(
@@ -119,6 +120,10 @@ def stop_strings_are_not_empty(config: Config) -> Iterator[Violation]:
     if "" in config.generation.stop_strings:
         key = "generation.stop_strings"
         yield Violation(key, config.generation.stop_strings, "an empty string stops at once", f"{key}=[]")
+    for text in config.generation.stop_strings:
+        if has_written_newline(text):
+            rule_text = "has a backslash and an n, and a response that ends a line has a newline"
+            yield Violation("generation.stop_strings", text, rule_text, NEWLINE)
 
 
 @rule("generation.temperature", "generation.backend", "algorithm.val_temperature", options=RolloutAlgorithmConfig)

@@ -31,7 +31,7 @@ def model_fits_the_layout(config: Config) -> Iterator[Violation]:
     try:
         model = read_model_shape(config.policy.model_name)
     except (NoModelError, OSError, UnicodeDecodeError, RuntimeError) as error:
-        fix = "give a Hugging Face model folder or a hub name (organisation/model)"
+        fix = getattr(error, "fix", "") or "give a Hugging Face model folder or a hub name (organisation/model)"
         if "smollm2" in config.policy.model_name:
             fix = "python scripts/get_smollm2.py makes models/smollm2-135m-instruct"
         elif exported := _exported(Path(config.policy.model_name)):

@@ -10,13 +10,16 @@ from nemo_rl_lite.environments.registry import ENVIRONMENTS
 from nemo_rl_lite.environments.registry import INSTANT as INSTANT_ENVIRONMENTS
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rewards.judge import Term, terms_of
-from nemo_rl_lite.rewards.registry import REWARDS
+from nemo_rl_lite.rewards.registry import INSTANT, REWARDS
 from nemo_rl_lite.rules import code
 from nemo_rl_lite.rules.base import rule
 
 # Packages that a reward needs in addition to this one.
 _PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 
+# What others call the first parameter of a reward that takes the answer first, and the second.
+_ANSWERS = frozenset({"answer", "gold", "golden", "reference", "ground_truth", "truth", "target", "label", "expected"})
+_RESPONSES = frozenset({"response", "completion", "prediction", "predicted", "pred", "generated", "hypothesis"})
 _OF_TRL, _OF_VERL = {"prompts", "completions"}, {"data_source", "solution_str", "ground_truth"}
 
 
@@ -60,10 +63,23 @@ def _takes_a_response(term: Term, function: ast.FunctionDef | ast.AsyncFunctionD
     elif _OF_VERL & set(own):
         rule_text = "has the signature of verl's rewards (data_source, solution_str, ground_truth, extra_info)"
         yield Violation(key, name, rule_text, fix)
-    elif own[:1] == ["answer"] or own[1:2] in (["response"], ["completion"]):
+    elif set(own[:1]) & _ANSWERS or set(own[1:2]) & _RESPONSES:
         yield Violation(key, name, f"takes `{own[0]}` first, where a reward gets the response", call)
     elif trouble := code.misfit(function, 2, {**kwargs, **({"problem": None} if "problem" in own else {})}):
         yield Violation(f"{term.section}.kwargs", dict(kwargs), f"do not fit {name}: {trouble}", call)
+
+
+@rule("reward", options=RolloutAlgorithmConfig)
+def many_at_a_time_are_coroutines(config: Config) -> Iterator[Violation]:
+    """Yield where a judging process gets several samples at a time, and none of its rewards lets another one go on."""
+    at_once, terms = config.reward.concurrency, [one for one in terms_of(config.reward) if one.name not in INSTANT]
+    paths = [REWARDS.get(one.name, one.name) for one in terms] if at_once > 1 else []
+    found = [code.find(path).definition for path in paths if "." in path]
+    if found and all(isinstance(one, ast.FunctionDef) for one in found):
+        rule_text = f"is for rewards that are coroutines (async def), and {terms[0].name} is a plain function"
+        rule_text += ": the samples of a process would wait for each other until reward.timeout_s"
+        fix = "reward.concurrency=1, and a larger reward.processes for more at a time"
+        yield Violation("reward.concurrency", at_once, rule_text, fix)
 
 
 @rule("reward", "data.name", options=RolloutAlgorithmConfig)

@@ -1,16 +1,51 @@
 """The rules about a run's steps, asked again where the data says how many there are."""
 
 import dataclasses
+import logging
+from collections.abc import Iterator
 
-from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
+from nemo_rl_lite.config.sizes import samples_per_step
+from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.rules.algorithm import patience_has_validations
+from nemo_rl_lite.rules.compose import changed_keys
+from nemo_rl_lite.rules.layout import MEGATRON
 from nemo_rl_lite.rules.profile import profiled_steps_are_taken
+from nemo_rl_lite.rules.step_effects import STEP_EFFECTS
+from nemo_rl_lite.rules.without_effect import is_of
+
+log = logging.getLogger(__name__)
 
 
 def check_total_steps(config: Config, total: int) -> None:
     """Raise ConfigError where a run that ends after `total` steps, by its epochs, cannot do what its keys say."""
     options = dataclasses.replace(config.algorithm, max_num_steps=total)
     whole = dataclasses.replace(config, algorithm=options)
-    if violations := [*profiled_steps_are_taken(whole), *patience_has_validations(whole)]:
+    violations = [*profiled_steps_are_taken(whole), *patience_has_validations(whole)]
+    if violations := [*violations, *_without_effect(config, whole, total)]:
         raise ConfigError(violations)
+    if total != config.algorithm.max_num_steps and (told := endless_warm_up(whole)):
+        log.warning(told)
+
+
+def endless_warm_up(config: Config) -> str:
+    """That the warm-up is as long as the run, as far as that is known; empty where it is not. A short run of a recipe
+    has one, too, and may be what is wanted."""
+    steps, warm_up = config.algorithm.max_num_steps, config.policy.megatron_cfg.scheduler.lr_warmup_iters
+    if steps is not None and isinstance(config.algorithm, RolloutAlgorithmConfig):
+        steps *= max(1, samples_per_step(config) // config.policy.train_global_batch_size)
+    if steps is None or not warm_up or warm_up < steps:
+        return ""
+    key = f"{MEGATRON}.scheduler.lr_warmup_iters"
+    return f"{key} = {warm_up}: the run has {steps} optimizer steps, so the learning rate never reaches optimizer.lr"
+
+
+def _without_effect(config: Config, whole: Config, total: int) -> Iterator[Violation]:
+    """What has an effect as far as the keys say, and none in the whole run."""
+    for effect in STEP_EFFECTS:
+        if not effect.holds(config) or effect.holds(whole):
+            continue
+        for key in changed_keys(config):
+            if is_of(key, effect.keys):
+                rule_text = f"{effect.otherwise} in the {total} steps that the data has"
+                yield Violation(key, None, rule_text, f"leave {key} out, or {effect.needs}")

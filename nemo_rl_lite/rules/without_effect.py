@@ -30,7 +30,7 @@ def keys_without_effect(config: Config, given: Sequence[str]) -> Iterator[Violat
     """The keys of `given`, which the command line sets, that change nothing in this run."""
     for key in given:
         for effect in EFFECTS:
-            if _is_of(key, effect.keys) and not effect.holds(config):
+            if is_of(key, effect.keys) and not effect.holds(config):
                 rule_text, fix = f"{effect.otherwise} without {effect.needs}", f"leave {key} out, or {effect.needs}"
                 yield Violation(key, None, rule_text, fix)
                 break
@@ -38,9 +38,9 @@ def keys_without_effect(config: Config, given: Sequence[str]) -> Iterator[Violat
 
 def told_on_cpus(config: Config, given: Sequence[str]) -> list[str]:
     """The keys of `given` that only a run on GPUs makes use of, where this one is on CPUs."""
-    return [] if on_gpus(config) else [key for key in given if _is_of(key, ON_GPUS)]
+    return [] if on_gpus(config) else [key for key in given if is_of(key, ON_GPUS)]
 
 
-def _is_of(key: str, names: Sequence[str]) -> bool:
+def is_of(key: str, names: Sequence[str]) -> bool:
     """Whether `key` is one of `names` or below one of them. A name that ends in a dot means what is below it alone."""
     return any(key.startswith(name) if name.endswith(".") else f"{key}.".startswith(f"{name}.") for name in names)

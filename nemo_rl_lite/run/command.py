@@ -14,13 +14,12 @@ from omegaconf import DictConfig
 
 from nemo_rl_lite.config.keys import CONFIG_NAME, config_dir
 from nemo_rl_lite.config.overrides import RUN_FOLDER, SWEEP_FOLDER, check_overrides, given_keys, named_run_folder
-from nemo_rl_lite.config.variables import known_variables, unread_variables
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
 from nemo_rl_lite.host.copies import check_single_launcher
 from nemo_rl_lite.host.disk import why_not_writable
 from nemo_rl_lite.host.ray_address import check_ray_address
 from nemo_rl_lite.rules.compose import compose_command, resolve
-from nemo_rl_lite.rules.without_effect import told_on_cpus
+from nemo_rl_lite.rules.notes import notes, show
 from nemo_rl_lite.run.flags import split_arguments
 from nemo_rl_lite.run.sweep import Sweep, jobs, sweep_problems
 
@@ -82,21 +81,17 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
 
 
 def _check(jobs: Iterable[Sequence[str]], wrong: Sequence[Violation], of_overrides: Sequence[Violation]) -> None:
-    """Check the overrides of every job, and say which of them do nothing on CPUs. Raises ConfigError, of what is wrong
+    """Check the overrides of every job, and print what there is to note. Raises ConfigError, of what is wrong
     with a job, and of `wrong`; of `of_overrides`, those of the whole command, where no job has a problem."""
     told: dict[str, None] = {}
     try:
         for job in jobs:
-            told |= dict.fromkeys(told_on_cpus(compose_command(job), given_keys(job)))
+            told |= dict.fromkeys(notes(compose_command(job), given_keys(job)))
     except ConfigError as error:
         raise ConfigError([*wrong, *error.violations]) from None
     if wrong or of_overrides:
         raise ConfigError([*wrong, *of_overrides])
-    if unread := unread_variables():
-        known = ", ".join(sorted(known_variables()))
-        sys.stderr.write(f"note: without effect, because nothing reads it: {', '.join(unread)} (read are {known})\n")
-    if told:
-        sys.stderr.write(f"note: without effect, because the run is on CPUs: {', '.join(told)}\n")
+    show(told)
 
 
 def _check_folder(overrides: Sequence[str], key: str) -> None:

@@ -20,9 +20,10 @@ from nemo_rl_lite.losses.registry import make_loss
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog, under
 from nemo_rl_lite.rewards.judge import make_judge, try_reward
+from nemo_rl_lite.rewards.rows import check_rows
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
 from nemo_rl_lite.rollout.files import RolloutFiles, Split
-from nemo_rl_lite.rollout.prompts import fitting_prompts
+from nemo_rl_lite.rollout.prompts import fitting_prompts, note_long_answers
 from nemo_rl_lite.rollout.resting import Resting
 from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.source import RolloutSource
@@ -55,6 +56,8 @@ class GRPOJob:
         if rest_epochs and not self._epoch_length:
             rule, fix = "needs data with epochs, and this data has no end", "algorithm.rest_epochs=0, or data=file"
             raise ConfigError([Violation("algorithm.rest_epochs", rest_epochs, rule, fix)])
+        note_long_answers(self._training, self._tokenizer, config)
+        check_rows(config.reward, self._training)
         try_reward(self._judge, self._training.problem(0))
 
     def run(self, metrics: MetricsLog, reserved: Reserved, start: Start) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from nemo_rl_lite.algorithms.report import Report
-from nemo_rl_lite.algorithms.supervised import Supervised, total_steps
+from nemo_rl_lite.algorithms.supervised import Supervised, shown_limits, total_steps
 from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.cluster.system_usage import SystemUsage
 from nemo_rl_lite.config.algorithms import compares
@@ -31,8 +31,11 @@ class SupervisedJob:
         encoder = Encoder(tokenizer, config.policy.max_total_sequence_length, config.data.too_long)
         with console.busy("checking that every chat fits"):
             self._training = training_examples(config, encoder)
-            check_total_steps(config, total_steps(config.options(SupervisedConfig), self._training.steps_per_epoch))
+            options, per_epoch = config.options(SupervisedConfig), self._training.steps_per_epoch
+            check_total_steps(config, total_steps(options, per_epoch))
             self._validation = validation_examples(config, encoder)
+        if limits := shown_limits(options, per_epoch):
+            console.say(limits)
 
     def run(self, metrics: MetricsLog, reserved: Reserved, start: Start) -> dict[str, int]:
         """Train in the reserved processes from `start` on; returns the workers' peak memory in bytes, by name."""

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from nemo_rl_lite.data.kinds import CHATS, PROBLEMS
+from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.errors import ConfigError, DataError
 from nemo_rl_lite.rules.compose import compose_config
@@ -163,3 +163,35 @@ def test_a_system_prompt_that_no_row_takes_is_told(tmp_path, caplog, plain):
     data = config("data=file", f"data.train_path={path}", "data.validation_fraction=0.1", "data.system_prompt=Answer.")
     training_set(data, 0, PROBLEMS)
     assert ("data.system_prompt is not used" in caplog.text) == (plain == 0)
+
+
+def loaded(tmp_path, rows, *arguments, kind=PROBLEMS, fraction=0.5):
+    path = write(tmp_path / "rows.jsonl", rows)
+    data = config("data=file", f"data.train_path={path}", f"data.validation_fraction={fraction}", *arguments)
+    training_set(data, seed=0, kind=kind)
+    validation_set(data, limit=1000, kind=kind)
+
+
+def test_an_answer_pattern_that_cuts_a_number(tmp_path, caplog):
+    rows = [
+        {"prompt": f"{i}", "answer": f"so #### {answer}"} for i, answer in enumerate(["1,200", "3.5", "7.", "8"] * 9)
+    ]
+    loaded(tmp_path, rows, "data.answer_pattern='#### (-?[0-9]+)'")
+    (told,) = caplog.messages
+    assert told.startswith("data.answer_pattern takes 1 out of 1,200, and so a part of a number in 18 of 36 rows; [-")
+    caplog.clear()
+    loaded(tmp_path, rows, "data.answer_pattern='#### (.+)'")
+    assert not caplog.messages
+
+
+def test_a_column_in_the_system_prompt(tmp_path, caplog):
+    loaded(tmp_path, ROWS, "data.system_prompt='Answer {prompt} with {{x}}.'")
+    assert caplog.messages == [
+        "data.system_prompt has {prompt} as it stands: only data.prompt_template fills in columns"
+    ]
+
+
+def test_pairs_that_prefer_nothing_are_counted_once(tmp_path, caplog):
+    rows = [{"prompt": f"{i}", "chosen": "a", "rejected": "ab"[i > 0]} for i in range(30)]
+    loaded(tmp_path, rows, "algorithm=dpo", kind=PAIRS)
+    assert caplog.messages == ["1 of 30 rows prefer neither response and were left out"]

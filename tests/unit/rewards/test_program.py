@@ -1,5 +1,6 @@
 """Programs are judged by what they do, within limits, and cannot exit their way past the tests."""
 
+import json
 import socket
 import subprocess
 import time
@@ -46,6 +47,47 @@ def test_input_and_output_and_the_share_of_tests():
 @pytest.mark.parametrize("tests", [None, [], [3], [{"input": "1"}], 5])
 def test_a_row_without_tests_is_an_error(tests):
     with pytest.raises(ValueError, match="column tests"):
+        judged(DOUBLE, tests)
+
+
+CHECK = "METADATA = {}\ndef check(candidate):\n    assert candidate(2) == 4\n"
+READ = {
+    "a list of assertions as JSON": (json.dumps(["assert double(2) == 4", "assert double(3) == 7"]), 0.0),
+    "inputs and outputs as JSON": (json.dumps({"inputs": ["4\n"], "outputs": ["8\n"]}), 1.0),
+    "inputs and outputs as a structure": ({"input": ["4\n", "5\n"], "output": ["8\n", "9\n"]}, 0.0),
+    "lines of output": ([{"input": "4", "output": ["8"]}], 1.0),
+    "a check of an entry point": (CHECK, 1.0),
+}
+
+
+@pytest.mark.parametrize("layout", READ)
+def test_the_layouts_of_published_data(layout):
+    tests, reward = READ[layout]
+    program = "def double(x):\n    return 2 * x\nif __import__('sys').stdin.seekable():\n"
+    program += "    line = input() if 'inputs' in LAYOUT or 'lines' in LAYOUT else '0'\n    print(double(int(line)))"
+    row = {"tests": tests, "entry_point": "double"}
+    problem = Problem(chat("?"), "", row)
+    assert passes_tests(f"LAYOUT = {layout!r}\n{program}", "", problem) == reward
+    assert passes_tests("", "", problem) == 0.0, "an empty program"
+
+
+@pytest.mark.parametrize(
+    ("tests", "words"),
+    [
+        ("", "asserts nothing"),
+        ("f(2) == 99", "asserts nothing"),
+        (["assert f(2) == 4", "x = 1"], "asserts nothing"),
+        ("def test_f():\n    assert f(1) == 99", "defines test_f, and nothing calls it"),
+        (CHECK, "defines check"),
+        ("import unittest\nclass T(unittest.TestCase):\n    pass\nunittest.main()", "unittest.main"),
+        ("print 'hello'", "is no Python"),
+        ({"inputs": ["1"], "outputs": []}, "an output for each"),
+        ({"fn_name": "f", "inputs": [[1]], "outputs": [[2]]}, "calls the function f"),
+        ([{"input": "1", "output": {"a": 1}}], "neither a text"),
+    ],
+)
+def test_tests_that_would_pass_any_program_are_refused(tests, words):
+    with pytest.raises(ValueError, match=words):
         judged(DOUBLE, tests)
 
 

@@ -18,7 +18,7 @@ class Text(Unheard):
 class Topk(Unheard):
     needs = frozenset({"topk_logits"})
 
-    def __init__(self, options, topk=None):
+    def __init__(self, options, topk: int | None = None):
         self.topk = topk
 
 

@@ -136,6 +136,45 @@ CASES = {
     "reward.name=tests.unit.exits.package.score": ["reward.name", "cannot be imported: SystemExit: 0"],
     "algorithm.loss=tests.unit.rules.losses.Text": ["has needs = 'entropy', which is no tuple", "needs = ('entropy',)"],
     "algorithm.loss=tests.unit.rules.losses.Topk +algorithm.loss_kwargs.topk=0": ["no int `topk` above 0, but 0"],
+    # Arguments of another type than the function says, or that leave a program nothing.
+    "reward=program reward.kwargs.share=no": ["reward.kwargs.share = 'no'", "true or false", "share=false"],
+    "reward=program reward.kwargs.memory_mib=1GiB": ["reward.kwargs.memory_mib = '1GiB'", "an integer", "1 problem"],
+    "reward=program reward.kwargs.memory_mib=2": ["reward.kwargs.memory_mib", "is in MiB"],
+    "reward=program reward.kwargs.seconds=-1": ["reward.kwargs.seconds", "no time"],
+    "reward=program reward.timeout_s=5": [
+        "reward.kwargs.seconds = 10.0",
+        "reward.timeout_s = 5",
+        "reward.timeout_s=60",
+    ],
+    "+reward.terms.p.name=program +reward.terms.p.weight=1 +reward.terms.p.kwargs.share=yes": [
+        "reward.terms.p.kwargs.share",
+        "share=true",
+    ],
+    "reward.name=tests.unit.rules.own.score reward.kwargs.volume=loud": ["reward.kwargs.volume", "must be a number"],
+    "environment.name=tests.unit.rules.own.Sized environment.max_turns=2 environment.kwargs.size=big": [
+        "environment.kwargs.size",
+        "must be an integer, as Sized says",
+    ],
+    "algorithm=dpo algorithm.loss=tests.unit.rules.losses.Topk algorithm.loss_kwargs.topk=many": [
+        "algorithm.loss_kwargs.topk",
+        "must be an integer",
+    ],
+    "reward=math reward.concurrency=64": ["reward.concurrency", "math is a plain function", "reward.processes"],
+    "reward.name=math_verify.verify": ["reward.name", "takes `gold` first"],
+    "reward.name=tests.unit.rules.own.gold_first": ["reward.name", "takes `reference` first"],
+    # Models that cannot be trained.
+    "policy.model_name=QUANTIZED": ["policy.model_name", "is quantized", "fp8", "the model that it was made from"],
+    "policy.model_name=CLASSIFIER": ["policy.model_name", "names no causal language model", "ForCausalLM"],
+    # Texts that were meant as something else.
+    "generation.stop_strings=['a\\n']": ["generation.stop_strings", "a backslash and an n", "in bash, $'key="],
+    "data.system_prompt=system.txt": ["data.system_prompt", "is the name of a file", "$(cat system.txt)"],
+    "data.system_prompt='{instruction}'": ["data.system_prompt", "is one field", "data.prompt_template"],
+    "algorithm.use_dynamic_sampling=true algorithm.dynamic_sampling_max_gen_batches=1.005": [
+        "algorithm.dynamic_sampling_max_gen_batches",
+        "replace none of its 64",
+    ],
+    "hydra.run.dir=s3://bucket/run": ["hydra.run.dir", "is an address", "1 problem"],
+    "-m algorithm.seed=1,2 hydra.sweep.dir=s3://bucket/run": ["hydra.sweep.dir", "is an address"],
     # Folders that cannot be written.
     "hydra.run.dir=''": ["hydra.run.dir", "is empty"],
     "hydra.run.dir=/proc/x": ["hydra.run.dir", "/proc cannot be written"],
@@ -690,6 +729,12 @@ def places(tmp_path, monkeypatch) -> dict[str, str]:
     shutil.copytree(model, experts)
     own = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 8, "vocab_size": 128}
     (experts / "config.json").write_text(json.dumps(MODEL | own))
+    for name, change in (
+        ("quantized", {"quantization_config": {"quant_method": "fp8"}}),
+        ("classifier", {"architectures": ["LlamaForSequenceClassification"]}),
+    ):
+        shutil.copytree(model, tmp_path / name)
+        (tmp_path / name / "config.json").write_text(json.dumps(MODEL | change))
     (tmp_path / "empty").mkdir()
     (tmp_path / "torn.py").write_text("import os\ndef score(:\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -708,6 +753,7 @@ def places(tmp_path, monkeypatch) -> dict[str, str]:
     for name, content in files.items():
         (tmp_path / f"{name}.jsonl").write_text(content)
     folders = {"MODEL": model, "MOE": experts, "EMPTY": tmp_path / "empty", "PICKLED": pickled}
+    folders |= {name: tmp_path / name.lower() for name in ("QUANTIZED", "CLASSIFIER")}
     paths = folders | {name: tmp_path / f"{name}.jsonl" for name in [*files, "LATIN", "NESTED", "ZIPPED"]}
     return {name: str(path) for name, path in (paths | {"TORN": tmp_path / "TORN.parquet"}).items()}
 

@@ -1,0 +1,107 @@
+"""Rules about the keyword arguments of rewards, environments and losses: their types, by the annotations of what takes
+them, and the ranges of the built-in ones."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nemo_rl_lite.config.algorithms import ALGORITHMS
+from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
+from nemo_rl_lite.environments.registry import ENVIRONMENTS
+from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.rewards.judge import terms_of
+from nemo_rl_lite.rewards.registry import REWARDS
+from nemo_rl_lite.rules import code
+from nemo_rl_lite.rules.base import rule
+
+# The types that a command's value can be mistaken for, what Python may give for each, and how to name them.
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "true or false"),
+    "int": ((int,), "an integer"),
+    "float": ((int, float), "a number"),
+}
+# Python itself does not start with less.
+_LEAST_MIB = 64
+
+
+@rule("reward", options=RolloutAlgorithmConfig)
+def rewards_take_their_arguments(config: Config) -> Iterator[Violation]:
+    for term in terms_of(config.reward):
+        yield from _of_other_types(f"{term.section}.kwargs", REWARDS.get(term.name, term.name), term.kwargs)
+
+
+@rule("environment", options=RolloutAlgorithmConfig)
+def environments_take_their_arguments(config: Config) -> Iterator[Violation]:
+    name = config.environment.name
+    if name is not None:
+        yield from _of_other_types("environment.kwargs", ENVIRONMENTS.get(name, name), config.environment.kwargs)
+
+
+@rule("algorithm.loss", "algorithm.loss_kwargs")
+def losses_take_their_arguments(config: Config) -> Iterator[Violation]:
+    path = config.algorithm.loss or ALGORITHMS[config.algorithm.name].loss
+    yield from _of_other_types("algorithm.loss_kwargs", path, config.algorithm.loss_kwargs)
+
+
+@rule("reward", options=RolloutAlgorithmConfig)
+def programs_have_limits(config: Config) -> Iterator[Violation]:
+    for term in terms_of(config.reward):
+        if term.name != "program":
+            continue
+        key, limit = f"{term.section}.kwargs", config.reward.timeout_s
+        seconds, memory = term.kwargs.get("seconds"), term.kwargs.get("memory_mib")
+        if _is_number(seconds) and seconds <= 0:
+            rule_text = "leaves a program no time, so that none would pass"
+            yield Violation(f"{key}.seconds", seconds, rule_text, f"{key}.seconds=10.0")
+        elif _is_number(seconds) and limit is not None and seconds >= limit:
+            rule_text = f"is for each test, and reward.timeout_s = {limit:g} ends all tests of a program before that"
+            fix = f"{key}.seconds={limit / 2:g}, or reward.timeout_s={6 * seconds:g}"
+            yield Violation(f"{key}.seconds", seconds, rule_text, fix)
+        if _is_number(memory) and memory < _LEAST_MIB:
+            rule_text = f"is in MiB, of which Python itself needs some: below {_LEAST_MIB} programs would fail"
+            yield Violation(f"{key}.memory_mib", memory, rule_text, f"{key}.memory_mib=1024")
+
+
+def _of_other_types(section: str, path: str, kwargs: Mapping[str, Any]) -> Iterator[Violation]:
+    """The keyword arguments whose type is not the one that the function or class at a dotted path says. Any text is
+    true in Python, `no` as well."""
+    types = _annotations(code.find(path).definition) if kwargs and "." in path else {}
+    for name, value in kwargs.items():
+        wanted = types.get(name, ())
+        if not wanted or any(_is_a(value, one) for one in wanted):
+            continue
+        rule_text = f"must be {' or '.join(_TYPES[one][1] for one in wanted)}, as {path.rpartition('.')[2]} says"
+        yield Violation(f"{section}.{name}", value, rule_text, f"{section}.{name}={_example(wanted[0], value)}")
+
+
+def _annotations(definition: ast.AST | None) -> dict[str, list[str]]:
+    """The types of a function's or class's parameters, of those that have no others than `_TYPES` (and None, which is
+    left out where a default is None, too)."""
+    if isinstance(definition, ast.ClassDef):
+        definition = code.members(definition).get("__init__")
+    if not isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef):
+        return {}
+    found = {}
+    arguments = definition.args
+    for one in (*arguments.args, *arguments.kwonlyargs):
+        if one.annotation is not None:
+            parts = [part.strip() for part in ast.unparse(one.annotation).split("|")]
+            if all(part in _TYPES for part in parts):
+                found[one.arg] = parts
+    return found
+
+
+def _is_a(value: Any, name: str) -> bool:
+    types, _ = _TYPES[name]
+    # In Python, true and false are integers.
+    return value is None or (isinstance(value, types) and (name == "bool" or not isinstance(value, bool)))
+
+
+def _example(name: str, value: Any) -> str:
+    if name != "bool":
+        return "N, without a unit"
+    return "false" if str(value).lower() in ("no", "off", "false", "n", "0") else "true"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

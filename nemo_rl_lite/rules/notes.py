@@ -1,0 +1,47 @@
+"""What a command is told without being refused, because it may be what is meant."""
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.variables import known_variables, unread_variables
+from nemo_rl_lite.rules.layout import MEGATRON
+from nemo_rl_lite.rules.newlines import NEWLINE, has_written_newline
+from nemo_rl_lite.rules.steps import endless_warm_up
+from nemo_rl_lite.rules.without_effect import told_on_cpus
+
+
+def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
+    """What to tell who gives a command with the keys `given`."""
+    if unread := unread_variables():
+        known = ", ".join(sorted(known_variables()))
+        yield f"without effect, because nothing reads it: {', '.join(unread)} (read are {known})"
+    if told := told_on_cpus(config, given):
+        yield f"without effect, because the run is on CPUs: {', '.join(told)}"
+    for name in ("prompt_template", "system_prompt"):
+        if has_written_newline(getattr(config.data, name)):
+            yield f"data.{name} has a backslash and an n, which stay as they are; {NEWLINE}"
+    if f"{MEGATRON}.scheduler.lr_warmup_iters" in given and (told := endless_warm_up(config)):
+        yield told
+    yield from _unread_environment(config)
+
+
+def show(found: Iterable[str]) -> None:
+    """Print notes."""
+    for note in found:
+        sys.stderr.write(f"note: {note}\n")
+
+
+def _unread_environment(config: Config) -> Iterator[str]:
+    """The variables of trackers that the configuration's own keys replace."""
+    logger = config.logger
+    keys = {
+        "MLFLOW_TRACKING_URI": ("mlflow.tracking_uri", logger.mlflow.tracking_uri, logger.mlflow_enabled),
+        "MLFLOW_EXPERIMENT_NAME": ("mlflow.experiment", logger.mlflow.experiment, logger.mlflow_enabled),
+        "WANDB_PROJECT": ("wandb.project", logger.wandb.project, logger.wandb_enabled),
+        "WANDB_MODE": ("wandb.mode", logger.wandb.mode, logger.wandb_enabled),
+    }
+    for variable, (key, value, enabled) in keys.items():
+        if enabled and os.environ.get(variable) not in (None, "", value):
+            yield f"{variable} is not read; logger.{key} = {value} is what counts"
