@@ -12,14 +12,17 @@ from nemo_rl_lite.checkpoint.resume import POLICY, checkpoints_around, locate
 from nemo_rl_lite.checkpoint.store import Checkpoint
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import CheckpointError, ConfigError, shown_as_message
+from nemo_rl_lite.host.paths import local_path
 from nemo_rl_lite.rules.compose import restore
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. Exit status: 0 done, 1 failed, 2 bad arguments."""
     parser = argparse.ArgumentParser(prog="nrl-lite export", description=__doc__)
-    parser.add_argument("run", type=Path, help="a run's folder (for its newest checkpoint), or one checkpoint's")
-    parser.add_argument("folder", type=Path, nargs="?", help="folder to write (default: hf-step-N in the run's folder)")
+    parser.add_argument("run", type=local_path, help="a run's folder (for its newest checkpoint), or one checkpoint's")
+    parser.add_argument(
+        "folder", type=local_path, nargs="?", help="folder to write (default: hf-step-N in the run's folder)"
+    )
     given = parser.parse_args(arguments)
     with shown_as_message("nrl-lite export"):
         export(given.run.resolve(), given.folder.resolve() if given.folder else None)

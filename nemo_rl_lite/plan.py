@@ -13,10 +13,12 @@ from nemo_rl_lite.config.overrides import given_keys
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import ConfigError, LauncherError, Violation
+from nemo_rl_lite.host.paths import local_path
 from nemo_rl_lite.models.known import MADE_HERE, find_shape
 from nemo_rl_lite.planning.gpus import KNOWN, parse_size, size_of
 from nemo_rl_lite.rules.compose import compose_command
 from nemo_rl_lite.rules.model import shape_fits_the_layout
+from nemo_rl_lite.rules.notes import notes, notes_elsewhere, show
 
 DOES_NOT_FIT = 1
 
@@ -27,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", help="as for train")
     parser.add_argument("--gpu", help=f"a GPU ({', '.join(KNOWN)}) or its memory (80GiB); default: this machine's")
     parser.add_argument("--host-memory", help="of one machine, such as 2TiB; default: not checked")
-    parser.add_argument("--model-config", type=Path, help="the model's config.json, where the model is not here")
+    parser.add_argument("--model-config", type=local_path, help="the model's config.json, where the model is not here")
     parser.add_argument("--json", action="store_true", help="numbers instead of tables")
     given = parser.parse_intermixed_args(arguments)
     try:
@@ -44,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             [f"policy.model_name=config/{given.model_config.parent.name or 'here'}"] if given.model_config else []
         )
         config, overrides = _compose([*given.overrides, *elsewhere])
+        show([*notes(config, given_keys(given.overrides)), *notes_elsewhere(config)])
         from nemo_rl_lite.observability.console import RunConsole
         from nemo_rl_lite.planning import page
 

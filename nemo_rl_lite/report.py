@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl_lite.errors import shown_as_message
+from nemo_rl_lite.host.paths import local_path
 
 PAGE = "report.html"
 
@@ -13,9 +14,9 @@ PAGE = "report.html"
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. Exit status: 0 done, 1 the page cannot be written, 2 bad arguments."""
     parser = argparse.ArgumentParser(prog="nrl-lite report", description=__doc__)
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the folder of a run or of a sweep")
+    parser.add_argument("runs", metavar="RUN", type=local_path, nargs="+", help="the folder of a run or of a sweep")
     where = f"the file to write (default: {PAGE} in that folder, or in this one where several are named)"
-    parser.add_argument("--output", metavar="FILE", type=Path, help=where)
+    parser.add_argument("--output", metavar="FILE", type=local_path, help=where)
     given = parser.parse_args(arguments)
     with shown_as_message("nrl-lite report"):
         page = write_report([run.resolve() for run in given.runs], given.output)

@@ -2,7 +2,10 @@
 
 import importlib
 import os
+import pickle
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,20 @@ from nemo_rl_lite.cluster.heartbeat import HeartbeatThread
 from nemo_rl_lite.host.logs import log_to_stderr
 from nemo_rl_lite.host.ports import free_port
 from nemo_rl_lite.observability import profiling
+
+
+@contextmanager
+def errors_that_travel() -> Iterator[None]:
+    """In place of an error that cannot be sent to the driver, raise one that says the same. Ray would only say that it
+    could not send it."""
+    try:
+        yield
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))  # noqa: S301 (made here)
+        except Exception:  # a library's error may fail in any way
+            raise RuntimeError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
@@ -50,12 +67,12 @@ class WorkerActor:
 
     def start(self, arguments: dict[str, Any]) -> None:
         """Construct the worker whose class was loaded."""
-        with self._heartbeat.during("start", None):
+        with self._heartbeat.during("start", None), errors_that_travel():
             self._worker = self._class(**arguments)
 
     def call(self, method: str, phase: str, limit_s: float | None, *arguments: Any) -> Any:
         """Call a method of the worker. After `limit_s` seconds the process' stacks go to its log."""
-        with self._heartbeat.during(phase, limit_s), profiling.span(phase):
+        with self._heartbeat.during(phase, limit_s), profiling.span(phase), errors_that_travel():
             return getattr(self._worker, method)(*arguments)
 
     def is_there(self) -> bool:

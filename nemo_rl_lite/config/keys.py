@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -155,6 +156,11 @@ def is_open(key: str) -> bool:
     return any(f"{key}.".startswith(f"{section}.") for section in _OPEN_SECTIONS)
 
 
+def is_section(key: str) -> bool:
+    """Whether the key is one below which any key may stand."""
+    return key in _OPEN_SECTIONS
+
+
 def nearest_key(key: str, known: Sequence[str]) -> str | None:
     """The known key a misspelt or misplaced one most likely means, or None."""
     leaf = key.rsplit(".", maxsplit=1)[-1]
@@ -180,6 +186,9 @@ def unknown_key(key: str, given: object, known: Sequence[str]) -> Violation:
     if f"{key}.".startswith(f"{_DTENSOR}."):
         fix = "leave it out; layouts and memory are set by policy.megatron_cfg"
         return Violation(key, given, "unknown key: the policy is megatron-core's, and there is no other", fix)
+    if term := re.fullmatch(r"(reward\.terms\.\w+)\.(\w+)", key):
+        fix = f"{term[1]}.kwargs.{term[2]}, where the reward has such an argument"
+        return Violation(key, given, "unknown key: a term has name, weight and kwargs", fix)
     hint = " and ".join(_meant(key, known))
     if not hint and key.startswith(_ELSEWHERE) and key.removeprefix("policy.") not in known:
         return Violation(key, given, "unknown key", "engines have the section generation; --cfg job lists its keys")

@@ -11,6 +11,7 @@ from nemo_rl_lite.config.keys import (
     chooses_file,
     groups,
     is_open,
+    is_section,
     known_keys,
     parse_override,
     unknown_key,
@@ -59,6 +60,12 @@ def given_keys(arguments: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(override.key_or_group for override in parsed))
 
 
+def chosen_file(arguments: Sequence[str], group: str) -> str | None:
+    """The file of a group that valid overrides choose, if they choose one."""
+    chosen = [one for one in map(parse_override, arguments) if one and chooses_file(one) and one.key_or_group == group]
+    return str(chosen[-1].value()) if chosen else None
+
+
 def _known_keys(overrides: Sequence[Override]) -> list[str]:
     """The keys of the files that are chosen; in a sweep, of all that it chooses."""
     chosen = [override for override in overrides if chooses_file(override) and not _group_problem(override)]
@@ -100,6 +107,8 @@ def _override_problem(override: Override, known: Sequence[str], sweeps: bool) ->
         return Violation(key, None, "deletes a key, and every key is needed", "set it to null where it may be empty")
     if key == "algorithm.name":
         return Violation(key, given, "is set by the algorithm's file", f"algorithm={given}")
+    if isinstance(override.value(), list) and (is_section(key) or any(one.startswith(f"{key}.") for one in known)):
+        return Violation(key, given, "is a section, and no list", f"{key}.NAME=..., one override for each of its keys")
     if key in known or is_open(key):
         return None
     return unknown_key(key, given, known)

@@ -329,8 +329,8 @@ class ClusterConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class WandbConfig:
-    project: str
-    name: str | None
+    project: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(min_length=1)] | None
     entity: str | None
     mode: Literal["online", "offline"]
 

@@ -13,7 +13,7 @@ from nemo_rl_lite.data.rows import Row
 from nemo_rl_lite.errors import DataError
 
 # A number, and what would belong to it.
-_PART, _REST = re.compile(r"[-+]?[\d,]*\.?\d+"), re.compile(r",\d{3}(?!\d)|\.?\d")
+_PART, _REST = re.compile(r"[-+]?[\d,]*\.?\d+"), re.compile(r"\d*(?:,\d{3}(?!\d))*(?:\.\d+)?(?<=\d)")
 _WITH_COMMAS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
@@ -58,9 +58,10 @@ def cut_number(config: DataConfig, row: Row) -> tuple[str, str] | None:
     """Return what `data.answer_pattern` takes out of a number, and that number; None where it takes all of it."""
     text = row.get(config.answer_column)
     found = re.search(config.answer_pattern, text) if config.answer_pattern and isinstance(text, str) else None
-    if not found or found[1] is None or not _PART.fullmatch(found[1]) or not _REST.match(text, found.end(1)):
+    if found is None or found[1] is None or not _PART.fullmatch(found[1]):
         return None
-    return found[1], f"{found[1]}{re.match(r'[\d,.]*', text[found.end(1) :])[0].rstrip(',.')}"
+    rest = _REST.match(found.string, found.end(1))
+    return (found[1], f"{found[1]}{rest[0]}") if rest else None
 
 
 def column(row: Row, name: str, where: str) -> object:

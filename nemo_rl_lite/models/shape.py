@@ -28,6 +28,8 @@ class ModelShape:
     experts_per_token: int
     expert_ffn: int
     """Width of one expert's MLP."""
+    expert_biases: bool
+    """The routers may have biases that balance the experts."""
     shared_ffn: int
     """Width of the expert that every token goes through; 0 where there is none."""
     dense_layers: int
@@ -43,6 +45,8 @@ class ModelShape:
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "num_experts")
 
+# Families whose experts are balanced by a loss alone; others may have biases in their routers.
+_WITHOUT_EXPERT_BIASES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 # Where config.json says how the weights are quantized.
 _QUANTIZED = ("quantization_config", "compression_config")
 # How the names of the architectures end that are trained here.
@@ -129,6 +133,7 @@ def model_shape(config: dict) -> ModelShape:
         experts=experts,
         experts_per_token=config.get("num_experts_per_tok") or 0,
         expert_ffn=config.get("moe_intermediate_size") or ffn,
+        expert_biases=bool(experts) and family not in _WITHOUT_EXPERT_BIASES,
         shared_ffn=config.get("shared_expert_intermediate_size") or 0,
         dense_layers=_dense_layers(config, layers) if experts else layers,
         tied_embeddings=bool(config.get("tie_word_embeddings")),

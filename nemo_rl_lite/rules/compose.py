@@ -19,13 +19,13 @@ from pydantic_core import ErrorDetails
 
 from nemo_rl_lite.config.keys import compose_files, groups, known_keys
 from nemo_rl_lite.config.leaves import leaves
-from nemo_rl_lite.config.overrides import check_overrides, given_keys
+from nemo_rl_lite.config.overrides import check_overrides, chosen_file, given_keys
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.variables import variables_of
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.rules import check_rules
 from nemo_rl_lite.rules.type_errors import described, is_of_variant, merged
-from nemo_rl_lite.rules.without_effect import keys_without_effect
+from nemo_rl_lite.rules.without_effect import keys_without_effect, offload_moves_something
 
 
 def compose_command(arguments: Sequence[str]) -> Config:
@@ -34,7 +34,10 @@ def compose_command(arguments: Sequence[str]) -> Config:
     Raises:
         ConfigError: listing what `compose_config` does, and every key of the command that changes nothing.
     """
-    return compose_config(arguments, given_keys(arguments))
+    config = compose_config(arguments, given_keys(arguments))
+    if violations := [*offload_moves_something(config, chosen_file(arguments, "offload"))]:
+        raise ConfigError(violations)
+    return config
 
 
 def compose_config(arguments: Sequence[str] = (), given: Sequence[str] = ()) -> Config:

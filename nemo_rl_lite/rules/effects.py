@@ -12,7 +12,7 @@ from nemo_rl_lite.environments import registry as environments
 from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.rewards.registry import INSTANT
 from nemo_rl_lite.rules.layout import MEGATRON
-from nemo_rl_lite.rules.step_effects import STEP_EFFECTS, Effect
+from nemo_rl_lite.rules.step_effects import STEP_EFFECTS, Effect, validates
 
 _OPTIMIZER, _LOSS = f"{MEGATRON}.optimizer", "algorithm.loss_fn"
 
@@ -95,6 +95,11 @@ EFFECTS = (
         ("refit.direct",),
         lambda config: config.generation.colocated.enabled,
         "generation.colocated.enabled=true: weights are sent to engines on GPUs of their own",
+    ),
+    Effect(
+        ("policy.offload_optimizer_states_for_logprob",),
+        lambda config: generates(config) or compares(config) or validates(config),
+        "logprobs or validations, in which the optimizer's states can be away: algorithm.val_at_end=true",
     ),
     Effect(
         ("policy.overlap_offload",),

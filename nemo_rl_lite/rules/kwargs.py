@@ -7,6 +7,7 @@ from typing import Any
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS
 from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
+from nemo_rl_lite.data.columns import is_number
 from nemo_rl_lite.environments.registry import ENVIRONMENTS
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rewards.judge import terms_of
@@ -19,6 +20,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "true or false"),
     "int": ((int,), "an integer"),
     "float": ((int, float), "a number"),
+    "None": ((type(None),), "null"),
 }
 # Python itself does not start with less.
 _LEAST_MIB = 64
@@ -50,14 +52,14 @@ def programs_have_limits(config: Config) -> Iterator[Violation]:
             continue
         key, limit = f"{term.section}.kwargs", config.reward.timeout_s
         seconds, memory = term.kwargs.get("seconds"), term.kwargs.get("memory_mib")
-        if _is_number(seconds) and seconds <= 0:
+        if is_number(seconds) and seconds <= 0:
             rule_text = "leaves a program no time, so that none would pass"
             yield Violation(f"{key}.seconds", seconds, rule_text, f"{key}.seconds=10.0")
-        elif _is_number(seconds) and limit is not None and seconds >= limit:
+        elif is_number(seconds) and limit is not None and seconds >= limit:
             rule_text = f"is for each test, and reward.timeout_s = {limit:g} ends all tests of a program before that"
             fix = f"{key}.seconds={limit / 2:g}, or reward.timeout_s={6 * seconds:g}"
             yield Violation(f"{key}.seconds", seconds, rule_text, fix)
-        if _is_number(memory) and memory < _LEAST_MIB:
+        if is_number(memory) and memory < _LEAST_MIB:
             rule_text = f"is in MiB, of which Python itself needs some: below {_LEAST_MIB} programs would fail"
             yield Violation(f"{key}.memory_mib", memory, rule_text, f"{key}.memory_mib=1024")
 
@@ -70,38 +72,40 @@ def _of_other_types(section: str, path: str, kwargs: Mapping[str, Any]) -> Itera
         wanted = types.get(name, ())
         if not wanted or any(_is_a(value, one) for one in wanted):
             continue
-        rule_text = f"must be {' or '.join(_TYPES[one][1] for one in wanted)}, as {path.rpartition('.')[2]} says"
+        rule_text = (
+            f"must be {' or '.join(dict.fromkeys(_TYPES[one][1] for one in wanted))}, as {path.rpartition('.')[2]} says"
+        )
         yield Violation(f"{section}.{name}", value, rule_text, f"{section}.{name}={_example(wanted[0], value)}")
 
 
 def _annotations(definition: ast.AST | None) -> dict[str, list[str]]:
-    """The types of a function's or class's parameters, of those that have no others than `_TYPES` (and None, which is
-    left out where a default is None, too)."""
+    """The types of a function's or class's parameters, of those that have no others than `_TYPES` and None."""
     if isinstance(definition, ast.ClassDef):
         definition = code.members(definition).get("__init__")
     if not isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef):
         return {}
-    found = {}
-    arguments = definition.args
-    for one in (*arguments.args, *arguments.kwonlyargs):
+    own, found = definition.args, {}
+    defaults = [*[None] * (len(own.args) - len(own.defaults)), *own.defaults, *own.kw_defaults]
+    for one, default in zip((*own.args, *own.kwonlyargs), defaults, strict=False):
         if one.annotation is not None:
-            parts = [part.strip() for part in ast.unparse(one.annotation).split("|")]
-            if all(part in _TYPES for part in parts):
+            text = ast.unparse(one.annotation)
+            parts = [*map(str.strip, text.split("|")), *(["None"] if _is_none(default) else [])]
+            if all(part in _TYPES for part in parts) and parts != ["None"]:
                 found[one.arg] = parts
     return found
+
+
+def _is_none(default: ast.expr | None) -> bool:
+    return isinstance(default, ast.Constant) and default.value is None
 
 
 def _is_a(value: Any, name: str) -> bool:
     types, _ = _TYPES[name]
     # In Python, true and false are integers.
-    return value is None or (isinstance(value, types) and (name == "bool" or not isinstance(value, bool)))
+    return isinstance(value, types) and (name == "bool" or not isinstance(value, bool))
 
 
 def _example(name: str, value: Any) -> str:
     if name != "bool":
         return "N, without a unit"
     return "false" if str(value).lower() in ("no", "off", "false", "n", "0") else "true"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -108,8 +108,11 @@ def _experts(config: Config, model: ModelShape) -> Iterator[Violation]:
         if not model.experts and (value := getattr(parallel, name)):
             fix = f"{MEGATRON}.{name}={str(type(value)()).lower() if name != 'moe_router_dtype' else 'null'}"
             yield Violation(f"{MEGATRON}.{name}", value, "the model has no experts, and so no router", fix)
-    if parallel.moe_router_bias_update_rate and parallel.peft.enabled:
-        rate = f"{MEGATRON}.moe_router_bias_update_rate"
+    rate = f"{MEGATRON}.moe_router_bias_update_rate"
+    if parallel.moe_router_bias_update_rate and model.experts and not model.expert_biases:
+        rule_text = "has no effect: the model's routers have no biases"
+        yield Violation(rate, parallel.moe_router_bias_update_rate, rule_text, f"{rate}=0.0")
+    elif parallel.moe_router_bias_update_rate and parallel.peft.enabled:
         rule_text = "changes the model below the adapters, which is the reference and is not saved"
         yield Violation(rate, parallel.moe_router_bias_update_rate, rule_text, f"{rate}=0.0")
     if model.experts and parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:

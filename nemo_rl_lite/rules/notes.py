@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.variables import known_variables, unread_variables
@@ -17,14 +18,21 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
     if unread := unread_variables():
         known = ", ".join(sorted(known_variables()))
         yield f"without effect, because nothing reads it: {', '.join(unread)} (read are {known})"
-    if told := told_on_cpus(config, given):
-        yield f"without effect, because the run is on CPUs: {', '.join(told)}"
+    if unused := told_on_cpus(config, given):
+        yield f"without effect, because the run is on CPUs: {', '.join(unused)}"
     for name in ("prompt_template", "system_prompt"):
         if has_written_newline(getattr(config.data, name)):
             yield f"data.{name} has a backslash and an n, which stay as they are; {NEWLINE}"
     if f"{MEGATRON}.scheduler.lr_warmup_iters" in given and (told := endless_warm_up(config)):
         yield told
     yield from _unread_environment(config)
+
+
+def notes_elsewhere(config: Config) -> Iterator[str]:
+    """What to tell who plans a run, or submits it, which a run itself would refuse: it may be on another machine."""
+    named = config.checkpoint.resume_from
+    if named is not None and not Path(named).expanduser().is_dir():
+        yield f"checkpoint.resume_from = {named}: there is no such folder here"
 
 
 def show(found: Iterable[str]) -> None:

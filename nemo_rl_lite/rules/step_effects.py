@@ -24,7 +24,8 @@ def _is_within_the_run(config: Config) -> bool:
     return options.val_at_end or options.max_num_steps is None or options.val_period <= options.max_num_steps
 
 
-def _validates(config: Config) -> bool:
+def validates(config: Config) -> bool:
+    """Whether the run validates at all."""
     options = config.algorithm
     return options.val_at_start or options.val_at_end or (options.val_period > 0 and _is_within_the_run(config))
 
@@ -50,11 +51,11 @@ STEP_EFFECTS = (
             *("algorithm.higher_is_better", "checkpoint.keep_best"),
             *("data.validation_path", "data.validation_split"),
         ),
-        _validates,
+        validates,
         _VALIDATION,
     ),
     Effect(("algorithm.val_period",), _is_within_the_run, _VALIDATION),
-    Effect(("data.validation_fraction",), _validates, _VALIDATION, "takes rows from the training that nothing reads"),
+    Effect(("data.validation_fraction",), validates, _VALIDATION, "takes rows from the training that nothing reads"),
     Effect(
         ("checkpoint.keep_best",),
         _validates_a_saved_step,

@@ -36,6 +36,21 @@ def keys_without_effect(config: Config, given: Sequence[str]) -> Iterator[Violat
                 break
 
 
+def offload_moves_something(config: Config, preset: str | None) -> Iterator[Violation]:
+    """Yield where the command chooses a preset of offload, and other keys switch off all that it moves or saves."""
+    policy, parallel = config.policy, config.policy.megatron_cfg
+    saves = (
+        policy.offload_optimizer_states_for_logprob,
+        policy.offload_for_generation,
+        parallel.optimizer.optimizer_cpu_offload,
+        parallel.fine_grained_activation_offloading,
+        parallel.activation_checkpointing,
+    )
+    if preset not in (None, "none") and not any(saves):
+        rule_text = "has no effect, because the keys that it sets are switched off by others of the command or recipe"
+        yield Violation("offload", preset, rule_text, "leave these keys out, or offload=none")
+
+
 def told_on_cpus(config: Config, given: Sequence[str]) -> list[str]:
     """The keys of `given` that only a run on GPUs makes use of, where this one is on CPUs."""
     return [] if on_gpus(config) else [key for key in given if is_of(key, ON_GPUS)]

@@ -11,15 +11,17 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nemo_rl_lite.config.overrides import named_run_folder
+from nemo_rl_lite.config.overrides import RUN_FOLDER, given_keys, named_run_folder
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, LauncherError, shown_as_message
+from nemo_rl_lite.host.paths import local_path
 from nemo_rl_lite.rules.compose import compose_command
+from nemo_rl_lite.rules.notes import notes, notes_elsewhere, show
 from nemo_rl_lite.slurm.batch_job import BatchJob, Container
-from nemo_rl_lite.slurm.options import SBATCH, option_problems
+from nemo_rl_lite.slurm.options import SBATCH, is_memory_share, option_problems
 
 _SHARED = ("cpus-per-task", "mem")
 
@@ -37,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     given = parser.parse_intermixed_args(words)
     with shown_as_message("nrl-lite slurm"):
-        job = _job(given, compose_command(given.overrides))
+        config = compose_command(given.overrides)
+        job = _job(given, config)
+        show([*notes(config, given_keys(given.overrides)), *notes_elsewhere(config), *_of_the_folder(job)])
         script = job.script(["nrl-lite", "slurm", *words])
         # Slurm does not make this folder, and a job that cannot write there ends without a message.
         logs = (job.work_folder / job.log).parent
@@ -65,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", help="as of `nrl-lite train`")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--submit", action="store_true", help="submit the job and print its id")
-    what.add_argument("--output", type=Path, metavar="FILE", help="write the script to a file")
+    what.add_argument("--output", type=local_path, metavar="FILE", help="write the script to a file")
     slurm = parser.add_argument_group("Slurm")
     slurm.add_argument("-J", "--job-name", metavar="NAME", help="(default: run_name)")
     for name, help_text in SBATCH.items():
@@ -73,7 +77,12 @@ def _parser() -> argparse.ArgumentParser:
         slurm.add_argument(*filter(None, [short]), f"--{name}", metavar=name.upper()[:4], help=help_text)
     slurm.add_argument("--sbatch", action="append", default=[], metavar="=--OPTION", help="any other #SBATCH line")
     slurm.add_argument("--srun", action="append", default=[], metavar="=--OPTION", help="any other option of srun")
-    slurm.add_argument("--log", default="slurm-%j.out", help="the job's output, as sbatch's --output (%(default)s)")
+    slurm.add_argument(
+        "--log",
+        type=os.path.expanduser,
+        default="slurm-%j.out",
+        help="the job's output, as sbatch's --output (%(default)s)",
+    )
     stop = "seconds before the limit at which the run saves and stops; a step and a save must fit (%(default)s)"
     slurm.add_argument("--stop-before", type=int, default=120, metavar="S", help=stop)
     slurm.add_argument("--no-requeue", dest="requeue", action="store_false", help="do not requeue a stopped job")
@@ -96,7 +105,8 @@ def _job(given: argparse.Namespace, config: Config) -> BatchJob:
     own = {name: getattr(given, name.replace("-", "_")) for name in SBATCH}
     options = [f"--{name}={shlex.quote(value)}" for name, value in own.items() if value is not None]
     if not any(own[name] for name in _SHARED):
-        options += ["--exclusive", "--mem=0"]
+        # --mem=0 is all memory of a node, and excludes the memory of each GPU or CPU.
+        options += ["--exclusive", *([] if any(map(is_memory_share, given.sbatch)) else ["--mem=0"])]
     image = given.container_image
     mounts = given.container_mounts.split(",") if given.container_mounts else []
     return BatchJob(
@@ -117,6 +127,15 @@ def _job(given: argparse.Namespace, config: Config) -> BatchJob:
         interface=given.interface,
         container=Container(given.container_runtime, image, mounts) if image else None,
     )
+
+
+def _of_the_folder(job: BatchJob) -> Iterator[str]:
+    """That the run's folder holds a run that is done."""
+    from nemo_rl_lite.observability.summary import SUMMARY_FILE
+
+    if job.run_folder and (job.work_folder / job.run_folder / SUMMARY_FILE).exists():
+        rule = "holds a run that is done; the job only resumes it where algorithm.max_num_steps is larger"
+        yield f"{RUN_FOLDER} = {job.run_folder} {rule}"
 
 
 def _submit(script: str) -> str:

@@ -8,6 +8,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
+from nemo_rl_lite.slurm.gpus import asked_gpus
+
 _BODY = "slurm_job.sh"
 
 
@@ -80,10 +82,7 @@ class BatchJob:
         )
 
     def _sbatch_options(self) -> list[str]:
-        named = any(
-            option.startswith("--gpus") or (option.startswith("--gres=") and "gpu" in option)
-            for option in self.sbatch_options
-        )
+        named = any(option.startswith("--gpus") or asked_gpus(option) for option in self.sbatch_options)
         return [
             f"--job-name={plain(self.name)}",
             f"--nodes={self.nodes}",

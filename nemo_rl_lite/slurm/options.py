@@ -10,6 +10,7 @@ from nemo_rl_lite.config.overrides import RUN_FOLDER
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.host.stopping import seconds
+from nemo_rl_lite.slurm.gpus import gpu_problems
 
 # Options of sbatch, and their help; `--NAME VALUE` becomes `#SBATCH --NAME=VALUE`.
 SBATCH = {
@@ -53,6 +54,7 @@ def option_problems(given: argparse.Namespace, config: Config, run_folder: str |
         yield Violation(RUN_FOLDER, run_folder, rule, f"{RUN_FOLDER}=outputs/my-run, or leave it to the job")
     yield from _times(given, config)
     yield from _cpus(given, config)
+    yield from gpu_problems(given.gres, given.sbatch, config)
     yield from _texts(given)
     yield from _lines(given)
     if given.container_image is None:
@@ -98,6 +100,9 @@ def _texts(given: argparse.Namespace) -> Iterator[Violation]:
     if given.output and "%" in given.output.name:
         rule = "is the file that the script is written to, and has a pattern of Slurm"
         yield Violation("--output", str(given.output), rule, f"--log={given.output} for the job's output")
+    if "://" in given.log or given.log.endswith("/") or Path(given.log).is_dir():
+        rule, fix = "is no file of the job's machine", f"--log={given.log.rstrip('/')}/%x-%j.out"
+        yield Violation("--log", given.log, rule, "--log=logs/%x-%j.out" if "://" in given.log else fix)
     if "%" in str(Path(given.log).parent):
         rule = "has a pattern in its folder, which must exist before the job"
         yield Violation("--log", given.log, rule, "--log=logs/%x-%j.out")
@@ -113,6 +118,9 @@ def _lines(given: argparse.Namespace) -> Iterator[Violation]:
         if "\n" in line or (of_slurm and not line.startswith("-")) or (name == "setup" and not line.strip()):
             example = f"--{name}=--constraint=h100" if name != "setup" else "--setup='module load cuda'"
             yield Violation(f"--{name}", line, "must be one line, and for sbatch and srun an option", example)
+        elif name == "sbatch" and is_memory_share(line) and given.mem is not None:
+            rule = f"excludes --mem={given.mem}, which the command gives as well"
+            yield Violation("--sbatch", line, rule, "one of the two")
         elif name == "sbatch" and _option(line) == "array":
             rule = "would run the same command several times, and all of its tasks in one folder"
             fix = "nrl-lite train -m for a sweep, or a submission with its own hydra.run.dir for each run"
@@ -120,6 +128,11 @@ def _lines(given: argparse.Namespace) -> Iterator[Violation]:
         elif of_slurm and (option := _option(line)) in written and (name == "sbatch" or option in _OF_SRUN):
             rule = f"contradicts the script, which gives --{option} itself"
             yield Violation(f"--{name}", line, rule, f"leave it out; it is decided by {written[option]}")
+
+
+def is_memory_share(line: str) -> bool:
+    """Whether a line asks for memory for each GPU or CPU."""
+    return _option(line) in ("mem-per-gpu", "mem-per-cpu")
 
 
 def _option(line: str) -> str:

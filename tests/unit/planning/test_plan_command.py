@@ -51,6 +51,22 @@ def test_a_mistake_is_one_line(capsys, tmp_path):
         assert status == 1 and "it is no config.json of a text model, which has num_hidden_layers, hidden" in error
 
 
+REFUSED = {
+    "is quantized (config.json: quantization_config, awq)": {"quantization_config": {"quant_method": "awq"}},
+    "names no causal language model": {"architectures": ["Qwen3ForSequenceClassification"]},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_model_that_cannot_be_trained_has_no_plan(words, capsys, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(KNOWN_MODELS["Qwen/Qwen3-8B"] | REFUSED[words]))
+    status, _, error = ends_with(["--model-config", str(file)], capsys)
+    assert status == 1 and str(file) in error and words in error
+    status, _, error = ends_with(["--model-config", str(file), "policy.model_name=Qwen/Qwen3-8B"], capsys)
+    assert status == 2 and "another model than policy.model_name" in error
+
+
 def test_a_models_config_alone_is_enough(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(KNOWN_MODELS["Qwen/Qwen3-14B"]))

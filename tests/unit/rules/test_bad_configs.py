@@ -140,6 +140,7 @@ CASES = {
     "reward=program reward.kwargs.share=no": ["reward.kwargs.share = 'no'", "true or false", "share=false"],
     "reward=program reward.kwargs.memory_mib=1GiB": ["reward.kwargs.memory_mib = '1GiB'", "an integer", "1 problem"],
     "reward=program reward.kwargs.memory_mib=2": ["reward.kwargs.memory_mib", "is in MiB"],
+    "reward=program reward.kwargs.seconds=null": ["reward.kwargs.seconds", "must be a number"],
     "reward=program reward.kwargs.seconds=-1": ["reward.kwargs.seconds", "no time"],
     "reward=program reward.timeout_s=5": [
         "reward.kwargs.seconds = 10.0",
@@ -153,7 +154,7 @@ CASES = {
     "reward.name=tests.unit.rules.own.score reward.kwargs.volume=loud": ["reward.kwargs.volume", "must be a number"],
     "environment.name=tests.unit.rules.own.Sized environment.max_turns=2 environment.kwargs.size=big": [
         "environment.kwargs.size",
-        "must be an integer, as Sized says",
+        "must be an integer or null, as Sized says",
     ],
     "algorithm=dpo algorithm.loss=tests.unit.rules.losses.Topk algorithm.loss_kwargs.topk=many": [
         "algorithm.loss_kwargs.topk",
@@ -175,6 +176,30 @@ CASES = {
     ],
     "hydra.run.dir=s3://bucket/run": ["hydra.run.dir", "is an address", "1 problem"],
     "-m algorithm.seed=1,2 hydra.sweep.dir=s3://bucket/run": ["hydra.sweep.dir", "is an address"],
+    # What another key switches off or contradicts.
+    f"{GPU} offload=pinned policy.offload_for_generation=[]": ["offload = 'pinned'", "has no effect", "offload=none"],
+    f"{GPU} offload=logprob policy.offload_optimizer_states_for_logprob=false": ["offload = 'logprob'", "1 problem"],
+    f"algorithm=sft {OFF} policy.offload_optimizer_states_for_logprob=true": [
+        "policy.offload_optimizer_states_for_logprob",
+        "has no effect without logprobs or validations",
+    ],
+    "+generation.vllm_kwargs.pipeline_parallel_size=2": ["set generation.vllm_cfg.tensor_parallel_size instead"],
+    "+generation.vllm_kwargs.data_parallel_size=2": ["set generation.data_parallel_size instead"],
+    f"{GPU} policy.model_name=QWEN_MOE policy.megatron_cfg.moe_router_bias_update_rate=0.001": [
+        "policy.megatron_cfg.moe_router_bias_update_rate",
+        "routers have no biases",
+    ],
+    "logger.wandb_enabled=true logger.wandb.mode=offline logger.wandb.project=": [
+        "logger.wandb.project",
+        "not be empty",
+    ],
+    "logger.wandb.name=''": ["logger.wandb.name", "must not be empty"],
+    "+reward.terms.x.name=format +reward.terms.x.weight=1 +reward.terms.x.pattern=a": [
+        "reward.terms.x.pattern",
+        "reward.terms.x.kwargs.pattern",
+    ],
+    "reward.terms=[{name:format}]": ["reward.terms", "is a section, and no list", "reward.terms.NAME"],
+    "policy.megatron_cfg=[1]": ["policy.megatron_cfg", "is a section, and no list", "1 problem"],
     # Folders that cannot be written.
     "hydra.run.dir=''": ["hydra.run.dir", "is empty"],
     "hydra.run.dir=/proc/x": ["hydra.run.dir", "/proc cannot be written"],
@@ -731,6 +756,7 @@ def places(tmp_path, monkeypatch) -> dict[str, str]:
     (experts / "config.json").write_text(json.dumps(MODEL | own))
     for name, change in (
         ("quantized", {"quantization_config": {"quant_method": "fp8"}}),
+        ("qwen_moe", own | {"model_type": "qwen3_moe"}),
         ("classifier", {"architectures": ["LlamaForSequenceClassification"]}),
     ):
         shutil.copytree(model, tmp_path / name)
@@ -753,7 +779,7 @@ def places(tmp_path, monkeypatch) -> dict[str, str]:
     for name, content in files.items():
         (tmp_path / f"{name}.jsonl").write_text(content)
     folders = {"MODEL": model, "MOE": experts, "EMPTY": tmp_path / "empty", "PICKLED": pickled}
-    folders |= {name: tmp_path / name.lower() for name in ("QUANTIZED", "CLASSIFIER")}
+    folders |= {name: tmp_path / name.lower() for name in ("QUANTIZED", "CLASSIFIER", "QWEN_MOE")}
     paths = folders | {name: tmp_path / f"{name}.jsonl" for name in [*files, "LATIN", "NESTED", "ZIPPED"]}
     return {name: str(path) for name, path in (paths | {"TORN": tmp_path / "TORN.parquet"}).items()}
 

@@ -220,6 +220,16 @@ WRONG = {
     ("--mem=64",): ["--mem = '64'", "has no unit", "--mem=64G"],
     ("--sbatch=constraint=h100",): ["--sbatch = 'constraint=h100'", "--sbatch=--constraint=h100"],
     ("--setup=a\nb",): ["--setup", "one line"],
+    ("--sbatch=--gpus=8", *TWO_NODES): ["--sbatch = '--gpus=8'", "needs 16 on 2 node(s)", "cluster.gpus_per_node=4"],
+    ("--sbatch=-G 8", *TWO_NODES): ["--sbatch = '-G 8'", "asks for 8 GPUs"],
+    ("--sbatch=--gres gpu:2", *TWO_NODES): ["--sbatch = '--gres gpu:2'", "needs 8 of each node"],
+    ("--gres=nvme:1,gpu:h100:4", *TWO_NODES): ["--gres", "asks for 4 GPUs", "cluster.gpus_per_node=4"],
+    ("--gres=gpu:h100", *TWO_NODES): ["--gres", "asks for 1 GPUs"],
+    ("--mem=64G", "--sbatch=--mem-per-gpu=8G"): ["--sbatch = '--mem-per-gpu=8G'", "excludes --mem=64G"],
+    ("--log=logs/",): ["--log = 'logs/'", "is no file", "--log=logs/%x-%j.out"],
+    ("--log=.",): ["--log = '.'", "is no file"],
+    ("--log=s3://bucket/%j.out",): ["--log", "is no file"],
+    ("hydra.run.dir=s3://bucket/run",): ["hydra.run.dir", "is an address"],
     ("hydra.run.dir=outputs/${now:%H}",): ["hydra.run.dir", "must stay the same when the job is requeued"],
     ("-m", "algorithm.seed=1,2"): ["unrecognized arguments: -m"],
 }
@@ -245,6 +255,29 @@ def test_a_printed_script_does_not_make_its_logs_folder(capsys, site):
         printed = capsys.readouterr()
         assert ("note: make the folder of --log" in printed.err) == (folder == "missing")
         assert printed.out.startswith("#!") and not Path("missing").exists()
+
+
+def test_gpus_and_memory_that_other_options_ask_for_are_asked_for_once(capsys, site):
+    asked = directives(script(capsys, "--sbatch=-G 16", "--sbatch=--mem-per-gpu=64G", *TWO_NODES))
+    assert {"-G 16", "--mem-per-gpu=64G", "--exclusive"} <= set(asked)
+    assert not {"--gpus-per-node=8", "--mem=0"} & set(asked)
+
+
+def test_a_home_folder_is_written_out(capsys, site, monkeypatch):
+    monkeypatch.setenv("HOME", str(site))
+    text = script(capsys, "--log=~/logs/%j.out", "hydra.run.dir='~/run'")
+    assert f"--output={site}/logs/%j.out" in directives(text) and f"run_folder={site}/run\n" in text
+
+
+def test_places_that_a_job_will_not_find_are_noted(capsys, site):
+    Path("run").mkdir()
+    Path("run/summary.json").write_text("{}")
+    slurm.main(["hydra.run.dir=run", "checkpoint.resume_from=nope"])
+    said = capsys.readouterr().err
+    assert "note: hydra.run.dir = run holds a run that is done" in said
+    assert "note: checkpoint.resume_from = nope: there is no such folder here" in said
+    slurm.main(["hydra.run.dir=other", "checkpoint.resume_from=run"])
+    assert "note: " not in capsys.readouterr().err
 
 
 def test_nothing_heavy_is_imported():
