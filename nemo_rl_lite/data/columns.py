@@ -61,7 +61,7 @@ def cut_number(config: DataConfig, row: Row) -> tuple[str, str] | None:
     if found is None or found[1] is None or not _PART.fullmatch(found[1]):
         return None
     rest = _REST.match(found.string, found.end(1))
-    return (found[1], f"{found[1]}{rest[0]}") if rest else None
+    return (found[1], f"{found[1]}{rest[0]}") if rest and rest[0] else None
 
 
 def column(row: Row, name: str, where: str) -> object:

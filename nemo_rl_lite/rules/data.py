@@ -43,7 +43,7 @@ def system_prompt_is_a_text(config: Config) -> Iterator[Violation]:
         yield Violation(key, text, rule_text, f"the text itself: \"{key}='$(cat {text})'\", or {key} in a recipe")
     elif text and re.fullmatch(r"\s*\{\w+\}\s*", text):
         rule_text = "is one field, and no column is filled in there: the model would be told these letters"
-        yield Violation(key, text, rule_text, f"data.prompt_template='{text} {{{{prompt}}}}', and {key}=null")
+        yield Violation(key, text, rule_text, f"data.prompt_template='{text} {{prompt}}', and {key}=null")
 
 
 @rule("data")

@@ -72,9 +72,8 @@ def _of_other_types(section: str, path: str, kwargs: Mapping[str, Any]) -> Itera
         wanted = types.get(name, ())
         if not wanted or any(_is_a(value, one) for one in wanted):
             continue
-        rule_text = (
-            f"must be {' or '.join(dict.fromkeys(_TYPES[one][1] for one in wanted))}, as {path.rpartition('.')[2]} says"
-        )
+        kinds = " or ".join(dict.fromkeys(_TYPES[one][1] for one in wanted))
+        rule_text = f"must be {kinds}, as {path.rpartition('.')[2]} says"
         yield Violation(f"{section}.{name}", value, rule_text, f"{section}.{name}={_example(wanted[0], value)}")
 
 
@@ -85,8 +84,9 @@ def _annotations(definition: ast.AST | None) -> dict[str, list[str]]:
     if not isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef):
         return {}
     own, found = definition.args, {}
-    defaults = [*[None] * (len(own.args) - len(own.defaults)), *own.defaults, *own.kw_defaults]
-    for one, default in zip((*own.args, *own.kwonlyargs), defaults, strict=False):
+    places = (*own.posonlyargs, *own.args)
+    defaults = [*[None] * (len(places) - len(own.defaults)), *own.defaults, *own.kw_defaults]
+    for one, default in zip((*places, *own.kwonlyargs), defaults, strict=True):
         if one.annotation is not None:
             text = ast.unparse(one.annotation)
             parts = [*map(str.strip, text.split("|")), *(["None"] if _is_none(default) else [])]
