@@ -20,11 +20,12 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 # A time that a process or a phase needs at least.
 Seconds = Annotated[float, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
-DOTTED_PATH = r"^\w+(\.\w+)+$"
+# A dotted path, or a file and a name in it.
+USER_CODE = r"^(\w+(\.\w+)+|.+\.py:\w+)$"
 DURATION = r"^(\d+:){1,3}\d{1,2}$"
 # The name is part of a path, so it must not lead to another folder.
 RUN_NAME = r"^[^./\\\s][^/\\]{0,199}$"
-DottedPath = Annotated[str, Field(pattern=DOTTED_PATH)]
+UserCode = Annotated[str, Field(pattern=USER_CODE)]
 Precision = Literal["float32", "bfloat16"]
 # Parts of a layer whose inputs can be kept in host memory until the backward pass.
 OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp", "expert_fc1", "moe_act"]
@@ -56,7 +57,7 @@ class AlgorithmConfig:
 
     name: str
     seed: Seed
-    loss: DottedPath | None
+    loss: UserCode | None
     loss_kwargs: dict[str, Any]
     max_num_steps: PositiveInt | None
     val_metric: str
