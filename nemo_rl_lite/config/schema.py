@@ -290,12 +290,14 @@ class RewardTerm:
     name: Annotated[str, Field(min_length=1)]
     weight: Annotated[float, Field(allow_inf_nan=False)]
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    batch_size: PositiveInt | None = None
 
 
 @dataclass(frozen=True, config=STRICT)
 class RewardConfig:
     name: Annotated[str, Field(min_length=1)]
     kwargs: dict[str, Any]
+    batch_size: PositiveInt | None
     terms: dict[Annotated[str, Field(pattern=r"^\w+$")], RewardTerm]
     timeout_s: PositiveFloat | None
     processes: Annotated[int, Field(gt=0, le=4096)]
