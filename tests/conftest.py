@@ -31,6 +31,7 @@ GROUPS = {
     "test_sft": "here",
     "test_dpo": "here",
     "test_lora": "here",
+    "test_judge": "here",
     "test_resume": "here",
 }
 # Modules whose tests are independent, and the number of groups that they are split into.

@@ -20,11 +20,12 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 # A time that a process or a phase needs at least.
 Seconds = Annotated[float, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
-DOTTED_PATH = r"^\w+(\.\w+)+$"
+# A dotted path, or a file and a name in it.
+USER_CODE = r"^(\w+(\.\w+)+|.+\.py:\w+)$"
 DURATION = r"^(\d+:){1,3}\d{1,2}$"
 # The name is part of a path, so it must not lead to another folder.
 RUN_NAME = r"^[^./\\\s][^/\\]{0,199}$"
-DottedPath = Annotated[str, Field(pattern=DOTTED_PATH)]
+UserCode = Annotated[str, Field(pattern=USER_CODE)]
 Precision = Literal["float32", "bfloat16"]
 # Parts of a layer whose inputs can be kept in host memory until the backward pass.
 OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp", "expert_fc1", "moe_act"]
@@ -56,7 +57,7 @@ class AlgorithmConfig:
 
     name: str
     seed: Seed
-    loss: DottedPath | None
+    loss: UserCode | None
     loss_kwargs: dict[str, Any]
     max_num_steps: PositiveInt | None
     val_metric: str
@@ -290,12 +291,14 @@ class RewardTerm:
     name: Annotated[str, Field(min_length=1)]
     weight: Annotated[float, Field(allow_inf_nan=False)]
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    batch_size: PositiveInt | None = None
 
 
 @dataclass(frozen=True, config=STRICT)
 class RewardConfig:
     name: Annotated[str, Field(min_length=1)]
     kwargs: dict[str, Any]
+    batch_size: PositiveInt | None
     terms: dict[Annotated[str, Field(pattern=r"^\w+$")], RewardTerm]
     timeout_s: PositiveFloat | None
     processes: Annotated[int, Field(gt=0, le=4096)]

@@ -22,7 +22,7 @@ def to_problem(config: DataConfig, row: Row, where: str) -> Problem:
         DataError: the row lacks a column, or one has a wrong type or does not match `data.answer_pattern`.
     """
     if config.prompt_template is not None:
-        prompt = _fill(config.prompt_template, row, where)
+        prompt = filled(config.prompt_template, row, where)
     elif config.prompt_column not in row and (chats := [name for name in CHAT_COLUMNS if name in row]):
         rule = f"no column '{config.prompt_column}', but '{chats[0]}', as of whole chats: algorithm=sft trains on those"
         raise DataError(f"{where}: {rule}")
@@ -52,6 +52,17 @@ def template_columns(template: str) -> list[str]:
     return columns
 
 
+def filled(template: str, row: Row, where: str) -> str:
+    """Replace each field of the template by its column. str.format would also reach into attributes.
+
+    Raises:
+        DataError: the row has no such column, or it is neither text nor a number.
+    """
+    return "".join(
+        text + ("" if name is None else _text(row, name, where)) for text, name, _, _ in Formatter().parse(template)
+    )
+
+
 def column(row: Row, name: str, where: str) -> object:
     """Return the value of a column. Raises DataError: there is none."""
     if name not in row:
@@ -72,13 +83,6 @@ def shown_columns(row: Row) -> str:
 def is_number(value: object) -> TypeGuard[int | float]:
     """Return whether a value is a number. True and false are none, nor is what is not finite."""
     return isfinite(value) if isinstance(value, float) else isinstance(value, int) and not isinstance(value, bool)
-
-
-def _fill(template: str, row: Row, where: str) -> str:
-    """Replace each field of the template by its column. str.format would also reach into attributes."""
-    return "".join(
-        text + ("" if name is None else _text(row, name, where)) for text, name, _, _ in Formatter().parse(template)
-    )
 
 
 def _find_answer(config: DataConfig, text: str, where: str) -> str:

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nemo_rl_lite.config.algorithms import algorithm_of, imported
+from nemo_rl_lite.config.algorithms import algorithm_of
 from nemo_rl_lite.config.schema import Config, DataConfig
+from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.columns import to_problem
 from nemo_rl_lite.data.conversations import Example, chat_of, to_chat
 from nemo_rl_lite.data.pairs import pair_of, to_pair

@@ -1,9 +1,9 @@
-"""Find an environment by a name from here or by a dotted path."""
+"""Find an environment by a name from here, by a dotted path, or by file."""
 
-import importlib
 from collections.abc import Callable
 
 from nemo_rl_lite.config.schema import EnvironmentConfig
+from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.environments.interface import Environment
 from nemo_rl_lite.errors import ConfigError, Violation
 
@@ -15,10 +15,9 @@ INSTANT = frozenset({"calculator"})
 
 
 def find_environment(name: str) -> Callable[..., Environment]:
-    """Return the class of an environment: one of `ENVIRONMENTS`, or `package.module.Class`. Raises what its import
+    """Return the class of an environment: one of `ENVIRONMENTS`, or a user's (see `imported`). Raises what its import
     raises."""
-    module_name, _, attribute = ENVIRONMENTS.get(name, name).rpartition(".")
-    return getattr(importlib.import_module(module_name), attribute)
+    return imported(ENVIRONMENTS.get(name, name))
 
 
 def check_environment(config: EnvironmentConfig) -> None:
@@ -32,7 +31,8 @@ def check_environment(config: EnvironmentConfig) -> None:
     try:
         kind = find_environment(config.name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
-        fix = f"choose one of {', '.join(ENVIRONMENTS)}, or give package.module.Class of a class that can be imported"
+        own = "package.module.Class or path/to/file.py:Class that can be imported"
+        fix = f"choose one of {', '.join(ENVIRONMENTS)}, or give {own}"
         rule = f"cannot be imported: {type(error).__name__}: {error}"
         raise ConfigError([Violation("environment.name", config.name, rule, fix)]) from error
     try:

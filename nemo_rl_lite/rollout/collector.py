@@ -16,7 +16,7 @@ from nemo_rl_lite.generation.interface import Generation, Request, Requests, Sam
 from nemo_rl_lite.host.calls import CallError
 from nemo_rl_lite.observability import limits
 from nemo_rl_lite.rewards.judge import Judge
-from nemo_rl_lite.rewards.registry import RewardError, WrongReward
+from nemo_rl_lite.rewards.value import RewardError, WrongReward
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.groups import Group, Wanted
 from nemo_rl_lite.rollout.progress import progress
@@ -170,7 +170,7 @@ class RolloutCollector:
         with episode.waiting("reward"):
             verdict = await self._judge(episode.response, episode.problem)
         if isinstance(verdict, WrongReward):
-            raise DataError(f"reward.name: {verdict}; the response was {_shown(episode)}")
+            raise DataError(f"{verdict.section}.name: {verdict}; the response was {_shown(episode)}")
         if isinstance(verdict, RewardError):
             player.rewards.add(verdict, episode)
         else:

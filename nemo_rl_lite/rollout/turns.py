@@ -6,7 +6,7 @@ from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.environments.sessions import Environments
 from nemo_rl_lite.host.calls import as_call_error
-from nemo_rl_lite.rewards.registry import RewardError, checked_reward
+from nemo_rl_lite.rewards.value import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode
 
 # What an environment may be in the chat; the assistant's turns are sampled.

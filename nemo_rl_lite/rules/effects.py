@@ -11,8 +11,8 @@ from nemo_rl_lite.config.sizes import batch_mode, on_gpus
 from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
 from nemo_rl_lite.data.sources import ROWS, TASKS
 from nemo_rl_lite.environments import registry as environments
-from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.rewards.registry import INSTANT
+from nemo_rl_lite.rewards.terms import terms_of
 from nemo_rl_lite.rules.layout import MEGATRON
 
 _OPTIMIZER, _LOSS = f"{MEGATRON}.optimizer", "algorithm.loss_fn"

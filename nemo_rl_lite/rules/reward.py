@@ -1,4 +1,4 @@
-"""Rules about rewards and environments, by name or by the dotted path of a user's own."""
+"""Rules about rewards and environments: by name, or a user's own by dotted path or file."""
 
 import ast
 import importlib.util
@@ -9,13 +9,13 @@ from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
 from nemo_rl_lite.environments.registry import ENVIRONMENTS
 from nemo_rl_lite.environments.registry import INSTANT as INSTANT_ENVIRONMENTS
 from nemo_rl_lite.errors import Violation
-from nemo_rl_lite.rewards.judge import Term, terms_of
 from nemo_rl_lite.rewards.registry import REWARDS
+from nemo_rl_lite.rewards.terms import Term, terms_of
 from nemo_rl_lite.rules import code
 from nemo_rl_lite.rules.base import rule
 
 # Packages that a reward needs in addition to this one.
-_PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
+_PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym", "judge": "openai"}
 
 _OF_TRL, _OF_VERL = {"prompts", "completions"}, {"data_source", "solution_str", "ground_truth"}
 
@@ -41,9 +41,13 @@ def _exists(term: Term) -> Iterator[Violation]:
         fix = "bash scripts/install.sh"
         yield Violation(key, name, f"the package {package} is not installed here", fix)
     if name in REWARDS:
+        if term.batch_size is not None:
+            rule_text = f"{name} judges one response at a time"
+            yield Violation(f"{term.section}.batch_size", term.batch_size, rule_text, "leave it out")
         return
     dotted = code.as_dotted(name)
-    fix = f"{key}={dotted}" if dotted else f"one of {', '.join(REWARDS)}, or package.module.function of your own"
+    own = "package.module.function or path/to/file.py:function of your own"
+    fix = f"{key}={dotted}" if dotted else f"one of {', '.join(REWARDS)}, or {own}"
     found = _found(name, dotted, "reward")
     if found.trouble:
         yield Violation(key, name, found.trouble, fix)
@@ -53,16 +57,25 @@ def _exists(term: Term) -> Iterator[Violation]:
 
 def _takes_a_response(term: Term, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Violation]:
     name, kwargs, own, key = term.name, term.kwargs, code.parameters(function), f"{term.section}.name"
-    call = f"a reward is called as function(response, answer, **{term.section}.kwargs), and returns one number"
-    fix = "def reward(response, answer): ...; with a parameter `problem` it also gets messages and columns"
+    batch_size, is_batched = f"{term.section}.batch_size", term.batch_size is not None
+    arguments, of_problem = ("responses, answers", "problems") if is_batched else ("response, answer", "problem")
+    returns = "a list of numbers" if is_batched else "one number"
+    call = f"a reward is called as function({arguments}, **{term.section}.kwargs), and returns {returns}"
+    fix = f"def reward({arguments}): ...; with a parameter `{of_problem}` it also gets messages and columns"
     if _OF_TRL & set(own):
+        fix = f"{fix}; lists as with {batch_size}=32: def reward(responses, answers): ..." if not is_batched else fix
         yield Violation(key, name, "has the signature of TRL's rewards, which judge lists", fix)
     elif _OF_VERL & set(own):
         rule_text = "has the signature of verl's rewards (data_source, solution_str, ground_truth, extra_info)"
         yield Violation(key, name, rule_text, fix)
+    elif own[:1] == ["responses"] and not is_batched:
+        yield Violation(key, name, "takes `responses`, and gets one response", f"{batch_size}=32 gives it lists")
+    elif own[:1] == ["response"] and is_batched:
+        rule_text = f"gives {name} lists, and it takes one `response`"
+        yield Violation(batch_size, term.batch_size, rule_text, f"leave it out, or def reward({arguments}): ...")
     elif own[:1] == ["answer"] or own[1:2] in (["response"], ["completion"]):
         yield Violation(key, name, f"takes `{own[0]}` first, where a reward gets the response", call)
-    elif trouble := code.misfit(function, 2, {**kwargs, **({"problem": None} if "problem" in own else {})}):
+    elif trouble := code.misfit(function, 2, {**kwargs, **({of_problem: None} if of_problem in own else {})}):
         yield Violation(f"{term.section}.kwargs", dict(kwargs), f"do not fit {name}: {trouble}", call)
 
 
@@ -105,7 +118,7 @@ def environment_exists(config: Config) -> Iterator[Violation]:
     dotted = code.as_dotted(name)
     found = _found(name, dotted, "environment")
     if found.trouble:
-        choices = f"choose one of {', '.join(ENVIRONMENTS)}, or package.module.Class of your own"
+        choices = f"choose one of {', '.join(ENVIRONMENTS)}, or package.module.Class or path/to/file.py:Class"
         fix = f"environment.name={dotted}" if dotted else choices
         yield Violation("environment.name", name, found.trouble, fix)
     elif isinstance(found.definition, ast.ClassDef) and (rule_text := _without_step(found.definition)):
@@ -127,5 +140,7 @@ def _without_step(definition: ast.ClassDef) -> str:
 
 def _found(name: str, dotted: str, kind: str) -> code.Found:
     if dotted:
-        return code.Found("is no dotted path")
+        return code.Found("is neither a dotted path nor a file and a name in it")
+    if name.endswith(".py"):
+        return code.Found(f"names a file, and no {kind} in it: {name}:NAME")
     return code.find(name) if "." in name else code.Found(f"no such {kind}")

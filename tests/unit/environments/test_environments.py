@@ -73,11 +73,12 @@ def test_a_turn_without_a_call_is_final():
     assert final.done and final.reward is None
 
 
-def test_environments_by_name_and_by_dotted_path():
+def test_environments_by_name_by_dotted_path_and_by_file():
     check_environment(config(None))
     assert make_environments(config(None)) is None
     assert find_environment("calculator") is Calculator
     check_environment(config("tests.unit.environments.test_environments.Own", level=2))
+    check_environment(config(f"{__file__}:Own", level=2))
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,7 @@ def test_environments_by_name_and_by_dotted_path():
         ("tests.unit.environments.test_environments.Exits", {}, r"environment\.name.*\n.*SystemExit: 0"),
         ("tests.unit.exits.Anything", {}, r"environment\.name.*\n.*cannot be imported: SystemExit: 0"),
         ("calculator", {"role": "clown"}, r"environment\.kwargs.*\n.*role must be user or tool"),
+        (f"{__file__}:Absent", {}, r"environment\.name.*\n.*test_environments.py has no Absent"),
         ("builtins.dict", {}, r"environment\.name.*\n.*no method step"),
     ],
 )
