@@ -23,6 +23,7 @@ GROUPS = {
     "test_checkpoints": "ranks",
     "test_four_ranks": "four ranks",
     "test_failures": "failures",
+    "test_tool_runs": "failures",
     "test_engines": "engines",
     # Two Rays that start at the same time on two cores can miss each other's deadlines.
     "test_node": "nodes",

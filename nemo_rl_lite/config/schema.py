@@ -273,7 +273,7 @@ class DataConfig:
     validation_fraction: Annotated[float, Field(ge=0, lt=1)]
     prompt_column: str
     prompt_template: str | None
-    answer_column: str
+    answer_column: str | None
     answer_pattern: str | None
     response_column: str | None
     messages_column: str | None

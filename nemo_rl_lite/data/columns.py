@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from math import isfinite
 from string import Formatter
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from nemo_rl_lite.config.schema import DataConfig
 from nemo_rl_lite.data.messages import CHAT_COLUMNS
@@ -28,7 +28,7 @@ def to_problem(config: DataConfig, row: Row, where: str) -> Problem:
         raise DataError(f"{where}: {rule}")
     else:
         prompt = column(row, config.prompt_column, where)
-    answer = _text(row, config.answer_column, where)
+    answer = _text(row, config.answer_column, where) if config.answer_column is not None else ""
     if config.answer_pattern is not None:
         answer = _find_answer(config, answer, where)
     if answer.isspace() or (not answer and config.answer_pattern is not None):
@@ -65,11 +65,20 @@ def filled(template: str, row: Row, where: str) -> str:
 
 def column(row: Row, name: str, where: str) -> object:
     """Return the value of a column. Raises DataError: there is none."""
-    if name not in row:
-        raise DataError(f"{where}: no column '{name}' (columns: {shown_columns(row)})")
-    if row[name] is None:
+    value = find_column(row, name)
+    if value is None and name in row:
         raise DataError(f"{where}: column '{name}' is null")
-    return row[name]
+    if value is None:
+        raise DataError(f"{where}: no column '{name}' (columns: {shown_columns(row)})")
+    return value
+
+
+def find_column(row: Row, name: str) -> Any:
+    """Return the value of a column, or of a field of a structure, `column.field`; None where there is none."""
+    value: Any = row
+    for part in [name] if name in row else name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def shown_columns(row: Row) -> str:

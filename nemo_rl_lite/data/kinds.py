@@ -1,7 +1,7 @@
 """A `Kind` is what an algorithm trains on and how it is read. This module imports nothing heavy."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from nemo_rl_lite.config.algorithms import algorithm_of
 from nemo_rl_lite.config.schema import Config, DataConfig
@@ -11,6 +11,7 @@ from nemo_rl_lite.data.conversations import Example, chat_of, to_chat
 from nemo_rl_lite.data.pairs import pair_of, to_pair
 from nemo_rl_lite.data.problems import Asked, Problem
 from nemo_rl_lite.data.rows import Row
+from nemo_rl_lite.data.tools import Tool, callable_tools, row_tools
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,18 @@ class Kind[T: Asked]:
     """Keys of `data` that name columns of the other kinds."""
 
 
+def problems(tools: Sequence[Tool] = ()) -> Kind[Problem]:
+    """Problems that offer `tools`, unless their rows have some of their own."""
+
+    def from_row(config: DataConfig, row: Row, where: str) -> Problem:
+        own = callable_tools(row_tools(config, row, where), f"{where}, column '{config.tools_column}'")
+        return replace(to_problem(config, row, where), tools=own or tuple(tools))
+
+    return Kind("problems", from_row, lambda one: replace(one, tools=tuple(tools)), unread=("messages_column",))
+
+
 _CHAT_COLUMNS = ("messages_column", "tools_column")
-PROBLEMS = Kind[Problem]("problems", to_problem, lambda problem: problem, unread=_CHAT_COLUMNS)
+PROBLEMS = problems()
 CHATS = Kind[Example]("chats", to_chat, chat_of)
 PAIRS = Kind[Example]("pairs", to_pair, pair_of, unread=(*_CHAT_COLUMNS, "response_column", "prompt_template"))
 

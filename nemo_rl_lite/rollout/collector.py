@@ -128,7 +128,7 @@ class RolloutCollector:
         return wanted.rollout(groups, len(rewards.errors), len(environments.errors))
 
     def _episodes(self, problem: Problem, samples: int, sampling: Sampling) -> list[Episode]:
-        prompt = self._tokenizer.prompt(problem.messages)
+        prompt = self._tokenizer.prompt(problem.messages, problem.tools)
         check_length(problem, len(prompt), sampling.max_new_tokens, self._max_length)
         return [Episode(problem, list(prompt), len(prompt)) for _ in range(samples)]
 

@@ -23,7 +23,7 @@ def fitting_prompts(
 
     def length(problem: Problem) -> int:
         least = tokenizer.least_tokens(problem.messages)
-        return least if least > max_length else len(tokenizer.prompt(problem.messages))
+        return least if least > max_length else len(tokenizer.prompt(problem.messages, problem.tools))
 
     if config.data.too_long == "error":
         for problem in [*validation, *training.finite()]:

@@ -86,7 +86,7 @@ EFFECTS = (
     Effect(
         tuple(f"environment.{one.name}" for one in fields(EnvironmentConfig) if one.name != "name"),
         lambda config: config.environment.name is not None,
-        "environment=calculator or environment.name=package.module.Class",
+        "environment=python, tools, calculator or environment.name=package.module.Class",
     ),
     Effect(
         ("environment.timeout_s", "environment.concurrency", "environment.processes"),

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
 from nemo_rl_lite.environments.registry import ENVIRONMENTS
-from nemo_rl_lite.environments.registry import INSTANT as INSTANT_ENVIRONMENTS
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rewards.registry import REWARDS
 from nemo_rl_lite.rewards.terms import Term, terms_of
@@ -16,6 +15,15 @@ from nemo_rl_lite.rules.base import rule
 
 # Packages that a reward needs in addition to this one.
 _PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym", "judge": "openai"}
+
+# What these environments say is of use to a later turn alone.
+_ANSWERING = ("calculator", "tools", "python")
+# What these environments cannot be made without, and an example.
+_NEEDED = {
+    "tools": ("tools", "'environment.kwargs.tools=[my_package.search.search]'"),
+    "nemo_gym": ("url", "environment.kwargs.url=http://localhost:8000"),
+    "verifiers": ("environment", "environment.kwargs.environment=NAME"),
+}
 
 _OF_TRL, _OF_VERL = {"prompts", "completions"}, {"data_source", "solution_str", "ground_truth"}
 
@@ -111,7 +119,7 @@ def environment_exists(config: Config) -> Iterator[Violation]:
     if name is None and turns > 1:
         rule_text = "without an environment nothing is said between turns"
         yield Violation("environment.max_turns", turns, rule_text, f"environment={next(iter(ENVIRONMENTS))}")
-    if name in INSTANT_ENVIRONMENTS and turns == 1:
+    if name in _ANSWERING and turns == 1:
         yield Violation("environment.max_turns", turns, f"leaves no turn that reads what {name} answers", "2 or more")
     if name is None or name in ENVIRONMENTS:
         return
@@ -123,6 +131,29 @@ def environment_exists(config: Config) -> Iterator[Violation]:
         yield Violation("environment.name", name, found.trouble, fix)
     elif isinstance(found.definition, ast.ClassDef) and (rule_text := _without_step(found.definition)):
         yield Violation("environment.name", name, rule_text, "see nemo_rl_lite/environments/interface.py")
+
+
+@rule("environment", options=RolloutAlgorithmConfig)
+def environment_has_what_it_needs(config: Config) -> Iterator[Violation]:
+    name, kwargs = config.environment.name, config.environment.kwargs
+    needed, example = _NEEDED.get(name or "", ("", ""))
+    key, given = f"environment.kwargs.{needed}", kwargs.get(needed)
+    if needed and not given:
+        yield Violation(key, given, f"environment={name} needs it", example)
+    elif needed == "tools" and not isinstance(given, list):
+        yield Violation(key, given, "must be a list of dotted paths", example)
+    elif needed == "tools" and isinstance(given, list):
+        for path in map(str, given):
+            if trouble := code.find(path).trouble:
+                yield Violation(key, path, trouble, "package.module.function of a function that can be imported")
+
+
+@rule("data.tools_column", "environment.name", options=RolloutAlgorithmConfig)
+def tools_of_rows_are_answered(config: Config) -> Iterator[Violation]:
+    if config.data.tools_column is not None and config.environment.name is None:
+        rule_text = "offers tools, and without an environment nobody answers their calls"
+        fix = "environment=nemo_gym or another, or data.tools_column=null"
+        yield Violation("data.tools_column", config.data.tools_column, rule_text, fix)
 
 
 def _without_step(definition: ast.ClassDef) -> str:

@@ -31,6 +31,7 @@ READERS = {
     "policy.model_name",
     "reward.name",
     "environment.name",
+    "environment.kwargs.tools",
 }
 NEMO_RL = DOCS / "from_nemo_rl.md"
 

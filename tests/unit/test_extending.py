@@ -53,7 +53,7 @@ def problem(answer: str, **metadata: object) -> Problem:
 def test_every_command_of_the_page_composes(package):
     module("capitals").main("capitals.jsonl")
     composed = [compose_config(words[3:]) for words in commands(PAGE) if words[2] == "nemo_rl_lite.train"]
-    assert len(composed) == 9
+    assert len(composed) == 11
     assert composed[0].reward.name == "my_package/rewards.py:short_and_right"
     assert composed[1].reward.terms["digits"].weight == 0.1
     for config in composed:
@@ -99,6 +99,32 @@ def test_the_environment(package):
     assert low.messages == ({"role": "user", "content": "higher"},) and low.reward == -0.1 and not low.done
     assert right.done and right.reward == 1.0
     assert other.done and other.reward == 0.0
+
+
+def calls(name: str, **arguments: str) -> list:
+    called = {"id": "call0", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [called]}]
+
+
+def test_the_tool(package):
+    kwargs = {"tools": ["my_package.digits.reverse"], "max_characters": 100}
+    (tool,) = check_environment(EnvironmentConfig("tools", 6, None, 8, 2, 0.5, kwargs))
+    assert tool["function"]["parameters"]["required"] == ["digits"]
+    made = find_environment("tools")(**kwargs)
+    answers = [asyncio.run(made.step(problem("7"), calls("reverse", digits=digits))) for digits in ("123", "x")]
+    assert [one.messages[0]["content"] for one in answers] == ["321", "error: ValueError: 'x' are no digits"]
+
+
+def test_the_agent(package):
+    name, kwargs = "my_package.safe.Safe", {"cost": 0.1}
+    (tool,) = check_environment(EnvironmentConfig(name, 6, None, 8, 2, 0.5, kwargs))
+    assert tool["function"]["name"] == "turn"
+    made = find_environment(name)(**kwargs)
+    turns = [calls("turn", digits="425"), calls("turn", digits="415"), [{"role": "assistant", "content": "done"}]]
+    first, second, last = [asyncio.run(made.step(problem("415"), turn)) for turn in turns]
+    assert [one.messages[0]["content"] for one in (first, second)] == ["2 in place", "open"]
+    assert last.done and last.reward == pytest.approx(0.8)
+    assert asyncio.run(find_environment(name)(**kwargs).cut_short(problem("415"), [])) == 0.0
 
 
 def test_the_rows(package):

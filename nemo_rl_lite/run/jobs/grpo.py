@@ -9,7 +9,7 @@ from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.cluster.system_usage import SystemUsage
 from nemo_rl_lite.config.schema import Config, GRPOConfig
 from nemo_rl_lite.config.sizes import all_gpus, policy_ranks
-from nemo_rl_lite.data.kinds import PROBLEMS
+from nemo_rl_lite.data.kinds import problems
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.environments.registry import check_environment
@@ -42,12 +42,14 @@ class GRPOJob:
     def __init__(self, config: Config, folder: Path, console: RunConsole):
         self._config, self._folder, self._console = config, folder, console
         self._judge = make_judge(config.reward)
-        check_environment(config.environment)
+        kind = problems(check_environment(config.environment))
         self._environments = make_environments(config.environment)
-        training = training_set(config.data, config.algorithm.seed, PROBLEMS)
-        validation = validation_set(config.data, config.algorithm.max_val_samples, PROBLEMS)
+        training = training_set(config.data, config.algorithm.seed, kind)
+        validation = validation_set(config.data, config.algorithm.max_val_samples, kind)
         self._model_path = starting_model(config, console)
         self._tokenizer = ChatTokenizer(self._model_path)
+        if any(problem.tools for problem in (training.problem(0), *training.finite(), *validation)):
+            self._tokenizer.check_tools()
         with console.busy("checking that every prompt fits"):
             fitted = fitting_prompts(training, validation, self._tokenizer, config)
         self._training, self._validation = fitted
@@ -62,7 +64,8 @@ class GRPOJob:
         config, console = self._config, self._console
         show_memory_plan(config, self._model_path, console, metrics, start.steps)
         with console.busy(f"starting {policy_ranks(config)} policy rank(s) and {config.generation.backend}"):
-            probe_prompt = self._tokenizer.prompt(self._training.problem(0).messages)
+            first = self._training.problem(0)
+            probe_prompt = self._tokenizer.prompt(first.messages, first.tools)
             workers = launch(reserved, self._model_path, probe_prompt, start.policy, console.say)
         metrics.log(start.steps, under("timing/setup", reserved.setup_seconds()))
         groups = (workers.policy.group, workers.engines)

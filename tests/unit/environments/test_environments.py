@@ -21,6 +21,30 @@ class Own:
         return Observation(done=True)
 
 
+HERE = "tests.unit.environments.test_environments"
+
+
+class Unchecked(Own):
+    """Finds before the run that something is missing."""
+
+    level = 0
+
+    def __init__(self):
+        """Needs nothing."""
+
+    def check(self):
+        raise ConnectionError("no server")
+
+
+class Toolless(Unchecked):
+    """Offers what is no tool."""
+
+    tools = ({"type": "function"},)
+
+    def check(self):
+        """Finds nothing."""
+
+
 class Exits:
     """An environment that ends the process when it is made."""
 
@@ -91,6 +115,8 @@ def test_environments_by_name_by_dotted_path_and_by_file():
         ("tests.unit.exits.Anything", {}, r"environment\.name.*\n.*cannot be imported: SystemExit: 0"),
         ("calculator", {"role": "clown"}, r"environment\.kwargs.*\n.*role must be user or tool"),
         (f"{__file__}:Absent", {}, r"environment\.name.*\n.*test_environments.py has no Absent"),
+        (f"{HERE}.Unchecked", {}, r"environment\.name.*\n.*cannot be made.*ConnectionError: no server"),
+        (f"{HERE}.Toolless", {}, r"environment\.name.*\n.*offers no usable tools: .*a tool has no name"),
         ("builtins.dict", {}, r"environment\.name.*\n.*no method step"),
     ],
 )

@@ -15,7 +15,7 @@ class Letters:
 
     end_tokens = (END,)
 
-    def prompt(self, messages):
+    def prompt(self, messages, tools=()):
         return [ord(letter) for letter in f"{messages[-1]['content']}|"]
 
     def between_turns(self, messages, last_token):

@@ -14,7 +14,7 @@ class Letters:
     def least_tokens(self, messages):
         return len(messages[-1]["content"]) // 4
 
-    def prompt(self, messages):
+    def prompt(self, messages, tools=()):
         assert len(messages[-1]["content"]) < 1000
         return list(messages[-1]["content"])
 
