@@ -32,6 +32,7 @@ GROUPS = {
     "test_dpo": "here",
     "test_lora": "here",
     "test_resume": "here",
+    "test_serving": "here",
 }
 # Modules whose tests are independent, and the number of groups that they are split into.
 PARTS = {"test_bad_configs": 4}

@@ -96,7 +96,7 @@ def _rows(rollout: Rollout) -> Iterator[dict[str, Any]]:
         yield {
             "problem": place,
             "sample": sample,
-            "prompt": [_message(message) for message in episode.problem.messages],
+            "prompt": [_message(message) for message in episode.prompt],
             "answer": str(episode.problem.answer),
             "response": episode.response,
             "turns": [_message(message) for message in episode.said],

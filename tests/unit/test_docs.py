@@ -31,6 +31,7 @@ READERS = {
     "policy.model_name",
     "reward.name",
     "environment.name",
+    "agent.name",
 }
 NEMO_RL = DOCS / "from_nemo_rl.md"
 
