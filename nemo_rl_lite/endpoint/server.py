@@ -91,10 +91,8 @@ class Endpoint:
             listening.listen(2048)
         except OSError as error:
             listening.close()
-            rule, fix = (
-                f"cannot listen there: {error.strerror or error}",
-                "generation.serve.port=null finds a free port",
-            )
+            rule = f"cannot listen there: {error.strerror or error}"
+            fix = "generation.serve.port=null (nrl-lite serve without --port) finds a free port"
             raise ConfigError([Violation("generation.serve.host", f"{host}:{port}", rule, fix)]) from error
         self._address = listening.getsockname()[:2]
         return listening

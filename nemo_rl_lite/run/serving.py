@@ -9,9 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from nemo_rl_lite.checkpoint.resume import locate
 from nemo_rl_lite.config.algorithms import imported
 from nemo_rl_lite.config.engines import engine_of
+from nemo_rl_lite.config.keys import compose_files
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
@@ -23,7 +26,7 @@ from nemo_rl_lite.generation.request_queue import RequestQueue
 from nemo_rl_lite.host.devices import ON_CPUS, gpu_bytes
 from nemo_rl_lite.models.folder import check_model_folder
 from nemo_rl_lite.models.shape import NoModelError
-from nemo_rl_lite.rules.compose import compose_config, restore
+from nemo_rl_lite.rules.compose import restore
 from nemo_rl_lite.run.folder import CONFIG_FILE, is_run
 
 # Of a folder that says nothing of these: the most tokens of a chat, for which memory is taken, and of a response.
@@ -127,13 +130,17 @@ def _exported(run: Path, say: Say) -> Path:
 
 
 def _of_folder(folder: Path) -> Served:
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} is neither a run's folder nor a Hugging Face model's: it has no config.json")
     try:
         check_model_folder(folder)
     except NoModelError as error:
-        raise CheckpointError(f"{folder} is neither a run's folder nor a Hugging Face model's: {error}") from None
+        raise CheckpointError(f"{folder} is no whole Hugging Face model: {error}") from None
     described = json.loads((folder / "config.json").read_text())
     longest = min(described.get("max_position_embeddings") or _CHAT_TOKENS, _CHAT_TOKENS)
-    config = compose_config(_ON_GPU if gpu_bytes() else [])
+    # Nothing trains, so the rules about training do not matter.
+    defaults = OmegaConf.to_container(compose_files(_ON_GPU if gpu_bytes() else []), resolve=True)
+    config = restore(json.dumps(defaults))
     installed = importlib.util.find_spec(engine_of(config).package) is not None
     backend = config.generation.backend if installed else "transformers"
     precision = "float32" if described.get("dtype", described.get("torch_dtype")) == "float32" else "bfloat16"

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.functional
 SMALL = (
     *("algorithm.max_num_steps=2", "algorithm.num_prompts_per_step=4", "algorithm.num_generations_per_prompt=4"),
     *("policy.train_global_batch_size=16", "algorithm.max_val_samples=8", "algorithm.val_period=0"),
-    *("policy.max_total_sequence_length=128", "generation.max_new_tokens=40"),
+    *("generation=transformers", "policy.max_total_sequence_length=128", "generation.max_new_tokens=40"),
 )
 AGENT = ("agent.name=tests.unit.rollout.players.player", "+agent.kwargs.how='two turns'", "agent.processes=1")
 # The run's model is that of its checkpoint.
