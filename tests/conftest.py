@@ -34,6 +34,7 @@ GROUPS = {
     "test_lora": "here",
     "test_judge": "here",
     "test_resume": "here",
+    "test_serving": "here",
 }
 # Modules whose tests are independent, and the number of groups that they are split into.
 PARTS = {"test_bad_configs": 4}

@@ -235,6 +235,13 @@ class ColocationConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class ServeConfig:
+    enabled: bool
+    host: Annotated[str, Field(min_length=1)]
+    port: Annotated[int, Field(gt=0, lt=2**16)] | None
+
+
+@dataclass(frozen=True, config=STRICT)
 class GenerationConfig:
     backend: Literal["vllm", "transformers"]
     colocated: ColocationConfig
@@ -245,6 +252,7 @@ class GenerationConfig:
     top_k: PositiveInt | None
     stop_token_ids: list[NonNegativeInt]
     stop_strings: list[str]
+    serve: ServeConfig
     vllm_cfg: VLLMConfig
     vllm_kwargs: dict[str, Any]
 
@@ -310,6 +318,16 @@ class RewardConfig:
 class EnvironmentConfig:
     name: Annotated[str, Field(min_length=1)] | None
     max_turns: PositiveInt
+    timeout_s: PositiveFloat | None
+    concurrency: PositiveInt
+    processes: Annotated[int, Field(gt=0, le=4096)]
+    max_error_share: Annotated[float, Field(ge=0, le=1)]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, config=STRICT)
+class AgentConfig:
+    name: Annotated[str, Field(min_length=1)] | None
     timeout_s: PositiveFloat | None
     concurrency: PositiveInt
     processes: Annotated[int, Field(gt=0, le=4096)]
@@ -386,6 +404,7 @@ class Config:
     data: DataConfig
     reward: RewardConfig
     environment: EnvironmentConfig
+    agent: AgentConfig
     cluster: ClusterConfig
     logger: LoggerConfig
     profile: ProfileConfig

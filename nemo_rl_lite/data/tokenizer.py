@@ -159,6 +159,10 @@ class ChatTokenizer:
         """Return the text of a response, without special tokens."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
+    def piece(self, token: int) -> str:
+        """Return the text of one token, also of a special one."""
+        return self._tokenizer.decode([token])
+
     def _unusable(self, rule: str, fix: str = "correct the file, or copy the model's folder again") -> ConfigError:
         return ConfigError([Violation("policy.model_name", str(self._model_path), rule, fix)])
 

@@ -104,7 +104,7 @@ def _rows(rollout: Rollout) -> Iterator[dict[str, Any]]:
         yield {
             "problem": place,
             "sample": sample,
-            "prompt": [_message(message) for message in episode.problem.messages],
+            "prompt": [_message(message) for message in episode.prompt],
             "tools": json.dumps(episode.problem.tools) if episode.problem.tools else None,
             "answer": str(episode.problem.answer),
             "response": episode.response,

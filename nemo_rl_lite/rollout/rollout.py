@@ -76,7 +76,7 @@ class Rollout:
             "filtered_prompts": len(self.taught) - samples / self.samples_per_prompt,
             "rested_prompts": float(self.rested),
             "dropped_tokens": float(dropped),
-            "useful_tokens_share": generated / (generated + dropped),
+            "useful_tokens_share": generated / max(generated + dropped, 1),
             "left_out_samples": float(sum(episode.is_left_out for episode in self.episodes)),
             "global_valid_seqs": valid,
             "global_valid_toks": float(sum(trained)),
@@ -92,7 +92,7 @@ class Rollout:
         return {name: sum(parts) / len(parts) for name, parts in found.items()}
 
     def seconds(self) -> dict[str, float]:
-        """How long an episode waited for its responses, its environment and its reward: the mean and the longest."""
+        """How long an episode waited for its responses, its environment (or agent) and its reward: mean and longest."""
         found = {what: [one.seconds(what) for one in self.episodes] for what in get_args(Activity)}
         means = {f"{what}_mean": sum(seconds) / len(seconds) for what, seconds in found.items()}
         return means | {f"{what}_max": max(seconds) for what, seconds in found.items()}
@@ -101,4 +101,4 @@ class Rollout:
         """`count` samples to show to people, from the worst reward to the best."""
         judged = [(one, one.reward) for one in self.episodes if one.reward is not None]
         shown = [judged[place] for place in spread([reward for _, reward in judged], count)]
-        return [Sample(text_of(one.problem.messages), text_of(one.said), reward) for one, reward in shown]
+        return [Sample(text_of(one.prompt), text_of(one.said), reward) for one, reward in shown]

@@ -1,6 +1,9 @@
 """How an environment continues an episode between two turns of the assistant."""
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.environments.interface import Observation
@@ -8,6 +11,7 @@ from nemo_rl_lite.environments.sessions import Environments
 from nemo_rl_lite.host.calls import as_call_error
 from nemo_rl_lite.rewards.value import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode
+from nemo_rl_lite.rollout.playing import Assistant, Section
 
 # What an environment may be in the chat; the assistant's turns are sampled.
 _ROLES = ("user", "tool", "system")
@@ -15,10 +19,26 @@ _ROLES = ("user", "tool", "system")
 
 @dataclass(frozen=True)
 class Turns:
-    """The environments of a run, and the largest number of turns in an episode."""
+    """Plays episodes of up to `max_turns` turns, between which an environment answers."""
 
     environments: Environments
     max_turns: int
+    _sessions: Iterator[int] = field(default_factory=itertools.count, init=False)
+    section: ClassVar[Section] = "environment"
+
+    async def play(self, episode: Episode, assistant: Assistant) -> None:
+        """See `Play.play`. Raises DataError also where the chat template cannot write the environment's answer."""
+        session = next(self._sessions)
+        try:
+            await assistant.respond()
+            while await self._answered(episode, session, assistant):
+                await assistant.respond()
+        finally:
+            await self.environments.close(session)
+
+    async def _answered(self, episode: Episode, session: int, assistant: Assistant) -> bool:
+        with episode.waiting("environment"):
+            return await self.continues(episode, session, assistant.tokenizer, assistant.room)
 
     async def continues(self, episode: Episode, session: int, tokenizer: ChatTokenizer, room: int) -> bool:
         """Let the environment answer the last turn, whose message gets its tool calls first. Returns whether another

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS, compares, generates
 from nemo_rl_lite.config.engines import ENGINES
-from nemo_rl_lite.config.schema import Config, EnvironmentConfig, GRPOConfig
-from nemo_rl_lite.config.sizes import batch_mode, on_gpus
+from nemo_rl_lite.config.schema import AgentConfig, Config, EnvironmentConfig, GRPOConfig
+from nemo_rl_lite.config.sizes import batch_mode, has_endpoint, on_gpus
 from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
 from nemo_rl_lite.data.sources import ROWS, TASKS
 from nemo_rl_lite.environments import registry as environments
@@ -57,7 +57,7 @@ _VALIDATION = "a validation: algorithm.val_at_end=true, or an algorithm.val_peri
 EFFECTS = (
     Effect(
         (
-            *("reward", "environment", "generation.", "refit."),
+            *("reward", "environment", "agent", "generation.", "refit."),
             *(f"logger.{name}" for name in ("mismatch_warning", "log_samples", "show_samples_period")),
         ),
         generates,
@@ -92,6 +92,16 @@ EFFECTS = (
         ("environment.timeout_s", "environment.concurrency", "environment.processes"),
         lambda config: config.environment.name not in environments.INSTANT,
         f"another environment than {' and '.join(sorted(environments.INSTANT))}, which answers at once",
+    ),
+    Effect(
+        tuple(f"agent.{one.name}" for one in fields(AgentConfig) if one.name != "name"),
+        lambda config: config.agent.name is not None,
+        "agent.name=package.module.function",
+    ),
+    Effect(
+        ("generation.serve.host", "generation.serve.port"),
+        has_endpoint,
+        "generation.serve.enabled=true or agent.name=package.module.function",
     ),
     *(
         Effect(row.own_keys, lambda config, name=name: config.generation.backend == name, f"generation={name}")

@@ -1,4 +1,4 @@
-"""Rules about rewards and environments: by name, or a user's own by dotted path or file."""
+"""Rules about rewards, environments and agents: by name, or a user's own by dotted path or file."""
 
 import ast
 import importlib.util
@@ -154,6 +154,33 @@ def tools_of_rows_are_answered(config: Config) -> Iterator[Violation]:
         rule_text = "offers tools, and without an environment nobody answers their calls"
         fix = "environment=nemo_gym or another, or data.tools_column=null"
         yield Violation("data.tools_column", config.data.tools_column, rule_text, fix)
+
+
+@rule("agent", "environment.name", options=RolloutAlgorithmConfig)
+def agent_exists(config: Config) -> Iterator[Violation]:
+    name, processes, concurrency = config.agent.name, config.agent.processes, config.agent.concurrency
+    if name is None:
+        return
+    if config.environment.name is not None:
+        rule_text = f"plays an episode by itself, and environment.name = {config.environment.name} would answer in it"
+        yield Violation("agent.name", name, rule_text, "one of the two: environment=none, or agent.name=null")
+    if processes > concurrency:
+        rule_text = f"exceeds agent.concurrency = {concurrency}: some processes would never play"
+        yield Violation("agent.processes", processes, rule_text, f"agent.processes={concurrency}")
+    dotted = code.as_dotted(name)
+    found = _found(name, dotted, "agent")
+    call = "async def agent(problem, endpoint, **agent.kwargs) -> float | None"
+    if found.trouble:
+        fix = (
+            f"agent.name={dotted}"
+            if dotted
+            else f"package.module.function or path/to/file.py:function of your own: {call}"
+        )
+        yield Violation("agent.name", name, found.trouble, fix)
+    elif isinstance(found.definition, ast.FunctionDef | ast.AsyncFunctionDef) and (
+        trouble := code.misfit(found.definition, 2, config.agent.kwargs)
+    ):
+        yield Violation("agent.name", name, f"cannot be called as agent(problem, endpoint, ...): {trouble}", call)
 
 
 def _without_step(definition: ast.ClassDef) -> str:

@@ -32,6 +32,7 @@ READERS = {
     "reward.name",
     "environment.name",
     "environment.kwargs.tools",
+    "agent.name",
 }
 NEMO_RL = DOCS / "from_nemo_rl.md"
 

@@ -12,8 +12,6 @@ from nemo_rl_lite.config.sizes import all_gpus, policy_ranks
 from nemo_rl_lite.data.kinds import problems
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
-from nemo_rl_lite.environments.registry import check_environment
-from nemo_rl_lite.environments.sessions import make_environments
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.losses.registry import make_loss
@@ -22,15 +20,16 @@ from nemo_rl_lite.observability.metrics_log import MetricsLog, under
 from nemo_rl_lite.rewards.judge import make_judge, try_reward
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
 from nemo_rl_lite.rollout.files import RolloutFiles, Split
+from nemo_rl_lite.rollout.playing import Play
 from nemo_rl_lite.rollout.prompts import fitting_prompts
 from nemo_rl_lite.rollout.resting import Resting
 from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.source import RolloutSource
-from nemo_rl_lite.rollout.turns import Turns
+from nemo_rl_lite.run.jobs.playing import Playing
 from nemo_rl_lite.run.jobs.steps import make_steps
 from nemo_rl_lite.run.memory_plan import show_memory_plan
 from nemo_rl_lite.run.model import starting_model
-from nemo_rl_lite.run.workers.launch import Reserved, launch
+from nemo_rl_lite.run.workers.launch import Reserved, Workers, launch
 
 # Samples that the terminal shows, the worst and the best, and that trackers get.
 SHOWN, TRACKED = 2, 16
@@ -42,8 +41,8 @@ class GRPOJob:
     def __init__(self, config: Config, folder: Path, console: RunConsole):
         self._config, self._folder, self._console = config, folder, console
         self._judge = make_judge(config.reward)
-        kind = problems(check_environment(config.environment))
-        self._environments = make_environments(config.environment)
+        self._playing = Playing(config)
+        kind = problems(self._playing.tools)
         training = training_set(config.data, config.algorithm.seed, kind)
         validation = validation_set(config.data, config.algorithm.max_val_samples, kind)
         self._model_path = starting_model(config, console)
@@ -68,11 +67,25 @@ class GRPOJob:
             probe_prompt = self._tokenizer.prompt(first.messages, first.tools)
             workers = launch(reserved, self._model_path, probe_prompt, start.policy, console.say)
         metrics.log(start.steps, under("timing/setup", reserved.setup_seconds()))
-        groups = (workers.policy.group, workers.engines)
+        with self._playing.through(workers.generation, self._tokenizer, self._folder, console.say) as (
+            generation,
+            play,
+        ):
+            loop = self._loop(metrics, start, workers, self._collector(generation, play))
+            loop.run()
+        workers.policy.release_host_memory()
+        if config.checkpoint.export_hf_at_end:
+            workers.policy.export_hf(str(self._folder / "hf"))
+        # A failed checkpoint is an error only now that the trained weights are exported.
+        loop.steps.checkpoints.require()
+        return workers.peak_memory()
+
+    def _loop(self, metrics: MetricsLog, start: Start, workers: Workers, collector: RolloutCollector) -> GRPO:
+        config, console, groups = self._config, self._console, (workers.policy.group, workers.engines)
         options = config.options(GRPOConfig)
         rollouts = RolloutSource(
             options,
-            self._collector(workers.generation),
+            collector,
             Sampling.of(config.generation, self._tokenizer.end_tokens),
             self._training,
             self._validation,
@@ -83,7 +96,7 @@ class GRPOJob:
         steps = make_steps(config, self._folder, start, workers.policy, metrics, console, groups, rollouts.state)
         devices = all_gpus(config) or policy_ranks(config)
         system = SystemUsage([process for group in groups for process in group.processes])
-        GRPO(
+        return GRPO(
             config=options,
             loss=make_loss(options),
             policy=workers.policy,
@@ -92,20 +105,14 @@ class GRPOJob:
             steps=steps,
             report=Report(metrics, console, workers.policy, devices, system.take),
             mismatch_warning=config.logger.mismatch_warning,
-        ).run()
-        workers.policy.release_host_memory()
-        if config.checkpoint.export_hf_at_end:
-            workers.policy.export_hf(str(self._folder / "hf"))
-        # A failed checkpoint is an error only now that the trained weights are exported.
-        steps.checkpoints.require()
-        return workers.peak_memory()
+        )
 
-    def _collector(self, generation: Generation) -> RolloutCollector:
-        config, environments = self._config, self._environments
-        shares = ErrorShares(config.reward.max_error_share, config.environment.max_error_share)
-        turns = None if environments is None else Turns(environments, config.environment.max_turns)
+    def _collector(self, generation: Generation, play: Play) -> RolloutCollector:
+        config = self._config
+        taking_part = config.agent if play.section == "agent" else config.environment
+        shares = ErrorShares(config.reward.max_error_share, taking_part.max_error_share)
         max_length = config.policy.max_total_sequence_length
-        return RolloutCollector(generation, self._tokenizer, self._judge, max_length, shares, turns)
+        return RolloutCollector(generation, self._tokenizer, self._judge, max_length, shares, play)
 
     def _rollout_log(self, metrics: MetricsLog, start: Start) -> Callable[[int, Split, Rollout], None]:
         options, console = self._config.logger, self._console

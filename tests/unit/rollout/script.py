@@ -25,6 +25,9 @@ class Letters:
     def text(self, tokens):
         return "".join(chr(token) for token in tokens if token)
 
+    def piece(self, token):
+        return chr(token)
+
 
 class Script:
     """Answers each turn from a list of its own, in the order of the requests; keeps what it was asked. A text that ends

@@ -1,4 +1,4 @@
-"""Rewards and environments that are only read: an import of this module fails."""
+"""Rewards, environments and agents that are only read: an import of this module fails."""
 
 import no_such_package_anywhere
 
@@ -34,6 +34,14 @@ def asked(prompt, completion):
 @no_such_package_anywhere.takes_anything
 def decorated(prompt):
     return prompt
+
+
+async def plays(problem, endpoint, *, tool=None):
+    return None
+
+
+async def acts(state):
+    return None
 
 
 class Assigned:
