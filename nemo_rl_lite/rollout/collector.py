@@ -96,7 +96,7 @@ class RolloutCollector:
     async def _collect(self, wanted: Wanted, sampling: Sampling, seed: int, show: Show) -> Rollout:
         rewards = _Failures("the reward", "reward.max_error_share", self._shares.reward)
         environments = _Failures("the environment", "environment.max_error_share", self._shares.environment)
-        groups = list[Group]()
+        groups, began = list[Group](), time.perf_counter()
         alive = asyncio.create_task(_show_life(groups, wanted.count, show))
         async with self._generation.serving() as requests:
             # All that begins now begins together, so that the engines form the same batches every time.
@@ -125,7 +125,9 @@ class RolloutCollector:
         sampled = [episode for group in groups if group.is_done for episode in group.episodes]
         environments.check(len(sampled))
         rewards.check(sum(episode.ending != "error" for episode in sampled))
-        return wanted.rollout(groups, len(rewards.errors), len(environments.errors))
+        rollout = wanted.rollout(groups, len(rewards.errors), len(environments.errors))
+        rollout.took_s = time.perf_counter() - began
+        return rollout
 
     def _episodes(self, problem: Problem, samples: int, sampling: Sampling) -> list[Episode]:
         prompt = self._tokenizer.prompt(problem.messages)

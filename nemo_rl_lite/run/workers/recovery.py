@@ -49,7 +49,8 @@ class RecoveringGeneration:
         return self._persist(self._generation.finish_generation)
 
     def refit(self, version: int) -> dict[str, float]:
-        """See `WeightSync.refit`."""
+        """See `WeightSync.refit`. Engines that died in the rollout are restarted."""
+        self._replace_lost()
         return self._persist(lambda: self._weights.refit(version))
 
     def _note_loss(self, rank: int, error: WorkerError) -> None:
