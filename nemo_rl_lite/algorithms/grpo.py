@@ -136,7 +136,8 @@ class GRPO:
         if not factor <= self.mismatch_warning:
             log.warning(
                 "step %d: policy and generation engine disagree by a factor of %.3f a token on average (limit %.3f, "
-                "logger.mismatch_warning). Either the refit, the precision or the sampling settings differ.",
+                "logger.mismatch_warning). Either the refit, the precision or the sampling settings differ, or the "
+                "policy has moved since the rollout was sampled (algorithm.rollouts.source).",
                 step,
                 factor,
                 self.mismatch_warning,

@@ -46,6 +46,11 @@ CASES = {
     "generation.temprature=1": ["generation.temprature", "did you mean generation.temperature"],
     "seed=1": ["seed", "did you mean algorithm.seed"],
     "algorithm.beta=0.1": ["algorithm.beta", f"did you mean {LOSS}.reference_policy_kl_penalty?"],
+    "algorithm.rollouts.source=one_step_off": [
+        "algorithm.rollouts.source",
+        "fix: generation.colocated.enabled=false",
+        f"fix: {LOSS}.use_importance_sampling_correction=true",
+    ],
     "algorithm=dpo algorithm.beta=0.1": ["did you mean algorithm.reference_policy_kl_penalty?"],
     f"{LOSS}.ratio_eps=0.2": [f"did you mean {LOSS}.ratio_clip_min and {LOSS}.ratio_clip_max?"],
     "data.max_response_length=64": ["data.max_response_length", "did you mean generation.max_new_tokens?"],
