@@ -85,12 +85,18 @@ class RewardShapingConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class RolloutsConfig:
+    source: Literal["on_policy", "one_step_off"]
+
+
+@dataclass(frozen=True, config=STRICT)
 class GRPOConfig(RolloutAlgorithmConfig):
     name: Literal["grpo"]
     use_dynamic_sampling: bool
     oversample: Annotated[float, Field(ge=1, le=8)]
     dynamic_sampling_max_gen_batches: Annotated[float, Field(ge=1)]
     rest_epochs: Annotated[int, Field(ge=0, le=1024)]
+    rollouts: RolloutsConfig
     overlong_filtering: bool
     reward_shaping: RewardShapingConfig
     val_metric: Literal["accuracy", "avg_length"]

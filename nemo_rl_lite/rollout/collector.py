@@ -92,7 +92,7 @@ class RolloutCollector:
 
     async def _collect(self, wanted: Wanted, sampling: Sampling, seed: int, show: Show) -> Rollout:
         rewards = _Failures("the reward", "reward.max_error_share", self._shares.reward)
-        section, groups = self._play.section, list[Group]()
+        section, groups, began = self._play.section, list[Group](), time.perf_counter()
         environments = _Failures(f"the {section}", f"{section}.max_error_share", self._shares.environment)
         alive = asyncio.create_task(_show_life(groups, wanted.count, show))
         async with self._generation.serving() as requests:
@@ -122,7 +122,9 @@ class RolloutCollector:
         sampled = [episode for group in groups if group.is_done for episode in group.episodes]
         environments.check(len(sampled))
         rewards.check(sum(episode.ending != "error" for episode in sampled))
-        return wanted.rollout(groups, len(rewards.errors), len(environments.errors))
+        rollout = wanted.rollout(groups, len(rewards.errors), len(environments.errors))
+        rollout.took_s = time.perf_counter() - began
+        return rollout
 
     def _episodes(self, problem: Problem, samples: int, sampling: Sampling) -> list[Episode]:
         prompt = self._tokenizer.prompt(problem.messages, problem.tools)

@@ -26,6 +26,8 @@ class Rollout:
     rollout begins behind it."""
     rested: int = 0
     """Prompts of the data that were passed over, because they taught nothing earlier."""
+    took_s: float = 0.0
+    """Seconds from its first request to its last reward."""
     dropped: tuple[Episode, ...] = ()
     """Episodes of prompts that were replaced because all their rewards are the same, or were not needed any more."""
 
@@ -82,6 +84,13 @@ class Rollout:
             "global_valid_toks": float(sum(trained)),
             "num_valid_samples": valid,
         } | self._parts()
+
+    def ages(self, version: int) -> dict[str, float]:
+        """How many optimizer steps lie between the weights that sampled a turn and those of `version`, which train on
+        it: the mean over tokens, and the most."""
+        found = [(version - turn.version, len(turn.tokens)) for one in self.episodes for _, turn in one.turns]
+        mean = sum(age * tokens for age, tokens in found) / self.generated
+        return {"trajectory_age_mean": mean, "trajectory_age_max": float(max(age for age, _ in found))}
 
     def _parts(self) -> dict[str, float]:
         """The mean of each part of the reward, before its weight."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from nemo_rl_lite.algorithms.grpo import GRPO, Engines
+from nemo_rl_lite.algorithms.grpo import GRPO
 from nemo_rl_lite.algorithms.report import Report
 from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.cluster.system_usage import SystemUsage
@@ -24,12 +24,14 @@ from nemo_rl_lite.rollout.playing import Play
 from nemo_rl_lite.rollout.prompts import fitting_prompts
 from nemo_rl_lite.rollout.resting import Resting
 from nemo_rl_lite.rollout.rollout import Rollout
-from nemo_rl_lite.rollout.source import RolloutSource
+from nemo_rl_lite.rollout.sampler import Sampler
+from nemo_rl_lite.rollout.source import OneStepOff, OnPolicy, RolloutSource
 from nemo_rl_lite.run.jobs.playing import Playing
 from nemo_rl_lite.run.jobs.steps import make_steps
 from nemo_rl_lite.run.memory_plan import show_memory_plan
 from nemo_rl_lite.run.model import starting_model
 from nemo_rl_lite.run.workers.launch import Reserved, Workers, launch
+from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
 
 # Samples that the terminal shows, the worst and the best, and that trackers get.
 SHOWN, TRACKED = 2, 16
@@ -83,25 +85,29 @@ class GRPOJob:
     def _loop(self, metrics: MetricsLog, start: Start, workers: Workers, collector: RolloutCollector) -> GRPO:
         config, console, groups = self._config, self._console, (workers.policy.group, workers.engines)
         options = config.options(GRPOConfig)
-        rollouts = RolloutSource(
+        sampling = Sampling.of(config.generation, self._tokenizer.end_tokens)
+        sampler = Sampler(
             options,
             collector,
-            Sampling.of(config.generation, self._tokenizer.end_tokens),
+            sampling,
             self._training,
             self._validation,
-            self._rollout_log(metrics, start),
             start.rollouts.get("position", start.steps * options.num_prompts_per_step),
             Resting(options.rest_epochs, self._epoch_length, start.rollouts.get("resting")),
         )
-        steps = make_steps(config, self._folder, start, workers.policy, metrics, console, groups, rollouts.state)
+        rollouts = _source(options, sampler, workers.generation, start)
+        steps = make_steps(config, self._folder, start, workers.policy, metrics, console, groups, rollouts.save)
         devices = all_gpus(config) or policy_ranks(config)
         system = SystemUsage([process for group in groups for process in group.processes])
         return GRPO(
             config=options,
             loss=make_loss(options),
             policy=workers.policy,
-            engines=Engines(workers.generation, workers.generation.refit, workers.weights.check),
+            sampling=sampling,
             rollouts=rollouts,
+            check=workers.weights.check,
+            keep=self._rollout_log(metrics, start),
+            held_out=len(self._validation),
             steps=steps,
             report=Report(metrics, console, workers.policy, devices, system.take),
             mismatch_warning=config.logger.mismatch_warning,
@@ -125,3 +131,9 @@ class GRPOJob:
                 metrics.log_samples(step, rollout.samples(TRACKED))
 
         return keep
+
+
+def _source(options: GRPOConfig, sampler: Sampler, generation: RecoveringGeneration, start: Start) -> RolloutSource:
+    if options.rollouts.source == "on_policy":
+        return OnPolicy(sampler, generation.refit, generation.finish_generation)
+    return OneStepOff(sampler, generation.refit, start.steps, options.max_num_steps, start.folder)
