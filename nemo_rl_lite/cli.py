@@ -3,13 +3,15 @@
 import runpy
 import sys
 
-VERBS = ("train", "plan", "slurm", "quickstart", "export", "report", "doctor")
+VERBS = ("train", "plan", "slurm", "quickstart", "export", "chat", "serve", "report", "doctor")
 USAGE = """usage: nrl-lite VERB [arguments]
 
   train        one training run: group=file and key.path=value overrides; `nrl-lite train --help` lists them
   plan         what a run needs and whether it fits, without a GPU, in seconds; arguments as for train
   slurm        the same run as a Slurm job: prints a script for sbatch, or submits it; resumes after a time limit
   export       a run's checkpoint as a Hugging Face folder, read back and compared with the checkpoint
+  chat         a conversation with a run's model in the terminal
+  serve        an OpenAI-compatible endpoint of a run's model, until Ctrl-C
   report       one HTML page of one or several runs: curves, times, memory, samples, configuration
   quickstart   the embedded example, in two minutes on two CPU cores
   doctor       checks of this machine and its packages, with the fix for each problem

@@ -22,7 +22,8 @@ def kind(node: Schema) -> str:
     words = TYPES[node["type"]]
     ranges = [f"{sign} {node[limit]}" for limit, sign in LIMITS.items() if limit in node]
     if "pattern" in node:
-        ranges.append(f"like `{node['pattern']}`")
+        # A bar ends a cell of a table.
+        ranges.append(f"like `{node['pattern'].replace('|', '\\|')}`")
     return " ".join([words, " and ".join(ranges)]).strip()
 
 
@@ -49,9 +50,9 @@ def shown(defaults: Mapping[str, Any], key: str) -> str:
 
 
 def raw(value: Any) -> str:
-    """Return a value as YAML, on one line."""
+    """Return a value as YAML, on one line: of a text with several, the first."""
     if isinstance(value, str):
-        return value
+        return " ".join([*value.splitlines()[:1], *["..."] * ("\n" in value)])
     return yaml.safe_dump(value, default_flow_style=True, width=float("inf")).removesuffix("\n").removesuffix("\n...")
 
 

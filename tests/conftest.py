@@ -23,6 +23,7 @@ GROUPS = {
     "test_checkpoints": "ranks",
     "test_four_ranks": "four ranks",
     "test_failures": "failures",
+    "test_tool_runs": "failures",
     "test_engines": "engines",
     # Two Rays that start at the same time on two cores can miss each other's deadlines.
     "test_node": "nodes",
@@ -31,7 +32,9 @@ GROUPS = {
     "test_sft": "here",
     "test_dpo": "here",
     "test_lora": "here",
+    "test_judge": "here",
     "test_resume": "here",
+    "test_serving": "here",
 }
 # Modules whose tests are independent, and the number of groups that they are split into.
 PARTS = {"test_bad_configs": 4}

@@ -7,26 +7,17 @@ from dataclasses import dataclass
 from nemo_rl_lite.algorithms.report import Report
 from nemo_rl_lite.algorithms.steps import Steps, ValidationTimes
 from nemo_rl_lite.config.schema import GRPOConfig
-from nemo_rl_lite.generation.interface import Generation
+from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.losses.advantages import baseline_metrics, group_advantages
 from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.observability.metrics_log import under
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.policy.interface import Policy, Scored
+from nemo_rl_lite.rollout.files import Split
+from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.source import RolloutSource
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Engines:
-    """The generation engines, and how they get the policy's weights; both functions return metrics."""
-
-    generation: Generation
-    refit: Callable[[int], dict[str, float]]
-    """Takes the number of the step that made the weights."""
-    check: Callable[[], dict[str, float]]
-    """In the logprob phase, compares what the engines computed after the last refit with the policy."""
 
 
 @dataclass
@@ -36,27 +27,33 @@ class GRPO:
     config: GRPOConfig
     loss: Loss
     policy: Policy
-    engines: Engines
+    sampling: Sampling
     rollouts: RolloutSource
+    check: Callable[[], dict[str, float]]
+    """In the logprob phase, compares what the engines computed after the last refit with the policy."""
+    keep: Callable[[int, Split, Rollout], None]
+    """Records a rollout of a step for people."""
+    held_out: int
+    """The number of held-out problems."""
     steps: Steps
     report: Report
     mismatch_warning: float
 
     def run(self) -> None:
-        sampling, config, total = self.rollouts.sampling, self.config, self.config.max_num_steps
+        sampling, config, total = self.sampling, self.config, self.config.max_num_steps
         if sampling.top_p < 1 or sampling.top_k is not None:
             log.warning(
                 "generation.top_p or top_k cuts the distribution that is sampled from, but not the one the policy's "
                 "logprobs come from: importance ratios are off by the share that is cut"
             )
-        self.report.metrics.log(self.steps.done, under("refit", self.engines.refit(self.steps.done)))
+        self.report.metrics.log(self.steps.done, under("refit", self.rollouts.publish(self.steps.done)))
         times = ValidationTimes(config.val_period, config.val_at_start, config.val_at_end)
         for step in self.steps.until(total, times, self.validate, self._prepare_to_save):
             self.step(step)
         self.steps.checkpoints.finish()
-        self.engines.generation.finish_generation()
+        self.rollouts.finish_generation()
         self.policy.prepare_for_logprob()
-        self.report.metrics.log(total, under("refit", self.engines.check()))
+        self.report.metrics.log(total, under("refit", self.check()))
 
     def step(self, step: int) -> None:
         """One rollout and the optimizer steps on it."""
@@ -65,7 +62,7 @@ class GRPO:
             with timer("generation"), self.report.console.busy(f"step {step}: generating", announced=False) as show:
                 rollout = self.rollouts.take(step, show)
             with timer("generation_sleep"):
-                memory = self.engines.generation.finish_generation()
+                memory = self.rollouts.finish_generation()
             with timer("advantage_calculation"):
                 rewards_PG = rollout.rewards_B.view(-1, config.num_generations_per_prompt)
                 advantages_PG = group_advantages(
@@ -74,7 +71,7 @@ class GRPO:
             with timer("logprob_inference_prep"):
                 self.policy.prepare_for_logprob()
             with timer("refit_check"):
-                checked = self.engines.check()
+                checked = self.check()
             with timer("policy_and_reference_logprobs"):
                 batch = self.policy.hold(rollout.rows(advantages_PG.flatten().tolist()))
                 mismatch = self.policy.score(batch, self._compared)
@@ -84,14 +81,16 @@ class GRPO:
                 trained = self.policy.train(batch, self.loss)
             with timer("checkpointing"):
                 self.steps.checkpoints.save_if_due(step, step == config.max_num_steps)
+            with timer("generation"), self.report.console.busy(f"step {step + 1}: generating", announced=False) as show:
+                self.rollouts.settle(show)
             with timer("prepare_for_generation/transfer_and_update_weights"):
-                refitted = self.engines.refit(step)
+                refitted = self.rollouts.publish(step)
         self._warn_of_mismatch(step, mismatch["token_mult_prob_error"])
         seconds, sampled = timer.take(), rollout.metrics()
         speed = {
             "policy_and_reference_logprobs_tokens_per_sec": sampled["total_num_tokens"]
             / seconds["policy_and_reference_logprobs"],
-            "generation_tokens_per_sec": rollout.generated / seconds["generation"],
+            "generation_tokens_per_sec": rollout.generated / rollout.took_s,
         }
         shown = {"reward": sampled["reward"], "loss": trained["loss"]}
         shown |= {"kl": trained["kl_penalty"]} if "kl_penalty" in trained else {}
@@ -101,7 +100,7 @@ class GRPO:
             step,
             config.max_num_steps,
             len(rollout.episodes),
-            sampled | baseline_metrics(rewards_PG, advantages_PG) | trained | mismatch,
+            sampled | rollout.ages(step - 1) | baseline_metrics(rewards_PG, advantages_PG) | trained | mismatch,
             seconds,
             shown,
             under("performance", speed)
@@ -109,20 +108,20 @@ class GRPO:
             | under("timing/rollout", rollout.seconds()),
             memory,
         )
-        self.rollouts.keep(step, "train", rollout)
+        self.keep(step, "train", rollout)
 
     def validate(self, step: int) -> dict[str, float]:
         """Mean reward on the held-out problems (`accuracy`), one response each."""
-        timer, count = Timer(), len(self.rollouts.validation)
+        timer, count = Timer(), self.held_out
         what = f"validating on {count} held-out problems"
         with timer("total_validation_time"), self.report.console.busy(what) as show:
-            rollout = self.rollouts.sample_held_out(step, show)
+            rollout = self.rollouts.held_out(step, show)
         measured = {"accuracy": rollout.rewards_B.nanmean().item(), "avg_length": rollout.generated / count}
         # A mean of rewards that are not all right or wrong is no accuracy.
         right_or_wrong = all(reward in (0, 1) for reward in rollout.rewards_B.tolist())
         what = "accuracy" if right_or_wrong else "mean reward"
         self.report.validation(step, measured, timer, f"{what} {measured['accuracy']:.3f}")
-        self.rollouts.keep(step, "validation", rollout)
+        self.keep(step, "validation", rollout)
         return measured
 
     @property
@@ -130,14 +129,15 @@ class GRPO:
         return ["previous", "reference"] if self.config.loss_fn.reference_policy_kl_penalty > 0 else ["previous"]
 
     def _prepare_to_save(self) -> None:
-        self.engines.generation.finish_generation()
+        self.rollouts.finish_generation()
         self.policy.prepare_for_training()
 
     def _warn_of_mismatch(self, step: int, factor: float) -> None:
         if not factor <= self.mismatch_warning:
             log.warning(
                 "step %d: policy and generation engine disagree by a factor of %.3f a token on average (limit %.3f, "
-                "logger.mismatch_warning). Either the refit, the precision or the sampling settings differ.",
+                "logger.mismatch_warning). Either the refit, the precision or the sampling settings differ, or the "
+                "policy has moved since the rollout was sampled (algorithm.rollouts.source).",
                 step,
                 factor,
                 self.mismatch_warning,

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_rl_lite.checkpoint.store import CheckpointStore
@@ -12,6 +13,15 @@ log = logging.getLogger(__name__)
 
 # The policy's part of a checkpoint's folder.
 POLICY = "policy"
+
+
+SaveRollouts = Callable[[Path], Mapping[str, Any]]
+"""Returns what the source of rollouts needs to resume; what is large it writes to the checkpoint's folder."""
+
+
+def save_none(_: Path) -> Mapping[str, Any]:
+    """Of a run that generates nothing."""
+    return {}
 
 
 class Saver(Protocol):
@@ -41,10 +51,10 @@ class Checkpoints:
         record: Mapping[str, Any],
         say: Callable[[str], None],
         saved: int | None = None,
-        rollouts: Callable[[], Mapping[str, Any]] = dict,
+        rollouts: SaveRollouts = save_none,
     ):
         """`record` is written into every checkpoint, for the run that resumes from it, and so is what `rollouts`
-        returns when its saving begins. `saved`: the step that this run was resumed from."""
+        returns. `saved`: the step that this run was resumed from."""
         self.store, self._policy, self._period, self._asynchronous = store, policy, period, asynchronous
         self._record, self._say, self._rollouts = dict(record), say, rollouts
         self._writing: int | None = None
@@ -71,10 +81,10 @@ class Checkpoints:
         self.finish()
         self._saved, self._failure, self._begun_s = step, None, time.monotonic()
         try:
-            self._record |= {"rollouts": dict(state)} if (state := self._rollouts()) else {}
-            folder = self.store.begin(step) / POLICY
-            folder.mkdir()
-            self._policy.begin_save(str(folder))
+            folder = self.store.begin(step)
+            self._record |= {"rollouts": dict(state)} if (state := self._rollouts(folder)) else {}
+            (folder / POLICY).mkdir()
+            self._policy.begin_save(str(folder / POLICY))
         except (CheckpointError, OSError) as error:
             self._fail(step, error)
             return

@@ -40,6 +40,11 @@ class Start:
     rollouts: Mapping[str, Any] = field(default_factory=dict)
     """What the source of rollouts had saved."""
 
+    @property
+    def folder(self) -> Path | None:
+        """The checkpoint's folder."""
+        return None if self.policy is None else self.policy.parent
+
     def lines(self) -> Iterator[str]:
         """Lines for the terminal; none for a new run."""
         if self.steps:

@@ -4,7 +4,6 @@ A new algorithm is its options (`schema.py`), a loop (`algorithms/`) with its jo
 `configs/algorithm/`, and a row here. Imports nothing heavy: a row names code above this room by a dotted path.
 """
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from nemo_rl_lite.config.schema import (
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One algorithm. `data`, `job`, `loss` and `view` are dotted paths, see `imported`."""
+    """One algorithm. `data`, `job`, `loss` and `view` are dotted paths, see `user_code.imported`."""
 
     options: type[AlgorithmConfig]
     data: str
@@ -84,9 +83,3 @@ def generates(config: Config) -> bool:
 def compares(config: Config) -> bool:
     """Whether this run's loss compares the policy with the reference policy."""
     return algorithm_of(config).compares(config.algorithm)
-
-
-def imported(path: str) -> Any:
-    """The object at a dotted path, `package.module.name`."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)

@@ -46,12 +46,13 @@ _OTHER_NAMES = {
 }
 # NeMo-RL's place of the section `generation`, and its other policy.
 _ELSEWHERE, _DTENSOR = "policy.generation.", "policy.dtensor_cfg"
-# Sections whose keys belong to somebody else: a user's reward or environment, vLLM, a task's generator.
+# Sections whose keys belong to somebody else: a user's reward, environment or agent, vLLM, a task's generator.
 _OPEN_SECTIONS = (
     "algorithm.loss_kwargs",
     "reward.kwargs",
     "reward.terms",
     "environment.kwargs",
+    "agent.kwargs",
     "generation.vllm_kwargs",
     "data.task_kwargs",
 )

@@ -20,11 +20,12 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 # A time that a process or a phase needs at least.
 Seconds = Annotated[float, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
-DOTTED_PATH = r"^\w+(\.\w+)+$"
+# A dotted path, or a file and a name in it.
+USER_CODE = r"^(\w+(\.\w+)+|.+\.py:\w+)$"
 DURATION = r"^(\d+:){1,3}\d{1,2}$"
 # The name is part of a path, so it must not lead to another folder.
 RUN_NAME = r"^[^./\\\s][^/\\]{0,199}$"
-DottedPath = Annotated[str, Field(pattern=DOTTED_PATH)]
+UserCode = Annotated[str, Field(pattern=USER_CODE)]
 Precision = Literal["float32", "bfloat16"]
 # Parts of a layer whose inputs can be kept in host memory until the backward pass.
 OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp", "expert_fc1", "moe_act"]
@@ -56,7 +57,7 @@ class AlgorithmConfig:
 
     name: str
     seed: Seed
-    loss: DottedPath | None
+    loss: UserCode | None
     loss_kwargs: dict[str, Any]
     max_num_steps: PositiveInt | None
     val_metric: str
@@ -84,12 +85,18 @@ class RewardShapingConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class RolloutsConfig:
+    source: Literal["on_policy", "one_step_off"]
+
+
+@dataclass(frozen=True, config=STRICT)
 class GRPOConfig(RolloutAlgorithmConfig):
     name: Literal["grpo"]
     use_dynamic_sampling: bool
     oversample: Annotated[float, Field(ge=1, le=8)]
     dynamic_sampling_max_gen_batches: Annotated[float, Field(ge=1)]
     rest_epochs: Annotated[int, Field(ge=0, le=1024)]
+    rollouts: RolloutsConfig
     overlong_filtering: bool
     reward_shaping: RewardShapingConfig
     val_metric: Literal["accuracy", "avg_length"]
@@ -234,6 +241,13 @@ class ColocationConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class ServeConfig:
+    enabled: bool
+    host: Annotated[str, Field(min_length=1)]
+    port: Annotated[int, Field(gt=0, lt=2**16)] | None
+
+
+@dataclass(frozen=True, config=STRICT)
 class GenerationConfig:
     backend: Literal["vllm", "transformers"]
     colocated: ColocationConfig
@@ -244,6 +258,7 @@ class GenerationConfig:
     top_k: PositiveInt | None
     stop_token_ids: list[NonNegativeInt]
     stop_strings: list[str]
+    serve: ServeConfig
     vllm_cfg: VLLMConfig
     vllm_kwargs: dict[str, Any]
 
@@ -272,7 +287,7 @@ class DataConfig:
     validation_fraction: Annotated[float, Field(ge=0, lt=1)]
     prompt_column: str
     prompt_template: str | None
-    answer_column: str
+    answer_column: str | None
     answer_pattern: str | None
     response_column: str | None
     messages_column: str | None
@@ -290,12 +305,14 @@ class RewardTerm:
     name: Annotated[str, Field(min_length=1)]
     weight: Annotated[float, Field(allow_inf_nan=False)]
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    batch_size: PositiveInt | None = None
 
 
 @dataclass(frozen=True, config=STRICT)
 class RewardConfig:
     name: Annotated[str, Field(min_length=1)]
     kwargs: dict[str, Any]
+    batch_size: PositiveInt | None
     terms: dict[Annotated[str, Field(pattern=r"^\w+$")], RewardTerm]
     timeout_s: PositiveFloat | None
     processes: Annotated[int, Field(gt=0, le=4096)]
@@ -307,6 +324,16 @@ class RewardConfig:
 class EnvironmentConfig:
     name: Annotated[str, Field(min_length=1)] | None
     max_turns: PositiveInt
+    timeout_s: PositiveFloat | None
+    concurrency: PositiveInt
+    processes: Annotated[int, Field(gt=0, le=4096)]
+    max_error_share: Annotated[float, Field(ge=0, le=1)]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, config=STRICT)
+class AgentConfig:
+    name: Annotated[str, Field(min_length=1)] | None
     timeout_s: PositiveFloat | None
     concurrency: PositiveInt
     processes: Annotated[int, Field(gt=0, le=4096)]
@@ -383,6 +410,7 @@ class Config:
     data: DataConfig
     reward: RewardConfig
     environment: EnvironmentConfig
+    agent: AgentConfig
     cluster: ClusterConfig
     logger: LoggerConfig
     profile: ProfileConfig

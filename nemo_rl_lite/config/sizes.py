@@ -15,6 +15,11 @@ def on_gpus(config: Config) -> bool:
     return config.cluster.gpus_per_node > 0
 
 
+def has_endpoint(config: Config) -> bool:
+    """Whether the engines also answer over HTTP."""
+    return config.generation.serve.enabled or config.agent.name is not None
+
+
 def all_gpus(config: Config) -> int:
     return config.cluster.num_nodes * config.cluster.gpus_per_node
 

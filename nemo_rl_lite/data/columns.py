@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from math import isfinite
 from string import Formatter
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from nemo_rl_lite.config.schema import DataConfig
 from nemo_rl_lite.data.messages import CHAT_COLUMNS
@@ -24,13 +24,13 @@ def to_problem(config: DataConfig, row: Row, where: str) -> Problem:
         DataError: the row lacks a column, or one has a wrong type or does not match `data.answer_pattern`.
     """
     if config.prompt_template is not None:
-        prompt = _fill(config.prompt_template, row, where)
+        prompt = filled(config.prompt_template, row, where)
     elif config.prompt_column not in row and (chats := [name for name in CHAT_COLUMNS if name in row]):
         rule = f"no column '{config.prompt_column}', but '{chats[0]}', as of whole chats: algorithm=sft trains on those"
         raise DataError(f"{where}: {rule}")
     else:
         prompt = column(row, config.prompt_column, where)
-    answer = _text(row, config.answer_column, where)
+    answer = _text(row, config.answer_column, where) if config.answer_column is not None else ""
     if config.answer_pattern is not None:
         answer = _find_answer(config, answer, where)
     if answer.isspace() or (not answer and config.answer_pattern is not None):
@@ -56,7 +56,7 @@ def template_columns(template: str) -> list[str]:
 
 def cut_number(config: DataConfig, row: Row) -> tuple[str, str] | None:
     """Return what `data.answer_pattern` takes out of a number, and that number; None where it takes all of it."""
-    text = row.get(config.answer_column)
+    text = row.get(config.answer_column or "")
     found = re.search(config.answer_pattern, text) if config.answer_pattern and isinstance(text, str) else None
     if found is None or found[1] is None or not _PART.fullmatch(found[1]):
         return None
@@ -64,13 +64,33 @@ def cut_number(config: DataConfig, row: Row) -> tuple[str, str] | None:
     return (found[1], f"{found[1]}{rest[0]}") if rest and rest[0] else None
 
 
+def filled(template: str, row: Row, where: str) -> str:
+    """Replace each field of the template by its column. str.format would also reach into attributes.
+
+    Raises:
+        DataError: the row has no such column, or it is neither text nor a number.
+    """
+    return "".join(
+        text + ("" if name is None else _text(row, name, where)) for text, name, _, _ in Formatter().parse(template)
+    )
+
+
 def column(row: Row, name: str, where: str) -> object:
     """Return the value of a column. Raises DataError: there is none."""
-    if name not in row:
-        raise DataError(f"{where}: no column '{name}' (columns: {shown_columns(row)})")
-    if row[name] is None:
+    value = find_column(row, name)
+    if value is None and name in row:
         raise DataError(f"{where}: column '{name}' is null")
-    return row[name]
+    if value is None:
+        raise DataError(f"{where}: no column '{name}' (columns: {shown_columns(row)})")
+    return value
+
+
+def find_column(row: Row, name: str) -> Any:
+    """Return the value of a column, or of a field of a structure, `column.field`; None where there is none."""
+    value: Any = row
+    for part in [name] if name in row else name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def shown_columns(row: Row) -> str:
@@ -84,13 +104,6 @@ def shown_columns(row: Row) -> str:
 def is_number(value: object) -> TypeGuard[int | float]:
     """Return whether a value is a number. True and false are none, nor is what is not finite."""
     return isfinite(value) if isinstance(value, float) else isinstance(value, int) and not isinstance(value, bool)
-
-
-def _fill(template: str, row: Row, where: str) -> str:
-    """Replace each field of the template by its column. str.format would also reach into attributes."""
-    return "".join(
-        text + ("" if name is None else _text(row, name, where)) for text, name, _, _ in Formatter().parse(template)
-    )
 
 
 def _find_answer(config: DataConfig, text: str, where: str) -> str:

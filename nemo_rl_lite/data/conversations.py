@@ -1,16 +1,15 @@
 """Make chats to train on, from rows and from problems. This module imports nothing heavy."""
 
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from nemo_rl_lite.config.schema import DataConfig
 from nemo_rl_lite.data.columns import column, to_problem
-from nemo_rl_lite.data.messages import CHAT_COLUMNS, Message, read_messages, without_nulls
+from nemo_rl_lite.data.messages import CHAT_COLUMNS, Message, read_messages
 from nemo_rl_lite.data.problems import Problem, with_system
 from nemo_rl_lite.data.rows import Row
+from nemo_rl_lite.data.tools import Tool, row_tools
 from nemo_rl_lite.errors import DataError
 
 
@@ -21,7 +20,7 @@ class Conversation:
 
     messages: tuple[Message, ...]
     first_trained: int
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Tool, ...] = ()
 
     def trained(self) -> list[int]:
         """Return the indices of the messages that are trained on."""
@@ -66,7 +65,7 @@ def to_chat(config: DataConfig, row: Row, where: str) -> Example:
     first = spoken[0 if config.train_on == "all" else -1]
     if all(message["role"] in ("system", "developer") for message in messages[: spoken[0]]):
         raise DataError(f"{where}: column '{name}' begins with the assistant, without a prompt")
-    said = Conversation(messages[: spoken[-1] + 1], first, _tools(config, row, where))
+    said = Conversation(messages[: spoken[-1] + 1], first, row_tools(config, row, where))
     if not any(_says_something(messages[index]) for index in said.trained()):
         raise DataError(f"{where}: column '{name}' has only empty messages of the assistant to train on")
     return Example((said,), where, unanswered=messages[-1]["role"] != "assistant")
@@ -104,17 +103,3 @@ def with_responses(config: DataConfig) -> DataConfig:
     """Return the same data configuration with the whole text of `data.response_column` as the answer."""
     name = config.response_column or config.answer_column
     return dataclasses.replace(config, answer_column=name, answer_pattern=None)
-
-
-def _tools(config: DataConfig, row: Row, where: str) -> tuple[Mapping[str, Any], ...]:
-    if config.tools_column is None or not row.get(config.tools_column):
-        return ()
-    tools = row[config.tools_column]
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: column '{config.tools_column}' is not JSON ({error.msg})") from None
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise DataError(f"{where}: column '{config.tools_column}' must be a list of tools as JSON schemas")
-    return tuple(map(without_nulls, tools))

@@ -66,7 +66,8 @@ class ReasoningGym:
         task, arguments = self.config.task or "", self.config.task_kwargs
         entry = draw_entry(task, arguments, random.Random(seed).getrandbits(31))
         # Tasks that accept many answers have none in the entry.
-        row = {**entry, self.config.answer_column: entry.get(self.config.answer_column) or ""}
+        answer = self.config.answer_column or ""
+        row = {**entry, answer: entry.get(answer) or ""}
         problem = to_problem(self.config, row, f"data.task = {task}")
         return replace(problem, metadata={"task": task, "task_kwargs": arguments, "entry": entry})
 

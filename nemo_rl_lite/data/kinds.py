@@ -1,15 +1,17 @@
 """A `Kind` is what an algorithm trains on and how it is read. This module imports nothing heavy."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from nemo_rl_lite.config.algorithms import algorithm_of, imported
+from nemo_rl_lite.config.algorithms import algorithm_of
 from nemo_rl_lite.config.schema import Config, DataConfig
+from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.columns import to_problem
 from nemo_rl_lite.data.conversations import Example, chat_of, to_chat
 from nemo_rl_lite.data.pairs import pair_of, to_pair
 from nemo_rl_lite.data.problems import Asked, Problem
 from nemo_rl_lite.data.rows import Row
+from nemo_rl_lite.data.tools import Tool, callable_tools, row_tools
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,21 @@ class Kind[T: Asked]:
     """Whether `data.answer_pattern` finds the answers of its rows."""
 
 
+def problems(tools: Sequence[Tool] = ()) -> Kind[Problem]:
+    """Problems that offer `tools`, unless their rows have some of their own."""
+
+    def from_row(config: DataConfig, row: Row, where: str) -> Problem:
+        own = callable_tools(row_tools(config, row, where), f"{where}, column '{config.tools_column}'")
+        return replace(to_problem(config, row, where), tools=own or tuple(tools))
+
+    def from_problem(problem: Problem) -> Problem:
+        return replace(problem, tools=tuple(tools))
+
+    return Kind("problems", from_row, from_problem, unread=("messages_column",), reads_answers=True)
+
+
 _CHAT_COLUMNS = ("messages_column", "tools_column")
-PROBLEMS = Kind[Problem]("problems", to_problem, lambda problem: problem, unread=_CHAT_COLUMNS, reads_answers=True)
+PROBLEMS = problems()
 CHATS = Kind[Example]("chats", to_chat, chat_of)
 PAIRS = Kind[Example]("pairs", to_pair, pair_of, unread=(*_CHAT_COLUMNS, "response_column", "prompt_template"))
 

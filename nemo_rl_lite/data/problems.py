@@ -20,12 +20,14 @@ from nemo_rl_lite.errors import DataError
 class Problem:
     """A chat to continue and the reference answer the reward compares with.
 
-    `metadata` holds the columns of the problem's row, or the entry of the task that generated it.
+    `metadata` holds the columns of the problem's row, or the entry of the task that generated it. `tools` are the
+    functions that the assistant may call, in OpenAI's format.
     """
 
     messages: tuple[Message, ...]
     answer: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 class Asked(Protocol):

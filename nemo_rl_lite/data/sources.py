@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Protocol
 
 from nemo_rl_lite.config.schema import DataConfig
-from nemo_rl_lite.data.columns import cut_number
+from nemo_rl_lite.data.columns import cut_number, find_column
 from nemo_rl_lite.data.files import share_a_file
 from nemo_rl_lite.data.gym import ReasoningGym
 from nemo_rl_lite.data.kinds import Kind
@@ -103,11 +103,11 @@ def _read[T: Asked](
         DataError: a row cannot be read, or none of all rows is left.
     """
     found, first, tools = [], "", config.tools_column
-    has_tools = tools is None
+    has_tools = False
     for where, row in rows:
         first = first or where
         found.append(kind.from_row(config, row, where))
-        has_tools = has_tools or tools in row
+        has_tools = has_tools or tools is None or tools in row or find_column(row, tools) is not None
     if found and not has_tools:
         raise DataError(f"{config.train_path or config.path}: no row has the column '{tools}' (data.tools_column)")
     kept = [one for one in found if one is not None]

@@ -2,11 +2,14 @@
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.data.conversations import Conversation
 from nemo_rl_lite.data.problems import Message
+from nemo_rl_lite.data.tool_format import ToolFormat, sample_call, tool_format
+from nemo_rl_lite.data.tools import Tool, checked_calls
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
 
 log = logging.getLogger(__name__)
@@ -51,7 +54,31 @@ class ChatTokenizer:
         """The number of tokens of a text."""
         return len(self._tokens(text))
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    @cached_property
+    def _tool_format(self) -> ToolFormat | None:
+        return tool_format(self._written) if self._has_template else None
+
+    def check_tools(self) -> None:
+        """Raise ConfigError where the chat template cannot offer tools, or writes calls in a way that is not known."""
+        if self._tool_format is None:
+            rule = (
+                f"offers tools, and the chat template of policy.model_name = {self._model_path} does not write them, "
+                "or writes calls in a way that is not known (docs/rollouts.md lists the known ones)"
+            )
+            needs_none = "environment=python environment.kwargs.call=block, which needs none"
+            fix = f"a model whose template takes tools, such as Qwen3, or {needs_none}"
+            raise ConfigError([Violation("environment.name", None, rule, fix)])
+
+    def tool_calls(self, tokens: Sequence[int], tools: Sequence[Tool], turn: int) -> list[dict[str, Any]]:
+        """Return the calls in a response, as `checked_calls` describes them; `turn` counts the episode's responses."""
+        if self._tool_format is None:
+            return []
+        sampled = list(tokens[:-1] if tokens and tokens[-1] in self.end_tokens else tokens)
+        # Markers of calls are special tokens in some models. What a model considers while it thinks is no call.
+        text = self._tokenizer.decode(sampled, skip_special_tokens=False).rpartition("</think>")[2]
+        return checked_calls(self._tool_format.find(text), tools, turn)
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Return the token ids of a chat, up to the start of the assistant's turn.
 
         Raises:
@@ -60,7 +87,9 @@ class ChatTokenizer:
         if self._tokenizer.chat_template is None:
             return self._opening(_joined(messages, self._tokenizer.eos_token))
         try:
-            encoded = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+            encoded = self._tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, add_generation_prompt=True, return_dict=True
+            )
         except Exception as error:  # a template may raise anything
             raise DataError(f"the model's chat template cannot write this chat: {error}") from None
         return list(encoded["input_ids"])
@@ -99,20 +128,44 @@ class ChatTokenizer:
         """
         if self._tokenizer.chat_template is None:
             return self._tokens("".join(f"\n{message['content']}" for message in messages))
-        turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _TURN}, *messages]
-        try:
-            whole = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template may raise anything
-            roles = ", ".join(message["role"] for message in messages)
-            raise DataError(f"the model's chat template cannot write messages of the role {roles}: {error}") from None
-        _, found, rest = whole.rpartition(_TURN)
-        if not found:
-            raise DataError(f"the model's chat template leaves out the assistant's earlier turns: {whole!r}")
+        rest = self._after_calls(messages)
+        if rest is None:
+            turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _TURN}, *messages]
+            try:
+                whole = self._written(turns, (), True)
+            except Exception as error:  # a template may raise anything
+                roles = ", ".join(message["role"] for message in messages)
+                rule = f"the model's chat template cannot write messages of the role {roles}: {error}"
+                raise DataError(rule) from None
+            _, found, rest = whole.rpartition(_TURN)
+            if not found:
+                raise DataError(f"the model's chat template leaves out the assistant's earlier turns: {whole!r}")
         return self._tokens(rest.removeprefix(self._tokenizer.decode([last_token])))
+
+    def _after_calls(self, messages: Sequence[Message]) -> str | None:
+        """Return the text from the end token of a turn with calls, through `messages` that answer them, to the start of
+        the next turn. Many templates write a tool's answer only after a call. None where there are no such messages, or
+        the template does not write that many calls."""
+        answers = [message for message in messages if "tool_call_id" in message]
+        if self._tool_format is None or not answers:
+            return None
+        calls = [sample_call(one["tool_call_id"], one.get("name", ""), _TURN) for one in answers]
+        turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+        try:
+            turn = self._written(turns, (), False).rpartition(_TURN)[2]
+            _, found, rest = self._written([*turns, *messages], (), True).rpartition(_TURN)
+        except Exception:  # a template may raise anything
+            return None
+        call_end = turn.partition(self._turn_end[1])[0]
+        return rest.removeprefix(call_end) if found and rest.startswith(call_end) else None
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of a response, without special tokens."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    def piece(self, token: int) -> str:
+        """Return the text of one token, also of a special one."""
+        return self._tokenizer.decode([token])
 
     def _unusable(self, rule: str, fix: str = "correct the file, or copy the model's folder again") -> ConfigError:
         return ConfigError([Violation("policy.model_name", str(self._model_path), rule, fix)])
@@ -127,11 +180,15 @@ class ChatTokenizer:
         if not self._has_template:
             return _joined(messages, self._tokenizer.eos_token)
         try:
-            return self._tokenizer.apply_chat_template(
-                messages, tools=list(said.tools) or None, add_generation_prompt=prompt, tokenize=False
-            )
+            return self._written(messages, said.tools, prompt)
         except Exception as error:  # a template may raise anything
             raise DataError(f"the model's chat template cannot write this chat: {error}") from None
+
+    def _written(self, messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> str:
+        """Return what the chat template writes. It may raise anything."""
+        return self._tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) or None, add_generation_prompt=prompt, tokenize=False
+        )
 
     def _turn(self, said: Conversation, index: int, before: str) -> str:
         """Return the text between `before`, the prompt, and the end token of the message `index`."""

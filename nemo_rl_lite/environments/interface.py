@@ -22,9 +22,18 @@ class Observation:
 
 class Environment(Protocol):
     """One is made for each episode, with `environment.kwargs`, so it may keep the episode's state in itself. It may
-    have a method `close()`, which is called when the episode is over."""
+    have more, each of them plain or `async def` unless it says otherwise:
+
+    - `tools`, an attribute: functions in OpenAI's format, the same for all episodes, which every prompt offers.
+      `ToolEnvironment` is a base class for those.
+    - `check()`, plain, is called once before a run starts anything, and raises what is wrong.
+    - `cut_short(problem, conversation)` gives the reward, or None, of an episode that ends before the environment is
+      done with it, for lack of turns or room.
+    - `close()` is called when the episode is over.
+    """
 
     def step(self, problem: Problem, conversation: Sequence[Message]) -> Observation | Awaitable[Observation]:
         """Answer `conversation`: the problem's messages and all later ones, the last of them the assistant's. With
-        `async def`, many steps share a thread; otherwise each has its own."""
+        `async def`, many steps share a thread; otherwise each has its own. The last message's `tool_calls`, if there
+        are any, are as `data.tools.checked_calls` describes them; its content is all that was written, with them."""
         ...

@@ -4,7 +4,7 @@ import asyncio
 import copy
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -21,6 +21,11 @@ class Environments(Protocol):
 
     async def step(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Observation:
         """Let the session's environment answer; the first call makes it. Raises CallError: there is no answer."""
+        ...
+
+    async def cut_short(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Any:
+        """Return the environment's reward for an episode that it is not done with, None where it gives none. Raises
+        CallError: there is no answer."""
         ...
 
     async def close(self, session: int) -> None:
@@ -44,6 +49,7 @@ class Sessions:
         is_async = inspect.iscoroutinefunction(getattr(self._kind, "step", None))
         # A pool runs coroutine functions in its event loop, and everything else in threads.
         self.step = self._step_async if is_async else self._step
+        self.cut_short = self._cut_short_async if is_async else self._cut_short
         self.close = self._close_async if is_async else self._close
 
     def _step(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Any:
@@ -51,6 +57,13 @@ class Sessions:
 
     async def _step_async(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Any:
         return await _awaited(self._environment(session).step(problem, conversation))
+
+    def _cut_short(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Any:
+        method = getattr(self._environment(session), "cut_short", None)
+        return None if method is None else method(problem, conversation)
+
+    async def _cut_short_async(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Any:
+        return await _awaited(self._cut_short(session, problem, conversation))
 
     def _close(self, session: int) -> Any:
         """Return what `close()` returns, which may be awaitable."""
@@ -77,8 +90,15 @@ class InThisProcess:
 
     async def step(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Observation:
         """See `Environments.step`. The environment gets copies: what it changes is its own."""
+        return await self._asked(self._sessions.step, session, problem, conversation)
+
+    async def cut_short(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Any:
+        """See `Environments.cut_short`."""
+        return await self._asked(self._sessions.cut_short, session, problem, conversation)
+
+    async def _asked(self, method: Callable[..., Any], session: int, *arguments: Any) -> Any:
         try:
-            return await _awaited(self._sessions.step(session, *copy.deepcopy((problem, list(conversation)))))
+            return await _awaited(method(session, *copy.deepcopy(arguments)))
         except (Exception, SystemExit) as error:  # a user's environment may raise anything
             raise as_call_error(error) from error
 
@@ -100,7 +120,14 @@ class InProcesses:
 
     async def step(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Observation:
         """See `Environments.step`. Raises DataError: the processes do not start."""
-        future = self._pool.submit("step", session, problem, list(conversation), session=session)
+        return await self._asked("step", session, problem, list(conversation))
+
+    async def cut_short(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Any:
+        """See `Environments.cut_short`. Raises DataError: the processes do not start."""
+        return await self._asked("cut_short", session, problem, list(conversation))
+
+    async def _asked(self, method: str, session: int, *arguments: Any) -> Any:
+        future = self._pool.submit(method, session, *arguments, session=session)
         try:
             return await asyncio.wrap_future(future)
         except StartError as error:

@@ -1,8 +1,12 @@
-"""Reads facts of GPUs without creating a CUDA context."""
+"""Reads facts of GPUs without creating a CUDA context, and keeps processes away from them."""
 
 import subprocess
 
 MIB = 2**20
+# The environment of a process that computes on CPUs. It must not see GPUs: Ray does not hide them from an actor that
+# asked for none. OpenMP threads sleep while they wait: beside a busy process, threads that spin take the cores that the
+# others need (measured: docs/benchmarks/).
+ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def gpu_bytes(command: str = "nvidia-smi") -> int | None:

@@ -6,6 +6,8 @@ import math
 import os
 import resource
 import sys
+import traceback
+from types import TracebackType
 
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000
 _PR_SET_PDEATHSIG, _KILL = 1, 9
@@ -27,12 +29,20 @@ def limit(asked: dict) -> None:
         resource.setrlimit(kind, (value, value))
 
 
+def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error that ends the code, without the frames of this file."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    traceback.print_exception(kind, error, trace)
+
+
 def main() -> None:
     told, says = map(int, sys.argv[1:])
     with os.fdopen(told) as given:
         asked = json.loads(given.read())
     limit(asked)
     sys.argv, names = ["<code>"], {"__name__": "__main__"}
+    sys.excepthook = show
     for code in asked["codes"]:
         exec(compile(code, "<code>", "exec"), names)  # noqa: S102 (what this process is for)
     sys.stdout.flush()

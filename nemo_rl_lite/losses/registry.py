@@ -1,11 +1,12 @@
-"""The loss of a run: the algorithm's own, or a user's by its dotted path."""
+"""The loss of a run: the algorithm's own, or a user's by its dotted path or file."""
 
 import inspect
 from collections.abc import Set
 from typing import Any, get_args
 
-from nemo_rl_lite.config.algorithms import ALGORITHMS, imported
+from nemo_rl_lite.config.algorithms import ALGORITHMS
 from nemo_rl_lite.config.schema import AlgorithmConfig
+from nemo_rl_lite.config.user_code import imported, own_name
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.losses.interface import Loss, Need
 
@@ -21,11 +22,11 @@ def make_loss(options: AlgorithmConfig) -> Loss:
             makes another algorithm's.
     """
     path = options.loss or ALGORITHMS[options.name].loss
-    attribute = path.rpartition(".")[2]
+    attribute = own_name(path)
     try:
         factory = imported(path)
     except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
-        fix = "give package.module.Class of a class or function that can be imported, or algorithm.loss=null"
+        fix = "give package.module.Class or path/to/file.py:Class that can be imported, or algorithm.loss=null"
         raise _error("loss", path, f"cannot be imported: {type(error).__name__}: {error}", fix) from error
     if not callable(factory):
         raise _error("loss", path, "cannot be called", "name a class or a function that returns a loss")

@@ -56,8 +56,8 @@ def limited(what: str, limit_s: float | None) -> Iterator[None]:
 
 
 def progressed() -> None:
-    """Start the innermost limit again: something that it waits for has happened."""
-    if _limits:
+    """Start the innermost limit again: something that the main thread waits for has happened."""
+    if _limits and threading.current_thread() is threading.main_thread():
         _limits[-1].since = time.monotonic()
     _tell()
 

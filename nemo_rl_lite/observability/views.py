@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from nemo_rl_lite.config.algorithms import ALGORITHMS, imported
+from nemo_rl_lite.config.algorithms import ALGORITHMS
+from nemo_rl_lite.config.user_code import imported
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,16 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from nemo_rl_lite.config.schema import RewardConfig
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
 from nemo_rl_lite.host.calls import CallError, CallPool, StartError, Target
-from nemo_rl_lite.rewards.registry import INSTANT, Reward, RewardError, WrongReward, error_text, find_reward
+from nemo_rl_lite.rewards.batches import Batches
+from nemo_rl_lite.rewards.registry import INSTANT
+from nemo_rl_lite.rewards.terms import Parts, RewardCalls, Term, terms_of
+from nemo_rl_lite.rewards.value import RewardError, UnavailableReward, WrongReward
 
 
 @dataclass(frozen=True)
@@ -28,24 +31,6 @@ Judge = Callable[[str, Problem], Awaitable[Verdict]]
 """Judges a response to a problem. Many may be judged at a time."""
 
 
-@dataclass(frozen=True)
-class Term:
-    """One part of a reward; `name` and `kwargs` as `find_reward` has them, `section` the keys that hold them."""
-
-    label: str
-    name: str
-    kwargs: Mapping[str, Any]
-    weight: float
-    section: str
-
-
-def terms_of(config: RewardConfig) -> list[Term]:
-    """The configured reward, with weight 1, and then those that are added to it."""
-    first = Term(config.name.rpartition(".")[2], config.name, config.kwargs, 1.0, "reward")
-    further = config.terms.items()
-    return [first, *(Term(label, one.name, one.kwargs, one.weight, f"reward.terms.{label}") for label, one in further)]
-
-
 def make_judge(config: RewardConfig) -> Judge:
     """Return the judge for the configured reward.
 
@@ -55,42 +40,55 @@ def make_judge(config: RewardConfig) -> Judge:
     terms = terms_of(config)
     here = RewardCalls(terms)
     if config.timeout_s is None or all(term.name in INSTANT for term in terms):
-        return here.judge
-    return _PooledJudge(config, terms)
+        return sum_of(terms, here, at_once=sys.maxsize)
+    return sum_of(terms, _RemoteCalls(config, terms), at_once=config.processes * config.concurrency)
 
 
-class RewardCalls:
-    """The rewards of a process, which adds them up."""
+class Calls(Protocol):
+    """`RewardCalls`, here or in other processes."""
 
-    def __init__(self, terms: Sequence[Term]):
-        """Raises ConfigError where there is no such reward."""
-        self._terms = [(term, find_reward(term.name, term.kwargs, term.section)) for term in terms]
+    async def one(self, response: str, problem: Problem) -> Parts:
+        """See `RewardCalls.one`."""
+        ...
 
-    async def judge(self, response: str, problem: Problem) -> Verdict:
-        """Judge a response; an error of a reward becomes a `RewardError`."""
-        parts, total = dict[str, float](), 0.0
-        for term, reward in self._terms:
-            part = await _called(reward, response, problem)
-            if isinstance(part, RewardError):
-                return part
-            parts[term.label], total = part, total + term.weight * part
-        return Judged(total, parts if len(parts) > 1 else {})
+    async def batch(
+        self, label: str, responses: Sequence[str], problems: Sequence[Problem]
+    ) -> Sequence[float | RewardError]:
+        """See `RewardCalls.batch`."""
+        ...
 
 
-async def _called(reward: Reward, response: str, problem: Problem) -> float | RewardError:
-    try:
-        value = reward(response, problem)
-        return value if isinstance(value, float) else await value
-    except RewardError as error:
-        return error
-    except (Exception, SystemExit) as error:  # a user's function may raise anything
-        failure = RewardError(error_text(error))
-        failure.__cause__ = error
-        return failure
+def sum_of(terms: Sequence[Term], calls: Calls, at_once: int) -> Judge:
+    """The judge that adds up the terms. Each term with a `batch_size` collects its own batches."""
+    sources = [calls.one] if any(term.batch_size is None for term in terms) else []
+    sources += [_batched(term.label, term.batch_size, calls, at_once) for term in terms if term.batch_size is not None]
+
+    async def judge(response: str, problem: Problem) -> Verdict:
+        parts = dict[str, float]()
+        for found in await asyncio.gather(*(source(response, problem) for source in sources)):
+            if isinstance(found, RewardError):
+                return found
+            parts |= found
+        total = 0.0
+        for term in terms:
+            total += term.weight * parts[term.label]
+        return Judged(total, {term.label: parts[term.label] for term in terms} if len(terms) > 1 else {})
+
+    return judge
 
 
-class _PooledJudge:
-    """Judges in at most `reward.processes` processes, each sample within `reward.timeout_s`."""
+def _batched(label: str, size: int, calls: Calls, at_once: int) -> Callable[[str, Problem], Awaitable[Parts]]:
+    batches = Batches(lambda responses, problems: calls.batch(label, responses, problems), size, at_once)
+
+    async def judge(response: str, problem: Problem) -> Parts:
+        found = await batches(response, problem)
+        return found if isinstance(found, RewardError) else {label: found}
+
+    return judge
+
+
+class _RemoteCalls:
+    """Calls in at most `reward.processes` processes, each call within `reward.timeout_s`."""
 
     def __init__(self, config: RewardConfig, terms: Sequence[Term]):
         path = f"{RewardCalls.__module__}.{RewardCalls.__qualname__}"
@@ -98,10 +96,20 @@ class _PooledJudge:
         target = Target(path, {"terms": terms}, "the judging process", "reward.timeout_s")
         self._pool = CallPool(target, config.processes, config.concurrency, config.timeout_s)
 
-    async def __call__(self, response: str, problem: Problem) -> Verdict:
-        """Raises DataError: the processes do not start."""
+    async def one(self, response: str, problem: Problem) -> Parts:
+        """See `RewardCalls.one`. Raises DataError: the processes do not start."""
+        return await self._call("one", response, problem)
+
+    async def batch(
+        self, label: str, responses: Sequence[str], problems: Sequence[Problem]
+    ) -> Sequence[float | RewardError]:
+        """See `RewardCalls.batch`. Raises DataError: the processes do not start."""
+        found = await self._call("batch", label, responses, problems)
+        return [found] * len(responses) if isinstance(found, RewardError) else found
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
         try:
-            return await asyncio.wrap_future(self._pool.submit("judge", response, problem))
+            return await asyncio.wrap_future(self._pool.submit(method, *arguments))
         except StartError as error:
             raise DataError(f"reward.name = {self._name}: {error}") from error
         except CallError as error:
@@ -113,17 +121,20 @@ def try_reward(judge: Judge, problem: Problem) -> None:
     so: the error may be due to this response.
 
     Raises:
-        ConfigError: the reward returns what is no reward.
+        ConfigError: the reward returns what is no reward, or what it asks is not there.
     """
 
     async def trial() -> Verdict:
         return await judge(problem.answer or "", problem)
 
     said = asyncio.run(trial())
+    if isinstance(said, UnavailableReward):
+        fix = f"start what it asks, or correct {said.section}.kwargs; every sample would be without a reward"
+        raise ConfigError([Violation(f"{said.section}.name", None, str(said), fix)])
     if isinstance(said, WrongReward):
-        fix = "a function (response, answer, **reward.kwargs) that returns one number for one response"
+        fix = "return one number for one response; with batch_size, a list with one number for each response"
         sample = f"on the response {problem.answer!r} to {problem.messages[-1]['content']!r:.80}"
-        raise ConfigError([Violation("reward.name", None, f"{said} ({sample})", fix)])
+        raise ConfigError([Violation(f"{said.section}.name", None, f"{said} ({sample})", fix)])
     if isinstance(said, RewardError):
         told = " ".join(str(said).split())
         sys.stderr.write(f"note: a trial call of the reward failed: {told}; such samples are left out\n")

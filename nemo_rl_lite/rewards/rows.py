@@ -8,9 +8,9 @@ from itertools import islice
 from nemo_rl_lite.config.schema import RewardConfig
 from nemo_rl_lite.data.problems import Problem, TrainingSet
 from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.rewards.judge import Term, terms_of
 from nemo_rl_lite.rewards.program import passes_tests
 from nemo_rl_lite.rewards.program_tests import read_tests
+from nemo_rl_lite.rewards.terms import Term, terms_of
 
 # So many problems are looked at, and for so many of them a program is run.
 _LOOKED_AT, _RUN = 500, 3

@@ -1,8 +1,6 @@
 """Problems -> sampled and judged episodes, whatever the engine. Each episode is a coroutine."""
 
 import asyncio
-import hashlib
-import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -12,21 +10,21 @@ from dataclasses import dataclass, field
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.generation.interface import Generation, Request, Requests, Sampling
+from nemo_rl_lite.generation.interface import Generation, Requests, Sampling
 from nemo_rl_lite.host.calls import CallError
 from nemo_rl_lite.observability import limits
 from nemo_rl_lite.rewards.judge import Judge
-from nemo_rl_lite.rewards.registry import RewardError, WrongReward
+from nemo_rl_lite.rewards.value import RewardError, WrongReward
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.groups import Group, Wanted
+from nemo_rl_lite.rollout.playing import Assistant, Play, SingleTurn
 from nemo_rl_lite.rollout.progress import progress
 from nemo_rl_lite.rollout.prompts import check_length
 from nemo_rl_lite.rollout.rollout import Rollout
-from nemo_rl_lite.rollout.turns import Turns
 
 log = logging.getLogger(__name__)
 
-# Seconds between two signs of life of the launcher, while it waits for engines, environments and rewards.
+# Seconds between two signs of life of the launcher, while it waits for engines, environments, agents and rewards.
 _ALIVE_S = 0.5
 
 Show = Callable[[str], None]
@@ -35,7 +33,7 @@ Show = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ErrorShares:
-    """The largest shares of a rollout's episodes whose reward, and whose environment, may fail."""
+    """The largest shares of a rollout's episodes whose reward, and whose environment or agent, may fail."""
 
     reward: float
     environment: float
@@ -66,8 +64,8 @@ class _Failures:
 
 
 class RolloutCollector:
-    """Samples episodes from engines and judges each as it ends. With `turns`, an environment answers between the
-    turns, and an episode's next turn waits for nothing but its own answer."""
+    """Samples episodes from engines and judges each as it ends. `play` says how an episode is played; no episode waits
+    for another."""
 
     def __init__(
         self,
@@ -76,27 +74,26 @@ class RolloutCollector:
         judge: Judge,
         max_length: int,
         shares: ErrorShares,
-        turns: Turns | None = None,
+        play: Play | None = None,
     ):
-        self._generation, self._tokenizer, self._judge, self._turns = generation, tokenizer, judge, turns
-        self._max_length, self._shares = max_length, shares
-        self._sessions = itertools.count()
+        self._generation, self._tokenizer, self._judge = generation, tokenizer, judge
+        self._max_length, self._shares, self._play = max_length, shares, play or SingleTurn()
 
     def collect(self, wanted: Wanted, sampling: Sampling, seed: int, show: Show = lambda _: None) -> Rollout:
         """Sample and judge the wanted episodes; `show` is told twice a second how far they are. The seed of a response
         follows from `seed` and the numbers of its prompt, its sample and its turn.
 
         Raises:
-            DataError: a prompt leaves no room for the response, a reward returns what is no reward, or rewards or
-                environments fail on too many samples.
+            DataError: a prompt leaves no room for the response, a reward returns what is no reward, or rewards,
+                environments or agents fail on too many samples.
             EngineError, WorkerError: see `RequestQueue.sample`.
         """
         return asyncio.run(self._collect(wanted, sampling, seed, show))
 
     async def _collect(self, wanted: Wanted, sampling: Sampling, seed: int, show: Show) -> Rollout:
         rewards = _Failures("the reward", "reward.max_error_share", self._shares.reward)
-        environments = _Failures("the environment", "environment.max_error_share", self._shares.environment)
-        groups = list[Group]()
+        section, groups, began = self._play.section, list[Group](), time.perf_counter()
+        environments = _Failures(f"the {section}", f"{section}.max_error_share", self._shares.environment)
         alive = asyncio.create_task(_show_life(groups, wanted.count, show))
         async with self._generation.serving() as requests:
             # All that begins now begins together, so that the engines form the same batches every time.
@@ -109,7 +106,7 @@ class RolloutCollector:
                             _Player(episode, sampling, (seed, number, sample), environments, rewards)
                             for sample, episode in enumerate(episodes)
                         ]
-                        played = asyncio.gather(*(self._play(player, requests) for player in players))
+                        played = asyncio.gather(*(self._bring_to_its_end(player, requests) for player in players))
                         groups.append(Group(episodes, asyncio.ensure_future(played)))
                     await asyncio.sleep(0)
                     requests.resume()
@@ -125,44 +122,27 @@ class RolloutCollector:
         sampled = [episode for group in groups if group.is_done for episode in group.episodes]
         environments.check(len(sampled))
         rewards.check(sum(episode.ending != "error" for episode in sampled))
-        return wanted.rollout(groups, len(rewards.errors), len(environments.errors))
+        rollout = wanted.rollout(groups, len(rewards.errors), len(environments.errors))
+        rollout.took_s = time.perf_counter() - began
+        return rollout
 
     def _episodes(self, problem: Problem, samples: int, sampling: Sampling) -> list[Episode]:
-        prompt = self._tokenizer.prompt(problem.messages)
+        prompt = self._tokenizer.prompt(problem.messages, problem.tools)
         check_length(problem, len(prompt), sampling.max_new_tokens, self._max_length)
         return [Episode(problem, list(prompt), len(prompt)) for _ in range(samples)]
 
-    async def _play(self, player: "_Player", requests: Requests) -> None:
+    async def _bring_to_its_end(self, player: "_Player", requests: Requests) -> None:
         episode = player.episode
+        assistant = Assistant(
+            episode, requests, self._tokenizer, player.sampling, player.seeds, max_length=self._max_length
+        )
         try:
-            await self._take_turns(player, requests)
+            await self._play.play(episode, assistant)
         except CallError as error:
             episode.ending, episode.reward = "error", None
             player.environments.add(error, episode)
         if episode.reward is None and episode.ending != "error":
             await self._be_judged(player)
-
-    async def _take_turns(self, player: "_Player", requests: Requests) -> None:
-        """Sample responses until the episode ends. Raises CallError: its environment fails."""
-        episode, session, near = player.episode, next(self._sessions), None
-        room = self._max_length - player.sampling.max_new_tokens
-        try:
-            while True:
-                seed = request_seed(*player.seeds, len(episode.turns))
-                request = Request(tuple(episode.tokens), player.sampling, seed)
-                with episode.waiting("generate") as span:
-                    completion, near = await requests.sample(request, near)
-                    span.place = near
-                episode.add_turn(completion, self._tokenizer.text(completion.tokens))
-                if self._turns is None:
-                    return
-                with episode.waiting("environment"):
-                    continues = await self._turns.continues(episode, session, self._tokenizer, room)
-                if not continues:
-                    return
-        finally:
-            if self._turns is not None:
-                await self._turns.environments.close(session)
 
     async def _be_judged(self, player: "_Player") -> None:
         """Give the episode its reward, or leave it without one where the reward fails."""
@@ -170,7 +150,7 @@ class RolloutCollector:
         with episode.waiting("reward"):
             verdict = await self._judge(episode.response, episode.problem)
         if isinstance(verdict, WrongReward):
-            raise DataError(f"reward.name: {verdict}; the response was {_shown(episode)}")
+            raise DataError(f"{verdict.section}.name: {verdict}; the response was {_shown(episode)}")
         if isinstance(verdict, RewardError):
             player.rewards.add(verdict, episode)
         else:
@@ -186,12 +166,6 @@ class _Player:
     seeds: tuple[int, ...]
     environments: _Failures
     rewards: _Failures
-
-
-def request_seed(*numbers: int) -> int:
-    """Return a seed of 31 bits that follows from the numbers; other numbers give another seed."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest()
-    return int.from_bytes(digest) >> 1
 
 
 async def _show_life(groups: Sequence[Group], wanted: int, show: Show) -> None:

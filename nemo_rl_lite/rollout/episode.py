@@ -11,7 +11,8 @@ from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.losses.batch import TokenRow
 
 Ending = Literal["stop", "length", "turns", "error"]
-"""The policy or the environment ended it; it was cut for lack of room; no turn is left; its environment failed."""
+"""The policy, the environment or the agent ended it; it was cut for lack of room; no turn is left; its environment or
+agent failed."""
 
 
 Activity = Literal["generate", "environment", "reward"]
@@ -19,8 +20,8 @@ Activity = Literal["generate", "environment", "reward"]
 
 @dataclass
 class Span:
-    """What an episode waits for: a response from the engine `place`, its environment, or its reward. Times are seconds
-    of `time.perf_counter()`; it has no end while it lasts."""
+    """What an episode waits for: a response from the engine `place`, its environment (or agent), or its reward. Times
+    are seconds of `time.perf_counter()`; it has no end while it lasts."""
 
     what: Activity
     begin: float
@@ -44,7 +45,7 @@ class Episode:
     turns: list[tuple[int, Completion]] = field(default_factory=list)
     """The assistant's turns, and where in `tokens` each begins."""
     said: list[Message] = field(default_factory=list)
-    """All messages since the problem's, by the assistant and by the environment."""
+    """All messages since the prompt's, by the assistant, and by the environment or the agent."""
     reward: float | None = None
     """The sum of the environment's rewards so far, or None; once the episode is judged, its reward, or None where that
     failed."""
@@ -54,6 +55,12 @@ class Episode:
     """What the reward is the weighted sum of, by name, where it has several parts."""
     is_left_out: bool = False
     """Whether it is kept out of the loss although it has a reward."""
+    own_prompt: tuple[Message, ...] | None = None
+    """The messages of the prompt, where they are not the problem's."""
+
+    def begin(self, tokens: Sequence[int], messages: Sequence[Message]) -> None:
+        """Replace the prompt, before the first turn."""
+        self.tokens, self.prompt_length, self.own_prompt = list(tokens), len(tokens), tuple(messages)
 
     def add_turn(self, completion: Completion, text: str) -> None:
         """Add the assistant's turn; one that was cut is the last."""
@@ -68,9 +75,14 @@ class Episode:
         self.said += messages
 
     @property
+    def prompt(self) -> tuple[Message, ...]:
+        """The messages before the first turn."""
+        return self.problem.messages if self.own_prompt is None else self.own_prompt
+
+    @property
     def response(self) -> str:
-        """Text of the assistant's last turn."""
-        return self.said[-1]["content"]
+        """Text of the assistant's last turn; empty where there is none."""
+        return next((said["content"] for said in reversed(self.said) if said["role"] == "assistant"), "")
 
     @property
     def generated(self) -> int:

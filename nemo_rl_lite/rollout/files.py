@@ -36,6 +36,8 @@ SCHEMA = pa.schema(
         ("problem", pa.int32()),
         ("sample", pa.int32()),
         ("prompt", pa.list_(_MESSAGE)),
+        # What the assistant may call, as JSON.
+        ("tools", pa.string()),
         ("answer", pa.string()),
         # The assistant's last turn, and all that was said since the prompt.
         ("response", pa.string()),
@@ -102,7 +104,8 @@ def _rows(rollout: Rollout) -> Iterator[dict[str, Any]]:
         yield {
             "problem": place,
             "sample": sample,
-            "prompt": [_message(message) for message in episode.problem.messages],
+            "prompt": [_message(message) for message in episode.prompt],
+            "tools": json.dumps(episode.problem.tools) if episode.problem.tools else None,
             "answer": str(episode.problem.answer),
             "response": episode.response,
             "turns": [_message(message) for message in episode.said],

@@ -7,7 +7,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.data.problems import Problem, TrainingSet
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.rewards.judge import terms_of
+from nemo_rl_lite.rewards.terms import terms_of
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ def fitting_prompts(
 
     def length(problem: Problem) -> int:
         least = tokenizer.least_tokens(problem.messages)
-        return least if least > max_length else len(tokenizer.prompt(problem.messages))
+        return least if least > max_length else len(tokenizer.prompt(problem.messages, problem.tools))
 
     if config.data.too_long == "error":
         for problem in [*validation, *training.finite()]:

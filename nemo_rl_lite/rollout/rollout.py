@@ -26,6 +26,8 @@ class Rollout:
     rollout begins behind it."""
     rested: int = 0
     """Prompts of the data that were passed over, because they taught nothing earlier."""
+    took_s: float = 0.0
+    """Seconds from its first request to its last reward."""
     dropped: tuple[Episode, ...] = ()
     """Episodes of prompts that were replaced because all their rewards are the same, or were not needed any more."""
 
@@ -76,12 +78,19 @@ class Rollout:
             "filtered_prompts": len(self.taught) - samples / self.samples_per_prompt,
             "rested_prompts": float(self.rested),
             "dropped_tokens": float(dropped),
-            "useful_tokens_share": generated / (generated + dropped),
+            "useful_tokens_share": generated / max(generated + dropped, 1),
             "left_out_samples": float(sum(episode.is_left_out for episode in self.episodes)),
             "global_valid_seqs": valid,
             "global_valid_toks": float(sum(trained)),
             "num_valid_samples": valid,
         } | self._parts()
+
+    def ages(self, version: int) -> dict[str, float]:
+        """How many optimizer steps lie between the weights that sampled a turn and those of `version`, which train on
+        it: the mean over tokens, and the most."""
+        found = [(version - turn.version, len(turn.tokens)) for one in self.episodes for _, turn in one.turns]
+        mean = sum(age * tokens for age, tokens in found) / self.generated
+        return {"trajectory_age_mean": mean, "trajectory_age_max": float(max(age for age, _ in found))}
 
     def _parts(self) -> dict[str, float]:
         """The mean of each part of the reward, before its weight."""
@@ -92,7 +101,7 @@ class Rollout:
         return {name: sum(parts) / len(parts) for name, parts in found.items()}
 
     def seconds(self) -> dict[str, float]:
-        """How long an episode waited for its responses, its environment and its reward: the mean and the longest."""
+        """How long an episode waited for its responses, its environment (or agent) and its reward: mean and longest."""
         found = {what: [one.seconds(what) for one in self.episodes] for what in get_args(Activity)}
         means = {f"{what}_mean": sum(seconds) / len(seconds) for what, seconds in found.items()}
         return means | {f"{what}_max": max(seconds) for what, seconds in found.items()}
@@ -101,4 +110,4 @@ class Rollout:
         """`count` samples to show to people, from the worst reward to the best."""
         judged = [(one, one.reward) for one in self.episodes if one.reward is not None]
         shown = [judged[place] for place in spread([reward for _, reward in judged], count)]
-        return [Sample(text_of(one.problem.messages), text_of(one.said), reward) for one, reward in shown]
+        return [Sample(text_of(one.prompt), text_of(one.said), reward) for one, reward in shown]

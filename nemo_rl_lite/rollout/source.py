@@ -1,94 +1,157 @@
-"""Where the loop gets its rollouts from."""
+"""Where the loop gets its rollouts from, and when the engines get new weights."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
 
-from nemo_rl_lite.config.schema import GRPOConfig
-from nemo_rl_lite.data.problems import Problem, TrainingSet
-from nemo_rl_lite.errors import EngineError
-from nemo_rl_lite.generation.interface import Sampling
-from nemo_rl_lite.losses.advantages import overlong_penalty
-from nemo_rl_lite.rollout.collector import RolloutCollector, Show
-from nemo_rl_lite.rollout.files import Split
-from nemo_rl_lite.rollout.groups import Wanted
-from nemo_rl_lite.rollout.resting import Resting
+from nemo_rl_lite.observability.limits import limited
+from nemo_rl_lite.rollout.collector import Show
 from nemo_rl_lite.rollout.rollout import Rollout
+from nemo_rl_lite.rollout.sampler import Sampler
+from nemo_rl_lite.rollout.saved import load_rollout, save_rollout
+
+Refit = Callable[[int], dict[str, float]]
+"""Brings the weights that a step made to the engines; returns metrics."""
+
+# Seconds between two looks at a rollout that others generate.
+_LOOK_S = 0.25
 
 
-@dataclass
-class RolloutSource:
-    """Samples a step's prompts with the engines' present weights. A rollout depends on run, step, `position` and
-    `resting` alone, so a repeated step is the same step."""
+class RolloutSource(Protocol):
+    """In each step the loop takes a rollout, trains on it, waits until the engines may have new weights, and publishes
+    those."""
 
-    config: GRPOConfig
-    collector: RolloutCollector
-    sampling: Sampling
-    training: TrainingSet
-    validation: Sequence[Problem]
-    keep: Callable[[int, Split, Rollout], None]
-    """Records a rollout of a step for people."""
-    position: int
-    """Prompts of the training set that earlier steps have consumed or passed over."""
-    resting: Resting
+    def take(self, step: int, show: Show) -> Rollout:
+        """Return the rollout of a step; `show` is told how far it is."""
+        ...
 
-    def take(self, step: int, show: Show = lambda _: None) -> Rollout:
-        """Sample the rollout of a step; see `RolloutCollector.collect` for `show`."""
-        options, positions = self.config, _Awake(self.training, self.resting, self.position)
-        wanted = Wanted(
-            lambda number: self.training.problem(positions[number]),
-            options.num_prompts_per_step,
-            options.num_generations_per_prompt,
-            options.use_dynamic_sampling,
-            options.oversample,
-            int(options.num_prompts_per_step * options.dynamic_sampling_max_gen_batches),
-        )
-        rollout = self._collect(step, wanted, self.sampling, show)
-        sampled = [positions[number] for number in range(len(rollout.taught))]
-        rollout.rested = sampled[-1] + 1 - self.position - len(sampled)
-        self.position = sampled[-1] + 1
-        for position, taught in zip(sampled, rollout.taught, strict=True):
-            self.resting.note(self.training.problem(position), position, taught)
-        if options.overlong_filtering:
-            rollout.leave_out_truncated()
-        if options.reward_shaping.overlong_buffer_length is not None:
-            self._shape(rollout, options.reward_shaping.overlong_buffer_length)
+    def finish_generation(self) -> dict[str, float]:
+        """The policy needs its devices: leave those that it shares with engines. Returns metrics of their memory."""
+        ...
+
+    def settle(self, show: Show) -> None:
+        """Wait until no engine works."""
+        ...
+
+    def publish(self, step: int) -> dict[str, float]:
+        """Bring the weights that this step made to the engines, which have settled; returns metrics."""
+        ...
+
+    def held_out(self, step: int, show: Show) -> Rollout:
+        """Sample the held-out problems with the engines' present weights."""
+        ...
+
+    def save(self, folder: Path) -> Mapping[str, Any]:
+        """Return what a checkpoint needs, for a run that resumes from it; what is large is written to the folder."""
+        ...
+
+
+class OnPolicy:
+    """Generates, then trains on it: each rollout is sampled by the weights that it trains."""
+
+    def __init__(self, sampler: Sampler, refit: Refit, finish_generation: Callable[[], dict[str, float]]):
+        self._sampler, self._refit, self._finish = sampler, refit, finish_generation
+
+    def take(self, step: int, show: Show) -> Rollout:
+        return self._sampler.rollout(step, show)
+
+    def finish_generation(self) -> dict[str, float]:
+        return self._finish()
+
+    def settle(self, show: Show) -> None: ...
+
+    def publish(self, step: int) -> dict[str, float]:
+        return self._refit(step)
+
+    def held_out(self, step: int, show: Show) -> Rollout:
+        return self._sampler.held_out(step, show)
+
+    def save(self, folder: Path) -> Mapping[str, Any]:
+        return self._sampler.state()
+
+
+class OneStepOff:
+    """While a step trains, engines on devices of their own generate the next step's rollout, with the weights from
+    before that step: every rollout but the first is one optimizer step old. It is a function of run, step and the
+    weights one step back, like `OnPolicy` of the weights.
+
+    A checkpoint has the next step's rollout, which the weights in it could not sample again.
+    """
+
+    def __init__(self, sampler: Sampler, refit: Refit, done: int, steps: int, saved: Path | None):
+        """The run has taken `done` of its `steps`; `saved` is the checkpoint's folder with what `save` wrote."""
+        self._sampler, self._refit, self._steps = sampler, refit, steps
+        self._ready = load_rollout(saved) if saved is not None else None
+        self._next = done + 1 + (self._ready is not None)
+        self._under_way: Future[Rollout] | None = None
+        # The sampler's state before the rollout that is under way.
+        self._state = sampler.state()
+        self._progress = ""
+
+    def take(self, step: int, show: Show) -> Rollout:
+        rollout, self._ready = self._next_one(show), None
+        if rollout is None:
+            raise RuntimeError(f"no rollout of step {step} was begun")
+        self._begin()
         return rollout
 
-    def sample_held_out(self, step: int, show: Show = lambda _: None) -> Rollout:
-        """One response to each held-out problem, at `val_temperature`."""
-        temperature = self.config.val_temperature
-        sampling = replace(self.sampling, temperature=temperature) if temperature else self.sampling.greedy()
-        return self._collect(step, Wanted(self.validation.__getitem__, len(self.validation), 1), sampling, show)
+    def finish_generation(self) -> dict[str, float]:
+        return {}
 
-    def state(self) -> Mapping[str, Any]:
-        """What a checkpoint saves, for the run that resumes from it."""
-        return {"position": self.position, "resting": self.resting.state()}
+    def settle(self, show: Show) -> None:
+        if self._under_way is not None:
+            with limited("waiting for the engines, which have limits of their own", None):
+                while not _is_done(self._under_way):
+                    show(self._progress)
 
-    def _shape(self, rollout: Rollout, buffer: int) -> None:
-        most, penalty = self.sampling.max_new_tokens, self.config.reward_shaping.overlong_buffer_penalty
-        for episode in rollout.episodes:
-            if episode.reward is not None:
-                _, last = episode.turns[-1]
-                episode.reward += overlong_penalty(len(last.tokens), most, buffer, penalty)
+    def publish(self, step: int) -> dict[str, float]:
+        self._next_one(lambda _: None)
+        metrics = self._refit(step)
+        self._begin()
+        return metrics
 
-    def _collect(self, step: int, wanted: Wanted, sampling: Sampling, show: Show) -> Rollout:
-        try:
-            return self.collector.collect(wanted, sampling, self.config.seed * 1_000_003 + step, show)
-        except EngineError as error:
-            raise EngineError(f"step {step}: {error}") from error
+    def held_out(self, step: int, show: Show) -> Rollout:
+        self.settle(show)
+        return self._sampler.held_out(step, show)
 
+    def save(self, folder: Path) -> Mapping[str, Any]:
+        rollout = self._next_one(lambda _: None)
+        if rollout is not None:
+            save_rollout(rollout, folder)
+        return self._sampler.state() if self._under_way is None else self._state
 
-class _Awake:
-    """The positions of a training set from `first` on whose prompts do not rest."""
+    def _next_one(self, show: Show) -> Rollout | None:
+        """The rollout that the loop takes next, when it is ready; None where none was begun."""
+        if self._ready is None and self._under_way is not None:
+            self.settle(show)
+            self._ready, self._under_way = self._under_way.result(), None
+        return self._ready
 
-    def __init__(self, training: TrainingSet[Problem], resting: Resting, first: int):
-        self._training, self._resting, self._next = training, resting, first
-        self._found: list[int] = []
-
-    def __getitem__(self, number: int) -> int:
-        while len(self._found) <= number:
-            if not self._resting.is_left_out(self._training.problem(self._next), self._next):
-                self._found.append(self._next)
+    def _begin(self) -> None:
+        """Begin the next rollout, where the engines are free and a step is left for it."""
+        if self._under_way is None and self._next <= self._steps:
+            self._state = self._sampler.state()
+            self._under_way, step = Future(), self._next
             self._next += 1
-        return self._found[number]
+            work = threading.Thread(target=self._generate, args=(self._under_way, step), name="rollout", daemon=True)
+            work.start()
+
+    def _generate(self, result: Future[Rollout], step: int) -> None:
+        try:
+            result.set_result(self._sampler.rollout(step, self._note))
+        except BaseException as error:  # whatever it is, it belongs to the step that waits for the rollout
+            result.set_exception(error)
+
+    def _note(self, progress: str) -> None:
+        self._progress = progress
+
+
+def _is_done(future: Future[Rollout]) -> bool:
+    """Whether it is done, now or within a moment."""
+    try:
+        future.exception(_LOOK_S)
+    except TimeoutError:
+        return False
+    return True

@@ -1,13 +1,17 @@
 """How an environment continues an episode between two turns of the assistant."""
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.environments.sessions import Environments
 from nemo_rl_lite.host.calls import as_call_error
-from nemo_rl_lite.rewards.registry import RewardError, checked_reward
+from nemo_rl_lite.rewards.value import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode
+from nemo_rl_lite.rollout.playing import Assistant, Section
 
 # What an environment may be in the chat; the assistant's turns are sampled.
 _ROLES = ("user", "tool", "system")
@@ -15,38 +19,66 @@ _ROLES = ("user", "tool", "system")
 
 @dataclass(frozen=True)
 class Turns:
-    """The environments of a run, and the largest number of turns in an episode."""
+    """Plays episodes of up to `max_turns` turns, between which an environment answers."""
 
     environments: Environments
     max_turns: int
+    _sessions: Iterator[int] = field(default_factory=itertools.count, init=False)
+    section: ClassVar[Section] = "environment"
+
+    async def play(self, episode: Episode, assistant: Assistant) -> None:
+        """See `Play.play`. Raises DataError also where the chat template cannot write the environment's answer."""
+        session = next(self._sessions)
+        try:
+            await assistant.respond()
+            while await self._answered(episode, session, assistant):
+                await assistant.respond()
+        finally:
+            await self.environments.close(session)
+
+    async def _answered(self, episode: Episode, session: int, assistant: Assistant) -> bool:
+        with episode.waiting("environment"):
+            return await self.continues(episode, session, assistant.tokenizer, assistant.room)
 
     async def continues(self, episode: Episode, session: int, tokenizer: ChatTokenizer, room: int) -> bool:
-        """Let the environment answer the last turn. Returns whether another turn follows, for which the episode is then
-        ready; that turn has to begin within `room` tokens.
+        """Let the environment answer the last turn, whose message gets its tool calls first. Returns whether another
+        turn follows, for which the episode is then ready; that turn has to begin within `room` tokens.
 
         Raises:
             CallError: the environment raises, is late, or answers with something unusable.
             DataError: the chat template cannot write its answer.
         """
+        if tools := episode.problem.tools:
+            calls = tokenizer.tool_calls(episode.turns[-1][1].tokens, tools, len(episode.turns))
+            episode.said[-1] |= {"tool_calls": calls} if calls else {}
         conversation = [*episode.problem.messages, *episode.said]
         observation = await self.environments.step(session, episode.problem, conversation)
         try:
             _check(observation)
         except (TypeError, ValueError, RewardError) as error:
             raise as_call_error(error) from error
-        if observation.reward is not None:
-            episode.reward = (episode.reward or 0.0) + observation.reward
-        if observation.done or episode.ending == "length":
+        _add(observation.reward, episode)
+        if observation.done:
             return False
-        if len(episode.turns) == self.max_turns:
+        if episode.ending != "length" and len(episode.turns) == self.max_turns:
             episode.ending = "turns"
-            return False
-        tokens = tokenizer.between_turns(observation.messages, episode.tokens[-1])
-        if len(episode.tokens) + len(tokens) > room:
+        elif episode.ending != "length":
+            tokens = tokenizer.between_turns(observation.messages, episode.tokens[-1])
+            if len(episode.tokens) + len(tokens) <= room:
+                episode.add_messages(tokens, observation.messages)
+                return True
             episode.ending = "length"
-            return False
-        episode.add_messages(tokens, observation.messages)
-        return True
+        reward = await self.environments.cut_short(session, episode.problem, conversation)
+        try:
+            _add(None if reward is None else checked_reward("cut_short()", reward), episode)
+        except RewardError as error:
+            raise as_call_error(error) from error
+        return False
+
+
+def _add(reward: float | None, episode: Episode) -> None:
+    if reward is not None:
+        episode.reward = (episode.reward or 0.0) + reward
 
 
 def _check(observation: Observation) -> None:

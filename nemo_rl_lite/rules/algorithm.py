@@ -38,6 +38,24 @@ def lengths_and_tries_can_be_met(config: Config) -> Iterator[Violation]:
         yield Violation(key, options.oversample, rule_text, f"{key}={batches:g} or less")
 
 
+@rule("algorithm.rollouts", "algorithm.loss_fn", "algorithm.loss", "generation.colocated", options=GRPOConfig)
+def older_rollouts_are_corrected(config: Config) -> Iterator[Violation]:
+    options = config.options(GRPOConfig)
+    key, source = "algorithm.rollouts.source", options.rollouts.source
+    if source == "on_policy":
+        return
+    if config.generation.colocated.enabled:
+        rule_text = "generates while the policy trains, so the engines need devices of their own"
+        yield Violation(key, source, rule_text, "generation.colocated.enabled=false, or the source on_policy")
+    if options.loss is None and not options.loss_fn.use_importance_sampling_correction:
+        rule_text = "trains on what older weights sampled, which the loss must correct"
+        fix = (
+            "algorithm.loss_fn.use_importance_sampling_correction=true "
+            "algorithm.loss_fn.truncated_importance_sampling_ratio=2"
+        )
+        yield Violation(key, source, rule_text, fix)
+
+
 @rule("algorithm.loss_fn", options=GRPOConfig)
 def loss_options_agree(config: Config) -> Iterator[Violation]:
     loss = config.options(GRPOConfig).loss_fn

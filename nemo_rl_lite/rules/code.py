@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_lite.config.user_code import file_of, own_name
+
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _KINDS = inspect.Parameter
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a dotted path leads to: `trouble` says why it cannot be used, and `definition` is its source where it is
+    """What a path leads to: `trouble` says why it cannot be used, and `definition` is its source where it is
     known (None: it is imported there, or computed)."""
 
     trouble: str = ""
@@ -28,27 +30,32 @@ _FOLLOWED = 3
 
 
 def find(path: str, follow: int = _FOLLOWED) -> Found:
-    """Find `package.module.name`, there or in the modules that it comes from. The packages around a module are
-    imported; the module is not."""
-    module, _, name = path.rpartition(".")
+    """Find `package.module.name` or `path/to/file.py:name`, there or in the modules that it comes from. The packages
+    around a module are imported; the module or the file is not."""
+    file, name = file_of(path), own_name(path)
+    if file is None:
+        module = path.rpartition(".")[0]
+        try:
+            spec = importlib.util.find_spec(module) if module else None
+        except (Exception, SystemExit) as error:  # a user's package may raise anything while it is imported
+            return Found(f"cannot be imported: {type(error).__name__}: {error}")
+        if spec is None:
+            return Found(f"there is no module {module or path} on the path that Python searches")
+        if spec.origin is None or not spec.origin.endswith(".py"):
+            return Found()
+        file = Path(spec.origin)
+    elif not file.is_file():
+        return Found(f"there is no file {file}")
     try:
-        spec = importlib.util.find_spec(module) if module else None
-    except (Exception, SystemExit) as error:  # a user's package may raise anything while it is imported
-        return Found(f"cannot be imported: {type(error).__name__}: {error}")
-    if spec is None:
-        return Found(f"there is no module {module or path} on the path that Python searches")
-    if spec.origin is None or not spec.origin.endswith(".py"):
-        return Found()
-    try:
-        tree = ast.parse(Path(spec.origin).read_bytes())
+        tree = ast.parse(file.read_bytes())
     except SyntaxError as error:
-        return Found(f"cannot be imported: {spec.origin}, line {error.lineno}: {error.msg}")
+        return Found(f"cannot be imported: {file}, line {error.lineno}: {error.msg}")
     except (OSError, ValueError) as error:
         return Found(f"cannot be read: {error}")
     names = _names(tree)
     if name not in names and "*" not in names and "__getattr__" not in names:
         close = difflib.get_close_matches(name, names, n=1)
-        return Found(f"{spec.origin} has no {name}" + (f"; did you mean {close[0]}?" if close else ""))
+        return Found(f"{file} has no {name}" + (f"; did you mean {close[0]}?" if close else ""))
     definition = names.get(name)
     if isinstance(definition, str) and follow:
         there = find(definition, follow - 1)
@@ -101,9 +108,9 @@ def uncallable(method: ast.FunctionDef | ast.AsyncFunctionDef, positional: int) 
 
 
 def as_dotted(path: str) -> str:
-    """The dotted path that `folder/module.py:name` or `package.module:name` stands for; empty for other texts."""
-    found = re.fullmatch(r"([\w./]+?)(?:\.py)?:(\w+)", path)
-    return f"{found[1].removeprefix('./').replace('/', '.')}.{found[2]}" if found else ""
+    """The dotted path that `package.module:name` stands for; empty for other texts."""
+    found = re.fullmatch(r"(\w+(?:\.\w+)*):(\w+)", path)
+    return f"{found[1]}.{found[2]}" if found and file_of(path) is None else ""
 
 
 def _names(tree: ast.Module | ast.ClassDef) -> dict[str, Any]:

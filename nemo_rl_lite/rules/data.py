@@ -9,7 +9,7 @@ from nemo_rl_lite.config.schema import Config, DataConfig, RolloutAlgorithmConfi
 from nemo_rl_lite.data import gym
 from nemo_rl_lite.data.columns import template_columns
 from nemo_rl_lite.data.files import FileError
-from nemo_rl_lite.data.kinds import CHATS, PAIRS, kind_of
+from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
 from nemo_rl_lite.data.sources import ROWS, TASKS, check_file, validation_source
 from nemo_rl_lite.errors import DataError, Violation
 from nemo_rl_lite.rules.base import rule
@@ -62,6 +62,17 @@ def columns_differ(config: Config) -> Iterator[Violation]:
         if getattr(data, first) == getattr(data, second):
             rule_text = f"is data.{first} too, and the two must differ"
             yield Violation(f"data.{second}", getattr(data, second), rule_text, "the names of two columns")
+
+
+@rule("data", "algorithm.name")
+def answers_are_named(config: Config) -> Iterator[Violation]:
+    data, key = config.data, "data.answer_column"
+    if data.answer_column is None and (data.name in TASKS or kind_of(config) is not PROBLEMS):
+        what = data.name if data.name in TASKS else f"algorithm={config.algorithm.name}"
+        yield Violation(key, None, f"is null, and {what} needs answers", f"{key}=answer")
+    if data.answer_column is None and data.answer_pattern is not None:
+        rule_text = "looks for the answer in data.answer_column, which is null"
+        yield Violation("data.answer_pattern", data.answer_pattern, rule_text, "data.answer_pattern=null")
 
 
 @rule("data.answer_pattern")

@@ -4,13 +4,13 @@ from dataclasses import fields
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS, compares, generates
 from nemo_rl_lite.config.engines import ENGINES
-from nemo_rl_lite.config.schema import EnvironmentConfig, GRPOConfig
-from nemo_rl_lite.config.sizes import batch_mode, on_gpus
+from nemo_rl_lite.config.schema import AgentConfig, EnvironmentConfig, GRPOConfig
+from nemo_rl_lite.config.sizes import batch_mode, has_endpoint, on_gpus
 from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
 from nemo_rl_lite.data.sources import ROWS, TASKS
 from nemo_rl_lite.environments import registry as environments
-from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.rewards.registry import INSTANT
+from nemo_rl_lite.rewards.terms import terms_of
 from nemo_rl_lite.rules.layout import MEGATRON
 from nemo_rl_lite.rules.step_effects import STEP_EFFECTS, Effect, validates
 
@@ -20,7 +20,7 @@ _OPTIMIZER, _LOSS = f"{MEGATRON}.optimizer", "algorithm.loss_fn"
 EFFECTS = (
     Effect(
         (
-            *("reward", "environment", "generation.", "refit."),
+            *("reward", "environment", "agent", "generation.", "refit."),
             *(f"logger.{name}" for name in ("mismatch_warning", "log_samples", "show_samples_period")),
         ),
         generates,
@@ -49,12 +49,22 @@ EFFECTS = (
     Effect(
         tuple(f"environment.{one.name}" for one in fields(EnvironmentConfig) if one.name != "name"),
         lambda config: config.environment.name is not None,
-        "environment=calculator or environment.name=package.module.Class",
+        "environment=python, tools, calculator or environment.name=package.module.Class",
     ),
     Effect(
         ("environment.timeout_s", "environment.concurrency", "environment.processes"),
         lambda config: config.environment.name not in environments.INSTANT,
         f"another environment than {' and '.join(sorted(environments.INSTANT))}, which answers at once",
+    ),
+    Effect(
+        tuple(f"agent.{one.name}" for one in fields(AgentConfig) if one.name != "name"),
+        lambda config: config.agent.name is not None,
+        "agent.name=package.module.function",
+    ),
+    Effect(
+        ("generation.serve.host", "generation.serve.port"),
+        has_endpoint,
+        "generation.serve.enabled=true or agent.name=package.module.function",
     ),
     *(
         Effect(row.own_keys, lambda config, name=name: config.generation.backend == name, f"generation={name}")

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 
 from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
-from nemo_rl_lite.config.sizes import generation_gpus, on_gpus, parallel_dims
+from nemo_rl_lite.config.sizes import generation_gpus, has_endpoint, on_gpus, parallel_dims
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rules import code
 from nemo_rl_lite.rules.base import rule
 from nemo_rl_lite.rules.newlines import NEWLINE, has_written_newline
+
+# Packages that the endpoint needs; they come with vLLM's.
+_ENDPOINT = ("fastapi", "uvicorn")
 
 
 @rule(
@@ -75,6 +78,15 @@ def engine_is_installed(config: Config) -> Iterator[Violation]:
         if name in owned:
             fix = f"set {owned[name]} instead" if owned[name] else "remove it"
             yield Violation(f"generation.vllm_kwargs.{name}", None, "is set by the launcher", fix)
+
+
+@rule("generation.serve", "agent.name", options=RolloutAlgorithmConfig)
+def endpoint_is_installed(config: Config) -> Iterator[Violation]:
+    missing = [package for package in _ENDPOINT if importlib.util.find_spec(package) is None]
+    if has_endpoint(config) and missing:
+        key = "agent.name" if config.agent.name else "generation.serve.enabled"
+        rule_text = f"the package {missing[0]}, which the endpoint needs, is not installed here"
+        yield Violation(key, config.agent.name or True, rule_text, f"pip install {' '.join(_ENDPOINT)}")
 
 
 @rule("generation.backend", "generation.vllm_kwargs", options=RolloutAlgorithmConfig)

@@ -1,5 +1,5 @@
-"""Rules about the keyword arguments of rewards, environments and losses: their types, by the annotations of what takes
-them, and the ranges of the built-in ones."""
+"""Rules about the keyword arguments of rewards, environments, agents and losses: their types, by the annotations of
+what takes them, and the ranges of the built-in ones."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -7,11 +7,12 @@ from typing import Any
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS
 from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
+from nemo_rl_lite.config.user_code import own_name
 from nemo_rl_lite.data.columns import is_number
 from nemo_rl_lite.environments.registry import ENVIRONMENTS
 from nemo_rl_lite.errors import Violation
-from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.rewards.registry import REWARDS
+from nemo_rl_lite.rewards.terms import terms_of
 from nemo_rl_lite.rules import code
 from nemo_rl_lite.rules.base import rule
 
@@ -37,6 +38,12 @@ def environments_take_their_arguments(config: Config) -> Iterator[Violation]:
     name = config.environment.name
     if name is not None:
         yield from _of_other_types("environment.kwargs", ENVIRONMENTS.get(name, name), config.environment.kwargs)
+
+
+@rule("agent", options=RolloutAlgorithmConfig)
+def agents_take_their_arguments(config: Config) -> Iterator[Violation]:
+    if config.agent.name is not None:
+        yield from _of_other_types("agent.kwargs", config.agent.name, config.agent.kwargs)
 
 
 @rule("algorithm.loss", "algorithm.loss_kwargs")
@@ -73,7 +80,7 @@ def _of_other_types(section: str, path: str, kwargs: Mapping[str, Any]) -> Itera
         if not wanted or any(_is_a(value, one) for one in wanted):
             continue
         kinds = " or ".join(dict.fromkeys(_TYPES[one][1] for one in wanted))
-        rule_text = f"must be {kinds}, as {path.rpartition('.')[2]} says"
+        rule_text = f"must be {kinds}, as {own_name(path)} says"
         yield Violation(f"{section}.{name}", value, rule_text, f"{section}.{name}={_example(wanted[0], value)}")
 
 

@@ -1,4 +1,4 @@
-"""Rules about rewards and environments, by name or by the dotted path of a user's own."""
+"""Rules about rewards, environments and agents: by name, or a user's own by dotted path or file."""
 
 import ast
 import importlib.util
@@ -7,15 +7,23 @@ from collections.abc import Iterator
 
 from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
 from nemo_rl_lite.environments.registry import ENVIRONMENTS
-from nemo_rl_lite.environments.registry import INSTANT as INSTANT_ENVIRONMENTS
 from nemo_rl_lite.errors import Violation
-from nemo_rl_lite.rewards.judge import Term, terms_of
 from nemo_rl_lite.rewards.registry import INSTANT, REWARDS
+from nemo_rl_lite.rewards.terms import Term, terms_of
 from nemo_rl_lite.rules import code
 from nemo_rl_lite.rules.base import rule
 
 # Packages that a reward needs in addition to this one.
-_PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
+_PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym", "judge": "openai"}
+
+# What these environments say is of use to a later turn alone.
+_ANSWERING = ("calculator", "tools", "python")
+# What these environments cannot be made without, and an example.
+_NEEDED = {
+    "tools": ("tools", "'environment.kwargs.tools=[my_package.search.search]'"),
+    "nemo_gym": ("url", "environment.kwargs.url=http://localhost:8000"),
+    "verifiers": ("environment", "environment.kwargs.environment=NAME"),
+}
 
 # What others call the first parameter of a reward that takes the answer first, and the second.
 _ANSWERS = frozenset({"answer", "gold", "golden", "reference", "ground_truth", "truth", "target", "label", "expected"})
@@ -44,9 +52,13 @@ def _exists(term: Term) -> Iterator[Violation]:
         fix = "bash scripts/install.sh"
         yield Violation(key, name, f"the package {package} is not installed here", fix)
     if name in REWARDS:
+        if term.batch_size is not None:
+            rule_text = f"{name} judges one response at a time"
+            yield Violation(f"{term.section}.batch_size", term.batch_size, rule_text, "leave it out")
         return
     dotted = code.as_dotted(name)
-    fix = f"{key}={dotted}" if dotted else f"one of {', '.join(REWARDS)}, or package.module.function of your own"
+    own = "package.module.function or path/to/file.py:function of your own"
+    fix = f"{key}={dotted}" if dotted else f"one of {', '.join(REWARDS)}, or {own}"
     found = _found(name, dotted, "reward")
     if found.trouble:
         yield Violation(key, name, found.trouble, fix)
@@ -56,16 +68,25 @@ def _exists(term: Term) -> Iterator[Violation]:
 
 def _takes_a_response(term: Term, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Violation]:
     name, kwargs, own, key = term.name, term.kwargs, code.parameters(function), f"{term.section}.name"
-    call = f"a reward is called as function(response, answer, **{term.section}.kwargs), and returns one number"
-    fix = "def reward(response, answer): ...; with a parameter `problem` it also gets messages and columns"
+    batch_size, is_batched = f"{term.section}.batch_size", term.batch_size is not None
+    arguments, of_problem = ("responses, answers", "problems") if is_batched else ("response, answer", "problem")
+    returns = "a list of numbers" if is_batched else "one number"
+    call = f"a reward is called as function({arguments}, **{term.section}.kwargs), and returns {returns}"
+    fix = f"def reward({arguments}): ...; with a parameter `{of_problem}` it also gets messages and columns"
     if _OF_TRL & set(own):
+        fix = f"{fix}; lists as with {batch_size}=32: def reward(responses, answers): ..." if not is_batched else fix
         yield Violation(key, name, "has the signature of TRL's rewards, which judge lists", fix)
     elif _OF_VERL & set(own):
         rule_text = "has the signature of verl's rewards (data_source, solution_str, ground_truth, extra_info)"
         yield Violation(key, name, rule_text, fix)
+    elif own[:1] == ["responses"] and not is_batched:
+        yield Violation(key, name, "takes `responses`, and gets one response", f"{batch_size}=32 gives it lists")
+    elif own[:1] == ["response"] and is_batched:
+        rule_text = f"gives {name} lists, and it takes one `response`"
+        yield Violation(batch_size, term.batch_size, rule_text, f"leave it out, or def reward({arguments}): ...")
     elif set(own[:1]) & _ANSWERS or set(own[1:2]) & _RESPONSES:
         yield Violation(key, name, f"takes `{own[0]}` first, where a reward gets the response", call)
-    elif trouble := code.misfit(function, 2, {**kwargs, **({"problem": None} if "problem" in own else {})}):
+    elif trouble := code.misfit(function, 2, {**kwargs, **({of_problem: None} if of_problem in own else {})}):
         yield Violation(f"{term.section}.kwargs", dict(kwargs), f"do not fit {name}: {trouble}", call)
 
 
@@ -114,18 +135,68 @@ def environment_exists(config: Config) -> Iterator[Violation]:
     if name is None and turns > 1:
         rule_text = "without an environment nothing is said between turns"
         yield Violation("environment.max_turns", turns, rule_text, f"environment={next(iter(ENVIRONMENTS))}")
-    if name in INSTANT_ENVIRONMENTS and turns == 1:
+    if name in _ANSWERING and turns == 1:
         yield Violation("environment.max_turns", turns, f"leaves no turn that reads what {name} answers", "2 or more")
     if name is None or name in ENVIRONMENTS:
         return
     dotted = code.as_dotted(name)
     found = _found(name, dotted, "environment")
     if found.trouble:
-        choices = f"choose one of {', '.join(ENVIRONMENTS)}, or package.module.Class of your own"
+        choices = f"choose one of {', '.join(ENVIRONMENTS)}, or package.module.Class or path/to/file.py:Class"
         fix = f"environment.name={dotted}" if dotted else choices
         yield Violation("environment.name", name, found.trouble, fix)
     elif isinstance(found.definition, ast.ClassDef) and (rule_text := _without_step(found.definition)):
         yield Violation("environment.name", name, rule_text, "see nemo_rl_lite/environments/interface.py")
+
+
+@rule("environment", options=RolloutAlgorithmConfig)
+def environment_has_what_it_needs(config: Config) -> Iterator[Violation]:
+    name, kwargs = config.environment.name, config.environment.kwargs
+    needed, example = _NEEDED.get(name or "", ("", ""))
+    key, given = f"environment.kwargs.{needed}", kwargs.get(needed)
+    if needed and not given:
+        yield Violation(key, given, f"environment={name} needs it", example)
+    elif needed == "tools" and not isinstance(given, list):
+        yield Violation(key, given, "must be a list of dotted paths", example)
+    elif needed == "tools" and isinstance(given, list):
+        for path in map(str, given):
+            if trouble := code.find(path).trouble:
+                yield Violation(key, path, trouble, "package.module.function of a function that can be imported")
+
+
+@rule("data.tools_column", "environment.name", options=RolloutAlgorithmConfig)
+def tools_of_rows_are_answered(config: Config) -> Iterator[Violation]:
+    if config.data.tools_column is not None and config.environment.name is None:
+        rule_text = "offers tools, and without an environment nobody answers their calls"
+        fix = "environment=nemo_gym or another, or data.tools_column=null"
+        yield Violation("data.tools_column", config.data.tools_column, rule_text, fix)
+
+
+@rule("agent", "environment.name", options=RolloutAlgorithmConfig)
+def agent_exists(config: Config) -> Iterator[Violation]:
+    name, processes, concurrency = config.agent.name, config.agent.processes, config.agent.concurrency
+    if name is None:
+        return
+    if config.environment.name is not None:
+        rule_text = f"plays an episode by itself, and environment.name = {config.environment.name} would answer in it"
+        yield Violation("agent.name", name, rule_text, "one of the two: environment=none, or agent.name=null")
+    if processes > concurrency:
+        rule_text = f"exceeds agent.concurrency = {concurrency}: some processes would never play"
+        yield Violation("agent.processes", processes, rule_text, f"agent.processes={concurrency}")
+    dotted = code.as_dotted(name)
+    found = _found(name, dotted, "agent")
+    call = "async def agent(problem, endpoint, **agent.kwargs) -> float | None"
+    if found.trouble:
+        fix = (
+            f"agent.name={dotted}"
+            if dotted
+            else f"package.module.function or path/to/file.py:function of your own: {call}"
+        )
+        yield Violation("agent.name", name, found.trouble, fix)
+    elif isinstance(found.definition, ast.FunctionDef | ast.AsyncFunctionDef) and (
+        trouble := code.misfit(found.definition, 2, config.agent.kwargs)
+    ):
+        yield Violation("agent.name", name, f"cannot be called as agent(problem, endpoint, ...): {trouble}", call)
 
 
 def _without_step(definition: ast.ClassDef) -> str:
@@ -143,5 +214,7 @@ def _without_step(definition: ast.ClassDef) -> str:
 
 def _found(name: str, dotted: str, kind: str) -> code.Found:
     if dotted:
-        return code.Found("is no dotted path")
+        return code.Found("is neither a dotted path nor a file and a name in it")
+    if name.endswith(".py"):
+        return code.Found(f"names a file, and no {kind} in it: {name}:NAME")
     return code.find(name) if "." in name else code.Found(f"no such {kind}")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pydantic_core import ErrorDetails
 
 from nemo_rl_lite.config.keys import groups, unknown_key
-from nemo_rl_lite.config.schema import DOTTED_PATH, DURATION, RUN_NAME
+from nemo_rl_lite.config.schema import DURATION, RUN_NAME, USER_CODE
 from nemo_rl_lite.errors import Violation
 
 _EXPECTED = {
@@ -25,7 +25,7 @@ _FILES = ("data.train_path", "data.validation_path")
 # What a pattern of the schema stands for.
 _PATTERNS = {
     RUN_NAME: "must be the name of a folder: at most 200 letters, no slash, and no space or dot in front",
-    DOTTED_PATH: "must be a dotted path, such as package.module.Class",
+    USER_CODE: "must be a dotted path (package.module.Class) or a file (path/to/file.py:Class)",
     DURATION: "must be a duration: [[days:]hours:]minutes:seconds",
 }
 
@@ -48,7 +48,7 @@ def described(details: ErrorDetails, known: Sequence[str]) -> Violation:
     if kind == "missing":
         return Violation(key, None, "has no value", f"set it: {key}=...")
     rule = _EXPECTED.get(kind) or _PATTERNS.get(context.get("pattern", ""))
-    rule = rule or details["msg"].replace("Input should be", "must be")
+    rule = rule or details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     expected = context.get("expected")
     if kind == "string_type" and key in _FILES:
         return Violation(key, given, "must be the name of a file", f"{key}='data/*.jsonl' for several")

@@ -89,14 +89,15 @@ def check_place(folder: Path, key: str) -> None:
     within = checkpoints_around(folder)
     # A run may resume in its own folder; a sweep would put its jobs into that.
     places = folder.parents if key == RUN_FOLDER else (folder, *folder.parents)
-    run = next((place for place in places if _is_run(place)), within and within.parent)
+    run = next((place for place in places if is_run(place)), within and within.parent)
     if run is not None:
         rule = f"is inside the folder of another run, {run}" + (", among its checkpoints" if within else "")
         fix = f"to resume that run: {RUN_FOLDER}={run}; or a folder outside"
         raise ConfigError([Violation(key, str(folder), rule, fix)])
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
+    """Whether the folder is that of a run."""
     return (folder / STATUS_FILE).exists() and (folder / CONFIG_FILE).exists()
 
 

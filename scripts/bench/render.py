@@ -124,6 +124,7 @@ TABLES = {
     ),
     "engine paths table": Table(ROLLOUTS, "rollouts-engine-paths", "1x-h100", WAYS),
     "balance table": Table(ROLLOUTS, "rollouts-balance", "cpu-2cores"),
+    "dynamic sampling table": Table(ROLLOUTS, "rollouts-dynamic-sampling", "cpu-2cores"),
     "tools table": Table(ROLLOUTS, "rollouts-tools", "cpu-2cores"),
     "largest table": Table(
         MEMORY,

@@ -141,6 +141,27 @@ def test_the_run_folder_is_complete(run):
     assert "Traceback" not in output and "held-out accuracy" in output
 
 
+def test_one_can_chat_with_it(run):
+    """A conversation of two turns, and a new one, greedily: transformers says the same to each."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, _, _ = run
+    command = [sys.executable, "-m", "nemo_rl_lite.chat", str(folder), "--temperature", "0"]
+    said = "7310\n92\n/reset\n4815\n/quit\nnever asked\n"
+    done = subprocess.run(command, input=said, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    model, tokenizer = (kind.from_pretrained(folder / "hf") for kind in (AutoModelForCausalLM, AutoTokenizer))
+
+    def answer(*messages: str) -> str:
+        chat = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(messages)]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        tokens = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        return tokenizer.decode(tokens, skip_special_tokens=True)
+
+    first, second, other = done.stdout.splitlines()
+    assert (first, second, other) == (answer("7310"), answer("7310", first, "92"), answer("4815"))
+
+
 def test_the_exported_model_is_the_trained_one(run):
     import torch
     from safetensors.torch import load_file

@@ -75,7 +75,11 @@ def beginnings(output: str) -> list[int]:
 
 
 def rollouts_of(folder: Path) -> dict[str, list[dict]]:
-    return {file.name: read_rollout(file) for file in rollout_files(folder)}
+    """All samples, without the times when they were sampled."""
+    return {
+        file.name: [{name: value for name, value in row.items() if name != "spans"} for row in read_rollout(file)]
+        for file in rollout_files(folder)
+    }
 
 
 def test_a_run_that_is_hit_by_everything_is_the_same_run(tmp_path, model_folder, monkeypatch, capfd):

@@ -28,6 +28,16 @@ def assert_same_weights(one: Path, other: Path) -> None:
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+ONE_STEP_OFF = [
+    *("generation=transformers", "generation.colocated.enabled=false", "algorithm.rollouts.source=one_step_off"),
+    "algorithm.loss_fn.use_importance_sampling_correction=true",
+    "algorithm.loss_fn.truncated_importance_sampling_ratio=2",
+    *("algorithm.num_prompts_per_step=8", "policy.train_global_batch_size=64", "policy.train_micro_batch_size=64"),
+    *("policy.logprob_batch_size=64", "algorithm.max_val_samples=20"),
+    "reward.name=tests.functional.rewards.share_of_digits",
+]
+
+
 @pytest.mark.parametrize(("options", "write"), [(SFT, write_data), (DPO, write_pairs)], ids=["sft", "dpo"])
 def test_half_and_half_is_the_whole(tmp_path, model_folder, options, write):
     """Stopped in the middle of an epoch, at a step that the period does not save."""
@@ -41,3 +51,16 @@ def test_half_and_half_is_the_whole(tmp_path, model_folder, options, write):
     only = {key for key in halves if key not in whole}
     assert {step for step, _ in only} == {3} and whole == {k: v for k, v in halves.items() if k not in only}
     assert_same_weights(tmp_path / "halves" / "hf", tmp_path / "whole" / "hf")
+
+
+def test_one_step_off_the_next_rollout_is_in_the_checkpoint(tmp_path, model_folder):
+    """The weights of the checkpoint could not sample it again: it was sampled by those of the step before."""
+    common = [*ONE_STEP_OFF, "algorithm.max_num_steps=6", "algorithm.val_period=2", "checkpoint.save_period=3"]
+    train_here(tmp_path / "whole", model_folder, *common)
+    saved = tmp_path / "whole" / "checkpoints" / "step-00000003"
+    train_here(tmp_path / "rest", model_folder, *common, f"checkpoint.resume_from={saved}")
+    whole, rest = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "rest")
+    assert whole == {key: value for key, value in whole.items() if key[0] < 4} | rest and max(rest)[0] == 6
+    ages = [whole[step, "train/trajectory_age_max"] for step in range(1, 7)]
+    assert ages == [0, 1, 1, 1, 1, 1] and len({whole[step, "train/loss"] for step in range(1, 7)}) == 6
+    assert_same_weights(tmp_path / "rest" / "hf", tmp_path / "whole" / "hf")

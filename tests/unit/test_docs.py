@@ -31,6 +31,8 @@ READERS = {
     "policy.model_name",
     "reward.name",
     "environment.name",
+    "environment.kwargs.tools",
+    "agent.name",
 }
 NEMO_RL = DOCS / "from_nemo_rl.md"
 

@@ -1,5 +1,6 @@
 """The code of docs/extending.md does what the page says, as it stands there."""
 
+import asyncio
 import importlib
 import json
 import sys
@@ -17,10 +18,12 @@ from nemo_rl_lite.environments.registry import check_environment, find_environme
 from nemo_rl_lite.losses.interface import Loss, combine_metrics, needs_of
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from nemo_rl_lite.losses.registry import make_loss
-from nemo_rl_lite.rewards.registry import find_reward
+from nemo_rl_lite.rewards.judge import Judged, make_judge
+from nemo_rl_lite.rewards.registry import find_batch_reward, find_reward
 from nemo_rl_lite.rules.compose import compose_config
 from tests.unit.losses.batches import batch_of, rows_of
 from tests.unit.pages import DOCS, blocks, commands
+from tests.unit.rewards.endpoint import endpoint
 
 PAGE = DOCS / "extending.md"
 
@@ -50,9 +53,12 @@ def problem(answer: str, **metadata: object) -> Problem:
 def test_every_command_of_the_page_composes(package):
     module("capitals").main("capitals.jsonl")
     composed = [compose_config(words[3:]) for words in commands(PAGE) if words[2] == "nemo_rl_lite.train"]
-    assert len(composed) == 6
-    assert composed[0].reward.name == "my_package.rewards.short_and_right"
+    assert len(composed) == 11
+    assert composed[0].reward.name == "my_package/rewards.py:short_and_right"
     assert composed[1].reward.terms["digits"].weight == 0.1
+    for config in composed:
+        # Every reward of the page can be found and called.
+        make_judge(config.reward)
 
 
 def test_the_rewards(package):
@@ -62,6 +68,22 @@ def test_the_rewards(package):
     close = find_reward("my_package.rewards.close_enough", {})
     assert close("3.2", problem("3", tolerance="0.25")) == 1.0
     assert close("3.3", problem("3", tolerance="0.25")) == 0.0
+
+
+def test_the_batched_reward(package):
+    rewards = find_batch_reward("my_package/overlap.py:SharedLetters", {"device": "cpu"})
+    found = asyncio.run(rewards(["a pair", "", "is"], [problem("Paris"), problem("Paris"), problem("is")]))
+    assert found == pytest.approx([3 / 5, 0.0, 1.0])
+
+
+def test_the_judges(package):
+    with endpoint() as server:
+        for command, reward in (("reward=judge", 0.8), ("reward=exact_match", 1 + 0.3 * 0.8)):
+            words = next(words for words in commands(PAGE) if command in words and "8000" in " ".join(words))
+            here = [word.replace("http://localhost:8000/v1", server.url) for word in words[3:]]
+            verdict = asyncio.run(make_judge(compose_config(here).reward)("Paris", problem("Paris")))
+            assert isinstance(verdict, Judged) and verdict.reward == pytest.approx(reward)
+        assert "Paris" in server.asked[0] and server.asked[1].startswith("Is this brief and polite? Paris End")
 
 
 def test_the_environment(package):
@@ -77,6 +99,32 @@ def test_the_environment(package):
     assert low.messages == ({"role": "user", "content": "higher"},) and low.reward == -0.1 and not low.done
     assert right.done and right.reward == 1.0
     assert other.done and other.reward == 0.0
+
+
+def calls(name: str, **arguments: str) -> list:
+    called = {"id": "call0", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [called]}]
+
+
+def test_the_tool(package):
+    kwargs = {"tools": ["my_package.digits.reverse"], "max_characters": 100}
+    (tool,) = check_environment(EnvironmentConfig("tools", 6, None, 8, 2, 0.5, kwargs))
+    assert tool["function"]["parameters"]["required"] == ["digits"]
+    made = find_environment("tools")(**kwargs)
+    answers = [asyncio.run(made.step(problem("7"), calls("reverse", digits=digits))) for digits in ("123", "x")]
+    assert [one.messages[0]["content"] for one in answers] == ["321", "error: ValueError: 'x' are no digits"]
+
+
+def test_the_agent(package):
+    name, kwargs = "my_package.safe.Safe", {"cost": 0.1}
+    (tool,) = check_environment(EnvironmentConfig(name, 6, None, 8, 2, 0.5, kwargs))
+    assert tool["function"]["name"] == "turn"
+    made = find_environment(name)(**kwargs)
+    turns = [calls("turn", digits="425"), calls("turn", digits="415"), [{"role": "assistant", "content": "done"}]]
+    first, second, last = [asyncio.run(made.step(problem("415"), turn)) for turn in turns]
+    assert [one.messages[0]["content"] for one in (first, second)] == ["2 in place", "open"]
+    assert last.done and last.reward == pytest.approx(0.8)
+    assert asyncio.run(find_environment(name)(**kwargs).cut_short(problem("415"), [])) == 0.0
 
 
 def test_the_rows(package):

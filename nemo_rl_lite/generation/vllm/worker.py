@@ -38,17 +38,18 @@ class VLLMEngine:
 
         # Rotary tables have no weights to load; vLLM warns about them at every refit.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-        # A GPU engine starts with dummy weights: the first refit comes before the first prompt, and a refit that leaves
-        # out a weight is an error.
-        self._weights = WeightsState(complete=not on_gpu)
         settings = generation.vllm_cfg
         _import_model_class(Path(model_path))
         self._sleeps = on_gpu and generation.colocated.enabled
         if on_gpu:
+            # It starts with dummy weights: the first refit comes before the first prompt, and a refit that leaves out a
+            # weight is an error.
             own: dict[str, Any] = {"enable_sleep_mode": self._sleeps, "load_format": "dummy"}
         else:
             # vLLM's sampler on CPUs fails where a request has a seed and its prompt is cut into chunks.
             own = {"enable_chunked_prefill": False}
+        own |= generation.vllm_kwargs
+        self._weights = WeightsState(complete=own.get("load_format") != "dummy")
         ranks = settings.tensor_parallel_size
         self._llm: Any = LLM(
             model_path,
@@ -65,7 +66,7 @@ class VLLMEngine:
             worker_extension_cls=EXTENSION,
             skip_tokenizer_init=not generation.stop_strings,
             disable_log_stats=True,
-            **(own | generation.vllm_kwargs),
+            **own,
         )
         # Stepped in this thread: an engine core in a process of its own is slower (docs/benchmarks/).
         self._engine: Any = self._llm.llm_engine

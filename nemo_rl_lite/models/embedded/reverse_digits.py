@@ -30,9 +30,14 @@ MODEL_CONFIG = {
     "eos_token_id": TOKENS.index(EOS),
 }
 
-# "<bos>12345=" asks, "54321<eos>" answers.
+# "<bos>12345=" asks, "54321<eos>" answers. With tools: "<bos><tool=python(code)>12345=" and "<call=python><arg=code>...
+# </arg></call><eos>", because the vocabulary has no braces.
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ message.content }}"
+    "{{ bos_token }}{% for tool in tools or [] %}<tool={{ tool.function.name }}"
+    "({{ tool.function.parameters.properties | join(',') }})>{% endfor %}"
+    "{% for message in messages %}{{ message.content }}{% for call in message.tool_calls or [] %}"
+    "<call={{ call.function.name }}>{% for name, value in call.function.arguments.items() %}"
+    "<arg={{ name }}>{{ value }}</arg>{% endfor %}</call>{% endfor %}"
     "{% if message.role == 'assistant' %}{{ eos_token }}{% else %}={% endif %}{% endfor %}"
 )
 

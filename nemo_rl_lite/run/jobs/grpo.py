@@ -3,17 +3,15 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from nemo_rl_lite.algorithms.grpo import GRPO, Engines
+from nemo_rl_lite.algorithms.grpo import GRPO
 from nemo_rl_lite.algorithms.report import Report
 from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.cluster.system_usage import SystemUsage
 from nemo_rl_lite.config.schema import Config, GRPOConfig
 from nemo_rl_lite.config.sizes import all_gpus, policy_ranks
-from nemo_rl_lite.data.kinds import PROBLEMS
+from nemo_rl_lite.data.kinds import problems
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
-from nemo_rl_lite.environments.registry import check_environment
-from nemo_rl_lite.environments.sessions import make_environments
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.losses.registry import make_loss
@@ -23,15 +21,18 @@ from nemo_rl_lite.rewards.judge import make_judge, try_reward
 from nemo_rl_lite.rewards.rows import check_rows
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
 from nemo_rl_lite.rollout.files import RolloutFiles, Split
+from nemo_rl_lite.rollout.playing import Play
 from nemo_rl_lite.rollout.prompts import fitting_prompts, note_long_answers
 from nemo_rl_lite.rollout.resting import Resting
 from nemo_rl_lite.rollout.rollout import Rollout
-from nemo_rl_lite.rollout.source import RolloutSource
-from nemo_rl_lite.rollout.turns import Turns
+from nemo_rl_lite.rollout.sampler import Sampler
+from nemo_rl_lite.rollout.source import OneStepOff, OnPolicy, RolloutSource
+from nemo_rl_lite.run.jobs.playing import Playing
 from nemo_rl_lite.run.jobs.steps import make_steps
 from nemo_rl_lite.run.memory_plan import show_memory_plan
 from nemo_rl_lite.run.model import starting_model
-from nemo_rl_lite.run.workers.launch import Reserved, launch
+from nemo_rl_lite.run.workers.launch import Reserved, Workers, launch
+from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
 
 # Samples that the terminal shows, the worst and the best, and that trackers get.
 SHOWN, TRACKED = 2, 16
@@ -43,12 +44,14 @@ class GRPOJob:
     def __init__(self, config: Config, folder: Path, console: RunConsole):
         self._config, self._folder, self._console = config, folder, console
         self._judge = make_judge(config.reward)
-        check_environment(config.environment)
-        self._environments = make_environments(config.environment)
-        training = training_set(config.data, config.algorithm.seed, PROBLEMS)
-        validation = validation_set(config.data, config.algorithm.max_val_samples, PROBLEMS)
+        self._playing = Playing(config)
+        kind = problems(self._playing.tools)
+        training = training_set(config.data, config.algorithm.seed, kind)
+        validation = validation_set(config.data, config.algorithm.max_val_samples, kind)
         self._model_path = starting_model(config, console)
         self._tokenizer = ChatTokenizer(self._model_path)
+        if any(problem.tools for problem in (training.problem(0), *training.finite(), *validation)):
+            self._tokenizer.check_tools()
         with console.busy("checking that every prompt fits"):
             fitted = fitting_prompts(training, validation, self._tokenizer, config)
         self._training, self._validation = fitted
@@ -65,47 +68,60 @@ class GRPOJob:
         config, console = self._config, self._console
         show_memory_plan(config, self._model_path, console, metrics, start.steps)
         with console.busy(f"starting {policy_ranks(config)} policy rank(s) and {config.generation.backend}"):
-            probe_prompt = self._tokenizer.prompt(self._training.problem(0).messages)
+            first = self._training.problem(0)
+            probe_prompt = self._tokenizer.prompt(first.messages, first.tools)
             workers = launch(reserved, self._model_path, probe_prompt, start.policy, console.say)
         metrics.log(start.steps, under("timing/setup", reserved.setup_seconds()))
-        groups = (workers.policy.group, workers.engines)
-        options = config.options(GRPOConfig)
-        rollouts = RolloutSource(
-            options,
-            self._collector(workers.generation),
-            Sampling.of(config.generation, self._tokenizer.end_tokens),
-            self._training,
-            self._validation,
-            self._rollout_log(metrics, start),
-            start.rollouts.get("position", start.steps * options.num_prompts_per_step),
-            Resting(options.rest_epochs, self._epoch_length, start.rollouts.get("resting")),
-        )
-        steps = make_steps(config, self._folder, start, workers.policy, metrics, console, groups, rollouts.state)
-        devices = all_gpus(config) or policy_ranks(config)
-        system = SystemUsage([process for group in groups for process in group.processes])
-        GRPO(
-            config=options,
-            loss=make_loss(options),
-            policy=workers.policy,
-            engines=Engines(workers.generation, workers.generation.refit, workers.weights.check),
-            rollouts=rollouts,
-            steps=steps,
-            report=Report(metrics, console, workers.policy, devices, system.take),
-            mismatch_warning=config.logger.mismatch_warning,
-        ).run()
+        with self._playing.through(workers.generation, self._tokenizer, self._folder, console.say) as (
+            generation,
+            play,
+        ):
+            loop = self._loop(metrics, start, workers, self._collector(generation, play))
+            loop.run()
         workers.policy.release_host_memory()
         if config.checkpoint.export_hf_at_end:
             workers.policy.export_hf(str(self._folder / "hf"))
         # A failed checkpoint is an error only now that the trained weights are exported.
-        steps.checkpoints.require()
+        loop.steps.checkpoints.require()
         return workers.peak_memory()
 
-    def _collector(self, generation: Generation) -> RolloutCollector:
-        config, environments = self._config, self._environments
-        shares = ErrorShares(config.reward.max_error_share, config.environment.max_error_share)
-        turns = None if environments is None else Turns(environments, config.environment.max_turns)
+    def _loop(self, metrics: MetricsLog, start: Start, workers: Workers, collector: RolloutCollector) -> GRPO:
+        config, console, groups = self._config, self._console, (workers.policy.group, workers.engines)
+        options = config.options(GRPOConfig)
+        sampling = Sampling.of(config.generation, self._tokenizer.end_tokens)
+        sampler = Sampler(
+            options,
+            collector,
+            sampling,
+            self._training,
+            self._validation,
+            start.rollouts.get("position", start.steps * options.num_prompts_per_step),
+            Resting(options.rest_epochs, self._epoch_length, start.rollouts.get("resting")),
+        )
+        rollouts = _source(options, sampler, workers.generation, start)
+        steps = make_steps(config, self._folder, start, workers.policy, metrics, console, groups, rollouts.save)
+        devices = all_gpus(config) or policy_ranks(config)
+        system = SystemUsage([process for group in groups for process in group.processes])
+        return GRPO(
+            config=options,
+            loss=make_loss(options),
+            policy=workers.policy,
+            sampling=sampling,
+            rollouts=rollouts,
+            check=workers.weights.check,
+            keep=self._rollout_log(metrics, start),
+            held_out=len(self._validation),
+            steps=steps,
+            report=Report(metrics, console, workers.policy, devices, system.take),
+            mismatch_warning=config.logger.mismatch_warning,
+        )
+
+    def _collector(self, generation: Generation, play: Play) -> RolloutCollector:
+        config = self._config
+        taking_part = config.agent if play.section == "agent" else config.environment
+        shares = ErrorShares(config.reward.max_error_share, taking_part.max_error_share)
         max_length = config.policy.max_total_sequence_length
-        return RolloutCollector(generation, self._tokenizer, self._judge, max_length, shares, turns)
+        return RolloutCollector(generation, self._tokenizer, self._judge, max_length, shares, play)
 
     def _rollout_log(self, metrics: MetricsLog, start: Start) -> Callable[[int, Split, Rollout], None]:
         options, console = self._config.logger, self._console
@@ -118,3 +134,9 @@ class GRPOJob:
                 metrics.log_samples(step, rollout.samples(TRACKED))
 
         return keep
+
+
+def _source(options: GRPOConfig, sampler: Sampler, generation: RecoveringGeneration, start: Start) -> RolloutSource:
+    if options.rollouts.source == "on_policy":
+        return OnPolicy(sampler, generation.refit, generation.finish_generation)
+    return OneStepOff(sampler, generation.refit, start.steps, options.max_num_steps, start.folder)

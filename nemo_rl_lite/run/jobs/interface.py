@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Protocol
 
 from nemo_rl_lite.checkpoint.resume import Start
-from nemo_rl_lite.config.algorithms import algorithm_of, imported
+from nemo_rl_lite.config.algorithms import algorithm_of
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.run.workers.launch import Reserved

@@ -1,11 +1,10 @@
 """Build the checkpoints, the stopping rules and the profiler of a run from its configuration."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from nemo_rl_lite.algorithms.steps import Steps
-from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
+from nemo_rl_lite.checkpoint.checkpoints import Checkpoints, SaveRollouts, save_none
 from nemo_rl_lite.checkpoint.resume import Start, checkpoint_store
 from nemo_rl_lite.cluster.profiler import StepProfiler
 from nemo_rl_lite.cluster.workers import WorkerGroup
@@ -26,10 +25,10 @@ def make_steps(
     metrics: MetricsLog,
     console: RunConsole,
     groups: Sequence[WorkerGroup],
-    rollouts: Callable[[], Mapping[str, Any]] = dict,
+    rollouts: SaveRollouts = save_none,
 ) -> Steps:
-    """Make the steps of a run in `folder` after `start`. `groups`: all workers, for the profiler. `rollouts` returns
-    what the source of rollouts saves in a checkpoint."""
+    """Make the steps of a run in `folder` after `start`. `groups`: all workers, for the profiler. `rollouts` saves
+    what the source of rollouts has in a checkpoint."""
     options = config.checkpoint
     checkpoints = Checkpoints(
         checkpoint_store(config, folder),

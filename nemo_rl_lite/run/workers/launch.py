@@ -11,7 +11,7 @@ from nemo_rl_lite.cluster.runtime import available_cores
 from nemo_rl_lite.cluster.workers import Call, WorkerGroup, wait
 from nemo_rl_lite.config.algorithms import compares, generates
 from nemo_rl_lite.config.engines import engine_of
-from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.schema import Config, GRPOConfig
 from nemo_rl_lite.config.sizes import (
     engine_ranks,
     engines,
@@ -23,6 +23,7 @@ from nemo_rl_lite.config.sizes import (
     sequences_together,
 )
 from nemo_rl_lite.errors import CheckpointError
+from nemo_rl_lite.host.devices import ON_CPUS
 from nemo_rl_lite.observability.timer import Timer, seconds_since_command
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.offload.residency import Residency
@@ -35,9 +36,6 @@ log = logging.getLogger(__name__)
 
 # megatron-core compiles a few fused functions. On a CPU that delays the first batch by seconds and gains nothing.
 CPU_POLICY_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
-# A run on CPUs must not see GPUs: Ray does not hide them from an actor that asked for none. OpenMP threads sleep while
-# they wait: beside a busy process, threads that spin take the cores that the others need (measured: docs/benchmarks/).
-ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
 _SEGMENTS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # The number of hardware work queues of a process. With a single queue, a copy that waits for an earlier copy also
 # delays kernels that were launched after it. megatron-core's tensor parallelism needs that order to overlap
@@ -143,7 +141,8 @@ def launch(
         wait(group.start([engine_start] * len(group)), timeout_s=limit)
 
     restarts, capacity = config.cluster.max_restarts, config.generation.vllm_cfg.max_num_seqs
-    recovering = RecoveringGeneration(remote_generation, weights, start_engines, restarts, capacity, say)
+    policy_waits = config.options(GRPOConfig).rollouts.source == "on_policy"
+    recovering = RecoveringGeneration(remote_generation, weights, start_engines, restarts, capacity, policy_waits, say)
     return Workers(remote_policy, recovering, generation, weights)
 
 

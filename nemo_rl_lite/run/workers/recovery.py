@@ -18,8 +18,8 @@ class RecoveringGeneration:
     """`Generation` with refits, whose engines may die `max_restarts` times before the run itself restarts.
 
     The other engines take over the requests of one that died in a rollout; it comes back before the next refit, or at
-    once if it was the last. If a new engine does not fit on its device next to what is there now, the loss is an error
-    like that of other workers.
+    once if it was the last and the policy waits for the rollout. If a new engine does not fit on its device next to
+    what is there now, the loss is an error like that of other workers.
     """
 
     def __init__(
@@ -29,11 +29,13 @@ class RecoveringGeneration:
         start: Callable[[WorkerGroup], None],
         max_restarts: int,
         capacity: int,
+        policy_waits: bool,
         say: Callable[[str], None],
     ):
-        """`start` starts engines in a group of empty processes. `capacity`: the requests that an engine may hold."""
+        """`start` starts engines in a group of empty processes. `capacity`: the requests that an engine may hold.
+        `policy_waits`: whether the policy does nothing while engines generate, so that it can give them its weights."""
         self._generation, self._weights, self._start = generation, weights, start
-        self._left, self._say = max_restarts, say
+        self._left, self._policy_waits, self._say = max_restarts, policy_waits, say
         self._queue = RequestQueue(generation.replicas, capacity, self._note_loss, self._restore)
         self._lost: dict[int, WorkerError] = {}
 
@@ -49,12 +51,14 @@ class RecoveringGeneration:
         return self._persist(self._generation.finish_generation)
 
     def refit(self, version: int) -> dict[str, float]:
-        """See `WeightSync.refit`."""
+        """See `WeightSync.refit`. Engines that died in the rollout are restarted."""
+        self._replace_lost()
         return self._persist(lambda: self._weights.refit(version))
 
     def _note_loss(self, rank: int, error: WorkerError) -> None:
-        """Raises the error where no restart is left."""
-        if not self._left:
+        """Raises the error where no restart is left, or no other engine and no policy that could bring it back."""
+        is_last = len(self._lost) + 1 == self._generation.engines
+        if not self._left or (is_last and not self._policy_waits):
             raise error
         self._left -= 1
         self._lost[rank] = error

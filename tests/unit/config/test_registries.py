@@ -6,10 +6,11 @@ from inspect import signature
 
 import pytest
 
-from nemo_rl_lite.config.algorithms import ALGORITHMS, compares, generates, imported
+from nemo_rl_lite.config.algorithms import ALGORITHMS, compares, generates
 from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.config.keys import groups
 from nemo_rl_lite.config.schema import Config, GenerationConfig
+from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.kinds import Kind
 from nemo_rl_lite.observability.views import Panel
 from nemo_rl_lite.rules.compose import compose_config

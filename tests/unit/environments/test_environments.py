@@ -21,6 +21,30 @@ class Own:
         return Observation(done=True)
 
 
+HERE = "tests.unit.environments.test_environments"
+
+
+class Unchecked(Own):
+    """Finds before the run that something is missing."""
+
+    level = 0
+
+    def __init__(self):
+        """Needs nothing."""
+
+    def check(self):
+        raise ConnectionError("no server")
+
+
+class Toolless(Unchecked):
+    """Offers what is no tool."""
+
+    tools = ({"type": "function"},)
+
+    def check(self):
+        """Finds nothing."""
+
+
 class Exits:
     """An environment that ends the process when it is made."""
 
@@ -73,11 +97,12 @@ def test_a_turn_without_a_call_is_final():
     assert final.done and final.reward is None
 
 
-def test_environments_by_name_and_by_dotted_path():
+def test_environments_by_name_by_dotted_path_and_by_file():
     check_environment(config(None))
     assert make_environments(config(None)) is None
     assert find_environment("calculator") is Calculator
     check_environment(config("tests.unit.environments.test_environments.Own", level=2))
+    check_environment(config(f"{__file__}:Own", level=2))
 
 
 @pytest.mark.parametrize(
@@ -89,6 +114,9 @@ def test_environments_by_name_and_by_dotted_path():
         ("tests.unit.environments.test_environments.Exits", {}, r"environment\.name.*\n.*SystemExit: 0"),
         ("tests.unit.exits.Anything", {}, r"environment\.name.*\n.*cannot be imported: SystemExit: 0"),
         ("calculator", {"role": "clown"}, r"environment\.kwargs.*\n.*role must be user or tool"),
+        (f"{__file__}:Absent", {}, r"environment\.name.*\n.*test_environments.py has no Absent"),
+        (f"{HERE}.Unchecked", {}, r"environment\.name.*\n.*cannot be made.*ConnectionError: no server"),
+        (f"{HERE}.Toolless", {}, r"environment\.name.*\n.*offers no usable tools: .*a tool has no name"),
         ("builtins.dict", {}, r"environment\.name.*\n.*no method step"),
     ],
 )

@@ -66,9 +66,9 @@ def answers(environments, *turns: tuple[int, str]) -> list:
     return [one if isinstance(one, BaseException) else one.messages[0]["content"] for one in asyncio.run(play())]
 
 
-@pytest.mark.parametrize("name", ["Counter", "AsyncCounter"])
+@pytest.mark.parametrize("name", [f"{HERE}.Counter", f"{HERE}.AsyncCounter", f"{__file__}:Counter"])
 def test_a_session_keeps_its_state_in_one_process_until_it_is_closed(name):
-    environments = make_environments(config(f"{HERE}.{name}"))
+    environments = make_environments(config(name))
     first = answers(environments, *((session, "go") for session in range(6)))
     second = answers(environments, *((session, "go") for session in range(6)))
     assert [one.split()[0] for one in first] == ["1"] * 6 and [one.split()[0] for one in second] == ["2"] * 6

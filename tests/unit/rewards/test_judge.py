@@ -14,8 +14,10 @@ from nemo_rl_lite.config.schema import RewardConfig, RewardTerm
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import ConfigError, DataError
 from nemo_rl_lite.host import calls
-from nemo_rl_lite.rewards.judge import Judged, Term, make_judge, try_reward
-from nemo_rl_lite.rewards.registry import RewardError
+from nemo_rl_lite.rewards import judge as judging
+from nemo_rl_lite.rewards.judge import Judged, make_judge, try_reward
+from nemo_rl_lite.rewards.terms import Term
+from nemo_rl_lite.rewards.value import RewardError
 
 HERE = "tests.unit.rewards.test_judge"
 
@@ -46,10 +48,19 @@ def moody(response: str, answer: str) -> float:
     return float(response == answer)
 
 
-def config(name: str, timeout_s: float | None, processes: int = 2, concurrency: int = 1, **terms) -> RewardConfig:
+def config(
+    name: str,
+    timeout_s: float | None,
+    processes: int = 2,
+    concurrency: int = 1,
+    batch_size: int | None = None,
+    kwargs: dict | None = None,
+    **terms,
+) -> RewardConfig:
     return RewardConfig(
         name=name,
-        kwargs={},
+        kwargs=kwargs or {},
+        batch_size=batch_size,
         terms={label: RewardTerm(**one) for label, one in terms.items()},
         timeout_s=timeout_s,
         processes=processes,
@@ -140,7 +151,9 @@ def test_a_judging_process_that_never_starts_ends_the_run(monkeypatch):
         judge(f"{HERE}.moody", timeout_s=5.0)(["1"], problems("1"))
 
 
-def test_processes_end_with_the_pool():
+def test_processes_end_with_the_pool(monkeypatch):
+    pools = []
+    monkeypatch.setattr(judging, "CallPool", lambda *of: pools.append(calls.CallPool(*of)) or pools[0])
     before = set(psutil.Process().children())
     own = judge(f"{HERE}.moody", timeout_s=500.0)
     assert own(["1"], problems("1")) == [1.0]
@@ -149,10 +162,9 @@ def test_processes_end_with_the_pool():
     started = set(psutil.Process().children()) - before
     assert len(started) == 2
     # One worker is in the middle of a reward.
-    pool = next(cell.cell_contents for cell in own.__closure__[0].cell_contents.__closure__)._pool
-    pool.submit("judge", "sleep", problems("1")[0])
+    pools.pop().submit("one", "sleep", problems("1")[0])
     time.sleep(0.2)
-    del own, pool
+    del own
     gone, alive = psutil.wait_procs(started, timeout=120)
     assert len(gone) == 2 and not alive
 
@@ -203,7 +215,7 @@ def test_a_judging_process_ends_quietly_when_the_launcher_is_gone(is_told):
     theirs.close()
     if is_told:
         kept = {"terms": [Term("moody", f"{HERE}.moody", {}, 1.0, "reward")]}
-        ours.send((sys.path, "nemo_rl_lite.rewards.judge.RewardCalls", kept, 1))
+        ours.send((sys.path, "nemo_rl_lite.rewards.terms.RewardCalls", kept, 1))
     ours.close()
     _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (0, "")

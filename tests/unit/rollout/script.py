@@ -3,8 +3,9 @@
 from contextlib import asynccontextmanager
 
 from nemo_rl_lite.generation.interface import Completion
-from nemo_rl_lite.rewards.judge import Judge, RewardCalls, Term
+from nemo_rl_lite.rewards.judge import Judge, sum_of
 from nemo_rl_lite.rewards.registry import Reward
+from nemo_rl_lite.rewards.terms import RewardCalls, Term
 
 END = 0
 
@@ -14,7 +15,7 @@ class Letters:
 
     end_tokens = (END,)
 
-    def prompt(self, messages):
+    def prompt(self, messages, tools=()):
         return [ord(letter) for letter in f"{messages[-1]['content']}|"]
 
     def between_turns(self, messages, last_token):
@@ -23,6 +24,9 @@ class Letters:
 
     def text(self, tokens):
         return "".join(chr(token) for token in tokens if token)
+
+    def piece(self, token):
+        return chr(token)
 
 
 class Script:
@@ -57,6 +61,6 @@ def completion(text: str) -> Completion:
 
 def judged_by(reward: Reward) -> Judge:
     """Judge in this process with one function."""
-    calls = RewardCalls([])
-    calls._terms = [(Term("own", "own", {}, 1.0, "reward"), reward)]
-    return calls.judge
+    term, calls = Term("own", "own", {}, 1.0, "reward"), RewardCalls([])
+    calls._terms, calls._single = {"own": term}, {"own": reward}
+    return sum_of([term], calls, at_once=1)

@@ -17,7 +17,7 @@ class Letters:
     def length(self, text):
         return len(text)
 
-    def prompt(self, messages):
+    def prompt(self, messages, tools=()):
         assert len(messages[-1]["content"]) < 1000
         return list(messages[-1]["content"])
 

@@ -39,17 +39,17 @@ def test_a_source_passes_over_them_and_says_how_many():
     rows = FileSet(tuple(Problem(chat(text), "1") for text in ("m a", "x b", "m c", "m d", "x e", "m f")), 0, False)
     own, engine = source([], resting=Resting(2, 6))
     own.training = rows
-    assert kept(own.take(1)) == ["m a", "m c", "m d"] and own.position == 4
-    first = own.take(2)
+    assert kept(own.rollout(1)) == ["m a", "m c", "m d"] and own.position == 4
+    first = own.rollout(2)
     assert kept(first) == ["m f", "m a", "m c"] and own.position == 9
     # In the first epoch both `x` were sampled; in the second `x b` is passed over.
     assert first.metrics()["rested_prompts"] == 1 and first.metrics()["filtered_prompts"] == 1
     begun = len(engine.begun)
-    rest = own.take(3)
+    rest = own.rollout(3)
     assert kept(rest) == ["m d", "m f", "m a"] and not any("x" in text for text in engine.begun[begun:])
     assert rest.metrics()["rested_prompts"] == 1 and rest.metrics()["useful_tokens_share"] == 1
     # In the third epoch both are tried again.
-    again = own.take(4)
+    again = own.rollout(4)
     assert kept(again) == ["m c", "m d", "m f"] and again.metrics()["filtered_prompts"] == 2
     assert own.state()["position"] == 18 and len(own.state()["resting"]) == 2
 
@@ -57,4 +57,4 @@ def test_a_source_passes_over_them_and_says_how_many():
 def test_prompts_rest_without_dynamic_sampling_too():
     own, _ = source([], resting=Resting(1, 4), use_dynamic_sampling=False)
     own.training = FileSet(tuple(Problem(chat(text), "1") for text in ("m a", "x b", "m c", "m d")), 0, False)
-    assert [kept(own.take(step)) for step in (1, 2)] == [["m a", "x b", "m c"], ["m d", "m a", "m c"]]
+    assert [kept(own.rollout(step)) for step in (1, 2)] == [["m a", "x b", "m c"], ["m d", "m a", "m c"]]

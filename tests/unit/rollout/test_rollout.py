@@ -6,7 +6,7 @@ from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.judge import Judged
-from nemo_rl_lite.rewards.registry import WrongReward, checked_reward
+from nemo_rl_lite.rewards.value import WrongReward, checked_reward
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
 from nemo_rl_lite.rollout.groups import Wanted
 from nemo_rl_lite.rollout.rollout import Rollout

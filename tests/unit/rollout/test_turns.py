@@ -103,6 +103,39 @@ def test_an_environments_rewards_are_added_up_and_nothing_else_is_judged():
     assert rollout.rewards_B.tolist() == [0.75, 0] and rollout.reward_errors == 0
 
 
+class Patient(Bells):
+    """Has no reward before the episode is over, however it ends."""
+
+    def step(self, problem, conversation):
+        done = conversation[-1]["content"] == "43"
+        return Observation(() if done else ({"role": "user", "content": "again"},), done, 1.0 if done else None)
+
+    def cut_short(self, problem, conversation):
+        wrong = {"nothing": None, "nonsense": "good"}
+        return wrong.get(conversation[-1]["content"], -0.5)
+
+
+@pytest.mark.parametrize(
+    ("turns", "max_turns", "max_length", "reward", "ending"),
+    [
+        (["42"], 1, 200, -0.5, "turns"),
+        (["42"], 4, 51, -0.5, "length"),
+        (["42..."], 4, 200, -0.5, "length"),
+        (["43"], 1, 200, 1.0, "stop"),
+        # Without a reward of the environment the configured one judges.
+        (["nothing"], 1, 200, 0.0, "turns"),
+    ],
+)
+def test_an_episode_that_the_environment_is_not_done_with_is_cut_short(turns, max_turns, max_length, reward, ending):
+    rollout = collect(Script(turns * 2), (f"{HERE}.Patient", {}), max_turns=max_turns, max_length=max_length)
+    assert rollout.rewards_B.tolist() == [reward] * 2 and endings(rollout) == [ending] * 2
+
+
+def test_a_reward_of_a_cut_episode_that_is_none_is_an_error_of_the_environment():
+    with pytest.raises(DataError, match=r"the environment failed on 2 of 2.*cut_short\(\) returned 'good'"):
+        collect(Script(["nonsense"] * 2), (f"{HERE}.Patient", {}), max_turns=1)
+
+
 def never(response: str, answer: str) -> float:
     raise AssertionError("an environment that gives rewards needs no reward function")
 

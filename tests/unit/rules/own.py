@@ -1,4 +1,4 @@
-"""Rewards and environments that are only read: an import of this module fails."""
+"""Rewards, environments and agents that are only read: an import of this module fails."""
 
 import no_such_package_anywhere
 
@@ -9,6 +9,10 @@ def score(response, answer, *, volume: float = 1.0):
 
 def gold_first(reference, prediction):
     return 1.0
+
+
+async def paced(problem, endpoint, seconds: float = 1.0):
+    return None
 
 
 async def later(response, answer):
@@ -23,6 +27,10 @@ def of_verl(data_source, solution_str, ground_truth, extra_info=None):
     return 1.0
 
 
+def many(responses, answers, *, volume=1.0):
+    return [volume for _ in responses]
+
+
 def swapped(answer, response):
     return 1.0
 
@@ -34,6 +42,14 @@ def asked(prompt, completion):
 @no_such_package_anywhere.takes_anything
 def decorated(prompt):
     return prompt
+
+
+async def plays(problem, endpoint, *, tool=None):
+    return None
+
+
+async def acts(state):
+    return None
 
 
 class Assigned:

@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,7 @@ PEFT, EXPERTS = "policy.megatron_cfg.peft", "policy.megatron_cfg.expert_model_pa
 ACTIVATIONS = "policy.megatron_cfg.fine_grained_activation_offloading"
 MODULES = "policy.megatron_cfg.offload_modules"
 SHARE = "policy.megatron_cfg.activation_offload_fraction"
+JUDGE = "reward=judge reward.kwargs.base_url=http://localhost:8000/v1 reward.kwargs.model=m"
 FILES = "data=file data.train_path=DATA data.validation_path=DATA"
 OFF = "algorithm.val_at_start=false algorithm.val_at_end=false algorithm.val_period=0"
 GPU = (
@@ -46,6 +48,11 @@ CASES = {
     "generation.temprature=1": ["generation.temprature", "did you mean generation.temperature"],
     "seed=1": ["seed", "did you mean algorithm.seed"],
     "algorithm.beta=0.1": ["algorithm.beta", f"did you mean {LOSS}.reference_policy_kl_penalty?"],
+    "algorithm.rollouts.source=one_step_off": [
+        "algorithm.rollouts.source",
+        "fix: generation.colocated.enabled=false",
+        f"fix: {LOSS}.use_importance_sampling_correction=true",
+    ],
     "algorithm=dpo algorithm.beta=0.1": ["did you mean algorithm.reference_policy_kl_penalty?"],
     f"{LOSS}.ratio_eps=0.2": [f"did you mean {LOSS}.ratio_clip_min and {LOSS}.ratio_clip_max?"],
     "data.max_response_length=64": ["data.max_response_length", "did you mean generation.max_new_tokens?"],
@@ -109,7 +116,44 @@ CASES = {
     "reward.name=tests.unit.rules.own.of_verl": ["reward.name", "the signature of verl's rewards"],
     "reward.name=tests.unit.rules.own.swapped": ["reward.name", "takes `answer` first"],
     "reward.name=tests.unit.rules.own.asked": ["reward.name", "takes `prompt` first"],
-    "reward.name=tests/unit/rules/own.py:score": ["fix: reward.name=tests.unit.rules.own.score", "1 problem"],
+    "reward.name=tests.unit.rules.own:score": ["fix: reward.name=tests.unit.rules.own.score", "1 problem"],
+    "reward.name=own.py": ["reward.name", "names a file, and no reward in it", "path/to/file.py:"],
+    "reward.name=own.py:scor": ["own.py has no scor; did you mean score?"],
+    "reward.name=own.py:of_trl": ["reward.name", "the signature of TRL's rewards"],
+    "reward.name=own.py:score +reward.kwargs.limit=3": ["reward.kwargs", "unexpected keyword"],
+    "reward.name=gone.py:score": ["reward.name", "there is no file", "gone.py"],
+    "reward.name=torn.py:score": ["reward.name", "torn.py, line 2"],
+    "algorithm.loss=gone.py:Loss": ["algorithm.loss", "there is no file", "gone.py"],
+    "algorithm.loss=torn.py:Loss": ["algorithm.loss", "SyntaxError", "torn.py, line 2"],
+    "algorithm.loss=losses.py:Gone": ["algorithm.loss", "losses.py has no Gone"],
+    # Rewards of many responses, and judges.
+    "reward.batch_size=4": ["reward.batch_size", "exact_match judges one response at a time"],
+    "reward.name=tests.unit.rules.own.many": ["takes `responses`", "reward.batch_size=32"],
+    "reward.name=tests.unit.rules.own.score reward.batch_size=4": ["reward.batch_size = 4", "takes one `response`"],
+    "reward.name=tests.unit.rules.own.many reward.batch_size=4 +reward.kwargs.limit=3": [
+        "reward.kwargs",
+        "function(responses, answers, **reward.kwargs)",
+    ],
+    "reward.name=tests.unit.rules.own.of_trl reward.batch_size=4": ["def reward(responses, answers)"],
+    "+reward.terms.own.name=tests.unit.rules.own.many +reward.terms.own.weight=1": ["reward.terms.own.batch_size=32"],
+    "+reward.terms.tags.name=last_number +reward.terms.tags.weight=1 +reward.terms.tags.batch_size=8": [
+        "reward.terms.tags.batch_size",
+        "last_number judges one",
+    ],
+    "reward=judge": ["2 problems", "reward.kwargs.base_url", "has no value", "reward.kwargs.model"],
+    f"{JUDGE} reward.kwargs.base_url=localhost:8000": ["reward.kwargs.base_url", "must be an address, such as http://"],
+    f"{JUDGE} reward.kwargs.prompt=Hm": ["reward.kwargs.prompt", "with the field {response}"],
+    f"{JUDGE} reward.kwargs.prompt='{{response.text}}'": ["reward.kwargs.prompt", "plain braces"],
+    f"{JUDGE} reward.kwargs.score_pattern='('": ["reward.kwargs.score_pattern", "must be a regular expression"],
+    f"{JUDGE} reward.kwargs.score_pattern='[0-9]'": ["reward.kwargs.score_pattern", "with one group"],
+    f"{JUDGE} reward.kwargs.best=0": ["reward.kwargs", "best and worst are equal"],
+    f"{JUDGE} reward.kwargs.seconds=0": ["reward.kwargs.seconds", "greater than 0"],
+    f"{JUDGE} reward.kwargs.seconds=200": ["reward.timeout_s = 300", "its 3 tries", "reward.timeout_s=600"],
+    f"{JUDGE} reward.kwargs.best=10 reward.timeout_s=null": ["reward.timeout_s", "a process of its own"],
+    f"{JUDGE} +reward.kwargs.api_key=sk-1": ["reward.kwargs.api_key", "is a secret", "api_key_env=NAME_OF_A_VARIABLE"],
+    f"{JUDGE} +reward.kwargs.temperature=1": ["reward.kwargs.temperature", "unknown key"],
+    f"{JUDGE} reward.kwargs.best=10 reward.batch_size=4": ["judge judges one response at a time"],
+    "+reward.terms.own.name=judge +reward.terms.own.weight=1": ["reward.terms.own.kwargs.base_url", "has no value"],
     "algorithm.oversample=2": ["algorithm.oversample", "algorithm.use_dynamic_sampling=true"],
     "algorithm.use_dynamic_sampling=true algorithm.oversample=4 algorithm.dynamic_sampling_max_gen_batches=2": [
         "algorithm.oversample=2 or less"
@@ -120,8 +164,28 @@ CASES = {
         "exceeds generation.max_new_tokens",
     ],
     "environment.concurrency=64": ["environment.concurrency", "has no effect"],
+    "agent.timeout_s=5": ["agent.timeout_s", "has no effect", "agent.name=package.module.function"],
+    "generation.serve.port=8000": ["generation.serve.port", "has no effect", "generation.serve.enabled=true"],
+    "generation.serve.enabled=true generation.serve.port=70000": ["generation.serve.port", "less than 65536"],
+    "agent.name=tests.unit.rules.own.plays environment=calculator": ["agent.name", "would answer in it"],
+    "agent.name=tests.unit.rules.own.plays agent.concurrency=2": ["agent.processes", "agent.processes=2"],
+    "agent.name=tests.unit.rules.own.acts": ["agent.name", "cannot be called as agent(problem, endpoint"],
+    "agent.name=tests.unit.rules.own.plays +agent.kwargs.tol=1": ["unexpected keyword argument 'tol'"],
+    "agent.name=tests.unit.rules.own.play": ["agent.name", "did you mean plays?"],
+    "agent.name=own.py": ["agent.name", "names a file, and no agent in it: own.py:NAME"],
+    "agent.name=nowhere/own.py:plays": ["agent.name", "nowhere/own.py"],
+    "agent.name=player": ["agent.name", "no such agent", "async def agent(problem, endpoint"],
+    "algorithm=sft agent.name=tests.unit.rules.own.plays": ["agent.name", "algorithm=grpo"],
     "environment.max_error_share=0": ["environment.max_error_share", "has no effect"],
     "environment=calculator environment.timeout_s=5": ["environment.timeout_s", "answers at once"],
+    "environment=python environment.max_turns=1": ["environment.max_turns", "2 or more"],
+    "environment=tools": ["environment.kwargs.tools", "environment=tools needs it", "my_package.search.search"],
+    "environment=tools environment.kwargs.tools=search": ["must be a list of dotted paths"],
+    "environment=tools environment.kwargs.tools=[tests.unit.rules.own.scor]": ["did you mean score?"],
+    "environment=nemo_gym": ["environment.kwargs.url", "needs it", "http://localhost"],
+    "environment=verifiers": ["environment.kwargs.environment", "needs it"],
+    "data=file data.train_path=README.md data.tools_column=tools": ["data.tools_column", "nobody answers their calls"],
+    "data.answer_column=null": ["data.answer_column", "reverse_digits needs answers"],
     "environment=calculator environment.max_turns=1": ["environment.max_turns", "2 or more"],
     "environment.name=tests.unit.rules.own.Closes environment.max_turns=2": ["environment.name", "called as close()"],
     "environment.name=tests.unit.rules.own.Fine environment.max_turns=2 environment.concurrency=2": [
@@ -130,7 +194,9 @@ CASES = {
     "environment.name=tests.unit.rules.own.Mute environment.max_turns=2": ["environment.name", "no method step"],
     "environment.name=tests.unit.rules.own.Narrow environment.max_turns=2": ["environment.name", "too many positional"],
     "environment.name=tests.unit.rules.own.Static environment.max_turns=2": ["environment.name", "too many positional"],
-    "environment.name=tests/unit/rules/own.py:Fits environment.max_turns=2": ["=tests.unit.rules.own.Fits"],
+    "environment.name=tests.unit.rules.own:Fits environment.max_turns=2": ["=tests.unit.rules.own.Fits"],
+    "environment.name=own.py:Narrow environment.max_turns=2": ["environment.name", "too many positional"],
+    "environment.name=gone.py:Fine environment.max_turns=2": ["environment.name", "there is no file"],
     "algorithm.loss=tests.unit.rules.losses.Exits": ["algorithm.loss = ", "cannot be made: SystemExit: 0"],
     "algorithm.loss=tests.unit.exits.Loss": ["algorithm.loss = ", "cannot be imported: SystemExit: 0"],
     "reward.name=tests.unit.exits.package.score": ["reward.name", "cannot be imported: SystemExit: 0"],
@@ -160,6 +226,7 @@ CASES = {
         "algorithm.loss_kwargs.topk",
         "must be an integer",
     ],
+    "agent.name=tests.unit.rules.own.paced agent.kwargs.seconds=soon": ["agent.kwargs.seconds", "must be a number"],
     "reward=math reward.concurrency=64": ["reward.concurrency", "math is a plain function", "reward.processes"],
     "reward.name=math_verify.verify": ["reward.name", "takes `gold` first"],
     "reward.name=tests.unit.rules.own.gold_first": ["reward.name", "takes `reference` first"],
@@ -511,7 +578,7 @@ CASES = {
     "reward=format reward.kwargs.pattern=7": ["reward.kwargs.pattern", "must be a regular expression"],
     "reward=math reward.timeout_s=0": ["reward.timeout_s", "greater than 0"],
     "reward=math reward.processes=0": ["reward.processes", "greater than 0"],
-    "environment=chess": ["environment", "calculator, none"],
+    "environment=chess": ["environment", "calculator, nemo_gym, none"],
     "environment.name=chess": ["environment.name", "choose one of calculator"],
     "environment.name=no_such_package.Game": ["environment.name", "there is no module no_such_package"],
     "environment.max_turns=3": ["environment.max_turns", "without an environment", "environment=calculator"],
@@ -763,6 +830,8 @@ def places(tmp_path, monkeypatch) -> dict[str, str]:
         (tmp_path / name / "config.json").write_text(json.dumps(MODEL | change))
     (tmp_path / "empty").mkdir()
     (tmp_path / "torn.py").write_text("import os\ndef score(:\n")
+    for name in ("own.py", "losses.py"):
+        shutil.copy(Path(__file__).with_name(name), tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     pickled = tmp_path / "pickled"
     shutil.copytree(model, pickled)

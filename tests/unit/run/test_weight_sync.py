@@ -8,7 +8,7 @@ from nemo_rl_lite.config.schema import GRPOConfig
 from nemo_rl_lite.errors import EngineError, RefitError
 from nemo_rl_lite.generation.interface import Completion, Request, Sampling
 from nemo_rl_lite.rollout.resting import Resting
-from nemo_rl_lite.rollout.source import RolloutSource
+from nemo_rl_lite.rollout.sampler import Sampler
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers import remote_generation
 from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
@@ -84,8 +84,8 @@ def test_an_engine_that_computes_no_numbers_is_named_with_its_step(monkeypatch, 
     assert len(engines(monkeypatch, -1.0, -2.0).sample_on_each(request)) == 2
     collect = SimpleNamespace(collect=lambda *_: generation.sample_on_each(request))
     config = compose_config().options(GRPOConfig)
-    source = RolloutSource(config, collect, sampling, None, [], print, position=0, resting=Resting(0, 0))  # pyrefly: ignore
-    for sample in (lambda: source.take(7), lambda: source.sample_held_out(7)):
+    source = Sampler(config, collect, sampling, None, [], position=0, resting=Resting(0, 0))  # pyrefly: ignore
+    for sample in (lambda: source.rollout(7), lambda: source.held_out(7)):
         with pytest.raises(EngineError, match=r"^step 7: generation rank 1 "):
             sample()
 

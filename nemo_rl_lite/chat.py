@@ -1,0 +1,96 @@
+"""`python -m nemo_rl_lite.chat RUN`: a conversation with a run's model, or with that of a Hugging Face folder.
+
+A line is a message; /reset begins a new conversation, /quit ends. Without a terminal, each line of the standard input
+is a message, and each response is written to the standard output.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from rich.console import Console
+
+from nemo_rl_lite.data.messages import Message
+from nemo_rl_lite.endpoint.anybody import Anybody, Speaker
+from nemo_rl_lite.endpoint.protocol import ChatRequest, RefusedError
+from nemo_rl_lite.errors import shown_as_message
+from nemo_rl_lite.generation.request_queue import RequestQueue
+from nemo_rl_lite.run.serving import find_served, start_engine
+
+_RESET, _QUIT = "/reset", "/quit"
+Reply = Callable[[Sequence[Message]], str]
+"""Returns the response to a conversation. Raises RefusedError: there is none."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line. Exit status: 0 done, 1 there is no model, or a line of a file got no response, 2 bad
+    arguments."""
+    parser = argparse.ArgumentParser(
+        prog="nrl-lite chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or a Hugging Face folder")
+    parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy (default: the run's)")
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", type=int, help="most tokens of a response (default: the run's)"
+    )
+    given = parser.parse_args(arguments)
+    console = Console(stderr=True, highlight=False, markup=False)
+    with shown_as_message("nrl-lite chat"):
+        served = find_served(given.run, given.max_new_tokens, console.print)
+        with console.status(f"starting {served}"):
+            queue, speaker = start_engine(served)
+        if sys.stdin.isatty():
+            console.print(f"{served}; {_RESET} begins a new conversation, {_QUIT} or Ctrl-D ends")
+        try:
+            refused = converse(replier(queue, speaker, given.temperature), console)
+        except KeyboardInterrupt:
+            refused = 0
+    sys.exit(1 if refused and not sys.stdin.isatty() else 0)
+
+
+def replier(queue: RequestQueue, speaker: Speaker, temperature: float | None) -> Reply:
+    """Return what asks the engine for a response at a temperature (None: the run's)."""
+
+    async def reply(messages: Sequence[Message]) -> str:
+        asked = ChatRequest(messages=list(messages), temperature=temperature)
+        async with queue.serving() as requests:
+            answer = await Anybody(speaker, requests).respond(asked)
+        return speaker.tokenizer.text(answer.completion.tokens)
+
+    return lambda messages: asyncio.run(reply(messages))
+
+
+def converse(reply: Reply, console: Console) -> int:
+    """Read messages, and write responses, until the input ends; return how many messages got none."""
+    messages, refused, at_terminal = list[Message](), 0, sys.stdin.isatty()
+    while True:
+        try:
+            said = input("> " if at_terminal else "").strip()
+        except EOFError:
+            return refused
+        if said == _QUIT:
+            return refused
+        if said == _RESET:
+            messages.clear()
+        elif said.startswith("/"):
+            console.print(f"there is no {said.split()[0]}, only {_RESET} and {_QUIT}")
+        elif said:
+            messages.append({"role": "user", "content": said})
+            try:
+                with console.status("...") if at_terminal else nullcontext():
+                    response = reply(messages)
+            except RefusedError as error:
+                refused += 1
+                messages.pop()
+                console.print(f"{error}. {_RESET} begins a new conversation")
+                continue
+            messages.append({"role": "assistant", "content": response})
+            sys.stdout.write(f"{response}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

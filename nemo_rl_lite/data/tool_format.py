@@ -1,0 +1,224 @@
+"""How a model's chat template writes tool calls. This is read off what the template renders, so that a model needs no
+entry in a list."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Protocol
+
+from nemo_rl_lite.data.messages import Message
+
+# Renders messages with or without tools; the flag asks for the start of the assistant's next turn.
+Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
+
+# Placeholders, which are looked for in what the template writes.
+_TURN, _NAME, _KEYS, _VALUES = "THE-TURN", "the_tool", ("the_first", "the_second"), ("value 1", "value 2")
+_ARGUMENTS = dict(zip(_KEYS, _VALUES, strict=True))
+_PARAMETERS = {"type": "object", "properties": {key: {"type": "string", "description": "."} for key in _KEYS}}
+_TOOL = {"type": "function", "function": {"name": _NAME, "description": ".", "parameters": _PARAMETERS}}
+_ASKED: Message = {"role": "user", "content": "-"}
+# Models write line ends within texts as they are.
+_JSON = json.JSONDecoder(strict=False)
+
+
+@dataclass(frozen=True)
+class WrittenCall:
+    """A call as the model wrote it. `trouble` says why it cannot be read; `is_text`: all arguments are texts, because
+    the format does not say their types."""
+
+    name: str
+    arguments: Any = None
+    trouble: str = ""
+    is_text: bool = False
+
+
+class ToolFormat(Protocol):
+    """A way to write calls."""
+
+    def find(self, text: str) -> list[WrittenCall]:
+        """Return the calls in a response, in their order."""
+        ...
+
+
+@dataclass(frozen=True)
+class JSONCalls:
+    """One JSON object a call, or a list of them, after a marker: Hermes, Qwen, Mistral. Without a marker the whole
+    response is the call: Llama 3."""
+
+    marker: str
+    name_key: str
+    arguments_key: str
+
+    def find(self, text: str) -> list[WrittenCall]:
+        """See `ToolFormat.find`."""
+        if not self.marker:
+            text = re.sub(r"^\s*(<\|\w+\|>\s*)*", "", text)
+            # An answer may be an object, too.
+            is_call = text.startswith("{") and all(f'"{key}"' in text for key in (self.name_key, self.arguments_key))
+            return list(self._calls(text)[0]) if is_call else []
+        found, marker, place = list[WrittenCall](), re.compile(_loose(self.marker) + r"\s*"), 0
+        while begin := marker.search(text, place):
+            calls, length = self._calls(text[begin.end() :])
+            found += calls
+            # What an argument quotes is no call.
+            place = begin.end() + length
+        return found
+
+    def _calls(self, text: str) -> tuple[list[WrittenCall], int]:
+        """Return the calls that the text begins with, and their length."""
+        try:
+            value, length = _JSON.raw_decode(text)
+        except ValueError as error:
+            return [WrittenCall("", trouble=_not_json(error))], 0
+        return [self._call(one) for one in (value if isinstance(value, list) else [value])], length
+
+    def _call(self, value: object) -> WrittenCall:
+        if isinstance(value, dict) and isinstance(value.get(self.name_key), str):
+            return WrittenCall(value[self.name_key], value.get(self.arguments_key, {}))
+        return WrittenCall("", trouble=f'a call is an object with "{self.name_key}" and "{self.arguments_key}"')
+
+
+@dataclass(frozen=True)
+class NamedCalls:
+    """A marker, the name, and the arguments as a JSON object: newer models of Mistral and DeepSeek."""
+
+    marker: str
+    middle: str
+
+    def find(self, text: str) -> list[WrittenCall]:
+        """See `ToolFormat.find`."""
+        return [self._call(part) for part in re.split(_loose(self.marker), text)[1:]]
+
+    def _call(self, text: str) -> WrittenCall:
+        name, found, rest = text.partition(self.middle)
+        if not found:
+            return WrittenCall(name.strip()[:64], trouble=f"{self.middle} has to follow the tool's name")
+        try:
+            return WrittenCall(name.strip(), _JSON.raw_decode(rest.lstrip())[0])
+        except ValueError as error:
+            return WrittenCall(name.strip(), trouble=_not_json(error))
+
+
+@dataclass(frozen=True)
+class TaggedCalls:
+    """A marker, the name, and each argument between tags: Qwen3-Coder, Qwen3.5, GLM, Nemotron 3."""
+
+    marker: str
+    opening: str
+    middle: str
+    closing: str
+
+    def find(self, text: str) -> list[WrittenCall]:
+        """See `ToolFormat.find`."""
+        return [self._call(part) for part in re.split(_loose(self.marker), text)[1:]]
+
+    def _call(self, text: str) -> WrittenCall:
+        named = re.match(r"\s*([\w.-]+)", text)
+        if not named:
+            return WrittenCall("", trouble=f"the tool's name has to follow {self.marker}")
+        parts = [_loose(part) for part in (self.opening, self.middle, self.closing)]
+        found = re.findall(rf"{parts[0]}\s*(.*?)\s*{parts[1]}\n?(.*?)\n?{parts[2]}", text, re.DOTALL)
+        if len(found) < len(re.findall(parts[0], text)):
+            trouble = f"an argument is written as {self.opening}NAME{self.middle}VALUE{self.closing}"
+            return WrittenCall(named[1], trouble=trouble)
+        return WrittenCall(named[1], dict(found), is_text=True)
+
+
+def tool_format(render: Render) -> ToolFormat | None:
+    """Return how a template writes calls; None where it writes no tools into the prompt, or calls in no known way."""
+    try:
+        if _NAME not in render([_ASKED], [_TOOL], True):
+            return None
+        turns = [_turn(render, content, calls=1) for content in (_TURN, "")]
+    except Exception:  # a template may raise anything
+        return None
+    try:
+        turns.append(_turn(render, "", calls=2).partition(_VALUES[1])[2])
+    except Exception:  # some templates write one call only
+        turns.append("")
+    found = _read(*turns)
+    return found if found and found.find(turns[0]) == [_expected(found)] else None
+
+
+def _expected(found: ToolFormat) -> WrittenCall:
+    return WrittenCall(_NAME, _ARGUMENTS, is_text=isinstance(found, TaggedCalls))
+
+
+def sample_call(identity: str, name: str, value: str) -> dict[str, Any]:
+    """Return a call with the argument `value`, for a rendering that shows where a call ends."""
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": {_KEYS[0]: value}}}
+
+
+def _turn(render: Render, content: str, calls: int) -> str:
+    """Return what the template writes for an assistant turn with calls, after `content` if it writes that."""
+    function = {"name": _NAME, "arguments": _ARGUMENTS}
+    called = [{"id": f"call0000{number}", "type": "function", "function": function} for number in range(calls)]
+    whole = render([_ASKED, {"role": "assistant", "content": content, "tool_calls": called}], [_TOOL], False)
+    if content and content in whole:
+        return whole.rpartition(content)[2]
+    same = _common_start(render([_ASKED], [_TOOL], True), whole)
+    # A prompt that ends in <think> and a turn that begins with <tool_call> have the beginning of a tag in common.
+    return whole[min(len(same), same.rfind("<") if same.rfind("<") > same.rfind(">") else len(same)) :]
+
+
+def _read(turn: str, bare: str, later: str) -> ToolFormat | None:
+    """Read the format off three texts: a turn with content, one without, and the end of one with two calls, from the
+    first call's arguments on."""
+    if _NAME not in turn:
+        return None
+    for begin in (found.start() for found in re.finditer(r"\{", turn)):
+        try:
+            value, _ = _JSON.raw_decode(turn[begin:])
+        except ValueError:
+            continue
+        keys = {json.dumps(one, sort_keys=True): key for key, one in value.items()}
+        if (name := keys.get(json.dumps(_NAME))) and (own := keys.get(json.dumps(_ARGUMENTS, sort_keys=True))):
+            return JSONCalls(_common_end(turn[:begin], bare[: _object_before(bare)]).strip().rstrip("[ \n"), name, own)
+        if value == _ARGUMENTS:
+            return NamedCalls(_marker(turn, bare, later), turn[:begin].rpartition(_NAME)[2].strip())
+    if any(value not in turn for value in _VALUES):
+        return None
+    to_key, to_value, to_next = (
+        _between(turn, *ends) for ends in ((_NAME, _KEYS[0]), (_KEYS[0], _VALUES[0]), (_VALUES[0], _KEYS[1]))
+    )
+    opening = _common_end(to_key, to_next)
+    opening = opening[max(opening.rfind("<"), 0) :].strip()
+    closing = to_next.rpartition(opening)[0].strip() if opening else ""
+    known = opening and closing and to_value.strip()
+    return TaggedCalls(_marker(turn, bare, later), opening, to_value.strip(), closing) if known else None
+
+
+def _marker(*turns: str) -> str:
+    """Return what stands before every call's name."""
+    found = ""
+    for before in [turn.partition(_NAME)[0] for turn in turns if _NAME in turn]:
+        found = _common_end(found, before) if found else before
+    return found.strip()
+
+
+def _object_before(turn: str) -> int:
+    """Where the object begins that has the name in it."""
+    return turn.rfind("{", 0, turn.find(_NAME))
+
+
+def _common_end(one: str, other: str) -> str:
+    return _common_start(one[::-1], other[::-1])[::-1]
+
+
+def _common_start(one: str, other: str) -> str:
+    return "".join(letter for letter, _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
+
+
+def _between(text: str, begin: str, end: str) -> str:
+    return text.partition(begin)[2].partition(end)[0]
+
+
+def _loose(text: str) -> str:
+    """Return a pattern for the text with any blanks between its words."""
+    return r"\s*".join(map(re.escape, text.split()))
+
+
+def _not_json(error: ValueError) -> str:
+    return f"the call is not valid JSON: {error}"

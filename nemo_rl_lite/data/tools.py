@@ -1,0 +1,124 @@
+"""Tools that the assistant may call: their JSON schemas, and whether a call fits them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from nemo_rl_lite.config.schema import DataConfig
+from nemo_rl_lite.data.columns import find_column
+from nemo_rl_lite.data.messages import without_nulls
+from nemo_rl_lite.data.rows import Row
+from nemo_rl_lite.data.tool_format import WrittenCall
+from nemo_rl_lite.errors import DataError
+
+# A function in OpenAI's format: {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}.
+Tool = Mapping[str, Any]
+
+
+def row_tools(config: DataConfig, row: Row, where: str) -> tuple[Tool, ...]:
+    """Return the tools in a row's column `data.tools_column`; none where it is null or missing.
+
+    Raises:
+        DataError: the column holds something else.
+    """
+    name = config.tools_column
+    tools = None if name is None else find_column(row, name)
+    if not tools:
+        return ()
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: column '{name}' is not JSON ({error.msg})") from None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(f"{where}: column '{name}' must be a list of tools as JSON schemas")
+    return tuple(map(without_nulls, tools))
+
+
+def callable_tools(tools: object, where: str) -> tuple[Tool, ...]:
+    """Return tools whose calls can be checked. Those of OpenAI's Responses API, which have no field `function`, get it.
+
+    Raises:
+        DataError: one has no name, or its parameters are no JSON schema; `where` begins the message.
+    """
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(f"{where} must be a list of functions in OpenAI's format, found {tools!r:.80}")
+    return tuple(_callable(tool, where) for tool in tools)
+
+
+def _callable(tool: Tool, where: str) -> Tool:
+    function = tool.get("function", tool)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"{where}: a tool has no name: {tool!r:.80}")
+    name, parameters = function["name"], function.get("parameters") or {"type": "object", "properties": {}}
+    if trouble := _trouble(json.dumps(parameters, default=str)):
+        raise DataError(f"{where}: the parameters of the tool {name} are no JSON schema: {trouble}")
+    return {
+        "type": "function",
+        "function": {"name": name, "description": function.get("description") or "", "parameters": parameters},
+    }
+
+
+@lru_cache(maxsize=1024)
+def _trouble(schema: str) -> str:
+    from jsonschema import Draft202012Validator, SchemaError
+
+    try:
+        Draft202012Validator.check_schema(json.loads(schema))
+    except SchemaError as error:
+        return error.message
+    return ""
+
+
+def checked_calls(written: Sequence[WrittenCall], tools: Sequence[Tool], turn: int) -> list[dict[str, Any]]:
+    """Return calls in OpenAI's format, with arguments as an object. One that fits no tool has a field `error`, a
+    sentence for the model, and may lack name and arguments. `turn` makes the ids differ from those of other turns."""
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    return [_checked(call, functions, f"call{turn:02d}{number:03d}") for number, call in enumerate(written)]
+
+
+def _checked(call: WrittenCall, functions: Mapping[str, Any], identity: str) -> dict[str, Any]:
+    function, arguments, trouble = functions.get(call.name), call.arguments, call.trouble
+    if not trouble and function is None:
+        trouble = f"there is no tool {call.name!r}; the tools are: {', '.join(functions)}"
+    if not trouble and isinstance(arguments, str):
+        # Some models write the object as text once more.
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            trouble = f"the arguments are not valid JSON: {error}"
+    if not trouble and not isinstance(arguments, dict):
+        trouble = "the arguments must be an object"
+    if not trouble:
+        parameters = functions[call.name]["parameters"]
+        arguments = _typed(arguments, parameters) if call.is_text else arguments
+        trouble = _misfit(arguments, parameters)
+    arguments = arguments if isinstance(arguments, dict) else {}
+    named = {"name": call.name, "arguments": arguments}
+    return {"id": identity, "type": "function", "function": named} | ({"error": trouble} if trouble else {})
+
+
+def _typed(arguments: Mapping[str, str], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Read as JSON the texts that are not to be text."""
+    found: dict[str, Any] = {}
+    for name, text in arguments.items():
+        found[name] = text
+        if (parameters.get("properties") or {}).get(name, {}).get("type") != "string":
+            try:
+                found[name] = json.loads(text)
+            except ValueError:
+                continue
+    return found
+
+
+def _misfit(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
+    """Why the arguments do not fit the schema; empty where they do."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import best_match
+
+    error = best_match(Draft202012Validator(parameters).iter_errors(arguments))
+    if error is None:
+        return ""
+    place = ".".join(map(str, error.absolute_path))
+    return f"the argument {place}: {error.message}" if place else f"the arguments: {error.message}"

@@ -1,0 +1,178 @@
+"""The endpoint: an HTTP server in a thread of this process, and what it answers."""
+
+import asyncio
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from nemo_rl_lite.config.schema import ServeConfig
+from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.endpoint.gate import ASLEEP, Gate
+from nemo_rl_lite.endpoint.protocol import RefusedError, Respondent, as_chunk, completion_body, read_request
+from nemo_rl_lite.errors import ConfigError, Violation
+
+# nginx's status for a client that has gone; nobody reads it.
+_CLIENT_GONE = 499
+# Seconds that the server has to start, and to end.
+_LIMIT_S = 30.0
+_EVERYWHERE = ("0.0.0.0", "::", "")
+
+
+class Endpoint:
+    """OpenAI's API for the engines of this process' run."""
+
+    def __init__(self, config: ServeConfig, tokenizer: ChatTokenizer, model: str, max_length: int):
+        """`model` is the name that requests give, `max_length` the most tokens of prompt and response."""
+        self.model, self.token = model, secrets.token_urlsafe(24)
+        """`token` is the key of requests that belong to no episode."""
+        self._config, self._max_length = config, max_length
+        self.gate = Gate(self.token, lambda asked, answer: completion_body(asked, answer, tokenizer, model))
+        self._address = ("", 0)
+
+    @property
+    def url(self) -> str:
+        """The base URL for clients on this machine."""
+        host, port = self._address
+        shown = "127.0.0.1" if host in _EVERYWHERE else host
+        return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/v1"
+
+    @contextmanager
+    def running(self) -> Iterator["Endpoint"]:
+        """Serve within the block.
+
+        Raises:
+            ConfigError: the address cannot be used.
+        """
+        listening = self._listen()
+        options = uvicorn.Config(
+            application(self.gate, self.model, self._max_length),
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+        )
+        server = uvicorn.Server(options)
+        thread = threading.Thread(target=server.run, args=([listening],), name="endpoint", daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            server.should_exit = True
+            thread.join(_LIMIT_S)
+            listening.close()
+
+    @asynccontextmanager
+    async def answering(self, anybody: Respondent | None) -> AsyncIterator[None]:
+        """Within the block sessions get answers, and `anybody` answers those who have the token."""
+        async with self.gate.open():
+            if anybody is None:
+                yield
+                return
+            async with self.gate.session(anybody, self.token):
+                yield
+
+    def _listen(self) -> socket.socket:
+        host, port = self._config.host, self._config.port or 0
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.socket(family)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, port))
+            listening.listen(2048)
+        except OSError as error:
+            listening.close()
+            rule = f"cannot listen there: {error.strerror or error}"
+            fix = "generation.serve.port=null (nrl-lite serve without --port) finds a free port"
+            raise ConfigError([Violation("generation.serve.host", f"{host}:{port}", rule, fix)]) from error
+        self._address = listening.getsockname()[:2]
+        return listening
+
+
+def application(gate: Gate, model: str, max_length: int) -> FastAPI:
+    """The routes. All but `/health` need a key."""
+    app = FastAPI(openapi_url=None)
+    started = int(time.time())
+
+    @app.exception_handler(RefusedError)
+    async def refuse(_: Request, refused: RefusedError) -> JSONResponse:
+        headers = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
+        return JSONResponse(refused.body(), refused.status, headers)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"engines": "generating" if gate.is_open else "asleep"}
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        _key(request, gate)
+        described = {"id": model, "object": "model", "created": started, "owned_by": "nemo_rl_lite"}
+        return {"object": "list", "data": [{**described, "max_model_len": max_length}]}
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        key = _key(request, gate)
+        try:
+            asked = read_request(json.loads(await request.body()))
+        except ValueError as error:
+            raise RefusedError(400, f"the body is not JSON: {error}") from None
+        if asked.model not in (None, model):
+            raise RefusedError(404, f"there is no model {asked.model!r:.100} here, only {model!r}", "model")
+        written = await _unless_gone(request, asyncio.wrap_future(gate.ask(key, asked)))
+        if written is None:
+            return Response(status_code=_CLIENT_GONE)
+        if asked.stream:
+            events = f"data: {json.dumps(as_chunk(written))}\n\ndata: [DONE]\n\n"
+            return Response(events, media_type="text/event-stream")
+        return JSONResponse(written)
+
+    return app
+
+
+def _key(request: Request, gate: Gate) -> str:
+    """The key of a request. Raises RefusedError: nobody has it."""
+    kind, _, key = request.headers.get("authorization", "").partition(" ")
+    if kind.lower() != "bearer" or not gate.knows(key):
+        raise RefusedError(
+            401,
+            "a key is needed, as `Authorization: Bearer KEY`: an agent's endpoint.api_key, which ends with its "
+            "episode, or the token that was printed, or is in the run's endpoint.json",
+            code="invalid_api_key",
+        )
+    return key
+
+
+async def _unless_gone(request: Request, answer: asyncio.Future[dict[str, Any]]) -> dict[str, Any] | None:
+    """Wait for the answer; None, and the request is aborted, where the client has gone before.
+
+    Raises:
+        RefusedError: the respondent refuses, the engines fail, or they stop before there is an answer.
+    """
+    gone = asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            return None
+        if answer.cancelled():
+            raise RefusedError(503, ASLEEP)
+        if (error := answer.exception()) is not None:
+            raise error if isinstance(error, RefusedError) else RefusedError(500, f"{type(error).__name__}: {error}")
+        return answer.result()
+    finally:
+        answer.cancel()
+        gone.cancel()
+
+
+async def _gone(request: Request) -> None:
+    with suppress(asyncio.CancelledError):
+        while (await request.receive())["type"] != "http.disconnect":
+            pass

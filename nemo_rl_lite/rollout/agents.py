@@ -1,0 +1,165 @@
+"""Episodes that an agent plays through the endpoint: token in, token out."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from nemo_rl_lite.agents import interface
+from nemo_rl_lite.agents.calls import Agents
+from nemo_rl_lite.data.problems import Message
+from nemo_rl_lite.endpoint.anybody import FULL, limited, written
+from nemo_rl_lite.endpoint.protocol import Answer, ChatRequest, RefusedError
+from nemo_rl_lite.endpoint.server import Endpoint
+from nemo_rl_lite.errors import DataError, EngineError, WorkerError
+from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.host.calls import CallError, as_call_error
+from nemo_rl_lite.rewards.registry import RewardError, checked_reward
+from nemo_rl_lite.rollout.episode import Episode, Span
+from nemo_rl_lite.rollout.playing import Assistant, Section
+
+
+@dataclass(frozen=True)
+class AgentPlay:
+    """Plays episodes by a user's agent, which asks the endpoint for the responses. `training` is the sampling of
+    training, which requests may name in a validation too."""
+
+    agents: Agents
+    endpoint: Endpoint
+    training: Sampling
+    section: ClassVar[Section] = "agent"
+
+    async def play(self, episode: Episode, assistant: Assistant) -> None:
+        """See `Play.play`. An agent that fails after its conversation got too long has been cut."""
+        session = AgentSession(episode, assistant, self.training)
+        try:
+            async with self.endpoint.gate.session(session) as key:
+                own = interface.Endpoint(self.endpoint.url, key, self.endpoint.model)
+                reward = await _unless(session.failed, self.agents.play(episode.problem, own))
+        except CallError:
+            if not session.is_full:
+                raise
+            episode.ending, reward = "length", None
+        finally:
+            session.waited()
+        if not episode.turns:
+            raise CallError("the agent asked the endpoint for no response")
+        if reward is not None:
+            try:
+                episode.reward = checked_reward("the agent", reward)
+            except RewardError as error:
+                raise as_call_error(error) from error
+
+
+async def _unless(failed: asyncio.Future[None], call: Any) -> Any:
+    """The result of a call, unless something else fails before."""
+    calling = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait({calling, failed}, return_when=asyncio.FIRST_COMPLETED)
+        return failed.result() if failed.done() else calling.result()
+    finally:
+        calling.cancel()
+        failed.cancel()
+
+
+class AgentSession:
+    """`Respondent` of one episode, which it records: each request goes on with the tokens of the one before."""
+
+    def __init__(self, episode: Episode, assistant: Assistant, training: Sampling):
+        self._episode, self._assistant, self._training = episode, assistant, training
+        self._one_by_one = asyncio.Lock()
+        self._waits()
+        self.is_full = False
+        """Whether the conversation has become too long for another response."""
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Has the error where the engines fail, which is the run's and not the agent's."""
+
+    async def respond(self, asked: ChatRequest) -> Answer:
+        """See `Respondent.respond`."""
+        episode, assistant = self._episode, self._assistant
+        async with self._one_by_one:
+            sampling = self._sampling(asked)
+            if not episode.turns:
+                tokens, new = (), ()
+                episode.begin(written(assistant.tokenizer, asked), asked.chat())
+            else:
+                new = self._new(asked.chat())
+                tokens = self._between(new)
+            prompt = (*episode.tokens, *tokens)
+            try:
+                sampling = limited(sampling, asked, len(prompt), assistant.max_length)
+            except RefusedError as refused:
+                self.is_full = refused.code == FULL and bool(episode.turns)
+                raise
+            self.waited()
+            try:
+                await assistant.respond(tokens, new, sampling)
+            except (EngineError, WorkerError) as error:
+                if not self.failed.done():
+                    self.failed.set_exception(error)
+                raise
+            finally:
+                self._waits()
+            _, completion = episode.turns[-1]
+            return Answer(prompt, completion)
+
+    def waited(self) -> None:
+        """The episode does not wait for the agent any more."""
+        if self._episode.waits_for == "environment":
+            self._episode.spans[-1].end = time.perf_counter()
+
+    def _waits(self) -> None:
+        """The episode waits for the agent's next request."""
+        self._episode.spans.append(Span("environment", time.perf_counter()))
+
+    def _new(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """The messages after those of the episode. Raises RefusedError: the request does not continue the episode."""
+        known = [*self._episode.prompt, *self._episode.said]
+        for number, (before, now) in enumerate(zip(known, messages, strict=False), start=1):
+            if _compared(before) != _compared(now):
+                raise _rewritten(f"message {number} was {before!r:.80} before, and is {now!r:.80} now")
+        new = tuple(messages[len(known) :])
+        if not new:
+            raise _rewritten(f"it has {len(messages)} messages, and the conversation {len(known)} already")
+        if "assistant" in [message["role"] for message in new]:
+            raise _rewritten("a message of the assistant is not one that the policy has written")
+        return new
+
+    def _between(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        try:
+            return tuple(self._assistant.tokenizer.between_turns(messages, self._episode.tokens[-1]))
+        except DataError as error:
+            raise RefusedError(400, str(error), "messages") from None
+
+    def _sampling(self, asked: ChatRequest) -> Sampling:
+        """The episode's sampling. Raises RefusedError: the request asks for another."""
+        own, training = self._assistant.sampling, self._training
+        for name in ("temperature", "top_p", "top_k"):
+            value = getattr(asked, name)
+            if value not in (None, getattr(training, name), getattr(own, name)):
+                rule = f"training samples with generation.{name} = {getattr(training, name)}, which the loss relies on"
+                raise RefusedError(400, f"{name} = {value}: {rule}; leave it out, or set that key", name)
+        if asked.seed is not None:
+            raise RefusedError(
+                400, "seed: seeds follow from algorithm.seed, the step and the episode; leave it out", "seed"
+            )
+        return own
+
+
+def _compared(message: Message) -> Message:
+    """What has to be the same of a message. Of the assistant's, its text but for the blanks around it, because the
+    tokens are kept and frameworks trim texts."""
+    if message["role"] == "assistant":
+        return {"role": "assistant", "content": message["content"].strip()}
+    return message
+
+
+def _rewritten(why: str) -> RefusedError:
+    return RefusedError(
+        400,
+        f"the request does not continue its episode: {why}. Send all messages again as they were, the assistant's "
+        "included, and new ones after them: training needs one sequence of tokens, in the order of sampling",
+        "messages",
+        "history_rewritten",
+    )

@@ -1,0 +1,152 @@
+"""A trained model that answers without training: the model of a run or of a folder, and an engine in this process."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from nemo_rl_lite.checkpoint.resume import locate
+from nemo_rl_lite.config.engines import engine_of
+from nemo_rl_lite.config.keys import compose_files
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import on_gpus
+from nemo_rl_lite.config.user_code import imported
+from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.endpoint.anybody import Speaker
+from nemo_rl_lite.errors import CheckpointError, ConfigError, LauncherError, WorkerError
+from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.generation.local import LocalReplica
+from nemo_rl_lite.generation.request_queue import RequestQueue
+from nemo_rl_lite.host.devices import ON_CPUS, gpu_bytes
+from nemo_rl_lite.models.folder import check_model_folder
+from nemo_rl_lite.models.shape import NoModelError
+from nemo_rl_lite.rules.compose import restore
+from nemo_rl_lite.run.folder import CONFIG_FILE, is_run
+
+# Of a folder that says nothing of these: the most tokens of a chat, for which memory is taken, and of a response.
+_CHAT_TOKENS, _NEW_TOKENS = 8192, 512
+_ON_GPU = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gpu"]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that answers: its name, its Hugging Face folder, and the configuration of its engine."""
+
+    name: str
+    folder: Path
+    config: Config
+
+    def __str__(self) -> str:
+        where = "GPUs" if on_gpus(self.config) else "CPUs"
+        return f"{self.name} ({self.folder}) with {self.config.generation.backend} on {where}"
+
+
+def find_served(path: Path, max_new_tokens: int | None, say: Say) -> Served:
+    """Find the model of a run: its exported `hf/`, or else its newest checkpoint, which is exported for that; or the
+    model of a Hugging Face folder. `max_new_tokens`: the most tokens of a response; None: as the run had it.
+
+    Raises:
+        CheckpointError: the folder has no model, or its run is of another version of this package.
+        LauncherError: the model's engine cannot run here, or `max_new_tokens` leaves no room for a chat.
+    """
+    path = path.expanduser().resolve()
+    served = _of_run(path, say) if is_run(path) else _of_folder(path)
+    longest = served.config.policy.max_total_sequence_length
+    if max_new_tokens is not None and not 0 < max_new_tokens < longest:
+        raise LauncherError(
+            f"--max-new-tokens {max_new_tokens}: a chat and its response have {longest} tokens together"
+        )
+    generation = served.config.generation
+    generation = replace(
+        generation,
+        max_new_tokens=max_new_tokens or generation.max_new_tokens,
+        # The engine is alone on its device, and no refit brings the weights that vLLM would leave out.
+        colocated=replace(generation.colocated, enabled=False),
+        vllm_kwargs={"load_format": "auto", "use_tqdm_on_load": False, **generation.vllm_kwargs},
+    )
+    return replace(served, config=replace(served.config, generation=generation))
+
+
+def start_engine(served: Served) -> tuple[RequestQueue, Speaker]:
+    """Start the engine in this process; return its queue, and how chats are answered.
+
+    Raises:
+        ConfigError: the folder's tokenizer or chat template cannot be used.
+    """
+    config, on_gpu = served.config, on_gpus(served.config)
+    engine = engine_of(config)
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ.update(engine.environment(config.generation, on_gpu) | quiet | ({} if on_gpu else ON_CPUS))
+    tokenizer = ChatTokenizer(served.folder)
+    made = imported(engine.worker)
+    replica = LocalReplica(
+        lambda: made(config.generation, config.policy, str(served.folder), config.algorithm.seed, on_gpu)
+    )
+    queue = RequestQueue([replica], config.generation.vllm_cfg.max_num_seqs, _lost, lambda: None)
+    sampling = Sampling.of(config.generation, tokenizer.end_tokens)
+    return queue, Speaker(tokenizer, sampling, config.policy.max_total_sequence_length, engine.temperatures)
+
+
+def _lost(replica: int, error: WorkerError) -> None:
+    """An engine of this process is not lost without this process."""
+    raise error
+
+
+def _of_run(run: Path, say: Say) -> Served:
+    try:
+        config = restore((run / CONFIG_FILE).read_text())
+    except ConfigError:
+        fix = f"nrl-lite export {run} of that version writes a folder that can be named in its place"
+        raise CheckpointError(f"{run} is a run of another version of the launcher; {fix}") from None
+    if on_gpus(config) and gpu_bytes() is None:
+        fix = "name its exported folder to run it on CPUs (nrl-lite export writes one)"
+        raise LauncherError(f"{run} generated on GPUs, and this machine has none: {fix}")
+    return Served(config.run_name, _exported(run, say), config)
+
+
+def _exported(run: Path, say: Say) -> Path:
+    if (run / "hf").is_dir():
+        return run / "hf"
+    found = locate(run)
+    if found is None:
+        fix = "checkpoint.export_hf_at_end=true or checkpoint.save_period=10 in its command would write them"
+        raise CheckpointError(f"{run} has neither hf/ nor a complete checkpoint: {fix}")
+    folder = run / f"hf-{found.path.name}"
+    if not folder.is_dir():
+        command = [sys.executable, "-m", "nemo_rl_lite.export", str(run), str(folder)]
+        say(f"exporting the checkpoint of step {found.step} to {folder}")
+        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        if done.returncode:
+            why = next(reversed(done.stderr.strip().splitlines()), f"status {done.returncode}")
+            raise CheckpointError(f"nrl-lite export {run} {folder}: {why}")
+    return folder
+
+
+def _of_folder(folder: Path) -> Served:
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} is neither a run's folder nor a Hugging Face model's: it has no config.json")
+    try:
+        check_model_folder(folder)
+    except NoModelError as error:
+        raise CheckpointError(f"{folder} is no whole Hugging Face model: {error}") from None
+    described = json.loads((folder / "config.json").read_text())
+    longest = min(described.get("max_position_embeddings") or _CHAT_TOKENS, _CHAT_TOKENS)
+    # Nothing trains, so the rules about training do not matter.
+    defaults = OmegaConf.to_container(compose_files(_ON_GPU if gpu_bytes() else []), resolve=True)
+    config = restore(json.dumps(defaults))
+    installed = importlib.util.find_spec(engine_of(config).package) is not None
+    backend = config.generation.backend if installed else "transformers"
+    precision = "float32" if described.get("dtype", described.get("torch_dtype")) == "float32" else "bfloat16"
+    config = replace(
+        config,
+        policy=replace(config.policy, precision=precision, max_total_sequence_length=longest),
+        generation=replace(config.generation, backend=backend, max_new_tokens=min(_NEW_TOKENS, longest // 2)),
+    )
+    return Served(folder.name, folder, config)

@@ -1,0 +1,54 @@
+"""`python -m nemo_rl_lite.serve RUN`: an OpenAI-compatible endpoint of a run's model, or of a Hugging Face folder."""
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_rl_lite.config.schema import ServeConfig
+from nemo_rl_lite.endpoint.anybody import Anybody, Speaker
+from nemo_rl_lite.endpoint.server import Endpoint
+from nemo_rl_lite.errors import shown_as_message
+from nemo_rl_lite.generation.request_queue import RequestQueue
+from nemo_rl_lite.run.serving import find_served, start_engine
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line. Exit status: 0 after Ctrl-C, 1 there is no model, 2 bad arguments."""
+    parser = argparse.ArgumentParser(prog="nrl-lite serve", description=__doc__)
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or a Hugging Face folder")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
+    parser.add_argument("--port", type=int, help="port to listen at (default: a free one)")
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", type=int, help="most tokens of a response (default: the run's)"
+    )
+    given = parser.parse_args(arguments)
+    with shown_as_message("nrl-lite serve"):
+        served = find_served(given.run, given.max_new_tokens, _tell)
+        _tell(f"starting {served}")
+        queue, speaker = start_engine(served)
+        address = ServeConfig(True, given.host, given.port)
+        with Endpoint(address, speaker.tokenizer, served.name, speaker.max_length).running() as endpoint:
+            asyncio.run(_answer(endpoint, queue, speaker))
+
+
+async def _answer(endpoint: Endpoint, queue: RequestQueue, speaker: Speaker) -> None:
+    """Answer until SIGINT or SIGTERM."""
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    async with queue.serving() as requests, endpoint.answering(Anybody(speaker, requests)):
+        sys.stdout.write(f"OPENAI_BASE_URL={endpoint.url}\nOPENAI_API_KEY={endpoint.token}\n")
+        sys.stdout.flush()
+        _tell(f"serving the model {endpoint.model!r} until Ctrl-C")
+        await stopped.wait()
+
+
+def _tell(message: str) -> None:
+    sys.stderr.write(f"{message}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""An agent trains through the endpoint, and what it has trained is served: whole commands on the CPU."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from nemo_rl_lite.rollout.files import read_rollout
+from tests.functional.conftest import PYTHONPATH
+from tests.functional.here import train_here
+
+pytestmark = pytest.mark.functional
+
+SMALL = (
+    *("algorithm.max_num_steps=2", "algorithm.num_prompts_per_step=4", "algorithm.num_generations_per_prompt=4"),
+    *("policy.train_global_batch_size=16", "algorithm.max_val_samples=8", "algorithm.val_period=0"),
+    *("generation=transformers", "policy.max_total_sequence_length=128", "generation.max_new_tokens=40"),
+)
+AGENT = ("agent.name=tests.unit.rollout.players.player", "+agent.kwargs.how='two turns'", "agent.processes=1")
+# The run's model is that of its checkpoint.
+SAVED = ("checkpoint.save_period=2", "checkpoint.export_hf_at_end=false", "generation.serve.enabled=true")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, model_folder) -> tuple[Path, str, list[dict]]:
+    """The run's folder, what it said, its metrics."""
+    folder = tmp_path_factory.mktemp("runs") / "agent"
+    return folder, *train_here(folder, model_folder, *SMALL, *AGENT, *SAVED)
+
+
+def test_an_agents_tokens_have_the_policys_logprobs(run):
+    folder, said, metrics = run
+    steps = [line for line in metrics if "train/loss" in line]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["train/avg_turns_per_sample"] == 2 and step["train/environment_errors"] == 0
+        assert step["train/token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
+        assert step["timing/rollout/environment_mean"] > 0
+    rows = read_rollout(folder / "rollouts" / "step-00000001-train.parquet")
+    assert {tuple(turn["role"] for turn in row["turns"]) for row in rows} == {("assistant", "user", "assistant")}
+    assert "during rollouts; the token is in" in said and not (folder / "endpoint.json").exists()
+
+
+def test_its_checkpoint_is_served_until_it_is_told_to_stop(run):
+    folder, _, _ = run
+    command = [sys.executable, "-m", "nemo_rl_lite.serve", str(folder), "--max-new-tokens", "6"]
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as server:
+        try:
+            lines = [server.stdout.readline() for _ in range(2)]
+            assert all(lines), server.communicate()[1][-3000:]
+            given = dict(line.strip().split("=", 1) for line in lines)
+            url, keys = given["OPENAI_BASE_URL"], {"Authorization": f"Bearer {given['OPENAI_API_KEY']}"}
+            body = {"messages": [{"role": "user", "content": "7310"}], "temperature": 0, "logprobs": True}
+            with httpx.Client(base_url=url, headers=keys, trust_env=False, timeout=120) as client:
+                answers = [client.post("/chat/completions", json=body).json() for _ in range(2)]
+                refused = client.post("/chat/completions", json=body | {"max_tokens": 7})
+        finally:
+            server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
+    first, second = (one["choices"][0] for one in answers)
+    assert first["token_ids"] == second["token_ids"] and 0 < len(first["token_ids"]) <= 6
+    assert all(one["logprob"] <= 0 for one in first["logprobs"]["content"])
+    assert refused.status_code == 400 and "generation.max_new_tokens = 6" in json.dumps(refused.json())
+    assert (folder / "hf-step-00000002" / "config.json").exists()

@@ -1,0 +1,135 @@
+"""Calls are found in the formats of real chat templates, which TRL has copies of, and in two that are written here."""
+
+from pathlib import Path
+
+import pytest
+import trl
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from nemo_rl_lite.data.tool_format import JSONCalls, NamedCalls, TaggedCalls, WrittenCall, tool_format
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+# As in Mistral's tokenizers of version 3 and of version 11.
+_MISTRAL = (
+    "{% for m in messages %}{% if m.role == 'user' %}[AVAILABLE_TOOLS]{{ tools | tojson if tools else '' }}"
+    "[/AVAILABLE_TOOLS][INST]{{ m.content }}[/INST]{% else %}{{ m.content }}CALLS</s>{% endif %}{% endfor %}"
+)
+MISTRAL_3 = _MISTRAL.replace(
+    "CALLS",
+    "{% if m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{{ ', ' if not loop.first else '' }}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
+    "{% endfor %}]{% endif %}",
+)
+MISTRAL_11 = _MISTRAL.replace(
+    "CALLS",
+    "{% for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}"
+    "[ARGS]{{ c.function.arguments | tojson }}{% endfor %}",
+)
+
+
+def format_of(template: str):
+    template = (TEMPLATES / template).read_text() if template.endswith(".jinja") else template
+
+    def render(messages, tools, prompt):
+        rendered, _ = render_jinja_template(
+            [list(messages)],
+            tools=list(tools) or None,
+            chat_template=template,
+            add_generation_prompt=prompt,
+            bos_token="<s>",
+            eos_token="</s>",
+        )
+        return rendered[0]
+
+    return tool_format(render)
+
+
+HERMES = JSONCalls("<tool_call>", "name", "arguments")
+CODER = TaggedCalls("<tool_call>\n<function=", "<parameter=", ">", "</parameter>")
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("qwen2_5.jinja", HERMES),
+        ("qwen3.jinja", HERMES),
+        ("qwen3_instruct_2507.jinja", HERMES),
+        ("llama3_1.jinja", JSONCalls("", "name", "parameters")),
+        ("llama3_2.jinja", JSONCalls("", "name", "parameters")),
+        ("qwen3_5_think.jinja", CODER),
+        ("nemotron_3_nano.jinja", CODER),
+        ("glm4moe.jinja", TaggedCalls("<tool_call>", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>")),
+        (MISTRAL_3, JSONCalls("[TOOL_CALLS]", "name", "arguments")),
+        (MISTRAL_11, NamedCalls("[TOOL_CALLS]", "[ARGS]")),
+        # No tools in the prompt, and calls in a format that is not known.
+        ("llama3.jinja", None),
+        ("phi3.jinja", None),
+        ("deepseek_r1_distill.jinja", None),
+        ("gemma4.jinja", None),
+        ("lfm2_2_5.jinja", None),
+        ("{{ raise_exception('no') }}", None),
+    ],
+)
+def test_the_format_is_read_off_the_template(template, expected):
+    assert format_of(template) == expected
+
+
+LLAMA = JSONCalls("", "name", "parameters")
+MISTRAL = NamedCalls("[TOOL_CALLS]", "[ARGS]")
+CALL = WrittenCall("add", {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("own", "text", "calls"),
+    [
+        (HERMES, 'Well.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', [CALL]),
+        (HERMES, '<tool_call>{"arguments":{"a":1},"name":"add"}</tool_call>' * 2, [CALL, CALL]),
+        (HERMES, '<tool_call>{"name": "now"}', [WrittenCall("now", {})]),
+        (HERMES, "no call, but {braces}", []),
+        # An argument may have line ends, and may quote a call.
+        (HERMES, '<tool_call>{"name": "add", "arguments": {"a": "x\ny"}}', [WrittenCall("add", {"a": "x\ny"})]),
+        (
+            HERMES,
+            '<tool_call>{"name": "add", "arguments": {"a": "<tool_call>"}}',
+            [WrittenCall("add", {"a": "<tool_call>"})],
+        ),
+        (LLAMA, '{"name": "add", "parameters": {"a": 1}}', [CALL]),
+        (LLAMA, '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', [CALL]),
+        (LLAMA, '{"sum": 3}', []),
+        (LLAMA, 'The call is {"name": "add", "parameters": {"a": 1}}', []),
+        (
+            JSONCalls("[TOOL_CALLS]", "name", "arguments"),
+            '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]',
+            [CALL],
+        ),
+        (MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 1}', [CALL, CALL]),
+        (
+            CODER,
+            "<tool_call>\n<function=add>\n<parameter=a>\nx\ny\n</parameter>\n<parameter=b>1</parameter></function>",
+            [WrittenCall("add", {"a": "x\ny", "b": "1"}, is_text=True)],
+        ),
+        (CODER, "<tool_call><function=now></function></tool_call>", [WrittenCall("now", {}, is_text=True)]),
+    ],
+)
+def test_calls_are_found(own, text, calls):
+    assert own.find(text) == calls
+
+
+@pytest.mark.parametrize(
+    ("own", "text", "trouble"),
+    [
+        (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1}', "not valid JSON: Expecting"),
+        (HERMES, "<tool_call>add(1)</tool_call>", "not valid JSON"),
+        (HERMES, '<tool_call>{"tool": "add"}</tool_call>', 'an object with "name" and "arguments"'),
+        (HERMES, "<tool_call>7</tool_call>", 'an object with "name"'),
+        (LLAMA, '{"name": "add", "parameters": {"a": 1}', "not valid JSON"),
+        (MISTRAL, "[TOOL_CALLS]add(1)", r"\[ARGS\] has to follow"),
+        (MISTRAL, "[TOOL_CALLS]add[ARGS]{", "not valid JSON"),
+        (CODER, "<tool_call><function=add><parameter=a>1", "<parameter=NAME>VALUE</parameter>"),
+        (CODER, "<tool_call><function=>", "the tool's name has to follow"),
+    ],
+)
+def test_a_call_that_cannot_be_read_says_why(own, text, trouble):
+    (call,) = own.find(text)
+    with pytest.raises(ValueError, match=trouble):
+        raise ValueError(call.trouble)

@@ -1,0 +1,85 @@
+"""Calls are held against the schemas of the tools, which rows may have themselves."""
+
+import json
+
+import pytest
+
+from nemo_rl_lite.data.kinds import problems
+from nemo_rl_lite.data.sources import training_set
+from nemo_rl_lite.data.tool_format import WrittenCall
+from nemo_rl_lite.data.tools import callable_tools, checked_calls
+from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.rules.compose import compose_config
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+FLAT = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}
+WEATHER, NOW = callable_tools([FLAT, {"function": {"name": "now"}}], "tools")
+
+
+def checked(name, arguments, **others):
+    (call,) = checked_calls([WrittenCall(name, arguments, **others)], [WEATHER, NOW], turn=2)
+    assert call["id"] == "call02000" and call["type"] == "function"
+    return call.get("error") or call["function"]
+
+
+def test_calls_that_fit_are_in_openais_format():
+    assert checked("weather", {"city": "Rome"}) == {"name": "weather", "arguments": {"city": "Rome"}}
+    assert checked("weather", '{"city": "Rome"}')["arguments"] == {"city": "Rome"}
+    assert checked("weather", {"city": "12", "days": "3"}, is_text=True)["arguments"] == {"city": "12", "days": 3}
+    assert checked("now", {})["arguments"] == {}
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (("wether", {}), "there is no tool 'wether'; the tools are: weather, now"),
+        (("weather", {}), "the arguments: 'city' is a required property"),
+        (("weather", {"city": 7}), "the argument city: 7 is not of type 'string'"),
+        (("weather", [1]), "the arguments must be an object"),
+        (("weather", "{"), "the arguments are not valid JSON: Expecting"),
+    ],
+)
+def test_calls_that_do_not_fit_say_why(call, error):
+    assert checked(*call).startswith(error)
+    assert checked("weather", None, trouble="the call is broken") == "the call is broken"
+    assert "'three' is not of type 'integer'" in checked("weather", {"city": "a", "days": "three"}, is_text=True)
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ({"name": "x"}, "must be a list of functions"),
+        ([{"type": "function"}], "a tool has no name"),
+        ([{"name": "x", "parameters": {"type": "int"}}], "the parameters of the tool x are no JSON schema: 'int'"),
+    ],
+)
+def test_what_is_no_tool_is_an_error(tools, message):
+    with pytest.raises(DataError, match=message):
+        callable_tools(tools, "tools")
+
+
+def test_a_rows_tools_come_before_those_of_the_environment(tmp_path):
+    """A row of NeMo Gym, whose prompt and tools are fields of a structure, and which has no answer."""
+    asked = {"input": [{"role": "user", "content": "?"}], "tools": [FLAT]}
+    rows = [{"gym": asked}, {"gym": {**asked, "tools": None}}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = ["prompt_column=gym.input", "tools_column=gym.tools", "answer_column=null", "shuffle=false"]
+    given = [
+        "data=file",
+        f"data.train_path={tmp_path / 'rows.jsonl'}",
+        *(f"data.{key}" for key in keys),
+        "algorithm.val_at_start=false",
+    ]
+    config = compose_config([*given, "algorithm.val_at_end=false", "algorithm.val_period=0", "environment=calculator"])
+    training = training_set(config.data, 1, problems([NOW]))
+    own, common = training.problem(0), training.problem(1)
+    assert own.tools == (WEATHER,) and common.tools == (NOW,)
+    assert own.answer == "" and own.messages == ({"role": "user", "content": "?"},)
+    rows[0]["gym"]["tools"] = [{"type": "function"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]))
+    with pytest.raises(DataError, match=r"row 1, column 'gym.tools': a tool has no name"):
+        training_set(config.data, 1, problems())

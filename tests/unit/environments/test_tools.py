@@ -1,0 +1,194 @@
+"""Tools answer calls; what goes wrong in one is told to the model, and what hangs or exits costs its own episode."""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+
+import pytest
+
+from nemo_rl_lite.data.problems import Problem, chat
+from nemo_rl_lite.environments.python import Python
+from nemo_rl_lite.environments.registry import check_environment
+from nemo_rl_lite.environments.sessions import make_environments
+from nemo_rl_lite.environments.tools import Functions
+from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.host.calls import CallError
+from tests.unit.environments.test_environments import config
+
+HERE = "tests.unit.environments.test_tools"
+PROBLEM = Problem(chat("?"), "")
+
+
+def add(a: int, b: int = 1) -> int:
+    """
+    Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a + b
+
+
+async def later(text: str) -> str:
+    """
+    Repeat a text.
+
+    Args:
+        text: The text.
+    """
+    await asyncio.sleep(0)
+    return text * 3
+
+
+def fail(how: str) -> str:
+    """
+    Fail.
+
+    Args:
+        how: In what way.
+    """
+    match how:
+        case "raise":
+            raise KeyError("no such row")
+        case "exit":
+            sys.exit(3)
+        case "die":
+            os._exit(7)
+        case "hang":
+            time.sleep(600)
+    return threading.current_thread().name
+
+
+def untyped(a):
+    """Add nothing."""
+    return a
+
+
+def calls(*wanted, content="") -> list[dict]:
+    """A chat whose last turn makes these calls: a name and arguments, or an error."""
+    called = [
+        {
+            "id": f"call{number}",
+            "function": {"name": name, "arguments": given if isinstance(given, dict) else {}},
+            **({} if isinstance(given, dict) else {"error": given}),
+        }
+        for number, (name, given) in enumerate(wanted)
+    ]
+    return [*PROBLEM.messages, {"role": "assistant", "content": content, "tool_calls": called}]
+
+
+def functions(*names: str, **others):
+    return config("tools", tools=[f"{HERE}.{name}" for name in names], max_characters=100, **others)
+
+
+def answers(environment, conversation) -> list[str]:
+    return [message["content"] for message in asyncio.run(environment.step(PROBLEM, conversation)).messages]
+
+
+def test_functions_are_offered_and_their_calls_are_answered_in_order():
+    own = functions("add", "later")
+    tools = check_environment(own)
+    assert [tool["function"]["name"] for tool in tools] == ["add", "later"]
+    assert tools[0]["function"]["parameters"]["required"] == ["a"]
+    assert tools[0]["function"]["parameters"]["properties"]["a"] == {
+        "type": "integer",
+        "description": "The first number.",
+    }
+    made = Functions(**own.kwargs)
+    asked = calls(("later", {"text": "ha"}), ("add", {"a": 2}), ("add", "the arguments: 'a' is missing"))
+    observation = asyncio.run(made.step(PROBLEM, asked))
+    assert observation.messages == (
+        {"role": "tool", "content": "hahaha", "name": "later", "tool_call_id": "call0"},
+        {"role": "tool", "content": "3", "name": "add", "tool_call_id": "call1"},
+        {"role": "tool", "content": "error: the arguments: 'a' is missing", "name": "add", "tool_call_id": "call2"},
+    )
+    assert asyncio.run(made.step(PROBLEM, [{"role": "assistant", "content": "6"}])).done
+    assert answers(made, calls(("later", {"text": "x" * 40}))) == ["x" * 100 + "\n[20 more characters]"]
+
+
+def test_what_a_tool_raises_is_told_to_the_model_and_once_to_people(capfd):
+    made = Functions([f"{HERE}.fail"], 100)
+    for _ in range(2):
+        assert answers(made, calls(("fail", {"how": "raise"}))) == ["error: KeyError: 'no such row'"]
+    assert answers(made, calls(("fail", {"how": "exit"}))) == ["error: SystemExit: 3"]
+    assert capfd.readouterr().err.count("the tool fail raised, and the model reads the error: KeyError") == 1
+    assert answers(made, calls(("fail", {"how": "go"})))[0].startswith("tool"), "a plain function has a thread"
+
+
+def test_a_tool_that_hangs_or_ends_its_process_costs_its_episode():
+    environments = make_environments(functions("fail", "add", timeout_s=3, processes=2))
+
+    async def play(*sessions):
+        asked = (environments.step(session, PROBLEM, calls(call)) for session, call in sessions)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    late, fine = asyncio.run(play((0, ("fail", {"how": "hang"})), (1, ("add", {"a": 1}))))
+    assert isinstance(late, CallError) and "no answer within environment.timeout_s = 3" in str(late)
+    assert fine.messages[0]["content"] == "2"
+    (died,) = asyncio.run(play((2, ("fail", {"how": "die"}))))
+    assert str(died) == "the environment's process ended with status 7"
+    (again,) = asyncio.run(play((3, ("add", {"a": 5}))))
+    assert again.messages[0]["content"] == "6"
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ((), "tools names no function"),
+        (("add", "add"), "two tools have the same name"),
+        (("PROBLEM",), "PROBLEM is no function"),
+        (("untyped",), r"untyped: .*type hint.*a tool needs a type for each argument, a docstring"),
+        (("absent",), "has no attribute 'absent'"),
+    ],
+)
+def test_functions_that_are_no_tools_are_errors_before_the_run(names, message):
+    with pytest.raises(ConfigError, match=message):
+        check_environment(functions(*names))
+
+
+LIMITS = {"seconds": 5, "memory_mib": 512, "max_characters": 200}
+
+
+def run(code: str, **limits) -> str:
+    (answer,) = answers(Python("tool", **{**LIMITS, **limits}), calls(("python", {"code": code})))
+    return answer
+
+
+def test_python_prints_or_says_what_went_wrong():
+    assert run("print(6 * 7)") == "42"
+    assert run("x = 1") == "[nothing was printed]"
+    wrong = run("print('so far')\n1 / 0")
+    assert wrong.startswith("so far\nTraceback") and wrong.endswith("ZeroDivisionError: division by zero")
+    assert "line 2" in wrong and "sandbox" not in wrong, "the traceback is the code's own"
+    assert "SyntaxError" in run("print(") and "sandbox" not in run("print(")
+
+
+def test_python_stops_what_hangs_prints_without_end_takes_memory_or_exits():
+    assert run("while True: pass", seconds=1).endswith("error: the code took longer than 1 s")
+    endless = run("while True: print('a' * 1000)")
+    assert endless.startswith("a" * 200 + "\n[") and len(endless) < 400
+    assert "MemoryError" in run("x = 'a' * 2**40")
+    assert run("import os; print(1, flush=True); os._exit(3)") == "1"
+    assert run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)") == "error: the code was ended by signal 11"
+
+
+def test_python_in_blocks_is_for_models_without_tools():
+    made = Python("block", **LIMITS)
+    assert not made.tools and Python("tool", **LIMITS).tools
+    turn = {"role": "assistant", "content": "First\n```python\nprint(1)\n```\nand then\n```py\nprint(2)\n```"}
+    assert asyncio.run(made.step(PROBLEM, [turn])).messages == ({"role": "user", "content": "2"},)
+    assert asyncio.run(made.step(PROBLEM, [{"role": "assistant", "content": "```\nprint(1)\n```"}])).done
+    # A model with tools may show a block without a call.
+    assert asyncio.run(Python("tool", **LIMITS).step(PROBLEM, [turn])).done
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"call": "fence"}, "call must be tool or block, not 'fence'"), ({"seconds": 0}, "must be positive")],
+)
+def test_python_refuses_what_it_does_not_know(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        check_environment(config("python", **{"call": "tool", **LIMITS, **wrong}))

@@ -1,0 +1,178 @@
+"""Episodes that agents play over HTTP: what they train on, and what a failing agent costs."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from nemo_rl_lite.agents.calls import Agents, check_agent
+from nemo_rl_lite.config.schema import AgentConfig
+from nemo_rl_lite.data.problems import Problem, chat
+from nemo_rl_lite.endpoint.served import ServedGeneration
+from nemo_rl_lite.endpoint.server import Endpoint
+from nemo_rl_lite.environments.sessions import InThisProcess
+from nemo_rl_lite.errors import ConfigError, DataError, EngineError
+from nemo_rl_lite.rewards.registry import find_reward
+from nemo_rl_lite.rollout.agents import AgentPlay
+from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
+from nemo_rl_lite.rollout.groups import Wanted
+from nemo_rl_lite.rollout.turns import Turns
+from tests.unit.endpoint.served import LOCAL, SAMPLING
+from tests.unit.pages import DOCS, blocks
+from tests.unit.rollout.script import Letters, completion, judged_by
+
+PLAYERS = "tests.unit.rollout.players"
+CALL, FINAL = "<calc>6*7</calc>", "43"
+ASKED = "6*7+1?"
+SAID = {f"{ASKED}|": CALL, f"{ASKED}|{CALL}\0" + "42|": FINAL}
+
+
+class Book:
+    """Engines that answer a prompt as a book says; what it does not have is `43`. `hanging` requests never end."""
+
+    def __init__(self, said=SAID, hanging=0, error=None):
+        self.said, self.hanging, self.error, self.asked, self.aborted = said, hanging, error, [], 0
+
+    @asynccontextmanager
+    async def serving(self):
+        yield self
+
+    async def pause(self):
+        pass
+
+    def resume(self):
+        pass
+
+    async def sample(self, request, near=None):
+        self.asked.append(request)
+        text = "".join(map(chr, request.prompt))
+        if self.error is not None and len(self.asked) > 1:
+            raise self.error
+        if len(self.asked) > 1 and self.hanging:
+            self.hanging -= 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.aborted += 1
+        return completion(self.said.get(text, FINAL)), 0
+
+
+def config(name, timeout_s=60.0, **kwargs):
+    return AgentConfig(f"{PLAYERS}.{name}", timeout_s, 4, 1, 1.0, kwargs)
+
+
+def collect(engines, agent, share=0.0, max_length=200, samples=1):
+    """Play some episodes of one prompt."""
+    with Endpoint(LOCAL, Letters(), "own", max_length).running() as endpoint:
+        play = AgentPlay(Agents(agent, "127.0.0.1"), endpoint, SAMPLING)
+        return collector(ServedGeneration(engines, endpoint, None), play, share, max_length).collect(
+            wanted(samples), SAMPLING, seed=5
+        )
+
+
+def collector(generation, play, share=0.0, max_length=200):
+    judge = judged_by(find_reward("exact_match", {}))
+    return RolloutCollector(generation, Letters(), judge, max_length, ErrorShares(0.0, share), play)
+
+
+def wanted(samples):
+    return Wanted([Problem(chat(ASKED), "43")].__getitem__, 1, samples)
+
+
+@pytest.mark.parametrize("agent", [config("player", how="two turns"), config("plain")], ids=["async", "plain"])
+def test_an_agents_episode_is_that_of_an_environment_with_the_same_conversation(agent):
+    through_environment, through_agent = Book(), Book()
+    turns = Turns(InThisProcess("calculator", {"role": "user"}), 4)
+    expected = collector(through_environment, turns).collect(wanted(2), SAMPLING, seed=5)
+    found = collect(through_agent, agent, samples=2)
+    assert found.rows([0.5, -0.5]) == expected.rows([0.5, -0.5]) and sum(found.rows([1.0, 1.0])[0].mask) == 20
+    assert sorted(one.seed for one in through_agent.asked) == sorted(one.seed for one in through_environment.asked)
+    assert [one.said for one in found.episodes] == [one.said for one in expected.episodes]
+    assert found.rewards_B.tolist() == expected.rewards_B.tolist() == [1, 1]
+    assert {name: found.metrics()[name] for name in ("mean_env_tokens_per_sample", "natural_termination_rate")} == {
+        "mean_env_tokens_per_sample": 3,
+        "natural_termination_rate": 1,
+    }
+    first = found.episodes[0]
+    assert [span.what for span in first.spans] == ["environment", "generate"] * 2 + ["environment"]
+    assert first.seconds("environment") > 0
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raises", "KeyError: 'state'"),
+        ("dies", "the agent's process ended with status 7"),
+        ("silent", "the agent asked the endpoint for no response"),
+        ("no number", "the agent returned 'well done', a str; a reward is one number"),
+        ("hot", "temperature = 0.5: training samples with generation.temperature = 1.0"),
+        ("rewrites", "the request does not continue its episode: message 1 was"),
+        ("repeats", "it has 1 messages, and the conversation 2 already"),
+        ("prefills", "a message of the assistant is not one that the policy has written"),
+    ],
+)
+def test_an_agent_that_fails_costs_its_episode(how, said, caplog):
+    rollout = collect(Book(), config("player", how=how), share=1.0)
+    assert said in caplog.text and "the agent failed on" in caplog.text
+    (episode,) = rollout.episodes
+    assert episode.ending == "error" and episode.reward is None and not any(rollout.rows([1.0])[0].mask)
+    assert rollout.metrics()["environment_errors"] == 1 and rollout.metrics()["num_valid_samples"] == 0
+
+
+def test_the_agent_of_the_docs(tmp_path, monkeypatch):
+    (code,) = (text for text in blocks(DOCS / "rollouts.md", "python") if text.startswith("# my_package/twice.py"))
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "twice.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    agent = AgentConfig("my_package.twice.twice", 60.0, 4, 1, 0.0, {"first": 0.25})
+    (episode,) = collect(Book(), agent).episodes
+    assert episode.reward == 0.75 and [said["content"] for said in episode.said] == [CALL, "again", FINAL]
+
+
+def test_above_a_share_failing_agents_end_the_run():
+    with pytest.raises(DataError, match=r"the agent failed on 1 of 1 samples, .* agent.max_error_share = 0 .*KeyError"):
+        collect(Book(), config("player", how="raises"))
+
+
+def test_an_agent_that_hangs_is_late(caplog):
+    rollout = collect(Book(), config("player", timeout_s=0.5, how="late"), share=1.0)
+    assert "no answer within agent.timeout_s = 0.5" in caplog.text and rollout.environment_errors == 1
+
+
+def test_without_a_reward_of_the_agent_the_configured_one_judges():
+    assert collect(Book({}), config("player", how="judged")).rewards_B.tolist() == [1]
+    assert collect(Book(), config("player", how="judged")).rewards_B.tolist() == [0]
+
+
+def test_a_conversation_that_gets_too_long_is_cut_and_judged():
+    rollout = collect(Book({}), config("player", how="endless"), max_length=60)
+    (episode,) = rollout.episodes
+    # 7 tokens of the prompt and 3 a turn; the messages between have 3, and a response may have 40.
+    assert episode.ending == "length" and len(episode.turns) == 3 and len(episode.tokens) == 7 + 3 * 3 + 2 * 3
+    assert episode.reward == 1 and rollout.environment_errors == 0
+
+
+def test_an_agent_may_hang_up_and_ask_again():
+    engines = Book(hanging=1)
+    rollout = collect(engines, config("player", how="leaves"))
+    assert engines.aborted == 1 and rollout.rewards_B.tolist() == [1] and rollout.environment_errors == 0
+    assert len(rollout.episodes[0].turns) == 2 and len({one.seed for one in engines.asked}) == 2
+
+
+def test_a_failing_engine_is_the_runs_error_and_not_the_agents():
+    with pytest.raises(EngineError, match="not finite"):
+        collect(Book(error=EngineError("not finite")), config("player", how="two turns"), share=1.0)
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        (config("nobody"), r"agent.name .*\n.*has no nobody"),
+        (config("TOOL"), r"agent.name .*\n.*is not a function"),
+        (config("player"), r"agent.kwargs .*\n.*missing a required argument: 'how'"),
+        (config("plain", how="fast"), r"agent.kwargs .*\n.*unexpected keyword argument 'how'"),
+    ],
+)
+def test_what_is_no_agent_is_an_error_before_the_run(agent, said):
+    with pytest.raises(ConfigError, match=said):
+        check_agent(agent)

@@ -1,0 +1,110 @@
+"""Which model `nrl-lite chat` and `nrl-lite serve` take of a folder, and what they say where there is none."""
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from nemo_rl_lite import chat, serve
+from nemo_rl_lite.endpoint.protocol import RefusedError
+from nemo_rl_lite.errors import CheckpointError, LauncherError
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run import serving
+from nemo_rl_lite.run.serving import find_served
+
+
+def run_folder(folder: Path, *overrides: str, **changes: object) -> Path:
+    """A run's folder without a model."""
+    config = dataclasses.asdict(compose_config(overrides)) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "status.json").write_text("{}")
+    return folder
+
+
+def model_folder(folder: Path, **changes: object) -> Path:
+    described = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 600, "dtype": "bfloat16"}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(described | changes))
+    return folder
+
+
+def find(folder: Path, most: int | None = None) -> serving.Served:
+    return find_served(folder, most, lambda message: None)
+
+
+def test_a_runs_exported_model_has_its_engine_and_its_limits(tmp_path):
+    run = run_folder(tmp_path, "generation=transformers", "generation.max_new_tokens=12", "generation.temperature=0.5")
+    (run / "hf").mkdir()
+    served = find(run)
+    generation = served.config.generation
+    assert (served.name, served.folder) == ("grpo-reverse_digits", run / "hf")
+    assert (generation.backend, generation.max_new_tokens, generation.temperature) == ("transformers", 12, 0.5)
+    assert generation.colocated.enabled is False and "on CPUs" in str(served)
+    assert find(run, 20).config.generation.max_new_tokens == 20
+    with pytest.raises(LauncherError, match="--max-new-tokens 32: a chat and its response have 32 tokens together"):
+        find(run, 32)
+
+
+def test_a_hugging_face_folder_has_what_its_model_can(tmp_path):
+    served = find(model_folder(tmp_path / "mine"))
+    policy, generation = served.config.policy, served.config.generation
+    assert (served.name, policy.max_total_sequence_length, generation.max_new_tokens) == ("mine", 600, 300)
+    assert policy.precision == "bfloat16"
+    long = find(model_folder(tmp_path / "long", max_position_embeddings=10**6, dtype="float32")).config
+    assert (long.policy.max_total_sequence_length, long.generation.max_new_tokens) == (8192, 512)
+    assert long.policy.precision == "float32"
+
+
+def test_on_a_machine_with_gpus_a_folder_runs_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "gpu_bytes", lambda: 80 * 2**30)
+    config = find(model_folder(tmp_path / "mine")).config
+    assert config.cluster.gpus_per_node == 1 and config.generation.vllm_kwargs["compilation_config"]
+    # vLLM reads the weights, which in a training run the first refit brings.
+    assert config.generation.vllm_kwargs["load_format"] == "auto"
+
+
+def test_where_there_is_no_model_the_message_says_how_to_get_one(tmp_path, monkeypatch):
+    run = run_folder(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"has neither hf/ nor a complete checkpoint: checkpoint.export_hf_at_end"
+    ):
+        find(run)
+    with pytest.raises(CheckpointError, match="is neither a run's folder nor a Hugging Face model's"):
+        find(tmp_path / "nowhere")
+    (run / "hf").mkdir()
+    run_folder(tmp_path, unheard_of=1)
+    with pytest.raises(CheckpointError, match="a run of another version of the launcher; nrl-lite export"):
+        find(run)
+    monkeypatch.setattr(serving, "gpu_bytes", lambda: None)
+    cluster = dataclasses.asdict(compose_config())["cluster"] | {"gpus_per_node": 1}
+    run_folder(tmp_path, cluster=cluster)
+    with pytest.raises(LauncherError, match="generated on GPUs, and this machine has none"):
+        find(run)
+
+
+@pytest.mark.parametrize("verb", [chat, serve])
+def test_the_verbs_show_the_message_alone(tmp_path, capsys, verb):
+    with pytest.raises(SystemExit) as ended:
+        verb.main([str(tmp_path / "nowhere")])
+    said = capsys.readouterr()
+    assert ended.value.code == 1 and "neither a run's folder" in said.err and not said.out
+
+
+def test_a_conversation_goes_on_until_it_is_reset(monkeypatch, capsys):
+    asked = []
+
+    def reply(messages):
+        asked.append([message["content"] for message in messages])
+        if "too long" in asked[-1]:
+            raise RefusedError(400, "no room")
+        return str(len(asked))
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n\nb\ntoo long\n/what is this\n/reset\nc\n/quit\nd\n"))
+    console = Console(file=io.StringIO())
+    assert chat.converse(reply, console) == 1
+    assert asked == [["a"], ["a", "1", "b"], ["a", "1", "b", "2", "too long"], ["c"]]
+    assert capsys.readouterr().out == "1\n2\n4\n"
+    assert "no room. /reset begins a new" in console.file.getvalue() and "no /what" in console.file.getvalue()
