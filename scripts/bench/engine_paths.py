@@ -51,7 +51,9 @@ def main() -> None:
         rates = [numbers[0] * numbers[1] * numbers[2] / seconds for seconds in measured["seconds"]]
         results.append(record.result(way, shape, "tokens/s", rates))
         results.append(record.result(f"{way}: start", shape, "s", [measured["start"]]))
-    record.write("rollouts-engine-paths", results, bars(results), f"model: {Path(model).name}, random weights")
+    # Settings of one way are another record than the ways.
+    name = "rollouts-engine-settings" if SETTINGS.keys() & set(ways) else "rollouts-engine-paths"
+    record.write(name, results, bars(results), f"model: {Path(model).name}, random weights")
 
 
 def bars(results: list[dict[str, Any]]) -> list[dict[str, Any]]:

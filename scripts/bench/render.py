@@ -123,6 +123,13 @@ TABLES = {
         ),
     ),
     "engine paths table": Table(ROLLOUTS, "rollouts-engine-paths", "1x-h100", WAYS),
+    "engine settings table": Table(
+        ROLLOUTS,
+        "rollouts-engine-settings",
+        "1x-h100",
+        ("stepped", "stepped, fp8 cache", "stepped, compiled"),
+    ),
+    "rate table": Table(ROLLOUTS, "rollouts-rate", "1x-h100", ("generation, before", "generation, now")),
     "balance table": Table(ROLLOUTS, "rollouts-balance", "cpu-2cores"),
     "dynamic sampling table": Table(ROLLOUTS, "rollouts-dynamic-sampling", "cpu-2cores"),
     "tools table": Table(ROLLOUTS, "rollouts-tools", "cpu-2cores"),
