@@ -7,6 +7,7 @@ overrides what training changed.
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,12 @@ def main(model_folder: str, cases: str) -> None:
 
 
 def changes(model_folder: str, overrides: list[str]) -> dict[str, float]:
-    config = compose_config([f"policy.model_name={model_folder}", *overrides])
+    # The rules know that routers of this kind of model have no biases.
+    rates = [float(one.rpartition("=")[2]) for one in overrides if "moe_router_bias_update_rate=" in one]
+    others = [one for one in overrides if "moe_router_bias_update_rate=" not in one]
+    config = compose_config([f"policy.model_name={model_folder}", *others])
+    megatron = replace(config.policy.megatron_cfg, moe_router_bias_update_rate=sum(rates))
+    config = replace(config, policy=replace(config.policy, megatron_cfg=megatron))
     worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | {"keep_reference": True, "threads": 1})
     model, source = worker._model, torch.Generator().manual_seed(1)
     weights = {name: value.clone() for name, value in model.bare_chunks[0].named_parameters() if "router" in name}

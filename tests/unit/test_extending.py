@@ -52,8 +52,9 @@ def problem(answer: str, **metadata: object) -> Problem:
 
 def test_every_command_of_the_page_composes(package):
     module("capitals").main("capitals.jsonl")
+    module("programs").main("programs.jsonl")
     composed = [compose_config(words[3:]) for words in commands(PAGE) if words[2] == "nemo_rl_lite.train"]
-    assert len(composed) == 11
+    assert len(composed) == 12
     assert composed[0].reward.name == "my_package/rewards.py:short_and_right"
     assert composed[1].reward.terms["digits"].weight == 0.1
     for config in composed:
@@ -84,6 +85,16 @@ def test_the_judges(package):
             verdict = asyncio.run(make_judge(compose_config(here).reward)("Paris", problem("Paris")))
             assert isinstance(verdict, Judged) and verdict.reward == pytest.approx(reward)
         assert "Paris" in server.asked[0] and server.asked[1].startswith("Is this brief and polite? Paris End")
+
+
+def test_code_as_the_response(package, tmp_path):
+    module("programs").main("programs.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "programs.jsonl").read_text().splitlines()]
+    (words,) = [words for words in commands(PAGE) if "reward=program" in words]
+    judge, third = make_judge(compose_config(words[3:]).reward), problem("", tests=rows[2]["tests"])
+    for program, reward in (("add = lambda x: x + 3", 1.0), ("def add(x): return x", 0.5), ("0", 0.0)):
+        verdict = asyncio.run(judge(f"```python\n{program}\n```", third))
+        assert isinstance(verdict, Judged) and verdict.reward == reward
 
 
 def test_the_environment(package):
@@ -129,7 +140,7 @@ def test_the_agent(package):
 
 def test_the_rows(package):
     module("capitals").main("capitals.jsonl")
-    command = next(words for words in commands(PAGE) if "data=file" in words)
+    command = next(words for words in commands(PAGE) if "data.train_path=capitals.jsonl" in words)
     config = compose_config(command[3:])
     everything = training_set(config.data, 1, PROBLEMS).finite()
     held_out = validation_set(config.data, 10, PROBLEMS)
