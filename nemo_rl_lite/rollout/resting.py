@@ -11,8 +11,8 @@ from nemo_rl_lite.data.problems import Problem
 class Resting:
     """Remembers which prompts taught nothing when they were last sampled.
 
-    Such a prompt rests for one epoch, the next time for two, then four, ... up to `most`; one that teaches something is
-    forgotten. A prompt is known by its text, so the rows of a file may be moved.
+    Such a prompt rests for two epochs, the next time for four, then eight, ... up to `most`; one that teaches something
+    is forgotten. A prompt is known by its text, so the rows of a file may be moved.
     """
 
     def __init__(self, most: int, epoch_length: int, state: Mapping[str, Sequence[int]] | None = None):
@@ -34,7 +34,7 @@ class Resting:
         name = _name(problem)
         _, rested = self._rests.pop(name, (0, 0))
         if not taught:
-            rest = min(max(2 * rested, 1), self._most)
+            rest = min(2 * max(rested, 1), self._most)
             self._rests[name] = (position // self._epoch_length + 1 + rest, rest)
 
     def state(self) -> dict[str, Any]:

@@ -22,22 +22,22 @@ def sampled_epochs(resting: Resting, epochs: range, teaches: set[int]) -> list[i
 
 
 def test_a_prompt_rests_twice_as_long_each_time_until_it_teaches():
-    assert sampled_epochs(Resting(4, EPOCH), range(20), set()) == [0, 2, 5, 10, 15]
-    assert sampled_epochs(Resting(4, EPOCH), range(14), {5}) == [0, 2, 5, 6, 8, 11]
+    assert sampled_epochs(Resting(4, EPOCH), range(20), set()) == [0, 3, 8, 13, 18]
+    assert sampled_epochs(Resting(4, EPOCH), range(14), {8}) == [0, 3, 8, 9, 12]
     assert sampled_epochs(Resting(0, EPOCH), range(4), set()) == [0, 1, 2, 3]
 
 
 def test_it_continues_from_what_a_checkpoint_kept():
     before = Resting(4, EPOCH)
-    assert sampled_epochs(before, range(4), set()) == [0, 2]
+    assert sampled_epochs(before, range(4), set()) == [0, 3]
     kept = json.loads(json.dumps(before.state()))
-    assert sampled_epochs(Resting(4, EPOCH, kept), range(4, 20), set()) == [5, 10, 15]
-    assert sampled_epochs(Resting(4, EPOCH, kept), range(4, 7), {5}) == [5, 6]
+    assert sampled_epochs(Resting(4, EPOCH, kept), range(4, 20), set()) == [8, 13, 18]
+    assert sampled_epochs(Resting(4, EPOCH, kept), range(4, 10), {8}) == [8, 9]
 
 
 def test_a_source_passes_over_them_and_says_how_many():
     rows = FileSet(tuple(Problem(chat(text), "1") for text in ("m a", "x b", "m c", "m d", "x e", "m f")), 0, False)
-    own, engine = source([], resting=Resting(2, 6))
+    own, engine = source([], resting=Resting(1, 6))
     own.training = rows
     assert kept(own.rollout(1)) == ["m a", "m c", "m d"] and own.position == 4
     first = own.rollout(2)
