@@ -79,10 +79,10 @@ class GRPO:
                 self.policy.prepare_for_training()
             with timer("policy_training"):
                 trained = self.policy.train(batch, self.loss)
-            with timer("checkpointing"):
-                self.steps.checkpoints.save_if_due(step, step == config.max_num_steps)
             with timer("generation"), self.report.console.busy(f"step {step + 1}: generating", announced=False) as show:
                 self.rollouts.settle(show)
+            with timer("checkpointing"):
+                self.steps.checkpoints.save_if_due(step, step == config.max_num_steps)
             with timer("prepare_for_generation/transfer_and_update_weights"):
                 refitted = self.rollouts.publish(step)
         self._warn_of_mismatch(step, mismatch["token_mult_prob_error"])

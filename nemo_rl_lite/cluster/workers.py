@@ -241,7 +241,7 @@ def wait(*calls: Call, timeout_s: float | None = None) -> list[Any]:
             raise late from nearest.error
         raise nearest.error
     if pending:
-        raise hang(waiting, origin[pending[0]][1], f"not done within {timeout_s:g} s")
+        raise hang(waiting, origin[pending[0]][1], f"not done within {timeout_s or max(limits):g} s")
     return [results[reference] for reference in origin]
 
 

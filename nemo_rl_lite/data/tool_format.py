@@ -70,7 +70,7 @@ class JSONCalls:
         """Return the calls that the text begins with, and their length."""
         try:
             value, length = _JSON.raw_decode(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return [WrittenCall("", trouble=_not_json(error))], 0
         return [self._call(one) for one in (value if isinstance(value, list) else [value])], length
 
@@ -97,7 +97,7 @@ class NamedCalls:
             return WrittenCall(name.strip()[:64], trouble=f"{self.middle} has to follow the tool's name")
         try:
             return WrittenCall(name.strip(), _JSON.raw_decode(rest.lstrip())[0])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return WrittenCall(name.strip(), trouble=_not_json(error))
 
 
@@ -220,5 +220,5 @@ def _loose(text: str) -> str:
     return r"\s*".join(map(re.escape, text.split()))
 
 
-def _not_json(error: ValueError) -> str:
+def _not_json(error: Exception) -> str:
     return f"the call is not valid JSON: {error}"

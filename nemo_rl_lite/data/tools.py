@@ -86,7 +86,7 @@ def _checked(call: WrittenCall, functions: Mapping[str, Any], identity: str) -> 
         # Some models write the object as text once more.
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             trouble = f"the arguments are not valid JSON: {error}"
     if not trouble and not isinstance(arguments, dict):
         trouble = "the arguments must be an object"
@@ -100,24 +100,28 @@ def _checked(call: WrittenCall, functions: Mapping[str, Any], identity: str) -> 
 
 
 def _typed(arguments: Mapping[str, str], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Read as JSON the texts that are not to be text."""
+    """Read as JSON the texts that do not fit their schemas as they are."""
     found: dict[str, Any] = {}
+    schemas = parameters.get("properties") or {}
     for name, text in arguments.items():
         found[name] = text
-        if (parameters.get("properties") or {}).get(name, {}).get("type") != "string":
+        if name not in schemas or _misfit(text, schemas[name]):
             try:
                 found[name] = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
     return found
 
 
-def _misfit(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
+def _misfit(arguments: Any, parameters: Any) -> str:
     """Why the arguments do not fit the schema; empty where they do."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
 
-    error = best_match(Draft202012Validator(parameters).iter_errors(arguments))
+    try:
+        error = best_match(Draft202012Validator(parameters).iter_errors(arguments))
+    except Exception as unusable:  # a schema may name others that are not there
+        return f"the tool's schema cannot be used: {unusable}"
     if error is None:
         return ""
     place = ".".join(map(str, error.absolute_path))

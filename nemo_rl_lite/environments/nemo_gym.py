@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from nemo_rl_lite.data.problems import Message, Problem
 from nemo_rl_lite.environments.interface import Observation
@@ -31,6 +31,9 @@ class NeMoGym(ToolEnvironment):
         if not str(url).startswith(("http://", "https://")):
             raise ValueError(f"url must begin with http:// or https://, found {url!r}")
         self._url, self._max_characters = str(url).rstrip("/"), max_characters
+        address = urlsplit(self._url)
+        # Without credentials.
+        self._shown = f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
         self._client: Any = None
         # What was said since the prompt, as items of a response in OpenAI's Responses API.
         self._items: list[dict[str, Any]] = []
@@ -42,7 +45,7 @@ class NeMoGym(ToolEnvironment):
         try:
             httpx.get(self._url, timeout=_CHECK_S)
         except httpx.HTTPError as error:
-            raise ConnectionError(f"no server answers at {self._url}: {error}") from None
+            raise ConnectionError(f"no server answers at {self._shown}: {error}") from None
 
     async def step(self, problem: Problem, conversation: Sequence[Message]) -> Observation:
         """See `Environment.step`."""
@@ -104,7 +107,7 @@ class NeMoGym(ToolEnvironment):
         try:
             return await self._client.post(path, json=dict(content))
         except httpx.HTTPError as error:
-            raise EpisodeError(f"{self._url}{path}: {type(error).__name__}: {error}") from error
+            raise EpisodeError(f"{self._shown}{path}: {type(error).__name__}: {error}") from error
 
 
 def _items(message: Message, count: int) -> list[dict[str, Any]]:

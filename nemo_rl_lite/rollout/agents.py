@@ -101,7 +101,7 @@ class AgentSession:
                 raise
             finally:
                 self._waits()
-            _, completion = episode.turns[-1]
+            self.is_full, (_, completion) = False, episode.turns[-1]
             return Answer(prompt, completion)
 
     def waited(self) -> None:

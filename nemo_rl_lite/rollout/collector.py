@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
@@ -54,11 +55,11 @@ class _Failures:
             log.warning("%s failed on %s: %s", self.what, _shown(episode), error)
             log.info("%s", error.details if isinstance(error, CallError) else "", exc_info=error.__cause__)
 
-    def check(self, episodes: int) -> None:
+    def check(self, failed: int, episodes: int) -> None:
         """Raise DataError where too many of this number of episodes have failed."""
-        if len(self.errors) > self.limit * episodes:
+        if failed > self.limit * episodes:
             raise DataError(
-                f"{self.what} failed on {len(self.errors)} of {episodes} samples, and at most the share "
+                f"{self.what} failed on {failed} of {episodes} samples, and at most the share "
                 f"{self.key} = {self.limit:g} may fail; first with {self.errors[0]}"
             )
 
@@ -78,6 +79,7 @@ class RolloutCollector:
     ):
         self._generation, self._tokenizer, self._judge = generation, tokenizer, judge
         self._max_length, self._shares, self._play = max_length, shares, play or SingleTurn()
+        self._under_way: tuple[asyncio.AbstractEventLoop, Any] | None = None
 
     def collect(self, wanted: Wanted, sampling: Sampling, seed: int, show: Show = lambda _: None) -> Rollout:
         """Sample and judge the wanted episodes; `show` is told twice a second how far they are. The seed of a response
@@ -90,7 +92,15 @@ class RolloutCollector:
         """
         return asyncio.run(self._collect(wanted, sampling, seed, show))
 
+    def cancel(self) -> None:
+        """End a `collect` that another thread is in, if there is one: it raises `CancelledError`."""
+        if self._under_way is not None:
+            loop, task = self._under_way
+            with suppress(RuntimeError):  # it has just ended
+                loop.call_soon_threadsafe(task.cancel)
+
     async def _collect(self, wanted: Wanted, sampling: Sampling, seed: int, show: Show) -> Rollout:
+        self._under_way = asyncio.get_running_loop(), asyncio.current_task()
         rewards = _Failures("the reward", "reward.max_error_share", self._shares.reward)
         section, groups, began = self._play.section, list[Group](), time.perf_counter()
         environments = _Failures(f"the {section}", f"{section}.max_error_share", self._shares.environment)
@@ -120,8 +130,9 @@ class RolloutCollector:
                     task.cancel()
                 await asyncio.gather(alive, *(group.played for group in groups), return_exceptions=True)
         sampled = [episode for group in groups if group.is_done for episode in group.episodes]
-        environments.check(len(sampled))
-        rewards.check(sum(episode.ending != "error" for episode in sampled))
+        played = [episode for episode in sampled if episode.ending != "error"]
+        environments.check(len(sampled) - len(played), len(sampled))
+        rewards.check(sum(episode.reward is None for episode in played), len(played))
         rollout = wanted.rollout(groups, len(rewards.errors), len(environments.errors))
         rollout.took_s = time.perf_counter() - began
         return rollout

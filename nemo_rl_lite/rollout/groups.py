@@ -21,7 +21,8 @@ class Group:
 
     @property
     def is_done(self) -> bool:
-        return self.played.done() and not self.played.cancelled()
+        # An aborted one ends with CancelledError.
+        return self.played.done() and not self.played.cancelled() and self.played.exception() is None
 
     @property
     def is_useful(self) -> bool:

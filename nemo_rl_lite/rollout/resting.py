@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl_lite.data.problems import Problem
@@ -15,12 +15,17 @@ class Resting:
     is forgotten. A prompt is known by its text, so the rows of a file may be moved.
     """
 
-    def __init__(self, most: int, epoch_length: int, state: Mapping[str, Sequence[int]] | None = None):
+    def __init__(self, most: int, epoch_length: int, state: Mapping[str, Any] | None = None, position: int = 0):
         """`most`: 0 where no prompt rests. `epoch_length`: prompts of an epoch, 0 where the data has no end. `state`:
-        what `state()` of an earlier run returned."""
+        what `state()` of an earlier run returned, at this position of its data, which may have had other rows."""
         self._most, self._epoch_length = most, epoch_length
         # The first epoch in which a prompt is sampled again, and for how many it rests.
-        self._rests: dict[str, tuple[int, int]] = {name: (until, rest) for name, (until, rest) in (state or {}).items()}
+        self._rests: dict[str, tuple[int, int]] = {}
+        if state and most and epoch_length:
+            shift = position // epoch_length - position // state["epoch_length"]
+            latest = position // epoch_length + 1 + most
+            for name, (until, rest) in state["rests"].items():
+                self._rests[name] = (min(until + shift, latest), min(rest, most))
 
     def is_left_out(self, problem: Problem, position: int) -> bool:
         """Whether the prompt at this position of the data rests."""
@@ -38,7 +43,10 @@ class Resting:
             self._rests[name] = (position // self._epoch_length + 1 + rest, rest)
 
     def state(self) -> dict[str, Any]:
-        return {name: list(rests) for name, rests in self._rests.items()}
+        """Return what a checkpoint keeps; nothing where no prompt rests."""
+        if not self._rests:
+            return {}
+        return {"epoch_length": self._epoch_length, "rests": {name: list(own) for name, own in self._rests.items()}}
 
 
 def _name(problem: Problem) -> str:

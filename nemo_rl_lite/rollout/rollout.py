@@ -89,8 +89,8 @@ class Rollout:
         """How many optimizer steps lie between the weights that sampled a turn and those of `version`, which train on
         it: the mean over tokens, and the most."""
         found = [(version - turn.version, len(turn.tokens)) for one in self.episodes for _, turn in one.turns]
-        mean = sum(age * tokens for age, tokens in found) / self.generated
-        return {"trajectory_age_mean": mean, "trajectory_age_max": float(max(age for age, _ in found))}
+        mean = sum(age * tokens for age, tokens in found) / max(self.generated, 1)
+        return {"trajectory_age_mean": mean, "trajectory_age_max": float(max((age for age, _ in found), default=0))}
 
     def _parts(self) -> dict[str, float]:
         """The mean of each part of the reward, before its weight."""

@@ -58,6 +58,10 @@ class Sampler:
         sampling = replace(self.sampling, temperature=temperature) if temperature else self.sampling.greedy()
         return self._collect(step, Wanted(self.validation.__getitem__, len(self.validation), 1), sampling, show)
 
+    def cancel(self) -> None:
+        """End a rollout that another thread samples."""
+        self.collector.cancel()
+
     def state(self) -> Mapping[str, Any]:
         """What a checkpoint saves, for the run that resumes from it."""
         return {"position": self.position, "resting": self.resting.state()}

@@ -43,8 +43,11 @@ _NUMBERS = ("samples_per_prompt", "reward_errors", "environment_errors", "taught
 
 
 def save_rollout(rollout: Rollout, folder: Path) -> None:
-    """Write the rollout to a file in `folder`. Raises OSError."""
-    rows = [*_rows(rollout.episodes, dropped=False), *_rows(rollout.dropped, dropped=True)]
+    """Write the rollout to a file in `folder`. Raises OSError where it cannot be written."""
+    try:
+        rows = [*_rows(rollout.episodes, dropped=False), *_rows(rollout.dropped, dropped=True)]
+    except (TypeError, ValueError) as error:
+        raise OSError(f"the next rollout cannot be saved: its messages or rows are not JSON: {error}") from error
     numbers = {name: getattr(rollout, name) for name in _NUMBERS}
     schema = _SCHEMA.with_metadata({"rollout": json.dumps(numbers)})
     parquet.write_table(pa.Table.from_pylist(rows, schema), folder / FILE, compression="zstd")
@@ -80,7 +83,7 @@ def _rows(episodes: Iterable[Episode], dropped: bool) -> list[dict[str, Any]]:
                 }
                 for start, turn in one.turns
             ],
-            "said": json.dumps(one.said),
+            "said": json.dumps(one.said, default=str),
             "reward": one.reward,
             "reward_parts": json.dumps(dict(one.reward_parts)),
             "ending": one.ending,

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
-from nemo_rl_lite.observability.limits import limited
+from nemo_rl_lite.observability.limits import progressed
 from nemo_rl_lite.rollout.collector import Show
 from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.sampler import Sampler
@@ -17,6 +17,8 @@ Refit = Callable[[int], dict[str, float]]
 
 # Seconds between two looks at a rollout that others generate.
 _LOOK_S = 0.25
+# Seconds that the thread has to end.
+_END_S = 10.0
 
 
 class RolloutSource(Protocol):
@@ -47,6 +49,10 @@ class RolloutSource(Protocol):
         """Return what a checkpoint needs, for a run that resumes from it; what is large is written to the folder."""
         ...
 
+    def close(self) -> None:
+        """The run ends, in whatever way: leave nothing that works for it."""
+        ...
+
 
 class OnPolicy:
     """Generates, then trains on it: each rollout is sampled by the weights that it trains."""
@@ -71,6 +77,8 @@ class OnPolicy:
     def save(self, folder: Path) -> Mapping[str, Any]:
         return self._sampler.state()
 
+    def close(self) -> None: ...
+
 
 class OneStepOff:
     """While a step trains, engines on devices of their own generate the next step's rollout, with the weights from
@@ -86,9 +94,10 @@ class OneStepOff:
         self._ready = load_rollout(saved) if saved is not None else None
         self._next = done + 1 + (self._ready is not None)
         self._under_way: Future[Rollout] | None = None
-        # The sampler's state before the rollout that is under way.
-        self._state = sampler.state()
-        self._progress = ""
+        # The sampler's state before the rollout that is ready, and before the one that was begun last.
+        self._before_ready = self._before = sampler.state()
+        self._progress, self._beats = "", 0
+        self._thread: threading.Thread | None = None
 
     def take(self, step: int, show: Show) -> Rollout:
         rollout, self._ready = self._next_one(show), None
@@ -101,10 +110,13 @@ class OneStepOff:
         return {}
 
     def settle(self, show: Show) -> None:
-        if self._under_way is not None:
-            with limited("waiting for the engines, which have limits of their own", None):
-                while not _is_done(self._under_way):
-                    show(self._progress)
+        seen = self._beats
+        while self._under_way is not None and not _is_done(self._under_way):
+            # The launcher's limit is for what works without a sign of life.
+            if self._beats != seen:
+                seen = self._beats
+                progressed()
+            show(self._progress)
 
     def publish(self, step: int) -> dict[str, float]:
         self._next_one(lambda _: None)
@@ -118,25 +130,35 @@ class OneStepOff:
 
     def save(self, folder: Path) -> Mapping[str, Any]:
         rollout = self._next_one(lambda _: None)
-        if rollout is not None:
-            save_rollout(rollout, folder)
-        return self._sampler.state() if self._under_way is None else self._state
+        after = self._sampler.state() if self._under_way is None else self._before
+        if rollout is None:
+            return after
+        save_rollout(rollout, folder)
+        # For a run that cannot use that rollout.
+        return {**after, "before": self._before_ready}
+
+    def close(self) -> None:
+        """See `RolloutSource.close`. The thread's calls would go on after the end of the run."""
+        if self._thread is not None:
+            self._sampler.cancel()
+            self._thread.join(_END_S)
 
     def _next_one(self, show: Show) -> Rollout | None:
         """The rollout that the loop takes next, when it is ready; None where none was begun."""
         if self._ready is None and self._under_way is not None:
             self.settle(show)
-            self._ready, self._under_way = self._under_way.result(), None
+            self._ready, self._under_way, self._before_ready = self._under_way.result(), None, self._before
         return self._ready
 
     def _begin(self) -> None:
         """Begin the next rollout, where the engines are free and a step is left for it."""
         if self._under_way is None and self._next <= self._steps:
-            self._state = self._sampler.state()
+            self._before = self._sampler.state()
             self._under_way, step = Future(), self._next
             self._next += 1
-            work = threading.Thread(target=self._generate, args=(self._under_way, step), name="rollout", daemon=True)
-            work.start()
+            own = (self._under_way, step)
+            self._thread = threading.Thread(target=self._generate, args=own, name="rollout", daemon=True)
+            self._thread.start()
 
     def _generate(self, result: Future[Rollout], step: int) -> None:
         try:
@@ -145,7 +167,7 @@ class OneStepOff:
             result.set_exception(error)
 
     def _note(self, progress: str) -> None:
-        self._progress = progress
+        self._progress, self._beats = progress, self._beats + 1
 
 
 def _is_done(future: Future[Rollout]) -> bool:

@@ -93,5 +93,7 @@ def _check(observation: Observation) -> None:
             raise ValueError(f"step() returned {message!r:.80}; a message is a dict with a role of {', '.join(_ROLES)}")
         if not isinstance(message.get("content"), str):
             raise TypeError(f"step() returned a message whose content is no text: {message!r:.80}")
+        # Half of a character that takes two, which a model may write, is no text either. This raises a ValueError.
+        message["content"].encode()
     if observation.reward is not None:
         checked_reward("step()", observation.reward)

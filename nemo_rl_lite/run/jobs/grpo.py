@@ -36,6 +36,12 @@ from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
 
 # Samples that the terminal shows, the worst and the best, and that trackers get.
 SHOWN, TRACKED = 2, 16
+# Keys that decide what a rollout is.
+_OF_ROLLOUTS = (
+    *("algorithm.seed.", "algorithm.num_", "algorithm.use_dynamic_sampling.", "algorithm.overlong_filtering."),
+    *("algorithm.reward_shaping.", "data.", "reward.", "environment.", "agent.", "generation."),
+    *("policy.model_name.", "policy.max_total_sequence_length."),
+)
 
 
 class GRPOJob:
@@ -77,7 +83,10 @@ class GRPOJob:
             play,
         ):
             loop = self._loop(metrics, start, workers, self._collector(generation, play))
-            loop.run()
+            try:
+                loop.run()
+            finally:
+                loop.rollouts.close()
         workers.policy.release_host_memory()
         if config.checkpoint.export_hf_at_end:
             workers.policy.export_hf(str(self._folder / "hf"))
@@ -88,6 +97,10 @@ class GRPOJob:
     def _loop(self, metrics: MetricsLog, start: Start, workers: Workers, collector: RolloutCollector) -> GRPO:
         config, console, groups = self._config, self._console, (workers.policy.group, workers.engines)
         options = config.options(GRPOConfig)
+        goes_on = options.rollouts.source == "one_step_off" and _samples_the_same(start)
+        # A rollout in the checkpoint that this run cannot use is sampled again.
+        saved = start.rollouts if goes_on else start.rollouts.get("before", start.rollouts)
+        position = saved.get("position", start.steps * options.num_prompts_per_step)
         sampling = Sampling.of(config.generation, self._tokenizer.end_tokens)
         sampler = Sampler(
             options,
@@ -95,10 +108,10 @@ class GRPOJob:
             sampling,
             self._training,
             self._validation,
-            start.rollouts.get("position", start.steps * options.num_prompts_per_step),
-            Resting(options.rest_epochs, self._epoch_length, start.rollouts.get("resting")),
+            position,
+            Resting(options.rest_epochs, self._epoch_length, saved.get("resting"), position),
         )
-        rollouts = _source(options, sampler, workers.generation, start)
+        rollouts = _source(options, sampler, workers.generation, start, goes_on)
         steps = make_steps(config, self._folder, start, workers.policy, metrics, console, groups, rollouts.save)
         devices = all_gpus(config) or policy_ranks(config)
         system = SystemUsage([process for group in groups for process in group.processes])
@@ -136,7 +149,17 @@ class GRPOJob:
         return keep
 
 
-def _source(options: GRPOConfig, sampler: Sampler, generation: RecoveringGeneration, start: Start) -> RolloutSource:
+def _samples_the_same(start: Start) -> bool:
+    """Whether nothing has changed since the checkpoint that decides what a rollout is."""
+    keys = [line.partition(":")[0] for line in start.changes]
+    return not any(f"{key}.".startswith(_OF_ROLLOUTS) for key in keys)
+
+
+def _source(
+    options: GRPOConfig, sampler: Sampler, generation: RecoveringGeneration, start: Start, goes_on: bool
+) -> RolloutSource:
+    """`goes_on`: whether the rollout in the checkpoint is the run's next."""
     if options.rollouts.source == "on_policy":
         return OnPolicy(sampler, generation.refit, generation.finish_generation)
-    return OneStepOff(sampler, generation.refit, start.steps, options.max_num_steps, start.folder)
+    saved = start.folder if goes_on else None
+    return OneStepOff(sampler, generation.refit, start.steps, options.max_num_steps, saved)

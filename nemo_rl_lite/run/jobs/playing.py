@@ -29,7 +29,9 @@ class Playing:
         """The tools that the environment offers in every episode."""
         check_agent(config.agent)
         self._config = config
-        self._environments = make_environments(config.environment)
+        environments = make_environments(config.environment)
+        # One for all attempts of a run, so that no session of an earlier attempt has the same number.
+        self._play: Play = SingleTurn() if environments is None else Turns(environments, config.environment.max_turns)
         self._agents = None if config.agent.name is None else Agents(config.agent, config.generation.serve.host)
 
     @contextmanager
@@ -46,7 +48,7 @@ class Playing:
             with self._through_endpoint(generation, tokenizer, folder, say) as both:
                 yield both
         else:
-            yield generation, self._play()
+            yield generation, self._play
 
     @contextmanager
     def _through_endpoint(
@@ -68,14 +70,9 @@ class Playing:
                 address = {"base_url": endpoint.url, "api_key": endpoint.token, "model": endpoint.model}
                 told = _written(folder / ENDPOINT_FILE, address)
                 say(f"the engines answer at {endpoint.url} during rollouts; the token is in {folder / ENDPOINT_FILE}")
-            play = self._play() if self._agents is None else AgentPlay(self._agents, endpoint, sampling)
+            play = self._play if self._agents is None else AgentPlay(self._agents, endpoint, sampling)
             with told:
                 yield ServedGeneration(generation, endpoint, speaker), play
-
-    def _play(self) -> Play:
-        if self._environments is None:
-            return SingleTurn()
-        return Turns(self._environments, self._config.environment.max_turns)
 
 
 @contextmanager

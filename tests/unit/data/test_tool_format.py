@@ -133,3 +133,8 @@ def test_a_call_that_cannot_be_read_says_why(own, text, trouble):
     (call,) = own.find(text)
     with pytest.raises(ValueError, match=trouble):
         raise ValueError(call.trouble)
+
+
+def test_brackets_without_end_are_a_mistake_of_the_model_and_no_error_of_the_run():
+    found = JSONCalls("<tool_call>", "name", "arguments").find("<tool_call>" + "[" * 100_000)
+    assert found and "not valid JSON" in found[0].trouble

@@ -83,3 +83,18 @@ def test_a_rows_tools_come_before_those_of_the_environment(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]))
     with pytest.raises(DataError, match=r"row 1, column 'gym.tools': a tool has no name"):
         training_set(config.data, 1, problems())
+
+
+@pytest.mark.parametrize("schema", [True, {"anyOf": [{"type": "string"}, {"type": "null"}]}, {"enum": ["2024"]}])
+def test_a_text_that_fits_its_schema_stays_text(schema):
+    parameters = {"type": "object", "properties": {"x": schema}}
+    tool = {"type": "function", "function": {"name": "year", "parameters": parameters}}
+    (call,) = checked_calls([WrittenCall("year", {"x": "2024"}, is_text=True)], [tool], 0)
+    assert call["function"]["arguments"] == {"x": "2024"} and "error" not in call
+
+
+def test_a_schema_that_names_another_which_is_not_there_is_told_to_the_model():
+    parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/nowhere"}}}
+    tool = {"type": "function", "function": {"name": "year", "parameters": parameters}}
+    (call,) = checked_calls([WrittenCall("year", {"x": 1})], [tool], 0)
+    assert "the tool's schema cannot be used" in call["error"]

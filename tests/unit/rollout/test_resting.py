@@ -31,8 +31,20 @@ def test_it_continues_from_what_a_checkpoint_kept():
     before = Resting(4, EPOCH)
     assert sampled_epochs(before, range(4), set()) == [0, 3]
     kept = json.loads(json.dumps(before.state()))
-    assert sampled_epochs(Resting(4, EPOCH, kept), range(4, 20), set()) == [8, 13, 18]
-    assert sampled_epochs(Resting(4, EPOCH, kept), range(4, 10), {8}) == [8, 9]
+    again = [Resting(4, EPOCH, kept, position=4 * EPOCH) for _ in range(2)]
+    assert sampled_epochs(again[0], range(4, 20), set()) == [8, 13, 18]
+    assert sampled_epochs(again[1], range(4, 10), {8}) == [8, 9]
+
+
+def test_other_data_or_no_resting_lets_nobody_rest_too_long():
+    before = Resting(4, EPOCH)
+    assert sampled_epochs(before, range(100, 101), set()) == [100]
+    kept = before.state()
+    # The file has ten times as many rows now: position 1010 is in its epoch 10.
+    longer = Resting(4, 10 * EPOCH, kept, position=1010)
+    assert [longer.is_left_out(ROW, position) for position in (1010, 1150, 1210)] == [True, True, False]
+    assert not Resting(0, EPOCH, kept, 1010).is_left_out(ROW, 1010)
+    assert not Resting(1, 0, kept, 1010).is_left_out(ROW, 1010)
 
 
 def test_a_source_passes_over_them_and_says_how_many():
@@ -51,7 +63,7 @@ def test_a_source_passes_over_them_and_says_how_many():
     # In the third epoch both are tried again.
     again = own.rollout(4)
     assert kept(again) == ["m c", "m d", "m f"] and again.metrics()["filtered_prompts"] == 2
-    assert own.state()["position"] == 18 and len(own.state()["resting"]) == 2
+    assert own.state()["position"] == 18 and len(own.state()["resting"]["rests"]) == 2
 
 
 def test_prompts_rest_without_dynamic_sampling_too():

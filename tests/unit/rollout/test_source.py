@@ -119,6 +119,8 @@ def test_a_resumed_run_takes_the_same_rollouts(tmp_path, published):
         source.settle(silent)
         source.publish(3)
     state = source.save(tmp_path)
+    # A run that cannot use the saved rollout begins with its prompts.
+    assert (state["position"], state["before"]["position"]) == (12, 9)
     again = Engines(state["position"])
     assert [*before, WHOLE[2], *taken(one_step_off(again, 3, tmp_path), range(4, 7))] == WHOLE
 
@@ -147,6 +149,34 @@ def test_an_error_reaches_the_step_that_waits_for_the_rollout():
     source.take(1, silent)
     with pytest.raises(EngineError, match="no numbers"):
         source.publish(1)
+
+
+def test_the_end_of_a_run_leaves_no_thread():
+    """Its calls to Ray would start Ray again."""
+    ended = threading.Event()
+
+    class Long(Engines):
+        def rollout(self, step: int, show) -> Rollout:
+            ended.wait(30)
+            raise RuntimeError("ended")
+
+        def cancel(self) -> None:
+            ended.set()
+
+    engines = Long()
+    source = OneStepOff(engines, engines.refit, 0, 6, None)  # pyrefly: ignore
+    source.publish(0)
+    source.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "rollout"]
+
+
+def test_a_rollout_that_is_not_json_is_not_saved(tmp_path):
+    rollout = make_rollout(3, 6, 2)
+    rollout.episodes[0].said[1] |= {"other": {1, 2}}
+    save_rollout(rollout, tmp_path)
+    rollout = dataclasses.replace(rollout.episodes[0], problem=Problem(chat("?"), "", {(1, 2): 3}))
+    with pytest.raises(OSError, match="not JSON"):
+        save_rollout(Rollout([rollout], 1, 0), tmp_path)
 
 
 def test_a_saved_rollout_is_the_same_to_the_bit(tmp_path):

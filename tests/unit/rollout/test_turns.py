@@ -13,7 +13,7 @@ from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.registry import find_reward
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
 from nemo_rl_lite.rollout.groups import Wanted
-from nemo_rl_lite.rollout.turns import Turns
+from nemo_rl_lite.rollout.turns import Turns, _check
 from tests.unit.rollout.script import END, Letters, Script, judged_by
 
 HERE = "tests.unit.rollout.test_turns"
@@ -202,3 +202,8 @@ def test_no_episode_waits_for_another():
     first = rollout.episodes[0]
     assert [span.what for span in first.spans] == ["generate", "environment", "generate", "environment", "reward"]
     assert first.seconds("environment") > rollout.episodes[1].seconds("environment") > 0
+
+
+def test_half_a_character_costs_the_episode_and_not_the_run():
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        _check(Observation(({"role": "tool", "content": "\ud83d"},)))
