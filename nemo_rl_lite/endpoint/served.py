@@ -11,8 +11,8 @@ from nemo_rl_lite.generation.interface import Generation, Requests
 
 @dataclass(frozen=True)
 class ServedGeneration:
-    """`Generation` with an endpoint beside it. `speaker` answers those who have the token; None: nobody does, and the
-    endpoint is for the sessions of episodes alone."""
+    """`Generation` that also answers over HTTP. `speaker` answers requests with the token; None: they are refused, and
+    only the sessions of episodes get answers."""
 
     generation: Generation
     endpoint: Endpoint

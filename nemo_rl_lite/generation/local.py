@@ -12,7 +12,7 @@ _SLICE_S = 0.05
 
 class LocalReplica:
     """`generation.request_queue.Replica` over an engine of this process. It lives in a thread, so that the event loop
-    goes on while it works."""
+    runs while it works."""
 
     def __init__(self, make: Callable[[], Engine]):
         """`make` makes the engine, in its thread."""

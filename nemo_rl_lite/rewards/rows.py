@@ -12,9 +12,9 @@ from nemo_rl_lite.rewards.program import passes_tests
 from nemo_rl_lite.rewards.program_tests import read_tests
 from nemo_rl_lite.rewards.terms import Term, terms_of
 
-# So many problems are looked at, and for so many of them a program is run.
+# The number of problems that are looked at, and the number of them for which a program is run.
 _LOOKED_AT, _RUN = 500, 3
-# An answer with so many words in a row is a sentence. LaTeX's commands and short answers ("no solution") are none.
+# Four words in a row are a sentence; LaTeX's commands and short answers ("no solution") are not.
 _SENTENCE = re.compile(r"(?:(?<![\\\w])[A-Za-z]{2,}[,;:]?\s+){3}[A-Za-z]{2,}")
 _NUMBER = re.compile(r"[-+\N{MINUS SIGN}]?[\d,]*\.?\d+(?:[eE][-+]?\d+)?")
 

@@ -64,7 +64,7 @@ async def _unless(failed: asyncio.Future[None], call: Any) -> Any:
 
 
 class AgentSession:
-    """`Respondent` of one episode, which it records: each request goes on with the tokens of the one before."""
+    """`Respondent` of one episode, which it records: each request continues the tokens of the one before."""
 
     def __init__(self, episode: Episode, assistant: Assistant, training: Sampling):
         self._episode, self._assistant, self._training = episode, assistant, training

@@ -17,7 +17,7 @@ def asked_gpus(line: str) -> tuple[int, bool] | None:
         return None
     kinds = [kind.split(":") for kind in found[2].strip("'\"").split(",")]
     if found[1] == "--gres":
-        # gpu, gpu:8, gpu:h100 and gpu:h100:8; other resources stand beside it.
+        # gpu, gpu:8, gpu:h100 and gpu:h100:8; a list may have other resources, too.
         kinds = [kind[1:] or ["1"] for kind in kinds if kind[0] == "gpu"]
         kinds = [kind if kind[-1].isdecimal() else [*kind, "1"] for kind in kinds]
     if not kinds or not all(kind[-1].isdecimal() for kind in kinds):
