@@ -85,8 +85,10 @@ class GRPO:
                 self.steps.checkpoints.save_if_due(step, step == config.max_num_steps)
             with timer("prepare_for_generation/transfer_and_update_weights"):
                 refitted = self.rollouts.publish(step)
-        self._warn_of_mismatch(step, mismatch["token_mult_prob_error"])
-        seconds, sampled = timer.take(), rollout.metrics()
+        seconds, sampled, ages = timer.take(), rollout.metrics(), rollout.ages(step - 1)
+        if not ages["trajectory_age_max"]:
+            # Of an older rollout, the policy's own steps are part of the mismatch.
+            self._warn_of_mismatch(step, mismatch["token_mult_prob_error"])
         speed = {
             "policy_and_reference_logprobs_tokens_per_sec": sampled["total_num_tokens"]
             / seconds["policy_and_reference_logprobs"],
@@ -100,7 +102,7 @@ class GRPO:
             step,
             config.max_num_steps,
             len(rollout.episodes),
-            sampled | rollout.ages(step - 1) | baseline_metrics(rewards_PG, advantages_PG) | trained | mismatch,
+            sampled | ages | baseline_metrics(rewards_PG, advantages_PG) | trained | mismatch,
             seconds,
             shown,
             under("performance", speed)
@@ -136,8 +138,7 @@ class GRPO:
         if not factor <= self.mismatch_warning:
             log.warning(
                 "step %d: policy and generation engine disagree by a factor of %.3f a token on average (limit %.3f, "
-                "logger.mismatch_warning). Either the refit, the precision or the sampling settings differ, or the "
-                "policy has moved since the rollout was sampled (algorithm.rollouts.source).",
+                "logger.mismatch_warning): either the refit, the precision or the sampling settings differ",
                 step,
                 factor,
                 self.mismatch_warning,

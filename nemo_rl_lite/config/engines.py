@@ -92,6 +92,7 @@ ENGINES: dict[str, Engine] = {
             "generation.vllm_cfg.enforce_eager",
             "generation.vllm_cfg.gpu_memory_utilization",
             "generation.vllm_cfg.cpu_kv_cache_gib",
+            "generation.vllm_cfg.recompute_kv_cache_after_weight_updates",
         ),
         can_sleep=True,
         takes_share=True,

@@ -86,7 +86,9 @@ class RewardShapingConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class RolloutsConfig:
-    source: Literal["on_policy", "one_step_off"]
+    source: Literal["on_policy", "one_step_off", "queue"]
+    max_trajectory_age_steps: Annotated[int, Field(ge=1, le=64)]
+    in_flight_weight_updates: bool
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -226,6 +228,7 @@ class VLLMConfig:
     max_num_seqs: PositiveInt
     gpu_memory_utilization: Fraction
     cpu_kv_cache_gib: PositiveInt
+    recompute_kv_cache_after_weight_updates: bool
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -127,7 +127,7 @@ def completion_body(asked: ChatRequest, answer: Answer, tokenizer: ChatTokenizer
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
-        "system_fingerprint": f"step-{completion.version}",
+        "system_fingerprint": f"step-{completion.versions[-1]}",
         "choices": [choice],
         "usage": {"prompt_tokens": sizes[0], "completion_tokens": sizes[1], "total_tokens": sum(sizes)},
         "prompt_token_ids": list(answer.prompt),

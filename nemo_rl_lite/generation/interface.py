@@ -1,7 +1,7 @@
 """What the loop needs of a generation engine."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -52,17 +52,17 @@ class Request:
 @dataclass(frozen=True)
 class Completion:
     """One sampled response: its tokens (the end token included), a logprob each, why it ended, and the version of the
-    weights that sampled it, which is the optimizer step that made them."""
+    weights that sampled each token, which is the optimizer step that made them."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
-    version: int = 0
+    versions: tuple[int, ...]
 
 
 class Engine(Protocol):
-    """One engine replica in its own process. It works while it is polled, and only then: an engine that nobody polls is
-    paused, and keeps its requests."""
+    """One engine replica in its own process. It works while it is called, and only then: an engine that nobody polls is
+    paused, and keeps its requests, also while it gets new weights."""
 
     def submit(self, requests: Mapping[int, Request]) -> None:
         """Take requests, each under a number that no other unfinished request has."""
@@ -74,6 +74,10 @@ class Engine(Protocol):
 
     def abort(self, numbers: Sequence[int]) -> None:
         """Forget requests; numbers of finished ones are ignored."""
+        ...
+
+    def sample_now(self, request: Request) -> Completion:
+        """Return the response to a request that is not one of those submitted, which keep their places."""
         ...
 
     def sleep(self) -> None:
@@ -98,8 +102,9 @@ class Engine(Protocol):
         ...
 
     def receive_weights(self, version: int) -> list[RefitReport]:
-        """Participate in one refit; returns a report for each rank. Afterwards the engine computes with the new weights
-        and has no stale cache."""
+        """Participate in one refit; returns a report for each rank. Afterwards the engine computes with the new
+        weights, and no request that is submitted from now on uses a stale cache. Unfinished requests continue with the
+        new weights; `vllm_cfg.recompute_kv_cache_after_weight_updates` decides what becomes of their caches."""
         ...
 
 
@@ -111,11 +116,9 @@ class Requests(Protocol):
         in its cache."""
         ...
 
-    async def pause(self) -> None:
-        """Let no engine work, until `resume`."""
+    def together(self) -> AbstractContextManager[None]:
+        """Requests that are added within the block begin together, at its end."""
         ...
-
-    def resume(self) -> None: ...
 
 
 class Generation(Protocol):

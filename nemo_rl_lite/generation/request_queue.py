@@ -2,9 +2,10 @@
 
 import asyncio
 import itertools
+import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +33,23 @@ class _Asked:
     near: int | None
 
 
+@dataclass
+class _Stopwatch:
+    """Adds up the seconds in which something is the case."""
+
+    _seconds: float = 0.0
+    _since: float | None = None
+
+    def runs(self, is_running: bool) -> None:
+        """It is the case from now on, or not."""
+        self._seconds, self._since = self.seconds, time.perf_counter() if is_running else None
+
+    @property
+    def seconds(self) -> float:
+        """All of them so far."""
+        return self._seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
+
+
 class RequestQueue:
     """Gives each request to the replica with the fewest unfinished ones.
 
@@ -47,7 +65,8 @@ class RequestQueue:
         restore: Callable[[], None],
     ):
         """When a replica's process dies, the queue calls `on_loss`, which may raise, and gives its unfinished requests
-        to the others; when none is left, it calls `restore`, which brings all of them back with their weights."""
+        to the others; when none is left, it calls `restore`, which may bring them back with their weights (see
+        `replaced`). Until it has engines again, requests wait."""
         self._replicas, self._capacity, self._on_loss, self._restore = replicas, capacity, on_loss, restore
         self._alive = set(range(len(replicas)))
         self._numbers = itertools.count()
@@ -57,14 +76,19 @@ class RequestQueue:
         self._unfinished: list[dict[int, _Asked]] = [{} for _ in replicas]
         self._aborted: list[list[int]] = [[] for _ in replicas]
         self._running: dict[asyncio.Task[dict[int, Completion]], int] = {}
-        self._paused, self._changed, self._quiet = False, asyncio.Event(), asyncio.Event()
+        self._paused, self._held_back = False, 0
+        self._changed, self._quiet = asyncio.Event(), asyncio.Event()
+        self._replaced: deque[int] = deque()
         self._failure: Exception | None = None
+        self.exchanges = 0
+        """Exchanges that have ended: a sign of life."""
+        self._idle = _Stopwatch()
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["RequestQueue"]:
         """Drive the replicas within the block; see `Generation.serving`."""
         self._changed, self._quiet = asyncio.Event(), asyncio.Event()
-        self._paused, self._failure = False, None
+        self._paused, self._held_back, self._failure = False, 0, None
         driver = asyncio.create_task(self._drive())
         try:
             yield self
@@ -98,37 +122,78 @@ class RequestQueue:
             self._drop(asked)
             raise
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """See `Requests.together`."""
+        self._held_back += 1
+        try:
+            yield
+        finally:
+            self._held_back -= 1
+            self._changed.set()
+
     async def pause(self) -> None:
-        """Let no engine work until `resume`; requests may be added meanwhile. Returns when all have stopped."""
+        """Let no engine work until `resume`; they keep their requests, and more may be added. Returns when all have
+        stopped. Raises what `sample` raises, where the queue has failed."""
         self._paused = True
         while self._running:
             self._quiet.clear()
             await self._quiet.wait()
+        if self._failure is not None:
+            raise self._failure
 
     def resume(self) -> None:
         self._paused = False
         self._changed.set()
 
+    @property
+    def has_engines(self) -> bool:
+        """Whether an engine is left."""
+        return bool(self._alive)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds so far in which no engine had a request."""
+        return self._idle.seconds
+
+    def describe(self) -> str:
+        """Say who waits for whom, for a person who wonders why nothing happens."""
+        loads = ", ".join(
+            f"engine {replica} has {self._load(replica)} requests"
+            if replica in self._alive
+            else f"engine {replica} died"
+            for replica in range(len(self._replicas))
+        )
+        paused = "; the engines are paused" if self._paused else ""
+        return f"{loads}; {len(self._waiting)} requests wait for an engine{paused}"
+
     async def _drive(self) -> None:
         try:
             while True:
                 self._changed.clear()
+                self._take_back()
                 if not self._paused:
-                    self._assign()
+                    if not self._held_back:
+                        self._assign()
                     self._start()
+                self._idle.runs(not any(self._load(replica) for replica in self._alive))
                 changed = asyncio.create_task(self._changed.wait())
                 await asyncio.wait([changed, *self._running], return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
                 self._collect()
         except Exception as error:  # of any kind: every episode that waits, or will ask, must know
             self._failure = error
+            for task in self._running:
+                task.cancel()
+            self._running.clear()
+            self._quiet.set()
             for asked in self._all():
                 if not asked.answer.done():
                     asked.answer.set_exception(error)
 
     def _assign(self) -> None:
         """Give waiting requests to replicas, in their order, as long as one has room."""
-        while self._waiting and self._give(self._waiting[0]):
+        while self._waiting and self._alive and self._give(self._waiting[0]):
             self._waiting.popleft()
 
     def _give(self, asked: _Asked) -> bool:
@@ -171,6 +236,7 @@ class RequestQueue:
                     raise
                 self._lose(replica, error)
                 continue
+            self.exchanges += 1
             for number, completion in finished.items():
                 asked = self._unfinished[replica].pop(number, None)
                 if asked is not None and not asked.answer.done():
@@ -181,20 +247,30 @@ class RequestQueue:
     def _lose(self, replica: int, error: WorkerError) -> None:
         """Let the others do what a dead replica has not finished."""
         self._on_loss(replica, error)
-        left = self._unfinished[replica] | self._assigned[replica]
-        self._unfinished[replica], self._assigned[replica], self._aborted[replica] = {}, {}, []
-        self._waiting = deque(sorted([*left.values(), *self._waiting], key=lambda asked: asked.number))
         self._alive.discard(replica)
+        self._requeue(replica)
         for exchange in [task for task, of in self._running.items() if of == replica]:
             del self._running[exchange]
             exchange.cancel()
         if not self._alive:
             self._restore()
-            self.all_alive()
 
-    def all_alive(self) -> None:
-        """All replicas have been brought back."""
-        self._alive = set(range(len(self._replicas)))
+    def _requeue(self, replica: int) -> None:
+        """Let others, or a new engine in its place, do what an engine has not finished."""
+        left = self._unfinished[replica] | self._assigned[replica]
+        self._unfinished[replica], self._assigned[replica], self._aborted[replica] = {}, {}, []
+        self._waiting = deque(sorted([*left.values(), *self._waiting], key=lambda asked: asked.number))
+
+    def replaced(self, replicas: Sequence[int]) -> None:
+        """New engines, which know no request, are in the places of these. May be called by another thread, while the
+        engines are paused."""
+        self._replaced.extend(replicas)
+
+    def _take_back(self) -> None:
+        while self._replaced:
+            replica = self._replaced.popleft()
+            self._requeue(replica)
+            self._alive.add(replica)
 
     def _drop(self, asked: _Asked) -> None:
         """Nobody waits for this answer any more."""

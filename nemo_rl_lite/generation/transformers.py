@@ -67,6 +67,12 @@ class TransformersEngine:
         for number in numbers:
             self._requests.pop(number, None)
 
+    def sample_now(self, request: Request) -> Completion:
+        """See `Engine.sample_now`."""
+        self._weights.require()
+        (completion,) = self._generate([request], request.sampling)
+        return completion
+
     def memory(self) -> dict[str, int]:
         return {}
 
@@ -129,11 +135,12 @@ class TransformersEngine:
 
     def _completion(self, response: Tensor, logprobs: Tensor, sampling: Sampling) -> Completion:
         tokens, stops = response.tolist(), self._stops(sampling)
+        versions = (self._version,) * len(tokens)
         for length in range(1, len(tokens) + 1):
             ended = tokens[length - 1] in stops or self._has_stop_string(tokens[:length], sampling)
             if ended:
-                return Completion(tuple(tokens[:length]), tuple(logprobs[:length].tolist()), "stop", self._version)
-        return Completion(tuple(tokens), tuple(logprobs.tolist()), "length", self._version)
+                return Completion(tuple(tokens[:length]), tuple(logprobs[:length].tolist()), "stop", versions[:length])
+        return Completion(tuple(tokens), tuple(logprobs.tolist()), "length", versions)
 
     def _stops(self, sampling: Sampling) -> set[int]:
         """The tokens that end a response; none where nothing ends it, as in a probe."""

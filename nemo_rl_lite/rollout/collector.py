@@ -3,10 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
@@ -58,10 +57,37 @@ class _Failures:
     def check(self, failed: int, episodes: int) -> None:
         """Raise DataError where too many of this number of episodes have failed."""
         if failed > self.limit * episodes:
+            first = f"; first with {self.errors[0]}" if self.errors else ""
             raise DataError(
                 f"{self.what} failed on {failed} of {episodes} samples, and at most the share "
-                f"{self.key} = {self.limit:g} may fail; first with {self.errors[0]}"
+                f"{self.key} = {self.limit:g} may fail{first}"
             )
+
+
+@dataclass(eq=False)
+class Gathering:
+    """A rollout while it is sampled."""
+
+    wanted: Wanted
+    sampling: Sampling
+    seed: int
+    """The seed of a response follows from it and the numbers of its prompt, its sample and its turn."""
+    done: Mapping[int, list[Episode]] = field(default_factory=dict)
+    """The episodes of prompts, by number, that an earlier run has sampled and judged."""
+    begun: int = 0
+    """The prompts that an earlier run had begun."""
+    groups: list[Group] = field(default_factory=list, init=False)
+    began: float = field(default_factory=time.perf_counter, init=False)
+
+    def progress(self) -> str:
+        """Say how far it is."""
+        return progress(self.groups, self.wanted.count, time.perf_counter() - self.began)
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether an episode waits for an environment, an agent or a reward."""
+        episodes = (episode for group in list(self.groups) for episode in group.episodes)
+        return any(episode.waits_for in ("environment", "reward") for episode in episodes)
 
 
 class RolloutCollector:
@@ -79,63 +105,80 @@ class RolloutCollector:
     ):
         self._generation, self._tokenizer, self._judge = generation, tokenizer, judge
         self._max_length, self._shares, self._play = max_length, shares, play or SingleTurn()
-        self._under_way: tuple[asyncio.AbstractEventLoop, Any] | None = None
 
-    def collect(self, wanted: Wanted, sampling: Sampling, seed: int, show: Show = lambda _: None) -> Rollout:
-        """Sample and judge the wanted episodes; `show` is told twice a second how far they are. The seed of a response
-        follows from `seed` and the numbers of its prompt, its sample and its turn.
+    def serving(self) -> AbstractAsyncContextManager[Requests]:
+        """See `Generation.serving`."""
+        return self._generation.serving()
+
+    def collect(self, gathering: Gathering, show: Show = lambda _: None) -> Rollout:
+        """Sample and judge the wanted episodes; `show` is told twice a second how far they are.
 
         Raises:
             DataError: a prompt leaves no room for the response, a reward returns what is no reward, or rewards,
                 environments or agents fail on too many samples.
             EngineError, WorkerError: see `RequestQueue.sample`.
         """
-        return asyncio.run(self._collect(wanted, sampling, seed, show))
+        return asyncio.run(self._collect(gathering, show))
 
-    def cancel(self) -> None:
-        """End a `collect` that another thread is in, if there is one: it raises `CancelledError`."""
-        if self._under_way is not None:
-            loop, task = self._under_way
-            with suppress(RuntimeError):  # it has just ended
-                loop.call_soon_threadsafe(task.cancel)
+    async def _collect(self, gathering: Gathering, show: Show) -> Rollout:
+        alive = asyncio.create_task(_show_life(gathering, show))
+        try:
+            async with self.serving() as requests:
+                return await self.gather(gathering, requests)
+        finally:
+            alive.cancel()
+            await asyncio.gather(alive, return_exceptions=True)
 
-    async def _collect(self, wanted: Wanted, sampling: Sampling, seed: int, show: Show) -> Rollout:
-        self._under_way = asyncio.get_running_loop(), asyncio.current_task()
+    async def gather(self, gathering: Gathering, requests: Requests) -> Rollout:
+        """Sample and judge the wanted episodes, while the engines serve. Raises what `collect` raises."""
         rewards = _Failures("the reward", "reward.max_error_share", self._shares.reward)
-        section, groups, began = self._play.section, list[Group](), time.perf_counter()
+        section, wanted, groups = self._play.section, gathering.wanted, gathering.groups
         environments = _Failures(f"the {section}", f"{section}.max_error_share", self._shares.environment)
-        alive = asyncio.create_task(_show_life(groups, wanted.count, show))
-        async with self._generation.serving() as requests:
-            # All that begins now begins together, so that the engines form the same batches every time.
-            await requests.pause()
-            try:
-                while missing := wanted.missing(groups):
+        try:
+            while missing := max(wanted.missing(groups), gathering.begun - len(groups)):
+                # The engines form the same batches every time.
+                with requests.together():
                     for number in range(len(groups), len(groups) + missing):
-                        episodes = self._episodes(wanted.problem(number), wanted.samples, sampling)
-                        players = [
-                            _Player(episode, sampling, (seed, number, sample), environments, rewards)
-                            for sample, episode in enumerate(episodes)
-                        ]
-                        played = asyncio.gather(*(self._bring_to_its_end(player, requests) for player in players))
-                        groups.append(Group(episodes, asyncio.ensure_future(played)))
+                        groups.append(self._begin(number, gathering, requests, environments, rewards))
                     await asyncio.sleep(0)
-                    requests.resume()
-                    while not wanted.missing(groups) and not wanted.is_settled(groups):
-                        under_way = [group.played for group in groups if not group.played.done()]
-                        done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
-                        for played in done:
-                            played.result()
-            finally:
-                for task in (alive, *(group.played for group in groups)):
-                    task.cancel()
-                await asyncio.gather(alive, *(group.played for group in groups), return_exceptions=True)
+                while not wanted.missing(groups) and not wanted.is_settled(groups):
+                    under_way = [group.played for group in groups if not group.played.done()]
+                    done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+                    for played in done:
+                        played.result()
+        finally:
+            for group in groups:
+                group.played.cancel()
+            await asyncio.gather(*(group.played for group in groups), return_exceptions=True)
         sampled = [episode for group in groups if group.is_done for episode in group.episodes]
         played = [episode for episode in sampled if episode.ending != "error"]
-        environments.check(len(sampled) - len(played), len(sampled))
-        rewards.check(sum(episode.reward is None for episode in played), len(played))
-        rollout = wanted.rollout(groups, len(rewards.errors), len(environments.errors))
-        rollout.took_s = time.perf_counter() - began
+        reward_errors, environment_errors = sum(one.reward is None for one in played), len(sampled) - len(played)
+        environments.check(environment_errors, len(sampled))
+        rewards.check(reward_errors, len(played))
+        rollout = wanted.rollout(groups, reward_errors, environment_errors)
+        rollout.took_s = time.perf_counter() - gathering.began
         return rollout
+
+    def _begin(
+        self,
+        number: int,
+        gathering: Gathering,
+        requests: Requests,
+        environments: _Failures,
+        rewards: _Failures,
+    ) -> Group:
+        """Begin the samples of the prompt of this number, or take those of an earlier run."""
+        problem = gathering.wanted.problem(number)
+        if number in gathering.done:
+            played = asyncio.get_running_loop().create_future()
+            played.set_result(None)
+            return Group(gathering.done[number], played)
+        episodes = self._episodes(problem, gathering.wanted.samples, gathering.sampling)
+        players = [
+            _Player(episode, gathering.sampling, (gathering.seed, number, sample), environments, rewards)
+            for sample, episode in enumerate(episodes)
+        ]
+        return Group(episodes, asyncio.gather(*(self._bring_to_its_end(player, requests) for player in players)))
 
     def _episodes(self, problem: Problem, samples: int, sampling: Sampling) -> list[Episode]:
         prompt = self._tokenizer.prompt(problem.messages, problem.tools)
@@ -179,15 +222,14 @@ class _Player:
     rewards: _Failures
 
 
-async def _show_life(groups: Sequence[Group], wanted: int, show: Show) -> None:
+async def _show_life(gathering: Gathering, show: Show) -> None:
     """Say again and again how far the rollout is, and that the launcher's own work does not hang: what it waits for has
     limits of its own."""
-    began = time.perf_counter()
     with suppress(asyncio.CancelledError):
         while True:
             limits.progressed()
             await asyncio.sleep(_ALIVE_S)
-            show(progress(groups, wanted, time.perf_counter() - began))
+            show(gathering.progress())
 
 
 def _shown(episode: Episode) -> str:

@@ -28,6 +28,9 @@ class Rollout:
     """Prompts of the data that were passed over, because they taught nothing earlier."""
     took_s: float = 0.0
     """Seconds from its first request to its last reward."""
+    engines_idle_s: float | None = None
+    """Seconds in which no engine had a request, since the rollout before was taken; None where engines and policy take
+    turns anyway."""
     dropped: tuple[Episode, ...] = ()
     """Episodes of prompts that were replaced because all their rewards are the same, or were not needed any more."""
 
@@ -86,11 +89,11 @@ class Rollout:
         } | self._parts()
 
     def ages(self, version: int) -> dict[str, float]:
-        """How many optimizer steps lie between the weights that sampled a turn and those of `version`, which train on
+        """How many optimizer steps lie between the weights that sampled a token and those of `version`, which train on
         it: the mean over tokens, and the most."""
-        found = [(version - turn.version, len(turn.tokens)) for one in self.episodes for _, turn in one.turns]
-        mean = sum(age * tokens for age, tokens in found) / max(self.generated, 1)
-        return {"trajectory_age_mean": mean, "trajectory_age_max": float(max((age for age, _ in found), default=0))}
+        ages = [version - own for one in self.episodes for _, turn in one.turns for own in turn.versions]
+        mean = sum(ages) / max(len(ages), 1)
+        return {"trajectory_age_mean": mean, "trajectory_age_max": float(max(ages, default=0))}
 
     def _parts(self) -> dict[str, float]:
         """The mean of each part of the reward, before its weight."""
@@ -101,10 +104,12 @@ class Rollout:
         return {name: sum(parts) / len(parts) for name, parts in found.items()}
 
     def seconds(self) -> dict[str, float]:
-        """How long an episode waited for its responses, its environment (or agent) and its reward: mean and longest."""
+        """How long an episode waited for its responses, its environment (or agent) and its reward: mean and longest;
+        and how long engines waited for requests."""
         found = {what: [one.seconds(what) for one in self.episodes] for what in get_args(Activity)}
         means = {f"{what}_mean": sum(seconds) / len(seconds) for what, seconds in found.items()}
-        return means | {f"{what}_max": max(seconds) for what, seconds in found.items()}
+        idle = {} if self.engines_idle_s is None else {"engines_idle": self.engines_idle_s}
+        return means | {f"{what}_max": max(seconds) for what, seconds in found.items()} | idle
 
     def samples(self, count: int) -> list[Sample]:
         """`count` samples to show to people, from the worst reward to the best."""

@@ -1,7 +1,8 @@
-"""A rollout in a checkpoint: everything that training on it needs, to the bit."""
+"""Rollouts of coming steps in a checkpoint: everything that training on them needs, to the bit."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,19 @@ from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.rollout import Rollout
 
-FILE = "rollout.parquet"
-
 _TURN = pa.struct(
     [
         ("start", pa.int64()),
         ("length", pa.int64()),
         ("logprobs", pa.list_(pa.float64())),
         ("finish_reason", pa.string()),
-        ("version", pa.int64()),
+        ("versions", pa.list_(pa.int64())),
     ]
 )
 _SCHEMA = pa.schema(
     [
+        # Of a rollout that is not complete, the number of the prompt.
+        ("prompt", pa.int64()),
         ("is_dropped", pa.bool_()),
         # Messages, answer, metadata and tools, and the agent's own messages or null, as JSON.
         ("problem", pa.string()),
@@ -42,33 +43,77 @@ _SCHEMA = pa.schema(
 _NUMBERS = ("samples_per_prompt", "reward_errors", "environment_errors", "taught", "rested", "took_s")
 
 
-def save_rollout(rollout: Rollout, folder: Path) -> None:
-    """Write the rollout to a file in `folder`. Raises OSError where it cannot be written."""
-    try:
-        rows = [*_rows(rollout.episodes, dropped=False), *_rows(rollout.dropped, dropped=True)]
-    except (TypeError, ValueError) as error:
-        raise OSError(f"the next rollout cannot be saved: its messages or rows are not JSON: {error}") from error
-    numbers = {name: getattr(rollout, name) for name in _NUMBERS}
-    schema = _SCHEMA.with_metadata({"rollout": json.dumps(numbers)})
-    parquet.write_table(pa.Table.from_pylist(rows, schema), folder / FILE, compression="zstd")
+@dataclass(frozen=True)
+class SavedRollout:
+    """The rollout of a step that was begun before a checkpoint, and is trained on after it."""
+
+    step: int
+    positions: list[int]
+    """The positions of its prompts in the training set, by number."""
+    passed_over: int
+    """See `Draft`."""
+    rollout: Rollout | None
+    """None where it is not complete."""
+    done: Mapping[int, list[Episode]]
+    """Of one that is not complete, the episodes of prompts that are, by number."""
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version of weights that sampled a token of it; its step where nothing is sampled yet."""
+        episodes = self.rollout.episodes if self.rollout else [one for own in self.done.values() for one in own]
+        versions = (version for one in episodes for _, turn in one.turns for version in turn.versions)
+        return min(versions, default=self.step)
 
 
-def load_rollout(folder: Path) -> Rollout | None:
-    """Return the rollout that was written to `folder`, without the times of its episodes; None where there is none."""
-    if not (folder / FILE).exists():
-        return None
-    table = parquet.read_table(folder / FILE)
-    numbers = json.loads(table.schema.metadata[b"rollout"])
+def save_rollouts(rollouts: Sequence[SavedRollout], folder: Path) -> None:
+    """Write a file for each rollout to `folder`. Raises OSError where one cannot be written."""
+    for one in rollouts:
+        try:
+            rows = list(_rows_of(one))
+        except (TypeError, ValueError) as error:
+            cause = f"its messages or rows are not JSON: {error}"
+            raise OSError(f"the rollout of step {one.step} cannot be saved: {cause}") from error
+        numbers = one.rollout and {name: getattr(one.rollout, name) for name in _NUMBERS}
+        known = {"step": one.step, "positions": one.positions, "passed_over": one.passed_over, "complete": numbers}
+        schema = _SCHEMA.with_metadata({"rollout": json.dumps(known)})
+        file = folder / f"rollout-{one.step:08d}.parquet"
+        parquet.write_table(pa.Table.from_pylist(rows, schema), file, compression="zstd")
+
+
+def load_rollouts(folder: Path) -> list[SavedRollout]:
+    """Return the rollouts that were written to `folder`, without the times of their episodes."""
+    return [_load(file) for file in sorted(folder.glob("rollout-*.parquet"))]
+
+
+def _load(file: Path) -> SavedRollout:
+    table = parquet.read_table(file)
+    known = json.loads(table.schema.metadata[b"rollout"])
+    numbers = known.pop("complete")
     episodes: dict[bool, list[Episode]] = {False: [], True: []}
+    done: dict[int, list[Episode]] = {}
     for row in table.to_pylist():
-        episodes[row["is_dropped"]].append(_episode(row))
+        kept = episodes[row["is_dropped"]] if row["prompt"] is None else done.setdefault(row["prompt"], [])
+        kept.append(_episode(row))
+    if numbers is None:
+        return SavedRollout(**known, rollout=None, done=done)
     taught = tuple(numbers.pop("taught"))
-    return Rollout(episodes[False], taught=taught, dropped=tuple(episodes[True]), **numbers)
+    rollout = Rollout(episodes[False], taught=taught, dropped=tuple(episodes[True]), **numbers)
+    return SavedRollout(**known, rollout=rollout, done={})
 
 
-def _rows(episodes: Iterable[Episode], dropped: bool) -> list[dict[str, Any]]:
+def _rows_of(saved: SavedRollout) -> Iterator[dict[str, Any]]:
+    if saved.rollout is not None:
+        yield from _rows(saved.rollout.episodes, None, dropped=False)
+        yield from _rows(saved.rollout.dropped, None, dropped=True)
+    else:
+        for number, episodes in saved.done.items():
+            yield from _rows(episodes, number, dropped=False)
+
+
+def _rows(episodes: Iterable[Episode], prompt: int | None, dropped: bool) -> list[dict[str, Any]]:
     return [
         {
+            "prompt": prompt,
             "is_dropped": dropped,
             "problem": _problem(one),
             "tokens": one.tokens,
@@ -79,7 +124,7 @@ def _rows(episodes: Iterable[Episode], dropped: bool) -> list[dict[str, Any]]:
                     "length": len(turn.tokens),
                     "logprobs": turn.logprobs,
                     "finish_reason": turn.finish_reason,
-                    "version": turn.version,
+                    "versions": turn.versions,
                 }
                 for start, turn in one.turns
             ],
@@ -108,7 +153,7 @@ def _episode(row: dict[str, Any]) -> Episode:
                 tuple(tokens[turn["start"] : turn["start"] + turn["length"]]),
                 tuple(turn["logprobs"]),
                 turn["finish_reason"],
-                turn["version"],
+                tuple(turn["versions"]),
             ),
         )
         for turn in row["turns"]

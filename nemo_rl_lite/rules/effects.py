@@ -4,7 +4,7 @@ from dataclasses import fields
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS, compares, generates
 from nemo_rl_lite.config.engines import ENGINES
-from nemo_rl_lite.config.schema import AgentConfig, EnvironmentConfig, GRPOConfig
+from nemo_rl_lite.config.schema import AgentConfig, Config, EnvironmentConfig, GRPOConfig
 from nemo_rl_lite.config.sizes import batch_mode, has_endpoint, on_gpus
 from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
 from nemo_rl_lite.data.sources import ROWS, TASKS
@@ -15,6 +15,13 @@ from nemo_rl_lite.rules.layout import MEGATRON
 from nemo_rl_lite.rules.step_effects import STEP_EFFECTS, Effect, validates
 
 _OPTIMIZER, _LOSS = f"{MEGATRON}.optimizer", "algorithm.loss_fn"
+
+
+def _updates_in_flight(config: Config) -> bool:
+    if not generates(config):
+        return False
+    rollouts = config.options(GRPOConfig).rollouts
+    return rollouts.source == "queue" and rollouts.in_flight_weight_updates
 
 
 EFFECTS = (
@@ -30,6 +37,16 @@ EFFECTS = (
         ("algorithm.oversample", "algorithm.dynamic_sampling_max_gen_batches"),
         lambda config: config.options(GRPOConfig).use_dynamic_sampling,
         "algorithm.use_dynamic_sampling=true",
+    ),
+    Effect(
+        ("algorithm.rollouts.max_trajectory_age_steps", "algorithm.rollouts.in_flight_weight_updates"),
+        lambda config: config.options(GRPOConfig).rollouts.source == "queue",
+        "algorithm.rollouts.source=queue",
+    ),
+    Effect(
+        ("generation.vllm_cfg.recompute_kv_cache_after_weight_updates",),
+        _updates_in_flight,
+        "algorithm.rollouts.source=queue algorithm.rollouts.in_flight_weight_updates=true",
     ),
     Effect(
         ("algorithm.reward_shaping.overlong_buffer_penalty",),

@@ -109,10 +109,9 @@ async def sample(replicas: list[RemoteReplica], requests: list[Request], way: st
 
     async def share(queue: RequestQueue, own: list[Request], first: int) -> None:
         async with queue.serving() as served:
-            await served.pause()
-            waiting = [asyncio.create_task(served.sample(request)) for request in own]
-            await asyncio.sleep(0)
-            served.resume()
+            with served.together():
+                waiting = [asyncio.create_task(served.sample(request)) for request in own]
+                await asyncio.sleep(0)
             for completion, replica in await asyncio.gather(*waiting):
                 tokens[first + replica] += len(completion.tokens)
 

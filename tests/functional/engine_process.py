@@ -91,4 +91,26 @@ except RefitError as error:
     seen["after partial"] = str(error)
 refit(".whole", 0)
 seen["whole again"] = generate(sampling)
+
+
+def midway(name: str, recomputes: bool) -> list[Completion]:
+    """Responses that begin with the weights of version 0 and end with those of version 3."""
+    engine._recomputes = recomputes
+    asked = requests(replace(sampling, temperature=1.0, stop_token_ids=(), max_new_tokens=16))
+    engine.submit(asked)
+    for _ in range(5):
+        engine._step()
+    refit(name, 3)
+    # What is sampled for somebody else changes nothing.
+    alone = engine.sample_now(replace(asked[0], seed=5))
+    found: dict[int, Completion] = {}
+    while len(found) < len(asked):
+        found |= engine.poll(0.01)
+    return [alone, *(done for _, done in sorted(found.items()))]
+
+
+if backend == "vllm":
+    seen["kept caches"] = midway(".midway", recomputes=False)
+    refit(".old", 0)
+    seen["recomputed caches"] = midway(".midway again", recomputes=True)
 Path(output).write_bytes(pickle.dumps(seen))

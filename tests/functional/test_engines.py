@@ -59,6 +59,8 @@ def seen(request, model_folder, new_model, engine_environment, tmp_path_factory)
         Producer(".partial", partial),
         Producer(".whole", old),
     ]
+    if request.param == "vllm":
+        refits += [Producer(".midway", weights), Producer(".old", old), Producer(".midway again", weights)]
     for producer in refits:
         (folder / f"source{producer.name}").write_bytes(pickle.dumps(producer.source))
     script = Path(__file__).with_name("engine_process.py")
@@ -135,7 +137,8 @@ def test_neither_the_order_of_requests_nor_others_that_are_taken_back_change_a_r
 
 
 def test_a_response_names_the_version_of_its_weights(seen):
-    assert {one.version for one in seen["sampled"]} == {0} and {one.version for one in seen["refitted"]} == {3}
+    of = {name: {version for one in seen[name] for version in one.versions} for name in ("sampled", "refitted")}
+    assert of == {"sampled": {0}, "refitted": {3}}
 
 
 def test_greedy_is_the_most_probable_token(seen):
@@ -188,6 +191,26 @@ def test_a_weight_that_the_producer_left_out_is_an_error(seen):
 def test_an_engine_with_weights_of_two_policies_generates_nothing_until_the_next_refit(seen):
     assert "the last refit failed" in seen["after partial"]
     assert seen["whole again"] == seen["sampled"]
+
+
+@pytest.mark.parametrize("caches", ["kept caches", "recomputed caches"])
+def test_responses_continue_with_new_weights_and_name_those_of_each_token(seen, model_folder, new_model, caches):
+    if caches not in seen:
+        pytest.skip("a batch of the reference engine is generated as a whole")
+    alone, *found = seen[caches]
+    assert set(alone.versions) == {3} and len(found) == 12
+    models = {0: load(model_folder).eval(), 3: new_model}
+    for index, completion in enumerate(found):
+        versions = completion.versions
+        assert len(versions) == 16 and list(versions) == sorted(versions) and set(versions) == {0, 3}
+        off = {}
+        for version, model in models.items():
+            own = scores(model, seen["prompts"][index // 4], completion, 1.0)
+            off[version] = (own - torch.tensor(completion.logprobs)).abs().tolist()
+        assert max(off[0][: versions.count(0)]) < 1e-4, "old weights sampled the tokens that name them"
+        new = off[3][versions.count(0) :]
+        # A cache of the old weights makes the new ones see another past.
+        assert (max(new) < 1e-4) == (caches == "recomputed caches")
 
 
 def test_the_models_own_end_tokens_end_a_response_of_the_transformers_engine(model_folder, tmp_path):

@@ -16,6 +16,8 @@ from nemo_rl_lite.refit.transport.report import RefitReport
 EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
 # The refit before the next generation writes all weights, so sleeping keeps none.
 SLEEP_LEVEL = 2
+# The number of the request of `sample_now`; those of `submit` begin with 0.
+_NOW = -1
 
 
 def preload() -> None:
@@ -71,6 +73,11 @@ class VLLMEngine:
         # Stepped in this thread: an engine core in a process of its own is slower (docs/benchmarks/).
         self._engine: Any = self._llm.llm_engine
         self._version = 0
+        self._recomputes = settings.recompute_kv_cache_after_weight_updates
+        # Responses that nobody has polled yet.
+        self._finished: dict[int, Completion] = {}
+        # Of unfinished requests, the versions of the tokens that earlier weights have sampled.
+        self._earlier: dict[int, tuple[int, ...]] = {}
         # Every later garbage collection would walk through hundreds of thousands of long-lived objects.
         gc.freeze()
 
@@ -80,21 +87,30 @@ class VLLMEngine:
 
         self._weights.require()
         for number, request in requests.items():
-            prompt = TokensPrompt(prompt_token_ids=list(request.prompt))
+            # The salt keeps apart what weights of different versions have computed of the same prompt.
+            prompt = TokensPrompt(prompt_token_ids=list(request.prompt), cache_salt=str(self._version))
             self._engine.add_request(str(number), prompt, _parameters(request))
 
     def poll(self, seconds: float) -> dict[int, Completion]:
         """See `Engine.poll`."""
-        finished, ends = {}, time.perf_counter() + seconds
+        ends = time.perf_counter() + seconds
         while self._engine.has_unfinished_requests() and time.perf_counter() < ends:
-            for output in self._engine.step():
-                if output.finished:
-                    finished[int(output.request_id)] = _completion(output.outputs[0], self._version)
+            self._step()
+        finished, self._finished = self._finished, {}
         return finished
 
     def abort(self, numbers: Sequence[int]) -> None:
         """See `Engine.abort`."""
         self._engine.abort_request([str(number) for number in numbers])
+        for number in numbers:
+            self._earlier.pop(number, None)
+
+    def sample_now(self, request: Request) -> Completion:
+        """See `Engine.sample_now`. The other requests continue meanwhile."""
+        self.submit({_NOW: request})
+        while _NOW not in self._finished:
+            self._step()
+        return self._finished.pop(_NOW)
 
     def memory(self) -> dict[str, int]:
         """Bytes of the engine's fullest GPU: in use by all processes, weights, KV cache; empty on a CPU."""
@@ -120,14 +136,41 @@ class VLLMEngine:
         self._llm.collective_rpc("refit_join", args=(list(sources),))
 
     def receive_weights(self, version: int) -> list[RefitReport]:
-        started, self._version = time.perf_counter(), version
+        started = time.perf_counter()
+        if self._engine.has_unfinished_requests():
+            self._end_step()
+            self._note_versions()
+        self._version = version
         with self._weights.replacing():
             reports: list[RefitReport] = self._llm.collective_rpc("refit_receive")
-            if not self._llm.reset_prefix_cache():
+            # Without this, vLLM keeps the caches of unfinished requests, which it cannot reset.
+            was_reset = self._llm.reset_prefix_cache(reset_running_requests=self._recomputes)
+            if not was_reset and not self._engine.has_unfinished_requests():
                 raise RuntimeError("vLLM kept its prefix cache, which belongs to the old weights")
         for report in reports:
             report.seconds["load"] = time.perf_counter() - started - report.seconds["transfer"]
         return reports
+
+    def _step(self) -> None:
+        """Sample a token of each running request."""
+        for output in self._engine.step():
+            if output.finished:
+                number, sample = int(output.request_id), output.outputs[0]
+                self._finished[number] = _completion(sample, self._earlier.pop(number, ()), self._version)
+
+    def _end_step(self) -> None:
+        """Wait for the step that vLLM's asynchronous scheduling has begun ahead: the old weights sample its tokens."""
+        core = self._engine.engine_core.engine_core
+        core.pause_scheduler("keep", clear_cache=False)
+        while core.batch_queue:
+            self._step()
+        core.resume_scheduler()
+
+    def _note_versions(self) -> None:
+        for state in self._engine.output_processor.request_states.values():
+            number, sampled = int(state.external_req_id), state.detokenizer.num_output_tokens()
+            known = self._earlier.get(number, ())
+            self._earlier[number] = known + (self._version,) * (sampled - len(known))
 
 
 def _import_model_class(model_path: Path) -> None:
@@ -164,9 +207,11 @@ def _parameters(request: Request) -> Any:
     )
 
 
-def _completion(sample: Any, version: int) -> Completion:
+def _completion(sample: Any, earlier: tuple[int, ...], version: int) -> Completion:
+    """`earlier`: the versions of the first tokens, where those are not the present one."""
     tokens = tuple(sample.token_ids)
     logprobs = tuple(sample.logprobs.logprobs)
     if len(logprobs) != len(tokens):
         raise RuntimeError(f"vLLM gave {len(logprobs)} logprobs for {len(tokens)} tokens")
-    return Completion(tokens, logprobs, "stop" if sample.finish_reason == "stop" else "length", version)
+    versions = earlier + (version,) * (len(tokens) - len(earlier))
+    return Completion(tokens, logprobs, "stop" if sample.finish_reason == "stop" else "length", versions)

@@ -1,7 +1,9 @@
 """A GRPO run: its data, its workers, the loop."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from nemo_rl_lite.algorithms.grpo import GRPO
 from nemo_rl_lite.algorithms.report import Report
@@ -19,14 +21,17 @@ from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog, under
 from nemo_rl_lite.rewards.judge import make_judge, try_reward
 from nemo_rl_lite.rewards.rows import check_rows
+from nemo_rl_lite.rollout.ahead import Queue, Staleness
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
 from nemo_rl_lite.rollout.files import RolloutFiles, Split
+from nemo_rl_lite.rollout.order import PromptOrder
 from nemo_rl_lite.rollout.playing import Play
 from nemo_rl_lite.rollout.prompts import fitting_prompts, note_long_answers
 from nemo_rl_lite.rollout.resting import Resting
 from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.sampler import Sampler
-from nemo_rl_lite.rollout.source import OneStepOff, OnPolicy, RolloutSource
+from nemo_rl_lite.rollout.saved import load_rollouts
+from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
 from nemo_rl_lite.run.jobs.playing import Playing
 from nemo_rl_lite.run.jobs.steps import make_steps
 from nemo_rl_lite.run.memory_plan import show_memory_plan
@@ -97,21 +102,12 @@ class GRPOJob:
     def _loop(self, metrics: MetricsLog, start: Start, workers: Workers, collector: RolloutCollector) -> GRPO:
         config, console, groups = self._config, self._console, (workers.policy.group, workers.engines)
         options = config.options(GRPOConfig)
-        goes_on = options.rollouts.source == "one_step_off" and _samples_the_same(start)
-        # A rollout in the checkpoint that this run cannot use is sampled again.
-        saved = start.rollouts if goes_on else start.rollouts.get("before", start.rollouts)
-        position = saved.get("position", start.steps * options.num_prompts_per_step)
+        saved: dict[str, Any] = {"position": start.steps * options.num_prompts_per_step, **start.rollouts}
+        resting = Resting(options.rest_epochs, self._epoch_length, saved.get("resting"), saved["position"])
+        order = PromptOrder(self._training, resting, saved)
         sampling = Sampling.of(config.generation, self._tokenizer.end_tokens)
-        sampler = Sampler(
-            options,
-            collector,
-            sampling,
-            self._training,
-            self._validation,
-            position,
-            Resting(options.rest_epochs, self._epoch_length, saved.get("resting"), position),
-        )
-        rollouts = _source(options, sampler, workers.generation, start, goes_on)
+        sampler = Sampler(options, collector, sampling, self._validation, order)
+        rollouts = self._source(sampler, workers.generation, start)
         steps = make_steps(config, self._folder, start, workers.policy, metrics, console, groups, rollouts.save)
         devices = all_gpus(config) or policy_ranks(config)
         system = SystemUsage([process for group in groups for process in group.processes])
@@ -128,6 +124,18 @@ class GRPOJob:
             report=Report(metrics, console, workers.policy, devices, system.take),
             mismatch_warning=config.logger.mismatch_warning,
         )
+
+    def _source(self, sampler: Sampler, generation: RecoveringGeneration, start: Start) -> RolloutSource:
+        options = self._config.options(GRPOConfig)
+        staleness = _staleness(options)
+        ahead = load_rollouts(start.folder) if staleness and start.folder and _samples_the_same(start) else []
+        if not ahead:
+            # Those in the checkpoint, if there are any, are not what this run would sample: it samples their prompts.
+            sampler.order.give_back(start.rollouts.get("ahead", ()))
+        if staleness is None:
+            return OnPolicy(sampler, generation)
+        stall_s = self._config.cluster.phase_timeout_s or math.inf
+        return Queue(sampler, generation, staleness, start.steps, options.max_num_steps, ahead, stall_s)
 
     def _collector(self, generation: Generation, play: Play) -> RolloutCollector:
         config = self._config
@@ -155,11 +163,11 @@ def _samples_the_same(start: Start) -> bool:
     return not any(f"{key}.".startswith(_OF_ROLLOUTS) for key in keys)
 
 
-def _source(
-    options: GRPOConfig, sampler: Sampler, generation: RecoveringGeneration, start: Start, goes_on: bool
-) -> RolloutSource:
-    """`goes_on`: whether the rollout in the checkpoint is the run's next."""
-    if options.rollouts.source == "on_policy":
-        return OnPolicy(sampler, generation.refit, generation.finish_generation)
-    saved = start.folder if goes_on else None
-    return OneStepOff(sampler, generation.refit, start.steps, options.max_num_steps, saved)
+def _staleness(options: GRPOConfig) -> Staleness | None:
+    """How old rollouts may be; None where the weights that train are those that sampled."""
+    rollouts = options.rollouts
+    if rollouts.source == "on_policy":
+        return None
+    if rollouts.source == "one_step_off":
+        return Staleness(max_age=1, in_flight=False)
+    return Staleness(rollouts.max_trajectory_age_steps, rollouts.in_flight_weight_updates)

@@ -33,16 +33,19 @@ class RecoveringGeneration:
         say: Callable[[str], None],
     ):
         """`start` starts engines in a group of empty processes. `capacity`: the requests that an engine may hold.
-        `policy_waits`: whether the policy does nothing while engines generate, so that it can give them its weights."""
+        `policy_waits`: whether the policy does nothing while engines generate, so that it can give its weights to new
+        engines at any time; otherwise, when the last engine has died, requests wait for the next refit."""
         self._generation, self._weights, self._start = generation, weights, start
-        self._left, self._policy_waits, self._say = max_restarts, policy_waits, say
-        self._queue = RequestQueue(generation.replicas, capacity, self._note_loss, self._restore)
+        self._left, self._say = max_restarts, say
+        self.queue = RequestQueue(
+            generation.replicas, capacity, self._note_loss, self._restore if policy_waits else lambda: None
+        )
         self._lost: dict[int, WorkerError] = {}
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[RequestQueue]:
         """See `Generation.serving`."""
-        async with self._queue.serving() as queue:
+        async with self.queue.serving() as queue:
             yield queue
 
     def finish_generation(self) -> dict[str, float]:
@@ -56,9 +59,8 @@ class RecoveringGeneration:
         return self._persist(lambda: self._weights.refit(version))
 
     def _note_loss(self, rank: int, error: WorkerError) -> None:
-        """Raises the error where no restart is left, or no other engine and no policy that could bring it back."""
-        is_last = len(self._lost) + 1 == self._generation.engines
-        if not self._left or (is_last and not self._policy_waits):
+        """Raises the error where no restart is left."""
+        if not self._left:
             raise error
         self._left -= 1
         self._lost[rank] = error
@@ -96,6 +98,6 @@ class RecoveringGeneration:
         except WorkerError as failure:
             self._say(f"the restart failed: {failure}")
             raise error from failure
+        self.queue.replaced(sorted(self._lost))
         self._lost.clear()
-        self._queue.all_alive()
         self._say(f"the engine is back after {time.monotonic() - started:.1f} s")

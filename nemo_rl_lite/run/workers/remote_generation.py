@@ -13,8 +13,6 @@ from nemo_rl_lite.refit.engine.connection import Source
 # Seconds that an engine works before it looks for new requests. On a GPU, between two such slices it already computes
 # the next tokens.
 SLICE_S = 0.05
-# The number of a request outside the queue, whose numbers begin with 0.
-_PROBE = -1
 
 
 @dataclass
@@ -45,7 +43,8 @@ class RemoteReplica:
             *_, finished = await result(call)
         finally:
             own.done() or own.set_result(None)
-        _require_finite(self.rank, finished)
+        for completion in finished.values():
+            _require_finite(self.rank, completion)
         return finished
 
 
@@ -64,21 +63,16 @@ class RemoteGeneration:
         return [RemoteReplica(self.group, rank) for rank in range(self.engines)]
 
     def sample_on_each(self, request: Request) -> list[Completion]:
-        """Let every engine sample the same request, with a seed of its own; returns their responses. No other request
-        may be under way.
+        """Let every engine sample the same request, with a seed of its own; returns their responses.
 
         Raises:
             EngineError: an engine gives a sampled token a logprob that is not finite.
         """
-        own = [({_PROBE: replace(request, seed=request.seed + rank)},) for rank in range(self.engines)]
-        wait(self.group.call_each("submit", own, "generate"))
-        found: list[dict[int, Completion]] = [{} for _ in own]
-        while not all(found):
-            polled = wait(self.group.call("poll", SLICE_S, phase="generate"))
-            found = [before | now for before, now in zip(found, polled, strict=True)]
-        for rank, completions in enumerate(found):
-            _require_finite(rank, completions)
-        return [completions[_PROBE] for completions in found]
+        own = [(replace(request, seed=request.seed + rank),) for rank in range(self.engines)]
+        found: list[Completion] = wait(self.group.call_each("sample_now", own, "generate"))
+        for rank, completion in enumerate(found):
+            _require_finite(rank, completion)
+        return found
 
     def finish_generation(self) -> dict[str, float]:
         """Put engines that share a GPU with the policy to sleep; returns memory metrics from before."""
@@ -101,16 +95,15 @@ class RemoteGeneration:
         return self.group.call("receive_weights", version, phase="refit")
 
 
-def _require_finite(rank: int, completions: Mapping[int, Completion]) -> None:
+def _require_finite(rank: int, completion: Completion) -> None:
     """Raise EngineError where a sampled token's logprob is not a finite number."""
-    for completion in completions.values():
-        for place, logprob in enumerate(completion.logprobs):
-            if not math.isfinite(logprob):
-                token = completion.tokens[place]
-                raise EngineError(
-                    f"generation rank {rank} sampled token {token} (number {place + 1} of its response) with the "
-                    f"logprob {logprob}: its weights, or what it computes from them, are not finite numbers"
-                )
+    for place, logprob in enumerate(completion.logprobs):
+        if not math.isfinite(logprob):
+            token = completion.tokens[place]
+            raise EngineError(
+                f"generation rank {rank} sampled token {token} (number {place + 1} of its response) with the "
+                f"logprob {logprob}: its weights, or what it computes from them, are not finite numbers"
+            )
 
 
 def engine_memory(held: Mapping[str, int], shares_device: bool) -> dict[str, float]:

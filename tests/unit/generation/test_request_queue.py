@@ -51,7 +51,9 @@ class Engine:
             left[0] -= 1
         done = {number: length for number, (left, length) in self.held.items() if not left}
         self.held = {number: own for number, own in self.held.items() if number not in done}
-        return {number: Completion((0,) * length, (0.0,) * length, "stop") for number, length in done.items()}
+        return {
+            number: Completion((0,) * length, (0.0,) * length, "stop", (0,) * length) for number, length in done.items()
+        }
 
 
 def queue(*engines: Engine, restore=None, on_loss=None) -> RequestQueue:
@@ -183,9 +185,90 @@ def test_when_none_is_left_all_come_back_with_their_requests():
         restored.append(True)
         for engine in engines:
             engine.fails_at = None
+        own.replaced([0, 1])
 
-    run(queue(*engines, restore=restore), [5, 5, 5, 5])
+    own = queue(*engines, restore=restore)
+    run(own, [5, 5, 5, 5])
     assert restored == [True] and all(engine.sampled for engine in engines)
+
+
+def test_requests_wait_for_new_engines_when_nobody_brings_them_back_at_once():
+    engine = Engine(8, fails_at=3)
+
+    async def serve() -> None:
+        async with queue(engine).serving() as requests:
+            asked = [asyncio.create_task(requests.sample(request(5))) for _ in range(2)]
+            while requests.has_engines:
+                await asyncio.sleep(0.001)
+            await requests.pause()
+            assert requests.describe() == "engine 0 died; 2 requests wait for an engine; the engines are paused"
+            engine.fails_at = None
+            requests.replaced([0])
+            requests.resume()
+            assert [len(completion.tokens) for completion, _ in await asyncio.gather(*asked)] == [5, 5]
+
+    asyncio.run(serve())
+
+
+def test_an_engine_that_is_replaced_while_it_is_paused_gets_its_requests_again():
+    """It may die while it gets new weights, when the queue does not look."""
+    engines = [Engine(8), Engine(8)]
+
+    async def serve() -> None:
+        async with queue(*engines).serving() as requests:
+            asked = [asyncio.create_task(requests.sample(request(20))) for _ in range(4)]
+            await asyncio.sleep(0.005)
+            await requests.pause()
+            assert "engine 1 has 2 requests" in requests.describe()
+            engines[1].held = {}
+            requests.replaced([1])
+            requests.resume()
+            assert [len(completion.tokens) for completion, _ in await asyncio.gather(*asked)] == [20] * 4
+
+    asyncio.run(serve())
+
+
+def test_requests_begin_together_and_others_work_meanwhile():
+    engine = Engine(8)
+
+    async def serve() -> None:
+        async with queue(engine).serving() as requests:
+            earlier = asyncio.create_task(requests.sample(request(20)))
+            await asyncio.sleep(0.005)
+            with requests.together():
+                asked = [asyncio.create_task(requests.sample(request(3))) for _ in range(3)]
+                before = engine.exchanges
+                await asyncio.sleep(0.005)
+                assert engine.exchanges > before and len(engine.prompts) == 1
+            await asyncio.gather(earlier, *asked)
+
+    asyncio.run(serve())
+
+
+def test_the_time_without_requests_is_counted():
+
+    async def serve() -> None:
+        async with queue(Engine(8)).serving() as requests:
+            await asyncio.sleep(0.02)
+            before = requests.idle_s
+            assert before > 0.01
+            await requests.sample(request(20))
+            assert requests.idle_s < before + 0.01
+
+    asyncio.run(serve())
+
+
+def test_a_pause_ends_with_the_error_of_an_engine():
+    """Who brings new weights must not wait for an engine that will never stop."""
+
+    async def serve() -> None:
+        async with queue(Engine(8, fails_at=2, error=EngineError("not finite"))).serving() as requests:
+            asked = asyncio.create_task(requests.sample(request(50)))
+            await asyncio.gather(asked, return_exceptions=True)
+            with pytest.raises(EngineError, match="not finite"):
+                await requests.pause()
+
+    asyncio.run(serve())
 
 
 def test_an_engine_has_its_next_exchange_before_the_results_of_the_last_are_read():

@@ -13,7 +13,7 @@ def make_rollout(responses: list[str], rewards: list[float], samples: int = 1) -
         number = place // samples
         problem = Problem(({"role": "user", "content": f"question {number}"},), str(number))
         episode = Episode(problem, [0, 0], prompt_length=2)
-        episode.add_turn(Completion((1, 2, 3), (0.0, 0.0, 0.0), "stop"), response)
+        episode.add_turn(Completion((1, 2, 3), (0.0, 0.0, 0.0), "stop", (0, 0, 0)), response)
         episode.reward = reward
         episode.spans = [
             Span("generate", 100.0, 101.0 + place, place % 2),

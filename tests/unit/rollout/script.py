@@ -1,6 +1,6 @@
 """An engine that answers from a list, and a tokenizer of letters."""
 
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.rewards.judge import Judge, sum_of
@@ -34,21 +34,21 @@ class Script:
     in three dots was cut."""
 
     def __init__(self, *turns: list[str]):
-        self.turns, self.asked, self.paused = [list(turn) for turn in turns], [[] for _ in turns], False
+        self.turns, self.asked, self.is_held_back = [list(turn) for turn in turns], [[] for _ in turns], False
 
     @asynccontextmanager
     async def serving(self):
         yield self
 
-    async def pause(self):
-        self.paused = True
-
-    def resume(self):
-        self.paused = False
+    @contextmanager
+    def together(self):
+        self.is_held_back = True
+        yield
+        self.is_held_back = False
 
     async def sample(self, request, near=None):
         turn = request.prompt.count(END)
-        assert (near is None) == (turn == 0) and (turn > 0 or self.paused), "first turns begin together"
+        assert (near is None) == (turn == 0) and (turn > 0 or self.is_held_back), "first turns begin together"
         self.asked[turn].append(request)
         return completion(self.turns[turn].pop(0)), 0
 
@@ -56,7 +56,8 @@ class Script:
 def completion(text: str) -> Completion:
     tokens = [ord(letter) for letter in text.removesuffix("...")] + ([] if text.endswith("...") else [END])
     logprobs = [-(index + 1) / 8 for index in range(len(tokens))]
-    return Completion(tuple(tokens), tuple(logprobs), "length" if text.endswith("...") else "stop")
+    reason = "length" if text.endswith("...") else "stop"
+    return Completion(tuple(tokens), tuple(logprobs), reason, (0,) * len(tokens))
 
 
 def judged_by(reward: Reward) -> Judge:

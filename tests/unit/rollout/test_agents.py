@@ -1,7 +1,7 @@
 """Episodes that agents play over HTTP: what they train on, and what a failing agent costs."""
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 
@@ -14,7 +14,7 @@ from nemo_rl_lite.environments.sessions import InThisProcess
 from nemo_rl_lite.errors import ConfigError, DataError, EngineError
 from nemo_rl_lite.rewards.registry import find_reward
 from nemo_rl_lite.rollout.agents import AgentPlay
-from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
+from nemo_rl_lite.rollout.collector import ErrorShares, Gathering, RolloutCollector
 from nemo_rl_lite.rollout.groups import Wanted
 from nemo_rl_lite.rollout.turns import Turns
 from tests.unit.endpoint.served import LOCAL, SAMPLING
@@ -37,11 +37,8 @@ class Book:
     async def serving(self):
         yield self
 
-    async def pause(self):
-        pass
-
-    def resume(self):
-        pass
+    def together(self):
+        return nullcontext()
 
     async def sample(self, request, near=None):
         self.asked.append(request)
@@ -66,7 +63,7 @@ def collect(engines, agent, share=0.0, max_length=200, samples=1):
     with Endpoint(LOCAL, Letters(), "own", max_length).running() as endpoint:
         play = AgentPlay(Agents(agent, "127.0.0.1"), endpoint, SAMPLING)
         return collector(ServedGeneration(engines, endpoint, None), play, share, max_length).collect(
-            wanted(samples), SAMPLING, seed=5
+            Gathering(wanted(samples), SAMPLING, 5)
         )
 
 
@@ -83,7 +80,7 @@ def wanted(samples):
 def test_an_agents_episode_is_that_of_an_environment_with_the_same_conversation(agent):
     through_environment, through_agent = Book(), Book()
     turns = Turns(InThisProcess("calculator", {"role": "user"}), 4)
-    expected = collector(through_environment, turns).collect(wanted(2), SAMPLING, seed=5)
+    expected = collector(through_environment, turns).collect(Gathering(wanted(2), SAMPLING, 5))
     found = collect(through_agent, agent, samples=2)
     assert found.rows([0.5, -0.5]) == expected.rows([0.5, -0.5]) and sum(found.rows([1.0, 1.0])[0].mask) == 20
     assert sorted(one.seed for one in through_agent.asked) == sorted(one.seed for one in through_environment.asked)

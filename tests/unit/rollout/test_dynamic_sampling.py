@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,6 +12,7 @@ from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.losses.advantages import differ, overlong_penalty
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
+from nemo_rl_lite.rollout.order import PromptOrder
 from nemo_rl_lite.rollout.resting import Resting
 from nemo_rl_lite.rollout.sampler import Sampler
 from nemo_rl_lite.rules.compose import compose_config
@@ -30,9 +31,8 @@ class Engine:
     async def serving(self):
         yield self
 
-    async def pause(self): ...
-
-    def resume(self): ...
+    def together(self):
+        return nullcontext()
 
     async def sample(self, request, near=None):
         text = "".join(map(chr, request.prompt))
@@ -46,7 +46,7 @@ class Engine:
         length = 8 if "long" in text else 2
         reward = ord("1") if is_first and "m" in text else ord("0")
         tokens = (reward,) * (length - 1) + (0,)
-        return Completion(tokens, (-0.5,) * length, "length" if length == 8 else "stop"), 0
+        return Completion(tokens, (-0.5,) * length, "length" if length == 8 else "stop", (0,) * length), 0
 
 
 class Data:
@@ -63,7 +63,8 @@ def source(texts, position=0, resting=None, **options):
     sampling, engine = Sampling(1.0, 1.0, None, 8, (0,), ()), Engine()
     judge = judged_by(lambda response, problem: float(response[:1] == "1"))
     collector = RolloutCollector(engine, Letters(), judge, 64, ErrorShares(0.0, 0.0))
-    return Sampler(config, collector, sampling, Data(texts), [], position, resting or Resting(0, 0)), engine
+    order = PromptOrder(Data(texts), resting or Resting(0, 0), {"position": position})
+    return Sampler(config, collector, sampling, [], order), engine
 
 
 def kept(rollout):
@@ -73,25 +74,25 @@ def kept(rollout):
 def test_every_prompt_of_a_step_teaches_and_the_next_step_begins_behind_it():
     own, engine = source(["m", "x", "x", "m slow", "m"])
     rollout = own.rollout(1)
-    assert kept(rollout) == ["m 0", "m slow 3", "m 4"] and own.position == 5
+    assert kept(rollout) == ["m 0", "m slow 3", "m 4"] and own.order.state()["position"] == 5
     metrics = rollout.metrics()
     assert metrics["filtered_prompts"] == 2 and metrics["dropped_tokens"] == 2 * SAMPLES * 2
     assert metrics["useful_tokens_share"] == 3 / 5 and engine.aborted == 0
-    assert kept(own.rollout(2)) == ["m 5", "m slow 8", "m 9"] and own.state() == {"position": 10, "resting": {}}
+    assert kept(own.rollout(2)) == ["m 5", "m slow 8", "m 9"] and own.order.state() == {"position": 10, "resting": {}}
 
 
 def test_what_is_kept_depends_neither_on_time_nor_on_oversampling():
     texts = ["m slow", "x slow", "m", "m", "m", "x", "m"]
     for oversample in (1.0, 2.0):
         own, engine = source(texts, oversample=oversample)
-        assert kept(own.rollout(1)) == ["m slow 0", "m 2", "m 3"] and own.position == 4
+        assert kept(own.rollout(1)) == ["m slow 0", "m 2", "m 3"] and own.order.state()["position"] == 4
         # With oversampling the replacement has begun from the start.
         assert (len(engine.begun) // SAMPLES > 4) == (oversample > 1)
 
 
 def test_what_is_not_needed_any_more_is_aborted_and_comes_again():
     own, engine = source(["m", "m", "m", "m slow", "m slow", "m slow"], oversample=2.0)
-    assert kept(own.rollout(1)) == ["m 0", "m 1", "m 2"] and own.position == 3
+    assert kept(own.rollout(1)) == ["m 0", "m 1", "m 2"] and own.order.state()["position"] == 3
     assert engine.aborted == 3 * SAMPLES
     assert kept(own.rollout(2)) == ["m slow 3", "m slow 4", "m slow 5"]
 
@@ -100,13 +101,13 @@ def test_prompts_that_teach_nothing_fill_the_step_when_the_limit_is_reached():
     own, engine = source(["x", "m", "x"], dynamic_sampling_max_gen_batches=2.0)
     rollout = own.rollout(1)
     assert kept(rollout) == ["x 0", "m 1", "m 4"] and len(engine.begun) == 6 * SAMPLES
-    assert own.position == 5 and rollout.metrics()["useful_tokens_share"] == 1 / 2
+    assert own.order.state()["position"] == 5 and rollout.metrics()["useful_tokens_share"] == 1 / 2
 
 
 def test_without_it_nothing_is_replaced():
     own, _ = source(["x", "m"], use_dynamic_sampling=False)
     rollout = own.rollout(1)
-    assert kept(rollout) == ["x 0", "m 1", "x 2"] and own.position == 3
+    assert kept(rollout) == ["x 0", "m 1", "x 2"] and own.order.state()["position"] == 3
     assert rollout.metrics()["useful_tokens_share"] == 1 and rollout.metrics()["filtered_prompts"] == 0
 
 

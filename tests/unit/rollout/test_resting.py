@@ -50,10 +50,10 @@ def test_other_data_or_no_resting_lets_nobody_rest_too_long():
 def test_a_source_passes_over_them_and_says_how_many():
     rows = FileSet(tuple(Problem(chat(text), "1") for text in ("m a", "x b", "m c", "m d", "x e", "m f")), 0, False)
     own, engine = source([], resting=Resting(1, 6))
-    own.training = rows
-    assert kept(own.rollout(1)) == ["m a", "m c", "m d"] and own.position == 4
+    own.order._training = rows
+    assert kept(own.rollout(1)) == ["m a", "m c", "m d"] and own.order.state()["position"] == 4
     first = own.rollout(2)
-    assert kept(first) == ["m f", "m a", "m c"] and own.position == 9
+    assert kept(first) == ["m f", "m a", "m c"] and own.order.state()["position"] == 9
     # In the first epoch both `x` were sampled; in the second `x b` is passed over.
     assert first.metrics()["rested_prompts"] == 1 and first.metrics()["filtered_prompts"] == 1
     begun = len(engine.begun)
@@ -63,10 +63,10 @@ def test_a_source_passes_over_them_and_says_how_many():
     # In the third epoch both are tried again.
     again = own.rollout(4)
     assert kept(again) == ["m c", "m d", "m f"] and again.metrics()["filtered_prompts"] == 2
-    assert own.state()["position"] == 18 and len(own.state()["resting"]["rests"]) == 2
+    assert own.order.state()["position"] == 18 and len(own.order.state()["resting"]["rests"]) == 2
 
 
 def test_prompts_rest_without_dynamic_sampling_too():
     own, _ = source([], resting=Resting(1, 4), use_dynamic_sampling=False)
-    own.training = FileSet(tuple(Problem(chat(text), "1") for text in ("m a", "x b", "m c", "m d")), 0, False)
+    own.order._training = FileSet(tuple(Problem(chat(text), "1") for text in ("m a", "x b", "m c", "m d")), 0, False)
     assert [kept(own.rollout(step)) for step in (1, 2)] == [["m a", "x b", "m c"], ["m d", "m a", "m c"]]

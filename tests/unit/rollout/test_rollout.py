@@ -7,7 +7,7 @@ from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.judge import Judged
 from nemo_rl_lite.rewards.value import WrongReward, checked_reward
-from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
+from nemo_rl_lite.rollout.collector import ErrorShares, Gathering, RolloutCollector
 from nemo_rl_lite.rollout.groups import Wanted
 from nemo_rl_lite.rollout.rollout import Rollout
 from tests.unit.rollout.script import Letters, Script, judged_by
@@ -21,7 +21,7 @@ def collector(judge, max_length=32, max_error_share=0.0) -> RolloutCollector:
 
 
 def collect(judge, max_error_share=0.0) -> Rollout:
-    return collector(judge, max_error_share=max_error_share).collect(wanted("a", "xyz"), SAMPLING, seed=1)
+    return collector(judge, max_error_share=max_error_share).collect(Gathering(wanted("a", "xyz"), SAMPLING, 1))
 
 
 def wanted(*texts: str) -> Wanted:
@@ -96,4 +96,4 @@ def test_what_is_no_reward_ends_the_run_and_names_function_sample_and_value():
 def test_a_prompt_without_room_is_an_error_that_names_both_limits():
     short = collector(judged(lambda *_: 0.0), max_length=6)
     with pytest.raises(DataError, match=r"6 tokens and generation.max_new_tokens = 4 .*max_total_sequence_length = 6"):
-        short.collect(wanted("abcde"), SAMPLING, seed=1)
+        short.collect(Gathering(wanted("abcde"), SAMPLING, 1))

@@ -1,192 +1,268 @@
 """When rollouts are generated, with which weights, and what a checkpoint keeps of them."""
 
-import dataclasses
+import random
 import threading
-from pathlib import Path
+import time
 
 import pytest
 
-from nemo_rl_lite.data.problems import Problem, chat
-from nemo_rl_lite.errors import EngineError
-from nemo_rl_lite.generation.interface import Completion
-from nemo_rl_lite.rollout.episode import Episode
-from nemo_rl_lite.rollout.rollout import Rollout
-from nemo_rl_lite.rollout.saved import load_rollout, save_rollout
-from nemo_rl_lite.rollout.source import OneStepOff, OnPolicy, RolloutSource
+from nemo_rl_lite.errors import EngineError, WorkerError
+from nemo_rl_lite.rollout.ahead import Queue, Staleness
+from nemo_rl_lite.rollout.saved import load_rollouts
+from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
+from tests.unit.rollout.fleet import Fleet, asked, sampler, versions
+
+STEPS = 6
+ONE_STEP_OFF, IN_FLIGHT = Staleness(1, in_flight=False), Staleness(2, in_flight=True)
 
 
 def silent(_: str) -> None: ...
 
 
-class Engines:
-    """The sampler, and the engines behind it: a rollout says its step, the position in the data where it began, and the
-    weights that sampled it."""
+@pytest.fixture
+def begin():
+    """Returns a source of a run that has taken `done` steps and has published their weights; it is closed at the end of
+    the test."""
+    sources = []
 
-    def __init__(self, position: int = 0):
-        self.position, self.weights, self.working, self.fails_at = position, -1, 0, None
-        self.began = threading.Event()
+    def make(
+        fleet, staleness=ONE_STEP_OFF, done=0, state=None, saved=(), steps=STEPS, stall_s=60.0, **options
+    ) -> Queue:
+        source = Queue(sampler(fleet, state, **options), fleet, staleness, done, steps, saved, stall_s)
+        sources.append(source)
+        source.publish(done)
+        return source
 
-    def rollout(self, step: int, show) -> Rollout:
-        self.working += 1
-        assert self.working == 1, "two rollouts at a time"
-        self.began.set()
-        if step == self.fails_at:
-            raise EngineError("no numbers")
-        show(f"rollout {step}")
-        version, first = self.weights, self.position
-        self.position += 3
-        self.working -= 1
-        return make_rollout(step, first, version)
-
-    def held_out(self, step: int, show) -> Rollout:
-        assert not self.working
-        return make_rollout(-step, 0, self.weights)
-
-    def refit(self, version: int) -> dict[str, float]:
-        assert not self.working, "new weights in the middle of a rollout"
-        self.weights = version
-        return {"bytes": 8.0}
-
-    def state(self):
-        return {"position": self.position}
+    yield make
+    for source in sources:
+        source.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "rollouts"]
 
 
-def make_rollout(step: int, position: int, version: int) -> Rollout:
-    problem = Problem(chat(f"step {step}"), "7", {"row": [1, "é"]}, ({"type": "function"},))
-    episode = Episode(problem, [1, 2], 2)
-    episode.add_turn(Completion((5, 6, 7), (-0.1, -1 / 3, -1e-9), "length", version), "five")
-    episode.add_messages([8], [{"role": "user", "content": "on"}])
-    episode.add_turn(Completion((9,), (-0.5,), "stop", version), "nine")
-    episode.reward, episode.reward_parts = 1 / 3, {"format": 0.25}
-    lost = Episode(Problem(chat("lost"), ""), [3], 1, ending="error", is_left_out=True, own_prompt=chat("own"))
-    lost.add_turn(Completion((4,), (-2.0,), "stop", version), "four")
-    return Rollout([episode], 1, 2, 1, (True, False), 4, float(position), (lost,))
-
-
-def taken(source: RolloutSource, steps: range) -> list[tuple[str, float, int]]:
-    """Run the loop's calls; the step, the position and the weights of each rollout."""
+def taken(source: RolloutSource, steps, trains_s: float = 0.0) -> list:
+    """Run the loop's calls; returns the rollouts."""
     found = []
     for step in steps:
-        rollout = source.take(step, silent)
-        (episode,) = rollout.episodes
-        found.append((episode.problem.messages[0]["content"], rollout.took_s, episode.turns[0][1].version))
+        found.append(source.take(step, silent))
         source.finish_generation()
+        time.sleep(trains_s)
         source.settle(silent)
         source.publish(step)
     return found
 
 
-def one_step_off(engines: Engines, done: int = 0, saved: Path | None = None) -> OneStepOff:
-    source = OneStepOff(engines, engines.refit, done, 6, saved)  # pyrefly: ignore
-    source.publish(done)
-    return source
+def contents(rollouts) -> list:
+    """All that training sees."""
+    return [
+        (one.tokens, turn.logprobs, one.reward) for own in rollouts for one in own.episodes for _, turn in one.turns
+    ]
 
 
-WHOLE = [(f"step {step}", 3.0 * (step - 1), max(step - 2, 0)) for step in range(1, 7)]
+def prompts(rollouts) -> list[str]:
+    return [text for rollout in rollouts for text in asked(rollout)]
+
+
+def first(count: int) -> list[str]:
+    return [f"p {position}" for position in range(count)]
 
 
 def test_on_policy_every_rollout_is_sampled_by_the_newest_weights():
-    engines = Engines()
-    source = OnPolicy(engines, engines.refit, dict)  # pyrefly: ignore
+    fleet = Fleet()
+    source = OnPolicy(sampler(fleet), fleet)
     source.publish(0)
-    assert [version for *_, version in taken(source, range(1, 7))] == [0, 1, 2, 3, 4, 5]
+    found = taken(source, range(1, 7))
+    assert [versions(rollout) for rollout in found] == [{step} for step in range(6)] and prompts(found) == first(18)
 
 
-def test_one_step_off_they_are_one_step_older_and_none_is_begun_in_vain():
-    engines = Engines()
-    assert taken(one_step_off(engines), range(1, 7)) == WHOLE
-    assert engines.position == 18
+def test_one_step_off_they_are_one_step_older_and_none_is_begun_in_vain(begin):
+    source = begin(Fleet())
+    found = taken(source, range(1, 7))
+    assert [versions(rollout) for rollout in found] == [{max(step - 2, 0)} for step in range(1, 7)]
+    assert prompts(found) == first(18) and source._sampler.order.state()["position"] == 18
 
 
-def test_the_next_rollout_is_generated_while_a_step_trains():
-    engines = Engines()
-    source = one_step_off(engines)
+def test_one_step_off_a_rollout_depends_on_nothing_else_than_on_policy(begin):
+    on_policy = OnPolicy(sampler(Fleet()), fleet := Fleet())
+    on_policy._sampler.collector._generation = fleet
+    on_policy.publish(0)
+    assert contents(taken(begin(Fleet()), range(1, 7))) == contents(taken(on_policy, range(1, 7)))
+
+
+@pytest.mark.parametrize("staleness", [ONE_STEP_OFF, IN_FLIGHT])
+def test_the_next_rollout_is_generated_while_a_step_trains(begin, staleness):
+    source = begin(Fleet(), staleness)
     source.take(1, silent)
-    engines.began.clear()
-    source.settle(silent)
+    deadline = time.monotonic() + 10
+    while source._ahead[2].is_under_way and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert not source._ahead[2].is_under_way
+
+
+def test_in_flight_responses_continue_with_new_weights_and_none_is_older_than_allowed(begin):
+    """The weights of a token are named, whoever sampled the ones before it."""
+    found = taken(begin(Fleet(2), IN_FLIGHT, steps=12), range(1, 13), trains_s=0.003)
+    assert prompts(found) == first(36)
+    sampled = [turn for rollout in found for one in rollout.episodes for _, turn in one.turns]
+    assert all(list(turn.versions) == sorted(turn.versions) for turn in sampled)
+    assert any(len(set(turn.versions)) > 1 for turn in sampled), "no response has seen two versions"
+    for step, rollout in enumerate(found, start=1):
+        ages = rollout.ages(step - 1)
+        assert 0 <= ages["trajectory_age_mean"] <= ages["trajectory_age_max"] <= 2
+
+
+def test_no_more_rollouts_exist_than_the_age_allows(begin):
+    source = begin(Fleet(), IN_FLIGHT, steps=100)
+    time.sleep(0.3)
+    assert sorted(source._ahead) == [1, 2, 3] and not source._under_way()
+    source.take(1, silent)
     source.publish(1)
-    assert engines.began.wait(5), "rollout 3 has begun before rollout 2 is taken"
+    assert sorted(source._ahead) == [2, 3, 4]
 
 
 @pytest.mark.parametrize("published", [False, True])
-def test_a_resumed_run_takes_the_same_rollouts(tmp_path, published):
+@pytest.mark.parametrize("staleness", [ONE_STEP_OFF, IN_FLIGHT])
+def test_a_resumed_run_trains_on_every_prompt_once(tmp_path, begin, published, staleness):
     """A checkpoint is saved before the step's weights are published, or, where a signal ends the run, after it."""
-    engines = Engines()
-    source = one_step_off(engines)
+    source = begin(Fleet(), staleness)
     before = taken(source, range(1, 3))
-    source.take(3, silent)
+    before.append(source.take(3, silent))
     if published:
         source.settle(silent)
         source.publish(3)
     state = source.save(tmp_path)
-    # A run that cannot use the saved rollout begins with its prompts.
-    assert (state["position"], state["before"]["position"]) == (12, 9)
-    again = Engines(state["position"])
-    assert [*before, WHOLE[2], *taken(one_step_off(again, 3, tmp_path), range(4, 7))] == WHOLE
-
-
-def test_a_run_that_begins_from_a_checkpoint_of_on_policy_training(tmp_path):
-    assert taken(one_step_off(Engines(9), 3, tmp_path), range(4, 7)) == [
-        ("step 4", 9.0, 3),
-        ("step 5", 12.0, 3),
-        ("step 6", 15.0, 4),
-    ]
-
-
-def test_held_out_problems_wait_for_the_rollout_and_get_the_newest_weights():
-    engines = Engines()
-    source = one_step_off(engines)
-    taken(source, range(1, 3))
-    (episode,) = source.held_out(2, silent).episodes
-    assert episode.turns[0][1].version == 2
-    assert taken(source, range(3, 7)) == WHOLE[2:]
-
-
-def test_an_error_reaches_the_step_that_waits_for_the_rollout():
-    engines = Engines()
-    engines.fails_at = 2
-    source = one_step_off(engines)
-    source.take(1, silent)
-    with pytest.raises(EngineError, match="no numbers"):
-        source.publish(1)
-
-
-def test_the_end_of_a_run_leaves_no_thread():
-    """Its calls to Ray would start Ray again."""
-    ended = threading.Event()
-
-    class Long(Engines):
-        def rollout(self, step: int, show) -> Rollout:
-            ended.wait(30)
-            raise RuntimeError("ended")
-
-        def cancel(self) -> None:
-            ended.set()
-
-    engines = Long()
-    source = OneStepOff(engines, engines.refit, 0, 6, None)  # pyrefly: ignore
-    source.publish(0)
     source.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "rollout"]
+    again = begin(Fleet(), staleness, 3, state, load_rollouts(tmp_path))
+    found = [*before, *taken(again, range(4, 7))]
+    assert prompts(found) == first(18)
+    whole = taken(begin(Fleet(), staleness), range(1, 7))
+    assert contents(found) == contents(whole), "a response follows from the run, its step and its numbers"
 
 
-def test_a_rollout_that_is_not_json_is_not_saved(tmp_path):
-    rollout = make_rollout(3, 6, 2)
-    rollout.episodes[0].said[1] |= {"other": {1, 2}}
-    save_rollout(rollout, tmp_path)
-    rollout = dataclasses.replace(rollout.episodes[0], problem=Problem(chat("?"), "", {(1, 2): 3}))
-    with pytest.raises(OSError, match="not JSON"):
-        save_rollout(Rollout([rollout], 1, 0), tmp_path)
+def test_what_another_kind_of_run_cannot_use_it_samples_again(tmp_path, begin):
+    source = begin(Fleet(), IN_FLIGHT)
+    taken(source, range(1, 3))
+    state = source.save(tmp_path)
+    fleet = Fleet()
+    on_policy = OnPolicy(sampler(fleet, state), fleet)
+    on_policy._sampler.order.give_back(state["ahead"])
+    on_policy.publish(2)
+    assert prompts(taken(on_policy, range(3, 5))) == first(12)[6:]
 
 
-def test_a_saved_rollout_is_the_same_to_the_bit(tmp_path):
-    assert load_rollout(tmp_path) is None
-    rollout = make_rollout(3, 6, 2)
-    save_rollout(rollout, tmp_path)
-    assert dataclasses.asdict(load_rollout(tmp_path)) == dataclasses.asdict(rollout)
+def test_rollouts_that_are_older_than_the_run_allows_are_sampled_again(tmp_path, begin, caplog):
+    source = begin(Fleet(), Staleness(4, in_flight=True))
+    source.take(1, silent)
+    time.sleep(0.3)
+    state = source.save(tmp_path)
+    source.close()
+    found = taken(begin(Fleet(), ONE_STEP_OFF, 1, state, load_rollouts(tmp_path)), range(2, 7))
+    assert sorted(prompts(found)) == sorted(first(18)[3:])
+    assert [versions(rollout) for rollout in found[:3]] == [{0}, {1}, {2}]
+    assert "the rollout of step 3 in the checkpoint is 2 steps old: it is sampled again" in caplog.text
 
 
-def test_ages_count_tokens():
-    rollout = make_rollout(3, 6, 2)
-    rollout.episodes[0].turns[1] = (6, Completion((9,), (-0.5,), "stop", 1))
-    assert rollout.ages(2) == {"trajectory_age_mean": 0.25, "trajectory_age_max": 1.0}
+def test_a_run_that_begins_from_a_checkpoint_of_on_policy_training(begin):
+    found = taken(begin(Fleet(), ONE_STEP_OFF, 3, {"position": 9}), range(4, 7))
+    assert [versions(rollout) for rollout in found] == [{3}, {3}, {4}] and prompts(found) == first(18)[9:]
+
+
+@pytest.mark.parametrize("staleness", [ONE_STEP_OFF, IN_FLIGHT])
+def test_held_out_problems_get_the_newest_weights(begin, staleness):
+    source = begin(Fleet(), staleness)
+    before = taken(source, range(1, 3))
+    assert versions(source.held_out(2, silent)) == {2}
+    assert prompts([*before, *taken(source, range(3, 7))]) == first(18)
+
+
+def test_one_step_off_held_out_problems_have_the_engines_for_themselves(begin):
+    """Then what they sample is the same to the bit every time."""
+    source = begin(Fleet())
+    source.take(1, silent)
+    source._engines.refit = None
+    source.held_out(1, silent)
+    assert not source._under_way()
+
+
+@pytest.mark.parametrize("staleness", [ONE_STEP_OFF, IN_FLIGHT])
+def test_an_error_reaches_the_step_that_waits(begin, staleness):
+    fleet = Fleet()
+    source = begin(fleet, staleness)
+    source.take(1, silent)
+    fleet.replicas[0].error = EngineError("no numbers")
+    with pytest.raises(EngineError, match=r"step \d: no numbers"):
+        for step in range(2, 5):
+            source.publish(step - 1)
+            source.take(step, silent)
+
+
+@pytest.mark.parametrize("staleness", [ONE_STEP_OFF, IN_FLIGHT])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_prompt_is_lost_or_trained_twice_when_engines_die_and_runs_resume(tmp_path, begin, staleness, seed):
+    """Whatever happens between two steps: engines die, one or all of them, and the run resumes from its checkpoint."""
+    chance, fleet = random.Random(seed), Fleet(2, capacity=5)
+    source, found, steps = begin(fleet, staleness, steps=15), [], 15
+    for step in range(1, steps + 1):
+        found.append(source.take(step, silent))
+        for replica in fleet.replicas:
+            replica.is_dead = chance.random() < 0.4
+        source.settle(silent)
+        if chance.random() < 0.4:
+            folder = tmp_path / str(step)
+            folder.mkdir()
+            state = source.save(folder)
+            source.close()
+            fleet = Fleet(2, capacity=5)
+            source = begin(fleet, staleness, step, state, load_rollouts(folder), steps)
+        else:
+            source.publish(step)
+    assert sorted(prompts(found)) == sorted(first(45))
+    assert all(len(rollout.episodes) == 6 for rollout in found)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_dynamic_sampling_no_prompt_is_trained_twice(tmp_path, begin, seed):
+    """Rollouts under way take prompts from the same data, and give back what they do not need."""
+    options = {"use_dynamic_sampling": True, "oversample": 2.0, "samples": 2}
+    source = begin(Fleet(2), IN_FLIGHT, **options)
+    found = taken(source, range(1, 3))
+    state = source.save(tmp_path)
+    source.close()
+    again = begin(Fleet(2), IN_FLIGHT, 2, state, load_rollouts(tmp_path), **options)
+    found += taken(again, range(3, 7))
+    assert len(prompts(found)) == len(set(prompts(found))) == 18
+    assert all(rollout.metrics()["useful_tokens_share"] <= 1 for rollout in found)
+
+
+def test_when_all_engines_die_in_a_validation_it_ends_with_new_ones(begin):
+    fleet = Fleet(2)
+    source = begin(fleet, IN_FLIGHT)
+    source.take(1, silent)
+    for replica in fleet.replicas:
+        replica.is_dead = True
+    assert asked(source.held_out(1, silent)) == ["held out 0", "held out 1"] and fleet.refitted == [0, 0]
+
+
+def test_engines_that_do_nothing_are_named(begin):
+    fleet = Fleet(2)
+    source = begin(fleet, IN_FLIGHT, stall_s=0.6)
+    for replica in fleet.replicas:
+        replica.may_work.clear()
+    expected = r"no engine worked for 0.6 s .*: engine 0 has \d+ requests, engine 1 has \d+ requests; 0 requests wait"
+    with pytest.raises(WorkerError, match=expected):
+        for step in range(1, 4):
+            source.take(step, silent)
+
+
+def test_how_long_the_engines_waited_is_known(begin):
+    source = begin(Fleet(), ONE_STEP_OFF)
+    source.take(1, silent)
+    time.sleep(0.3)
+    source.publish(1)
+    assert source.take(2, silent).seconds()["engines_idle"] > 0.1
+    assert source.finish_generation() == {"engine/kv_cache": 4.0}
+
+
+def test_a_step_without_a_rollout_is_an_error(begin):
+    source = begin(Fleet())
+    with pytest.raises(RuntimeError, match=r"no rollout of step 5 was begun; there are those of \[1\]"):
+        source.take(5, silent)

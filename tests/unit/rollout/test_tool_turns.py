@@ -19,7 +19,7 @@ from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.models.embedded.build import build_tokenizer
 from nemo_rl_lite.rewards.registry import find_reward
-from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
+from nemo_rl_lite.rollout.collector import ErrorShares, Gathering, RolloutCollector
 from nemo_rl_lite.rollout.files import RolloutFiles, rollout_files
 from nemo_rl_lite.rollout.groups import Wanted
 from nemo_rl_lite.rollout.turns import Turns
@@ -57,7 +57,7 @@ class Tokens(Script):
         turn = 0 if near is None else next(place for place, left in enumerate(self.turns) if left)
         self.asked[turn].append(request)
         tokens = (*self.tokenizer._tokens(self.turns[turn].pop(0)), self.tokenizer.end_tokens[0])
-        return Completion(tokens, (-0.5,) * len(tokens), "stop"), 0
+        return Completion(tokens, (-0.5,) * len(tokens), "stop", (0,) * len(tokens)), 0
 
 
 def collect(tokenizer, environment, *turns):
@@ -73,7 +73,7 @@ def collect(tokenizer, environment, *turns):
         Turns(InThisProcess(path[name], kwargs), 5),
     )
     sampling = Sampling(1.0, 1.0, None, 100, tokenizer.end_tokens, ())
-    return collector.collect(Wanted([problem].__getitem__, 1, 1), sampling, seed=1), script
+    return collector.collect(Gathering(Wanted([problem].__getitem__, 1, 1), sampling, 1)), script
 
 
 def test_the_embedded_model_is_offered_python_and_uses_it(tmp_path):

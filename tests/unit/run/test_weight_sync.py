@@ -7,6 +7,7 @@ import torch
 from nemo_rl_lite.config.schema import GRPOConfig
 from nemo_rl_lite.errors import EngineError, RefitError
 from nemo_rl_lite.generation.interface import Completion, Request, Sampling
+from nemo_rl_lite.rollout.order import PromptOrder
 from nemo_rl_lite.rollout.resting import Resting
 from nemo_rl_lite.rollout.sampler import Sampler
 from nemo_rl_lite.rules.compose import compose_config
@@ -31,7 +32,7 @@ def sync_with(engine_logprobs: list[list[float]]) -> WeightSync:
         assert request.prompt == tuple(PROMPT)
         sampling = request.sampling
         assert sampling.top_p == 1 and sampling.top_k is None and sampling.max_new_tokens == tokens
-        return [Completion((7,) * tokens, tuple(values), "length") for values in engine_logprobs]
+        return [Completion((7,) * tokens, tuple(values), "length", (1,) * tokens) for values in engine_logprobs]
 
     sync._probed = []
     sync._policy = SimpleNamespace(logprobs=logprobs)
@@ -67,10 +68,8 @@ def engines(monkeypatch, *logprobs: float) -> RemoteGeneration:
 
     class Group(list):
         def call_each(self, method, arguments, phase):
-            assert method == "submit" and [list(asked) for (asked,) in arguments] == [[-1]] * len(self)
-
-        def call(self, method, *arguments, phase):
-            return [{-1: Completion((3, 4, 5), (-1.0, one, -1.0), "stop")} for one in self]
+            assert method == "sample_now" and [asked.seed for (asked,) in arguments] == [*range(1, 1 + len(self))]
+            return [Completion((3, 4, 5), (-1.0, one, -1.0), "stop", (0, 0, 0)) for one in self]
 
     return RemoteGeneration(Group(logprobs), shares_device=False)  # pyrefly: ignore
 
@@ -84,7 +83,8 @@ def test_an_engine_that_computes_no_numbers_is_named_with_its_step(monkeypatch, 
     assert len(engines(monkeypatch, -1.0, -2.0).sample_on_each(request)) == 2
     collect = SimpleNamespace(collect=lambda *_: generation.sample_on_each(request))
     config = compose_config().options(GRPOConfig)
-    source = Sampler(config, collect, sampling, None, [], position=0, resting=Resting(0, 0))  # pyrefly: ignore
+    order = PromptOrder(None, Resting(0, 0), {"position": 0})  # pyrefly: ignore
+    source = Sampler(config, collect, sampling, [], order)  # pyrefly: ignore
     for sample in (lambda: source.rollout(7), lambda: source.held_out(7)):
         with pytest.raises(EngineError, match=r"^step 7: generation rank 1 "):
             sample()

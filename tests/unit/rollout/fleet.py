@@ -1,0 +1,118 @@
+"""Engines in this process that say which weights sampled each token, behind the real queue of requests."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from nemo_rl_lite.config.schema import GRPOConfig
+from nemo_rl_lite.data.problems import Problem, chat
+from nemo_rl_lite.errors import WorkerError
+from nemo_rl_lite.generation.interface import Completion, Sampling
+from nemo_rl_lite.generation.request_queue import RequestQueue
+from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
+from nemo_rl_lite.rollout.order import PromptOrder
+from nemo_rl_lite.rollout.resting import Resting
+from nemo_rl_lite.rollout.sampler import Sampler
+from nemo_rl_lite.rules.compose import compose_config
+from tests.unit.rollout.script import Letters, judged_by
+
+LOST = WorkerError("generation rank 0", "generate", "the process died", lost=True)
+LONGEST = 40
+
+
+class Replica:
+    """Samples a token of each of its requests in an exchange; a response has a length of its own."""
+
+    def __init__(self):
+        self.weights, self.held, self.under_way, self.is_dead, self.error = -1, {}, 0, False, None
+        self.may_work = asyncio.Event()
+        self.may_work.set()
+
+    async def exchange(self, submitted, aborted):
+        self.under_way += 1
+        try:
+            await asyncio.sleep(0.0003)
+            await self.may_work.wait()
+            return self.work(submitted, aborted)
+        finally:
+            self.under_way -= 1
+
+    def work(self, submitted, aborted):
+        if self.is_dead:
+            raise LOST
+        if self.error:
+            raise self.error
+        assert self.weights >= 0, "the engine has no weights yet"
+        self.held |= {number: (request, []) for number, request in submitted.items()}
+        for number in aborted:
+            self.held.pop(number, None)
+        for _, versions in self.held.values():
+            versions.append(self.weights)
+        done = {n: own for n, own in self.held.items() if len(own[1]) == length(own[0])}
+        self.held = {n: own for n, own in self.held.items() if n not in done}
+        return {number: answer(*own) for number, own in done.items()}
+
+
+def length(request) -> int:
+    return 2 + request.seed % (LONGEST - 2)
+
+
+def answer(request, versions) -> Completion:
+    # Samples of a prompt differ, and a sample is the same whoever samples it.
+    tokens = (ord("0") + request.seed % 2, *[ord("-")] * (len(versions) - 2), 0)
+    return Completion(tokens, tuple(-0.25 * (request.seed % 7) for _ in tokens), "stop", tuple(versions))
+
+
+class Fleet:
+    """`Generation` of the rollouts, and the engines that a source steers."""
+
+    def __init__(self, replicas: int = 1, capacity: int = 64):
+        self.replicas, self.refitted = [Replica() for _ in range(replicas)], []
+        self.queue = RequestQueue(self.replicas, capacity, lambda *_: None, lambda: None)
+
+    @asynccontextmanager
+    async def serving(self):
+        async with self.queue.serving() as queue:
+            yield queue
+
+    def refit(self, version: int) -> dict[str, float]:
+        assert not any(replica.under_way for replica in self.replicas), "new weights while an engine works"
+        for number, replica in enumerate(self.replicas):
+            if replica.is_dead:
+                replica.is_dead, replica.held = False, {}
+                self.queue.replaced([number])
+            replica.weights = version
+        self.refitted.append(version)
+        return {"bytes": 8.0}
+
+    def finish_generation(self) -> dict[str, float]:
+        return {"engine/kv_cache": 4.0}
+
+
+class Endless:
+    """Training data whose prompts are their positions."""
+
+    def problem(self, position):
+        return Problem(chat(f"p {position}"), "1")
+
+
+def sampler(fleet, state=None, prompts=3, samples=2, **options) -> Sampler:
+    config = compose_config([f"algorithm.num_generations_per_prompt={samples}"]).options(GRPOConfig)
+    config = replace(config, num_prompts_per_step=prompts, **options)
+    collector = RolloutCollector(
+        fleet, Letters(), judged_by(lambda response, _: float(response[0] == "1")), 64, ErrorShares(0.0, 0.0)
+    )
+    held_out = [Problem(chat(f"held out {number}"), "1") for number in range(2)]
+    order = PromptOrder(Endless(), Resting(0, 0), {"position": 0, **(state or {})})  # pyrefly: ignore
+    return Sampler(config, collector, Sampling(1.0, 1.0, None, LONGEST, (0,), ()), held_out, order)
+
+
+def asked(rollout) -> list[str]:
+    """The prompts of a rollout."""
+    found = [episode.problem.messages[0]["content"] for episode in rollout.episodes]
+    return [text for place, text in enumerate(found) if not place or found[place - 1] != text]
+
+
+def versions(rollout) -> set[int]:
+    """The weights that sampled a rollout."""
+    return {version for episode in rollout.episodes for _, turn in episode.turns for version in turn.versions}

@@ -1,0 +1,51 @@
+"""Rollouts in a checkpoint are the same to the bit."""
+
+import dataclasses
+
+import pytest
+
+from nemo_rl_lite.data.problems import Problem, chat
+from nemo_rl_lite.generation.interface import Completion
+from nemo_rl_lite.rollout.episode import Episode
+from nemo_rl_lite.rollout.rollout import Rollout
+from nemo_rl_lite.rollout.saved import SavedRollout, load_rollouts, save_rollouts
+
+
+def make_rollout() -> Rollout:
+    problem = Problem(chat("what?"), "7", {"row": [1, "é"]}, ({"type": "function"},))
+    episode = Episode(problem, [1, 2], 2)
+    episode.add_turn(Completion((5, 6, 7), (-0.1, -1 / 3, -1e-9), "length", (2, 2, 3)), "five")
+    episode.add_messages([8], [{"role": "user", "content": "on"}])
+    episode.add_turn(Completion((9,), (-0.5,), "stop", (3,)), "nine")
+    episode.reward, episode.reward_parts = 1 / 3, {"format": 0.25}
+    lost = Episode(Problem(chat("lost"), ""), [3], 1, ending="error", is_left_out=True, own_prompt=chat("own"))
+    lost.add_turn(Completion((4,), (-2.0,), "stop", (1,)), "four")
+    return Rollout([episode], 1, 2, 1, (True, False), 4, 6.0, dropped=(lost,))
+
+
+def test_a_saved_rollout_is_the_same_to_the_bit(tmp_path):
+    assert load_rollouts(tmp_path) == []
+    rollout = make_rollout()
+    saved = [
+        SavedRollout(9, [4, 7], 1, rollout, {}),
+        # Of this one, the prompt of number 1 is done, and number 0 is not.
+        SavedRollout(10, [8, 9], 0, None, {1: [*rollout.episodes, *rollout.dropped]}),
+        SavedRollout(11, [], 0, None, {}),
+    ]
+    save_rollouts(saved, tmp_path)
+    found = load_rollouts(tmp_path)
+    assert [dataclasses.asdict(one) for one in found] == [dataclasses.asdict(one) for one in saved]
+    assert [one.oldest for one in found] == [2, 1, 11]
+
+
+def test_a_rollout_that_is_not_json_is_not_saved(tmp_path):
+    rollout = make_rollout()
+    rollout.episodes[0].said[1] |= {"other": {1, 2}}
+    save_rollouts([SavedRollout(3, [6], 0, rollout, {})], tmp_path)
+    wrong = dataclasses.replace(rollout.episodes[0], problem=Problem(chat("?"), "", {(1, 2): 3}))
+    with pytest.raises(OSError, match=r"the rollout of step 3 cannot be saved: .* not JSON"):
+        save_rollouts([SavedRollout(3, [6], 0, Rollout([wrong], 1, 0), {})], tmp_path)
+
+
+def test_ages_count_tokens():
+    assert make_rollout().ages(3) == {"trajectory_age_mean": 0.5, "trajectory_age_max": 1.0}
