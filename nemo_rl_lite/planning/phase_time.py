@@ -10,6 +10,7 @@ offload preset, communication between ranks, environments, rewards, agents, and 
 """
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 from nemo_rl_lite.config.engines import CacheFacts, engine_of
 from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
@@ -86,15 +87,14 @@ def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, seque
     parallel, dims = config.policy.megatron_cfg, parallel_dims(config)
     padded = batch_mode(config.policy, on_gpus(config)) == "fixed"
     length = lengths.prompt + (lengths.longest if padded else lengths.mean)
-    tokens = sequences / dims.dp * length
-    batch = micro_batch(config, training)
-    capacity = batch.tokens // batch.row * length if padded else batch.tokens
-    count = max(1, -(-tokens // capacity))
+    batch, share = micro_batch(config, training), sequences / dims.dp
+    # A pack has as many sequences as there is room for, a padded micro-batch its rows.
+    count = ceil(share / (batch.tokens // batch.row if padded else batch.tokens / length))
     again = 1 if training and parallel.activation_checkpointing else 0
     # A frozen matrix has no gradient of its own.
     work = 1 + again + (0 if not training else 1 if parallel.peft.enabled else 2)
     launches = 1 + again + (1 if training else 0)
-    flops = work * tokens / count * _token_flops(shape, length) / (dims.tp * dims.cp * dims.pp)
+    flops = work * share / count * length * _token_flops(shape, length) / (dims.tp * dims.cp * dims.pp)
     each = max(flops / (MFU * gpu.flops), launches * shape.layers / dims.pp * LAUNCH_S)
     # The first micro-batch reaches the last pipeline stage when the others have worked on it.
     return (count + dims.pp - 1) * each

@@ -142,7 +142,8 @@ def lines(waiting: Waiting, config: Config) -> list[str]:
     elif shortest is present:
         said.append(f"no other division makes the step shorter by {CLOSE:.0%} or more")
     else:
-        how = "colocated" if shortest.colocated else f"{shortest.engine_gpus} of the GPUs for engines, one step off"
+        apart = f"{shortest.engine_gpus} of the GPUs for engines that work while the policy trains"
+        how = "colocated engines" if shortest.colocated else apart
         said.append(f"shortest step: {_seconds(shortest.seconds)} s with {how}; the overrides for it:")
         said.append(shlex.join(shortest.overrides))
         if shortest.instead_of:
