@@ -10,10 +10,12 @@ from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
+from nemo_rl_lite.planning import waiting as waiting_table
 from nemo_rl_lite.planning.alternatives import MicroBatchLimit, largest_micro_batch, preset_budgets
 from nemo_rl_lite.planning.budget import Budget, budget, refit_bytes
 from nemo_rl_lite.planning.layout import Row, batch_rows, parallel_rows, rank_rows
 from nemo_rl_lite.planning.memory_table import headers, render, size, title
+from nemo_rl_lite.planning.waiting import Basis, Waiting, predict_waiting
 
 RANK_ROWS = 24
 
@@ -30,6 +32,8 @@ class Plan:
     micro_batch: MicroBatchLimit
     presets: dict[str, Budget | str]
     """By name; the reason where the rules refuse the preset."""
+    waiting: Waiting | None
+    """None without engines on GPUs."""
 
     @property
     def fits(self) -> bool:
@@ -50,9 +54,14 @@ def make_plan(
     shape: ModelShape,
     gpu: tuple[str, int],
     host_bytes: int | None,
+    basis: Basis | None = None,
 ) -> Plan:
-    """`overrides` are those that `config` was composed from; `gpu` is a name and its bytes, ignored for CPUs."""
+    """`overrides` are those that `config` was composed from; `gpu` is a name and its bytes, ignored for CPUs; the
+    seconds of a step rest on `basis`, or on assumptions."""
     name, nbytes = gpu if on_gpus(config) else ("CPUs", None)
+    waiting = None
+    if generates(config) and nbytes is not None:
+        waiting = predict_waiting(config, overrides, shape, nbytes, basis or Basis.assumed(config))
     return Plan(
         config,
         shape,
@@ -61,6 +70,7 @@ def make_plan(
         budget(config, shape, nbytes),
         largest_micro_batch(config, shape, nbytes),
         dict(preset_budgets(overrides, shape, nbytes)) if on_gpus(config) else {},
+        waiting,
     )
 
 
@@ -82,6 +92,10 @@ def show(plan: Plan, console: RunConsole) -> None:
         for name, reason in plan.presets.items():
             if isinstance(reason, str):
                 console.say(f"offload={name} is refused here: {reason}")
+    if plan.waiting:
+        console.table("seconds of a step", waiting_table.HEADERS, waiting_table.rows(plan.waiting))
+        for line in waiting_table.lines(plan.waiting, config):
+            console.say(line)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -115,7 +129,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             for name, one in plan.presets.items()
         },
         "presets_that_fit": plan.fitting_presets,
-    } | _refit_json(plan)
+    } | _generation_json(plan)
 
 
 def _residency(plan: Plan) -> Residency:
@@ -158,7 +172,7 @@ def _verdict(plan: Plan) -> list[str]:
         for_what = ", for what leaves the GPUs and for reference weights" if on_gpus(plan.config) else ""
         word = "host memory" if plan.fits_host(one) else "HOST MEMORY DOES NOT SUFFICE"
         lines.append(f"{word}: {size(one.host)}{there} a machine{for_what}")
-    if generates(plan.config) and on_gpus(plan.config):
+    if plan.waiting:
         lines.append(f"a refit: {size(refit_bytes(plan.config, plan.shape))}")
     if not plan.fits:
         others = ", ".join(f"offload={preset}" for preset in plan.fitting_presets)
@@ -183,7 +197,8 @@ def _word(plan: Plan, one: Budget) -> str:
     return "fits" if plan.fits_host(one) else "host too small"
 
 
-def _refit_json(plan: Plan) -> dict[str, Any]:
-    if not generates(plan.config) or not on_gpus(plan.config):
+def _generation_json(plan: Plan) -> dict[str, Any]:
+    if plan.waiting is None:
         return {}
-    return {"refit": {"bytes": refit_bytes(plan.config, plan.shape)}}
+    refit = {"bytes": refit_bytes(plan.config, plan.shape)}
+    return {"refit": refit, "step": waiting_table.as_json(plan.waiting)}

@@ -20,6 +20,8 @@ REFIT = record.ROOT / "docs" / "refit.md"
 SUPERVISED = record.ROOT / "docs" / "supervised.md"
 RELIABILITY = record.ROOT / "docs" / "reliability.md"
 ROLLOUTS = record.ROOT / "docs" / "rollouts.md"
+ASYNC = record.ROOT / "docs" / "async.md"
+PHASES = ("generation", "logprob", "train", "refit", "whole step")
 WAYS = ("offline", "stepped", "stepped without logprobs", "stepped without seeds", "stepped, own process", "async")
 
 
@@ -132,6 +134,12 @@ TABLES = {
     "rate table": Table(ROLLOUTS, "rollouts-rate", "1x-h100", ("generation, before", "generation, now")),
     "balance table": Table(ROLLOUTS, "rollouts-balance", "cpu-2cores"),
     "dynamic sampling table": Table(ROLLOUTS, "rollouts-dynamic-sampling", "cpu-2cores"),
+    "plan time table": Table(
+        ASYNC,
+        "plan-time-against-measured",
+        "cpu-2cores",
+        tuple(f"{phase}: predicted over measured" for phase in PHASES),
+    ),
     "tools table": Table(ROLLOUTS, "rollouts-tools", "cpu-2cores"),
     "largest table": Table(
         MEMORY,

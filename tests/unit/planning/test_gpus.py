@@ -21,4 +21,9 @@ def test_this_machines_or_an_assumed_one(monkeypatch):
     monkeypatch.setattr(gpus, "gpu_bytes", lambda: 5)
     assert gpus.size_of(None) == ("this machine's GPU", 5)
     monkeypatch.setattr(gpus, "gpu_bytes", lambda: None)
-    assert gpus.size_of(None) == ("H100 (none is here)", gpus.KNOWN["H100"] * 2**20)
+    assert gpus.size_of(None) == ("H100 (none is here)", gpus.KNOWN["H100"].mib * 2**20)
+
+
+@pytest.mark.parametrize(("size", "name"), [("80GB", "H100"), ("141GiB", "H200"), ("24GiB", "RTX4090")])
+def test_a_size_alone_gets_the_rates_of_the_nearest_gpu(size, name):
+    assert gpus.speed_of(gpus.parse_size(size)) == (name, gpus.KNOWN[name])

@@ -11,6 +11,7 @@ from nemo_rl_lite import plan
 from nemo_rl_lite.models.known import KNOWN_MODELS
 from nemo_rl_lite.models.shape import NoModelError
 from nemo_rl_lite.run.command import launch
+from tests.unit.planning.test_measured_run import write_run
 from tests.unit.rules.test_compose import HEAVY
 
 
@@ -37,6 +38,48 @@ def test_json_has_the_same_numbers(capsys):
     train_phase = sum(cell["device"] for cell in numbers["memory"]["train"].values())
     assert numbers["device_bytes"]["train"] == train_phase + numbers["refit_buffers"]["train"] + numbers["overhead"]
     assert "pinned" in numbers["presets_that_fit"] and numbers["refit"]["bytes"] == pytest.approx(16.4e9, rel=0.01)
+
+
+APART = [
+    *("recipes=grpo-qwen3-8b-1n8g-tp2", "offload=none", "generation.colocated.enabled=false"),
+    *("generation.colocated.resources.gpus_per_node=4", "--gpu", "H200"),
+]
+
+
+def test_it_says_who_waits_for_whom(capsys):
+    _, text, _ = ends_with(APART, capsys)
+    assert "4 (now)" in text and "the policy waits" in text and "responses of 1536" in text
+    _, text, _ = ends_with([*APART, "--mean-length", "300"], capsys)
+    assert "responses of 300, the longest of 3072 (as --mean-length says)" in text
+    _, text, _ = ends_with([*APART, "--json"], capsys)
+    step = json.loads(text)["step"]
+    assert step["rates_of"] == "H200" and step["present"]["engine_gpus"] == 4 and len(step["apart"]) == 7
+    phases = step["present"]["time"]
+    assert step["present"]["in_turn"] == pytest.approx(sum(phases.values()))
+    assert step["apart"][0]["reason"] and step["shortest"]["overrides"] == ["generation.colocated.enabled=true"]
+
+
+def test_from_a_run(capsys, tmp_path):
+    recipe = [one for one in APART if one not in ("--gpu", "H200")]
+    write_run(tmp_path, recipe)
+    _, text, _ = ends_with([*APART, "--from-run", str(tmp_path)], capsys)
+    assert f"responses of 200, the longest of 480 (measured in {tmp_path})" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*APART, "--mean-length", "4000"], "--mean-length = '4000'"),
+        ([*APART, "--mean-length", "0"], "--mean-length = '0'"),
+        ([*APART, "--mean-length", "30", "--from-run", "."], "not allowed with argument --mean-length"),
+        ([*APART, "--from-run", "nowhere"], "is no run's folder"),
+        (["algorithm=sft", "--from-run", "."], "--from-run\n      is about the seconds of engines on GPUs"),
+        (["--mean-length", "30"], "--mean-length\n      is about the seconds of engines on GPUs"),
+    ],
+)
+def test_lengths_and_runs_that_cannot_be_used(arguments, words, capsys):
+    status, _, error = ends_with(arguments, capsys)
+    assert status == 2 and words in error
 
 
 def test_a_mistake_is_one_line(capsys, tmp_path):

@@ -1,0 +1,155 @@
+"""Seconds of the phases, against figures computed by hand."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from nemo_rl_lite.models.known import KNOWN_MODELS
+from nemo_rl_lite.models.shape import model_shape
+from nemo_rl_lite.planning.gpus import Gpu
+from nemo_rl_lite.planning.phase_time import (
+    ENGINE_STEP_S,
+    LAUNCH_S,
+    MFU,
+    READS,
+    REQUEST_S,
+    Lengths,
+    generation_seconds,
+    logprob_seconds,
+    optimizer_step_seconds,
+)
+from nemo_rl_lite.rules.compose import compose_config
+
+ROOT = Path(__file__).parents[3]
+SHAPE = model_shape(KNOWN_MODELS["Qwen/Qwen3-8B"])
+# Qwen3-8B: 36 layers; 8.19 B parameters, of which 0.62 B are the embedding, where nothing is multiplied. Queries are
+# 4096 wide. A token takes 2 x 36 x 8 x 128 x 2 bytes of the KV cache.
+MATRICES, LAYERS, QUERIES, CACHE = 7.568e9, 36, 4096, 147456
+LENGTHS = Lengths(prompt=100, mean=300, longest=500)
+# 32 prompts x 8 samples of 400 tokens.
+SAMPLES, TOKENS = 256, 102_400
+GPUS = [
+    *("policy=megatron_gpu", "generation=vllm_gpu", "policy.model_name=Qwen/Qwen3-8B", "cluster.gpus_per_node=8"),
+    *("algorithm.num_prompts_per_step=32", "algorithm.num_generations_per_prompt=8", "generation.max_new_tokens=512"),
+    *("policy.max_total_sequence_length=1024", "policy.train_global_batch_size=256"),
+    *("policy.sequence_packing.train_mb_tokens=8192", "policy.sequence_packing.logprob_mb_tokens=8192"),
+]
+SLOW_TO_COMPUTE, SLOW_TO_READ = Gpu(0, 1e13, 1e30), Gpu(0, 1e30, 1e12)
+MEMORY = 80 * 2**30
+
+
+def test_the_policys_phases_take_their_flops():
+    config = compose_config(GPUS)
+    forward = TOKENS / 8 * (2 * MATRICES + 2 * LAYERS * QUERIES * 400) / (MFU * 1e13)
+    assert logprob_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(forward, rel=1e-3)
+    assert optimizer_step_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(3 * forward, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("key", "work"),
+    [("activation_checkpointing=true", 4), ("peft.enabled=true", 2), ("tensor_model_parallel_size=2", 3)],
+)
+def test_what_training_computes_again_or_not_at_all(key, work):
+    """Tensor parallel ranks have half of the matrices and twice the tokens."""
+    config = compose_config([*GPUS, f"policy.megatron_cfg.{key}"])
+    forward = TOKENS / 8 * (2 * MATRICES + 2 * LAYERS * QUERIES * 400) / (MFU * 1e13)
+    assert optimizer_step_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(work * forward, rel=1e-3)
+
+
+def test_small_micro_batches_take_their_launches():
+    """A rank has 12,800 tokens, which are two packs; padded, its 32 sequences are 16 pairs."""
+    packed = compose_config(GPUS)
+    assert logprob_seconds(packed, SHAPE, SLOW_TO_READ, LENGTHS) == pytest.approx(2 * LAYERS * LAUNCH_S)
+    assert optimizer_step_seconds(packed, SHAPE, SLOW_TO_READ, LENGTHS) == pytest.approx(2 * 2 * LAYERS * LAUNCH_S)
+    sizes = ["policy.train_micro_batch_size=2", "policy.logprob_batch_size=2"]
+    padded = compose_config([*GPUS, "policy.sequence_packing.enabled=false", *sizes])
+    assert logprob_seconds(padded, SHAPE, SLOW_TO_READ, LENGTHS) == pytest.approx(16 * LAYERS * LAUNCH_S)
+
+
+def test_a_pipeline_fills_and_drains():
+    """Four replicas of two stages: 25,600 tokens are four packs, and five turns of half of the layers."""
+    config = compose_config([*GPUS, "policy.megatron_cfg.pipeline_model_parallel_size=2"])
+    assert logprob_seconds(config, SHAPE, SLOW_TO_READ, LENGTHS) == pytest.approx(5 * LAYERS / 2 * LAUNCH_S)
+
+
+def test_the_cpu_optimizer_takes_its_parameters():
+    config = compose_config([*GPUS, "offload=cpu_optimizer"])
+    without = optimizer_step_seconds(compose_config(GPUS), SHAPE, SLOW_TO_READ, LENGTHS)
+    more = optimizer_step_seconds(config, SHAPE, SLOW_TO_READ, LENGTHS) - without
+    assert more == pytest.approx(8.19e9 / 8 * 8e-10, rel=1e-2)
+
+
+def test_engines_read_weights_and_caches():
+    """Each of 8 engines has 32 requests, and room for all."""
+    config = compose_config(GPUS)
+    read = 500 * 2 * 8.19e9 + 32 * 300 * (100 + 150) * CACHE
+    own = 500 * ENGINE_STEP_S + 32 * REQUEST_S
+    seconds = generation_seconds(config, SHAPE, SLOW_TO_READ, MEMORY, LENGTHS)
+    assert seconds == pytest.approx(read / (READS * 1e12) + own, rel=1e-3)
+
+
+def test_engines_compute_where_that_takes_longer():
+    """The 4 prompts of an engine are computed once, and each of its 9,600 tokens."""
+    config = compose_config(GPUS)
+    flops = 400 * (2 * MATRICES + 2 * LAYERS * QUERIES * 100) + 9600 * (2 * MATRICES + 2 * LAYERS * QUERIES * 400)
+    seconds = generation_seconds(config, SHAPE, SLOW_TO_COMPUTE, MEMORY, LENGTHS)
+    assert seconds == pytest.approx(flops / (MFU * 1e13) + 500 * ENGINE_STEP_S + 32 * REQUEST_S, rel=1e-3)
+
+
+@pytest.mark.parametrize("limit", ["requests", "memory"])
+def test_requests_wait_for_room(limit):
+    """With room for 8 of 32 requests, an engine takes 4 x 300 + 200 steps instead of 500."""
+    cache_of_8 = 8 * 400 * CACHE
+    memory = int((2 * 8.19e9 + cache_of_8 + CACHE * 10) / 0.5) if limit == "memory" else MEMORY
+    more = ["generation.vllm_cfg.max_num_seqs=8"] if limit == "requests" else []
+    config = compose_config([*GPUS, "generation.vllm_cfg.gpu_memory_utilization=0.5", *more])
+    seconds = generation_seconds(config, SHAPE, Gpu(0, 1e30, 1e30), memory, LENGTHS)
+    assert seconds == pytest.approx(1400 * ENGINE_STEP_S + 32 * REQUEST_S, rel=1e-2)
+
+
+def test_experts_that_a_token_does_not_visit_are_not_computed():
+    sparse = replace(SHAPE, experts=64, experts_per_token=1, expert_ffn=SHAPE.ffn, dense_layers=0)
+    config = compose_config(GPUS)
+    dense = logprob_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS)
+    assert logprob_seconds(config, sparse, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(dense, rel=1e-2)
+
+
+def apart(engines: int) -> list[str]:
+    return ["generation.colocated.enabled=false", f"generation.colocated.resources.gpus_per_node={engines}"]
+
+
+def test_more_engines_never_take_longer_and_never_does_a_policy_of_more_gpus():
+    config = {engines: compose_config([*GPUS, *apart(engines)]) for engines in (4, 6, 7)}
+    for gpu in (SLOW_TO_COMPUTE, SLOW_TO_READ, Gpu(0, 1e15, 3e12)):
+        generation = [generation_seconds(one, SHAPE, gpu, MEMORY, LENGTHS) for one in config.values()]
+        assert generation == sorted(generation, reverse=True)
+        training = [optimizer_step_seconds(one, SHAPE, gpu, LENGTHS) for one in config.values()]
+        assert training == sorted(training)
+
+
+@pytest.fixture(scope="module")
+def compared():
+    """Run -> phase -> predicted and measured seconds, of the recorded runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, str(ROOT / "scripts" / "bench")])
+        import plan_time
+
+        return {run["name"]: {row[0]: row[2:] for row in plan_time.of_run(run)} for run in plan_time.runs()}
+
+
+@pytest.mark.parametrize("phase", ["generation", "logprob", "train"])
+def test_predictions_are_near_what_runs_measured(compared, phase):
+    found = [run[phase] for run in compared.values() if phase in run]
+    ratios = [predicted / measured for predicted, measured in found]
+    assert len(ratios) >= 20 and 0.85 < median(ratios) < 1.15
+    assert sum(2 / 3 < ratio < 1.5 for ratio in ratios) >= 0.9 * len(ratios)
+
+
+def test_a_division_is_compared_better_than_its_seconds(compared):
+    """Two H200 that take turns, against one for each side."""
+    runs = ("qwen3-1.7b-noncolocated-1-1", "refit-dp2-2")
+    predicted, measured = zip(*(compared[name]["whole step"] for name in runs), strict=True)
+    assert predicted[0] / predicted[1] == pytest.approx(measured[0] / measured[1], rel=0.1)
