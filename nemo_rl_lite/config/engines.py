@@ -116,4 +116,5 @@ def engine_of(config: Config) -> Engine:
 
 def engines_sleep(config: Config) -> bool:
     """Whether this run's engines give their memory to the policy between generation phases."""
-    return on_gpus(config) and engine_of(config).can_sleep
+    colocated = config.generation.colocated
+    return on_gpus(config) and engine_of(config).can_sleep and colocated.enabled and colocated.sleep

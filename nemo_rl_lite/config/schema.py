@@ -240,6 +240,7 @@ class GenerationResources:
 @dataclass(frozen=True, config=STRICT)
 class ColocationConfig:
     enabled: bool
+    sleep: bool
     resources: GenerationResources
 
 

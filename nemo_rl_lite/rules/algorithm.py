@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from nemo_rl_lite.config.engines import engines_sleep
 from nemo_rl_lite.config.schema import Config, DPOConfig, GRPOConfig, SupervisedConfig
 from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
 from nemo_rl_lite.data.sources import TASKS
@@ -44,9 +45,10 @@ def older_rollouts_are_corrected(config: Config) -> Iterator[Violation]:
     key, source = "algorithm.rollouts.source", options.rollouts.source
     if source == "on_policy":
         return
-    if config.generation.colocated.enabled:
-        rule_text = "generates while the policy trains, so the engines need devices of their own"
-        yield Violation(key, source, rule_text, "generation.colocated.enabled=false, or the source on_policy")
+    if engines_sleep(config):
+        rule_text = "generates while the policy trains, when engines on the policy's GPUs sleep"
+        fix = "generation.colocated.enabled=false, or generation.colocated.sleep=false where both fit on a GPU"
+        yield Violation(key, source, rule_text, fix)
     if options.loss is None and not options.loss_fn.use_importance_sampling_correction:
         rule_text = "trains on what older weights sampled, which the loss must correct"
         fix = (

@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS, compares, generates
-from nemo_rl_lite.config.engines import ENGINES
+from nemo_rl_lite.config.engines import ENGINES, engine_of
 from nemo_rl_lite.config.schema import AgentConfig, Config, EnvironmentConfig, GRPOConfig
 from nemo_rl_lite.config.sizes import batch_mode, has_endpoint, on_gpus
 from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
@@ -86,6 +86,11 @@ EFFECTS = (
     *(
         Effect(row.own_keys, lambda config, name=name: config.generation.backend == name, f"generation={name}")
         for name, row in ENGINES.items()
+    ),
+    Effect(
+        ("generation.colocated.sleep",),
+        lambda config: config.generation.colocated.enabled and on_gpus(config) and engine_of(config).can_sleep,
+        "generation.colocated.enabled=true, cluster.gpus_per_node=N and generation=vllm_gpu",
     ),
     Effect(
         ("generation.colocated.resources",),

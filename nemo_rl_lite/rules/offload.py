@@ -91,6 +91,9 @@ def somebody_needs_the_room(config: Config) -> Iterator[Violation]:
     elif leaving and not config.generation.colocated.enabled:
         rule_text = "makes room for engines on the policy's GPUs, and generation.colocated.enabled is off"
         yield Violation(key, leaving, rule_text, f"'{key}=[]', or offload=none")
+    elif leaving and not config.generation.colocated.sleep:
+        rule_text = "makes room for engines that wake up, and generation.colocated.sleep is off"
+        yield Violation(key, leaving, rule_text, f"'{key}=[]', or offload=none")
     if len(set(leaving)) < len(leaving):
         yield Violation(key, leaving, "names a component twice", f"'{key}=[{','.join(dict.fromkeys(leaving))}]'")
 

@@ -50,8 +50,25 @@ CASES = {
     "algorithm.beta=0.1": ["algorithm.beta", f"did you mean {LOSS}.reference_policy_kl_penalty?"],
     "algorithm.rollouts.source=one_step_off": [
         "algorithm.rollouts.source",
-        "fix: generation.colocated.enabled=false",
         f"fix: {LOSS}.use_importance_sampling_correction=true",
+    ],
+    "algorithm.rollouts.source=queue cluster.gpus_per_node=2 policy=megatron_gpu generation=vllm_gpu": [
+        "fix: generation.colocated.enabled=false, or generation.colocated.sleep=false",
+        f"fix: {LOSS}.use_importance_sampling_correction=true",
+    ],
+    "cluster.gpus_per_node=2 policy=megatron_gpu generation=vllm_gpu offload=pinned generation.colocated.sleep=false": [
+        "policy.offload_for_generation",
+        "generation.colocated.sleep is off",
+    ],
+    "generation.colocated.sleep=false": ["generation.colocated.sleep", "has no effect"],
+    "algorithm.rollouts.max_trajectory_age_steps=3": ["has no effect", "algorithm.rollouts.source=queue"],
+    "generation.vllm_cfg.recompute_kv_cache_after_weight_updates=true": [
+        "has no effect",
+        "in_flight_weight_updates=true",
+    ],
+    "algorithm.rollouts.max_trajectory_age_steps=0 algorithm.rollouts.source=queue": [
+        "max_trajectory_age_steps = 0",
+        "greater than or equal to 1",
     ],
     "algorithm=dpo algorithm.beta=0.1": ["did you mean algorithm.reference_policy_kl_penalty?"],
     f"{LOSS}.ratio_eps=0.2": [f"did you mean {LOSS}.ratio_clip_min and {LOSS}.ratio_clip_max?"],
