@@ -121,5 +121,5 @@ class Episode:
         for start, completion in self.turns:
             own = slice(start, start + len(completion.tokens))
             mask[own], logprobs[own] = [self.is_trained] * len(completion.tokens), completion.logprobs
-            ages[own] = [version - completion.version] * len(completion.tokens)
+            ages[own] = [version - sampled for sampled in completion.versions]
         return TokenRow(self.tokens, mask, logprobs, 0.0 if self.reward is None else advantage, ages)
