@@ -33,6 +33,7 @@ GROUPS = {
     "test_dpo": "here",
     "test_lora": "here",
     "test_judge": "here",
+    "test_corrections": "here",
     "test_resume": "here",
     "test_serving": "here",
 }

@@ -73,7 +73,7 @@ class GRPO:
             with timer("refit_check"):
                 checked = self.check()
             with timer("policy_and_reference_logprobs"):
-                batch = self.policy.hold(rollout.rows(advantages_PG.flatten().tolist()))
+                batch = self.policy.hold(rollout.rows(advantages_PG.flatten().tolist(), step - 1))
                 mismatch = self.policy.score(batch, self._compared)
             with timer("training_prep"):
                 self.policy.prepare_for_training()

@@ -48,7 +48,19 @@ class LossConfig:
     token_level_loss: bool
     sequence_level_importance_ratios: bool
     use_importance_sampling_correction: bool
+    importance_sampling_correction_level: Literal["token", "sequence"] | None
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"]
     truncated_importance_sampling_ratio: Annotated[float, Field(ge=1)] | None
+    truncated_importance_sampling_ratio_min: Annotated[float, Field(gt=0, le=1)] | None
+    sequence_rejection_ratio: Annotated[float, Field(ge=1)] | None
+    sequence_rejection_ratio_min: Annotated[float, Field(gt=0, le=1)] | None
+    token_veto_ratio: Annotated[float, Field(gt=0, lt=1)] | None
+
+    @property
+    def correction_level(self) -> Literal["token", "sequence"]:
+        """What has a weight of its own in the importance sampling correction."""
+        own = "sequence" if self.sequence_level_importance_ratios else "token"
+        return self.importance_sampling_correction_level or own
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -20,6 +20,8 @@ class TokenRow:
     generation_logprobs: Sequence[float] | None = None
     """The engine's logprobs of the tokens that it sampled, in nats; 0 for the others."""
     advantage: float | None = None
+    ages: Sequence[int] | None = None
+    """Optimizer steps from the weights that sampled the token to those that the step begins with; 0 for the others."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Batch:
     """[B, T]: logprobs under the engine that sampled the tokens, in nats."""
     advantages: Tensor | None = None
     """[B]."""
+    ages: Tensor | None = None
+    """[B, T], int64: optimizer steps from the weights that sampled the tokens to those that the step begins with."""
     previous_logprobs: Tensor | None = None
     """[B, T]: logprobs under the policy before the first optimizer step on these rows."""
     reference_logprobs: Tensor | None = None
@@ -58,13 +62,16 @@ class Batch:
         shape = (len(rows), max(lengths))
         tokens_BT, mask_BT = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
         logprobs_BT = None if rows[0].generation_logprobs is None else torch.zeros(shape)
+        ages_BT = None if rows[0].ages is None else torch.zeros(shape, dtype=torch.int64)
         for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             tokens_BT[place, :length] = torch.tensor(row.tokens)
             mask_BT[place, :length] = torch.tensor(row.mask, dtype=torch.float32)
             if logprobs_BT is not None:
                 logprobs_BT[place, :length] = torch.tensor(row.generation_logprobs)
+            if ages_BT is not None:
+                ages_BT[place, :length] = torch.tensor(row.ages)
         advantages_B = None if rows[0].advantage is None else torch.tensor([row.advantage for row in rows])
-        return cls(tokens_BT, torch.tensor(lengths), mask_BT, logprobs_BT, advantages_B)
+        return cls(tokens_BT, torch.tensor(lengths), mask_BT, logprobs_BT, advantages_B, ages_BT)
 
     def rows(self, index: Tensor | slice, width: int | None = None) -> "Batch":
         """The rows at `index`, cut to `width` tokens."""

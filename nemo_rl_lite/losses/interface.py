@@ -5,8 +5,10 @@ is the loss, however the batch was split.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import compress
 from typing import Literal, Protocol
 
 import torch
@@ -25,19 +27,27 @@ class Normalizers:
 
     tokens: float
     sequences: float
+    tokens_by_age: Mapping[int, int] = field(default_factory=dict)
+    """Of these tokens, how many have each age (`TokenRow.ages`); empty where the rows have none."""
 
 
 def count_masked(rows: Sequence[TokenRow]) -> Normalizers:
-    """The counts of `rows`, at least 1 each."""
+    """The counts of `rows`; tokens and sequences are at least 1."""
     tokens = [sum(row.mask) for row in rows]
-    return Normalizers(tokens=max(float(sum(tokens)), 1.0), sequences=max(float(sum(map(bool, tokens))), 1.0))
+    ages: Counter[int] = Counter()
+    for row in rows:
+        ages.update(compress(row.ages or (), row.mask))
+    sequences = float(sum(map(bool, tokens)))
+    return Normalizers(max(float(sum(tokens)), 1.0), max(sequences, 1.0), dict(sorted(ages.items())))
 
 
 class Loss(Protocol):
     """What a policy trains with. It is pickled and sent to the workers.
 
-    Two attributes are optional. `needs`, a set of `Need`: what the loss reads of the policy besides the tokens'
+    Three attributes are optional. `needs`, a set of `Need`: what the loss reads of the policy besides the tokens'
     logprobs; `Batch` has a field for each. `topk`, an int: how many logits of each token `topk_logits` has.
+    `summarize(metrics)`, a method: the metrics to log of a global batch, from those that its shares add up to; for
+    what does not add up, such as a quotient of two sums.
     """
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
@@ -76,9 +86,20 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask > 0, values, 0.0).sum()
 
 
+def mean_over_tokens(values: Tensor, mask_BT: Tensor, counts: Normalizers) -> Tensor:
+    """This micro-batch's share of a mean over the tokens of the global batch, of values that broadcast to [B, T]."""
+    return masked_sum(values.float().expand_as(mask_BT), mask_BT) / counts.tokens
+
+
 def combine_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Metrics of micro-batches or ranks -> of the whole: minima and maxima of `*_min` and `*_max`, sums of the rest."""
     return {name: _combining(name)([part[name] for part in parts]) for name in parts[0]}
+
+
+def summary(loss: Loss, shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of a global batch as `loss` has them logged, from those of all its shares."""
+    metrics = combine_metrics(shares)
+    return getattr(loss, "summarize", dict)(metrics)
 
 
 def _combining(name: str) -> Callable[[list[float]], float]:

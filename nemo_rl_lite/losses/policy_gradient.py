@@ -1,6 +1,5 @@
 """The policy-gradient loss of GRPO and its variants as a pure function of logprobs. Shapes: B sequences, T tokens."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +8,8 @@ from torch import Tensor
 
 from nemo_rl_lite.config.schema import GRPOConfig, LossConfig
 from nemo_rl_lite.losses.batch import Batch, TokenRow
-from nemo_rl_lite.losses.interface import Metrics, Normalizers, count_masked, masked_sum
+from nemo_rl_lite.losses.correction import correction, corrects, summarize
+from nemo_rl_lite.losses.interface import Metrics, Normalizers, count_masked, masked_sum, mean_over_tokens
 
 
 @dataclass(frozen=True)
@@ -17,14 +17,18 @@ class GRPOLoss:
     """The clipped policy-gradient loss with a KL penalty, of one micro-batch's current logprobs.
 
     Sources: PPO clipping (Schulman et al. 2017), GRPO (Shao et al. 2024), separate upper clip (DAPO, Yu et al. 2025),
-    dual clip (Ye et al. 2020), sequence-level ratios (GSPO, Zheng et al. 2025), KL estimators (Schulman 2020),
-    truncated importance sampling for the mismatch of the engines (Yao et al. 2025).
+    dual clip (Ye et al. 2020), sequence-level ratios (GSPO, Zheng et al. 2025), KL estimators (Schulman 2020); those of
+    the correction for the engines and for older rollouts are at `correction`.
     """
 
     config: LossConfig
 
     def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
         return count_masked(rows)
+
+    def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
+        """See `correction.summarize`."""
+        return summarize(metrics)
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
         """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value).
@@ -39,12 +43,13 @@ class GRPOLoss:
         logprobs_BT, previous_BT, generation_BT = (
             torch.where(mask_BT > 0, values, 0.0) for values in (logprobs_BT, previous_BT, generation_BT)
         )
-        ratio = self._over_sequence(logprobs_BT - previous_BT, mask_BT, mean=True).exp()
+        ratio = self._ratio(logprobs_BT - previous_BT, mask_BT)
         clipped = ratio.clamp(1 - self.config.ratio_clip_min, 1 + self.config.ratio_clip_max)
         loss = torch.maximum(-advantages_B1 * ratio, -advantages_B1 * clipped)
         if self.config.ratio_clip_c is not None:
             loss = torch.where(advantages_B1 < 0, loss.minimum(-advantages_B1 * self.config.ratio_clip_c), loss)
-        loss_BT = (loss * self._engine_correction(previous_BT - generation_BT, mask_BT)).expand_as(mask_BT)
+        corrected = correction(self.config, previous_BT - generation_BT, mask_BT)
+        loss_BT = (loss * corrected.weights).expand_as(mask_BT)
 
         kl_BT = None
         if self.config.reference_policy_kl_penalty > 0:
@@ -59,27 +64,22 @@ class GRPOLoss:
                 "approx_entropy": -((logprobs_BT - generation_BT).exp() * logprobs_BT).sum() / counts.tokens,
                 **_spread("probs_ratio", ratio, mask_BT, counts),
                 **_spread("probs_ratio_clamped", clipped, mask_BT, counts),
+                # The clip acts on one side for each sign of the advantage.
+                "clip_ratio/low": mean_over_tokens((ratio < clipped) & (advantages_B1 < 0), mask_BT, counts),
+                "clip_ratio/high": mean_over_tokens((ratio > clipped) & (advantages_B1 > 0), mask_BT, counts),
             }
+            if corrects(self.config):
+                metrics |= corrected.metrics(mask_BT, counts)
             if kl_BT is not None:
                 metrics["kl_penalty"] = masked_sum(kl_BT, mask_BT) / counts.tokens
             metrics["loss"] = total.detach().clone()
         return total, metrics
 
-    def _over_sequence(self, log_ratio_BT: Tensor, mask_BT: Tensor, mean: bool) -> Tensor:
-        """The log ratio of each token, [B, T], or, where one ratio stands for the sequence, its mean or sum over the
-        sequence, [B, 1]."""
+    def _ratio(self, log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """The ratio of each token, [B, T], or the geometric mean of a sequence's, [B, 1]."""
         if not self.config.sequence_level_importance_ratios:
-            return log_ratio_BT
-        tokens_B1 = mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
-        return log_ratio_BT.sum(dim=1, keepdim=True) / (tokens_B1 if mean else 1)
-
-    def _engine_correction(self, log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """Policy over engine probability of each token, or of the whole sequence (the product over its tokens)."""
-        if not self.config.use_importance_sampling_correction:
-            return torch.ones_like(log_ratio_BT)
-        weights = self._over_sequence(log_ratio_BT, mask_BT, mean=False).exp()
-        limit = self.config.truncated_importance_sampling_ratio
-        return weights if limit is None else weights.clamp(max=limit)
+            return log_ratio_BT.exp()
+        return (log_ratio_BT.sum(dim=1, keepdim=True) / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)).exp()
 
     def _kl(self, logprobs_BT: Tensor, reference_BT: Tensor, previous_BT: Tensor) -> Tensor:
         config = self.config
@@ -107,7 +107,7 @@ def _spread(name: str, values: Tensor, mask_BT: Tensor, counts: Normalizers) -> 
     values_BT = values.expand_as(mask_BT)
     kept = values_BT[mask_BT > 0]
     return {
-        name: masked_sum(values_BT, mask_BT) / counts.tokens,
+        name: mean_over_tokens(values, mask_BT, counts),
         f"{name}_min": kept.min() if kept.numel() else values_BT.new_tensor(float("inf")),
         f"{name}_max": kept.max() if kept.numel() else values_BT.new_tensor(float("-inf")),
     }
@@ -144,29 +144,3 @@ def kl_estimate(
         weight = (logprobs - sampled_with).exp()
         estimate = estimate * torch.where(d == whole, weight, weight.detach())
     return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)
-
-
-def mismatch_metrics(batch: Batch, tokens: float) -> dict[str, float]:
-    """How far the generation engine's logprobs of its own samples are from the policy's, over response tokens: this
-    batch's share of the metrics of a global batch with `tokens` such tokens.
-
-    `token_mult_prob_error` is the mean factor between the two probabilities (1 = equal; above 1.05 something is wrong);
-    `gen_kl_error`, `policy_kl_error` and `js_divergence_error` are k3 estimates in nats; `logprob_abs_diff_mean` and
-    `_max` are the tokens' mean and worst difference.
-    """
-    policy_BT, generation_BT = (values.double() for values in batch.require("previous_logprobs", "generation_logprobs"))
-    mask_BT = batch.mask
-    difference_BT = (policy_BT - generation_BT) * mask_BT
-    mixture_BT = torch.logaddexp(policy_BT, generation_BT) - math.log(2)
-
-    def k3(log_ratio_BT: Tensor) -> float:
-        return (masked_sum(log_ratio_BT.exp() - 1 - log_ratio_BT, mask_BT) / tokens).item()
-
-    return {
-        "token_mult_prob_error": (masked_sum(difference_BT.abs().exp(), mask_BT) / tokens).item(),
-        "gen_kl_error": k3(difference_BT),
-        "policy_kl_error": k3(-difference_BT),
-        "js_divergence_error": (k3(policy_BT - mixture_BT) + k3(generation_BT - mixture_BT)) / 2,
-        "logprob_abs_diff_mean": (difference_BT.abs().sum() / tokens).item(),
-        "logprob_abs_diff_max": difference_BT.abs().max().item(),
-    }

@@ -66,6 +66,8 @@ def _check(path: str, loss: Any) -> None:
         raise _error("loss", path, rule, fix)
     if unknown := sorted(map(str, set(needs) - set(get_args(Need)))):
         raise _error("loss", path, f"needs {', '.join(unknown)}", f"a loss can need {' and '.join(get_args(Need))}")
+    if not callable(summarize := getattr(loss, "summarize", dict)):
+        raise _error("loss", path, f"has summarize = {summarize!r}, which cannot be called", fix)
     topk = getattr(loss, "topk", None)
     if "topk_logits" in needs and (not isinstance(topk, int) or topk < 1):
         raise _error("loss", path, f"needs topk_logits and has no int `topk` above 0, but {topk!r}", fix)

@@ -11,6 +11,7 @@ from nemo_rl_lite.config.sizes import all_gpus, generation_gpus, policy_ranks
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.planning.step_time import StepTime
 from nemo_rl_lite.rules.compose import compose_command
+from nemo_rl_lite.rules.loss import corrects_age
 
 _COLOCATED, _SOURCE, _LOSS = "generation.colocated", "algorithm.rollouts.source", "algorithm.loss_fn"
 _RESOURCES = [f"{_COLOCATED}.resources.{name}" for name in ("num_nodes", "gpus_per_node")]
@@ -84,7 +85,7 @@ class Search:
         options = self.config.options(GRPOConfig)
         if options.rollouts.source != "on_policy":
             return []
-        corrects = options.loss is not None or options.loss_fn.use_importance_sampling_correction
+        corrects = options.loss is not None or corrects_age(options.loss_fn)
         return [f"{_SOURCE}=one_step_off", *([] if corrects else _CORRECTED)]
 
     def _first(self, ways: Sequence[Sequence[str]], engine_gpus: int, policy_gpus: int) -> Split | Refusal:

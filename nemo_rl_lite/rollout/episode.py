@@ -113,11 +113,13 @@ class Episode:
         """Whether the loss is over the episode."""
         return self.reward is not None and not self.is_left_out
 
-    def row(self, advantage: float) -> TokenRow:
-        """The episode to train on: the loss is on the tokens that the policy sampled, or on none where the episode is
-        left out or has no reward."""
-        mask, logprobs = [False] * len(self.tokens), [0.0] * len(self.tokens)
+    def row(self, advantage: float, version: int) -> TokenRow:
+        """The episode to train on, by a policy of this version: the loss is on the tokens that were sampled, or on none
+        where the episode is left out or has no reward."""
+        length = len(self.tokens)
+        mask, logprobs, ages = [False] * length, [0.0] * length, [0] * length
         for start, completion in self.turns:
             own = slice(start, start + len(completion.tokens))
             mask[own], logprobs[own] = [self.is_trained] * len(completion.tokens), completion.logprobs
-        return TokenRow(self.tokens, mask, logprobs, 0.0 if self.reward is None else advantage)
+            ages[own] = [version - sampled for sampled in completion.versions]
+        return TokenRow(self.tokens, mask, logprobs, 0.0 if self.reward is None else advantage, ages)

@@ -50,9 +50,10 @@ class Rollout:
         """Tokens that the policy sampled."""
         return sum(episode.generated for episode in self.episodes)
 
-    def rows(self, advantages: Sequence[float]) -> list[TokenRow]:
-        """The episodes to train on, with an advantage each. Those whose reward failed have no token with a loss."""
-        return [episode.row(advantage) for episode, advantage in zip(self.episodes, advantages, strict=True)]
+    def rows(self, advantages: Sequence[float], version: int) -> list[TokenRow]:
+        """The episodes to train on, with an advantage each, by a policy of this version. Those whose reward failed have
+        no token with a loss."""
+        return [episode.row(advantage, version) for episode, advantage in zip(self.episodes, advantages, strict=True)]
 
     def metrics(self) -> dict[str, float]:
         """Rollout metrics under NeMo-RL's names."""

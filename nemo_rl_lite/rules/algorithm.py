@@ -6,8 +6,9 @@ from nemo_rl_lite.config.engines import engines_sleep
 from nemo_rl_lite.config.schema import Config, DPOConfig, GRPOConfig, SupervisedConfig
 from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
 from nemo_rl_lite.data.sources import TASKS
-from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rules.base import rule
+from nemo_rl_lite.rules.loss import corrects_age
 
 
 @rule("algorithm.num_generations_per_prompt", options=GRPOConfig)
@@ -49,57 +50,13 @@ def older_rollouts_are_corrected(config: Config) -> Iterator[Violation]:
         rule_text = "generates while the policy trains, when engines on the policy's GPUs sleep"
         fix = "generation.colocated.enabled=false, or generation.colocated.sleep=false where both fit on a GPU"
         yield Violation(key, source, rule_text, fix)
-    if options.loss is None and not options.loss_fn.use_importance_sampling_correction:
+    if options.loss is None and not corrects_age(options.loss_fn):
         rule_text = "trains on what older weights sampled, which the loss must correct"
         fix = (
             "algorithm.loss_fn.use_importance_sampling_correction=true "
             "algorithm.loss_fn.truncated_importance_sampling_ratio=2"
         )
         yield Violation(key, source, rule_text, fix)
-
-
-@rule("algorithm.loss_fn", options=GRPOConfig)
-def loss_options_agree(config: Config) -> Iterator[Violation]:
-    loss = config.options(GRPOConfig).loss_fn
-    prefix = "algorithm.loss_fn"
-    if loss.sequence_level_importance_ratios and loss.token_level_loss:
-        key = f"{prefix}.sequence_level_importance_ratios"
-        yield Violation(key, True, "needs a sequence-level loss", f"{prefix}.token_level_loss=false")
-    if loss.truncated_importance_sampling_ratio is not None and not loss.use_importance_sampling_correction:
-        key = f"{prefix}.truncated_importance_sampling_ratio"
-        fix = f"{prefix}.use_importance_sampling_correction=true, or {key}=null"
-        yield Violation(key, loss.truncated_importance_sampling_ratio, "limits a correction that is off", fix)
-    plain_k1 = loss.reference_policy_kl_type == "k1" and not loss.use_bias_correction_kl
-    if plain_k1 and loss.reference_policy_kl_penalty:
-        key = f"{prefix}.use_bias_correction_kl"
-        fix = f"{key}=true, or {prefix}.reference_policy_kl_type=k2"
-        yield Violation(key, False, "leaves k1 with a gradient that averages to zero", fix)
-    if loss.ratio_clip_c is not None and loss.ratio_clip_c <= 1 + loss.ratio_clip_max:
-        key = f"{prefix}.ratio_clip_c"
-        limit = 1 + loss.ratio_clip_max
-        yield Violation(key, loss.ratio_clip_c, f"must exceed 1 + ratio_clip_max = {limit:g}", f"{key}=3.0")
-
-
-@rule("algorithm", "policy.megatron_cfg.tensor_model_parallel_size")
-def own_loss_can_be_made(config: Config) -> Iterator[Violation]:
-    if config.algorithm.loss is None:
-        if config.algorithm.loss_kwargs:
-            rule_text, fix = "belong to algorithm.loss, which is null", "algorithm.loss=package.module.Class"
-            yield Violation("algorithm.loss_kwargs", config.algorithm.loss_kwargs, rule_text, fix)
-        return
-    # The import takes seconds, because a loss imports torch: only where there is one.
-    from nemo_rl_lite.losses.registry import make_loss
-
-    try:
-        loss = make_loss(config.algorithm)
-    except ConfigError as error:
-        yield from error.violations
-        return
-    tensor = config.policy.megatron_cfg.tensor_model_parallel_size
-    if "topk_logits" in getattr(loss, "needs", ()) and tensor > 1:
-        key = "policy.megatron_cfg.tensor_model_parallel_size"
-        rule_text = f"splits the vocabulary, and {config.algorithm.loss} needs topk_logits, which take all of it"
-        yield Violation(key, tensor, rule_text, f"{key}=1")
 
 
 @rule("algorithm.max_num_epochs", "algorithm.max_num_steps", "data.name", options=SupervisedConfig)

@@ -12,9 +12,10 @@ from nemo_rl_lite.environments import registry as environments
 from nemo_rl_lite.rewards.registry import INSTANT
 from nemo_rl_lite.rewards.terms import terms_of
 from nemo_rl_lite.rules.layout import MEGATRON
+from nemo_rl_lite.rules.loss_effects import LOSS_EFFECTS
 from nemo_rl_lite.rules.step_effects import STEP_EFFECTS, Effect, validates
 
-_OPTIMIZER, _LOSS = f"{MEGATRON}.optimizer", "algorithm.loss_fn"
+_OPTIMIZER = f"{MEGATRON}.optimizer"
 
 
 def _updates_in_flight(config: Config) -> bool:
@@ -171,19 +172,7 @@ EFFECTS = (
         lambda config: config.policy.megatron_cfg.scheduler.lr_warmup_iters > 0,
         f"{MEGATRON}.scheduler.lr_warmup_iters=10",
     ),
-    Effect(
-        tuple(
-            f"{_LOSS}.{name}"
-            for name in (
-                "reference_policy_kl_type",
-                "use_bias_correction_kl",
-                "kl_input_clamp_value",
-                "kl_output_clamp_value",
-            )
-        ),
-        compares,
-        f"{_LOSS}.reference_policy_kl_penalty=0.01",
-    ),
+    *LOSS_EFFECTS,
     *STEP_EFFECTS,
     Effect(
         ("algorithm.max_num_epochs",),

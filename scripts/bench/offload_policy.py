@@ -166,7 +166,7 @@ def steps_of(worker: Any, loss: GRPOLoss, steps: int, count: int, length: int) -
             worker.prepare_for_logprob()
         with timed(times, "logprob"):
             worker.hold(rows)
-            worker.score(("previous",), counts.tokens)
+            worker.score(("previous",), counts)
         with timed(times, "training preparation"):
             worker.prepare_for_training()
         with timed(times, "train"):

@@ -71,7 +71,7 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
 
     def score() -> tuple[np.ndarray | None, np.ndarray | None]:
         """The policy's and the reference's logprobs of this replica's rows, which the worker keeps."""
-        worker.score(("previous", "reference"), counts.tokens)
+        worker.score(("previous", "reference"), counts)
         held = worker._held["train"]
         if not place.reports:
             return None, None

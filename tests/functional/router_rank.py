@@ -65,7 +65,7 @@ def changes(model_folder: str, overrides: list[str]) -> dict[str, float]:
         rows = [TokenRow(own, [place > 4 for place in range(12)], [-1.0] * 12, advantage) for own in tokens]
         worker.hold(rows)
         worker.prepare_for_logprob()
-        worker.score(("previous", "reference"), 56.0)
+        worker.score(("previous", "reference"), loss.counts(rows))
         worker.prepare_for_training()
         worker.train(loss, loss.counts(rows))
 

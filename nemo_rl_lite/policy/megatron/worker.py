@@ -16,7 +16,7 @@ from nemo_rl_lite.config.schema import ClusterConfig, PolicyConfig, RefitConfig
 from nemo_rl_lite.host import numa
 from nemo_rl_lite.losses.batch import Batch, TokenRow
 from nemo_rl_lite.losses.interface import Loss, Metrics, Normalizers, combine_metrics, loss_of
-from nemo_rl_lite.losses.policy_gradient import mismatch_metrics
+from nemo_rl_lite.losses.mismatch import mismatch_metrics
 from nemo_rl_lite.models.hf_folder import on_host, write_hf_folder
 from nemo_rl_lite.observability import progress
 from nemo_rl_lite.observability.memory import MemoryMeter, Peaks
@@ -132,9 +132,9 @@ class MegatronWorker:
         """Keep this replica's share of a batch, padded to its longest row, instead of an older one of this name."""
         self._held[name] = Batch.padded(rows)
 
-    def score(self, which: Sequence[str], tokens: float, name: str = "train") -> dict[str, float] | None:
+    def score(self, which: Sequence[str], counts: Normalizers, name: str = "train") -> dict[str, float] | None:
         """Add `previous` or `reference` logprobs to a held batch, or both. Returns this replica's share
-        of the `mismatch_metrics` of a global batch with `tokens` response tokens, if engines sampled its rows."""
+        of the `mismatch_metrics` of a global batch with these counts, if engines sampled its rows."""
         batch = self._held[name]
         if "previous" in which:
             batch = replace(batch, previous_logprobs=self._logprobs(batch, then_train="reference" not in which))
@@ -148,7 +148,7 @@ class MegatronWorker:
         if not self._model.place.reports:
             return None
         compares = batch.previous_logprobs is not None and batch.generation_logprobs is not None
-        return mismatch_metrics(batch, tokens) if compares else {}
+        return mismatch_metrics(batch, counts) if compares else {}
 
     def evaluate(self, rows: int, loss: Loss, counts: Normalizers, name: str = "train") -> dict[str, float] | None:
         """The loss and its metrics of the first `rows` rows of a held batch; None where there are none."""

@@ -12,7 +12,7 @@ from nemo_rl_lite.cluster.workers import Call, WorkerGroup, wait
 from nemo_rl_lite.config.schema import RefitConfig
 from nemo_rl_lite.errors import CheckpointError, WorkerError
 from nemo_rl_lite.losses.batch import TokenRow
-from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked
+from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, summary
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.policy.interface import HeldBatch, Scored
 from nemo_rl_lite.policy.megatron.model import ParallelPlace
@@ -48,7 +48,7 @@ class RemotePolicy:
         return self._held[name]
 
     def score(self, batch: HeldBatch, which: Sequence[Scored]) -> dict[str, float]:
-        common = (tuple(which), count_masked(batch.rows).tokens, self._name(batch))
+        common = (tuple(which), count_masked(batch.rows), self._name(batch))
         return combine_metrics(self._on_replicas("score", None, *common, phase="logprobs"))
 
     def evaluate(self, batch: HeldBatch, loss: Loss) -> dict[str, float]:
@@ -56,7 +56,7 @@ class RemotePolicy:
         own = [(sum(index < whole for index in share),) for share in self._split(whole)]
         common = (loss, loss.counts(batch.rows), self._name(batch))
         replicas = self._on_replicas("evaluate", own, *common, phase="validation")
-        return combine_metrics([metrics for metrics in replicas if metrics is not None])
+        return summary(loss, [metrics for metrics in replicas if metrics is not None])
 
     def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> Tensor:
         """Any number of rows: copies of the last one fill up the replicas and are left out of the result."""
@@ -83,7 +83,7 @@ class RemotePolicy:
             counts = loss.counts(batch.rows[start : start + self._global_batch])
             own = slice(step * share, (step + 1) * share)
             replicas = self._on_replicas("train", None, loss, counts, own, self._name(batch))
-            steps.append(combine_metrics(replicas) | {name: replicas[0][name] for name in WHOLE_METRICS})
+            steps.append(summary(loss, replicas) | {name: replicas[0][name] for name in WHOLE_METRICS})
         totals = combine_metrics(steps)
         extremes = ("_min", "_max")
         return {name: value / (1 if name.endswith(extremes) else len(steps)) for name, value in totals.items()}

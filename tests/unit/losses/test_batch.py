@@ -6,8 +6,8 @@ from nemo_rl_lite.losses.batch import Batch, TokenRow
 from nemo_rl_lite.losses.interface import Normalizers, count_masked
 
 ROWS = [
-    TokenRow([5, 6, 7], [False, True, True], [0.0, -1.0, -2.0], 0.5),
-    TokenRow([8], [False], [0.0], -0.5),
+    TokenRow([5, 6, 7], [False, True, True], [0.0, -1.0, -2.0], 0.5, [0, 2, 1]),
+    TokenRow([8], [False], [0.0], -0.5, [0]),
 ]
 
 
@@ -17,6 +17,7 @@ def test_rows_are_padded_to_the_longest_of_them():
     assert batch.mask.tolist() == [[0, 1, 1], [0, 0, 0]] and batch.mask.dtype == torch.float32
     assert batch.generation_logprobs.tolist() == [[0, -1, -2], [0, 0, 0]]
     assert batch.advantages.tolist() == [0.5, -0.5] and batch.previous_logprobs is None
+    assert batch.ages.tolist() == [[0, 2, 1], [0, 0, 0]] and batch.ages.dtype == torch.int64
     assert Batch.padded(ROWS[1:]).tokens.shape == (1, 1)
 
 
@@ -27,5 +28,5 @@ def test_a_part_of_a_batch_is_a_part_of_all_of_its_fields():
 
 
 def test_counts_are_at_least_one():
-    assert count_masked(ROWS) == Normalizers(tokens=2.0, sequences=1.0)
+    assert count_masked(ROWS) == Normalizers(tokens=2.0, sequences=1.0, tokens_by_age={1: 1, 2: 1})
     assert count_masked(ROWS[1:]) == Normalizers(tokens=1.0, sequences=1.0)

@@ -5,7 +5,7 @@ import torch
 
 from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.losses.interface import combine_metrics, count_masked, loss_of
-from nemo_rl_lite.losses.policy_gradient import GRPOLoss, kl_estimate, mismatch_metrics
+from nemo_rl_lite.losses.policy_gradient import GRPOLoss, kl_estimate
 from tests.unit.losses.batches import batch_of, rows_of
 from tests.unit.losses.test_losses_match_trl import loss_config, our_loss, random_inputs
 
@@ -142,35 +142,6 @@ def test_a_sequence_ratio_has_a_sequence_correction_of_the_engine():
 def test_the_extreme_of_a_nan_is_nan_in_any_order(order):
     combined = combine_metrics([{"ratio_min": value, "ratio_max": value} for value in order])
     assert all(math.isnan(value) for value in combined.values())
-
-
-def mismatch(previous, generation, mask, tokens):
-    return mismatch_metrics(
-        batch_of({"previous_logprobs": previous, "generation_logprobs": generation, "mask": mask}), tokens
-    )
-
-
-def test_mismatch_metrics():
-    mask = torch.tensor([[0.0, 1.0, 1.0]])
-    same = torch.tensor([[-9.0, -1.0, -2.0]])
-    equal = mismatch(same, same, mask, 2)
-    assert equal["token_mult_prob_error"] == 1
-    assert equal["gen_kl_error"] == equal["policy_kl_error"] == equal["logprob_abs_diff_max"] == 0
-    assert equal["js_divergence_error"] == pytest.approx(0, abs=1e-12)
-    other = mismatch(same, same + torch.tensor([[5.0, 0.1, -0.2]]), mask, 2)
-    assert other["token_mult_prob_error"] == pytest.approx((math.exp(0.1) + math.exp(0.2)) / 2, rel=1e-5)
-    assert other["gen_kl_error"] == pytest.approx(
-        ((math.exp(-0.1) - 1 + 0.1) + (math.exp(0.2) - 1 - 0.2)) / 2, rel=1e-4
-    )
-    assert other["logprob_abs_diff_max"] == pytest.approx(0.2, rel=1e-5)
-
-
-def test_replicas_shares_of_the_mismatch_are_that_of_the_whole_rollout():
-    inputs = random_inputs()
-    tensors = [inputs[name] for name in ("previous_logprobs", "generation_logprobs", "mask")]
-    tokens = inputs["mask"].sum().item()
-    parts = [mismatch(*(values[rows] for values in tensors), tokens) for rows in (slice(0, 1), slice(1, 6))]
-    assert combine_metrics(parts) == pytest.approx(mismatch(*tensors, tokens), rel=1e-12)
 
 
 def test_a_loss_that_lacks_what_it_reads_says_so():

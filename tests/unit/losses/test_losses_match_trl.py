@@ -27,7 +27,13 @@ def loss_config(**changes) -> LossConfig:
         "token_level_loss": True,
         "sequence_level_importance_ratios": False,
         "use_importance_sampling_correction": False,
+        "importance_sampling_correction_level": None,
+        "truncated_importance_sampling_type": "tis",
         "truncated_importance_sampling_ratio": None,
+        "truncated_importance_sampling_ratio_min": None,
+        "sequence_rejection_ratio": None,
+        "sequence_rejection_ratio_min": None,
+        "token_veto_ratio": None,
     }
     return LossConfig(**(values | changes))
 

@@ -82,7 +82,7 @@ def test_an_agents_episode_is_that_of_an_environment_with_the_same_conversation(
     turns = Turns(InThisProcess("calculator", {"role": "user"}), 4)
     expected = collector(through_environment, turns).collect(Gathering(wanted(2), SAMPLING, 5))
     found = collect(through_agent, agent, samples=2)
-    assert found.rows([0.5, -0.5]) == expected.rows([0.5, -0.5]) and sum(found.rows([1.0, 1.0])[0].mask) == 20
+    assert found.rows([0.5, -0.5], 0) == expected.rows([0.5, -0.5], 0) and sum(found.rows([1.0, 1.0], 0)[0].mask) == 20
     assert sorted(one.seed for one in through_agent.asked) == sorted(one.seed for one in through_environment.asked)
     assert [one.said for one in found.episodes] == [one.said for one in expected.episodes]
     assert found.rewards_B.tolist() == expected.rewards_B.tolist() == [1, 1]
@@ -112,7 +112,7 @@ def test_an_agent_that_fails_costs_its_episode(how, said, caplog):
     rollout = collect(Book(), config("player", how=how), share=1.0)
     assert said in caplog.text and "the agent failed on" in caplog.text
     (episode,) = rollout.episodes
-    assert episode.ending == "error" and episode.reward is None and not any(rollout.rows([1.0])[0].mask)
+    assert episode.ending == "error" and episode.reward is None and not any(rollout.rows([1.0], 0)[0].mask)
     assert rollout.metrics()["environment_errors"] == 1 and rollout.metrics()["num_valid_samples"] == 0
 
 

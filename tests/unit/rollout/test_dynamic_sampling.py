@@ -115,7 +115,7 @@ def test_truncated_responses_are_left_out_and_long_ones_lose_reward():
     shaping = replace(source(["m"])[0].config.reward_shaping, overlong_buffer_length=4, overlong_buffer_penalty=0.5)
     own, _ = source(["m", "m long", "m"], overlong_filtering=True, reward_shaping=shaping)
     rollout = own.rollout(1)
-    rows = rollout.rows([1.0] * 12)
+    rows = rollout.rows([1.0] * 12, 0)
     assert [any(row.mask) for row in rows] == [True] * 4 + [False] * 4 + [True] * 4
     assert rollout.metrics()["left_out_samples"] == 4 and rollout.metrics()["num_valid_samples"] == 8
     assert rollout.rewards_B.tolist() == [1, 0, 0, 0, 0.5, -0.5, -0.5, -0.5, 1, 0, 0, 0]

@@ -38,12 +38,13 @@ def problems(*texts: str) -> list[Problem]:
 
 def test_sequences_masks_and_logprobs_line_up():
     rollout = collect(judged(lambda response, answer: float(response == answer)))
-    rows = rollout.rows([0.5, -0.5, 0.25, -0.25])
+    rows = rollout.rows([0.5, -0.5, 0.25, -0.25], 0)
     assert rows[0].tokens == [ord("a"), ord("|"), ord("A"), 0] and rows[0].mask == [False, False, True, True]
     assert [sum(row.mask) for row in rows] == [2, 4, 4, 1] and rollout.generated == 11
     assert rows[2].mask == [False] * 4 + [True] * 4
     assert rows[3].generation_logprobs == [0, 0, 0, 0, -1 / 8]
     assert [row.advantage for row in rows] == [0.5, -0.5, 0.25, -0.25]
+    assert rollout.rows([0.0] * 4, 3)[0].ages == [0, 0, 3, 3], "steps since version 0, which sampled it"
     assert rollout.rewards_B.tolist() == [1, 0, 1, 0]
     assert [episode.response for episode in rollout.episodes] == ["A", "BBBB", "XYZ", ""]
     metrics = rollout.metrics()
@@ -69,7 +70,7 @@ def test_a_reward_that_fails_leaves_its_sample_out(caplog):
     assert rollout.reward_errors == metrics["reward_errors"] == 1 and "ZeroDivisionError" in caplog.text
     assert metrics["reward"] == pytest.approx((1 + 1 / 4 + 1 / 3) / 3)
     assert metrics["num_valid_samples"] == 3 and metrics["global_valid_toks"] == 10
-    *kept, left_out = rollout.rows([0.5, -0.5, 0.25, 0.0])
+    *kept, left_out = rollout.rows([0.5, -0.5, 0.25, 0.0], 0)
     assert not any(left_out.mask) and left_out.advantage == 0 and all(any(row.mask) for row in kept)
     assert [sample.reward for sample in rollout.samples(9)] == [1 / 4, 1 / 3, 1]
 

@@ -91,7 +91,7 @@ def test_the_embedded_model_is_offered_python_and_uses_it(tmp_path):
     assert final["content"] == "42" and "tool_calls" not in final and episode.reward == 1
     whole = tokenizer._tokenizer.decode(episode.tokens)
     assert whole == f"<bos><tool=python(code)>6*7?={call}<eos>42=42<eos>"
-    mask = rollout.rows([0.0])[0].mask
+    mask = rollout.rows([0.0], 0)[0].mask
     assert sum(mask) == len(tokenizer._tokens(call)) + 1 + 3, "no token of a prompt or of an answer is trained on"
     RolloutFiles(tmp_path, None, 0).write(1, "train", rollout)
     (row,) = pyarrow.parquet.read_table(rollout_files(tmp_path)[0]).to_pylist()

@@ -36,7 +36,7 @@ def test_the_calculator_plays_a_whole_episode_beside_one_that_needs_no_tool():
     script = Script(["<calc>6*7</calc>", "44"], ["43"])
     rollout = collect(script, CALCULATOR)
     parts = [("6*7+1?|", 0), ("<calc>6*7</calc>\0", 1), ("42|", 0), ("43\0", 1)]
-    first, second = rollout.rows([0.0, 0.0])
+    first, second = rollout.rows([0.0, 0.0], 0)
     assert first.tokens == [ord(letter) for text, _ in parts for letter in text]
     assert first.mask == [bool(mask) for text, mask in parts for _ in text]
     wanted = [-(place + 1) / 8 * mask for text, mask in parts for place in range(len(text))]
@@ -178,7 +178,7 @@ def test_below_that_share_its_episode_alone_is_left_out(caplog):
     rollout = collect(Script(["1", "43"]), broken, max_error_share=0.5)
     assert endings(rollout) == ["error", "stop"] and [one.reward for one in rollout.episodes] == [None, 1]
     assert rollout.metrics()["environment_errors"] == 1 and rollout.metrics()["num_valid_samples"] == 1
-    assert not any(rollout.rows([0.0, 0.0])[0].mask)
+    assert not any(rollout.rows([0.0, 0.0], 0)[0].mask)
     assert "the environment failed on '1' (answer '43'): TypeError" in caplog.text
 
 

@@ -15,6 +15,11 @@ class Text(Unheard):
     needs = "entropy"
 
 
+class Summary(Unheard):
+    needs = ()
+    summarize = "mean"
+
+
 class Topk(Unheard):
     needs = frozenset({"topk_logits"})
 

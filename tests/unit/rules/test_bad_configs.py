@@ -24,6 +24,9 @@ MODEL = {
 OPTIMIZER, SCHEDULER = "policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler"
 TP, PP = "policy.megatron_cfg.tensor_model_parallel_size", "policy.megatron_cfg.pipeline_model_parallel_size"
 LOSS = "algorithm.loss_fn"
+IS, TYPE = f"{LOSS}.use_importance_sampling_correction=true", f"{LOSS}.truncated_importance_sampling_type"
+RATIO, LEVEL = f"{LOSS}.truncated_importance_sampling_ratio", f"{LOSS}.importance_sampling_correction_level"
+REJECTION = f"{LOSS}.sequence_rejection_ratio"
 PEFT, EXPERTS = "policy.megatron_cfg.peft", "policy.megatron_cfg.expert_model_parallel_size"
 ACTIVATIONS = "policy.megatron_cfg.fine_grained_activation_offloading"
 MODULES = "policy.megatron_cfg.offload_modules"
@@ -217,6 +220,10 @@ CASES = {
     "algorithm.loss=tests.unit.rules.losses.Exits": ["algorithm.loss = ", "cannot be made: SystemExit: 0"],
     "algorithm.loss=tests.unit.exits.Loss": ["algorithm.loss = ", "cannot be imported: SystemExit: 0"],
     "reward.name=tests.unit.exits.package.score": ["reward.name", "cannot be imported: SystemExit: 0"],
+    "algorithm.loss=tests.unit.rules.losses.Summary": [
+        "algorithm.loss",
+        "has summarize = 'mean', which cannot be called",
+    ],
     "algorithm.loss=tests.unit.rules.losses.Text": ["has needs = 'entropy', which is no tuple", "needs = ('entropy',)"],
     "algorithm.loss=tests.unit.rules.losses.Topk +algorithm.loss_kwargs.topk=0": ["no int `topk` above 0, but 0"],
     # Arguments of another type than the function says, or that leave a program nothing.
@@ -357,6 +364,31 @@ CASES = {
     f"{LOSS}.use_importance_sampling_correction=true {LOSS}.truncated_importance_sampling_ratio=0.5": [
         f"{LOSS}.truncated_importance_sampling_ratio",
         "greater than or equal to 1",
+    ],
+    f"{IS} {RATIO}_min=1.5": [f"{RATIO}_min", "less than or equal to 1"],
+    f"{IS} {RATIO}_min=1 {RATIO}=1": [f"{RATIO}_min", f"must be smaller than {RATIO} = 1"],
+    f"{RATIO}_min=0.5": [f"{RATIO}_min", "limits a correction that is off", "1 problem found"],
+    f"{IS} {TYPE}=mask": [TYPE, "'tis', 'icepop' or 'seq-mask-tis'"],
+    f"{IS} {TYPE}=icepop": [TYPE, "needs bounds", f"{RATIO}_min=0.5 {RATIO}=5.0", "1 problem found"],
+    f"{IS} {TYPE}=seq-mask-tis": [TYPE, "needs bounds", f"{RATIO}_min=0.999 {RATIO}=1.002", "1 problem found"],
+    f"{TYPE}=icepop": [TYPE, "has no effect without", IS, "1 problem found"],
+    f"{LEVEL}=sequence": [LEVEL, "has no effect without", IS, "1 problem found"],
+    f"{IS} {RATIO}=2 {LEVEL}=turn": [LEVEL, "'token' or 'sequence'"],
+    f"{IS} {TYPE}=seq-mask-tis {RATIO}=2 {LEVEL}=sequence": [LEVEL, "has one for each token", f"{LEVEL}=token"],
+    f"{IS} {TYPE}=seq-mask-tis {RATIO}=2 {LOSS}.sequence_level_importance_ratios=true {LOSS}.token_level_loss=false": [
+        f"{LOSS}.sequence_level_importance_ratios",
+        "has one for each token",
+        "1 problem found",
+    ],
+    f"{IS} {TYPE}=seq-mask-tis {RATIO}=2 {REJECTION}=2": [REJECTION, "the same geometric mean", f"{TYPE}=tis"],
+    f"{REJECTION}=1 {REJECTION}_min=1": [f"{REJECTION}_min", "must be smaller than"],
+    f"{REJECTION}=0.5": [REJECTION, "greater than or equal to 1"],
+    f"{LOSS}.token_veto_ratio=1": [f"{LOSS}.token_veto_ratio", "less than 1"],
+    # One bound, or a veto, leaves the rest of what is older as it is.
+    f"algorithm.rollouts.source=one_step_off generation.colocated.enabled=false {REJECTION}=2": [
+        "algorithm.rollouts.source",
+        "which the loss must correct",
+        "1 problem found",
     ],
     f"{LOSS}.ratio_clip_c=1.1": [f"{LOSS}.ratio_clip_c", "must exceed 1 + ratio_clip_max"],
     f"{OPTIMIZER}.min_lr=1": [f"{OPTIMIZER}.min_lr", "must not exceed lr"],

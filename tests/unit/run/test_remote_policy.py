@@ -25,8 +25,8 @@ class Worker:
     def hold(self, rows, name):
         self.held[name] = rows
 
-    def score(self, which, tokens, name):
-        return {"tokens": tokens, "rows": len(self.held[name])} if self.own.reports else None
+    def score(self, which, counts, name):
+        return {"tokens": counts.tokens, "rows": len(self.held[name])} if self.own.reports else None
 
     def evaluate(self, rows, loss, counts, name):
         batch = Batch.padded(self.held[name][:rows]) if rows else None
@@ -92,6 +92,19 @@ def test_each_optimizer_step_is_split_over_the_replicas():
     assert first.steps == [([0, 1], 12.0), ([4, 5], 12.0)] and second.steps == [([2, 3], 12.0), ([6, 7], 12.0)]
     # Shares add up over the replicas; averages are over the steps.
     assert metrics == {"loss": 2.0, "grad_norm": 2.0, "lr": 0.1, "wd": 0.0, "skipped_steps": 0.0}
+
+
+class Doubled(SFTLoss):
+    def summarize(self, metrics):
+        return {"loss": metrics["loss"], "double": 2 * metrics["loss"]}
+
+
+def test_a_loss_makes_metrics_of_a_whole_optimizer_step():
+    remote, _ = policy(replicas=2, global_batch=4)
+    metrics = remote.train(remote.hold(rows(*[3] * 8)), Doubled())
+    assert metrics == {"loss": 2.0, "double": 4.0, "grad_norm": 2.0, "lr": 0.1, "wd": 0.0, "skipped_steps": 0.0}
+    held = remote.hold(rows(*[3] * 4), "validation")
+    assert remote.evaluate(held, Doubled()) == pytest.approx({"loss": 0.5, "double": 1.0})
 
 
 @pytest.mark.parametrize("count", [2, 6, 10, 14])
