@@ -12,9 +12,11 @@ from nemo_rl_lite.rules import (
     machine,
     model,
     offload,
+    patterns,
     policy,
     profile,
     reward,
+    vllm,
 )
 from nemo_rl_lite.rules.base import check_rules
 
@@ -31,7 +33,9 @@ __all__ = [
     "machine",
     "model",
     "offload",
+    "patterns",
     "policy",
     "profile",
     "reward",
+    "vllm",
 ]
