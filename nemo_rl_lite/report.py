@@ -32,6 +32,8 @@ def write_report(runs: Sequence[Path], output: Path | None = None) -> Path:
     output = output or (runs[0] / PAGE if len(dict.fromkeys(runs)) == 1 else Path(PAGE))
     if output.is_file() and not is_page(output):
         raise ReportError(f"nrl-lite report: {output} exists and is no report: name another file, or remove it")
+    if output.suffix not in (".html", ".htm") and not output.is_dir():
+        raise ReportError(f"nrl-lite report: {output}: the report is a page of HTML, so name a file that ends in .html")
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(page(records), encoding="utf-8")
     return output

@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="nrl-lite serve", description=__doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or a Hugging Face folder")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
-    parser.add_argument("--port", type=int, help="port to listen at (default: a free one)")
+    parser.add_argument("--port", type=_port, help="port to listen at (default: a free one)")
     parser.add_argument(
         "--max-new-tokens", metavar="N", type=int, help="most tokens of a response (default: the run's)"
     )
@@ -44,6 +44,12 @@ async def _answer(endpoint: Endpoint, queue: RequestQueue, speaker: Speaker) -> 
         sys.stdout.flush()
         _tell(f"serving the model {endpoint.model!r} until Ctrl-C")
         await stopped.wait()
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"'{text}' is no port: a number from 1 to 65535")
+    return int(text)
 
 
 def _tell(message: str) -> None:

@@ -133,14 +133,15 @@ def training_examples(config: Config, encoder: Encoder) -> TrainingExamples:
     return TrainingExamples(examples, encoder, batch_size)
 
 
-def validation_examples(config: Config, encoder: Encoder) -> list[TokenRow]:
-    """The rows that are held out, of at most `algorithm.max_val_samples` examples; there may be none.
+def validation_examples(config: Config, encoder: Encoder, training: Sequence[Example] = ()) -> list[TokenRow]:
+    """The rows that are held out, of at most `algorithm.max_val_samples` examples; there may be none. A warning says
+    how many of them are among the `training` examples.
 
     Raises:
         DataError: an example cannot be used.
     """
     kind = kind_of(config)
-    examples = validation_set(config.data, config.algorithm.max_val_samples, kind)
+    examples = validation_set(config.data, config.algorithm.max_val_samples, kind, training)
     source = config.data.validation_path or config.data.train_path or config.data.path or config.data.name
     longer = encoder.longer(examples)
     fitting = list(filter(encoder.fits, examples)) if longer else examples

@@ -6,10 +6,11 @@ from itertools import islice
 from typing import Protocol
 
 from nemo_rl_lite.config.schema import DataConfig
-from nemo_rl_lite.data.columns import cut_number, find_column
+from nemo_rl_lite.data.columns import find_column
 from nemo_rl_lite.data.files import share_a_file
 from nemo_rl_lite.data.gym import ReasoningGym
 from nemo_rl_lite.data.kinds import Kind
+from nemo_rl_lite.data.odd_rows import note_odd, note_trained_on
 from nemo_rl_lite.data.problems import Asked, Derived, FileSet, Problem, TrainingSet, is_held_out
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.rows import Row, file_rows, hub_rows
@@ -42,7 +43,7 @@ def training_set[T: Asked](config: DataConfig, seed: int, kind: Kind[T]) -> Trai
     if config.name in TASKS:
         return Derived(TASKS[config.name](config, seed), kind.from_problem)
     problems = _read(config, rows := list(_training_rows(config)), kind)
-    _note_odd(config, rows, problems, kind)
+    note_odd(config, rows, problems, kind.reads_answers)
     fraction = config.validation_fraction
     kept = tuple(problem for problem in problems if not is_held_out(problem, fraction))
     if not kept:
@@ -50,8 +51,9 @@ def training_set[T: Asked](config: DataConfig, seed: int, kind: Kind[T]) -> Trai
     return FileSet(kept, seed, config.shuffle)
 
 
-def validation_set[T: Asked](config: DataConfig, limit: int, kind: Kind[T]) -> list[T]:
-    """Return at most `limit` held-out items, always the same ones; none where the configuration holds nothing out.
+def validation_set[T: Asked](config: DataConfig, limit: int, kind: Kind[T], training: Sequence[T] = ()) -> list[T]:
+    """Return at most `limit` held-out items, always the same ones; none where the configuration holds nothing out. A
+    warning says how many of them are among the `training` items.
 
     Raises:
         DataError: a row cannot be read; the error names file, row and cause.
@@ -66,11 +68,13 @@ def validation_set[T: Asked](config: DataConfig, limit: int, kind: Kind[T]) -> l
             and share_a_file(config.train_path, config.validation_path or "")
         ):
             log.warning("data.validation_path has a file of data.train_path: validation is on what was trained on")
+            training = ()
         rows = list(islice(_validation_rows(config), limit))
         if not rows:
             raise DataError(f"{validation_source(config)}: no rows")
         held_out = _read(config, rows, kind)
-        _note_odd(config, rows, held_out, kind)
+        note_odd(config, rows, held_out, kind.reads_answers)
+        note_trained_on(training, held_out, str(validation_source(config)))
         return held_out
     if not fraction:
         return []
@@ -115,27 +119,6 @@ def _read[T: Asked](
         rule = "every row prefers neither response: the two are equal, or no preference is given"
         raise DataError(f"{first} and the {len(found) - 1} after it: {rule}")
     return kept
-
-
-def _note_odd[T: Asked](config: DataConfig, rows: Sequence[tuple[str, Row]], kept: Sequence[T], kind: Kind[T]) -> None:
-    """Warn of what is odd about a whole file or split, of whose rows `kept` are used."""
-    if not kept:
-        return
-    (first, columns), system = rows[0], config.system_prompt
-    if system and not any(_begins_with(one, system) for one in kept):
-        log.warning("data.system_prompt is not used: all rows from %s on have a system message of their own", first)
-    if system and (named := [name for name in columns if f"{{{name}}}" in system]):
-        log.warning("data.system_prompt has {%s} as it stands: only data.prompt_template fills in columns", named[0])
-    if len(kept) < len(rows):
-        log.warning("%d of %d rows prefer neither response and were left out", len(rows) - len(kept), len(rows))
-    cut = [found for _, row in rows if kind.reads_answers and (found := cut_number(config, row))]
-    if cut:
-        rule = "data.answer_pattern takes %s out of %s, and so a part of a number in %d of %d rows"
-        log.warning(f"{rule}; [-\\d,.]+ takes all of it", *cut[0], len(cut), len(rows))
-
-
-def _begins_with(one: Asked, system_prompt: str) -> bool:
-    return any(message["content"] == system_prompt for message in one.messages[:1])
 
 
 def _training_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:

@@ -45,6 +45,27 @@ class ChatTokenizer:
         assistant's turn, which is another one in Gemma and in Qwen's base models."""
         return tuple(sorted({self._tokenizer.eos_token_id, self._turn_end[0]}))
 
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of the special tokens, by their texts."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return {one.content: token for token, one in added if one.special and one.content.strip()}
+
+    def unknown(self, text: str) -> list[str]:
+        """Return the characters of a text for which there is no token; none where all texts can be written."""
+        unknown = self._tokenizer.unk_token_id
+        if unknown is None or unknown not in self._tokens(text):
+            return []
+        return [letter for letter in dict.fromkeys(text) if unknown in self._tokens(letter)]
+
+    def leaves_out(self, role: str) -> bool:
+        """Return whether the chat template writes nothing of what this role says before the assistant's turn."""
+        turns = [{"role": role, "content": _TURN}, *([] if role == "user" else [{"role": "user", "content": "-"}])]
+        try:
+            return self._has_template and _TURN not in self._written(turns, (), True)
+        except Exception:  # a template may raise anything; the run's own messages will show it
+            return False
+
     def least_tokens(self, messages: Sequence[Message]) -> int:
         """The fewest tokens that these messages can have, by their number of characters alone: a text of 100 MB would
         take many times its size to be tokenized."""

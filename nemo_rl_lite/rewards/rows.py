@@ -58,16 +58,22 @@ def _check_tests(term: Term, problems: Sequence[Problem], most_failing: float) -
 
 def _found(term: Term, problems: Sequence[Problem]) -> Iterator[str]:
     """What is odd about the answers, for the term."""
+    cut = "data.answer_pattern cuts the answer out of a longer text"
     wanted: dict[str, tuple[str, Callable[[str], bool]]] = {
-        "math": ("is a sentence, and what counts is the expression at its end", _is_sentence),
-        "last_number": ("is no number, and such samples are left out", lambda text: not _NUMBER.fullmatch(text)),
+        "math": (f"is a sentence, and what counts is the expression at its end, such as {{}}; {cut}", _is_sentence),
+        "last_number": (
+            f"is no number, and such samples are left out, such as {{}}; {cut}",
+            lambda text: not _NUMBER.fullmatch(text),
+        ),
+        "exact_match": ("is empty, so that only an empty response is right", lambda text: not text),
     }
     if term.name in wanted:
         rule, is_odd = wanted[term.name]
         odd = [problem.answer for problem in problems if is_odd(problem.answer.strip())]
-        if odd:
-            fix = "data.answer_pattern cuts the answer out of a longer text"
-            yield f"the answer of {len(odd)} of {len(problems)} rows {rule}, such as {odd[0][-60:]!r}; {fix}"
+        # Where no row has an answer, the environment judges.
+        if odd and any(problem.answer for problem in problems):
+            shown = rule.format(repr(odd[0][-60:]))
+            yield f"the answer of {len(odd)} of {len(problems)} rows {shown}"
 
 
 def _is_sentence(answer: str) -> bool:

@@ -13,9 +13,11 @@ from nemo_rl_lite.rules import (
     machine,
     model,
     offload,
+    patterns,
     policy,
     profile,
     reward,
+    vllm,
 )
 from nemo_rl_lite.rules.base import check_rules
 
@@ -33,7 +35,9 @@ __all__ = [
     "machine",
     "model",
     "offload",
+    "patterns",
     "policy",
     "profile",
     "reward",
+    "vllm",
 ]

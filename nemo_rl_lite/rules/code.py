@@ -80,17 +80,18 @@ def parameters(definition: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     return list(_signature(definition).parameters)
 
 
-def fields(package: str, file: str, name: str) -> list[str]:
-    """The annotated fields of class `name` in `file` of an installed package, which is not imported; empty where they
-    cannot be found."""
+def fields(package: str, file: str, name: str) -> dict[str, str]:
+    """The annotated fields of class `name` in `file` of an installed package, which is not imported, each with its
+    annotation; empty where they cannot be found."""
     spec = importlib.util.find_spec(package)
     try:
         tree = ast.parse((Path(spec.origin).parent / file).read_bytes()) if spec and spec.origin else ast.Module([], [])
     except (OSError, ValueError, SyntaxError):
-        return []
+        return {}
     found = _names(tree).get(name)
     body = found.body if isinstance(found, ast.ClassDef) else []
-    return [one.target.id for one in body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)]
+    annotated = [one for one in body if isinstance(one, ast.AnnAssign)]
+    return {one.target.id: ast.unparse(one.annotation) for one in annotated if isinstance(one.target, ast.Name)}
 
 
 def members(definition: ast.ClassDef) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Rules about generation engines and sampling."""
 
-import difflib
 import importlib.util
 from collections.abc import Iterator
 
@@ -8,7 +7,6 @@ from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import generation_gpus, has_endpoint, on_gpus, parallel_dims
 from nemo_rl_lite.errors import Violation
-from nemo_rl_lite.rules import code
 from nemo_rl_lite.rules.base import rule
 from nemo_rl_lite.rules.newlines import NEWLINE, has_written_newline
 
@@ -47,7 +45,7 @@ def engines_fill_their_gpus(config: Config) -> Iterator[Violation]:
         yield Violation("generation.data_parallel_size", wanted, rule_text, "generation.data_parallel_size=null")
 
 
-@rule("generation.backend", "generation.vllm_kwargs", "cluster.gpus_per_node", options=RolloutAlgorithmConfig)
+@rule("generation.backend", "cluster.gpus_per_node", options=RolloutAlgorithmConfig)
 def engine_is_installed(config: Config) -> Iterator[Violation]:
     backend, package = config.generation.backend, engine_of(config).package
     if importlib.util.find_spec(package) is None:
@@ -56,28 +54,6 @@ def engine_is_installed(config: Config) -> Iterator[Violation]:
     elif not on_gpus(config) and importlib.util.find_spec("transformer_engine") is not None:
         fix = "cluster.gpus_per_node=1 policy=megatron_gpu generation=vllm_gpu, or bash scripts/install.sh cpu"
         yield Violation("cluster.gpus_per_node", 0, "what is installed here (install.sh gpu) runs on GPUs only", fix)
-    owned = {
-        "model": "policy.model_name",
-        "dtype": "policy.precision",
-        "max_model_len": "policy.max_total_sequence_length",
-        "tensor_parallel_size": "generation.vllm_cfg.tensor_parallel_size",
-        "pipeline_parallel_size": "generation.vllm_cfg.tensor_parallel_size",
-        "data_parallel_size": "generation.data_parallel_size",
-        "tokenizer": None,
-        "enforce_eager": "generation.vllm_cfg.enforce_eager",
-        "max_num_seqs": "generation.vllm_cfg.max_num_seqs",
-        "gpu_memory_utilization": "generation.vllm_cfg.gpu_memory_utilization",
-        "seed": "algorithm.seed",
-        "logprobs_mode": None,
-        "worker_extension_cls": None,
-        "disable_log_stats": None,
-        "skip_tokenizer_init": None,
-        "enable_sleep_mode": "generation.colocated.enabled",
-    }
-    for name in config.generation.vllm_kwargs:
-        if name in owned:
-            fix = f"set {owned[name]} instead" if owned[name] else "remove it"
-            yield Violation(f"generation.vllm_kwargs.{name}", None, "is set by the launcher", fix)
 
 
 @rule("generation.serve", "agent.name", options=RolloutAlgorithmConfig)
@@ -87,16 +63,6 @@ def endpoint_is_installed(config: Config) -> Iterator[Violation]:
         key = "agent.name" if config.agent.name else "generation.serve.enabled"
         rule_text = f"the package {missing[0]}, which the endpoint needs, is not installed here"
         yield Violation(key, config.agent.name or True, rule_text, f"pip install {' '.join(_ENDPOINT)}")
-
-
-@rule("generation.backend", "generation.vllm_kwargs", options=RolloutAlgorithmConfig)
-def vllm_knows_its_options(config: Config) -> Iterator[Violation]:
-    known = code.fields("vllm", "engine/arg_utils.py", "EngineArgs") if config.generation.vllm_kwargs else []
-    for name, value in config.generation.vllm_kwargs.items():
-        if known and name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            fix = f"did you mean {close[0]}?" if close else "remove it"
-            yield Violation(f"generation.vllm_kwargs.{name}", value, "vLLM's EngineArgs has no such option", fix)
 
 
 @rule(
@@ -120,6 +86,15 @@ def ranks_wait_for_the_engines_of_others(config: Config) -> Iterator[Violation]:
             f"policy ranks wait this long for each other; must be below cluster.collective_timeout_s = {longest:g}"
         )
         yield Violation("refit.timeout_s", refit.timeout_s, rule_text, f"refit.timeout_s={longest / 2:g}")
+
+
+@rule("generation.serve", options=RolloutAlgorithmConfig)
+def endpoint_has_an_address(config: Config) -> Iterator[Violation]:
+    key, host = "generation.serve.host", config.generation.serve.host
+    # An address of IPv6 has several colons.
+    if "/" in host or host.count(":") == 1:
+        rule_text = "is a host alone, without http:// and without a port"
+        yield Violation(key, host, rule_text, f"{key}=127.0.0.1 generation.serve.port=8000")
 
 
 @rule("generation.max_new_tokens", "policy.max_total_sequence_length", options=RolloutAlgorithmConfig)

@@ -3,6 +3,7 @@ what takes them, and the ranges of the built-in ones."""
 
 import ast
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS
@@ -52,54 +53,72 @@ def losses_take_their_arguments(config: Config) -> Iterator[Violation]:
     yield from _of_other_types("algorithm.loss_kwargs", path, config.algorithm.loss_kwargs)
 
 
-@rule("reward", options=RolloutAlgorithmConfig)
+@rule("reward", "environment", options=RolloutAlgorithmConfig)
 def programs_have_limits(config: Config) -> Iterator[Violation]:
-    for term in terms_of(config.reward):
-        if term.name != "program":
-            continue
-        key, limit = f"{term.section}.kwargs", config.reward.timeout_s
-        seconds, memory = term.kwargs.get("seconds"), term.kwargs.get("memory_mib")
-        if is_number(seconds) and seconds <= 0:
-            rule_text = "leaves a program no time, so that none would pass"
-            yield Violation(f"{key}.seconds", seconds, rule_text, f"{key}.seconds=10.0")
-        elif is_number(seconds) and limit is not None and seconds >= limit:
-            rule_text = f"is for each test, and reward.timeout_s = {limit:g} ends all tests of a program before that"
-            fix = f"{key}.seconds={limit / 2:g}, or reward.timeout_s={6 * seconds:g}"
-            yield Violation(f"{key}.seconds", seconds, rule_text, fix)
-        if is_number(memory) and memory < _LEAST_MIB:
-            rule_text = f"is in MiB, of which Python itself needs some: below {_LEAST_MIB} programs would fail"
-            yield Violation(f"{key}.memory_mib", memory, rule_text, f"{key}.memory_mib=1024")
+    """Yield the limits of the sandbox that leave a program nothing, or that another limit makes void."""
+    reward, environment = config.reward, config.environment
+    for term in terms_of(reward):
+        if term.name == "program":
+            yield from _limits(f"{term.section}.kwargs", term.kwargs, "reward.timeout_s", reward.timeout_s)
+    if environment.name == "python":
+        yield from _limits("environment.kwargs", environment.kwargs, "environment.timeout_s", environment.timeout_s)
+
+
+def _limits(section: str, kwargs: Mapping[str, Any], whole: str, whole_s: float | None) -> Iterator[Violation]:
+    """`whole`: the key that limits all that is run for a sample or a turn, and `whole_s` its seconds."""
+    seconds, memory = kwargs.get("seconds"), kwargs.get("memory_mib")
+    if is_number(seconds) and seconds <= 0:
+        rule_text = "leaves a program no time, so that none would pass"
+        yield Violation(f"{section}.seconds", seconds, rule_text, f"{section}.seconds=10.0")
+    elif is_number(seconds) and whole_s is not None and seconds >= whole_s:
+        rule_text = f"is for each program that is run, and {whole} = {whole_s:g} ends all of them before that"
+        fix = f"{section}.seconds={whole_s / 2:g}, or {whole}={6 * seconds:g}"
+        yield Violation(f"{section}.seconds", seconds, rule_text, fix)
+    if is_number(memory) and memory < _LEAST_MIB:
+        rule_text = f"is in MiB, of which Python itself needs some: below {_LEAST_MIB} programs would fail"
+        yield Violation(f"{section}.memory_mib", memory, rule_text, f"{section}.memory_mib=1024")
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """The types that a value should have, in words, and an example of one."""
+
+    kinds: str
+    example: str
+
+
+def misfit_of_type(value: Any, annotation: str) -> Misfit | None:
+    """Return what a value should be, by an annotation of Python; None where it is that, or the annotation has other
+    types than `_TYPES`. Any text is true in Python, `no` as well."""
+    wanted = [part.strip() for part in annotation.split("|")]
+    if wanted == ["None"] or not all(part in _TYPES for part in wanted) or any(_is_a(value, one) for one in wanted):
+        return None
+    return Misfit(" or ".join(dict.fromkeys(_TYPES[one][1] for one in wanted)), _example(wanted[0], value))
 
 
 def _of_other_types(section: str, path: str, kwargs: Mapping[str, Any]) -> Iterator[Violation]:
-    """The keyword arguments whose type is not the one that the function or class at a dotted path says. Any text is
-    true in Python, `no` as well."""
-    types = _annotations(code.find(path).definition) if kwargs and "." in path else {}
+    """The keyword arguments whose type is not the one that the function or class at a dotted path says."""
+    annotations = _annotations(code.find(path).definition) if kwargs and "." in path else {}
     for name, value in kwargs.items():
-        wanted = types.get(name, ())
-        if not wanted or any(_is_a(value, one) for one in wanted):
-            continue
-        kinds = " or ".join(dict.fromkeys(_TYPES[one][1] for one in wanted))
-        rule_text = f"must be {kinds}, as {own_name(path)} says"
-        yield Violation(f"{section}.{name}", value, rule_text, f"{section}.{name}={_example(wanted[0], value)}")
+        if name in annotations and (misfit := misfit_of_type(value, annotations[name])):
+            key = f"{section}.{name}"
+            yield Violation(key, value, f"must be {misfit.kinds}, as {own_name(path)} says", f"{key}={misfit.example}")
 
 
-def _annotations(definition: ast.AST | None) -> dict[str, list[str]]:
-    """The types of a function's or class's parameters, of those that have no others than `_TYPES` and None."""
+def _annotations(definition: ast.AST | None) -> dict[str, str]:
+    """The annotations of a function's or class's parameters; one with the default None may be None, too."""
     if isinstance(definition, ast.ClassDef):
         definition = code.members(definition).get("__init__")
     if not isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef):
         return {}
-    own, found = definition.args, {}
+    own = definition.args
     places = (*own.posonlyargs, *own.args)
     defaults = [*[None] * (len(places) - len(own.defaults)), *own.defaults, *own.kw_defaults]
-    for one, default in zip((*places, *own.kwonlyargs), defaults, strict=True):
-        if one.annotation is not None:
-            text = ast.unparse(one.annotation)
-            parts = [*map(str.strip, text.split("|")), *(["None"] if _is_none(default) else [])]
-            if all(part in _TYPES for part in parts) and parts != ["None"]:
-                found[one.arg] = parts
-    return found
+    return {
+        one.arg: ast.unparse(one.annotation) + " | None" * _is_none(default)
+        for one, default in zip((*places, *own.kwonlyargs), defaults, strict=True)
+        if one.annotation is not None
+    }
 
 
 def _is_none(default: ast.expr | None) -> bool:

@@ -9,7 +9,8 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.variables import known_variables, unread_variables
 from nemo_rl_lite.rules.layout import MEGATRON
 from nemo_rl_lite.rules.newlines import NEWLINE, has_written_newline
-from nemo_rl_lite.rules.steps import endless_warm_up
+from nemo_rl_lite.rules.slips import slips
+from nemo_rl_lite.rules.steps import endless_warm_up, unfinished_decay
 from nemo_rl_lite.rules.without_effect import told_on_cpus
 
 
@@ -25,6 +26,9 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
             yield f"data.{name} has a backslash and an n, which stay as they are; {NEWLINE}"
     if f"{MEGATRON}.scheduler.lr_warmup_iters" in given and (told := endless_warm_up(config)):
         yield told
+    if not {f"{MEGATRON}.scheduler.{name}" for name in ("lr_decay_style", "lr_decay_iters")}.isdisjoint(given):
+        yield from unfinished_decay(config)
+    yield from slips(config, given)
     yield from _unread_environment(config)
 
 
@@ -49,6 +53,10 @@ def _unread_environment(config: Config) -> Iterator[str]:
         "MLFLOW_EXPERIMENT_NAME": ("mlflow.experiment", logger.mlflow.experiment, logger.mlflow_enabled),
         "WANDB_PROJECT": ("wandb.project", logger.wandb.project, logger.wandb_enabled),
         "WANDB_MODE": ("wandb.mode", logger.wandb.mode, logger.wandb_enabled),
+        "WANDB_ENTITY": ("wandb.entity", logger.wandb.entity, logger.wandb_enabled and logger.wandb.entity is not None),
+        "WANDB_NAME": ("wandb.name", logger.wandb.name, logger.wandb_enabled),
+        "WANDB_DISABLED": ("wandb_enabled", True, logger.wandb_enabled),
+        "MLFLOW_RUN_NAME": ("mlflow.name", logger.mlflow.name, logger.mlflow_enabled),
     }
     for variable, (key, value, enabled) in keys.items():
         if enabled and os.environ.get(variable) not in (None, "", value):

@@ -2,10 +2,10 @@
 
 import ast
 import importlib.util
-import re
 from collections.abc import Iterator
 
 from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
+from nemo_rl_lite.data.sources import ROWS
 from nemo_rl_lite.environments.registry import ENVIRONMENTS
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rewards.registry import INSTANT, REWARDS
@@ -16,6 +16,8 @@ from nemo_rl_lite.rules.base import rule
 # Packages that a reward needs in addition to this one.
 _PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym", "judge": "openai"}
 
+# These rewards compare a response with the answer of its row.
+_COMPARING = ("exact_match", "last_number", "math")
 # What these environments say is of use to a later turn alone.
 _ANSWERING = ("calculator", "tools", "python")
 # What these environments cannot be made without, and an example.
@@ -36,7 +38,6 @@ def rewards_exist(config: Config) -> Iterator[Violation]:
     terms = terms_of(config.reward)
     for term in terms:
         yield from _exists(term)
-        yield from _has_a_pattern(term)
         if term.weight == 0:
             yield Violation(f"{term.section}.weight", 0, "adds nothing", "another number, or leave the term out")
     for number, term in enumerate(terms):
@@ -111,18 +112,15 @@ def task_scores_its_own_problems(config: Config) -> Iterator[Violation]:
             yield Violation(f"{term.section}.name", term.name, "scores the problems of data=reasoning_gym alone", fix)
 
 
-def _has_a_pattern(term: Term) -> Iterator[Violation]:
-    key, pattern = f"{term.section}.kwargs.pattern", term.kwargs.get("pattern")
-    if term.name != "format":
-        return
-    fix = f"{key}='<answer>.*</answer>'"
-    if not isinstance(pattern, str):
-        yield Violation(key, pattern, "must be a regular expression", fix)
-        return
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        yield Violation(key, pattern, f"is no regular expression: {error}", fix)
+@rule("reward", "data.answer_column", "environment.name", "agent.name", options=RolloutAlgorithmConfig)
+def rewards_have_answers(config: Config) -> Iterator[Violation]:
+    """Yield where a reward compares with the answer, and rows have none. Other environments and agents may judge."""
+    judged = config.agent.name is None and config.environment.name in (None, *_ANSWERING)
+    needing = [term for term in terms_of(config.reward) if term.name in _COMPARING]
+    if config.data.answer_column is None and config.data.name in ROWS and judged and needing:
+        rule_text = f"is null, and {needing[0].section}.name = {needing[0].name} compares responses with the answer"
+        fix = "data.answer_column=answer, or a reward that needs none, such as reward=format or reward=judge"
+        yield Violation("data.answer_column", None, rule_text, fix)
 
 
 @rule("environment", options=RolloutAlgorithmConfig)

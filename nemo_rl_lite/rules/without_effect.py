@@ -18,7 +18,7 @@ ON_GPUS = (
     "policy.offload_for_generation",
     "policy.use_pinned_optimizer_offload",
     "policy.overlap_offload",
-    "generation.colocated",
+    "generation.colocated.resources",
     "refit.direct",
     "generation.vllm_cfg.gpu_memory_utilization",
     "generation.vllm_cfg.enforce_eager",

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with shown_as_message("nrl-lite slurm"):
         config = compose_command(given.overrides)
         job = _job(given, config)
-        show([*notes(config, given_keys(given.overrides)), *notes_elsewhere(config), *_of_the_folder(job)])
+        show([*notes(config, given_keys(given.overrides)), *notes_elsewhere(config), *_of_the_job(job)])
         script = job.script(["nrl-lite", "slurm", *words])
         # Slurm does not make this folder, and a job that cannot write there ends without a message.
         logs = (job.work_folder / job.log).parent
@@ -129,10 +129,12 @@ def _job(given: argparse.Namespace, config: Config) -> BatchJob:
     )
 
 
-def _of_the_folder(job: BatchJob) -> Iterator[str]:
-    """That the run's folder holds a run that is done."""
+def _of_the_job(job: BatchJob) -> Iterator[str]:
+    """That the job asks for no GPU, and that the run's folder holds a run that is done."""
     from nemo_rl_lite.observability.summary import SUMMARY_FILE
 
+    if not job.gpus_per_node:
+        yield "cluster.gpus_per_node = 0: the job asks for no GPU, and the run is on CPUs"
     if job.run_folder and (job.work_folder / job.run_folder / SUMMARY_FILE).exists():
         rule = "holds a run that is done; the job only resumes it where algorithm.max_num_steps is larger"
         yield f"{RUN_FOLDER} = {job.run_folder} {rule}"

@@ -31,11 +31,12 @@ def gpu_problems(gres: str | None, lines: Sequence[str], config: Config) -> Iter
     given = [("--gres", f"--gres={gres}")] if gres else []
     for name, line in [*given, *(("--sbatch", line) for line in lines)]:
         asked = asked_gpus(line)
-        if asked is None or not each:
+        if asked is None:
             continue
         count, of_the_job = asked
         expected, what = (nodes * each, f"on {nodes} node(s)") if of_the_job else (each, "of each node")
         if count != expected:
-            rule = f"asks for {count} GPUs, and cluster.gpus_per_node = {each} needs {expected} {what}"
+            needs = f"cluster.gpus_per_node = {each} needs {expected} {what}" if each else "the run is on CPUs"
             then = f"cluster.gpus_per_node={count // nodes if of_the_job else count}"
-            yield Violation(name, line, rule, f"ask for {expected}, or {then}")
+            fix = f"ask for {expected}, or {then}" if each else f"leave it out, or {then}"
+            yield Violation(name, line, f"asks for {count} GPUs, and {needs}", fix)

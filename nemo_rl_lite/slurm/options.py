@@ -40,6 +40,7 @@ _WRITTEN = {
 _SHORT = {"J": "job-name", "N": "nodes", "n": "ntasks", "o": "output", "t": "time", "c": "cpus-per-task"}
 _SHORT |= {"p": "partition", "A": "account", "q": "qos", "a": "array"}
 _OF_SRUN = ("nodes", "ntasks", "ntasks-per-node")
+_ENDLESS = ("UNLIMITED", "INFINITE")
 # Options that take a text. An unset variable of a shell would be an empty one.
 _TEXTS = (*SBATCH, "job-name", "log", "interface", "python", "container-image", "container-mounts")
 
@@ -69,6 +70,9 @@ def _times(given: argparse.Namespace, config: Config) -> Iterator[Violation]:
     if given.stop_before <= 0:
         yield Violation("--stop-before", given.stop_before, "must be greater than 0", "--stop-before=120")
     limit = _limit_s(given.time) if given.time else None
+    if given.time and limit is None and given.time.upper() not in _ENDLESS:
+        rule = "is no limit of Slurm, which takes minutes or [days-]hours:minutes:seconds"
+        yield Violation("--time", given.time, rule, "--time=4:00:00 for four hours")
     if limit is not None and given.stop_before >= limit:
         rule, fix = f"leaves nothing of the time limit, {given.time}", "a smaller --stop-before, or a longer --time"
         yield Violation("--stop-before", given.stop_before, rule, fix)
@@ -97,6 +101,9 @@ def _texts(given: argparse.Namespace) -> Iterator[Violation]:
     if given.mem is not None and given.mem.isdecimal() and int(given.mem):
         rule = "has no unit, and Slurm would take it for MiB"
         yield Violation("--mem", given.mem, rule, f"--mem={given.mem}G, or --mem={given.mem}M")
+    if given.interface and re.fullmatch(r"[\d.:]+", given.interface):
+        rule = "is an address, and the name of a network interface is needed"
+        yield Violation("--interface", given.interface, rule, "--interface=ib0, as `ip addr` lists them")
     if given.output and "%" in given.output.name:
         rule = "is the file that the script is written to, and has a pattern of Slurm"
         yield Violation("--output", str(given.output), rule, f"--log={given.output} for the job's output")
@@ -142,7 +149,7 @@ def _option(line: str) -> str:
 
 def _limit_s(text: str) -> int | None:
     """Seconds of a time limit as sbatch takes it: minutes[:seconds], hours:minutes:seconds, or days-hours[:minutes
-    [:seconds]]. None for anything else, such as UNLIMITED, which sbatch judges."""
+    [:seconds]]. None for anything else, such as UNLIMITED."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if found is None:
         return None

@@ -12,9 +12,9 @@ from nemo_rl_lite.cluster.system_usage import SystemUsage
 from nemo_rl_lite.config.schema import Config, GRPOConfig
 from nemo_rl_lite.config.sizes import all_gpus, policy_ranks
 from nemo_rl_lite.data.kinds import problems
+from nemo_rl_lite.data.odd_texts import check_stop_strings, check_texts
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
-from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.losses.registry import make_loss
 from nemo_rl_lite.observability.console import RunConsole
@@ -32,6 +32,7 @@ from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.sampler import Sampler
 from nemo_rl_lite.rollout.saved import load_rollouts
 from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
+from nemo_rl_lite.rules.steps import check_epochs
 from nemo_rl_lite.run.jobs.playing import Playing
 from nemo_rl_lite.run.jobs.steps import make_steps
 from nemo_rl_lite.run.memory_plan import show_memory_plan
@@ -58,7 +59,7 @@ class GRPOJob:
         self._playing = Playing(config)
         kind = problems(self._playing.tools)
         training = training_set(config.data, config.algorithm.seed, kind)
-        validation = validation_set(config.data, config.algorithm.max_val_samples, kind)
+        validation = validation_set(config.data, config.algorithm.max_val_samples, kind, training.finite())
         self._model_path = starting_model(config, console)
         self._tokenizer = ChatTokenizer(self._model_path)
         if any(problem.tools for problem in (training.problem(0), *training.finite(), *validation)):
@@ -66,11 +67,11 @@ class GRPOJob:
         with console.busy("checking that every prompt fits"):
             fitted = fitting_prompts(training, validation, self._tokenizer, config)
         self._training, self._validation = fitted
-        rest_epochs, self._epoch_length = config.options(GRPOConfig).rest_epochs, len(self._training.finite())
-        if rest_epochs and not self._epoch_length:
-            rule, fix = "needs data with epochs, and this data has no end", "algorithm.rest_epochs=0, or data=file"
-            raise ConfigError([Violation("algorithm.rest_epochs", rest_epochs, rule, fix)])
+        self._epoch_length = len(self._training.finite())
+        check_epochs(config, self._epoch_length)
         note_long_answers(self._training, self._tokenizer, config)
+        check_texts(self._tokenizer, self._training)
+        check_stop_strings(self._tokenizer, config.generation.stop_strings)
         check_rows(config.reward, self._training)
         try_reward(self._judge, self._training.problem(0))
 

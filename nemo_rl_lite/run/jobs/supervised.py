@@ -10,6 +10,7 @@ from nemo_rl_lite.config.algorithms import compares
 from nemo_rl_lite.config.schema import Config, SupervisedConfig
 from nemo_rl_lite.config.sizes import policy_ranks
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
+from nemo_rl_lite.data.odd_texts import check_texts
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.losses.registry import make_loss
 from nemo_rl_lite.observability.console import RunConsole
@@ -31,9 +32,10 @@ class SupervisedJob:
         encoder = Encoder(tokenizer, config.policy.max_total_sequence_length, config.data.too_long)
         with console.busy("checking that every chat fits"):
             self._training = training_examples(config, encoder)
+            check_texts(tokenizer, self._training.examples)
             options, per_epoch = config.options(SupervisedConfig), self._training.steps_per_epoch
             check_total_steps(config, total_steps(options, per_epoch))
-            self._validation = validation_examples(config, encoder)
+            self._validation = validation_examples(config, encoder, self._training.examples.finite())
         if limits := shown_limits(options, per_epoch):
             console.say(limits)
 

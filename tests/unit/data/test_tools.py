@@ -74,7 +74,8 @@ def test_a_rows_tools_come_before_those_of_the_environment(tmp_path):
         *(f"data.{key}" for key in keys),
         "algorithm.val_at_start=false",
     ]
-    config = compose_config([*given, "algorithm.val_at_end=false", "algorithm.val_period=0", "environment=calculator"])
+    judged = ["environment=calculator", "reward=format", "reward.kwargs.pattern=.*"]
+    config = compose_config([*given, "algorithm.val_at_end=false", "algorithm.val_period=0", *judged])
     training = training_set(config.data, 1, problems([NOW]))
     own, common = training.problem(0), training.problem(1)
     assert own.tools == (WEATHER,) and common.tools == (NOW,)

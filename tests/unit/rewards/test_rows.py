@@ -49,3 +49,11 @@ def test_answers_that_a_reward_cannot_compare_are_noted(reward, capsys):
     assert f"the answer of 1 of {len(answers)} rows" in told and repr(answers[0]) in told
     check(reward, [{"answer": answer} for answer in answers[1:]])
     assert not capsys.readouterr().err
+
+
+def test_empty_answers_are_noted_where_others_are_not(capsys):
+    check("exact_match", [{"answer": ""}, {"answer": "1"}])
+    assert "the answer of 1 of 2 rows is empty" in capsys.readouterr().err
+    # Where no row has an answer, the environment judges.
+    check("exact_match", [{"answer": ""}] * 2)
+    assert not capsys.readouterr().err

@@ -128,6 +128,9 @@ def test_only_a_page_is_written_over(folders, tmp_path, capsys):
         report.main([str(folders[0]), "--output", str(mine)])
     assert ended.value.code == 2 and f"{mine} exists and is no report" in capsys.readouterr().err
     assert mine.read_text() == "{}"
+    with pytest.raises(SystemExit) as ended:
+        report.main([str(folders[0]), "--output", str(tmp_path / "report.pdf")])
+    assert ended.value.code == 2 and "name a file that ends in .html" in capsys.readouterr().err
     for _ in range(2):
         assert write_report(folders[:1], page_) == page_
 

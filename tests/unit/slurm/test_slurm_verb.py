@@ -172,7 +172,7 @@ def test_what_sbatch_says_against_a_job_is_shown(capsys, site, monkeypatch):
     with pytest.raises(SystemExit) as caught:
         slurm.main(["--submit"])
     assert caught.value.code == 1
-    assert capsys.readouterr().err == "sbatch refuses the job: invalid partition specified: nowhere\n"
+    assert capsys.readouterr().err.endswith("\nsbatch refuses the job: invalid partition specified: nowhere\n")
 
 
 def test_without_slurm_it_says_where_to_submit(capsys, site, monkeypatch):
@@ -226,6 +226,9 @@ WRONG = {
     ("--gres=nvme:1,gpu:h100:4", *TWO_NODES): ["--gres", "asks for 4 GPUs", "cluster.gpus_per_node=4"],
     ("--gres=gpu:h100", *TWO_NODES): ["--gres", "asks for 1 GPUs"],
     ("--mem=64G", "--sbatch=--mem-per-gpu=8G"): ["--sbatch = '--mem-per-gpu=8G'", "excludes --mem=64G"],
+    ("--gres=gpu:8",): ["--gres", "asks for 8 GPUs, and the run is on CPUs", "cluster.gpus_per_node=8"],
+    ("-t", "4h"): ["--time = '4h'", "no limit of Slurm", "--time=4:00:00"],
+    ("--interface=10.0.0.1",): ["--interface = '10.0.0.1'", "is an address"],
     ("--log=logs/",): ["--log = 'logs/'", "is no file", "--log=logs/%x-%j.out"],
     ("--log=.",): ["--log = '.'", "is no file"],
     ("--log=s3://bucket/%j.out",): ["--log", "is no file"],
@@ -276,8 +279,13 @@ def test_places_that_a_job_will_not_find_are_noted(capsys, site):
     said = capsys.readouterr().err
     assert "note: hydra.run.dir = run holds a run that is done" in said
     assert "note: checkpoint.resume_from = nope: there is no such folder here" in said
-    slurm.main(["hydra.run.dir=other", "checkpoint.resume_from=run"])
+    slurm.main(["hydra.run.dir=other", "checkpoint.resume_from=run", *TWO_NODES])
     assert "note: " not in capsys.readouterr().err
+
+
+def test_a_job_without_gpus_is_noted(capsys, site):
+    slurm.main([])
+    assert "note: cluster.gpus_per_node = 0: the job asks for no GPU" in capsys.readouterr().err
 
 
 def test_nothing_heavy_is_imported():

@@ -1,0 +1,60 @@
+"""Rules about generation.vllm_kwargs, which vLLM gets as they are."""
+
+import difflib
+from collections.abc import Iterator
+
+from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
+from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.rules import code
+from nemo_rl_lite.rules.base import rule
+from nemo_rl_lite.rules.kwargs import misfit_of_type
+
+# Options that the launcher sets, and the key that decides each.
+_OWNED = {
+    "model": "policy.model_name",
+    "dtype": "policy.precision",
+    "max_model_len": "policy.max_total_sequence_length",
+    "tensor_parallel_size": "generation.vllm_cfg.tensor_parallel_size",
+    "pipeline_parallel_size": "generation.vllm_cfg.tensor_parallel_size",
+    "data_parallel_size": "generation.data_parallel_size",
+    "tokenizer": None,
+    "enforce_eager": "generation.vllm_cfg.enforce_eager",
+    "max_num_seqs": "generation.vllm_cfg.max_num_seqs",
+    "gpu_memory_utilization": "generation.vllm_cfg.gpu_memory_utilization",
+    "seed": "algorithm.seed",
+    "logprobs_mode": None,
+    "worker_extension_cls": None,
+    "disable_log_stats": None,
+    "skip_tokenizer_init": None,
+    "enable_sleep_mode": "generation.colocated.enabled",
+}
+# Options that would make the engine's model another than the policy's.
+_OF_OTHER_MODELS = {
+    "quantization": "would give the engine's weights another form than those that the policy sends it",
+    "hf_overrides": "would give the engine another model than the policy has",
+    "enable_lora": "has no effect: engines get the policy's weights with its adapters merged into them",
+}
+
+
+@rule("generation.vllm_kwargs", options=RolloutAlgorithmConfig)
+def vllm_keeps_what_the_launcher_sets(config: Config) -> Iterator[Violation]:
+    for name, value in config.generation.vllm_kwargs.items():
+        key = f"generation.vllm_kwargs.{name}"
+        if name in _OWNED:
+            fix = f"set {_OWNED[name]} instead" if _OWNED[name] else "remove it"
+            yield Violation(key, None, "is set by the launcher", fix)
+        elif name in _OF_OTHER_MODELS and value:
+            yield Violation(key, value, _OF_OTHER_MODELS[name], "remove it")
+
+
+@rule("generation.vllm_kwargs", options=RolloutAlgorithmConfig)
+def vllm_knows_its_options(config: Config) -> Iterator[Violation]:
+    known = code.fields("vllm", "engine/arg_utils.py", "EngineArgs") if config.generation.vllm_kwargs else {}
+    for name, value in config.generation.vllm_kwargs.items():
+        key = f"generation.vllm_kwargs.{name}"
+        if known and name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            fix = f"did you mean {close[0]}?" if close else "remove it"
+            yield Violation(key, value, "vLLM's EngineArgs has no such option", fix)
+        elif known and (misfit := misfit_of_type(value, known[name])):
+            yield Violation(key, value, f"must be {misfit.kinds}, as vLLM's EngineArgs says", f"{key}={misfit.example}")
