@@ -23,6 +23,11 @@ def not_logged(names: Iterable[str], *kinds: str) -> list[str]:
     )
 
 
+def documented() -> list[str]:
+    """A pattern for each metric of the table."""
+    return [pattern for pattern, _ in _rows()]
+
+
 def _rows() -> Iterator[tuple[str, set[str]]]:
     """A pattern for each metric, and what kinds of runs log it."""
     table = PAGE.read_text().split("<!-- metrics -->")[1].split("<!-- /metrics -->")[0]

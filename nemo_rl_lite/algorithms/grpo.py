@@ -1,7 +1,7 @@
 """Group relative policy optimisation, top to bottom: generate -> logprob -> train -> refit."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nemo_rl_lite.algorithms.report import Report
@@ -11,7 +11,7 @@ from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.losses.advantages import baseline_metrics, group_advantages
 from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.observability.metrics_log import under
-from nemo_rl_lite.observability.timer import Timer
+from nemo_rl_lite.observability.timer import Phase, Timer
 from nemo_rl_lite.policy.interface import Policy, Scored
 from nemo_rl_lite.rollout.files import Split
 from nemo_rl_lite.rollout.rollout import Rollout
@@ -31,8 +31,8 @@ class GRPO:
     rollouts: RolloutSource
     check: Callable[[], dict[str, float]]
     """In the logprob phase, compares what the engines computed after the last refit with the policy."""
-    keep: Callable[[int, Split, Rollout], None]
-    """Records a rollout of a step for people."""
+    keep: Callable[[int, Split, Rollout, Sequence[Phase]], None]
+    """Records a rollout of a step, and the step's phases, for people."""
     held_out: int
     """The number of held-out problems."""
     steps: Steps
@@ -96,6 +96,7 @@ class GRPO:
         }
         shown = {"reward": sampled["reward"], "loss": trained["loss"]}
         shown |= {"kl": trained["kl_penalty"]} if "kl_penalty" in trained else {}
+        shown |= {} if rollout.engines_idle_s is None else {"age": ages["trajectory_age_mean"]}
         shown |= {"reward errors": sampled["reward_errors"]} if rollout.reward_errors else {}
         shown |= {"environment errors": sampled["environment_errors"]} if rollout.environment_errors else {}
         self.report.step(
@@ -110,7 +111,7 @@ class GRPO:
             | under("timing/rollout", rollout.seconds()),
             memory,
         )
-        self.keep(step, "train", rollout)
+        self.keep(step, "train", rollout, timer.phases)
 
     def validate(self, step: int) -> dict[str, float]:
         """Mean reward on the held-out problems (`accuracy`), one response each."""
@@ -123,7 +124,7 @@ class GRPO:
         right_or_wrong = all(reward in (0, 1) for reward in rollout.rewards_B.tolist())
         what = "accuracy" if right_or_wrong else "mean reward"
         self.report.validation(step, measured, timer, f"{what} {measured['accuracy']:.3f}")
-        self.keep(step, "validation", rollout)
+        self.keep(step, "validation", rollout, timer.phases)
         return measured
 
     @property

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.observability.console import ENGINES_IDLE, RunConsole
 from nemo_rl_lite.observability.memory import with_rest
 from nemo_rl_lite.observability.metrics_log import MetricsLog, under
 from nemo_rl_lite.observability.timer import Timer
@@ -54,7 +54,7 @@ class Report:
             | under("ray", self.system()),
         )
         trend = self.metrics.series(f"train/{next(iter(shown))}")[1]
-        self.console.step(step, total, shown, seconds, trend)
+        self.console.step(step, total, shown, seconds, trend, (others or {}).get(ENGINES_IDLE))
 
     def validation(self, step: int, values: Mapping[str, float], timer: Timer, said: str) -> None:
         """Log a validation after step `step`, and print `said` about it."""

@@ -15,6 +15,8 @@ from nemo_rl_lite.observability.samples import Sample
 
 log = logging.getLogger(__name__)
 
+ENGINES_IDLE = "timing/rollout/engines_idle"
+"""The metric that only runs have whose engines work beside the policy."""
 # Phase shown -> the timers it sums, and its colour.
 PHASES = {
     "generate": (("generation",), "cyan"),
@@ -76,17 +78,19 @@ class RunConsole:
         values: Mapping[str, float],
         seconds: Mapping[str, float],
         trend: Sequence[float] = (),
+        idle: float | None = None,
     ) -> None:
         """Print `step 3/30  reward 0.412 ▁▃▅  kl 0.0021  1.32 s  36 s left  generate ██▌ 0.41 ...`: values, the first
-        of them with its `trend` so far, then a bar for each phase, full where the phase takes the whole step. A narrow
-        terminal gets no bars and no trend, and lines that end between words."""
+        of them with its `trend` so far, then a bar for each phase, full where the phase takes the whole step, and one
+        for the seconds in which engines that work beside the policy were `idle`. A narrow terminal gets no bars and no
+        trend, and lines that end between words."""
         left = self._pace.left(step, steps, seconds["total_step_time"])
         head = f"step {step:>{len(str(steps))}}/{steps}"
-        line = _step_line(head, values, seconds, left, trend, bars=True)
+        line = _step_line(head, values, seconds, left, trend, idle, bars=True)
         log.info(line.plain)
         narrow = self.console.is_terminal and line.cell_len > self.console.width
         if narrow:
-            line = _step_line(head, values, seconds, left, (), bars=False)
+            line = _step_line(head, values, seconds, left, (), idle, bars=False)
         self.console.print(line, soft_wrap=not narrow)
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -114,6 +118,7 @@ def _step_line(
     seconds: Mapping[str, float],
     left: float,
     trend: Sequence[float],
+    idle: float | None,
     bars: bool,
 ) -> Text:
     line, total = Text(head), seconds["total_step_time"]
@@ -123,8 +128,11 @@ def _step_line(
             line.append(f" {sparkline(trend)}", style="blue")
     line.append(f"  {total:.2f} s")
     line.append(f"  {duration(left)} left " if left else " ")
-    for phase, (timers, colour) in phases_in(seconds).items():
-        spent = sum(seconds.get(timer, 0.0) for timer in timers)
+    shown = [
+        (phase, sum(seconds.get(timer, 0.0) for timer in timers), colour)
+        for phase, (timers, colour) in phases_in(seconds).items()
+    ]
+    for phase, spent, colour in [*shown, *([] if idle is None else [("engines idle", idle, "red")])]:
         line.append(f" {phase} ")
         line.append(f"{bar(spent / total)} " if bars else "", style=colour)
         line.append(f"{spent:.2f}", style="" if bars else colour)

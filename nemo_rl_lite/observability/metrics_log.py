@@ -4,8 +4,9 @@ import json
 import logging
 import math
 import os
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from nemo_rl_lite.observability.wandb import WeightsAndBiases
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+# The share of a step's tokens that are of one age.
+_AGE = re.compile(r"train/age_(\d+)/tokens_share")
 
 
 class JsonLines(Sink):
@@ -101,6 +104,20 @@ class MetricsLog:
         with ExitStack() as stack:
             for sink in self._sinks:
                 stack.callback(sink.close)
+
+
+def with_every_age[Value: float | None](
+    entries: Iterable[Mapping[str, Value]],
+) -> tuple[list[dict[str, Value | float]], dict[str, str]]:
+    """Give each step that has shares of tokens by age a share of 0 for the ages that only other steps have. Returns all
+    entries, and what to call these metrics, from the youngest age to the oldest."""
+    filled = [dict[str, Value | float](entry) for entry in entries]
+    found = {match for name in {name for entry in filled for name in entry} if (match := _AGE.fullmatch(name))}
+    names = {match[0]: f"age {match[1]}" for match in sorted(found, key=lambda match: int(match[1]))}
+    for entry in filled:
+        if not names.keys().isdisjoint(entry):
+            entry |= {name: 0.0 for name in names if name not in entry}
+    return filled, names
 
 
 def under(prefix: str, metrics: Metrics) -> dict[str, float]:

@@ -6,7 +6,7 @@ from statistics import mean
 from typing import Any
 
 from nemo_rl_lite.observability.console import PHASES, phases_in
-from nemo_rl_lite.observability.metrics_log import MetricsLog
+from nemo_rl_lite.observability.metrics_log import MetricsLog, with_every_age
 from nemo_rl_lite.observability.views import Panel, View
 
 PREDICTED, MEASURED = "memory/predicted/", "memory/measured/"
@@ -22,13 +22,18 @@ Stacks = Mapping[str, Mapping[str, float]]
 
 
 def plot_run(metrics: MetricsLog, path: Path, title: str, view: View) -> None:
-    """Draw the view's panels and the phases' seconds over steps as a PNG at `path`."""
+    """Draw the view's panels, the phases' seconds and, where tokens had several ages, these over steps as a PNG at
+    `path`."""
     plt = _pyplot()
-    figure, axes = plt.subplots(1, len(view) + 1, figsize=(5 * (len(view) + 1), 4), layout="constrained")
+    _, ages = with_every_age(metrics.history)
+    stacked = [_draw_phases, *([_draw_ages] if len(ages) > 1 else [])]
+    count = len(view) + len(stacked)
+    figure, axes = plt.subplots(1, count, figsize=(5 * count, 4), layout="constrained")
     figure.suptitle(title)
-    for axis, panel in zip(axes[:-1], view, strict=True):
+    for axis, panel in zip(axes, view, strict=False):
         _draw_panel(axis, panel, metrics)
-    _draw_phases(axes[-1], metrics)
+    for axis, draw in zip(axes[len(view) :], stacked, strict=True):
+        draw(axis, metrics)
     _save(figure, path)
 
 
@@ -111,6 +116,15 @@ def _draw_phases(axis: Any, metrics: MetricsLog) -> None:
     }
     axis.stackplot(steps, list(seconds.values()), labels=list(seconds), alpha=0.85)
     axis.set(title="seconds a step, by phase", xlabel="step")
+    axis.legend(loc="upper right", fontsize="small")
+
+
+def _draw_ages(axis: Any, metrics: MetricsLog) -> None:
+    entries, names = with_every_age(metrics.history)
+    steps = [entry for entry in entries if not names.keys().isdisjoint(entry)]
+    shares = [[entry[name] for entry in steps] for name in names]
+    axis.stackplot([entry["step"] for entry in steps], shares, labels=list(names.values()), alpha=0.85)
+    axis.set(title="share of tokens by age (optimizer steps)", xlabel="step", ylim=(0, 1))
     axis.legend(loc="upper right", fontsize="small")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from nemo_rl_lite.errors import LauncherError
-from nemo_rl_lite.observability.console import PHASES, RunConsole, phases_in
+from nemo_rl_lite.observability.console import ENGINES_IDLE, PHASES, RunConsole, phases_in
 from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.observability.plots import GIB, MEASURED, PREDICTED, plot_memory, plot_run, stacks
 from nemo_rl_lite.observability.sink import Chart
@@ -16,6 +16,19 @@ from nemo_rl_lite.observability.views import Curve, View
 SUMMARY_FILE = "summary.json"
 PICTURE = Path("plots") / "run.png"
 MEMORY_PICTURE = Path("plots") / "memory.png"
+
+
+@dataclass(frozen=True)
+class Waits:
+    """What the policy and the engines waited for each other in a step, where they work at the same time: medians over
+    steps."""
+
+    policy_seconds: float
+    """Until the rollout was complete."""
+    engines_seconds: float
+    """In which no engine had a request."""
+    token_age: float
+    """Optimizer steps between the weights that sampled a token and those that trained on it, mean over the tokens."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,8 @@ class Summary:
     seconds_a_step: float
     seconds_by_phase: dict[str, float]
     peak_memory_bytes: dict[str, int]
+    waits: Waits | None = None
+    """None where policy and engines take turns."""
 
 
 def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, int]) -> Summary:
@@ -58,6 +73,7 @@ def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, i
         seconds_a_step=median(totals),
         seconds_by_phase={phase: typical(names) for phase, (names, _) in phases_in(timers).items()},
         peak_memory_bytes=dict(peak_memory),
+        waits=_waits(metrics),
     )
 
 
@@ -71,6 +87,11 @@ def show_summary(
     console.table(title, ("", "at the start", "at the end"), rows)
     phases = [(phase, f"{seconds:.3f}") for phase, seconds in summary.seconds_by_phase.items()]
     console.table("median seconds a step", ("phase", "s"), [*phases, ("whole step", f"{summary.seconds_a_step:.3f}")])
+    if waits := summary.waits:
+        waited = [("policy waited", waits.policy_seconds), ("engines were idle", waits.engines_seconds)]
+        rows = [(what, f"{seconds:.3f} s") for what, seconds in waited]
+        rows.append(("age of the tokens", f"{waits.token_age:.2f} steps"))
+        console.table("policy and engines at the same time", ("", "median"), rows)
     if plots:
         plot_run(metrics, folder / PICTURE, title, view)
         console.say(f"picture  {folder / PICTURE}")
@@ -83,8 +104,9 @@ def tracked(summary: Summary) -> dict[str, float]:
     """The summary's numbers by name, for trackers."""
     numbers = {name: value for name, value in asdict(summary).items() if isinstance(value, (int, float))}
     phases = {f"seconds_by_phase/{phase}": seconds for phase, seconds in summary.seconds_by_phase.items()}
+    waits = {f"waits/{name}": value for name, value in asdict(summary.waits).items()} if summary.waits else {}
     memory = {f"peak_memory_gb/{worker}": nbytes / GIB for worker, nbytes in summary.peak_memory_bytes.items()}
-    return numbers | phases | memory
+    return numbers | phases | waits | memory
 
 
 def charts(summary: Summary, metrics: MetricsLog) -> list[Chart]:
@@ -100,6 +122,12 @@ def charts(summary: Summary, metrics: MetricsLog) -> list[Chart]:
         Chart("phases", "median seconds a step, by phase", ("phase", "seconds"), seconds),
         Chart("residency", "device memory by phase", ("what", "predicted GiB", "measured GiB"), residency),
     ]
+
+
+def _waits(metrics: MetricsLog) -> Waits | None:
+    names = ("timing/train/generation", ENGINES_IDLE, "train/trajectory_age_mean")
+    columns = [metrics.series(name)[1] for name in names]
+    return Waits(*map(median, columns)) if all(columns) else None
 
 
 def _gib(nbytes: float | None) -> float | None:

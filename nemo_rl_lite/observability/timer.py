@@ -3,10 +3,23 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import psutil
 
 from nemo_rl_lite.observability.profiling import span
+
+# The Unix time at which `time.perf_counter()` was 0.
+_UNIX_ZERO = time.time() - time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One time that a named phase took, in seconds of `time.perf_counter()`."""
+
+    name: str
+    begin: float
+    end: float
 
 
 class Timer:
@@ -14,6 +27,8 @@ class Timer:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self.phases: list[Phase] = []
+        """Every phase since the timer was made, in the order of their ends."""
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -22,12 +37,19 @@ class Timer:
             with span(name):
                 yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+            ended = time.perf_counter()
+            self._seconds[name] = self._seconds.get(name, 0.0) + ended - started
+            self.phases.append(Phase(name, started, ended))
 
     def take(self) -> dict[str, float]:
         """Return the seconds by name since the last `take`."""
         taken, self._seconds = self._seconds, {}
         return taken
+
+
+def unix_time(at: float) -> float:
+    """Return the Unix time, in seconds, of a time of `time.perf_counter()` in this process."""
+    return at + _UNIX_ZERO
 
 
 def seconds_since_command() -> float:

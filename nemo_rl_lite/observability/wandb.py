@@ -18,6 +18,7 @@ SECTIONS = (
     "timing/train",
     "timing/validation",
     "timing/setup",
+    "timing/rollout",
     "performance",
     "refit",
     "offload",

@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from nemo_rl_lite.observability.history import set_aside
+from nemo_rl_lite.observability.timer import Phase, unix_time
 from nemo_rl_lite.rollout.rollout import Rollout
 
 log = logging.getLogger(__name__)
@@ -50,6 +52,18 @@ SCHEMA = pa.schema(
         ("spans", pa.list_(_SPAN)),
     ]
 )
+# The key of `Times` in a file's metadata.
+_TIMES = b"times"
+
+
+@dataclass(frozen=True)
+class Times:
+    """When a rollout was sampled, and what its step did. Times are Unix times in seconds."""
+
+    began: float | None
+    """The zero of the spans; None where no sample has any, as in a rollout that a checkpoint kept."""
+    phases: list[tuple[str, float, float]]
+    """The step's phases under the names of its timers: name, begin, end."""
 
 
 class RolloutFiles:
@@ -63,8 +77,9 @@ class RolloutFiles:
             cut_short.unlink()
         set_aside([file for file in rollout_files(run_folder) if step_of(file) > done], run_folder / "rollouts-undone")
 
-    def write(self, step: int, split: Split, rollout: Rollout) -> None:
-        """Write one file. A full disk is a warning, not an error: training continues."""
+    def write(self, step: int, split: Split, rollout: Rollout, phases: Sequence[Phase] = ()) -> None:
+        """Write one file, with the phases of the step in its metadata. A full disk is a warning, not an error: training
+        continues."""
         if self._limit == 0:
             return
         # The whole folder can be read as one table at any time, because readers skip names that begin with a dot.
@@ -72,7 +87,9 @@ class RolloutFiles:
         partial = file.with_name(f".{file.name}")
         try:
             self._folder.mkdir(exist_ok=True)
-            parquet.write_table(_table(step, split, rollout, self._limit), partial, compression="zstd")
+            table = _table(step, split, rollout, self._limit)
+            table = table.replace_schema_metadata({_TIMES: _times(rollout, phases)})
+            parquet.write_table(table, partial, compression="zstd")
             partial.replace(file)
         except OSError as error:
             log.warning("the rollout of step %d cannot be written to %s: %s", step, self._folder, error)
@@ -92,13 +109,36 @@ def read_rollout(file: Path) -> list[dict[str, Any]]:
     return parquet.read_table(file).to_pylist()
 
 
+def read_times(file: Path) -> Times | None:
+    """When the rollout of a file was sampled; None in files of earlier versions. Raises what `read_rollout` raises."""
+    kept = (parquet.read_schema(file).metadata or {}).get(_TIMES)
+    return None if kept is None else Times(**json.loads(kept))
+
+
+def read_spans(file: Path) -> list[dict[str, Any]]:
+    """The spans of all samples of a file, without the texts. Raises what `read_rollout` raises."""
+    samples = parquet.read_table(file, columns=["spans"]).column("spans").to_pylist()
+    return [span for spans in samples for span in spans or []]
+
+
 def _table(step: int, split: Split, rollout: Rollout, limit: int | None) -> pa.Table:
     rows = list(_rows(rollout))[:limit]
     return pa.Table.from_pylist([{"step": step, "split": split, **row} for row in rows], SCHEMA)
 
 
+def _began(rollout: Rollout) -> float | None:
+    return min((span.begin for episode in rollout.episodes for span in episode.spans), default=None)
+
+
+def _times(rollout: Rollout, phases: Sequence[Phase]) -> str:
+    """`Times` as JSON."""
+    began = _began(rollout)
+    own = [(one.name, unix_time(one.begin), unix_time(one.end)) for one in phases]
+    return json.dumps({"began": None if began is None else unix_time(began), "phases": own})
+
+
 def _rows(rollout: Rollout) -> Iterator[dict[str, Any]]:
-    began = min((span.begin for episode in rollout.episodes for span in episode.spans), default=0.0)
+    began = _began(rollout) or 0.0
     for index, episode in enumerate(rollout.episodes):
         place, sample = divmod(index, rollout.samples_per_prompt)
         yield {

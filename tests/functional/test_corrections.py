@@ -2,6 +2,7 @@
 
 import pytest
 
+from nemo_rl_lite.run.report.record import read_run
 from tests.functional.here import train_here
 from tests.functional.test_resume import ONE_STEP_OFF
 from tests.metric_names import undocumented
@@ -24,7 +25,11 @@ def test_a_step_on_older_weights_is_corrected(tmp_path, model_folder, kind):
     short = ["algorithm.max_num_steps=2", "algorithm.val_period=0", "policy.megatron_cfg.scheduler.lr_warmup_iters=0"]
     _, lines = train_here(tmp_path, model_folder, *ONE_STEP_OFF, *short, *KINDS[kind])
     first, second = ({k: v for line in lines if line["step"] == step for k, v in line.items()} for step in (1, 2))
-    assert undocumented(name for name in second if name.startswith("train/")) == []
+    assert undocumented([*first, *second]) == []
+    assert {"timing/rollout/engines_idle", "refit/pause_s"} <= second.keys()
+    told = read_run(tmp_path).waits
+    assert told is not None and [step for step, _, _ in told["steps"]] == [1, 2]
+    assert {"logprob", "train", "refit"} <= {activity for activity, *_ in told["policy"]}
     assert first["train/correction/ess"] == pytest.approx(1, abs=1e-4) and first["train/age_0/tokens_share"] == 1
     assert second["train/age_1/tokens_share"] == 1 and "train/age_0/tokens_share" not in second
     assert second["train/age_1/gen_kl_error"] == pytest.approx(second["train/gen_kl_error"])

@@ -1,7 +1,7 @@
 """A GRPO run: its data, its workers, the loop."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.losses.registry import make_loss
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog, under
+from nemo_rl_lite.observability.timer import Phase
 from nemo_rl_lite.rewards.judge import make_judge, try_reward
 from nemo_rl_lite.rewards.rows import check_rows
 from nemo_rl_lite.rollout.ahead import Queue, Staleness
@@ -145,12 +146,12 @@ class GRPOJob:
         max_length = config.policy.max_total_sequence_length
         return RolloutCollector(generation, self._tokenizer, self._judge, max_length, shares, play)
 
-    def _rollout_log(self, metrics: MetricsLog, start: Start) -> Callable[[int, Split, Rollout], None]:
+    def _rollout_log(self, metrics: MetricsLog, start: Start) -> Callable[[int, Split, Rollout, Sequence[Phase]], None]:
         options, console = self._config.logger, self._console
         files, period = RolloutFiles(self._folder, options.log_samples, start.steps), options.show_samples_period
 
-        def keep(step: int, split: Split, rollout: Rollout) -> None:
-            files.write(step, split, rollout)
+        def keep(step: int, split: Split, rollout: Rollout, phases: Sequence[Phase]) -> None:
+            files.write(step, split, rollout, phases)
             if split == "train" and period and step % period == 0:
                 console.samples(step, rollout.samples(SHOWN))
                 metrics.log_samples(step, rollout.samples(TRACKED))

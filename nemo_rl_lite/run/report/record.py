@@ -1,7 +1,7 @@
 """Reads a run back from its folder for a report, also a run that is still running, was killed, or lacks files."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,13 +12,14 @@ import pyarrow as pa
 from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.errors import ConfigError, LauncherError
 from nemo_rl_lite.observability.environment import ENVIRONMENT_FILE
-from nemo_rl_lite.observability.metrics_log import METRICS_FILE
+from nemo_rl_lite.observability.metrics_log import METRICS_FILE, with_every_age
 from nemo_rl_lite.observability.redaction import redact, redact_command
 from nemo_rl_lite.observability.samples import spread, text_of
 from nemo_rl_lite.rollout.files import read_rollout, rollout_files
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.folder import COMMAND_FILE, CONFIG_FILE, ERROR_FILE, STATUS_FILE
 from nemo_rl_lite.run.report.timeline import timeline
+from nemo_rl_lite.run.report.waits import waits
 
 # The report shows this many rollouts, evenly over the run, and this many samples of each.
 ROLLOUTS, SAMPLES = 12, 6
@@ -42,6 +43,8 @@ class RunRecord:
     samples: list[dict[str, Any]]
     timeline: dict[str, Any] | None
     """Of the newest rollout that it trained on."""
+    waits: dict[str, Any] | None
+    """Who waited for whom in the newest steps."""
     environment: dict[str, Any]
     status: dict[str, Any]
     error: str
@@ -75,14 +78,16 @@ def read_run(folder: Path) -> RunRecord:
             f"nrl-lite report: {folder} is no run's folder: it has neither {CONFIG_FILE} nor {METRICS_FILE}"
         )
     notes: list[str] = []
+    metrics, status = _read_metrics(folder / METRICS_FILE, notes), _read_json(folder / STATUS_FILE, notes)
     return RunRecord(
         folder=folder,
         config=dict(leaves(redact(_read_json(folder / CONFIG_FILE, notes)))),
-        metrics=_read_metrics(folder / METRICS_FILE, notes),
+        metrics=with_every_age(metrics)[0],
         samples=_read_samples(folder, notes),
         timeline=_read_timeline(folder),
+        waits=_read_waits(folder, metrics, status),
         environment=dict(leaves(_read_json(folder / ENVIRONMENT_FILE, notes))),
-        status=_read_json(folder / STATUS_FILE, notes),
+        status=status,
         error="\n".join(_read_text(folder / ERROR_FILE).splitlines()[:_ERROR_LINES]),
         command=redact_command((_read_text(folder / COMMAND_FILE).splitlines() or [""])[-1]),
         notes=notes,
@@ -159,6 +164,14 @@ def _read_timeline(folder: Path) -> dict[str, Any] | None:
     # A file that cannot be read is a note of `_read_samples`.
     with suppress(OSError, pa.ArrowException, KeyError, TypeError):
         return timeline(read_rollout(files[-1])) if files else None
+    return None
+
+
+def _read_waits(
+    folder: Path, metrics: Sequence[Mapping[str, float | None]], status: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    with suppress(OSError, pa.ArrowException, KeyError, TypeError):
+        return waits(folder, metrics, is_done=status.get("state") == "done")
     return None
 
 

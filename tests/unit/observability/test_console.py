@@ -40,6 +40,13 @@ def test_a_step_is_one_plain_line_where_there_is_no_terminal():
     assert "\x1b" not in line
 
 
+def test_a_step_says_how_long_engines_beside_the_policy_were_idle():
+    console, stream = printed()
+    console.step(3, 10, {"reward": 0.5, "age": 1.25}, SECONDS, idle=1.5)
+    (line,) = stream.getvalue().splitlines()
+    assert "  age 1.25  2.00 s" in line and line.endswith(" train █▌···· 0.50 engines idle ████▌· 1.50")
+
+
 def test_a_long_operation_tells_how_far_it_is(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])

@@ -43,8 +43,20 @@ def test_a_grpo_run_is_judged_by_accuracy_reward_and_kl(tmp_path):
     lines = [line.split() for line in text.splitlines()]
     assert ["│", "held-out", "accuracy", "│", "0.125", "│", "0.750", "│"] in lines
     assert ["│", "KL", "to", "the", "start", "│", "0.0000", "│", "0.1250", "│"] in lines
-    assert summary["accuracy_after"] == 0.75 and summary["val_loss_after"] is None
+    assert summary["accuracy_after"] == 0.75 and summary["val_loss_after"] is None and summary["waits"] is None
     assert summary["seconds_by_phase"] == {"generate": 1.0, "train": 0.5}
+
+
+def test_a_run_whose_engines_work_beside_the_policy_says_who_waited(tmp_path):
+    idle = "timing/rollout/engines_idle"
+    steps = [{idle: 0.25, "train/trajectory_age_mean": 1.5}, {idle: 0.75, "train/trajectory_age_mean": 2.0}]
+    shares = [{"train/age_1/tokens_share": 1.0}, {"train/age_2/tokens_share": 1.0}]
+    metrics = run({}, [one | own for one, own in zip(steps, shares, strict=True)], GRPO_SECONDS)
+    text, summary = reported(metrics, tmp_path, "grpo")
+    rows = [" ".join(line.strip("│").split()) for line in text.splitlines()]
+    assert {"policy waited │ 1.000 s", "engines were idle │ 0.500 s", "age of the tokens │ 1.75 steps"} <= set(rows)
+    assert summary["waits"] == {"policy_seconds": 1.0, "engines_seconds": 0.5, "token_age": 1.75}
+    assert tracked(summarize(metrics, tmp_path, {}))["waits/engines_seconds"] == 0.5
 
 
 def test_an_sft_run_is_judged_by_its_losses_and_has_one_phase(tmp_path):

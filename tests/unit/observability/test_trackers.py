@@ -17,8 +17,9 @@ from nemo_rl_lite.config.schema import MLflowConfig, WandbConfig
 from nemo_rl_lite.observability.samples import Sample
 from nemo_rl_lite.observability.sink import Chart, Sink
 from nemo_rl_lite.observability.tensorboard import TensorBoard
-from nemo_rl_lite.observability.wandb import RUN_ID_FILE, WeightsAndBiases
+from nemo_rl_lite.observability.wandb import RUN_ID_FILE, SECTIONS, WeightsAndBiases
 from nemo_rl_lite.run.folder import write_start
+from tests.metric_names import documented
 
 CONFIG = {"algorithm": {"name": "grpo", "seed": 7}, "reward": {"kwargs": {"api_key": "sk-very-secret"}}}
 SAMPLES = [Sample("2+2", "<script>5|</script>", 0.0), Sample("1+1", "2", 1.0)]
@@ -88,6 +89,10 @@ def test_wandb_draws_sections_over_steps_and_keeps_the_best(wandb_records):
     assert set(axes.values()) == {"step"}
     reward = next(one for one in metrics if one.name == "train/reward")
     assert reward.summary.max and reward.step_metric == "step"
+
+
+def test_wandb_has_a_section_for_every_metric():
+    assert [name for name in documented() if not name.startswith(tuple(f"{section}/" for section in SECTIONS))] == []
 
 
 def test_wandb_has_samples_charts_and_a_summary(wandb_folder, wandb_records):

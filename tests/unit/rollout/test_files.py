@@ -1,16 +1,15 @@
 """Rollouts on disk."""
 
 import resource
+import time
 
 import pyarrow.dataset
 import pytest
 
 from nemo_rl_lite.observability.samples import spread, text_of
-from nemo_rl_lite.rollout.files import (
-    RolloutFiles,
-    read_rollout,
-    rollout_files,
-)
+from nemo_rl_lite.observability.timer import Timer
+from nemo_rl_lite.rollout.episode import Span
+from nemo_rl_lite.rollout.files import RolloutFiles, Times, read_rollout, read_spans, read_times, rollout_files
 from tests.unit.observability.rollouts import make_rollout
 
 FOUR = make_rollout(["a", "b", "c", "d"], [0.0, 1.0, 0.5, 0.25], samples=2)
@@ -38,6 +37,29 @@ def test_every_sample_is_there_and_the_folder_reads_as_one_table(tmp_path):
     assert spans == [("generate", 0.0, 2.0, 1), ("reward", 2.0, 2.5, 0)]
     whole = pyarrow.dataset.dataset(tmp_path / "rollouts").to_table()
     assert whole.num_rows == 8 and set(whole["split"].to_pylist()) == {"train", "validation"}
+
+
+def test_when_it_was_sampled_and_what_its_step_did_are_known(tmp_path):
+    timer = Timer()
+    with timer("generation"):
+        rollout = make_rollout(["a"], [0.0])
+        rollout.episodes[0].spans = [Span("generate", time.perf_counter(), time.perf_counter() + 1.0)]
+    before = time.time()
+    RolloutFiles(tmp_path, None, done=0).write(1, "train", rollout, timer.phases)
+    (file,) = rollout_files(tmp_path)
+    times = read_times(file)
+    ((name, began, ended),) = times.phases
+    assert name == "generation" and before - 60 < began <= times.began <= ended <= before + 60
+    (span,) = read_spans(file)
+    assert span["what"] == "generate" and (span["begin"], span["end"]) == (0.0, pytest.approx(1.0, abs=0.1))
+
+
+def test_a_rollout_that_a_checkpoint_kept_has_no_time_of_its_own(tmp_path):
+    rollout = make_rollout(["a"], [0.0])
+    rollout.episodes[0].spans = []
+    RolloutFiles(tmp_path, None, done=0).write(1, "train", rollout)
+    (file,) = rollout_files(tmp_path)
+    assert read_times(file) == Times(None, []) and read_spans(file) == []
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(0, None), (3, 3), (9, 4)])

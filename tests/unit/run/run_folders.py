@@ -5,12 +5,16 @@ import json
 from functools import cache
 from pathlib import Path
 
+from nemo_rl_lite.observability.console import ENGINES_IDLE
 from nemo_rl_lite.observability.metrics_log import METRICS_FILE
+from nemo_rl_lite.observability.timer import Phase
+from nemo_rl_lite.rollout.episode import Span
 from nemo_rl_lite.rollout.files import RolloutFiles
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.folder import status_kept, write_start
+from nemo_rl_lite.run.folder import STATUS_FILE, status_kept, write_start
 from tests.unit.observability.rollouts import make_rollout
 
+REFIT = "prepare_for_generation/transfer_and_update_weights"
 # What a model may write, and what must stay text.
 HOSTILE = (
     "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\"><!-- é 漢 \u2028"
@@ -37,4 +41,33 @@ def make_run(folder: Path, *overrides: str, steps: int = 6, slope: float = 0.1) 
             if config.algorithm.name == "grpo":
                 rollouts.write(step, "train", make_rollout([HOSTILE, "plain"], [0.0, 1.0]))
         file.write(json.dumps({"step": 0, "time": 1000.0, "validation/accuracy": 0.25}) + "\n")
+    return folder
+
+
+def make_asynchronous_run(folder: Path, steps: int = 3, state: str = "done") -> Path:
+    """A run whose engines generate the rollout of a step while the policy trains on the one before. A step takes 10 s:
+    the policy waits for 1 s, trains for 7 s and refits for 2 s. From the second step on, engines begin the step's
+    rollout 9.5 s before the step does, and work on it for 4 s. They stop within the first half second of a refit.
+    """
+    folder.mkdir(parents=True)
+    loss = "algorithm.loss_fn"
+    correction = f"{loss}.use_importance_sampling_correction=true", f"{loss}.truncated_importance_sampling_ratio=2"
+    config = composed("algorithm.rollouts.source=one_step_off", *correction)
+    write_start(folder, dataclasses.asdict(config), "python -m nemo_rl_lite.train")
+    (folder / STATUS_FILE).write_text(json.dumps({"state": state}))
+    rollouts = RolloutFiles(folder, None, done=0)
+    with (folder / METRICS_FILE).open("a") as file:
+        for step in range(1, steps + 1):
+            began, age = 10.0 * (step - 1), min(step - 1, 1)
+            entry = {"step": step, "time": 1000.0 + 10 * step, "refit/seconds": 1.0, "refit/pause_s": 0.5}
+            entry |= {"timing/train/total_step_time": 10.0, "timing/train/generation": 1.0, ENGINES_IDLE: 5.5}
+            entry |= {"train/trajectory_age_mean": float(age), f"train/age_{age}/tokens_share": 1.0}
+            entry |= {f"train/age_{age}/gen_kl_error": 0.01 * age, "train/correction/ess": 0.9}
+            file.write(json.dumps(entry) + "\n")
+            rollout = make_rollout(["a", "b"], [0.0, 1.0])
+            for place, episode in enumerate(rollout.episodes):
+                episode.spans = [Span("generate", began - 9.5, began - 5.5, place), Span("reward", began - 5.5, began)]
+            parts = [("generation", 0, 1), ("policy_training", 1, 8), (REFIT, 8, 10), ("total_step_time", 0, 10)]
+            phases = [Phase(name, began + begin, began + end) for name, begin, end in parts]
+            rollouts.write(step, "train", rollout, phases)
     return folder

@@ -11,7 +11,7 @@ from nemo_rl_lite.report import write_report
 from nemo_rl_lite.run.report.page import embedded, page
 from nemo_rl_lite.run.report.record import ReportError, read_run
 from tests.unit.run.browser import CHROMIUM, browser
-from tests.unit.run.run_folders import HOSTILE, make_run
+from tests.unit.run.run_folders import HOSTILE, make_asynchronous_run, make_run
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt-get install chromium)")
 
@@ -174,6 +174,27 @@ def test_curves_are_drawn_without_an_error(tab, report_file, tmp_path, width, sc
     tab.screenshot(tmp_path / "page.png")
     assert struct.unpack(">I", (tmp_path / "page.png").read_bytes()[16:20])[0] == width
     assert tab.problems == []
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1280, 400])
+def test_policy_and_engines_are_drawn_beside_each_other(tab, tmp_path, width):
+    tab.open(write_report([make_asynchronous_run(tmp_path / "run")]), width, 4000)
+    part = "document.querySelector('#policy-and-engines').parentElement"
+    tab.wait_for(
+        f"{part}.querySelectorAll('path.area').length == 2 && {part}.querySelectorAll('path.line').length >= 4"
+    )
+    titles = tab.evaluate(f"[...{part}.querySelectorAll('h3')].map((title) => title.textContent)")
+    assert titles[0] == "steps 1 to 3: policy waits 10 %, engines idle 58.3 %, engines paused 15 %"
+    assert [title.split(" ")[0] for title in titles[1:]] == ["seconds", "age", "KL", "effective"]
+    told = tab.evaluate(f"[...{part}.querySelectorAll('svg title')].map((title) => title.textContent)")
+    assert {"step 2: 10 s", "step 2, train: 7 s", "engines idle: 4 s", "engines paused: 1.5 s"} <= set(told)
+    assert "rollout of step 3" in told and "NaN" not in tab.evaluate(f"{part}.innerHTML")
+    # All rectangles lie within the picture.
+    rectangles = f"[...{part}.querySelectorAll('svg[aria-label^=steps] rect')]"
+    ends = tab.evaluate(f"{rectangles}.map((one) => one.x.baseVal.value + one.width.baseVal.value)")
+    assert len(ends) > 15 and max(ends) <= width
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width and tab.problems == []
 
 
 def put(tab, selector: str, value: str, event: str) -> None:
