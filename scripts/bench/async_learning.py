@@ -4,8 +4,8 @@ async_learning.py MODEL [--steps 60] [--seeds 1 2 42] [--sources NAME ...] [--to
 
 For each source, one run a seed, all at the same time, of SmolLM2 on chain_sum (the recipe grpo-smollm2-135m-1n1g),
 whose engines stay awake on the policy's GPU. `--small`: the quickstart's task on CPUs, one run after the other. The
-bar compares means of the last ten steps: of a source's seeds with those of `on_policy`, in units of the latter's
-standard deviation over the seeds.
+bar compares means of the last ten steps: of a source's seeds with those of `on policy` (without such runs, with those
+that gpu_run.py kept), in units of the latter's standard deviation over the seeds.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import record
 from async_rate import ONE_STEP_OFF, QUEUE, TASK
+from series import values
 
 SOURCES = {"on policy": [], "one step off": ONE_STEP_OFF, "queue, age 2, in flight": QUEUE}
 LAST = 10
@@ -59,17 +60,24 @@ def main() -> None:
             ("KL of the engine's logprobs to the policy's", "train/gen_kl_error"),
             ("effective sample size of the correction", "train/correction/ess"),
         ):
-            if values := [line[name] for line in tail if name in line]:
-                results.append(record.result(what, config, "", values))
+            if measured := [line[name] for line in tail if name in line]:
+                results.append(record.result(what, config, "", measured))
         print(source, [round(mean, 4) for mean in means[source]], flush=True)
-    bars = []
-    if "on policy" in means and len(given.seeds) > 1:
-        deviation = statistics.stdev(means["on policy"])
-        for source in means:
-            if source != "on policy":
-                off = abs(statistics.mean(means[source]) - statistics.mean(means["on policy"])) / deviation
-                bars.append(record.bar(f"{source}: off by standard deviations", off, 1.0, False))
+    reference = means.get("on policy") or kept(given.seeds)
+    bars = [bar(source, means[source], reference) for source in means if source != "on policy" and len(reference) > 1]
     print(record.write("async-learning", results, bars, f"model: {given.model.name}, {given.steps} steps"))
+
+
+def bar(source: str, means: list[float], reference: list[float]) -> dict:
+    off = abs(statistics.mean(means) - statistics.mean(reference)) / statistics.stdev(reference)
+    return record.bar(f"{source}: standard deviations from on policy", off, 1.0, False)
+
+
+def kept(seeds: list[int]) -> list[float]:
+    """The same means of the runs of this recipe that gpu_run.py kept, on policy."""
+    runs = (record.FOLDER / "runs" / f"chain-sum-seed{seed}.json" for seed in seeds)
+    rewards = [values(json.loads(run.read_text()), "train/reward") for run in runs if run.exists()]
+    return [statistics.mean(of_run[-LAST:]) for of_run in rewards]
 
 
 def run_all(jobs: dict[Job, list[str]], together: int) -> dict[Job, list[dict[str, float]]]:

@@ -3,9 +3,10 @@
 async_rate.py MODEL [--gpus N] [--steps 8] [--repeats 1] [--only NAME ...] [-- OVERRIDE ...]
 
 MODEL: a folder with random weights (random_model.py), which end a response with each token with the same chance:
-lengths are geometric, about 200 tokens before they are cut at 512. 64 prompts x 8 samples a step; the first four steps
-of a run do not count, because a queue is filled in them. With one GPU, policy and engine share it; with two, each has
-one, and the colocated layout has both for both. On CPUs: `--gpus 0`, with the quickstart's sizes.
+lengths are geometric, about 200 tokens before they are cut at 512. 64 prompts x 8 samples a step. The first four steps
+of a run do not count, because a queue is filled in them, nor do the last two, because it is used up. With one GPU,
+policy and engine share it; with two, each has one, and the colocated layout has both for both. On CPUs: `--gpus 0`,
+with the quickstart's sizes.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import record
 
-MEAN, FILLED = 200, 4
+MEAN, FILLED, DRAINED = 200, 4, 2
 OFF = ["algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0", "logger.plots=false"]
 TASK = ["checkpoint.export_hf_at_end=false", "checkpoint.save_period=0"]
 SIZES = [
@@ -82,7 +83,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args()
     own = [*([*SIZES, _stops(given.model)] if given.gpus else []), *TASK, *OFF, *given.overrides]
-    own += [f"policy.model_name={given.model.resolve()}", f"algorithm.max_num_steps={given.steps + FILLED}"]
+    own += [f"policy.model_name={given.model.resolve()}", f"algorithm.max_num_steps={given.steps + FILLED + DRAINED}"]
     ways = {name: way for name, way in WAYS[given.gpus].items() if not given.only or name in given.only}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for _ in range(given.repeats):
@@ -137,7 +138,8 @@ def one_run(overrides: list[str]) -> list[dict[str, float]]:
     steps: dict[int, dict[str, float]] = {}
     for line in lines:
         steps.setdefault(line["step"], {}).update(line)
-    return [_measured(line) for step, line in sorted(steps.items()) if step > FILLED and SECONDS["whole step"] in line]
+    counted = range(FILLED + 1, max(steps) - DRAINED + 1)
+    return [_measured(steps[step]) for step in counted if SECONDS["whole step"] in steps[step]]
 
 
 def _measured(line: dict[str, float]) -> dict[str, float]:

@@ -140,6 +140,16 @@ TABLES = {
         "cpu-2cores",
         tuple(f"{phase}: predicted over measured" for phase in PHASES),
     ),
+    "async rate table": Table(
+        ASYNC,
+        "async-rate",
+        "1x-h100",
+        (
+            *("generated tokens a second, whole step", "whole step", "policy waits for a rollout", "logprob", "train"),
+            *("refit", "engines idle", "mean age of a token"),
+        ),
+    ),
+    "async learning table": Table(ASYNC, "async-learning", "1x-h100"),
     "tools table": Table(ROLLOUTS, "rollouts-tools", "cpu-2cores"),
     "largest table": Table(
         MEMORY,
