@@ -44,6 +44,8 @@ class Background[Served]:
         future = self.submit(coroutine)
         try:
             while not _is_done(future):
+                if not self.is_running:
+                    raise RuntimeError(f"the thread {self._thread.name!r} has ended")
                 look()
         except BaseException:
             future.cancel()

@@ -1,0 +1,73 @@
+"""A thread in which engines serve while the main thread trains."""
+
+import asyncio
+from concurrent.futures import CancelledError
+from contextlib import asynccontextmanager
+
+import pytest
+
+from nemo_rl_lite.rollout.background import Background
+
+
+@asynccontextmanager
+async def serving():
+    yield "served"
+
+
+async def later(seconds: float = 0.3, error: Exception | None = None) -> str:
+    await asyncio.sleep(seconds)
+    if error:
+        raise error
+    return "done"
+
+
+@pytest.fixture
+def thread():
+    background = Background("own", serving)
+    assert background.start() == "served"
+    yield background
+    background.close()
+    assert not background.is_running
+
+
+def test_the_main_thread_looks_while_it_waits(thread):
+    looks = []
+    assert thread.wait(later(), lambda: looks.append(True)) == "done" and looks
+
+
+def test_an_error_is_raised_where_somebody_waits(thread):
+    with pytest.raises(TimeoutError, match="of the coroutine"):
+        thread.wait(later(0.01, TimeoutError("of the coroutine")), lambda: None)
+
+
+def test_what_the_look_raises_ends_the_wait_and_the_work(thread):
+    cancelled = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    def look() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        thread.wait(work(), look)
+    assert thread.wait(later(0.01), lambda: None) == "done" and cancelled
+
+
+def test_a_thread_that_has_ended_is_an_error_and_no_hang(thread):
+    with pytest.raises((RuntimeError, CancelledError)):
+        thread.wait(later(60), thread.close)
+
+
+def test_what_fails_at_the_start_is_raised_there():
+    @asynccontextmanager
+    async def broken():
+        raise OSError("no port")
+        yield
+
+    with pytest.raises(OSError, match="no port"):
+        Background("own", broken).start()
