@@ -1,7 +1,7 @@
 """Prove that asynchronous training loses no prompt and repeats none, whatever is killed: async_soak.py [STEPS] [FOLDER]
 
 A run has two vLLM engines and a policy rank, with `algorithm.rollouts.source=queue` and new weights in flight, on CPUs.
-About every 20 seconds SIGKILL hits an engine, the policy rank, the launcher, Ray's gcs_server or raylet, or the
+About every 30 seconds SIGKILL hits an engine, the policy rank, the launcher, Ray's gcs_server or raylet, or the
 launcher's whole process group (see soak.py). Then the samples that the run has written, its metrics and its last
 checkpoint are compared with the training data: the task makes a prompt from its position, so it is known which prompts
 must have been trained. An engine holds only two requests at a time, so rollouts are under way at almost every moment.
@@ -26,8 +26,8 @@ from nemo_rl_lite.rollout.files import ROLLOUTS, read_rollout, step_of
 from nemo_rl_lite.rules.compose import compose_config
 
 MAX_AGE, PROMPTS = 2, 8
-# A start takes about a minute here, in which several kills fall due: about one start in three is hit.
-KILL_EVERY_S, HIT_A_START = 20.0, 0.15
+# A start takes most of a minute, so about one in four is hit.
+KILL_EVERY_S, HIT_A_START = 30.0, 0.15
 OVERRIDES = (
     *("algorithm.rollouts.source=queue", f"algorithm.rollouts.max_trajectory_age_steps={MAX_AGE}"),
     "algorithm.loss_fn.use_importance_sampling_correction=true",
