@@ -26,7 +26,7 @@ from nemo_rl_lite.rollout.files import ROLLOUTS, read_rollout, step_of
 from nemo_rl_lite.rules.compose import compose_config
 
 MAX_AGE, PROMPTS = 2, 8
-# A start takes most of a minute, so about one in four is hit.
+# A start takes half a minute or more, so some of the starts are hit.
 KILL_EVERY_S, HIT_A_START = 30.0, 0.15
 OVERRIDES = (
     *("algorithm.rollouts.source=queue", f"algorithm.rollouts.max_trajectory_age_steps={MAX_AGE}"),
