@@ -17,6 +17,7 @@ from nemo_rl_lite.host import stopping
 GROUPS = {
     "test_quickstart": "quickstart",
     "test_recovery": "recovery",
+    "test_async": "async",
     # Ranks are forked from one process.
     "test_parallel_parity": "ranks",
     "test_experts": "ranks",

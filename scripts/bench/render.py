@@ -39,6 +39,7 @@ class Table:
 
 MEASURED = ("generation-0", "policy-0", "launcher")
 KILLED = (*MEASURED, "gcs_server", "raylet", "process group")
+KILLED_AHEAD = ("generation-0", "generation-1", *KILLED[1:])
 TRAINING = ("train", "policy_peak_bytes/train", "device_bytes/train")
 LEARNED = (
     "held-out loss before",
@@ -122,6 +123,15 @@ TABLES = {
             *(f"from a killed {who} to the next step's end" for who in KILLED),
             *("kills", "steps taken again", "whole run", "step"),
             *(f"growth of {who} from step 150 on" for who in MEASURED),
+        ),
+    ),
+    "async soak table": Table(
+        ASYNC,
+        "async-soak",
+        "cpu-2cores",
+        (
+            *(f"from a killed {who} to the next step's end" for who in KILLED_AHEAD),
+            *("kills", "steps taken again", "whole run", "largest age of a step's tokens"),
         ),
     ),
     "engine paths table": Table(ROLLOUTS, "rollouts-engine-paths", "1x-h100", WAYS),

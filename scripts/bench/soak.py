@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import record
@@ -30,7 +31,6 @@ KILL_EVERY_S, SAVE_EVERY = 25.0, 5
 # The share of kills that fall due before a step has followed the last one, and are done.
 HIT_A_START = 0.25
 WORKERS, OF_RAY = ("generation-0", "policy-0"), ("gcs_server", "raylet")
-FAULTS = (*WORKERS, "launcher", *OF_RAY, "process group")
 # Memory growth counts from this step on, because caches fill before.
 SETTLED = 150
 PICTURE = record.ROOT / "docs" / "images" / "soak-memory.png"
@@ -45,12 +45,28 @@ class Soak:
     steps: int
     dice: random.Random | None
     """What chooses moments and processes of kills; None: there are none."""
+    overrides: tuple[str, ...] = ()
+    """Of the command, after those that all of these runs have."""
+    workers: tuple[str, ...] = WORKERS
+    kill_every_s: float = KILL_EVERY_S
+    hit_a_start: float = HIT_A_START
     memory: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     recovery_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     step_s: list[float] = field(default_factory=list)
     kills: list[tuple[str, float]] = field(default_factory=list)
     survived: int = 0
     """Kills that a finished step has followed."""
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What may be killed."""
+        return (*self.workers, "launcher", *OF_RAY, "process group")
+
+    def recovered(self) -> list[dict[str, Any]]:
+        """The seconds from each kill to the end of the next step, as results of a record."""
+        kinds = sorted(self.recovery_s.items())
+        which = self.folder.name
+        return [record.result(f"from a killed {kind} to the next step's end", which, "s", own) for kind, own in kinds]
 
     def run(self) -> None:
         """Run until the last step is done; fail where the run ends without a kill."""
@@ -76,12 +92,12 @@ class Soak:
 
     def _disturb(self, dice: random.Random, done: threading.Event) -> None:
         left: list[str] = []
-        while not done.wait(KILL_EVERY_S * dice.uniform(0.8, 1.2)):
+        while not done.wait(self.kill_every_s * dice.uniform(0.8, 1.2)):
             # A start takes most of 25 seconds: were each one hit, no step would ever be done.
-            if len(self.kills) > self.survived and dice.random() > HIT_A_START:
+            if len(self.kills) > self.survived and dice.random() > self.hit_a_start:
                 continue
             # Every kind in a random order, then again.
-            left = left or dice.sample(FAULTS, len(FAULTS))
+            left = left or dice.sample(self.faults, len(self.faults))
             name = left.pop()
             try:
                 self._kill(name, self._process)
@@ -103,6 +119,7 @@ class Soak:
             f"checkpoint.save_period={SAVE_EVERY}",
             "cluster.max_restarts=1000",
             "logger.plots=false",
+            *self.overrides,
         ]
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         log = (self.folder.parent / f"{self.folder.name}.err").open("a")
@@ -125,7 +142,7 @@ class Soak:
         return int(re.findall(r"process (\d+)", (self.folder / "logs" / f"{name}.log").read_text())[-1])
 
     def _note_memory(self, launcher: int, step: int) -> None:
-        for name, pid in (("launcher", launcher), *((name, self._worker(name)) for name in WORKERS)):
+        for name, pid in (("launcher", launcher), *((name, self._worker(name)) for name in self.workers)):
             try:
                 self.memory[name].append((step, psutil.Process(pid).memory_info().rss))
             except psutil.NoSuchProcess:
@@ -145,8 +162,7 @@ def main() -> None:
         clocks[soak.folder.name] = time.monotonic() - started
         results.append(record.result("whole run", soak.folder.name, "s", [clocks[soak.folder.name]]))
         results.append(record.result("step", soak.folder.name, "s", [statistics.median(soak.step_s)]))
-    for name, seconds in sorted(rough.recovery_s.items()):
-        results.append(record.result(f"from a killed {name} to the next step's end", "disturbed", "s", seconds))
+    results += rough.recovered()
     undone = (rough.folder / "metrics-undone.jsonl").read_text().count('"train/loss"')
     results.append(record.result("steps taken again", "disturbed", "", [undone]))
     results.append(record.result("kills", "disturbed", "", [len(rough.kills)]))
@@ -158,7 +174,7 @@ def main() -> None:
     same = float(_same_weights(calm.folder, rough.folder))
     bars = [
         record.bar("steps", steps, 150, at_least=True),
-        record.bar("kinds of processes that were killed", len(rough.recovery_s), len(FAULTS), at_least=True),
+        record.bar("kinds of processes that were killed", len(rough.recovery_s), len(rough.faults), at_least=True),
         record.bar("both runs end with the same weights", same, 1, at_least=True),
         record.bar("largest growth of a process", max(growth.values()), 0.02, at_least=False),
     ]

@@ -6,10 +6,13 @@ import time
 
 import pytest
 
-from nemo_rl_lite.errors import EngineError, WorkerError
+from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
+from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention
+from nemo_rl_lite.errors import CheckpointError, EngineError, WorkerError
 from nemo_rl_lite.rollout.ahead import Queue, Staleness
 from nemo_rl_lite.rollout.saved import load_rollouts
 from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
+from tests.unit.checkpoint.test_checkpoints import NotingPolicy
 from tests.unit.rollout.fleet import Fleet, asked, sampler, versions
 
 STEPS = 6
@@ -136,6 +139,32 @@ def test_a_resumed_run_trains_on_every_prompt_once(tmp_path, begin, published, s
     assert prompts(found) == first(18)
     whole = taken(begin(Fleet(), staleness), range(1, 7))
     assert contents(found) == contents(whole), "a response follows from the run, its step and its numbers"
+
+
+def test_a_full_disk_is_told_of_and_training_goes_on(tmp_path, begin):
+    """The rollouts are what does not fit. The next checkpoint, with space again, has all that it needs."""
+    source, said, full = begin(Fleet(), IN_FLIGHT), [], True
+
+    def save(folder):
+        for step in range(1, STEPS + 1) if full else ():
+            (folder / f"rollout-{step:08d}.parquet").symlink_to("/dev/full")
+        return source.save(folder)
+
+    store = CheckpointStore(tmp_path, Retention(2, 0, None, True))
+    checkpoints = Checkpoints(store, NotingPolicy(), 1, True, {}, said.append, rollouts=save)
+    found = taken(source, [1])
+    checkpoints.save(1)
+    assert "step 1 was not written" in said[0] and "No space left on device" in said[0] and not list(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match="step 1 was not written"):
+        checkpoints.require()
+    full = False
+    found += taken(source, [2])
+    checkpoints.save(2)
+    checkpoints.finish()
+    checkpoints.require()
+    saved = store.latest()
+    again = begin(Fleet(), IN_FLIGHT, 2, saved.record["rollouts"], load_rollouts(saved.path))
+    assert prompts([*found, *taken(again, range(3, 7))]) == first(18)
 
 
 def test_what_another_kind_of_run_cannot_use_it_samples_again(tmp_path, begin):
