@@ -26,7 +26,8 @@ class Split:
     policy_gpus: int
     colocated: bool
     overlaps: bool
-    """Whether the engines generate while the policy trains."""
+    """Whether the engines generate while the policy trains. Where both work on the same GPUs, the sum of the phases is
+    the most that a step takes."""
     time: StepTime
     overrides: tuple[str, ...] = ()
     """What the command needs besides its own overrides."""
@@ -36,7 +37,7 @@ class Split:
     @property
     def seconds(self) -> float:
         """Seconds of a step."""
-        return self.time.overlapped if self.overlaps else self.time.in_turn
+        return self.time.overlapped if self.overlaps and not self.colocated else self.time.in_turn
 
 
 @dataclass(frozen=True)

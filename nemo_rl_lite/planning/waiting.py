@@ -138,7 +138,8 @@ def lines(waiting: Waiting, config: Config) -> list[str]:
         first = f"; with {alike[0].engine_gpus}" if len(alike) > 1 else ""
         said.append(f"refused with {numbers} of the GPUs for engines{first}: {alike[0].reason}")
     if all_gpus(config) == 1:
-        said.append("one GPU cannot be divided, so its policy and its engine take turns")
+        shares = "" if present.overlaps else ", so its policy and its engine take turns"
+        said.append(f"one GPU cannot be divided{shares}")
     elif shortest is present:
         said.append(f"no other division makes the step shorter by {CLOSE:.0%} or more")
     else:
@@ -166,6 +167,8 @@ def as_json(waiting: Waiting) -> dict[str, Any]:
 
 def _who_waits(split: Split) -> str:
     time, step = split.time, f"now: a step takes {_seconds(split.seconds)} s"
+    if split.colocated and split.overlaps:
+        return f"{step} at most: policy and engines work at the same time on the same GPUs, and are predicted in turn"
     if split.colocated:
         return f"{step}, in which engines and policy take turns on the same GPUs"
     if split.overlaps:

@@ -145,3 +145,13 @@ def test_no_legal_division_is_no_advice():
 def test_one_gpu_is_not_divided():
     found, config = waiting("cluster.gpus_per_node=1")
     assert len(rows(found)) == 1 and "one GPU cannot be divided" in lines(found, config)[-1]
+
+
+def test_engines_that_work_beside_the_policy_on_its_gpu_are_predicted_in_turn_as_the_most():
+    own = ["policy=megatron_gpu", "generation=vllm_gpu", "policy.model_name=Qwen/Qwen3-8B", "cluster.gpus_per_node=1"]
+    command = [*own, "generation.colocated.sleep=false", *OFF]
+    config = compose_command(command)
+    waiting = predict_waiting(config, command, SHAPE, 80 * 2**30, Basis.assumed(config))
+    assert waiting.present.seconds == waiting.present.time.in_turn
+    said = "\n".join(lines(waiting, config))
+    assert "s at most: policy and engines work at the same time on the same GPUs" in said and "take turns" not in said
