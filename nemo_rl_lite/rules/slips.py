@@ -46,7 +46,7 @@ SLIPS = (
         "the KL outweighs rewards between 0 and 1, and the policy stays at the reference",
     ),
     Slip("generation.temperature", lambda value: value < 0.1, "the responses to a prompt will hardly differ"),
-    Slip("refit.bucket_bytes", lambda value: value < 2**20, "a bucket's size is in bytes, and small ones are slow"),
+    Slip("refit.bucket_bytes", lambda value: value < 2**16, "a bucket's size is in bytes, and small ones are slow"),
 )
 
 
