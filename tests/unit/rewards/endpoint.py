@@ -7,6 +7,12 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
+class _Server(ThreadingHTTPServer):
+    # A rollout's samples may all connect at the same time; the default of 5 refuses some of them.
+    request_queue_size = 256
+    daemon_threads = True
+
+
 class Endpoint:
     """Answers each request with `answer`, a text or a function of the prompt; keeps prompts in `asked` and what came as
     a key in `keys`. `mode`, or what it returns for a prompt, is how it behaves: answer, hang, fail (status 500), refuse
@@ -29,8 +35,7 @@ class Endpoint:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
