@@ -16,7 +16,7 @@ from nemo_rl_lite.observability.samples import Sample
 log = logging.getLogger(__name__)
 
 ENGINES_IDLE = "timing/rollout/engines_idle"
-"""The metric that only runs have whose engines work beside the policy."""
+"""The metric that only runs have whose engines work while the policy trains."""
 # Phase shown -> the timers it sums, and its colour.
 PHASES = {
     "generate": (("generation",), "cyan"),
@@ -82,7 +82,7 @@ class RunConsole:
     ) -> None:
         """Print `step 3/30  reward 0.412 ▁▃▅  kl 0.0021  1.32 s  36 s left  generate ██▌ 0.41 ...`: values, the first
         of them with its `trend` so far, then a bar for each phase, full where the phase takes the whole step, and one
-        for the seconds in which engines that work beside the policy were `idle`. A narrow terminal gets no bars and no
+        for the seconds in which engines that work while it trains were `idle`. A narrow terminal gets no bars and no
         trend, and lines that end between words."""
         left = self._pace.left(step, steps, seconds["total_step_time"])
         head = f"step {step:>{len(str(steps))}}/{steps}"
