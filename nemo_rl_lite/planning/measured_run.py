@@ -20,7 +20,7 @@ _LOGPROB, _TRAIN = "timing/train/policy_and_reference_logprobs", "timing/train/p
 _REFIT, _CHECK = "timing/train/prepare_for_generation/transfer_and_update_weights", "timing/train/refit_check"
 _PROMPT, _ALL = "train/mean_prompt_length", "train/mean_total_tokens_per_sample"
 _GENERATED, _LONGEST = "train/mean_gen_tokens_per_sample", "train/max_gen_tokens_per_sample"
-# Where the engines work while the policy trains, timing/train/generation is what the policy waits, not how long they work.
+# Where engines work while the policy trains, timing/train/generation is what the policy waits for them.
 _RATE = "performance/generation_tokens_per_sec"
 _NEEDED = (_LOGPROB, _TRAIN, _REFIT, _CHECK, _ALL, _GENERATED, _LONGEST, _RATE)
 
