@@ -10,6 +10,7 @@ from typing import Any
 
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.generation.interface import Completion, Request
+from nemo_rl_lite.generation.vllm.samples import Samples
 from nemo_rl_lite.refit.engine.connection import Source, WeightsState
 from nemo_rl_lite.refit.transport.report import RefitReport
 
@@ -74,43 +75,33 @@ class VLLMEngine:
         self._engine: Any = self._llm.llm_engine
         self._version = 0
         self._recomputes = settings.recompute_kv_cache_after_weight_updates
-        # Responses that nobody has polled yet.
-        self._finished: dict[int, Completion] = {}
-        # Of unfinished requests, the versions of the tokens that earlier weights have sampled.
-        self._earlier: dict[int, tuple[int, ...]] = {}
+        self._samples = Samples(self._engine)
         # Every later garbage collection would walk through hundreds of thousands of long-lived objects.
         gc.freeze()
 
     def submit(self, requests: Mapping[int, Request]) -> None:
         """See `Engine.submit`. Raises RefitError: the engine's weights are not those of one policy."""
-        from vllm.inputs import TokensPrompt
-
         self._weights.require()
         for number, request in requests.items():
-            # The salt keeps apart what weights of different versions have computed of the same prompt.
-            prompt = TokensPrompt(prompt_token_ids=list(request.prompt), cache_salt=str(self._version))
-            self._engine.add_request(str(number), prompt, _parameters(request))
+            self._samples.add(number, request, self._version)
 
     def poll(self, seconds: float) -> dict[int, Completion]:
         """See `Engine.poll`."""
         ends = time.perf_counter() + seconds
-        while self._engine.has_unfinished_requests() and time.perf_counter() < ends:
-            self._step()
-        finished, self._finished = self._finished, {}
-        return finished
+        while self._samples.unfinished and time.perf_counter() < ends:
+            self._samples.step(self._version)
+        return self._samples.take()
 
     def abort(self, numbers: Sequence[int]) -> None:
         """See `Engine.abort`."""
-        self._engine.abort_request([str(number) for number in numbers])
-        for number in numbers:
-            self._earlier.pop(number, None)
+        self._samples.abort(numbers)
 
     def sample_now(self, request: Request) -> Completion:
         """See `Engine.sample_now`. The other requests continue meanwhile."""
         self.submit({_NOW: request})
-        while _NOW not in self._finished:
-            self._step()
-        return self._finished.pop(_NOW)
+        while (completion := self._samples.take_one(_NOW)) is None:
+            self._samples.step(self._version)
+        return completion
 
     def memory(self) -> dict[str, int]:
         """Bytes of the engine's fullest GPU: in use by all processes, weights, KV cache; empty on a CPU."""
@@ -137,40 +128,18 @@ class VLLMEngine:
 
     def receive_weights(self, version: int) -> list[RefitReport]:
         started = time.perf_counter()
-        if self._engine.has_unfinished_requests():
-            self._end_step()
-            self._note_versions()
+        if self._samples.unfinished:
+            self._samples.end_step(self._version)
         self._version = version
         with self._weights.replacing():
             reports: list[RefitReport] = self._llm.collective_rpc("refit_receive")
             # Without this, vLLM keeps the caches of unfinished requests, which it cannot reset.
             was_reset = self._llm.reset_prefix_cache(reset_running_requests=self._recomputes)
-            if not was_reset and not self._engine.has_unfinished_requests():
+            if not was_reset and not self._samples.unfinished:
                 raise RuntimeError("vLLM kept its prefix cache, which belongs to the old weights")
         for report in reports:
             report.seconds["load"] = time.perf_counter() - started - report.seconds["transfer"]
         return reports
-
-    def _step(self) -> None:
-        """Sample a token of each running request."""
-        for output in self._engine.step():
-            if output.finished:
-                number, sample = int(output.request_id), output.outputs[0]
-                self._finished[number] = _completion(sample, self._earlier.pop(number, ()), self._version)
-
-    def _end_step(self) -> None:
-        """Wait for the step that vLLM's asynchronous scheduling has begun ahead: the old weights sample its tokens."""
-        core = self._engine.engine_core.engine_core
-        core.pause_scheduler("keep", clear_cache=False)
-        while core.batch_queue:
-            self._step()
-        core.resume_scheduler()
-
-    def _note_versions(self) -> None:
-        for state in self._engine.output_processor.request_states.values():
-            number, sampled = int(state.external_req_id), state.detokenizer.num_output_tokens()
-            known = self._earlier.get(number, ())
-            self._earlier[number] = known + (self._version,) * (sampled - len(known))
 
 
 def _import_model_class(model_path: Path) -> None:
@@ -182,36 +151,3 @@ def _import_model_class(model_path: Path) -> None:
         registered = ModelRegistry.models.get(architecture)
         if registered is not None:
             ModelRegistry.register_model(architecture, registered.load_model_cls())
-
-
-def _parameters(request: Request) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    sampling = request.sampling
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k or 0,
-        max_tokens=sampling.max_new_tokens,
-        seed=request.seed,
-        stop_token_ids=list(sampling.stop_token_ids),
-        stop=list(sampling.stop_strings) or None,
-        detokenize=bool(sampling.stop_strings),
-        # vLLM adds the end tokens of the model's generation_config.json, but nothing ends a probe.
-        ignore_eos=not sampling.stop_token_ids,
-        # 0: the logprob of the sampled token only.
-        logprobs=0,
-        flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _completion(sample: Any, earlier: tuple[int, ...], version: int) -> Completion:
-    """`earlier`: the versions of the first tokens, where those are not the present one."""
-    tokens = tuple(sample.token_ids)
-    logprobs = tuple(sample.logprobs.logprobs)
-    if len(logprobs) != len(tokens):
-        raise RuntimeError(f"vLLM gave {len(logprobs)} logprobs for {len(tokens)} tokens")
-    versions = earlier + (version,) * (len(tokens) - len(earlier))
-    return Completion(tokens, logprobs, "stop" if sample.finish_reason == "stop" else "length", versions)

@@ -1,0 +1,134 @@
+"""Responses under way in a vLLM engine, read from its engine core.
+
+`LLMEngine.step` makes a whole `RequestOutput` out of every token, with ranks and a growing copy of what came before.
+That took about a sixth of a step with 512 requests, in the thread which also has to launch the next step. Here a token
+and its logprob are appended to two lists, and nothing else is done until the response ends.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from nemo_rl_lite.generation.interface import Completion, Request
+
+
+class _Sample:
+    """One response under way: its tokens, their logprobs, and the versions of the weights that sampled the first of
+    them (those tokens that a refit has found)."""
+
+    def __init__(self, detokenizer: Any):
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: tuple[int, ...] = ()
+        # vLLM's own incremental detokenizer, where stop strings end the response; else None.
+        self.detokenizer = detokenizer
+
+    def note_version(self, version: int) -> None:
+        """The tokens that have no version yet were sampled by `version`."""
+        self.versions += (version,) * (len(self.tokens) - len(self.versions))
+
+    def completion(self, finish_reason: str, version: int) -> Completion:
+        if len(self.logprobs) != len(self.tokens):
+            raise RuntimeError(f"vLLM gave {len(self.logprobs)} logprobs for {len(self.tokens)} tokens")
+        self.note_version(version)
+        reason = "stop" if finish_reason == "stop" else "length"
+        return Completion(tuple(self.tokens), tuple(self.logprobs), reason, self.versions)
+
+
+class Samples:
+    """The unfinished requests of an engine core in this process, and the responses that nobody has taken yet."""
+
+    def __init__(self, engine: Any):
+        """`engine`: vLLM's `LLMEngine`, whose core is in this process."""
+        self._engine = engine
+        self._under_way: dict[str, _Sample] = {}
+        self._finished: dict[int, Completion] = {}
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._under_way)
+
+    def add(self, number: int, request: Request, version: int) -> None:
+        """`version` keeps apart what weights of different versions have computed of the same prompt."""
+        from vllm.inputs import TokensPrompt
+        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+        engine, name = self._engine, str(number)
+        prompt = TokensPrompt(prompt_token_ids=list(request.prompt), cache_salt=str(version))
+        tasks = engine.get_supported_tasks()
+        core_request = engine.input_processor.process_inputs(name, prompt, _parameters(request), supported_tasks=tasks)
+        detokenizer = None
+        if request.sampling.stop_strings:
+            detokenizer = IncrementalDetokenizer.from_new_request(engine.get_tokenizer(), core_request)
+        self._under_way[name] = _Sample(detokenizer)
+        engine.engine_core.add_request(core_request)
+
+    def step(self, version: int) -> None:
+        """Sample a token of each running request with the weights of `version`."""
+        stopped = []
+        for output in self._engine.engine_core.get_output().outputs:
+            sample = self._under_way.get(output.request_id)
+            # A step that was begun before a request ended or was aborted samples one more token for it.
+            if sample is None:
+                continue
+            sample.tokens += output.new_token_ids
+            if output.new_logprobs is not None:
+                # Column 0 has the sampled token's logprob. [tokens, 1]
+                sample.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            reason = None if output.finish_reason is None else str(output.finish_reason)
+            if sample.detokenizer is not None and sample.detokenizer.update(output.new_token_ids, reason == "stop"):
+                if reason is None:
+                    stopped.append(output.request_id)
+                reason = "stop"
+            if reason is not None:
+                del self._under_way[output.request_id]
+                self._finished[int(output.request_id)] = sample.completion(reason, version)
+        self._engine.engine_core.abort_requests(stopped)
+
+    def end_step(self, version: int) -> None:
+        """Wait for the step that vLLM has begun ahead (asynchronous scheduling), and note what `version` sampled."""
+        core = self._engine.engine_core.engine_core
+        core.pause_scheduler("keep", clear_cache=False)
+        while core.batch_queue:
+            self.step(version)
+        core.resume_scheduler()
+        for sample in self._under_way.values():
+            sample.note_version(version)
+
+    def abort(self, numbers: Iterable[int]) -> None:
+        names = [str(number) for number in numbers]
+        self._engine.engine_core.abort_requests(names)
+        for name in names:
+            self._under_way.pop(name, None)
+
+    def take(self) -> dict[int, Completion]:
+        """The responses that have ended since the last call."""
+        finished, self._finished = self._finished, {}
+        return finished
+
+    def take_one(self, number: int) -> Completion | None:
+        """The response to this request if it has ended, else None."""
+        return self._finished.pop(number, None)
+
+
+def _parameters(request: Request) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = request.sampling
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k or 0,
+        max_tokens=sampling.max_new_tokens,
+        seed=request.seed,
+        stop_token_ids=list(sampling.stop_token_ids),
+        stop=list(sampling.stop_strings) or None,
+        detokenize=bool(sampling.stop_strings),
+        # vLLM adds the end tokens of the model's generation_config.json, but nothing ends a probe.
+        ignore_eos=not sampling.stop_token_ids,
+        # 0: the logprob of the sampled token only.
+        logprobs=0,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        # Nobody else has this object, so vLLM need not copy it deeply.
+        skip_clone=True,
+    )
