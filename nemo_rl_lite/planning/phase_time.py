@@ -76,8 +76,8 @@ def generation_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: i
     read = steps * weights + requests * lengths.mean * (lengths.prompt + lengths.mean / 2) * token_bytes
     rate = MFU * gpu.flops * wide
     samples = config.options(RolloutAlgorithmConfig).num_generations_per_prompt
-    prompts = requests / samples * lengths.prompt * _token_flops(shape, lengths.prompt)
-    tokens = requests * lengths.mean * _token_flops(shape, lengths.prompt + lengths.mean)
+    prompts = requests / samples * lengths.prompt * token_flops(shape, lengths.prompt)
+    tokens = requests * lengths.mean * token_flops(shape, lengths.prompt + lengths.mean)
     own = steps * ENGINE_STEP_S + requests * REQUEST_S
     return prompts / rate + max(read / (READS * gpu.bandwidth), tokens / rate) + own
 
@@ -94,13 +94,13 @@ def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, seque
     # A frozen matrix has no gradient of its own.
     work = 1 + again + (0 if not training else 1 if parallel.peft.enabled else 2)
     launches = 1 + again + (1 if training else 0)
-    flops = work * share / count * length * _token_flops(shape, length) / (dims.tp * dims.cp * dims.pp)
+    flops = work * share / count * length * token_flops(shape, length) / (dims.tp * dims.cp * dims.pp)
     each = max(flops / (MFU * gpu.flops), launches * shape.layers / dims.pp * LAUNCH_S)
     # The first micro-batch reaches the last pipeline stage when the others have worked on it.
     return (count + dims.pp - 1) * each
 
 
-def _token_flops(shape: ModelShape, length: float) -> float:
+def token_flops(shape: ModelShape, length: float) -> float:
     """FLOPs of a forward pass for a token of a sequence with `length` tokens, which attends to half of them."""
     active = parameter_count(replace(shape, experts=shape.experts_per_token))
     matrices = active - (0 if shape.tied_embeddings else shape.vocabulary * shape.hidden)

@@ -143,6 +143,7 @@ TABLES = {
     ),
     "rate table": Table(ROLLOUTS, "rollouts-rate", "1x-h100", ("generation, before", "generation, now")),
     "balance table": Table(ROLLOUTS, "rollouts-balance", "cpu-2cores"),
+    "shares table": Table(GPUS, "speed-balance", "cpu-2cores"),
     "dynamic sampling table": Table(ROLLOUTS, "rollouts-dynamic-sampling", "cpu-2cores"),
     "plan time table": Table(
         ASYNC,

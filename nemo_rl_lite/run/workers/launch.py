@@ -24,9 +24,11 @@ from nemo_rl_lite.config.sizes import (
 )
 from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.host.devices import ON_CPUS
+from nemo_rl_lite.models.shape import NoModelError, read_model_shape
 from nemo_rl_lite.observability.timer import Timer, seconds_since_command
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.offload.residency import Residency
+from nemo_rl_lite.planning.phase_time import token_flops
 from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
 from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
 from nemo_rl_lite.run.workers.remote_policy import WORKER_CLASS, RemotePolicy
@@ -132,7 +134,7 @@ def launch(
                 generation.start([engine_start] * len(generation)),
                 timeout_s=limit,
             )
-    remote_policy = _ready_policy(reserved, saved)
+    remote_policy = _ready_policy(reserved, model_path, saved)
     with setup("connect"):
         weights = WeightSync(remote_policy, remote_generation, config, ProbeSettings.of(config, probe_prompt))
 
@@ -153,17 +155,27 @@ def launch_policy(reserved: Reserved, model_path: Path, saved: Path | None) -> R
         wait(*reserved.imports, timeout_s=limit)
     with reserved.setup("policy_init"):
         wait(policy.start([policy_arguments(config, model_path)] * len(policy)), timeout_s=limit)
-    return _ready_policy(reserved, saved)
+    return _ready_policy(reserved, model_path, saved)
 
 
-def _ready_policy(reserved: Reserved, saved: Path | None) -> RemotePolicy:
-    policy = RemotePolicy(
-        reserved.policy, sequences_per_optimizer_step(reserved.config), sequences_together(reserved.config)
-    )
+def _ready_policy(reserved: Reserved, model_path: Path, saved: Path | None) -> RemotePolicy:
+    config = reserved.config
+    batch, together = sequences_per_optimizer_step(config), sequences_together(config)
+    policy = RemotePolicy(reserved.policy, batch, together, _cost_of_a_sequence(model_path))
     if saved is not None:
         with reserved.setup("resume"):
             _load(policy, saved)
     return policy
+
+
+def _cost_of_a_sequence(model_path: Path) -> Callable[[int], float]:
+    """FLOPs of a forward pass over a sequence by its number of tokens; the number itself for a model without a
+    description."""
+    try:
+        shape = read_model_shape(str(model_path))
+    except NoModelError:
+        return float
+    return float if shape is None else lambda tokens: tokens * token_flops(shape, tokens)
 
 
 def _load(policy: RemotePolicy, saved: Path) -> None:

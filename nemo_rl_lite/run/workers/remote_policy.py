@@ -1,6 +1,6 @@
 """The policy in Ray actors: splits batches over data-parallel replicas and combines their results."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from nemo_rl_lite.errors import CheckpointError, WorkerError
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, summary
 from nemo_rl_lite.offload.mover import Move
+from nemo_rl_lite.policy.balance import even_shares
 from nemo_rl_lite.policy.interface import HeldBatch, Scored
 from nemo_rl_lite.policy.megatron.model import ParallelPlace
 from nemo_rl_lite.refit.layout.plan import RefitPlan
@@ -27,9 +28,10 @@ WHOLE_METRICS = ("grad_norm", "lr", "wd", "skipped_steps")
 class RemotePolicy:
     """`Policy` over a group of started `MegatronWorker`s."""
 
-    def __init__(self, group: WorkerGroup, global_batch: int, together: int = 1):
-        """`global_batch`: sequences of an optimizer step. `together`: neighbours that a loss compares."""
-        self.group, self._global_batch, self._together = group, global_batch, together
+    def __init__(self, group: WorkerGroup, global_batch: int, together: int = 1, cost: Callable[[int], float] = float):
+        """`global_batch`: sequences of an optimizer step. `together`: neighbours that a loss compares. `cost`: how much
+        work a sequence of this many tokens is, in any unit."""
+        self.group, self._global_batch, self._together, self._cost = group, global_batch, together, cost
         self._places: list[ParallelPlace] = wait(group.call("place"))
         self._replicas = self._places[0].data_size
         self._held: dict[str, HeldBatch] = {}
@@ -41,7 +43,7 @@ class RemotePolicy:
         last = len(rows) - self._together
         shards = [
             ([rows[index if index < len(rows) else last + index % self._together] for index in own],)
-            for own in self._split(len(rows))
+            for own in self._split(rows)
         ]
         self._on_replicas("hold", shards, name)
         self._held[name] = HeldBatch(name, rows)
@@ -53,7 +55,7 @@ class RemotePolicy:
 
     def evaluate(self, batch: HeldBatch, loss: Loss) -> dict[str, float]:
         whole = len(batch.rows)
-        own = [(sum(index < whole for index in share),) for share in self._split(whole)]
+        own = [(sum(index < whole for index in share),) for share in self._split(batch.rows)]
         common = (loss, loss.counts(batch.rows), self._name(batch))
         replicas = self._on_replicas("evaluate", own, *common, phase="validation")
         return summary(loss, [metrics for metrics in replicas if metrics is not None])
@@ -149,15 +151,22 @@ class RemotePolicy:
                 raise CheckpointError(error.cause.removeprefix(f"{error.raised}: ")) from error
             raise
 
-    def _split(self, count: int) -> list[list[int]]:
-        """Each replica's rows of `count`: its share of each optimizer step, one step after the other. Where the last
-        step is not whole, the last replicas' last indices are `count` or more."""
-        shares: list[list[int]] = [[] for _ in range(self._replicas)]
-        for start in range(0, count, self._global_batch):
-            rows = min(self._global_batch, count - start)
-            share = -(-rows // (self._replicas * self._together)) * self._together
-            for replica, own in enumerate(shares):
-                own += range(start + replica * share, start + (replica + 1) * share)
+    def _split(self, rows: Sequence[TokenRow]) -> list[list[int]]:
+        """Each replica's rows: its share of each optimizer step, one step after the other. The shares of a whole step
+        are equal in number and nearly equal in work. Where the last step is not whole, they are neighbours, and the
+        last replicas' last indices are `len(rows)` or more."""
+        together, shares = self._together, [list[int]() for _ in range(self._replicas)]
+        costs = [self._cost(len(row.tokens)) for row in rows]
+        for start in range(0, len(rows), self._global_batch):
+            count = min(self._global_batch, len(rows) - start)
+            each = -(-count // (self._replicas * together))
+            if count == each * self._replicas * together:
+                groups = [sum(costs[first : first + together]) for first in range(start, start + count, together)]
+                own_groups = even_shares(groups, self._replicas)
+            else:
+                own_groups = [list(range(replica * each, (replica + 1) * each)) for replica in range(self._replicas)]
+            for share, own in zip(shares, own_groups, strict=True):
+                share += [start + group * together + place for group in own for place in range(together)]
         return shares
 
     def _name(self, batch: HeldBatch) -> str:

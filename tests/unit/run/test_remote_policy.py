@@ -80,18 +80,33 @@ def test_a_long_row_is_sent_to_its_replica_alone_and_once():
     remote.hold(rows(*[16] * 63, 4096))
     sizes = [len(pickle.dumps(shard)) for shard in group.stored]
     assert len(sizes) == 4, "once a replica, not once a rank"
-    assert max(sizes[:3]) < 3_000 and sizes[3] < 50_000
+    assert max(sizes[1:]) < 3_000 and sizes[0] < 50_000
     widths = [Batch.padded(worker.held["train"]).tokens.shape for worker in group.workers]
-    assert widths == [(16, 16)] * 6 + [(16, 4096)] * 2
+    assert widths == [(16, 4096)] * 2 + [(16, 16)] * 6
 
 
 def test_each_optimizer_step_is_split_over_the_replicas():
     remote, group = policy(replicas=2, global_batch=4)
     metrics = remote.train(remote.hold(rows(*[3] * 8)), SFTLoss())
     first, second = group.workers[0], group.workers[2]
-    assert first.steps == [([0, 1], 12.0), ([4, 5], 12.0)] and second.steps == [([2, 3], 12.0), ([6, 7], 12.0)]
+    assert first.steps == [([0, 2], 12.0), ([4, 6], 12.0)] and second.steps == [([1, 3], 12.0), ([5, 7], 12.0)]
     # Shares add up over the replicas; averages are over the steps.
     assert metrics == {"loss": 2.0, "grad_norm": 2.0, "lr": 0.1, "wd": 0.0, "skipped_steps": 0.0}
+
+
+def test_long_rows_of_an_optimizer_step_are_spread_over_the_replicas():
+    remote, group = policy(replicas=2, global_batch=4)
+    remote.train(remote.hold(rows(9, 8, 2, 1, 1, 5, 1, 5)), SFTLoss())
+    first, second = group.workers[0], group.workers[2]
+    assert [own for own, _ in first.steps] == [[0, 3], [4, 5]]
+    assert [own for own, _ in second.steps] == [[1, 2], [6, 7]]
+
+
+def test_pairs_stay_together_where_shares_are_balanced():
+    remote, group = policy(replicas=2, global_batch=8, together=2)
+    remote.hold(rows(9, 9, 8, 8, 1, 1, 2, 2))
+    held = [[row.tokens[0] for row in worker.held["train"]] for worker in group.workers[::2]]
+    assert held == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
 class Doubled(SFTLoss):

@@ -1,0 +1,70 @@
+"""Simulate how long data-parallel ranks wait for the slowest one, with neighbouring rows and with balanced shares.
+
+dp_balance.py [REPETITIONS]
+
+Lengths are lognormal with sigma 1 over prompts, and alike within a prompt (sigma 0.3), as those of reasoning models
+are. A rank's time is the FLOPs of its micro-batches for the shape of a 1.7 B model, including padding. Launches and
+communication are not counted.
+"""
+
+import random
+import sys
+from collections.abc import Callable
+
+import record
+
+from nemo_rl_lite.models.known import KNOWN_MODELS
+from nemo_rl_lite.models.shape import model_shape
+from nemo_rl_lite.planning.phase_time import token_flops
+from nemo_rl_lite.policy.balance import even_shares
+from nemo_rl_lite.policy.megatron.micro_batches import Layout
+
+RANKS, PROMPTS, SAMPLES, PROMPT_TOKENS, MEDIAN, LONGEST, TARGET = 8, 64, 8, 64, 600, 8192, 0.02
+LAYOUTS = {"packed": Layout("packed", 16384, 64), "dynamic": Layout("dynamic", 16384, 64)}
+
+
+def main() -> None:
+    repetitions = int(sys.argv[1]) if len(sys.argv) > 1 else 40
+    shape, results, bars = model_shape(KNOWN_MODELS["Qwen/Qwen3-1.7B"]), [], []
+
+    def flops(tokens: float) -> float:
+        return tokens * token_flops(shape, tokens)
+
+    for name, layout in LAYOUTS.items():
+        found: dict[str, list[float]] = {"neighbours": [], "balanced": []}
+        for repetition in range(repetitions):
+            lengths = _lengths(random.Random(repetition))
+            share = len(lengths) // RANKS
+            ways = {
+                "neighbours": [list(range(rank * share, (rank + 1) * share)) for rank in range(RANKS)],
+                "balanced": even_shares([flops(length) for length in lengths], RANKS),
+            }
+            for way, shares in ways.items():
+                found[way].append(_idle([_rank_flops([lengths[row] for row in own], layout, flops) for own in shares]))
+        for way, idle in found.items():
+            results.append(record.result(f"idle share of {RANKS} ranks, {way}", name, "share", idle))
+            print(f"{name}, {way}: median {results[-1]['median']:.4f}, most {max(idle):.4f}")
+        bars.append(record.bar(f"idle share, balanced, {name}, median", results[-1]["median"], TARGET, at_least=False))
+    record.write("speed-balance", results, bars, f"{PROMPTS} prompts x {SAMPLES} samples, simulated")
+
+
+def _lengths(source: random.Random) -> list[int]:
+    means = [source.lognormvariate(0, 1) for _ in range(PROMPTS)]
+    tokens = [MEDIAN * mean * source.lognormvariate(0, 0.3) for mean in means for _ in range(SAMPLES)]
+    return [PROMPT_TOKENS + min(LONGEST, max(1, int(length))) for length in tokens]
+
+
+def _rank_flops(lengths: list[int], layout: Layout, flops: Callable[[float], float]) -> float:
+    """FLOPs of a rank's micro-batches; a padded row costs as much as the longest row of its micro-batch."""
+    if layout.mode == "packed":
+        return sum(map(flops, lengths))
+    return sum(len(group) * flops(max(lengths[row] for row in group)) for group in layout.groups(lengths))
+
+
+def _idle(ranks: list[float]) -> float:
+    """The share of all ranks' time in which they wait for the slowest."""
+    return 1 - sum(ranks) / len(ranks) / max(ranks)
+
+
+if __name__ == "__main__":
+    main()
