@@ -151,6 +151,8 @@ TABLES = {
         "cpu-2cores",
         tuple(f"{phase}: predicted over measured" for phase in PHASES),
     ),
+    "async rate table, two GPUs": Table(ASYNC, "async-rate", "2x-h200"),
+    "async rate table, two GPUs colocated": Table(ASYNC, "async-rate-colocated", "2x-h200"),
     "async rate table": Table(
         ASYNC,
         "async-rate",
