@@ -1,7 +1,7 @@
 """Which replica trains on which sequences, so that no replica waits for another.
 
-Responses to one prompt are alike in length. Shares of neighbouring rows therefore differ: with lengths spread as in
-`scripts/bench/dp_balance.py`, the replicas were idle for a third of a step.
+Responses to one prompt are alike in length, so that shares of neighbouring rows differ. `scripts/bench/dp_balance.py`
+simulates how long replicas wait for each other with such shares, and with these.
 """
 
 from collections.abc import Sequence

@@ -2,9 +2,8 @@
 
 dp_balance.py [REPETITIONS]
 
-Lengths are lognormal with sigma 1 over prompts, and alike within a prompt (sigma 0.3), as those of reasoning models
-are. A rank's time is the FLOPs of its micro-batches for the shape of a 1.7 B model, including padding. Launches and
-communication are not counted.
+Lengths are lognormal with sigma 1 over prompts, and alike within a prompt (sigma 0.3). A rank's time is the FLOPs of
+its micro-batches for the shape of a 1.7 B model, including padding. Launches and communication are not counted.
 """
 
 import random

@@ -1,8 +1,8 @@
 """Responses under way in a vLLM engine, read from its engine core.
 
-`LLMEngine.step` makes a whole `RequestOutput` out of every token, with ranks and a growing copy of what came before.
-That took about a sixth of a step with 512 requests, in the thread which also has to launch the next step. Here a token
-and its logprob are appended to two lists, and nothing else is done until the response ends.
+`LLMEngine.step` keeps logprobs with ranks and a detokenizer for every token, in the thread which also has to schedule
+and launch the next step. Here a token and its logprob are appended to two lists, and nothing else is done until the
+response ends.
 """
 
 from collections.abc import Iterable

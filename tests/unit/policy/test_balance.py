@@ -8,7 +8,8 @@ from nemo_rl_lite.policy.balance import even_shares
 
 
 def test_every_item_has_one_replica_and_every_replica_as_many_items():
-    costs = [random.Random(1).lognormvariate(0, 1) for _ in range(96)]
+    source = random.Random(1)
+    costs = [source.lognormvariate(0, 1) for _ in range(96)]
     shares = even_shares(costs, 8)
     assert [len(share) for share in shares] == [12] * 8
     assert sorted(index for share in shares for index in share) == list(range(96))
