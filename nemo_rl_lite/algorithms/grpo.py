@@ -29,8 +29,10 @@ class GRPO:
     policy: Policy
     sampling: Sampling
     rollouts: RolloutSource
+    scored: Sequence[Scored]
+    """Whose logprobs take a pass of their own; nothing where training passes alone are enough."""
     check: Callable[[], dict[str, float]]
-    """In the logprob phase, compares what the engines computed after the last refit with the policy."""
+    """In the phase of logprobs or training, compares what the engines computed after the last refit with the policy."""
     keep: Callable[[int, Split, Rollout, Sequence[Phase]], None]
     """Records a rollout of a step, and the step's phases, for people."""
     held_out: int
@@ -69,12 +71,13 @@ class GRPO:
                     rewards_PG, config.use_leave_one_out_baseline, config.normalize_rewards
                 )
             with timer("logprob_inference_prep"):
-                self.policy.prepare_for_logprob()
+                (self.policy.prepare_for_logprob if self.scored else self.policy.prepare_for_training)()
             with timer("refit_check"):
                 checked = self.check()
             with timer("policy_and_reference_logprobs"):
                 batch = self.policy.hold(rollout.rows(advantages_PG.flatten().tolist(), step - 1))
-                mismatch = self.policy.score(batch, self._compared)
+                if self.scored:
+                    self.policy.score(batch, self.scored)
             with timer("training_prep"):
                 self.policy.prepare_for_training()
             with timer("policy_training"):
@@ -88,12 +91,11 @@ class GRPO:
         seconds, sampled, ages = timer.take(), rollout.metrics(), rollout.ages(step - 1)
         if not ages["trajectory_age_max"]:
             # Of an older rollout, the policy's own steps are part of the mismatch.
-            self._warn_of_mismatch(step, mismatch["token_mult_prob_error"])
-        speed = {
-            "policy_and_reference_logprobs_tokens_per_sec": sampled["total_num_tokens"]
-            / seconds["policy_and_reference_logprobs"],
-            "generation_tokens_per_sec": rollout.generated / rollout.took_s,
-        }
+            self._warn_of_mismatch(step, trained["token_mult_prob_error"])
+        speed = {"generation_tokens_per_sec": rollout.generated / rollout.took_s}
+        if self.scored:
+            scoring_s = seconds["policy_and_reference_logprobs"]
+            speed["policy_and_reference_logprobs_tokens_per_sec"] = sampled["total_num_tokens"] / scoring_s
         shown = {"reward": sampled["reward"], "loss": trained["loss"]}
         shown |= {"kl": trained["kl_penalty"]} if "kl_penalty" in trained else {}
         shown |= {} if rollout.engines_idle_s is None else {"age": ages["trajectory_age_mean"]}
@@ -103,7 +105,7 @@ class GRPO:
             step,
             config.max_num_steps,
             len(rollout.episodes),
-            sampled | ages | baseline_metrics(rewards_PG, advantages_PG) | trained | mismatch,
+            sampled | ages | baseline_metrics(rewards_PG, advantages_PG) | trained,
             seconds,
             shown,
             under("performance", speed)
@@ -126,10 +128,6 @@ class GRPO:
         self.report.validation(step, measured, timer, f"{what} {measured['accuracy']:.3f}")
         self.keep(step, "validation", rollout, timer.phases)
         return measured
-
-    @property
-    def _compared(self) -> list[Scored]:
-        return ["previous", "reference"] if self.config.loss_fn.reference_policy_kl_penalty > 0 else ["previous"]
 
     def _prepare_to_save(self) -> None:
         self.rollouts.finish_generation()

@@ -46,6 +46,7 @@ class LossConfig:
     kl_input_clamp_value: PositiveFloat | None
     kl_output_clamp_value: PositiveFloat | None
     token_level_loss: bool
+    force_on_policy_ratio: bool | None
     sequence_level_importance_ratios: bool
     use_importance_sampling_correction: bool
     importance_sampling_correction_level: Literal["token", "sequence"] | None

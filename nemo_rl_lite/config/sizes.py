@@ -4,7 +4,7 @@ from typing import Literal
 
 from nemo_rl_lite.config.algorithms import algorithm_of, generates
 from nemo_rl_lite.config.parallel import ParallelDims
-from nemo_rl_lite.config.schema import Config, PolicyConfig, RolloutAlgorithmConfig
+from nemo_rl_lite.config.schema import Config, GRPOConfig, PolicyConfig, RolloutAlgorithmConfig
 
 BatchMode = Literal["fixed", "dynamic", "packed"]
 # Without a gradient, the policy makes float32 logits for this many tokens at a time.
@@ -92,3 +92,18 @@ def samples_per_step(config: Config) -> int:
     """Sequences of a rollout."""
     options = config.options(RolloutAlgorithmConfig)
     return options.num_prompts_per_step * options.num_generations_per_prompt
+
+
+def optimizer_steps(config: Config) -> int:
+    """Optimizer steps on a rollout."""
+    return samples_per_step(config) // sequences_per_optimizer_step(config)
+
+
+def repeats_first_pass(config: Config) -> bool:
+    """Whether the first optimizer step's sequences get their previous logprobs from a pass of their own."""
+    return config.options(GRPOConfig).loss_fn.force_on_policy_ratio is False
+
+
+def previous_passes(config: Config) -> float:
+    """The share of a rollout's sequences that get their previous logprobs from a pass of their own."""
+    return 1.0 if repeats_first_pass(config) else 1 - 1 / optimizer_steps(config)

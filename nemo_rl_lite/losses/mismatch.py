@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.losses.batch import Batch
-from nemo_rl_lite.losses.interface import Normalizers, masked_sum
+from nemo_rl_lite.losses.interface import Metrics, Normalizers, masked_sum
 
 
-def mismatch_metrics(batch: Batch, counts: Normalizers) -> dict[str, float]:
+@torch.no_grad()
+def mismatch_metrics(batch: Batch, counts: Normalizers) -> Metrics:
     """How far the generation engine's logprobs of its own samples are from the policy's, over response tokens: this
     batch's share of the metrics of a global batch with these counts.
 
@@ -24,22 +25,22 @@ def mismatch_metrics(batch: Batch, counts: Normalizers) -> dict[str, float]:
     difference_BT = (policy_BT - generation_BT) * mask_BT
     mixture_BT = torch.logaddexp(policy_BT, generation_BT) - math.log(2)
 
-    def k3(log_ratio_BT: Tensor) -> float:
-        return (masked_sum(_k3(log_ratio_BT), mask_BT) / tokens).item()
+    def k3(log_ratio_BT: Tensor) -> Tensor:
+        return masked_sum(_k3(log_ratio_BT), mask_BT) / tokens
 
     metrics = {
-        "token_mult_prob_error": (masked_sum(difference_BT.abs().exp(), mask_BT) / tokens).item(),
+        "token_mult_prob_error": masked_sum(difference_BT.abs().exp(), mask_BT) / tokens,
         "gen_kl_error": k3(difference_BT),
         "policy_kl_error": k3(-difference_BT),
         "js_divergence_error": (k3(policy_BT - mixture_BT) + k3(generation_BT - mixture_BT)) / 2,
-        "logprob_abs_diff_mean": (difference_BT.abs().sum() / tokens).item(),
-        "logprob_abs_diff_max": difference_BT.abs().max().item(),
+        "logprob_abs_diff_mean": difference_BT.abs().sum() / tokens,
+        "logprob_abs_diff_max": difference_BT.abs().max(),
     }
     for age, own in counts.tokens_by_age.items():
         (ages_BT,) = batch.require("ages")
         of_age_BT = mask_BT * (ages_BT == age)
-        metrics[f"age_{age}/gen_kl_error"] = (masked_sum(_k3(difference_BT), of_age_BT) / own).item()
-        metrics[f"age_{age}/tokens_share"] = (of_age_BT.sum() / tokens).item()
+        metrics[f"age_{age}/gen_kl_error"] = masked_sum(_k3(difference_BT), of_age_BT) / own
+        metrics[f"age_{age}/tokens_share"] = of_age_BT.sum() / tokens
     return metrics
 
 

@@ -4,7 +4,7 @@ from dataclasses import astuple, dataclass
 
 from nemo_rl_lite.config.algorithms import compares
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import samples_per_step, sequences_per_optimizer_step
+from nemo_rl_lite.config.sizes import optimizer_steps, previous_passes
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.planning.budget import refit_bytes
 from nemo_rl_lite.planning.gpus import speed_of
@@ -63,10 +63,9 @@ def predict_step(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Len
     _, gpu = speed_of(gpu_bytes)
     apart = not config.generation.colocated.enabled
     rate = RATE_BETWEEN if apart and config.cluster.num_nodes > 1 else RATE_INSIDE
-    optimizer_steps = samples_per_step(config) // sequences_per_optimizer_step(config)
     return StepTime(
         generation_seconds(config, shape, gpu, gpu_bytes, lengths),
-        (2 if compares(config) else 1) * logprob_seconds(config, shape, gpu, lengths),
-        optimizer_steps * optimizer_step_seconds(config, shape, gpu, lengths),
+        (previous_passes(config) + compares(config)) * logprob_seconds(config, shape, gpu, lengths),
+        optimizer_steps(config) * optimizer_step_seconds(config, shape, gpu, lengths),
         (REFIT_APART_S if apart else REFIT_SHARED_S) + refit_bytes(config, shape) / rate,
     )

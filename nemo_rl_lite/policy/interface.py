@@ -10,8 +10,9 @@ from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.offload.mover import Move
 
-Scored = Literal["previous", "reference"]
-"""Whose logprobs a loss compares with: those of the policy as it is now, or as the run started."""
+Scored = Literal["previous", "later", "reference"]
+"""Whose logprobs a loss compares with: those of the policy as it is now (`previous`), or as the run started. `later`:
+of the policy as it is now, without the rows of the first optimizer step, whose training pass has the same logprobs."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,8 @@ class Policy(Protocol):
         """Send each row to the replica that trains on it. The workers keep one batch of each name, the newest."""
         ...
 
-    def score(self, batch: HeldBatch, which: Sequence[Scored]) -> dict[str, float]:
-        """Let the workers add the logprobs of `which` policies to the batch. Returns the
-        `mismatch_metrics` of the previous policy and the engines; nothing where those are not compared."""
+    def score(self, batch: HeldBatch, which: Sequence[Scored]) -> None:
+        """Let the workers add the logprobs of `which` policies to the batch."""
         ...
 
     def evaluate(self, batch: HeldBatch, loss: Loss) -> dict[str, float]:
@@ -49,7 +49,8 @@ class Policy(Protocol):
 
     def train(self, batch: HeldBatch, loss: Loss) -> dict[str, float]:
         """One optimizer step for each `train_global_batch_size` of the batch's rows, in their order; metrics, averaged
-        over the steps."""
+        over the steps. Where engines sampled the rows, the `mismatch_metrics` of the whole batch are among them; rows
+        of the first step that have no `previous` logprobs take those of the training pass itself."""
         ...
 
     def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> Tensor:

@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 
 from nemo_rl_lite.config.schema import Config, GRPOConfig, LossConfig
+from nemo_rl_lite.config.sizes import optimizer_steps, samples_per_step
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.rules.base import rule
 
 _LOSS = "algorithm.loss_fn"
+_BATCH = "policy.train_global_batch_size"
 _TYPE, _RATIO = f"{_LOSS}.truncated_importance_sampling_type", f"{_LOSS}.truncated_importance_sampling_ratio"
 _REJECTION, _LEVEL = f"{_LOSS}.sequence_rejection_ratio", f"{_LOSS}.importance_sampling_correction_level"
 # Bounds to begin with, for the types that need some: of a token's weight, and of the geometric mean over a sequence.
@@ -35,6 +37,15 @@ def loss_options_agree(config: Config) -> Iterator[Violation]:
         key = f"{_LOSS}.ratio_clip_c"
         limit = 1 + loss.ratio_clip_max
         yield Violation(key, loss.ratio_clip_c, f"must exceed 1 + ratio_clip_max = {limit:g}", f"{key}=3.0")
+
+
+@rule(f"{_LOSS}.force_on_policy_ratio", _BATCH, options=GRPOConfig)
+def forced_ratios_are_true(config: Config) -> Iterator[Violation]:
+    steps = optimizer_steps(config)
+    if config.options(GRPOConfig).loss_fn.force_on_policy_ratio and steps > 1:
+        key, samples = f"{_LOSS}.force_on_policy_ratio", samples_per_step(config)
+        rule_text = f"a rollout has {steps} optimizer steps, and ratios are 1 in the first one alone"
+        yield Violation(key, True, rule_text, f"{key}=null, or {_BATCH}={samples}")
 
 
 @rule("algorithm.loss_fn", options=GRPOConfig)

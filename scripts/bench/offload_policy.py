@@ -170,7 +170,7 @@ def steps_of(worker: Any, loss: GRPOLoss, steps: int, count: int, length: int) -
         with timed(times, "training preparation"):
             worker.prepare_for_training()
         with timed(times, "train"):
-            trained = worker.train(loss, counts)
+            trained, _ = worker.train(loss, counts)
         _synchronize()
         times["whole step"] = time.perf_counter() - began
         values = {name: ("s", value) for name, value in times.items()}

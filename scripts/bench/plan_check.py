@@ -114,7 +114,9 @@ def compared(run: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
 def config_of(run: dict[str, Any]) -> Config:
     """Return the run's configuration; keys newer than the run have their defaults, or the behaviour before them."""
-    before = [f"algorithm={run['config']['algorithm']['name']}", "refit.direct=false"]
+    name = run["config"]["algorithm"]["name"]
+    before = [f"algorithm={name}", "refit.direct=false"]
+    before += ["algorithm.loss_fn.force_on_policy_ratio=false"] if name == "grpo" else []
     whole = dataclasses.asdict(compose_config(before))
     return restore(json.dumps(_laid_over(whole, run["config"])))
 

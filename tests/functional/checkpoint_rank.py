@@ -67,7 +67,8 @@ def train(worker: MegatronWorker, steps: list[int], loss: SFTLoss | None = None)
         tokens = torch.randint(4, 14, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
         rows = [TokenRow(row, MASK) for row in tokens.tolist()]
         worker.hold(rows[place.data_rank * ROWS // place.data_size : (place.data_rank + 1) * ROWS // place.data_size])
-        results.append(worker.train(loss or SFTLoss(), SFTLoss().counts(rows)))
+        trained = worker.train(loss or SFTLoss(), SFTLoss().counts(rows))
+        results.append(trained and trained[0])
     return results
 
 

@@ -90,7 +90,8 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
     steps = []
     for _ in range(2):
         worker.prepare_for_training()
-        steps.append(worker.train(loss, counts))
+        trained = worker.train(loss, counts)
+        steps.append(trained and trained[0])
         worker.prepare_for_refit(engine_bytes=0)
         worker.prepare_for_generation()
         worker.prepare_for_logprob()

@@ -1,7 +1,7 @@
 """Forward and backward passes over micro-batches through megatron-core's schedules (pipelined or not)."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_lite.losses.batch import Batch
-from nemo_rl_lite.losses.interface import Loss, Normalizers, loss_of
+from nemo_rl_lite.losses.interface import Loss, Metrics, Normalizers, loss_of
+from nemo_rl_lite.losses.mismatch import mismatch_metrics
 from nemo_rl_lite.observability import progress
 from nemo_rl_lite.observability.profiling import span
 from nemo_rl_lite.offload import activations
@@ -18,6 +19,16 @@ from nemo_rl_lite.policy.megatron.model import MegatronModel
 from nemo_rl_lite.policy.megatron.scores import needed_scores, token_logprobs
 
 Before = Callable[[int], None] | None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training pass measured, each its share of the global batch's."""
+
+    metrics: Metrics
+    """Those of the loss."""
+    mismatch: Metrics
+    """The `mismatch_metrics`, where the pass compares with the engines."""
 
 
 def forward_scores(
@@ -65,9 +76,18 @@ def forward_scores(
 
 
 def forward_backward(
-    model: MegatronModel, batch: Batch, layout: Layout, temperature: float, loss: Loss, counts: Normalizers
-) -> list[Any]:
-    """Accumulate the gradient of the summed micro-batch losses over all data-parallel ranks; returns the metrics.
+    model: MegatronModel,
+    batch: Batch,
+    layout: Layout,
+    temperature: float,
+    loss: Loss,
+    counts: Normalizers,
+    mismatch_counts: Normalizers | None = None,
+) -> list[Trained]:
+    """Accumulate the gradient of the summed micro-batch losses over all data-parallel ranks; returns what was measured.
+
+    With `mismatch_counts`, the policy has not moved since it sampled: its previous logprobs are those of this pass, so
+    that importance ratios are exactly 1 (`force_on_policy_ratio` of NeMo-RL), and the engines' are compared with them.
 
     megatron-core divides by the number of micro-batches and averages over data-parallel ranks. Here losses are
     shares of the global loss, so both are multiplied back.
@@ -76,13 +96,17 @@ def forward_backward(
     micro_batches = _agreed_cut(model, batch.tokens, batch.lengths, layout)
     scale = len(micro_batches) * model.place.data_size
 
-    def on_logits(micro: ModelInput) -> Callable[..., tuple[Tensor, Any]]:
+    def on_logits(micro: ModelInput) -> Callable[..., tuple[Tensor, Trained]]:
         own = batch.rows(micro.rows, micro.width).to(model.device)
 
-        def scaled_loss(logits: Tensor) -> tuple[Tensor, Any]:
-            whole = replace(own, **needed_scores(logits, micro, temperature, loss))
-            value, metrics = loss_of(loss, token_logprobs(logits, micro, temperature), whole, counts)
-            return value * scale, metrics
+        def scaled_loss(logits: Tensor) -> tuple[Tensor, Trained]:
+            whole, mismatch = replace(own, **needed_scores(logits, micro, temperature, loss)), {}
+            logprobs_BT = token_logprobs(logits, micro, temperature)
+            if mismatch_counts is not None:
+                whole = replace(whole, previous_logprobs=logprobs_BT.detach())
+                mismatch = mismatch_metrics(whole, mismatch_counts)
+            value, metrics = loss_of(loss, logprobs_BT, whole, counts)
+            return value * scale, Trained(metrics, mismatch)
 
         return scaled_loss
 

@@ -132,12 +132,21 @@ class MegatronWorker:
         """Keep this replica's share of a batch, padded to its longest row, instead of an older one of this name."""
         self._held[name] = Batch.padded(rows)
 
-    def score(self, which: Sequence[str], counts: Normalizers, name: str = "train") -> dict[str, float] | None:
-        """Add `previous` or `reference` logprobs to a held batch, or both. Returns this replica's share
-        of the `mismatch_metrics` of a global batch with these counts, if engines sampled its rows."""
-        batch = self._held[name]
+    def score(
+        self, which: Sequence[str], counts: Normalizers, name: str = "train", first: int = 0
+    ) -> dict[str, float] | None:
+        """Add `previous` or `reference` logprobs to a held batch, or both; previous ones from the row `first` on.
+        Returns this replica's share of the `mismatch_metrics` of a global batch with these counts, if engines sampled
+        its rows and they now have previous logprobs."""
+        batch, measured = self._held[name], {}
         if "previous" in which:
-            batch = replace(batch, previous_logprobs=self._logprobs(batch, then_train="reference" not in which))
+            later, previous_BT = batch.rows(slice(first, None)), torch.zeros(batch.tokens.shape)
+            scored_BT = self._logprobs(later, then_train="reference" not in which)
+            if scored_BT is not None:
+                previous_BT[first:] = scored_BT
+                batch = replace(batch, previous_logprobs=previous_BT)
+                if batch.generation_logprobs is not None:
+                    measured = mismatch_metrics(batch.rows(slice(first, None)), counts)
         if "reference" in which:
             if self._reference is None:
                 raise RuntimeError("the worker was started without reference weights (keep_reference)")
@@ -145,10 +154,7 @@ class MegatronWorker:
             with self._reference.in_place():
                 batch = replace(batch, reference_logprobs=self._logprobs(batch, then_train=True))
         self._held[name] = batch
-        if not self._model.place.reports:
-            return None
-        compares = batch.previous_logprobs is not None and batch.generation_logprobs is not None
-        return mismatch_metrics(batch, counts) if compares else {}
+        return _floats(measured) if self._model.place.reports else None
 
     def evaluate(self, rows: int, loss: Loss, counts: Normalizers, name: str = "train") -> dict[str, float] | None:
         """The loss and its metrics of the first `rows` rows of a held batch; None where there are none."""
@@ -162,9 +168,15 @@ class MegatronWorker:
         return _floats(metrics)
 
     def train(
-        self, loss: Loss, counts: Normalizers, rows: slice = slice(None), name: str = "train"
-    ) -> dict[str, float] | None:
-        """One optimizer step on `rows` of a held batch, this rank's share of a global batch. Metrics are this replica's
+        self,
+        loss: Loss,
+        counts: Normalizers,
+        rows: slice = slice(None),
+        name: str = "train",
+        mismatch_counts: Normalizers | None = None,
+    ) -> tuple[dict[str, float], dict[str, float]] | None:
+        """One optimizer step on `rows` of a held batch, this rank's share of a global batch; `mismatch_counts`: see
+        `forward_backward`. Returns the metrics of the step, and of the mismatch. These are this replica's
         share, except `grad_norm`, `lr`, `wd` and `skipped_steps`, which are whole on every replica. Where a gradient is
         not finite, weights, optimizer and schedule stay as they are, `skipped_steps` is 1 and `grad_norm` is NaN."""
         self._phases.require(Component.PARAMETERS, Component.OPTIMIZER_STATES)
@@ -175,9 +187,8 @@ class MegatronWorker:
             self._optimizer.zero_grad()
             biases = expert_biases(self._model.chunks)
             before = [bias.clone() for bias in biases]
-            parts = forward_backward(
-                self._model, self._held[name].rows(rows), self._train_layout, self._temperature, loss, counts
-            )
+            own, layout = self._held[name].rows(rows), self._train_layout
+            parts = forward_backward(self._model, own, layout, self._temperature, loss, counts, mismatch_counts)
             learning_rate = self._optimizer.param_groups[0]["lr"]
             finite, grad_norm = gradients_are_finite(self._model), math.nan
             if finite:
@@ -190,14 +201,16 @@ class MegatronWorker:
             self._phases.recount()
         if not self._model.place.reports:
             return None
-        shares = combine_metrics([_floats(part) for part in parts])
+        shares, mismatch = (
+            combine_metrics([_floats(getattr(part, name)) for part in parts]) for name in ("metrics", "mismatch")
+        )
         whole = {
             "grad_norm": grad_norm,
             "lr": learning_rate,
             "wd": self._policy.megatron_cfg.optimizer.weight_decay,
             "skipped_steps": not finite,
         }
-        return shares | {name: float(value) for name, value in whole.items()}
+        return shares | {name: float(value) for name, value in whole.items()}, mismatch
 
     def take_memory(self) -> Peaks:
         """Peak memory of the phases since the last call; empty on a CPU."""

@@ -9,8 +9,9 @@ from nemo_rl_lite.algorithms.grpo import GRPO
 from nemo_rl_lite.algorithms.report import Report
 from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.cluster.system_usage import SystemUsage
+from nemo_rl_lite.config.algorithms import compares
 from nemo_rl_lite.config.schema import Config, GRPOConfig
-from nemo_rl_lite.config.sizes import all_gpus, policy_ranks
+from nemo_rl_lite.config.sizes import all_gpus, policy_ranks, previous_passes, repeats_first_pass
 from nemo_rl_lite.data.kinds import problems
 from nemo_rl_lite.data.odd_texts import check_stop_strings, check_texts
 from nemo_rl_lite.data.sources import training_set, validation_set
@@ -20,6 +21,7 @@ from nemo_rl_lite.losses.registry import make_loss
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog, under
 from nemo_rl_lite.observability.timer import Phase
+from nemo_rl_lite.policy.interface import Scored
 from nemo_rl_lite.rewards.judge import make_judge, try_reward
 from nemo_rl_lite.rewards.rows import check_rows
 from nemo_rl_lite.rollout.ahead import Queue, Staleness
@@ -119,6 +121,7 @@ class GRPOJob:
             policy=workers.policy,
             sampling=sampling,
             rollouts=rollouts,
+            scored=_scored(config),
             check=workers.weights.check,
             keep=self._rollout_log(metrics, start),
             held_out=len(self._validation),
@@ -157,6 +160,12 @@ class GRPOJob:
                 metrics.log_samples(step, rollout.samples(TRACKED))
 
         return keep
+
+
+def _scored(config: Config) -> list[Scored]:
+    """Whose logprobs a rollout gets before training."""
+    own: list[Scored] = ["previous" if repeats_first_pass(config) else "later"] if previous_passes(config) else []
+    return [*own, "reference"] if compares(config) else own
 
 
 def _samples_the_same(start: Start) -> bool:

@@ -35,6 +35,9 @@ class RemotePolicy:
         self._places: list[ParallelPlace] = wait(group.call("place"))
         self._replicas = self._places[0].data_size
         self._held: dict[str, HeldBatch] = {}
+        # Shares of a batch's mismatch so far, and the batches whose first optimizer step has no previous logprobs.
+        self._mismatch: dict[str, list[dict[str, float]]] = {}
+        self._unscored: set[str] = set()
 
     def prepare_for_logprob(self) -> None:
         wait(self.group.call("prepare_for_logprob"))
@@ -46,12 +49,18 @@ class RemotePolicy:
             for own in self._split(rows)
         ]
         self._on_replicas("hold", shards, name)
-        self._held[name] = HeldBatch(name, rows)
+        self._held[name], self._mismatch[name] = HeldBatch(name, rows), []
+        self._unscored.add(name)
         return self._held[name]
 
-    def score(self, batch: HeldBatch, which: Sequence[Scored]) -> dict[str, float]:
-        common = (tuple(which), count_masked(batch.rows), self._name(batch))
-        return combine_metrics(self._on_replicas("score", None, *common, phase="logprobs"))
+    def score(self, batch: HeldBatch, which: Sequence[Scored]) -> None:
+        first = self._global_batch // self._replicas if "later" in which else 0
+        policies = tuple("previous" if one == "later" else one for one in which)
+        common = (policies, count_masked(batch.rows), self._name(batch), first)
+        measured = self._on_replicas("score", None, *common, phase="logprobs")
+        self._mismatch[batch.name] = [share for share in measured if share]
+        if "previous" in which:
+            self._unscored.discard(batch.name)
 
     def evaluate(self, batch: HeldBatch, loss: Loss) -> dict[str, float]:
         whole = len(batch.rows)
@@ -80,15 +89,20 @@ class RemotePolicy:
         wait(self.group.call("prepare_for_generation"))
 
     def train(self, batch: HeldBatch, loss: Loss) -> dict[str, float]:
-        steps, share = [], self._global_batch // self._replicas
+        steps, share, name = [], self._global_batch // self._replicas, self._name(batch)
+        compared = name in self._unscored and batch.rows[0].generation_logprobs is not None
+        mismatch = self._mismatch[name]
         for step, start in enumerate(range(0, len(batch.rows), self._global_batch)):
             counts = loss.counts(batch.rows[start : start + self._global_batch])
             own = slice(step * share, (step + 1) * share)
-            replicas = self._on_replicas("train", None, loss, counts, own, self._name(batch))
-            steps.append(summary(loss, replicas) | {name: replicas[0][name] for name in WHOLE_METRICS})
+            of_all = count_masked(batch.rows) if compared and step == 0 else None
+            replicas, shares = zip(*self._on_replicas("train", None, loss, counts, own, name, of_all), strict=True)
+            steps.append(summary(loss, replicas) | {whole: replicas[0][whole] for whole in WHOLE_METRICS})
+            mismatch = mismatch + [own for own in shares if own]
         totals = combine_metrics(steps)
         extremes = ("_min", "_max")
-        return {name: value / (1 if name.endswith(extremes) else len(steps)) for name, value in totals.items()}
+        means = {name: value / (1 if name.endswith(extremes) else len(steps)) for name, value in totals.items()}
+        return means | (combine_metrics(mismatch) if mismatch else {})
 
     def begin_save(self, folder: str) -> None:
         self._checkpoint("begin_save", folder)

@@ -25,6 +25,7 @@ def loss_config(**changes) -> LossConfig:
         "kl_input_clamp_value": None,
         "kl_output_clamp_value": None,
         "token_level_loss": True,
+        "force_on_policy_ratio": None,
         "sequence_level_importance_ratios": False,
         "use_importance_sampling_correction": False,
         "importance_sampling_correction_level": None,

@@ -14,7 +14,11 @@ from tests.unit.losses.test_losses_match_trl import random_inputs
 
 def mismatch(previous, generation, mask, tokens):
     batch = batch_of({"previous_logprobs": previous, "generation_logprobs": generation, "mask": mask})
-    return mismatch_metrics(batch, Normalizers(tokens, sequences=1))
+    return floats(mismatch_metrics(batch, Normalizers(tokens, sequences=1)))
+
+
+def floats(metrics):
+    return {name: value.item() for name, value in metrics.items()}
 
 
 def test_mismatch_metrics():
@@ -56,7 +60,7 @@ def shares_of(*split):
         own = slice(start, start + size)
         batch = Batch.padded(ROWS[own])
         batch = Batch(**{**vars(batch), "previous_logprobs": PREVIOUS[own, : batch.tokens.shape[1]]})
-        shares.append(mismatch_metrics(batch, counts))
+        shares.append(floats(mismatch_metrics(batch, counts)))
         start += size
     return shares
 

@@ -398,6 +398,11 @@ CASES = {
     f"{IS} {TYPE}=seq-mask-tis {RATIO}=2 {REJECTION}=2": [REJECTION, "the same geometric mean", f"{TYPE}=tis"],
     f"{REJECTION}=1 {REJECTION}_min=1": [f"{REJECTION}_min", "must be smaller than"],
     f"{REJECTION}=0.5": [REJECTION, "greater than or equal to 1"],
+    f"{LOSS}.force_on_policy_ratio=true policy.train_global_batch_size=32": [
+        f"{LOSS}.force_on_policy_ratio = True",
+        "16 optimizer steps",
+        f"{LOSS}.force_on_policy_ratio=null, or policy.train_global_batch_size=512",
+    ],
     f"{LOSS}.token_veto_ratio=1": [f"{LOSS}.token_veto_ratio", "less than 1"],
     # One bound, or a veto, leaves the rest of what is older as it is.
     f"algorithm.rollouts.source=one_step_off generation.colocated.enabled=false {REJECTION}=2": [

@@ -1,6 +1,7 @@
 """What goes to which replica, without processes."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,8 +26,10 @@ class Worker:
     def hold(self, rows, name):
         self.held[name] = rows
 
-    def score(self, which, counts, name):
-        return {"tokens": counts.tokens, "rows": len(self.held[name])} if self.own.reports else None
+    def score(self, which, counts, name, first):
+        if not self.own.reports:
+            return None
+        return {"tokens": counts.tokens, "rows": len(self.held[name][first:])} if "previous" in which else {}
 
     def evaluate(self, rows, loss, counts, name):
         batch = Batch.padded(self.held[name][:rows]) if rows else None
@@ -34,9 +37,10 @@ class Worker:
             return None
         return {name: one.item() for name, one in loss(torch.full(batch.tokens.shape, -0.5), batch, counts)[1].items()}
 
-    def train(self, loss, counts, rows, name):
+    def train(self, loss, counts, rows, name, mismatch_counts):
+        mismatch = {} if mismatch_counts is None else {"tokens": mismatch_counts.tokens, "rows": rows.stop - rows.start}
         self.steps.append(([row.tokens[0] for row in self.held[name][rows]], counts.tokens))
-        return {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1, "wd": 0.0, "skipped_steps": 0.0}
+        return {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1, "wd": 0.0, "skipped_steps": 0.0}, mismatch
 
     def logprobs(self, tokens_BT, lengths_B, phase):
         return tokens_BT.float().numpy()
@@ -133,9 +137,24 @@ def test_held_out_pairs_of_any_number_are_evaluated_once_each(count):
     assert remote.evaluate(held, SFTLoss()) == {"loss": pytest.approx(0.5)}
 
 
-def test_metrics_of_scores_are_combined_over_replicas():
+@pytest.mark.parametrize("scored", [["previous", "reference"], ["later"], ["later", "reference"], ["reference"], None])
+def test_each_row_is_compared_with_the_engines_once(scored):
+    """In a pass before training, or in the training pass of the first optimizer step, on all replicas together."""
     remote, _ = policy(replicas=2, global_batch=4)
-    assert remote.score(remote.hold(rows(1, 2, 3, 4)), ["previous"]) == {"tokens": 20.0, "rows": 4}
+    many = 4 if scored in (["reference"], None) else 8
+    sampled = [replace(row, generation_logprobs=[0.0] * 3) for row in rows(*[3] * many)]
+    for _ in range(2):
+        batch = remote.hold(sampled)
+        if scored:
+            remote.score(batch, scored)
+        trained = remote.train(batch, SFTLoss())
+        parts = 4 if scored == ["later"] or scored == ["later", "reference"] else 2
+        assert (trained["rows"], trained["tokens"]) == (many, parts * 3.0 * many)
+
+
+def test_rows_that_no_engine_sampled_are_compared_with_none():
+    remote, _ = policy(replicas=2, global_batch=4)
+    assert "rows" not in remote.train(remote.hold(rows(*[3] * 4)), SFTLoss())
 
 
 def test_a_new_batch_takes_the_place_of_the_old_one():

@@ -1,0 +1,41 @@
+"""Runs with and without a pass of its own for the policy's previous logprobs."""
+
+import pytest
+
+from tests.functional.here import train_here
+
+pytestmark = pytest.mark.functional
+
+KEY = "algorithm.loss_fn.force_on_policy_ratio"
+SHORT = [
+    *("generation=transformers", "algorithm.max_num_steps=2", "algorithm.val_period=0"),
+    *("algorithm.num_prompts_per_step=8", "policy.train_global_batch_size=64", "policy.train_micro_batch_size=16"),
+    *(
+        "policy.logprob_batch_size=16",
+        "algorithm.max_val_samples=20",
+        "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
+    ),
+]
+PASS = "performance/policy_and_reference_logprobs_tokens_per_sec"
+
+
+def trained(folder, model_folder, *overrides) -> dict[str, float]:
+    """What the loss of the second step measured, and whether logprobs had a pass."""
+    _, lines = train_here(folder, model_folder, *SHORT, *overrides)
+    last = {name: value for line in lines if line["step"] == 2 for name, value in line.items()}
+    return {name: value for name, value in last.items() if name.startswith("train/") or name == PASS}
+
+
+@pytest.mark.parametrize("batch", [[], ["policy.train_global_batch_size=32"]], ids=["one optimizer step", "two"])
+@pytest.mark.parametrize("penalty", [0.0, 0.001])
+def test_a_pass_that_repeats_changes_nothing(tmp_path, model_folder, batch, penalty):
+    """Neither the loss and its gradient, nor the names of metrics, nor what is found of the engines' mismatch."""
+    overrides = [*batch, f"algorithm.loss_fn.reference_policy_kl_penalty={penalty}"]
+    repeated = trained(tmp_path / "repeated", model_folder, *overrides, f"{KEY}=false")
+    found = trained(tmp_path / "saved", model_folder, *overrides)
+    assert (PASS in found) is bool(batch or penalty) and PASS in repeated
+    for measured in (found, repeated):
+        measured.pop(PASS, None)
+    assert found == pytest.approx(repeated, rel=1e-6, abs=1e-9)
+    if not batch:
+        assert found["train/probs_ratio_min"] == found["train/probs_ratio_max"] == 1
