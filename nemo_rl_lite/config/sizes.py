@@ -7,8 +7,8 @@ from nemo_rl_lite.config.parallel import ParallelDims
 from nemo_rl_lite.config.schema import Config, GRPOConfig, PolicyConfig, RolloutAlgorithmConfig
 
 BatchMode = Literal["fixed", "dynamic", "packed"]
-# Without a gradient, the policy makes float32 logits for this many tokens at a time.
-LOGPROB_CHUNK = 2048
+# The policy computes the logits of this many entries of the vocabulary at a time.
+VOCABULARY_SLICE = 8192
 
 
 def on_gpus(config: Config) -> bool:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import (
-    LOGPROB_CHUNK,
+    VOCABULARY_SLICE,
     batch_mode,
     micro_batch_sizes,
     on_gpus,
@@ -112,14 +112,14 @@ def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple
     Stage s of p holds the activations of p - s micro-batches.
     """
     parallel, batch = config.policy.megatron_cfg, micro_batch(config, training=True)
-    pipeline, item = parallel_dims(config).pp, item_bytes(config)
+    pipeline = parallel_dims(config).pp
     layer = layer_bytes(config, shape, batch)
     layers, in_flight = shape.layers // pipeline, pipeline - stage
     hidden = hidden_bytes(config, shape, batch)
     kept = hidden if parallel.activation_checkpointing else sum(layer.values())
     head = 0.0
     if stage == pipeline - 1:
-        head = 2 * hidden + logits_elements(config, shape, batch) * _logits_bytes(config, item)
+        head = 2 * hidden + head_bytes(config, shape, batch)
     waiting = 0.0
     if parallel.fine_grained_activation_offloading and not parallel.activation_checkpointing:
         # The inputs of the last layer stay on the device: the backward pass needs them first.
@@ -131,23 +131,22 @@ def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple
 
 
 def logprob_activations(config: Config, shape: ModelShape, stage: int) -> int:
-    """Peak bytes of logprob inference on pipeline stage `stage`: in a layer, or while logits become float32."""
+    """Peak bytes of logprob inference on pipeline stage `stage`: in a layer, or for logits."""
     batch = micro_batch(config, training=False)
     working = sum(layer_bytes(config, shape, batch).values())
     if stage < parallel_dims(config).pp - 1:
         return int(working)
-    elements = logits_elements(config, shape, batch)
-    logits = elements * item_bytes(config)
-    chunk = 4 * elements * min(LOGPROB_CHUNK, batch.tokens) / batch.tokens
-    return int(max(logits + chunk, working))
+    return int(max(slice_logits(config, shape, batch) * (item_bytes(config) + 4), working))
 
 
-def logits_elements(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
-    return batch.tokens * shape.vocabulary / parallel_dims(config).tp
+def slice_logits(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
+    """Logits that exist at the same time (`linear_scores`)."""
+    return batch.tokens * min(VOCABULARY_SLICE, shape.vocabulary / parallel_dims(config).tp)
 
 
-def _logits_bytes(config: Config, item: int) -> int:
-    """Bytes per logit in training: the model's logit and its float32 copy, which becomes the softmax and its gradient
-    in place. Scaling by a temperature adds another float32 gradient."""
-    scaled = generates(config) and config.generation.temperature != 1
-    return max(4 + item, 8 if scaled else 0)
+def head_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
+    """Bytes at the start of the backward pass: a slice's logits in float32 and their gradient in the model's precision,
+    the float32 gradient of the hidden states, and that of the last matrix."""
+    item = item_bytes(config)
+    matrix = item * shape.hidden * shape.vocabulary / parallel_dims(config).tp
+    return slice_logits(config, shape, batch) * (4 + item) + batch.tokens * shape.hidden * 4 + matrix

@@ -13,17 +13,19 @@ from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
 prepare_import()
 
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel import ColumnParallelLinear  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from nemo_rl_lite.losses.batch import Batch, TokenRow  # noqa: E402
 from nemo_rl_lite.losses.interface import count_masked, masked_sum  # noqa: E402
 from nemo_rl_lite.losses.sft import SFTLoss  # noqa: E402
-from nemo_rl_lite.policy.megatron import scores  # noqa: E402
+from nemo_rl_lite.policy.megatron import linear_scores  # noqa: E402
 from nemo_rl_lite.policy.megatron.micro_batches import Layout, cut  # noqa: E402
-from nemo_rl_lite.policy.megatron.scores import needed_scores, token_logprobs  # noqa: E402
+from nemo_rl_lite.policy.megatron.scores import scores_of  # noqa: E402
 
 VOCABULARY, TEMPERATURE, TOPK = 64, 0.7, 5
-# Without a gradient, several chunks of each micro-batch.
-scores.LOGPROB_CHUNK = 7
+# Several slices of each rank's vocabulary, the last one narrower.
+linear_scores.VOCABULARY_SLICE = 7
 LAYOUTS = (Layout("fixed", 3, 1), Layout("dynamic", 48, 4), Layout("packed", 40, 8))
 
 
@@ -69,25 +71,48 @@ def compare(batch: Batch, logits_BTV: torch.Tensor, rows: list[TokenRow], layout
     expected_BTV = logits_BTV.clone().requires_grad_()
     expected = of_torch(batch, expected_BTV, counts.tokens)
     expected.backward()
-    total, slices = torch.zeros(()), []
+    total = torch.zeros(())
     for micro in cut(batch.tokens, batch.lengths, layout):
-        logits = own_slice(place(micro, logits_BTV)).requires_grad_()
+        layer, hidden = own_part(), place(micro, logits_BTV).requires_grad_()
         own = batch.rows(micro.rows, micro.width)
-        needed = needed_scores(logits, micro, TEMPERATURE, loss)
+        needed = scores(micro, hidden, layer, loss)
         with torch.no_grad():
-            again = needed_scores(logits, micro, TEMPERATURE, loss)
-            logprobs_BT = token_logprobs(logits, micro, TEMPERATURE)
-        torch.testing.assert_close(again["entropy"], needed["entropy"].detach())
-        torch.testing.assert_close(logprobs_BT, token_logprobs(logits, micro, TEMPERATURE).detach())
-        value, _ = loss(token_logprobs(logits, micro, TEMPERATURE), Batch(**(vars(own) | needed)), counts)
+            again = scores(micro, hidden, layer, loss)
+        assert needed.keys() == again.keys() == {"logprobs", "entropy"}
+        for name, values in needed.items():
+            assert torch.equal(again[name], values.detach())
+        value, _ = loss(needed.pop("logprobs"), Batch(**(vars(own) | needed)), counts)
         value.backward()
         total = total + value.detach()
-        slices.append((micro, logits.grad))
+        # The last matrix is the identity, so that hidden states are logits; its gradient is checked through them.
+        expected_nSV = place(micro, expected_BTV.grad)
+        torch.testing.assert_close(hidden.grad, expected_nSV, atol=1e-5, rtol=1e-5, msg=f"gradient, {layout}")
+        of_weight = own_slice(expected_nSV).flatten(0, 1).T @ hidden.detach().flatten(0, 1)
+        torch.testing.assert_close(layer.weight.grad, of_weight, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(total, expected.detach(), atol=1e-5, rtol=1e-5)
-    for micro, gradient in slices:
-        torch.testing.assert_close(
-            gradient, own_slice(place(micro, expected_BTV.grad)), atol=1e-5, rtol=1e-5, msg=f"gradient, {layout}"
-        )
+
+
+def scores(micro, hidden_nSV: torch.Tensor, layer, loss) -> dict[str, torch.Tensor]:
+    return scores_of(micro, TEMPERATURE, loss)(hidden_nSV.transpose(0, 1), layer, None)
+
+
+def own_part():
+    """An output layer that has this rank's rows of the identity."""
+    settings = TransformerConfig(
+        num_layers=1, hidden_size=VOCABULARY, num_attention_heads=1, use_cpu_initialization=True
+    )
+    settings.tensor_model_parallel_size = dist.get_world_size()
+    layer = ColumnParallelLinear(
+        VOCABULARY,
+        VOCABULARY,
+        config=settings,
+        init_method=torch.nn.init.zeros_,
+        bias=False,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+    )
+    with torch.no_grad():
+        layer.weight.copy_(own_slice(torch.eye(VOCABULARY)).T)
+    return layer
 
 
 def of_torch(batch: Batch, logits_BTV: torch.Tensor, tokens: float) -> torch.Tensor:
@@ -100,7 +125,7 @@ def of_torch(batch: Batch, logits_BTV: torch.Tensor, tokens: float) -> torch.Ten
 def compare_topk(batch: Batch, logits_BTV: torch.Tensor, layout: Layout) -> None:
     values, ids = (logits_BTV / TEMPERATURE).topk(TOPK, dim=-1)
     for micro in cut(batch.tokens, batch.lengths, layout):
-        found = needed_scores(place(micro, logits_BTV), micro, TEMPERATURE, Topk())
+        found = scores(micro, place(micro, logits_BTV), own_part(), Topk())
         for row, length, own, own_ids in zip(
             micro.rows, micro.lengths, found["topk_logits"], found["topk_ids"], strict=True
         ):
@@ -112,7 +137,7 @@ def compare_topk(batch: Batch, logits_BTV: torch.Tensor, layout: Layout) -> None
 def refuse_topk(batch: Batch, logits_BTV: torch.Tensor) -> None:
     micro = cut(batch.tokens, batch.lengths, LAYOUTS[0])[0]
     try:
-        needed_scores(own_slice(place(micro, logits_BTV)), micro, TEMPERATURE, Topk())
+        scores(micro, place(micro, logits_BTV), own_part(), Topk())
     except RuntimeError as error:
         assert "tensor parallelism splits it" in str(error)
     else:

@@ -16,9 +16,11 @@ from nemo_rl_lite.observability.profiling import span
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.policy.megatron.micro_batches import Layout, ModelInput, cut
 from nemo_rl_lite.policy.megatron.model import MegatronModel
-from nemo_rl_lite.policy.megatron.scores import needed_scores, token_logprobs
+from nemo_rl_lite.policy.megatron.scores import scores_of
 
 Before = Callable[[int], None] | None
+Last = tuple[Callable[..., dict[str, Tensor]], Callable[..., Any]]
+"""What the last stage does with a micro-batch: see `scores_of`; what is made of these scores."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,11 @@ def forward_scores(
     model.train_mode(False)
     micro_batches = _agreed_cut(model, tokens_BT, lengths_B, layout)
 
-    def score(micro: ModelInput) -> Callable[..., dict[str, Tensor]]:
-        def scores(logits: Tensor, non_loss_data: bool) -> dict[str, Tensor]:
-            scored = {"logprobs": token_logprobs(logits, micro, temperature)}
-            if loss is not None:
-                scored |= needed_scores(logits, micro, temperature, loss)
-            scored = {name: values.cpu() for name, values in scored.items()}
-            # megatron-core's schedule keeps these logits until it has the next ones, which doubles the memory.
-            logits.untyped_storage().resize_(0)
-            return scored
+    def score(micro: ModelInput) -> Last:
+        def on_host(scores: dict[str, Tensor], non_loss_data: bool) -> dict[str, Tensor]:
+            return {name: values.cpu() for name, values in scores.items()}
 
-        return scores
+        return scores_of(micro, temperature, loss), on_host
 
     with torch.no_grad(), activations.suspended(model.chunks):
         parts = _run(model, micro_batches, score, forward_only=True, before=before)
@@ -96,22 +92,22 @@ def forward_backward(
     micro_batches = _agreed_cut(model, batch.tokens, batch.lengths, layout)
     scale = len(micro_batches) * model.place.data_size
 
-    def on_logits(micro: ModelInput) -> Callable[..., tuple[Tensor, Trained]]:
+    def train(micro: ModelInput) -> Last:
         own = batch.rows(micro.rows, micro.width).to(model.device)
 
-        def scaled_loss(logits: Tensor) -> tuple[Tensor, Trained]:
-            whole, mismatch = replace(own, **needed_scores(logits, micro, temperature, loss)), {}
-            logprobs_BT = token_logprobs(logits, micro, temperature)
+        def scaled_loss(scores: dict[str, Tensor]) -> tuple[Tensor, Trained]:
+            logprobs_BT = scores.pop("logprobs")
+            whole, mismatch = replace(own, **scores), {}
             if mismatch_counts is not None:
                 whole = replace(whole, previous_logprobs=logprobs_BT.detach())
                 mismatch = mismatch_metrics(whole, mismatch_counts)
             value, metrics = loss_of(loss, logprobs_BT, whole, counts)
             return value * scale, Trained(metrics, mismatch)
 
-        return scaled_loss
+        return scores_of(micro, temperature, loss), scaled_loss
 
     with activations.training_pass(model.chunks, len(micro_batches)):
-        return _run(model, micro_batches, on_logits, forward_only=False)
+        return _run(model, micro_batches, train, forward_only=False)
 
 
 def _agreed_cut(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layout: Layout) -> list[ModelInput]:
@@ -130,20 +126,22 @@ def _agreed_cut(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layo
 def _run(
     model: MegatronModel,
     micro_batches: Sequence[ModelInput],
-    on_logits: Callable[[ModelInput], Callable[..., Any]],
+    last: Callable[[ModelInput], Last],
     forward_only: bool,
     before: Before = None,
 ) -> list[Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    # megatron-core would make all logits float32 at once.
+    # megatron-core would make a stage's output float32.
     options = {"fp32_output": False} if model.half_precision else {}
 
     def step(own: Iterator[ModelInput], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         host = next(own)
         micro = host.to(model.device)
         positions = host.positions().to(model.device)
-        return chunk(micro.tokens_nS, positions, **options, **_attention(host, model.device)), on_logits(micro)
+        scores, on_scores = last(micro)
+        inputs = {**options, "output_processor": scores, **_attention(host, model.device)}
+        return chunk(micro.tokens_nS, positions, **inputs), on_scores
 
     first = micro_batches[0].tokens_nS
     return get_forward_backward_func()(

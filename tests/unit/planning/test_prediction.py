@@ -11,7 +11,8 @@ from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
 from nemo_rl_lite.models.shape import ModelShape, model_shape
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
-from nemo_rl_lite.planning.activation_size import item_bytes, logits_elements, micro_batch
+from nemo_rl_lite.planning import activation_size
+from nemo_rl_lite.planning.activation_size import micro_batch, slice_logits
 from nemo_rl_lite.planning.memory_table import headers, render, title
 from nemo_rl_lite.planning.model_size import parameter_count, rank_parameters
 from nemo_rl_lite.planning.prediction import Bytes, predict, predicted_metrics, totals
@@ -153,14 +154,17 @@ BATCH += ["policy.train_global_batch_size=256", "policy.model_name=a/model"]
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_predictions_agree_with_what_was_measured(name):
+def test_predictions_agree_with_what_was_measured(name, monkeypatch):
+    """When these were measured, all logits existed at the same time."""
+    monkeypatch.setattr(activation_size, "VOCABULARY_SLICE", 10**9)
     shape, overrides, peaks, rest = MEASURED[name]
     config = compose_config([*ONE_GPU, *BATCH, *overrides])
     prediction = predict(config, shape, H100)
     for phase, peak in peaks.items():
-        # When these were measured, the logits of the micro-batch before were still there in logprob inference.
-        logits = logits_elements(config, shape, micro_batch(config, training=False)) * item_bytes(config)
-        more = logits / GIB if phase is Phase.LOGPROB else 0.0
+        # In logprob inference also those of the micro-batch before, and 2,048 tokens had them in float32.
+        batch = micro_batch(config, training=False)
+        logits = slice_logits(config, shape, batch) / GIB
+        more = logits * (4 * 2048 / batch.tokens - 2) if phase is Phase.LOGPROB else 0.0
         assert totals(prediction)[phase].device / GIB + more == pytest.approx(peak, rel=0.15)
         activations = prediction[phase, Component.ACTIVATIONS].device / GIB
         assert activations + more == pytest.approx(peak - rest, rel=0.06)
@@ -219,8 +223,8 @@ def test_recomputation_and_offloading_keep_less_on_the_device():
         for overrides in ([], [f"{MEGATRON}.activation_checkpointing=true"], ["offload=activations"])
     )
     assert plain.host == recomputed.host == 0
-    # Layers' inputs, the last norm's two tensors, logits.
-    assert recomputed.device == 16384 * (30 * 2 * 576 + 2 * 2 * 576 + 6 * 49152)
+    # Layers' inputs, the last norm's two tensors, a slice of the logits, the hidden states' gradient and the matrix's.
+    assert recomputed.device == 16384 * (30 * 2 * 576 + 2 * 2 * 576 + 6 * 8192 + 4 * 576) + 2 * 576 * 49152
     assert offloaded.host > 0 and offloaded.device + offloaded.host == plain.device
 
 
