@@ -5,7 +5,7 @@ largest. The idea is that of cut cross-entropy (Wijmans et al. 2025, arXiv:2411.
 vocabulary: a slice of the vocabulary at a time, whose logits are computed a second time for the backward pass.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,79 +34,65 @@ class LinearScores(torch.autograd.Function):
     """(hidden [N, H], weight [v, H], next tokens [N], head) -> logprobs [N], entropy [N] or None, largest logits [N, k]
     or None, their tokens [N, k] or None; float32, logits divided by the temperature.
 
-    The gradient of `hidden` is this rank's share of it. With p the probabilities and E the entropy, the gradient of a
-    token's logprob by its logits is (1 for the token) - p, and that of its entropy -p (log p + E).
+    The gradient of `hidden` is this rank's share of it.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_vH: Tensor, next_N: Tensor, head: Head
     ) -> tuple[Tensor | None, ...]:
-        positions = len(hidden_NH)
-        largest_N = hidden_NH.new_full((positions,), torch.finfo(torch.float32).min, dtype=torch.float32)
-        total_N, weighted_N, chosen_N = (torch.zeros_like(largest_N) for _ in range(3))
-        own_N, tops = next_N - dist.get_rank(head.group) * len(weight_vH), []
+        own_N, parts, tops = next_N - dist.get_rank(head.group) * len(weight_vH), [], []
         for start, slice_sH in _slices(weight_vH):
             logits_Ns = _logits(hidden_NH, slice_sH, head)
             if head.topk:
                 values, ids = logits_Ns.topk(min(head.topk, logits_Ns.shape[1]), dim=1)
-                tops.append((values, ids + start))
+                tops.append((values.float(), ids + start))
             index_N, inside_N = _places(own_N, start, len(slice_sH))
-            chosen_N += torch.where(inside_N, logits_Ns.gather(1, index_N[:, None])[:, 0], 0.0)
-            before_N, largest_N = largest_N, torch.maximum(largest_N, logits_Ns.amax(dim=1))
-            _rescale(total_N, weighted_N, before_N - largest_N)
-            shifted_Ns = logits_Ns.sub_(largest_N[:, None])
-            exp_Ns = shifted_Ns.exp() if head.entropy else shifted_Ns.exp_()
-            total_N += exp_Ns.sum(dim=1)
-            if head.entropy:
-                weighted_N += exp_Ns.mul_(shifted_Ns).sum(dim=1)
-        if dist.get_world_size(head.group) > 1:
-            before_N = largest_N.clone()
-            dist.all_reduce(largest_N, dist.ReduceOp.MAX, head.group)
-            _rescale(total_N, weighted_N, before_N - largest_N)
-            sums_3N = torch.stack([total_N, weighted_N, chosen_N])
-            dist.all_reduce(sums_3N, dist.ReduceOp.SUM, head.group)
-            total_N, weighted_N, chosen_N = sums_3N
-        log_total_N = total_N.log()
-        entropy_N = log_total_N - weighted_N / total_N if head.entropy else None
+            chosen_N = torch.where(inside_N, logits_Ns.gather(1, index_N[:, None])[:, 0].float(), 0.0)
+            first_N, logprobs_Ns = logits_Ns[:, 0].float(), logits_Ns.log_softmax(dim=1, dtype=torch.float32)
+            parts.append(torch.stack([first_N - logprobs_Ns[:, 0], chosen_N, _entropy(logprobs_Ns, head)]))
+        log_total_N, chosen_N, entropy_N = _joined(torch.stack(parts))
+        if (ranks := dist.get_world_size(head.group)) > 1:
+            gathered = torch.empty(ranks, 3, len(hidden_NH), device=hidden_NH.device)
+            dist.all_gather(list(gathered), torch.stack([log_total_N, chosen_N, entropy_N]), head.group)
+            log_total_N, chosen_N, entropy_N = _joined(gathered)
         top_Nk = ids_Nk = None
         if head.topk:
             values, ids = (torch.cat(parts, dim=1) for parts in zip(*tops, strict=True))
             top_Nk, places_Nk = values.topk(head.topk, dim=1)
             ids_Nk = ids.gather(1, places_Nk)
             ctx.mark_non_differentiable(ids_Nk)
-        ctx.head = head
-        ctx.save_for_backward(hidden_NH, weight_vH, own_N, largest_N + log_total_N, entropy_N, ids_Nk)
-        return chosen_N - largest_N - log_total_N, entropy_N, top_Nk, ids_Nk
+        ctx.head, logprob_N = head, chosen_N - log_total_N
+        ctx.save_for_backward(hidden_NH, weight_vH, own_N, log_total_N, logprob_N, entropy_N, ids_Nk)
+        return logprob_N.clone(), entropy_N if head.entropy else None, top_Nk, ids_Nk
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        # Whatever follows the logits divides their gradient by the temperature.
-        logprob_N: Tensor = gradients[0] / ctx.head.temperature
-        entropy_N, top_Nk = (None if one is None else one / ctx.head.temperature for one in gradients[1:3])
-        hidden_NH, weight_vH, own_N, log_total_N, entropies_N, ids_Nk = ctx.saved_tensors
+        head, (hidden_NH, weight_vH, own_N, log_total_N, logprob_N, *others) = ctx.head, ctx.saved_tensors
         of_hidden_NH = torch.zeros_like(hidden_NH, dtype=torch.float32)
         of_weight_vH = torch.empty_like(weight_vH) if ctx.needs_input_grad[1] else None
+        # Whatever follows the logits divides their gradient by the temperature.
+        scaled: list[Any] = [None if one is None else one / head.temperature for one in gradients[:3]]
+        simple = head.soft_cap is None and not head.entropy and not head.topk
+        # A row of the simple gradient has the same factor everywhere, which is cheaper where it meets H values.
+        factor_N1 = -scaled[0][:, None] if simple else torch.ones_like(log_total_N)[:, None]
+        scaled_NH = (hidden_NH * factor_N1).to(hidden_NH.dtype) if simple else hidden_NH
         for start, slice_sH in _slices(weight_vH):
-            logits_Ns = _logits(hidden_NH, slice_sH, ctx.head)
-            bend_Ns = _bend(logits_Ns, ctx.head)
-            logprobs_Ns = logits_Ns.sub_(log_total_N[:, None])
-            if entropy_N is None:
-                of_logits_Ns = logprobs_Ns.exp_().mul_(-logprob_N[:, None])
+            logits_Ns = _logits(hidden_NH, slice_sH, head)
+            if simple:
+                of_logits_Ns = torch.empty_like(logits_Ns, dtype=hidden_NH.dtype)
+                torch.exp(logits_Ns - log_total_N[:, None], out=of_logits_Ns)
+                index_N1, inside_N1 = _places(own_N[:, None], start, len(slice_sH))
+                kept_N1 = of_logits_Ns.gather(1, index_N1)
+                less_N1 = logprob_N.expm1()[:, None].to(of_logits_Ns.dtype)
+                of_logits_Ns.scatter_(1, index_N1, torch.where(inside_N1, less_N1, kept_N1))
             else:
-                factor_Ns = (logprobs_Ns + entropies_N[:, None]).mul_(entropy_N[:, None]).add_(logprob_N[:, None])
-                of_logits_Ns = logprobs_Ns.exp_().mul_(factor_Ns).neg_()
-            wanted = [(own_N[:, None], logprob_N[:, None]), *([(ids_Nk, top_Nk)] if top_Nk is not None else [])]
-            for ids, own in wanted:
-                index, inside = _places(ids, start, len(slice_sH))
-                of_logits_Ns.scatter_add_(1, index, torch.where(inside, own, 0.0))
-            if bend_Ns is not None:
-                of_logits_Ns.mul_(bend_Ns)
-            rounded_Ns = of_logits_Ns.to(hidden_NH.dtype)
-            of_hidden_NH += rounded_Ns @ slice_sH
+                found_Ns = _of_logits(logits_Ns, start, head, scaled, own_N, log_total_N, *others)
+                of_logits_Ns = found_Ns.to(hidden_NH.dtype)
+            of_hidden_NH += of_logits_Ns @ slice_sH
             if of_weight_vH is not None:
-                torch.mm(rounded_Ns.T, hidden_NH, out=of_weight_vH[start : start + len(slice_sH)])
-        return of_hidden_NH.to(hidden_NH.dtype), of_weight_vH, None, None
+                torch.mm(of_logits_Ns.T, scaled_NH, out=of_weight_vH[start : start + len(slice_sH)])
+        return (of_hidden_NH * factor_N1).to(hidden_NH.dtype), of_weight_vH, None, None
 
 
 def _slices(weight_vH: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -116,29 +102,55 @@ def _slices(weight_vH: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _logits(hidden_NH: Tensor, slice_sH: Tensor, head: Head) -> Tensor:
-    """The slice's logits [N, s] as float32, rounded as the model's matrices are, in memory of their own."""
-    logits_Ns = (hidden_NH @ slice_sH.T).float()
+    """The slice's logits [N, s] as the model's matrix product rounds them; float32 where they are computed with."""
+    logits_Ns = hidden_NH @ slice_sH.T
     if head.soft_cap is not None:
-        logits_Ns = logits_Ns.div_(head.soft_cap).tanh_().mul_(head.soft_cap)
-    return logits_Ns.div_(head.temperature) if head.temperature != 1 else logits_Ns
+        logits_Ns = logits_Ns.float().div_(head.soft_cap).tanh_().mul_(head.soft_cap)
+    return logits_Ns.float().div_(head.temperature) if head.temperature != 1 else logits_Ns
 
 
-def _bend(logits_Ns: Tensor, head: Head) -> Tensor | None:
-    """The derivative of the soft cap where it gives these logits; None without one."""
+def _entropy(logprobs_Ns: Tensor, head: Head) -> Tensor:
+    """Entropy [N] of a slice by itself; 0 where nobody asks."""
+    return -(logprobs_Ns.exp().mul_(logprobs_Ns)).sum(dim=1) if head.entropy else torch.zeros_like(logprobs_Ns[:, 0])
+
+
+def _joined(parts_k3N: Tensor) -> Tensor:
+    """The log of the sum of exp(logits), the next token's logit (0 where it is not) and the entropy: [3, N] of the whole
+    vocabulary from [k, 3, N] of its k parts."""
+    log_totals_kN, chosen_kN, entropies_kN = parts_k3N.unbind(1)
+    log_total_N = log_totals_kN.logsumexp(dim=0)
+    log_shares_kN = log_totals_kN - log_total_N
+    entropy_N = (log_shares_kN.exp() * (entropies_kN - log_shares_kN)).sum(dim=0)
+    return torch.stack([log_total_N, chosen_kN.sum(dim=0), entropy_N])
+
+
+def _of_logits(
+    logits_Ns: Tensor,
+    start: int,
+    head: Head,
+    gradients: Sequence[Tensor | None],
+    own_N: Tensor,
+    log_total_N: Tensor,
+    entropy_N: Tensor,
+    ids_Nk: Tensor | None,
+) -> Tensor:
+    """The gradient of a slice's logits [N, s]. With p the probabilities and E the entropy, that of a token's logprob is
+    (1 for the token) - p, that of the entropy -p (log p + E), that of a large logit 1."""
+    of_logprob_N, of_entropy_N, of_top_Nk = gradients
+    logprobs_Ns, factor_Ns = logits_Ns - log_total_N[:, None], of_logprob_N[:, None]  # pyrefly: ignore
+    if of_entropy_N is not None:
+        factor_Ns = factor_Ns + (logprobs_Ns + entropy_N[:, None]) * of_entropy_N[:, None]
+    found_Ns = logprobs_Ns.exp_().mul_(factor_Ns).neg_()
+    for ids, gradient in ((own_N[:, None], of_logprob_N[:, None]), (ids_Nk, of_top_Nk)):  # pyrefly: ignore
+        if ids is not None and gradient is not None:
+            index, inside = _places(ids, start, logits_Ns.shape[1])
+            found_Ns.scatter_add_(1, index, torch.where(inside, gradient, 0.0))
     if head.soft_cap is None:
-        return None
-    return 1 - (logits_Ns * (head.temperature / head.soft_cap)).square_()
+        return found_Ns
+    return found_Ns.mul_(1 - (logits_Ns * (head.temperature / head.soft_cap)).square_())
 
 
 def _places(ids: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
     """Places of entries of the vocabulary in a slice, 0 for others, and whether they are in it."""
     inside = (ids >= start) & (ids < start + width)
     return torch.where(inside, ids - start, 0), inside
-
-
-def _rescale(total_N: Tensor, weighted_N: Tensor, log_factor_N: Tensor) -> None:
-    """Sums of exp(x - m) and of exp(x - m) (x - m), in place, for another m: `log_factor` is the old one minus it."""
-    factor_N = log_factor_N.exp()
-    # Where nothing was summed yet, the old m is the smallest number, and 0 times it is 0.
-    weighted_N.addcmul_(total_N, log_factor_N).mul_(factor_N)
-    total_N.mul_(factor_N)
