@@ -115,8 +115,8 @@ def _entropy(logprobs_Ns: Tensor, head: Head) -> Tensor:
 
 
 def _joined(parts_k3N: Tensor) -> Tensor:
-    """The log of the sum of exp(logits), the next token's logit (0 where it is not) and the entropy: [3, N] of the whole
-    vocabulary from [k, 3, N] of its k parts."""
+    """The log of the sum of exp(logits), the next token's logit (0 where it is not) and the entropy: [3, N] of all of
+    the vocabulary from [k, 3, N] of its k parts."""
     log_totals_kN, chosen_kN, entropies_kN = parts_k3N.unbind(1)
     log_total_N = log_totals_kN.logsumexp(dim=0)
     log_shares_kN = log_totals_kN - log_total_N
