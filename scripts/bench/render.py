@@ -21,6 +21,7 @@ SUPERVISED = record.ROOT / "docs" / "supervised.md"
 RELIABILITY = record.ROOT / "docs" / "reliability.md"
 ROLLOUTS = record.ROOT / "docs" / "rollouts.md"
 ASYNC = record.ROOT / "docs" / "async.md"
+PERFORMANCE = record.ROOT / "docs" / "performance.md"
 PHASES = ("generation", "logprob", "train", "refit", "whole step")
 WAYS = ("offline", "stepped", "stepped without logprobs", "stepped without seeds", "stepped, own process", "async")
 
@@ -50,6 +51,7 @@ LEARNED = (
 )
 STAGES = ("seconds", "pack", "transfer", "load", "weights of a refit")
 # The key is the mark around the table.
+ABLATION = ("whole step", "generation", "logprob", "train", "policy's memory in training", "command to first step")
 TABLES = {
     "quickstart table": Table(
         QUICKSTART,
@@ -143,6 +145,9 @@ TABLES = {
     ),
     "rate table": Table(ROLLOUTS, "rollouts-rate", "1x-h100", ("generation, before", "generation, now")),
     "balance table": Table(ROLLOUTS, "rollouts-balance", "cpu-2cores"),
+    "linear scores table": Table(PERFORMANCE, "speed-linear-scores", "1x-h100"),
+    "ablation table": Table(PERFORMANCE, "speed-ablation-large", "1x-h100", columns=ABLATION),
+    "packs table": Table(PERFORMANCE, "speed-ablation-large-packs", "1x-h100", columns=ABLATION),
     "shares table": Table(GPUS, "speed-balance", "cpu-2cores"),
     "dynamic sampling table": Table(ROLLOUTS, "rollouts-dynamic-sampling", "cpu-2cores"),
     "plan time table": Table(
