@@ -58,6 +58,7 @@ def main() -> None:
     for layout in LAYOUTS:
         compare(batch, logits_BTV, rows, layout)
         plain_agrees(batch, logits_BTV, rows, layout)
+        soft_cap_agrees(batch, logits_BTV, layout)
         if ranks == 1:
             compare_topk(batch, logits_BTV, layout)
     if ranks > 1:
@@ -131,6 +132,30 @@ def plain_agrees(batch: Batch, logits_BTV: torch.Tensor, rows: list[TokenRow], l
             torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
+class Capped(ColumnParallelLinear):
+    """An output layer as Gemma 2 has it."""
+
+    def forward(self, *inputs, **options):
+        raise AssertionError("the logits are not computed by the layer")
+
+
+def soft_cap_agrees(batch: Batch, logits_BTV: torch.Tensor, layout: Layout) -> None:
+    """Logprobs of capped logits and their gradient against torch."""
+    capped_BTV = logits_BTV.clone().requires_grad_()
+    logprobs_BTV = (5 * (capped_BTV / 5).tanh() / TEMPERATURE).log_softmax(-1)
+    chosen_BT = logprobs_BTV[:, :-1].gather(2, batch.tokens[:, 1:, None])[..., 0] * batch.mask[:, 1:]
+    chosen_BT.sum().backward()
+    for micro in cut(batch.tokens, batch.lengths, layout):
+        layer, hidden = own_part(), place(micro, logits_BTV).requires_grad_()
+        layer.__class__, layer.config.final_logit_softcapping = Capped, 5.0
+        mask_BT = batch.rows(micro.rows, micro.width).mask
+        found_BT = scores(micro, hidden, layer, None)["logprobs"] * mask_BT
+        found_BT.sum().backward()
+        expected_BT = chosen_BT[micro.rows, : micro.width - 1].detach()
+        torch.testing.assert_close(found_BT[:, 1:].detach(), expected_BT, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(hidden.grad, place(micro, capped_BTV.grad), atol=1e-5, rtol=1e-5)
+
+
 def of_torch(batch: Batch, logits_BTV: torch.Tensor, tokens: float) -> torch.Tensor:
     logprobs_BTV = (logits_BTV / TEMPERATURE).log_softmax(-1)
     entropy_BT = -(logprobs_BTV.exp() * logprobs_BTV).sum(-1)[:, :-1]
@@ -141,7 +166,12 @@ def of_torch(batch: Batch, logits_BTV: torch.Tensor, tokens: float) -> torch.Ten
 def compare_topk(batch: Batch, logits_BTV: torch.Tensor, layout: Layout) -> None:
     values, ids = (logits_BTV / TEMPERATURE).topk(TOPK, dim=-1)
     for micro in cut(batch.tokens, batch.lengths, layout):
-        found = scores(micro, place(micro, logits_BTV), own_part(), Topk())
+        hidden, expected_nSV = place(micro, logits_BTV).requires_grad_(), place(micro, logits_BTV).requires_grad_()
+        found = scores(micro, hidden, own_part(), Topk())
+        (found["topk_logits"] * torch.arange(TOPK)).sum().backward()
+        top_Nk = (expected_nSV.flatten(0, 1) / TEMPERATURE).topk(TOPK, dim=-1).values
+        (micro.unpack(top_Nk) * torch.arange(TOPK)).sum().backward()
+        torch.testing.assert_close(hidden.grad, expected_nSV.grad)
         for row, length, own, own_ids in zip(
             micro.rows, micro.lengths, found["topk_logits"], found["topk_ids"], strict=True
         ):

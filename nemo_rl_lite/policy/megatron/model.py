@@ -16,6 +16,7 @@ from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.policy.megatron import lora, routers
 from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
+from nemo_rl_lite.policy.megatron.scores import check_scorable
 
 # Fused kernels of Apex and Transformer Engine, which the local layer spec replaces by plain torch.
 _FUSIONS = (
@@ -101,6 +102,7 @@ def build_model(
     from megatron.bridge import AutoBridge
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.utils import unwrap_model
 
     bridge = AutoBridge.from_hf_pretrained(path)
     provider = bridge.to_megatron_provider(load_weights=False)
@@ -146,9 +148,12 @@ def build_model(
         has_logits=parallel_state.is_pipeline_last_stage(),
         is_whole=not ParallelDims.of(parallel, dist.get_world_size()).splits_weights,
     )
-    return MegatronModel(
+    model = MegatronModel(
         bridge, chunks, place, device, half_precision=config.precision != "float32", lora=adapted, trains=trains
     )
+    if place.has_logits:
+        check_scorable(unwrap_model(chunks[-1]))
+    return model
 
 
 def _set_layout(provider: Any, config: PolicyConfig) -> None:

