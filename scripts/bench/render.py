@@ -168,6 +168,7 @@ TABLES = {
         ),
     ),
     "async learning table": Table(ASYNC, "async-learning", "1x-h100"),
+    "async learning table, one step off": Table(ASYNC, "async-learning-one-step-off", "1x-h100"),
     "tools table": Table(ROLLOUTS, "rollouts-tools", "cpu-2cores"),
     "largest table": Table(
         MEMORY,
