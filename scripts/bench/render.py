@@ -148,6 +148,8 @@ TABLES = {
     "linear scores table": Table(PERFORMANCE, "speed-linear-scores", "1x-h100"),
     "ablation table": Table(PERFORMANCE, "speed-ablation-large", "1x-h100", columns=ABLATION),
     "packs table": Table(PERFORMANCE, "speed-ablation-large-packs", "1x-h100", columns=ABLATION),
+    "small ablation table": Table(PERFORMANCE, "speed-ablation-small", "1x-h100", columns=ABLATION),
+    "small TRL table": Table(PERFORMANCE, "speed-trl-small", "1x-h100"),
     "shares table": Table(GPUS, "speed-balance", "cpu-2cores"),
     "dynamic sampling table": Table(ROLLOUTS, "rollouts-dynamic-sampling", "cpu-2cores"),
     "plan time table": Table(
