@@ -12,6 +12,7 @@ import argparse
 import os
 import random
 import re
+import tempfile
 import time
 from typing import Any
 
@@ -66,7 +67,7 @@ def measure(task: str, model: str, steps: int) -> list[float]:
 
     large, clock = task == "large", Clock()
     settings = GRPOConfig(
-        output_dir="/tmp/trl",
+        output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=MICRO_BATCH[task],
         gradient_accumulation_steps=PROMPTS * RESPONSES // MICRO_BATCH[task],
         num_generations=RESPONSES,
