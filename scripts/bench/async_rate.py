@@ -27,8 +27,8 @@ SIZES = [
     *("policy=megatron_gpu", "generation=vllm_gpu"),
     *("algorithm.num_prompts_per_step=64", "algorithm.num_generations_per_prompt=8"),
     *("generation.max_new_tokens=512", "policy.max_total_sequence_length=640"),
-    *("policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=8192"),
-    *("policy.sequence_packing.logprob_mb_tokens=16384", "policy.train_global_batch_size=512"),
+    *("policy.sequence_packing.enabled=true", "policy.sequence_packing.logprob_mb_tokens=16384"),
+    "policy.train_global_batch_size=512",
 ]
 CORRECTED = [
     "algorithm.loss_fn.use_importance_sampling_correction=true",
@@ -36,13 +36,16 @@ CORRECTED = [
 ]
 ONE_STEP_OFF = ["algorithm.rollouts.source=one_step_off", *CORRECTED]
 QUEUE = ["algorithm.rollouts.source=queue", "algorithm.rollouts.max_trajectory_age_steps=2", *CORRECTED]
-SHARED = ["cluster.gpus_per_node=1", "generation.vllm_cfg.gpu_memory_utilization=0.4"]
+# An engine that stays awake on the policy's GPU leaves room for smaller packs.
+SMALL_PACKS, LARGE_PACKS = (f"policy.sequence_packing.train_mb_tokens={tokens}" for tokens in (8192, 16384))
+SHARED = ["cluster.gpus_per_node=1", "generation.vllm_cfg.gpu_memory_utilization=0.4", SMALL_PACKS]
 AWAKE = [*SHARED, "generation.colocated.sleep=false"]
 APART = [
     *("cluster.gpus_per_node=2", "generation.colocated.enabled=false"),
     *("generation.colocated.resources.gpus_per_node=1", "generation.vllm_cfg.gpu_memory_utilization=0.85"),
+    LARGE_PACKS,
 ]
-BOTH = ["cluster.gpus_per_node=2", "generation.vllm_cfg.gpu_memory_utilization=0.4"]
+BOTH = ["cluster.gpus_per_node=2", "generation.vllm_cfg.gpu_memory_utilization=0.4", LARGE_PACKS]
 # By the number of GPUs: the ways to run, the first of which the others are compared with, and their targets.
 WAYS: dict[int, dict[str, tuple[list[str], float | None]]] = {
     0: {
