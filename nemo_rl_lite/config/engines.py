@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nemo_rl_lite.config.automatic import sleep_is_wanted
 from nemo_rl_lite.config.schema import Config, GenerationConfig
 from nemo_rl_lite.config.sizes import engines, on_gpus, samples_per_step
 
@@ -116,5 +117,5 @@ def engine_of(config: Config) -> Engine:
 
 def engines_sleep(config: Config) -> bool:
     """Whether this run's engines give their memory to the policy between generation phases."""
-    colocated = config.generation.colocated
-    return on_gpus(config) and engine_of(config).can_sleep and colocated.enabled and colocated.sleep
+    shares = config.generation.colocated.enabled and on_gpus(config)
+    return shares and engine_of(config).can_sleep and sleep_is_wanted(config)

@@ -33,6 +33,9 @@ OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "ml
 LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 # Components that can leave the GPU while the engines generate.
 OffloadedComponent = Literal["parameters", "gradients", "optimizer_states"]
+# `auto`: what fits the GPUs decides when the run starts (`config.automatic`).
+Auto = Literal["auto"]
+TokenLimit = PositiveInt | Auto
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -202,16 +205,16 @@ class MegatronConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class SequencePackingConfig:
-    enabled: bool | Literal["auto"]
-    train_mb_tokens: PositiveInt
-    logprob_mb_tokens: PositiveInt
+    enabled: bool | Auto
+    train_mb_tokens: TokenLimit
+    logprob_mb_tokens: TokenLimit
 
 
 @dataclass(frozen=True, config=STRICT)
 class DynamicBatchingConfig:
     enabled: bool
-    train_mb_tokens: PositiveInt
-    logprob_mb_tokens: PositiveInt
+    train_mb_tokens: TokenLimit
+    logprob_mb_tokens: TokenLimit
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -228,7 +231,7 @@ class PolicyConfig:
     max_grad_norm: PositiveFloat | None
     max_skipped_steps: PositiveInt
     offload_optimizer_states_for_logprob: bool
-    offload_for_generation: list[OffloadedComponent]
+    offload_for_generation: list[OffloadedComponent] | Auto
     use_pinned_optimizer_offload: bool
     overlap_offload: bool
     megatron_cfg: MegatronConfig
@@ -253,7 +256,7 @@ class GenerationResources:
 @dataclass(frozen=True, config=STRICT)
 class ColocationConfig:
     enabled: bool
-    sleep: bool
+    sleep: bool | Auto
     resources: GenerationResources
 
 

@@ -74,7 +74,7 @@ class PhaseMemory:
         self.settle()
         if places[Component.GRADIENTS] is not Place.DEVICE:
             self.gradients.drop()
-        makes_room = self._residency.engines_share_device and phase in (Phase.GENERATE, Phase.REFIT)
+        makes_room = self._residency.engines_sleep and phase in (Phase.GENERATE, Phase.REFIT)
         if makes_room:
             # Trim before copies are in flight, because trimming would wait for them.
             self._device.trim()

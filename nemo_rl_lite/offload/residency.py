@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from nemo_rl_lite.config.algorithms import generates
+from nemo_rl_lite.config.automatic import leaving_for_generation
 from nemo_rl_lite.config.engines import engines_sleep
 from nemo_rl_lite.config.schema import Config
 
@@ -61,6 +62,12 @@ class Residency:
         return cls(table, shared)
 
     @property
+    def engines_sleep(self) -> bool:
+        """Whether engines on the policy's device give it their memory, and want it back."""
+        rows = self.places.values()
+        return any(row.get(part) is Place.RELEASED for row in rows for part in ENGINE_COMPONENTS)
+
+    @property
     def phases(self) -> tuple[Phase, ...]:
         return tuple(self.places)
 
@@ -87,7 +94,7 @@ class Residency:
 
 def _policy(config: Config, phase: Phase, shared: bool) -> dict[Component, Place]:
     # Engines with their own devices do not need the memory, so offloading for generation has no effect.
-    leaves = frozenset(config.policy.offload_for_generation if shared else ())
+    leaves = frozenset(leaving_for_generation(config.policy) if shared else ())
     return {
         Component.PARAMETERS: _leaving(Place.HOST, phase is Phase.GENERATE and Component.PARAMETERS in leaves),
         # Gradients hold nothing between an optimizer step and the next training phase, which allocates them again.

@@ -18,6 +18,7 @@ latter within 1 % (docs/benchmarks). Experts, pipeline stages and CPUs were not 
 from dataclasses import dataclass
 
 from nemo_rl_lite.config.algorithms import generates
+from nemo_rl_lite.config.automatic import mb_tokens
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import (
     VOCABULARY_SLICE,
@@ -48,9 +49,8 @@ def micro_batch(config: Config, training: bool) -> MicroBatch:
     if mode == "fixed":
         for_training, for_logprobs = micro_batch_sizes(config)
         return MicroBatch((for_training * together if training else for_logprobs) * longest, longest)
-    limits = policy.sequence_packing if mode == "packed" else policy.dynamic_batching
     # A sequence or pair above the limit is a micro-batch by itself.
-    tokens = max(limits.train_mb_tokens if training else limits.logprob_mb_tokens, together * longest)
+    tokens = max(mb_tokens(policy, mode, training), together * longest)
     share = _sequences(config, training)
     if share is not None:
         tokens = min(tokens, share * longest)

@@ -1,7 +1,7 @@
 """Search for settings that would fit: larger micro-batches, other offload presets."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from nemo_rl_lite.config.keys import groups
@@ -17,7 +17,9 @@ from nemo_rl_lite.config.sizes import (
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.offload.residency import Phase
+from nemo_rl_lite.planning.automatic import settle
 from nemo_rl_lite.planning.budget import Budget, budget
+from nemo_rl_lite.planning.search import last_that
 from nemo_rl_lite.rules.compose import compose_config
 
 GRAIN = 256
@@ -53,7 +55,7 @@ def largest_micro_batch(config: Config, shape: ModelShape, gpu_bytes: int | None
         planned = budget(_with(config, key, value), shape, gpu_bytes)
         return planned.gpu_bytes is None or planned.device[Phase.TRAIN] <= planned.gpu_bytes
 
-    most = _last(lambda index: fits(values[index]), len(values) - 1)
+    most = last_that(lambda index: fits(values[index]), len(values) - 1)
     return MicroBatchLimit(f"policy.{key}", now, 0 if most is None else values[most], most == len(values) - 1)
 
 
@@ -64,7 +66,8 @@ def preset_budgets(
     others = [override for override in overrides if not override.startswith("offload=")]
     for preset in groups()["offload"]:
         try:
-            yield preset, budget(compose_config([*others, f"offload={preset}"]), shape, gpu_bytes)
+            config = compose_config([*others, f"offload={preset}"])
+            yield preset, budget(settle(config, shape, gpu_bytes).config, shape, gpu_bytes)
         except ConfigError as error:
             first = error.violations[0]
             yield preset, f"{first.key} {first.rule}"
@@ -78,14 +81,3 @@ def _with(config: Config, key: str, value: int) -> Config:
         part = dataclasses.replace(getattr(policy, section), **{name: value})
         return dataclasses.replace(config, policy=dataclasses.replace(policy, **{section: part}))
     return dataclasses.replace(config, policy=dataclasses.replace(policy, **{name: value}))
-
-
-def _last(holds: Callable[[int], bool], end: int) -> int | None:
-    """Return the largest number of 0..end for which the monotone `holds` is true; None if it is false for 0."""
-    if not holds(0):
-        return None
-    low, high = 0, end
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
-    return low

@@ -12,6 +12,7 @@ from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.planning import waiting as waiting_table
 from nemo_rl_lite.planning.alternatives import MicroBatchLimit, largest_micro_batch, preset_budgets
+from nemo_rl_lite.planning.automatic import settle
 from nemo_rl_lite.planning.budget import Budget, budget, refit_bytes
 from nemo_rl_lite.planning.layout import Row, batch_rows, parallel_rows, rank_rows
 from nemo_rl_lite.planning.memory_table import headers, render, size, title
@@ -34,6 +35,8 @@ class Plan:
     """By name; the reason where the rules refuse the preset."""
     waiting: Waiting | None
     """None without engines on GPUs."""
+    automatic: Sequence[str]
+    """What was settled of `auto`, a sentence each."""
 
     @property
     def fits(self) -> bool:
@@ -59,7 +62,8 @@ def make_plan(
     """`overrides` are those that `config` was composed from; `gpu` is a name and its bytes, ignored for CPUs; the
     seconds of a step rest on `basis`, or on assumptions."""
     name, nbytes = gpu if on_gpus(config) else ("CPUs", None)
-    waiting = None
+    found = settle(config, shape, nbytes)
+    config, waiting = found.config, None
     if generates(config) and nbytes is not None:
         waiting = predict_waiting(config, overrides, shape, nbytes, basis or Basis.assumed(config))
     return Plan(
@@ -71,6 +75,7 @@ def make_plan(
         largest_micro_batch(config, shape, nbytes),
         dict(preset_budgets(overrides, shape, nbytes)) if on_gpus(config) else {},
         waiting,
+        found.reasons,
     )
 
 
@@ -85,7 +90,7 @@ def show(plan: Plan, console: RunConsole) -> None:
             console.say(f"... and {len(rows) - RANK_ROWS} rows more")
     console.table("batches", ["", ""], [list(row) for row in _batches(plan)])
     console.table(f"{title(config, shape, one.gpu_bytes)}; {plan.gpu}", headers(_residency(plan)), _memory_rows(plan))
-    for line in _verdict(plan):
+    for line in (*(f"auto: {reason}" for reason in plan.automatic), *_verdict(plan)):
         console.say(line)
     if plan.presets:
         console.table("offload presets", ["", "fullest phase", "GPU", "host, a machine", ""], _preset_rows(plan))
@@ -129,6 +134,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             for name, one in plan.presets.items()
         },
         "presets_that_fit": plan.fitting_presets,
+        "automatic": list(plan.automatic),
     } | _generation_json(plan)
 
 

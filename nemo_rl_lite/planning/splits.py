@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from nemo_rl_lite.config.automatic import generates_ahead, leaving_for_generation
 from nemo_rl_lite.config.keys import parse_override
 from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.config.overrides import given_keys
@@ -77,14 +78,14 @@ class Search:
         for number in range(1, count):
             wanted = [f"{_COLOCATED}.enabled=false", f"{key}={number}", f"{other}=null", *self._one_step_off()]
             # A policy on GPUs of its own makes no room for engines.
-            makes_room = self.config.policy.offload_for_generation
+            makes_room = leaving_for_generation(self.config.policy)
             ways = [[*wanted, "offload=none"], [*wanted, "policy.offload_for_generation=[]"]]
             engines = number * total // count
             yield self._first(ways if makes_room else [wanted], engines, total - engines)
 
     def _one_step_off(self) -> list[str]:
         options = self.config.options(GRPOConfig)
-        if options.rollouts.source != "on_policy":
+        if generates_ahead(self.config):
             return []
         corrects = options.loss is not None or corrects_age(options.loss_fn)
         return [f"{_SOURCE}=one_step_off", *([] if corrects else _CORRECTED)]
@@ -118,7 +119,7 @@ class Search:
             generation_gpus(config),
             policy_ranks(config),
             config.generation.colocated.enabled,
-            config.options(GRPOConfig).rollouts.source != "on_policy",
+            generates_ahead(config),
             self.predict(config),
             tuple(wanted),
             tuple(gone),

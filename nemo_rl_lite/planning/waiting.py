@@ -11,6 +11,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import all_gpus
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.models.shape import ModelShape
+from nemo_rl_lite.planning.automatic import settle
 from nemo_rl_lite.planning.budget import budget
 from nemo_rl_lite.planning.gpus import speed_of
 from nemo_rl_lite.planning.measured_run import MeasuredRun
@@ -101,9 +102,13 @@ def predict_waiting(
     """Predict a step of `config`, composed from `overrides`, and of the other divisions of its GPUs of `gpu_bytes`."""
 
     def predict(one: Config) -> StepTime:
+        one = settle(one, shape, gpu_bytes).config
         return predict_step(one, shape, gpu_bytes, basis.lengths).times(basis.factors)
 
-    search = Search(config, overrides, predict, lambda one: budget(one, shape, gpu_bytes).fits_device)
+    def fits(one: Config) -> bool:
+        return budget(settle(one, shape, gpu_bytes).config, shape, gpu_bytes).fits_device
+
+    search = Search(config, overrides, predict, fits)
     present = search.present()
     colocated = present if present.colocated else search.colocated()
     return Waiting(basis, speed_of(gpu_bytes)[0], present, colocated, list(search.apart()))

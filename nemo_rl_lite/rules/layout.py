@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from nemo_rl_lite.config.automatic import mb_tokens
 from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import (
     all_gpus,
@@ -116,16 +117,16 @@ def token_batches_hold_a_sequence(config: Config) -> Iterator[Violation]:
     if mode == "fixed":
         return
     name = "sequence_packing" if mode == "packed" else "dynamic_batching"
-    limits = policy.sequence_packing if mode == "packed" else policy.dynamic_batching
-    for key, tokens in (("train_mb_tokens", limits.train_mb_tokens), ("logprob_mb_tokens", limits.logprob_mb_tokens)):
+    limits = {"train_mb_tokens": mb_tokens(policy, mode, True), "logprob_mb_tokens": mb_tokens(policy, mode, False)}
+    for key, tokens in limits.items():
         together = sequences_together(config) if key == "train_mb_tokens" else 1
         longest = together * policy.max_total_sequence_length
         if tokens < longest:
             held = "one sequence" if together == 1 else "a pair of sequences"
             rule_text = f"must hold {held} of policy.max_total_sequence_length = {longest // together} tokens"
             yield Violation(f"policy.{name}.{key}", tokens, rule_text, f"policy.{name}.{key}={longest}")
-    if policy.sequence_length_round > min(limits.train_mb_tokens, limits.logprob_mb_tokens):
-        key, most = "policy.sequence_length_round", min(limits.train_mb_tokens, limits.logprob_mb_tokens)
+    if policy.sequence_length_round > min(limits.values()):
+        key, most = "policy.sequence_length_round", min(limits.values())
         yield Violation(key, policy.sequence_length_round, f"rounds up to more than {most} tokens", f"{key}=64")
     tensor = policy.megatron_cfg.tensor_model_parallel_size
     if policy.megatron_cfg.sequence_parallel and policy.sequence_length_round % tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from nemo_rl_lite.config.algorithms import generates
+from nemo_rl_lite.config.automatic import leaving_for_generation, sleep_is_wanted
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus, parallel_dims
 from nemo_rl_lite.errors import Violation
@@ -76,22 +77,23 @@ def cpu_optimizer_states_never_move(config: Config) -> Iterator[Violation]:
     if policy.offload_optimizer_states_for_logprob:
         key = "policy.offload_optimizer_states_for_logprob"
         yield Violation(key, True, rule_text, f"{key}=false")
-    if "optimizer_states" in policy.offload_for_generation:
+    leaving = leaving_for_generation(policy)
+    if "optimizer_states" in leaving:
         key = "policy.offload_for_generation"
-        others = ",".join(name for name in policy.offload_for_generation if name != "optimizer_states")
-        yield Violation(key, policy.offload_for_generation, rule_text, f"'{key}=[{others}]'")
+        others = ",".join(name for name in leaving if name != "optimizer_states")
+        yield Violation(key, leaving, rule_text, f"'{key}=[{others}]'")
 
 
 @rule(*CLUSTER, "policy.offload_for_generation")
 def somebody_needs_the_room(config: Config) -> Iterator[Violation]:
-    leaving, key = config.policy.offload_for_generation, "policy.offload_for_generation"
+    leaving, key = leaving_for_generation(config.policy), "policy.offload_for_generation"
     if leaving and not generates(config):
         rule_text = f"makes room for engines that generate, and {config.algorithm.name} generates nothing"
         yield Violation(key, leaving, rule_text, f"'{key}=[]', or offload=none")
     elif leaving and not config.generation.colocated.enabled:
         rule_text = "makes room for engines on the policy's GPUs, and generation.colocated.enabled is off"
         yield Violation(key, leaving, rule_text, f"'{key}=[]', or offload=none")
-    elif leaving and not config.generation.colocated.sleep:
+    elif leaving and not sleep_is_wanted(config):
         rule_text = "makes room for engines that wake up, and generation.colocated.sleep is off"
         yield Violation(key, leaving, rule_text, f"'{key}=[]', or offload=none")
     if len(set(leaving)) < len(leaving):

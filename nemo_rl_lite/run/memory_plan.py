@@ -11,11 +11,21 @@ from nemo_rl_lite.models.shape import ModelShape, NoModelError, read_model_shape
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.offload.residency import Phase, Residency
+from nemo_rl_lite.planning.automatic import settle
 from nemo_rl_lite.planning.budget import ENGINE, Budget, budget
 from nemo_rl_lite.planning.memory_table import headers, render, size, title
 from nemo_rl_lite.planning.prediction import Bytes, predicted_metrics
 
 NOTHING = Bytes()
+
+
+def settled(config: Config, model_path: Path, console: RunConsole) -> Config:
+    """The configuration with numbers in place of `auto`, and the reasons on the console."""
+    shape = _shape(model_path, console)
+    found = settle(config, shape, gpu_bytes() if on_gpus(config) else None)
+    for reason in found.reasons:
+        console.say(f"auto: {reason}")
+    return found.config
 
 
 def show_memory_plan(config: Config, model_path: Path, console: RunConsole, metrics: MetricsLog, step: int) -> None:

@@ -43,7 +43,7 @@ class VLLMEngine:
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         settings = generation.vllm_cfg
         _import_model_class(Path(model_path))
-        self._sleeps = on_gpu and generation.colocated.enabled and generation.colocated.sleep
+        self._sleeps = on_gpu and generation.colocated.enabled and generation.colocated.sleep is not False
         if on_gpu:
             # It starts with dummy weights: the first refit comes before the first prompt, and a refit that leaves out a
             # weight is an error.

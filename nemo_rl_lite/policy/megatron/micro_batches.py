@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.config.automatic import mb_tokens
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.config.sizes import BatchMode, batch_mode
 
@@ -37,9 +38,7 @@ class Layout:
             size = config.train_micro_batch_size if training else config.logprob_batch_size
             parallel = config.megatron_cfg
             return cls(mode, size, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1, together)
-        limits = config.sequence_packing if mode == "packed" else config.dynamic_batching
-        tokens = limits.train_mb_tokens if training else limits.logprob_mb_tokens
-        return cls(mode, tokens, config.sequence_length_round, together)
+        return cls(mode, mb_tokens(config, mode, training), config.sequence_length_round, together)
 
     def groups(self, lengths: Sequence[int], at_least: int = 1) -> list[list[int]]:
         """Indices of the sequences of each micro-batch. There are at least `at_least` micro-batches, if there are

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
 from nemo_rl_lite.rules.steps import check_epochs
 from nemo_rl_lite.run.jobs.playing import Playing
 from nemo_rl_lite.run.jobs.steps import make_steps
-from nemo_rl_lite.run.memory_plan import show_memory_plan
+from nemo_rl_lite.run.memory_plan import settled, show_memory_plan
 from nemo_rl_lite.run.model import starting_model
 from nemo_rl_lite.run.workers.launch import Reserved, Workers, launch
 from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
@@ -80,7 +81,9 @@ class GRPOJob:
 
     def run(self, metrics: MetricsLog, reserved: Reserved, start: Start) -> dict[str, int]:
         """Train in the reserved processes from `start` on; returns the workers' peak memory in bytes, by name."""
-        config, console = self._config, self._console
+        console = self._console
+        config = self._config = settled(self._config, self._model_path, console)
+        reserved = replace(reserved, config=config)
         show_memory_plan(config, self._model_path, console, metrics, start.steps)
         with console.busy(f"starting {policy_ranks(config)} policy rank(s) and {config.generation.backend}"):
             first = self._training.problem(0)

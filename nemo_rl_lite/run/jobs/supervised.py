@@ -1,5 +1,6 @@
 """A run of SFT or DPO: its data, its policy, the loop."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from nemo_rl_lite.algorithms.report import Report
@@ -17,7 +18,7 @@ from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog, under
 from nemo_rl_lite.rules.steps import check_total_steps
 from nemo_rl_lite.run.jobs.steps import make_steps
-from nemo_rl_lite.run.memory_plan import show_memory_plan
+from nemo_rl_lite.run.memory_plan import settled, show_memory_plan
 from nemo_rl_lite.run.model import starting_model
 from nemo_rl_lite.run.workers.launch import Reserved, launch_policy
 
@@ -41,7 +42,9 @@ class SupervisedJob:
 
     def run(self, metrics: MetricsLog, reserved: Reserved, start: Start) -> dict[str, int]:
         """Train in the reserved processes from `start` on; returns the workers' peak memory in bytes, by name."""
-        config, console = self._config, self._console
+        console = self._console
+        config = self._config = settled(self._config, self._model_path, console)
+        reserved = replace(reserved, config=config)
         show_memory_plan(config, self._model_path, console, metrics, start.steps)
         with console.busy(f"starting {policy_ranks(config)} policy rank(s)"):
             policy = launch_policy(reserved, self._model_path, start.policy)

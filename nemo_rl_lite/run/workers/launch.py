@@ -10,8 +10,9 @@ from nemo_rl_lite.cluster.placement import Placement, place
 from nemo_rl_lite.cluster.runtime import available_cores
 from nemo_rl_lite.cluster.workers import Call, WorkerGroup, wait
 from nemo_rl_lite.config.algorithms import compares, generates
+from nemo_rl_lite.config.automatic import generates_ahead
 from nemo_rl_lite.config.engines import engine_of
-from nemo_rl_lite.config.schema import Config, GRPOConfig
+from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import (
     engine_ranks,
     engines,
@@ -143,7 +144,7 @@ def launch(
         wait(group.start([engine_start] * len(group)), timeout_s=limit)
 
     restarts, capacity = config.cluster.max_restarts, config.generation.vllm_cfg.max_num_seqs
-    policy_waits = config.options(GRPOConfig).rollouts.source == "on_policy"
+    policy_waits = not generates_ahead(config)
     recovering = RecoveringGeneration(remote_generation, weights, start_engines, restarts, capacity, policy_waits, say)
     return Workers(remote_policy, recovering, generation, weights)
 

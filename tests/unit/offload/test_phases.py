@@ -15,6 +15,9 @@ from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.rules.compose import compose_config
 
 CPU = torch.device("cpu")
+# The configuration is that of engines that sleep on the policy's GPU.
+SHARED = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gpu"]
+SHARED += ["policy.max_total_sequence_length=64", "generation.max_new_tokens=16"]
 STEP = (Phase.REFIT, Phase.GENERATE, Phase.LOGPROB, Phase.TRAIN)
 HELD = {"parameters": 400, "optimizer_states": 800, "gradients": 400}
 
@@ -24,7 +27,7 @@ class Policy:
     on it. `cached` of the free bytes belong to this process until it trims its cache."""
 
     def __init__(self, *overrides: str, total: int = 10_000):
-        config = compose_config(list(overrides))
+        config = compose_config([*SHARED, *overrides])
         self.parameters, self.states = torch.arange(100.0), torch.arange(200.0)
         self.gradients = torch.ones(100)
         self.total, self.cached, self.trimmed = total, 0, 0
@@ -123,6 +126,13 @@ def test_nothing_is_said_where_nothing_leaves(caplog):
         for phase in STEP:
             policy.memory.enter(phase, working_bytes=1_000)
     assert not caplog.records
+
+
+def test_engines_that_stay_awake_get_no_memory():
+    policy = Policy("generation.colocated.sleep=false")
+    for phase in STEP:
+        policy.memory.enter(phase)
+    assert policy.trimmed == 0 and policy.held() == (400, 400, 800)
 
 
 def test_memory_that_torch_keeps_for_later_is_handed_to_the_engine_first():

@@ -55,7 +55,8 @@ CASES = {
         "algorithm.rollouts.source",
         f"fix: {LOSS}.use_importance_sampling_correction=true",
     ],
-    "algorithm.rollouts.source=queue cluster.gpus_per_node=2 policy=megatron_gpu generation=vllm_gpu": [
+    "algorithm.rollouts.source=queue cluster.gpus_per_node=2 policy=megatron_gpu generation=vllm_gpu "
+    "generation.colocated.sleep=true": [
         "fix: generation.colocated.enabled=false, or generation.colocated.sleep=false",
         f"fix: {LOSS}.use_importance_sampling_correction=true",
     ],
@@ -64,6 +65,8 @@ CASES = {
         "generation.colocated.sleep is off",
     ],
     "generation.colocated.sleep=false": ["generation.colocated.sleep", "has no effect"],
+    "policy.sequence_packing.train_mb_tokens=automatic": ["policy.sequence_packing.train_mb_tokens", "auto"],
+    "policy.offload_for_generation=all": ["policy.offload_for_generation", "auto"],
     "algorithm.rollouts.max_trajectory_age_steps=3": ["has no effect", "algorithm.rollouts.source=queue"],
     "generation.vllm_cfg.recompute_kv_cache_after_weight_updates=true": [
         "has no effect",

@@ -1,0 +1,49 @@
+"""What `auto` stands for until it is settled: `planning.automatic.settle` replaces it by what fits the GPUs when a run
+starts."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from nemo_rl_lite.config.schema import (
+    Config,
+    DynamicBatchingConfig,
+    GRPOConfig,
+    OffloadedComponent,
+    PolicyConfig,
+    SequencePackingConfig,
+)
+
+# A micro-batch of this many tokens keeps a GPU busy. A small model, which waits for the launch of its kernels, gains
+# from larger ones.
+ENOUGH_TOKENS = 16384
+
+
+def token_limits(
+    policy: PolicyConfig, mode: Literal["packed", "dynamic"]
+) -> SequencePackingConfig | DynamicBatchingConfig:
+    """The section of the limits of packed or of dynamic batches."""
+    return policy.sequence_packing if mode == "packed" else policy.dynamic_batching
+
+
+def mb_tokens(policy: PolicyConfig, mode: Literal["packed", "dynamic"], training: bool) -> int:
+    """Most tokens of a micro-batch of training, or of logprob inference."""
+    limits = token_limits(policy, mode)
+    limit = limits.train_mb_tokens if training else limits.logprob_mb_tokens
+    return max(ENOUGH_TOKENS, policy.max_total_sequence_length) if limit == "auto" else limit
+
+
+def leaving_for_generation(policy: PolicyConfig) -> Sequence[OffloadedComponent]:
+    """The components that leave the GPU while engines generate: nothing where that is not settled."""
+    return [] if policy.offload_for_generation == "auto" else policy.offload_for_generation
+
+
+def generates_ahead(config: Config) -> bool:
+    """Whether engines generate while the policy trains."""
+    return isinstance(config.algorithm, GRPOConfig) and config.algorithm.rollouts.source != "on_policy"
+
+
+def sleep_is_wanted(config: Config) -> bool:
+    """Whether engines on the policy's GPUs are to sleep while it works. Where that is not settled, those sleep that
+    take turns with it."""
+    sleep = config.generation.colocated.sleep
+    return not generates_ahead(config) if sleep == "auto" else sleep

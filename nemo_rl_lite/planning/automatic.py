@@ -1,0 +1,151 @@
+"""Settle what a configuration leaves to `auto`: whether engines sleep, what leaves the GPU for them, and how many
+tokens a micro-batch has. Of the ways that are predicted to fit the GPU, the first of this order is taken:
+
+    engines stay awake, and nothing moves
+    engines sleep while the policy works
+    besides, gradients, then weights, then optimizer states leave while the engines generate
+
+Engines stay awake only where micro-batches of `ENOUGH_TOKENS` fit beside them. Micro-batches are as large as the GPU
+holds, up to `MOST_TOKENS`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from nemo_rl_lite.config.automatic import ENOUGH_TOKENS, generates_ahead, leaving_for_generation, token_limits
+from nemo_rl_lite.config.engines import engine_of, engines_sleep
+from nemo_rl_lite.config.schema import Config, OffloadedComponent
+from nemo_rl_lite.config.sizes import (
+    batch_mode,
+    on_gpus,
+    parallel_dims,
+    sequences_per_optimizer_step,
+    sequences_together,
+)
+from nemo_rl_lite.models.shape import ModelShape
+from nemo_rl_lite.offload.residency import Phase, Residency
+from nemo_rl_lite.planning.budget import Budget, budget
+from nemo_rl_lite.planning.memory_table import size
+from nemo_rl_lite.planning.search import last_that
+
+# Gradients are dropped and weights are copied; optimizer states are six times as large.
+CHEAPEST_FIRST: tuple[OffloadedComponent, ...] = ("gradients", "parameters", "optimizer_states")
+MOST_TOKENS, GRAIN = 65536, 1024
+# Predictions of a GPU's memory were up to 9 % too small (docs/benchmarks, plan-against-measured).
+USED = 0.9
+# The phases whose bytes depend on the micro-batch, and the others.
+WORK, AROUND = (Phase.LOGPROB, Phase.TRAIN), (Phase.GENERATE, Phase.REFIT)
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A configuration without `auto`, and a sentence for each choice."""
+
+    config: Config
+    reasons: Sequence[str]
+
+
+def settle(config: Config, shape: ModelShape | None, gpu_bytes: int | None) -> Settled:
+    """Replace `auto`. Without the model's shape or the size of a GPU, and on CPUs, it stays: engines that take turns
+    with the policy sleep, nothing else moves, and micro-batches have `ENOUGH_TOKENS`."""
+    if shape is None or gpu_bytes is None or not on_gpus(config):
+        return Settled(config, [])
+    less = None
+    for way in _ways(config):
+        tokens = _most_tokens(way, shape, gpu_bytes)
+        chosen, enough = _with_tokens(way, tokens), min(ENOUGH_TOKENS, _most_useful(way))
+        wanted = budget(_with_tokens(way, max(tokens, enough)), shape, gpu_bytes)
+        if _fits(wanted, AROUND) and (engines_sleep(way) or _fits(wanted, WORK)):
+            break
+        less = less or wanted
+    return Settled(chosen, [*_of_moves(config, chosen, less), *_of_tokens(config, chosen)])
+
+
+def _ways(config: Config) -> Iterator[Config]:
+    """The choices of what sleeps and moves, from the fastest to the one that needs the least memory."""
+    policy, colocated = config.policy, config.generation.colocated
+    shared = Residency.of(config).engines_share_device
+    sleeps = [colocated.sleep]
+    if colocated.sleep == "auto":
+        can_sleep = shared and engine_of(config).can_sleep
+        sleeps = [False] if not can_sleep or generates_ahead(config) else [False, True]
+    movable = [
+        part
+        for part in CHEAPEST_FIRST
+        if part != "optimizer_states" or not policy.megatron_cfg.optimizer.optimizer_cpu_offload
+    ]
+    for sleep in sleeps:
+        leaving = [leaving_for_generation(policy)]
+        if policy.offload_for_generation == "auto" and shared and sleep:
+            leaving = [movable[:count] for count in range(len(movable) + 1)]
+        elif leaving[0] and not sleep and colocated.sleep == "auto":
+            # Nobody needs the room that the command asks for.
+            continue
+        for parts in leaving:
+            yield replace(
+                config,
+                policy=replace(policy, offload_for_generation=list(parts)),
+                generation=replace(config.generation, colocated=replace(colocated, sleep=sleep)),
+            )
+
+
+def _fits(planned: Budget, phases: Sequence[Phase]) -> bool:
+    most = max((nbytes for phase, nbytes in planned.device.items() if phase in phases), default=0)
+    return most <= USED * (planned.gpu_bytes or 0)
+
+
+def _most_tokens(config: Config, shape: ModelShape, gpu_bytes: int) -> int:
+    """The largest micro-batch that fits; that of one longest sequence if none does."""
+    least = sequences_together(config) * config.policy.max_total_sequence_length
+    most = _most_useful(config)
+    values = [*range(least, most, GRAIN), most]
+    best = last_that(
+        lambda at: _fits(budget(_with_tokens(config, values[at]), shape, gpu_bytes), WORK), len(values) - 1
+    )
+    return values[best or 0]
+
+
+def _most_useful(config: Config) -> int:
+    """Tokens of everything that a replica trains on in an optimizer step, up to `MOST_TOKENS`."""
+    longest, together = config.policy.max_total_sequence_length, sequences_together(config)
+    share = -(-sequences_per_optimizer_step(config) // parallel_dims(config).dp)
+    return max(together * longest, min(MOST_TOKENS, share * longest))
+
+
+def _with_tokens(config: Config, tokens: int) -> Config:
+    """`config` with micro-batches of `tokens`, where it leaves them to `auto`."""
+    policy, mode = config.policy, batch_mode(config.policy, on_gpus(config))
+    if mode == "fixed":
+        return config
+    limits = token_limits(policy, mode)
+    wanted = {key: tokens for key in ("train_mb_tokens", "logprob_mb_tokens") if getattr(limits, key) == "auto"}
+    section = "sequence_packing" if mode == "packed" else "dynamic_batching"
+    return replace(config, policy=replace(policy, **{section: replace(limits, **wanted)}))
+
+
+def _of_moves(config: Config, settled: Config, less: Budget | None) -> Iterator[str]:
+    given = config.generation.colocated.sleep, config.policy.offload_for_generation
+    if "auto" not in given or not Residency.of(config).engines_share_device:
+        return
+    if less is not None and less.gpu_bytes is not None:
+        needed = f"{size(less.device[less.fullest])} of {size(less.gpu_bytes)} in phase {less.fullest.value}"
+        why = "because" if engines_sleep(settled) else "although"
+        yield f"{_name(settled)}, {why} policy and engines together need {needed}"
+    elif engines_sleep(settled):
+        yield _name(settled)
+    else:
+        yield f"{_name(settled)}, because policy and engines fit a GPU together"
+
+
+def _of_tokens(config: Config, settled: Config) -> Iterator[str]:
+    mode = batch_mode(config.policy, on_gpus(config))
+    if mode != "fixed" and token_limits(config.policy, mode).train_mb_tokens == "auto":
+        yield f"training micro-batches have up to {token_limits(settled.policy, mode).train_mb_tokens:,} tokens"
+
+
+def _name(way: Config) -> str:
+    if not engines_sleep(way):
+        return "engines stay awake and nothing moves"
+    leaving = leaving_for_generation(way.policy)
+    moves = f"{', '.join(leaving).replace('_', ' ')} leave the GPU while they generate" if leaving else "nothing moves"
+    return f"engines sleep while the policy works and {moves}"

@@ -1,0 +1,106 @@
+"""What `auto` becomes is what the predicted bytes leave room for."""
+
+import pytest
+
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.models.known import KNOWN_MODELS
+from nemo_rl_lite.models.shape import model_shape
+from nemo_rl_lite.offload.residency import Phase
+from nemo_rl_lite.planning.automatic import MOST_TOKENS, USED, settle
+from nemo_rl_lite.planning.budget import budget
+from nemo_rl_lite.rules.compose import compose_config
+
+GPU = 80 * 2**30
+SHARED = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gpu"]
+BATCH = ["algorithm.num_prompts_per_step=64", "algorithm.num_generations_per_prompt=8"]
+BATCH += ["policy.train_global_batch_size=512"]
+CORRECTED = [
+    "algorithm.loss_fn.use_importance_sampling_correction=true",
+    "algorithm.loss_fn.truncated_importance_sampling_ratio=2",
+]
+SHORT = ["policy.max_total_sequence_length=128"]
+SMALL, MIDDLE, LARGE = "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B"
+
+
+def settled(model: str, *overrides: str, gpu_bytes: int = GPU) -> tuple[Config, list[str]]:
+    config = compose_config([*SHARED, *BATCH, f"policy.model_name={model}", *overrides])
+    found = settle(config, model_shape(KNOWN_MODELS[model]), gpu_bytes)
+    return found.config, list(found.reasons)
+
+
+def share(model: str, config: Config, phase: Phase) -> float:
+    return budget(config, model_shape(KNOWN_MODELS[model]), GPU).device[phase] / GPU
+
+
+def test_engines_of_a_small_model_stay_awake():
+    config, (moves, tokens) = settled(SMALL, "offload=auto")
+    assert config.generation.colocated.sleep is False and config.policy.offload_for_generation == []
+    packing = config.policy.sequence_packing
+    assert packing.train_mb_tokens == packing.logprob_mb_tokens and 16384 < packing.train_mb_tokens <= MOST_TOKENS
+    assert "awake" in moves and "fit a GPU together" in moves and f"{packing.train_mb_tokens:,}" in tokens
+
+
+def test_the_largest_micro_batch_is_the_largest_that_fits():
+    config, _ = settled(MIDDLE)
+    assert config.generation.colocated.sleep is True
+    packing = config.policy.sequence_packing
+    assert isinstance(packing.train_mb_tokens, int) and packing.train_mb_tokens < MOST_TOKENS
+    larger, _ = settled(MIDDLE, f"policy.sequence_packing.train_mb_tokens={packing.train_mb_tokens + 1024}")
+    assert share(MIDDLE, config, Phase.TRAIN) <= USED < share(MIDDLE, larger, Phase.TRAIN)
+
+
+def test_no_more_leaves_than_what_makes_room():
+    middle, (moves, _) = settled(MIDDLE, "offload=auto")
+    assert middle.policy.offload_for_generation == ["gradients"]
+    assert share(MIDDLE, middle, Phase.GENERATE) <= USED < share(MIDDLE, settled(MIDDLE)[0], Phase.GENERATE)
+    assert "gradients leave" in moves and "phase train" in moves
+    large, _ = settled(LARGE, "offload=auto")
+    assert set(large.policy.offload_for_generation) == {"gradients", "parameters", "optimizer_states"}
+    roomy, _ = settled(MIDDLE, "offload=auto", gpu_bytes=600 * 2**30)
+    assert roomy.generation.colocated.sleep is False
+    assert roomy.policy.sequence_packing.train_mb_tokens == MOST_TOKENS
+
+
+@pytest.mark.parametrize("model", [SMALL, LARGE])
+def test_engines_that_generate_ahead_stay_awake(model):
+    config, (moves, _) = settled(model, "algorithm.rollouts.source=queue", *CORRECTED)
+    assert config.generation.colocated.sleep is False
+    assert ("although" in moves) == (model == LARGE)
+
+
+def test_what_a_command_says_stays():
+    packs = "policy.sequence_packing"
+    config, reasons = settled(
+        SMALL, "generation.colocated.sleep=true", f"{packs}.train_mb_tokens=4096", f"{packs}.logprob_mb_tokens=8192"
+    )
+    limits = config.policy.sequence_packing
+    assert (limits.train_mb_tokens, limits.logprob_mb_tokens) == (4096, 8192) and not reasons
+    assert config.generation.colocated.sleep is True
+    # The command wants room for engines that wake up, so these sleep.
+    assert settled(SMALL, "offload=pinned")[0].generation.colocated.sleep is True
+    held, _ = settled(SMALL, "offload=auto", "generation.colocated.sleep=true")
+    assert held.generation.colocated.sleep is True and held.policy.offload_for_generation == []
+
+
+def test_states_of_an_optimizer_on_the_cpu_are_left_there():
+    config, _ = settled(LARGE, "offload=auto", "policy.megatron_cfg.optimizer.optimizer_cpu_offload=true")
+    assert "optimizer_states" not in config.policy.offload_for_generation
+
+
+def test_without_engines_on_the_gpu_only_micro_batches_are_chosen():
+    apart = ["cluster.gpus_per_node=2", "generation.colocated.enabled=false"]
+    config, (tokens,) = settled(SMALL, *apart, "generation.colocated.resources.gpus_per_node=1", "offload=auto")
+    assert config.policy.offload_for_generation == [] and "65,536" in tokens
+    supervised = compose_config(
+        ["algorithm=sft", "cluster.gpus_per_node=1", "policy=megatron_gpu", "offload=auto", *SHORT]
+    )
+    found = settle(supervised, model_shape(KNOWN_MODELS[SMALL]), GPU)
+    assert len(found.reasons) == 1 and isinstance(found.config.policy.sequence_packing.train_mb_tokens, int)
+
+
+def test_nothing_is_settled_without_facts():
+    config = compose_config([*SHARED, f"policy.model_name={SMALL}", "offload=auto"])
+    shape = model_shape(KNOWN_MODELS[SMALL])
+    assert settle(config, None, GPU).config == settle(config, shape, None).config == config
+    on_cpus = compose_config(["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=auto"])
+    assert settle(on_cpus, shape, None).config == on_cpus
