@@ -3,8 +3,9 @@
 async_rate.py MODEL [--gpus N] [--steps 8] [--repeats 1] [--only NAME ...] [-- OVERRIDE ...]
 
 MODEL: a folder with random weights (random_model.py), which end a response with each token with the same chance:
-lengths are geometric, about 200 tokens before they are cut at 512. 64 prompts x 8 samples a step. The first four steps
-of a run do not count, because a queue is filled in them, nor do the last two, because it is used up. With one GPU,
+lengths are geometric, about 200 tokens before they are cut at 512. 64 prompts x 8 samples a step. The first two steps
+of a run do not count; where rollouts are made ahead, neither do the two that follow, because a queue is filled in them,
+nor the last two, because it is used up. The record is written after each way. With one GPU,
 policy and engine share it; with two, each has one, and the colocated layout has both for both. On CPUs: `--gpus 0`,
 with the quickstart's sizes.
 """
@@ -20,7 +21,9 @@ from pathlib import Path
 
 import record
 
-MEAN, FILLED, DRAINED = 200, 4, 2
+MEAN = 200
+# Steps that do not count, at the start and at the end: in turn, and where rollouts are made ahead.
+IN_TURN, AHEAD = (2, 0), (4, 2)
 OFF = ["algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0", "logger.plots=false"]
 TASK = ["checkpoint.export_hf_at_end=false", "checkpoint.save_period=0"]
 SIZES = [
@@ -39,22 +42,25 @@ QUEUE = ["algorithm.rollouts.source=queue", "algorithm.rollouts.max_trajectory_a
 # An engine that stays awake on the policy's GPU leaves room for smaller packs.
 SMALL_PACKS, LARGE_PACKS = (f"policy.sequence_packing.train_mb_tokens={tokens}" for tokens in (8192, 16384))
 SHARED = ["cluster.gpus_per_node=1", "generation.vllm_cfg.gpu_memory_utilization=0.4", SMALL_PACKS]
-AWAKE = [*SHARED, "generation.colocated.sleep=false"]
+ASLEEP, AWAKE = ([*SHARED, f"generation.colocated.sleep={sleep}"] for sleep in ("true", "false"))
 APART = [
     *("cluster.gpus_per_node=2", "generation.colocated.enabled=false"),
     *("generation.colocated.resources.gpus_per_node=1", "generation.vllm_cfg.gpu_memory_utilization=0.85"),
     LARGE_PACKS,
 ]
 BOTH = ["cluster.gpus_per_node=2", "generation.vllm_cfg.gpu_memory_utilization=0.4", LARGE_PACKS]
+BOTH += ["generation.colocated.sleep=true"]
 # By the number of GPUs: the ways to run, the first of which the others are compared with, and their targets.
-WAYS: dict[int, dict[str, tuple[list[str], float | None]]] = {
+Ways = dict[str, tuple[list[str], float | None]]
+Found = dict[str, list[dict[str, float]]]
+WAYS: dict[int, Ways] = {
     0: {
         "in turn": ([], None),
         "one step off": (ONE_STEP_OFF, None),
         "queue, age 2, in flight": (QUEUE, None),
     },
     1: {
-        "in turn, engine sleeps": (SHARED, None),
+        "in turn, engine sleeps": (ASLEEP, None),
         "in turn, engine awake": (AWAKE, None),
         "one step off, engine awake": ([*AWAKE, *ONE_STEP_OFF], None),
         "queue, age 2, in flight, engine awake": ([*AWAKE, *QUEUE], None),
@@ -86,16 +92,21 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args()
     own = [*([*SIZES, _stops(given.model)] if given.gpus else []), *TASK, *OFF, *given.overrides]
-    own += [f"policy.model_name={given.model.resolve()}", f"algorithm.max_num_steps={given.steps + FILLED + DRAINED}"]
+    own.append(f"policy.model_name={given.model.resolve()}")
     ways = {name: way for name, way in WAYS[given.gpus].items() if not given.only or name in given.only}
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    found: Found = {name: [] for name in ways}
     for _ in range(given.repeats):
         for name, (overrides, _) in ways.items():
-            found[name] += one_run([*own, *overrides])
+            found[name] += one_run([*own, *overrides], given.steps)
             rates = [round(rate) for rate in of(found[name], "tokens a second")]
             measured = [what for what in SECONDS if of(found[name], what)]
             medians = {what: statistics.median(of(found[name], what)) for what in measured}
             print(name, rates, {what: round(seconds, 3) for what, seconds in medians.items()}, flush=True)
+            print(write({name: steps for name, steps in found.items() if steps}, ways, given.model.name), flush=True)
+
+
+def write(found: Found, ways: Ways, model: str) -> Path:
+    """Write the record of the ways measured so far."""
     results, bars = [], []
     for name, steps in found.items():
         results.append(
@@ -103,15 +114,16 @@ def main() -> None:
         )
         results += [record.result(what, name, "s", seconds) for what in SECONDS if (seconds := of(steps, what))]
         results.append(record.result("mean age of a token", name, "steps", of(steps, "age")))
-    first = next(iter(ways))
-    for name, (_, target) in ways.items():
+    first = next(iter(found))
+    for name in found:
+        target = ways[name][1]
         if target is not None and name != first:
             faster = _rate(found[name]) / _rate(found[first])
             bars.append(record.bar(f"tokens a second, {name} over {first}", faster, target, True))
         if "in flight" in name:
             share = statistics.median(of(found[name], "refit")) / statistics.median(of(found[name], "whole step"))
             bars.append(record.bar(f"refit over whole step, {name}", share, 0.05, False))
-    print(record.write("async-rate", results, bars, f"model: {given.model.name}, random weights"))
+    return record.write("async-rate", results, bars, f"model: {model}, random weights")
 
 
 def of(steps: list[dict[str, float]], what: str) -> list[float]:
@@ -130,19 +142,20 @@ def _stops(model: Path) -> str:
     return f"generation.stop_token_ids={list(range(1000, 1000 + vocabulary // MEAN))}".replace(" ", "")
 
 
-def one_run(overrides: list[str]) -> list[dict[str, float]]:
-    """Run the command; returns the steps that count."""
+def one_run(overrides: list[str], steps: int) -> list[dict[str, float]]:
+    """Run the command for `steps` steps that count; returns these."""
+    warm, drained = AHEAD if any(one.startswith("algorithm.rollouts.source=") for one in overrides) else IN_TURN
+    overrides = [*overrides, f"algorithm.max_num_steps={warm + steps + drained}"]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "nemo_rl_lite.train", f"hydra.run.dir={folder}/run", *overrides]
         done = subprocess.run(command, cwd=record.ROOT, env=os.environ, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             raise SystemExit(f"status {done.returncode}: {' '.join(command)[:2000]}\n{done.stdout[-3000:]}")
         lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps: dict[int, dict[str, float]] = {}
+    by_step: dict[int, dict[str, float]] = {}
     for line in lines:
-        steps.setdefault(line["step"], {}).update(line)
-    counted = range(FILLED + 1, max(steps) - DRAINED + 1)
-    return [_measured(steps[step]) for step in counted if SECONDS["whole step"] in steps[step]]
+        by_step.setdefault(line["step"], {}).update(line)
+    return [_measured(by_step[step]) for step in range(warm + 1, warm + steps + 1)]
 
 
 def _measured(line: dict[str, float]) -> dict[str, float]:

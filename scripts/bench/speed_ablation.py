@@ -31,16 +31,17 @@ OFF = [
 ]
 TASKS = {"small": SMALL, "large": LARGE}
 PACKS = "policy.sequence_packing"
+AUTO = [f"{PACKS}.train_mb_tokens=auto", f"{PACKS}.logprob_mb_tokens=auto", "offload=auto"]
 # Overrides of each line, on top of those of the lines before.
 CHANGES = {
     "small": {
         "a pass for logprobs, packs of 16,384": [
             *("algorithm.loss_fn.force_on_policy_ratio=false", f"{PACKS}.train_mb_tokens=16384"),
-            f"{PACKS}.logprob_mb_tokens=16384",
+            *(f"{PACKS}.logprob_mb_tokens=16384", "generation.colocated.sleep=true"),
         ],
         "no pass that repeats": ["algorithm.loss_fn.force_on_policy_ratio=null"],
         "packs of 65,536": [f"{PACKS}.train_mb_tokens=65536", f"{PACKS}.logprob_mb_tokens=65536"],
-        "the engine stays awake": ["generation.colocated.sleep=false"],
+        "auto: the engine stays awake": [*AUTO, "generation.colocated.sleep=auto"],
     },
     "large": {
         "a pass for logprobs, packs of 8,192": [
@@ -49,6 +50,7 @@ CHANGES = {
         ],
         "no pass that repeats": ["algorithm.loss_fn.force_on_policy_ratio=null"],
         "packs of 16,384": [f"{PACKS}.train_mb_tokens=16384"],
+        "auto, and half of the GPU for the engine": [*AUTO, "generation.vllm_cfg.gpu_memory_utilization=0.5"],
     },
 }
 SECONDS = {

@@ -75,7 +75,7 @@ def measure(task: str, model: str, steps: int) -> list[float]:
         max_steps=steps,
         use_vllm=True,
         vllm_mode="colocate",
-        vllm_gpu_memory_utilization=0.4,
+        vllm_gpu_memory_utilization=0.5,
         vllm_enable_sleep_mode=True,
         vllm_max_model_length=1024,
         beta=0.0,

@@ -53,7 +53,7 @@ def check_ways(folder: Path, shared: bool) -> None:
 
 @pytest.mark.gpu
 def test_colocated_engines_sleep_while_the_policy_works(gpu_model, tmp_path):
-    metrics = run(tmp_path / "run", gpu_model, 1)
+    metrics = run(tmp_path / "run", gpu_model, 1, "generation.colocated.sleep=true")
     check(metrics)
     check_ways(tmp_path / "run", shared=True)
     steps = [line for line in metrics if "train/loss" in line]
@@ -61,6 +61,18 @@ def test_colocated_engines_sleep_while_the_policy_works(gpu_model, tmp_path):
         # The KV cache and the weights are 0.3 of the GPU; asleep, a CUDA context and graphs are left.
         assert line["memory/device_bytes/train"] < line["memory/device_bytes/generate"] / 2
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
+
+
+@pytest.mark.gpu
+def test_colocated_engines_stay_awake_where_both_fit(gpu_model, tmp_path):
+    packs = ["policy.sequence_packing.train_mb_tokens=auto", "policy.sequence_packing.logprob_mb_tokens=auto"]
+    metrics = run(tmp_path / "run", gpu_model, 1, "offload=auto", *packs)
+    check(metrics)
+    check_ways(tmp_path / "run", shared=True)
+    for line in metrics:
+        if "train/loss" in line:
+            # The engine keeps 0.3 of the GPU.
+            assert line["memory/device_bytes/train"] > 0.25 * 79 * 2**30
 
 
 @pytest.mark.gpu(2)
