@@ -7,6 +7,7 @@ from typing import Literal
 from nemo_rl_lite.config.schema import (
     Config,
     DynamicBatchingConfig,
+    GenerationConfig,
     GRPOConfig,
     OffloadedComponent,
     PolicyConfig,
@@ -16,6 +17,8 @@ from nemo_rl_lite.config.schema import (
 # A micro-batch of this many tokens keeps a GPU busy. A small model, which waits for the launch of its kernels, gains
 # from larger ones.
 ENOUGH_TOKENS = 16384
+# An engine's share of a GPU of its own, and of one that it shares with the policy.
+SHARE_APART, SHARE_COLOCATED = 0.9, 0.5
 
 
 def token_limits(
@@ -35,6 +38,13 @@ def mb_tokens(policy: PolicyConfig, mode: Literal["packed", "dynamic"], training
 def leaving_for_generation(policy: PolicyConfig) -> Sequence[OffloadedComponent]:
     """The components that leave the GPU while engines generate: nothing where that is not settled."""
     return [] if policy.offload_for_generation == "auto" else policy.offload_for_generation
+
+
+def engine_share(generation: GenerationConfig) -> float:
+    """The share of a GPU's memory that an engine takes."""
+    share = generation.vllm_cfg.gpu_memory_utilization
+    unsettled = SHARE_COLOCATED if generation.colocated.enabled else SHARE_APART
+    return unsettled if share == "auto" else share
 
 
 def generates_ahead(config: Config) -> bool:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nemo_rl_lite.config.automatic import sleep_is_wanted
+from nemo_rl_lite.config.automatic import engine_share, sleep_is_wanted
 from nemo_rl_lite.config.schema import Config, GenerationConfig
 from nemo_rl_lite.config.sizes import engines, on_gpus, samples_per_step
 
@@ -73,7 +73,7 @@ def _vllm_cache(config: Config, facts: CacheFacts) -> int:
         return settings.cpu_kv_cache_gib * 2**30
     if facts.device_bytes is None:
         raise ValueError("the size of the KV cache depends on the size of the GPU's memory, which is unknown")
-    return max(0, int(settings.gpu_memory_utilization * facts.device_bytes) - facts.weights)
+    return max(0, int(engine_share(config.generation) * facts.device_bytes) - facts.weights)
 
 
 def _transformers_cache(config: Config, facts: CacheFacts) -> int:

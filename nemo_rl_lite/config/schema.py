@@ -242,7 +242,7 @@ class VLLMConfig:
     tensor_parallel_size: PositiveInt
     enforce_eager: bool
     max_num_seqs: PositiveInt
-    gpu_memory_utilization: Fraction
+    gpu_memory_utilization: Fraction | Auto
     cpu_kv_cache_gib: PositiveInt
     recompute_kv_cache_after_weight_updates: bool
 

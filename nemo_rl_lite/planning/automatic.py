@@ -12,7 +12,13 @@ holds, up to `MOST_TOKENS`.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from nemo_rl_lite.config.automatic import ENOUGH_TOKENS, generates_ahead, leaving_for_generation, token_limits
+from nemo_rl_lite.config.automatic import (
+    ENOUGH_TOKENS,
+    engine_share,
+    generates_ahead,
+    leaving_for_generation,
+    token_limits,
+)
 from nemo_rl_lite.config.engines import engine_of, engines_sleep
 from nemo_rl_lite.config.schema import Config, OffloadedComponent
 from nemo_rl_lite.config.sizes import (
@@ -25,6 +31,7 @@ from nemo_rl_lite.config.sizes import (
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.offload.residency import Phase, Residency
 from nemo_rl_lite.planning.budget import Budget, budget
+from nemo_rl_lite.planning.engine_room import chooses_share, with_first_share, with_more_share
 from nemo_rl_lite.planning.memory_table import size
 from nemo_rl_lite.planning.search import last_that
 
@@ -51,14 +58,16 @@ def settle(config: Config, shape: ModelShape | None, gpu_bytes: int | None) -> S
     if shape is None or gpu_bytes is None or not on_gpus(config):
         return Settled(config, [])
     less = None
-    for way in _ways(config):
+    for way in (with_first_share(one, shape, gpu_bytes) for one in _ways(config)):
         tokens = _most_tokens(way, shape, gpu_bytes)
         chosen, enough = _with_tokens(way, tokens), min(ENOUGH_TOKENS, _most_useful(way))
         wanted = budget(_with_tokens(way, max(tokens, enough)), shape, gpu_bytes)
         if _fits(wanted, AROUND) and (engines_sleep(way) or _fits(wanted, WORK)):
             break
         less = less or wanted
-    return Settled(chosen, [*_of_moves(config, chosen, less), *_of_tokens(config, chosen)])
+    if chooses_share(config):
+        chosen = with_more_share(chosen, shape, gpu_bytes, USED)
+    return Settled(chosen, [*_of_moves(config, chosen, less), *_of_share(config, chosen), *_of_tokens(config, chosen)])
 
 
 def _ways(config: Config) -> Iterator[Config]:
@@ -135,6 +144,11 @@ def _of_moves(config: Config, settled: Config, less: Budget | None) -> Iterator[
         yield _name(settled)
     else:
         yield f"{_name(settled)}, because policy and engines fit a GPU together"
+
+
+def _of_share(config: Config, settled: Config) -> Iterator[str]:
+    if chooses_share(config):
+        yield f"an engine takes {engine_share(settled.generation):.0%} of its GPU"
 
 
 def _of_tokens(config: Config, settled: Config) -> Iterator[str]:

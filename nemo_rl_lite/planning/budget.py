@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from nemo_rl_lite.config.algorithms import compares, generates
+from nemo_rl_lite.config.automatic import engine_share
 from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus, parallel_dims, policy_ranks
@@ -134,7 +135,7 @@ def _engine_room(config: Config, shape: ModelShape, gpu_bytes: int | None) -> in
         return 0
     weights = refit_bytes(config, shape) // settings.tensor_parallel_size
     longest = config.policy.max_total_sequence_length * token_cache_bytes(config, shape)
-    return int(settings.gpu_memory_utilization * gpu_bytes) - weights - longest
+    return int(engine_share(config.generation) * gpu_bytes) - weights - longest
 
 
 def _reference(config: Config, shape: ModelShape) -> int:

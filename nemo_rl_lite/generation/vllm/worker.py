@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_lite.config.automatic import engine_share
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.generation.interface import Completion, Request
 from nemo_rl_lite.generation.vllm.samples import Samples
@@ -63,7 +64,7 @@ class VLLMEngine:
             distributed_executor_backend="mp" if ranks > 1 else "uni",
             enforce_eager=settings.enforce_eager,
             max_num_seqs=settings.max_num_seqs,
-            gpu_memory_utilization=settings.gpu_memory_utilization,
+            gpu_memory_utilization=engine_share(generation),
             seed=seed,
             logprobs_mode="processed_logprobs",
             worker_extension_cls=EXTENSION,

@@ -2,6 +2,7 @@
 
 import pytest
 
+from nemo_rl_lite.config.automatic import engine_share
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.models.known import KNOWN_MODELS
 from nemo_rl_lite.models.shape import model_shape
@@ -18,6 +19,8 @@ CORRECTED = [
     "algorithm.loss_fn.use_importance_sampling_correction=true",
     "algorithm.loss_fn.truncated_importance_sampling_ratio=2",
 ]
+SHARE = ["generation.vllm_cfg.gpu_memory_utilization=0.4"]
+ASLEEP = "generation.colocated.sleep=true"
 SHORT = ["policy.max_total_sequence_length=128"]
 SMALL, MIDDLE, LARGE = "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B"
 
@@ -33,7 +36,8 @@ def share(model: str, config: Config, phase: Phase) -> float:
 
 
 def test_engines_of_a_small_model_stay_awake():
-    config, (moves, tokens) = settled(SMALL, "offload=auto")
+    config, (moves, share_of_it, tokens) = settled(SMALL, "offload=auto")
+    assert isinstance(config.generation.vllm_cfg.gpu_memory_utilization, float) and "of its GPU" in share_of_it
     assert config.generation.colocated.sleep is False and config.policy.offload_for_generation == []
     packing = config.policy.sequence_packing
     assert packing.train_mb_tokens == packing.logprob_mb_tokens and 16384 < packing.train_mb_tokens <= MOST_TOKENS
@@ -46,11 +50,12 @@ def test_the_largest_micro_batch_is_the_largest_that_fits():
     packing = config.policy.sequence_packing
     assert isinstance(packing.train_mb_tokens, int) and packing.train_mb_tokens < MOST_TOKENS
     larger, _ = settled(MIDDLE, f"policy.sequence_packing.train_mb_tokens={packing.train_mb_tokens + 1024}")
+    assert config.generation.vllm_cfg.gpu_memory_utilization == 0.5
     assert share(MIDDLE, config, Phase.TRAIN) <= USED < share(MIDDLE, larger, Phase.TRAIN)
 
 
 def test_no_more_leaves_than_what_makes_room():
-    middle, (moves, _) = settled(MIDDLE, "offload=auto")
+    middle, (moves, *_) = settled(MIDDLE, "offload=auto")
     assert middle.policy.offload_for_generation == ["gradients"]
     assert share(MIDDLE, middle, Phase.GENERATE) <= USED < share(MIDDLE, settled(MIDDLE)[0], Phase.GENERATE)
     assert "gradients leave" in moves and "phase train" in moves
@@ -63,7 +68,7 @@ def test_no_more_leaves_than_what_makes_room():
 
 @pytest.mark.parametrize("model", [SMALL, LARGE])
 def test_engines_that_generate_ahead_stay_awake(model):
-    config, (moves, _) = settled(model, "algorithm.rollouts.source=queue", *CORRECTED)
+    config, (moves, *_) = settled(model, "algorithm.rollouts.source=queue", *CORRECTED)
     assert config.generation.colocated.sleep is False
     assert ("although" in moves) == (model == LARGE)
 
@@ -71,15 +76,33 @@ def test_engines_that_generate_ahead_stay_awake(model):
 def test_what_a_command_says_stays():
     packs = "policy.sequence_packing"
     config, reasons = settled(
-        SMALL, "generation.colocated.sleep=true", f"{packs}.train_mb_tokens=4096", f"{packs}.logprob_mb_tokens=8192"
+        SMALL,
+        *SHARE,
+        "generation.colocated.sleep=true",
+        f"{packs}.train_mb_tokens=4096",
+        f"{packs}.logprob_mb_tokens=8192",
     )
     limits = config.policy.sequence_packing
     assert (limits.train_mb_tokens, limits.logprob_mb_tokens) == (4096, 8192) and not reasons
-    assert config.generation.colocated.sleep is True
+    assert config.generation.colocated.sleep is True and engine_share(config.generation) == 0.4
     # The command wants room for engines that wake up, so these sleep.
     assert settled(SMALL, "offload=pinned")[0].generation.colocated.sleep is True
-    held, _ = settled(SMALL, "offload=auto", "generation.colocated.sleep=true")
+    held, _ = settled(SMALL, "offload=auto", ASLEEP)
     assert held.generation.colocated.sleep is True and held.policy.offload_for_generation == []
+
+
+def test_an_engine_takes_what_its_sequences_need_as_far_as_there_is_room():
+    """Twice as many tokens of cache take twice the bytes; more than all sequences need is left to the policy."""
+    lengths = ([f"policy.max_total_sequence_length={n}", "generation.max_new_tokens=128"] for n in (256, 512))
+    short, long = (engine_share(settled(SMALL, *own)[0].generation) for own in lengths)
+    assert 0.03 < short < long < 0.5
+    cache = 512 * 256 * 2 * 30 * 3 * 64 * 2 / GPU
+    assert long - short == pytest.approx(cache, abs=0.011)
+    # What leaves the GPU while engines generate makes room for more than half of it.
+    middle = ["policy.max_total_sequence_length=4096", "generation.max_new_tokens=2048"]
+    moved, _ = settled(MIDDLE, *middle, "offload=pinned")
+    assert engine_share(moved.generation) > 0.7 and share(MIDDLE, moved, Phase.GENERATE) <= USED
+    assert engine_share(settled(MIDDLE, *middle, "offload=none")[0].generation) == 0.5
 
 
 def test_states_of_an_optimizer_on_the_cpu_are_left_there():
@@ -91,6 +114,7 @@ def test_without_engines_on_the_gpu_only_micro_batches_are_chosen():
     apart = ["cluster.gpus_per_node=2", "generation.colocated.enabled=false"]
     config, (tokens,) = settled(SMALL, *apart, "generation.colocated.resources.gpus_per_node=1", "offload=auto")
     assert config.policy.offload_for_generation == [] and "65,536" in tokens
+    assert engine_share(config.generation) == 0.9
     supervised = compose_config(
         ["algorithm=sft", "cluster.gpus_per_node=1", "policy=megatron_gpu", "offload=auto", *SHORT]
     )
