@@ -11,9 +11,6 @@ from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.offload.mover import move_metrics
 from nemo_rl_lite.policy.interface import Policy, Work
 
-# The timer of logprobs.
-_SCORING = "policy_and_reference_logprobs"
-
 
 @dataclass(frozen=True)
 class Report:
@@ -66,10 +63,10 @@ class Report:
     def _utilization(self, work: Work | None, seconds: Mapping[str, float]) -> dict[str, float]:
         if work is None:
             return {}
-        trained = self.speed.metrics("train", work.training, seconds["policy_training"])
-        if not work.scoring:
-            return trained
-        return trained | self.speed.metrics(_SCORING, work.scoring, seconds[_SCORING])
+        rates = self.speed.training(work.training, seconds["policy_training"])
+        if work.scoring:
+            rates |= self.speed.logprobs(work.scoring, seconds["policy_and_reference_logprobs"])
+        return rates
 
     def validation(self, step: int, values: Mapping[str, float], timer: Timer, said: str) -> None:
         """Log a validation after step `step`, and print `said` about it."""

@@ -14,12 +14,18 @@ class PolicySpeed:
     peak: float | None
     """Dense FLOP/s of one of its GPUs in bfloat16; None on CPUs, and for a GPU that is not known."""
 
-    def metrics(self, phase: str, flops: float, seconds: float) -> dict[str, float]:
-        """`<phase>_flops_per_gpu` in TFLOP/s and, where the peak is known, `<phase>_fp_utilization`, of a phase that
-        took `seconds` for `flops`."""
-        rate = flops / seconds / self.ranks
-        share = {} if self.peak is None else {f"{phase}_fp_utilization": rate / self.peak}
-        return {f"{phase}_flops_per_gpu": rate / TERA} | share
+    def training(self, flops: float, seconds: float) -> dict[str, float]:
+        """The rate of training, in TFLOP/s, and its share of the peak where that is known."""
+        return self._named("train_flops_per_gpu", "train_fp_utilization", flops, seconds)
+
+    def logprobs(self, flops: float, seconds: float) -> dict[str, float]:
+        """The same of logprob passes."""
+        rate, share = "policy_and_reference_logprobs_flops_per_gpu", "policy_and_reference_logprobs_fp_utilization"
+        return self._named(rate, share, flops, seconds)
+
+    def _named(self, rate: str, share: str, flops: float, seconds: float) -> dict[str, float]:
+        reached = flops / seconds / self.ranks
+        return {rate: reached / TERA} | ({} if self.peak is None else {share: reached / self.peak})
 
 
 @dataclass(frozen=True)
