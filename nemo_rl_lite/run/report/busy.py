@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +46,12 @@ class PhaseBusy:
         return {kind: [mean(own), min(own), max(own)] for kind, own in kinds.items()}
 
 
+# Raised by what is no whole trace.
+UNREADABLE = (OSError, EOFError, zlib.error, ValueError, KeyError)
+
+
 def read_trace(file: Path) -> Trace:
-    """Read a Chrome trace, gzipped if its name ends in .gz. Raises OSError, EOFError, zlib.error, ValueError or
-    KeyError: it is no such file, or not all of one."""
+    """Read a Chrome trace, gzipped if its name ends in .gz. Raises one of UNREADABLE."""
     with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
         content = json.load(opened)
     if not isinstance(content, dict):
@@ -88,12 +92,11 @@ def busy_by_phase(traces: Mapping[str, Trace]) -> list[PhaseBusy]:
         phases = _outermost(next(iter(traces.values())))
     else:
         raise ValueError(f"{DRIVER}{SUFFIX} is missing, which says when each phase was")
-    return [
-        PhaseBusy(
-            phase, _seconds(times), {name: _seconds(common(trace.busy, times)) for name, trace in workers.items()}
-        )
-        for phase, times in phases.items()
-    ]
+    found = []
+    for phase, times in phases.items():
+        busy = {name: _seconds(common(trace.busy, times)) for name, trace in workers.items()}
+        found.append(PhaseBusy(phase, _seconds(times), busy))
+    return found
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
