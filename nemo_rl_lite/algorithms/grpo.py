@@ -31,6 +31,8 @@ class GRPO:
     rollouts: RolloutSource
     scored: Sequence[Scored]
     """Whose logprobs take a pass of their own; nothing where training passes alone are enough."""
+    decoding_speed: Callable[[], dict[str, float]]
+    """Rates at which the engines have decoded since the last call."""
     check: Callable[[], dict[str, float]]
     """In the phase of logprobs or training, compares what the engines computed after the last refit with the policy."""
     keep: Callable[[int, Split, Rollout, Sequence[Phase]], None]
@@ -92,7 +94,7 @@ class GRPO:
         if not ages["trajectory_age_max"]:
             # Of an older rollout, the policy's own steps are part of the mismatch.
             self._warn_of_mismatch(step, trained["token_mult_prob_error"])
-        speed = {"generation_tokens_per_sec": rollout.generated / rollout.took_s}
+        speed = {"generation_tokens_per_sec": rollout.generated / rollout.took_s} | self.decoding_speed()
         if self.scored:
             scoring_s = seconds["policy_and_reference_logprobs"]
             speed["policy_and_reference_logprobs_tokens_per_sec"] = sampled["total_num_tokens"] / scoring_s
@@ -107,6 +109,7 @@ class GRPO:
             len(rollout.episodes),
             sampled | ages | baseline_metrics(rewards_PG, advantages_PG) | trained,
             seconds,
+            self.policy.work(batch, self.scored),
             shown,
             under("performance", speed)
             | under("refit", refitted | checked)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from nemo_rl_lite.observability.console import ENGINES_IDLE, RunConsole
 from nemo_rl_lite.observability.memory import with_rest
 from nemo_rl_lite.observability.metrics_log import MetricsLog, under
+from nemo_rl_lite.observability.speed import PolicySpeed
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.offload.mover import move_metrics
-from nemo_rl_lite.policy.interface import Policy
+from nemo_rl_lite.policy.interface import Policy, Work
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Report:
     policy: Policy
     devices: int
     """GPUs of the run, or its policy ranks on CPUs: what throughput is divided by."""
+    speed: PolicySpeed
     system: Callable[[], dict[str, float]]
     """Metrics of the machines since the last call."""
 
@@ -30,12 +32,14 @@ class Report:
         samples: int,
         train: Mapping[str, float],
         seconds: Mapping[str, float],
+        work: Work | None,
         shown: Mapping[str, float],
         others: Mapping[str, float] | None = None,
         memory: Mapping[str, float] | None = None,
     ) -> None:
         """Log step `step` of `total` on `samples` sequences of `total_num_tokens` tokens, and print a line with `shown`
-        and how its first value has developed. `others`: metrics with whole names; `memory`: of the engines."""
+        and how its first value has developed. `work`: what the policy computed; `others`: metrics with whole names;
+        `memory`: of the engines."""
         tokens, whole = train["total_num_tokens"], seconds["total_step_time"]
         speed = {
             "samples_per_sec": samples / whole,
@@ -47,7 +51,7 @@ class Report:
             step,
             under("train", train)
             | under("timing/train", seconds)
-            | under("performance", speed)
+            | under("performance", speed | self._utilization(work, seconds))
             | dict(others or {})
             | under("offload", move_metrics(self.policy.take_moves()))
             | under("memory", with_rest("generate", {**(memory or {}), **self.policy.take_memory()}))
@@ -55,6 +59,14 @@ class Report:
         )
         trend = self.metrics.series(f"train/{next(iter(shown))}")[1]
         self.console.step(step, total, shown, seconds, trend, (others or {}).get(ENGINES_IDLE))
+
+    def _utilization(self, work: Work | None, seconds: Mapping[str, float]) -> dict[str, float]:
+        if work is None:
+            return {}
+        rates = self.speed.training(work.training, seconds["policy_training"])
+        if work.scoring:
+            rates |= self.speed.logprobs(work.scoring, seconds["policy_and_reference_logprobs"])
+        return rates
 
     def validation(self, step: int, values: Mapping[str, float], timer: Timer, said: str) -> None:
         """Log a validation after step `step`, and print `said` about it."""

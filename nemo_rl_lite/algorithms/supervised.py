@@ -10,7 +10,7 @@ from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.observability.timer import Timer
-from nemo_rl_lite.policy.interface import HeldBatch, Policy
+from nemo_rl_lite.policy.interface import HeldBatch, Policy, Scored
 
 
 @dataclass
@@ -48,16 +48,16 @@ class Supervised:
 
     def step(self, step: int, total: int) -> None:
         """One optimizer step on one global batch."""
-        timer = Timer()
+        timer, scored = Timer(), self._scored
         with timer("total_step_time"):
             with timer("data_processing"):
                 rows = self.training.rows(step - 1)
                 batch = self.policy.hold(rows)
-            if self.with_reference:
+            if scored:
                 with timer("logprob_inference_prep"):
                     self.policy.prepare_for_logprob()
                 with timer("policy_and_reference_logprobs"):
-                    self.policy.score(batch, ["reference"])
+                    self.policy.score(batch, scored)
             with timer("training_prep"):
                 self.policy.prepare_for_training()
             with timer("policy_training"):
@@ -66,7 +66,7 @@ class Supervised:
                 self.steps.checkpoints.save_if_due(step, step == total)
         seconds, train = timer.take(), trained | _counts(rows) | {"epoch": self._epoch(step)}
         shown = self._shown(trained, "loss") | {"tokens/s": train["total_num_tokens"] / seconds["total_step_time"]}
-        self.report.step(step, total, len(rows), train, seconds, shown)
+        self.report.step(step, total, len(rows), train, seconds, self.policy.work(batch, scored), shown)
 
     def validate(self, step: int) -> dict[str, float]:
         """The loss and its metrics on the held-out rows; nothing where there are none."""
@@ -77,13 +77,18 @@ class Supervised:
             self.policy.prepare_for_logprob()
             if self.held_out is None:
                 self.held_out = self.policy.hold(self.validation, "validation")
-                if self.with_reference:
-                    self.policy.score(self.held_out, ["reference"])
+                if self._scored:
+                    self.policy.score(self.held_out, self._scored)
             measured = self.policy.evaluate(self.held_out, self.loss)
         values = {"val_loss" if name == "loss" else name: value for name, value in measured.items()}
         shown = {"loss": values["val_loss"]} | self._shown(values)
         self.report.validation(step, values, timer, ", ".join(f"{name} {value:.4f}" for name, value in shown.items()))
         return values
+
+    @property
+    def _scored(self) -> Sequence[Scored]:
+        """Whose logprobs a batch gets before training."""
+        return ["reference"] if self.with_reference else []
 
     def _shown(self, metrics: dict[str, float], *more: str) -> dict[str, float]:
         return {name: metrics[name] for name in (*more, *self.shown) if name in metrics}

@@ -8,14 +8,12 @@ from nemo_rl_lite.cluster.workers import WorkerGroup, wait
 from nemo_rl_lite.config.schema import ProfileConfig
 from nemo_rl_lite.observability import profiling
 
-FOLDER, SUFFIX = "profile", ".json.gz"
-
 
 class StepProfiler:
     """Writes `profile/step-<step>/<worker>.json.gz`."""
 
     def __init__(self, config: ProfileConfig, run_folder: Path, groups: Sequence[WorkerGroup]):
-        self._config, self._folder, self._groups = config, run_folder / FOLDER, groups
+        self._config, self._folder, self._groups = config, run_folder / profiling.FOLDER, groups
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
@@ -30,6 +28,6 @@ class StepProfiler:
             yield
             done = True
         finally:
-            profiling.end(folder / f"driver{SUFFIX}" if done else None)
+            profiling.end(folder / f"{profiling.DRIVER}{profiling.SUFFIX}" if done else None)
             if done:
-                wait(*(group.end_profile(folder, SUFFIX) for group in self._groups))
+                wait(*(group.end_profile(folder, profiling.SUFFIX) for group in self._groups))

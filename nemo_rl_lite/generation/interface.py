@@ -60,6 +60,20 @@ class Completion:
     versions: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Decoded:
+    """What engines have done for the requests that they were given."""
+
+    steps: int = 0
+    """Forward passes that sampled tokens, each of which reads all weights."""
+    cached: int = 0
+    """Tokens in the KV caches of the sequences of a step, summed over the steps. A sequence's first token comes from
+    the pass over its prompt, which is not counted here."""
+
+    def __add__(self, other: "Decoded") -> "Decoded":
+        return Decoded(self.steps + other.steps, self.cached + other.cached)
+
+
 class Engine(Protocol):
     """One engine replica in its own process. It works while it is called, and only then: an engine that nobody polls is
     paused, and keeps its requests, also while it gets new weights."""
@@ -78,6 +92,10 @@ class Engine(Protocol):
 
     def sample_now(self, request: Request) -> Completion:
         """Return the response to a request that is not one of those submitted, which keep their places."""
+        ...
+
+    def take_decoded(self) -> Decoded:
+        """What `poll` has done since the last call."""
         ...
 
     def sleep(self) -> None:

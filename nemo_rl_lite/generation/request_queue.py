@@ -83,6 +83,7 @@ class RequestQueue:
         self.exchanges = 0
         """Exchanges that have ended: a sign of life."""
         self._idle = _Stopwatch()
+        self._busy = [_Stopwatch() for _ in replicas]
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["RequestQueue"]:
@@ -156,6 +157,11 @@ class RequestQueue:
         """Seconds so far in which no engine had a request."""
         return self._idle.seconds
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds so far in which an engine had requests and was not paused, summed over the engines."""
+        return sum(watch.seconds for watch in self._busy)
+
     def describe(self) -> str:
         """Say who waits for whom, for a person who wonders why nothing happens."""
         loads = ", ".join(
@@ -177,6 +183,7 @@ class RequestQueue:
                         self._assign()
                     self._start()
                 self._idle.runs(not any(self._load(replica) for replica in self._alive))
+                self._time_engines()
                 changed = asyncio.create_task(self._changed.wait())
                 await asyncio.wait([changed, *self._running], return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
@@ -190,6 +197,10 @@ class RequestQueue:
             for asked in self._all():
                 if not asked.answer.done():
                     asked.answer.set_exception(error)
+
+    def _time_engines(self) -> None:
+        for replica, watch in enumerate(self._busy):
+            watch.runs(not self._paused and replica in self._alive and self._load(replica) > 0)
 
     def _assign(self) -> None:
         """Give waiting requests to replicas, in their order, as long as one has room."""
@@ -299,6 +310,7 @@ class RequestQueue:
         self._running.clear()
         for held in (*self._assigned, *self._unfinished, *self._aborted):
             held.clear()
+        self._time_engines()
 
     def _all(self) -> list[_Asked]:
         held = (*self._assigned, *self._unfinished)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.generation.interface import Completion, Request, Sampling
+from nemo_rl_lite.generation.interface import Completion, Decoded, Request, Sampling
 from nemo_rl_lite.refit.engine.connection import Source, WeightsState, connect
 from nemo_rl_lite.refit.engine.destinations import EngineLoader
 from nemo_rl_lite.refit.layout.packing import Named
@@ -45,6 +45,7 @@ class TransformersEngine:
         self._tokenizer = tokenizer
         self._batch_size = generation.vllm_cfg.max_num_seqs
         self._requests: dict[int, Request] = {}
+        self._decoded = Decoded()
         self._version = 0
 
     def submit(self, requests: Mapping[int, Request]) -> None:
@@ -59,7 +60,9 @@ class TransformersEngine:
             sampling = next(iter(self._requests.values())).sampling
             alike = [number for number, request in self._requests.items() if request.sampling == sampling]
             batch = {number: self._requests.pop(number) for number in alike[: self._batch_size]}
-            finished |= zip(batch, self._generate(list(batch.values()), sampling), strict=True)
+            completions = self._generate(list(batch.values()), sampling)
+            self._decoded += _decoded(list(batch.values()), completions)
+            finished |= zip(batch, completions, strict=True)
         return finished
 
     def abort(self, numbers: Sequence[int]) -> None:
@@ -72,6 +75,11 @@ class TransformersEngine:
         self._weights.require()
         (completion,) = self._generate([request], request.sampling)
         return completion
+
+    def take_decoded(self) -> Decoded:
+        """See `Engine.take_decoded`."""
+        taken, self._decoded = self._decoded, Decoded()
+        return taken
 
     def memory(self) -> dict[str, int]:
         return {}
@@ -151,6 +159,13 @@ class TransformersEngine:
             return False
         text = self._tokenizer.decode(tokens)
         return any(stop in text for stop in sampling.stop_strings)
+
+
+def _decoded(requests: Sequence[Request], completions: Sequence[Completion]) -> Decoded:
+    """What it took to sample these responses together. The token after k others meets these and its prompt."""
+    later = [(len(one.prompt), len(own.tokens) - 1) for one, own in zip(requests, completions, strict=True)]
+    cached = sum(tokens * prompt + tokens * (tokens + 1) // 2 for prompt, tokens in later)
+    return Decoded(max(len(own.tokens) for own in completions), cached)
 
 
 class _SeededSampling:

@@ -11,9 +11,23 @@ ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
 
 def gpu_bytes(command: str = "nvidia-smi") -> int | None:
     """Memory of this machine's smallest GPU in bytes; None where there is no GPU, or the driver does not say."""
-    query = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        return min(int(line) for line in _of_gpus("memory.total", command)) * MIB
+    except ValueError:
+        return None
+
+
+def gpu_name(command: str = "nvidia-smi") -> str | None:
+    """What the driver calls this machine's GPUs; None where there is none, or they are not all of the same kind."""
+    names = set(_of_gpus("name", command))
+    return names.pop() if len(names) == 1 else None
+
+
+def _of_gpus(fact: str, command: str) -> list[str]:
+    """A fact of each of this machine's GPUs; empty where there is none."""
+    query = [command, f"--query-gpu={fact}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-        return min(int(line) for line in answer.splitlines()) * MIB
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in answer.splitlines()]

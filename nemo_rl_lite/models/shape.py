@@ -101,6 +101,14 @@ def read_model_shape(name: str) -> ModelShape | None:
         raise NoModelError(f"config.json is unusable: {error}") from None
 
 
+def described_shape(folder: Path) -> ModelShape | None:
+    """The shape of the model in `folder`; None where its description is not understood."""
+    try:
+        return read_model_shape(str(folder))
+    except NoModelError:
+        return None
+
+
 def model_shape(config: dict) -> ModelShape:
     """Read the shape from the keys of a config.json.
 

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 Tool = Literal["torch", "nsys"]
 
+# A run's traces are `profile/step-<step>/<worker>.json.gz`, the launcher's `driver.json.gz`.
+FOLDER, SUFFIX, DRIVER = "profile", ".json.gz", "driver"
 _NOTHING = nullcontext()
 
 

@@ -27,6 +27,16 @@ KNOWN = {
     "L40S": Gpu(46068, 362e12, 0.86e12),
     "RTX4090": Gpu(24564, 165e12, 1.01e12),
 }
+# What nvidia-smi calls them. Others of the same family, such as an H100 on PCIe, have other rates.
+_NAMES = {
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H200": "H200",
+    "NVIDIA A100-SXM4-80GB": "A100-80GB",
+    "NVIDIA A100-SXM4-40GB": "A100-40GB",
+    "NVIDIA B200": "B200",
+    "NVIDIA L40S": "L40S",
+    "NVIDIA GeForce RTX 4090": "RTX4090",
+}
 ASSUMED = "H100"
 
 
@@ -60,3 +70,8 @@ def speed_of(gpu_bytes: int) -> tuple[str, Gpu]:
     """Return the name and the rates of the known GPU whose memory is nearest to `gpu_bytes`."""
     name = min(KNOWN, key=lambda one: abs(KNOWN[one].mib * 2**20 - gpu_bytes))
     return name, KNOWN[name]
+
+
+def known_by_name(name: str | None) -> Gpu | None:
+    """Return the GPU that nvidia-smi calls `name`; None for an unknown one."""
+    return KNOWN[_NAMES[name]] if name in _NAMES else None

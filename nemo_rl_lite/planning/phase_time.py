@@ -1,7 +1,7 @@
 """Predict the seconds of a step's phases on GPUs, from the configuration and the lengths of the sequences.
 
-The policy takes the FLOPs of the model's matrices (2 a parameter and token forward, 4 backward) and of attention, at
-`MFU` of the peak. A layer takes at least `LAUNCH_S` a pass over a micro-batch, in which the processor launches its
+The policy takes the FLOPs of `planning/flops.py` at `MFU` of the peak, and those of a forward pass once more where it
+recomputes activations. A layer takes at least `LAUNCH_S` a pass over a micro-batch, in which the processor launches its
 kernels. Engines read their weights once a step and each request's KV cache once a token, at `READS` of the memory's
 bandwidth, or take the FLOPs of the tokens, whichever is longer; the engine's own work comes on top.
 
@@ -9,7 +9,7 @@ The constants were chosen from our records: docs/benchmarks, plan-time-against-m
 offload preset, communication between ranks, environments, rewards, agents, and prompts that are replaced.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 from nemo_rl_lite.config.engines import CacheFacts, engine_of
@@ -25,6 +25,7 @@ from nemo_rl_lite.config.sizes import (
 )
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.planning.activation_size import item_bytes, micro_batch
+from nemo_rl_lite.planning.flops import SequenceFlops, forward_flops
 from nemo_rl_lite.planning.gpus import Gpu
 from nemo_rl_lite.planning.model_size import parameter_count, trained_parameters
 from nemo_rl_lite.planning.prediction import token_cache_bytes
@@ -76,8 +77,9 @@ def generation_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: i
     read = steps * weights + requests * lengths.mean * (lengths.prompt + lengths.mean / 2) * token_bytes
     rate = MFU * gpu.flops * wide
     samples = config.options(RolloutAlgorithmConfig).num_generations_per_prompt
-    prompts = requests / samples * lengths.prompt * token_flops(shape, lengths.prompt)
-    tokens = requests * lengths.mean * token_flops(shape, lengths.prompt + lengths.mean)
+    whole = lengths.prompt + lengths.mean
+    prompts = requests / samples * forward_flops(shape, lengths.prompt)
+    tokens = requests * lengths.mean / whole * forward_flops(shape, whole)
     own = steps * ENGINE_STEP_S + requests * REQUEST_S
     return prompts / rate + max(read / (READS * gpu.bandwidth), tokens / rate) + own
 
@@ -91,17 +93,10 @@ def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, seque
     # A pack has as many sequences as there is room for, a padded micro-batch its rows.
     count = ceil(share / (batch.tokens // batch.row if padded else batch.tokens / length))
     again = 1 if training and parallel.activation_checkpointing else 0
-    # A frozen matrix has no gradient of its own.
-    work = 1 + again + (0 if not training else 1 if parallel.peft.enabled else 2)
+    passes = SequenceFlops(shape, parallel.peft)
+    work = again * passes.forward(length) + (passes.training(length) if training else passes.forward(length))
     launches = 1 + again + (1 if training else 0)
-    flops = work * share / count * length * token_flops(shape, length) / (dims.tp * dims.cp * dims.pp)
+    flops = work * share / count / (dims.tp * dims.cp * dims.pp)
     each = max(flops / (MFU * gpu.flops), launches * shape.layers / dims.pp * LAUNCH_S)
     # The first micro-batch reaches the last pipeline stage when the others have worked on it.
     return (count + dims.pp - 1) * each
-
-
-def token_flops(shape: ModelShape, length: float) -> float:
-    """FLOPs of a forward pass for a token of a sequence with `length` tokens, which attends to half of them."""
-    active = parameter_count(replace(shape, experts=shape.experts_per_token))
-    matrices = active - (0 if shape.tied_embeddings else shape.vocabulary * shape.hidden)
-    return 2 * matrices + 2 * shape.layers * shape.heads * shape.head_dim * length

@@ -23,6 +23,14 @@ class HeldBatch:
     rows: Sequence[TokenRow]
 
 
+@dataclass(frozen=True)
+class Work:
+    """Model FLOPs of all ranks on a batch: of its scores, and of training on it."""
+
+    scoring: float
+    training: float
+
+
 class Policy(Protocol):
     """All policy ranks, as the loop sees them."""
 
@@ -37,6 +45,10 @@ class Policy(Protocol):
 
     def score(self, batch: HeldBatch, which: Sequence[Scored]) -> None:
         """Let the workers add the logprobs of `which` policies to the batch."""
+        ...
+
+    def work(self, batch: HeldBatch, which: Sequence[Scored]) -> Work | None:
+        """What `score` with `which`, and `train`, have to compute for the batch; None for a model of unknown shape."""
         ...
 
     def evaluate(self, batch: HeldBatch, loss: Loss) -> dict[str, float]:

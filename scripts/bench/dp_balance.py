@@ -14,7 +14,7 @@ import record
 
 from nemo_rl_lite.models.known import KNOWN_MODELS
 from nemo_rl_lite.models.shape import model_shape
-from nemo_rl_lite.planning.phase_time import token_flops
+from nemo_rl_lite.planning.flops import forward_flops
 from nemo_rl_lite.policy.balance import even_shares
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
 
@@ -27,7 +27,7 @@ def main() -> None:
     shape, results, bars = model_shape(KNOWN_MODELS["Qwen/Qwen3-1.7B"]), [], []
 
     def flops(tokens: float) -> float:
-        return tokens * token_flops(shape, tokens)
+        return forward_flops(shape, tokens)
 
     for name, layout in LAYOUTS.items():
         found: dict[str, list[float]] = {"neighbours": [], "balanced": []}

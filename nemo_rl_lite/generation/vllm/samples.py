@@ -8,14 +8,16 @@ response ends.
 from collections.abc import Iterable
 from typing import Any
 
-from nemo_rl_lite.generation.interface import Completion, Request
+from nemo_rl_lite.generation.interface import Completion, Decoded, Request
 
 
 class _Sample:
     """One response under way: its tokens, their logprobs, and the versions of the weights that sampled the first of
     them (those tokens that a refit has found)."""
 
-    def __init__(self, detokenizer: Any):
+    def __init__(self, prompt: int, detokenizer: Any):
+        self.prompt = prompt
+        """Its number of tokens."""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: tuple[int, ...] = ()
@@ -42,6 +44,7 @@ class Samples:
         self._engine = engine
         self._under_way: dict[str, _Sample] = {}
         self._finished: dict[int, Completion] = {}
+        self._decoded = Decoded()
 
     @property
     def unfinished(self) -> bool:
@@ -59,17 +62,20 @@ class Samples:
         detokenizer = None
         if request.sampling.stop_strings:
             detokenizer = IncrementalDetokenizer.from_new_request(engine.get_tokenizer(), core_request)
-        self._under_way[name] = _Sample(detokenizer)
+        self._under_way[name] = _Sample(len(request.prompt), detokenizer)
         engine.engine_core.add_request(core_request)
 
     def step(self, version: int) -> None:
         """Sample a token of each running request with the weights of `version`."""
-        stopped = []
-        for output in self._engine.engine_core.get_output().outputs:
+        stopped, cached = [], 0
+        outputs = self._engine.engine_core.get_output().outputs
+        for output in outputs:
             sample = self._under_way.get(output.request_id)
             # A step that was begun before a request ended or was aborted samples one more token for it.
             if sample is None:
                 continue
+            if sample.tokens:
+                cached += sample.prompt + len(sample.tokens)
             sample.tokens += output.new_token_ids
             if output.new_logprobs is not None:
                 # Column 0 has the sampled token's logprob. [tokens, 1]
@@ -83,6 +89,8 @@ class Samples:
                 del self._under_way[output.request_id]
                 self._finished[int(output.request_id)] = sample.completion(reason, version)
         self._engine.engine_core.abort_requests(stopped)
+        # vLLM answers nothing when it begins a step ahead.
+        self._decoded += Decoded(int(bool(outputs)), cached)
 
     def end_step(self, version: int) -> None:
         """Wait for the step that vLLM has begun ahead (asynchronous scheduling), and note what `version` sampled."""
@@ -99,6 +107,11 @@ class Samples:
         self._engine.engine_core.abort_requests(names)
         for name in names:
             self._under_way.pop(name, None)
+
+    def take_decoded(self) -> Decoded:
+        """What the steps since the last call have done."""
+        taken, self._decoded = self._decoded, Decoded()
+        return taken
 
     def take(self) -> dict[int, Completion]:
         """The responses that have ended since the last call."""

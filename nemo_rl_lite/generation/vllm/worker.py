@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_rl_lite.config.automatic import engine_share
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
-from nemo_rl_lite.generation.interface import Completion, Request
+from nemo_rl_lite.generation.interface import Completion, Decoded, Request
 from nemo_rl_lite.generation.vllm.samples import Samples
 from nemo_rl_lite.refit.engine.connection import Source, WeightsState
 from nemo_rl_lite.refit.transport.report import RefitReport
@@ -76,7 +76,7 @@ class VLLMEngine:
         self._engine: Any = self._llm.llm_engine
         self._version = 0
         self._recomputes = settings.recompute_kv_cache_after_weight_updates
-        self._samples = Samples(self._engine)
+        self._samples, self._decoded = Samples(self._engine), Decoded()
         # Every later garbage collection would walk through hundreds of thousands of long-lived objects.
         gc.freeze()
 
@@ -91,6 +91,7 @@ class VLLMEngine:
         ends = time.perf_counter() + seconds
         while self._samples.unfinished and time.perf_counter() < ends:
             self._samples.step(self._version)
+        self._decoded += self._samples.take_decoded()
         return self._samples.take()
 
     def abort(self, numbers: Sequence[int]) -> None:
@@ -102,7 +103,14 @@ class VLLMEngine:
         self.submit({_NOW: request})
         while (completion := self._samples.take_one(_NOW)) is None:
             self._samples.step(self._version)
+        # Nothing here is work for the requests that were submitted, or little.
+        self._samples.take_decoded()
         return completion
+
+    def take_decoded(self) -> Decoded:
+        """See `Engine.take_decoded`."""
+        taken, self._decoded = self._decoded, Decoded()
+        return taken
 
     def memory(self) -> dict[str, int]:
         """Bytes of the engine's fullest GPU: in use by all processes, weights, KV cache; empty on a CPU."""

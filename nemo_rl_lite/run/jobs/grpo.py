@@ -19,6 +19,7 @@ from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.losses.registry import make_loss
+from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog, under
 from nemo_rl_lite.observability.timer import Phase
@@ -41,6 +42,7 @@ from nemo_rl_lite.run.jobs.playing import Playing
 from nemo_rl_lite.run.jobs.steps import make_steps
 from nemo_rl_lite.run.memory_plan import settled, show_memory_plan
 from nemo_rl_lite.run.model import starting_model
+from nemo_rl_lite.run.speed import decoding_speed, policy_speed
 from nemo_rl_lite.run.workers.launch import Reserved, Workers, launch
 from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
 
@@ -125,11 +127,12 @@ class GRPOJob:
             sampling=sampling,
             rollouts=rollouts,
             scored=_scored(config),
+            decoding_speed=decoding_speed(config, described_shape(self._model_path), workers.generation),
             check=workers.weights.check,
             keep=self._rollout_log(metrics, start),
             held_out=len(self._validation),
             steps=steps,
-            report=Report(metrics, console, workers.policy, devices, system.take),
+            report=Report(metrics, console, workers.policy, devices, policy_speed(config), system.take),
             mismatch_warning=config.logger.mismatch_warning,
         )
 

@@ -20,6 +20,7 @@ from nemo_rl_lite.rules.steps import check_total_steps
 from nemo_rl_lite.run.jobs.steps import make_steps
 from nemo_rl_lite.run.memory_plan import settled, show_memory_plan
 from nemo_rl_lite.run.model import starting_model
+from nemo_rl_lite.run.speed import policy_speed
 from nemo_rl_lite.run.workers.launch import Reserved, launch_policy
 
 
@@ -51,6 +52,7 @@ class SupervisedJob:
         metrics.log(start.steps, under("timing/setup", reserved.setup_seconds()))
         options = config.options(SupervisedConfig)
         steps = make_steps(config, self._folder, start, policy, metrics, console, [policy.group])
+        system = SystemUsage(policy.group.processes)
         Supervised(
             config=options,
             loss=make_loss(options),
@@ -60,7 +62,7 @@ class SupervisedJob:
             training=self._training,
             validation=self._validation,
             steps=steps,
-            report=Report(metrics, console, policy, policy_ranks(config), SystemUsage(policy.group.processes).take),
+            report=Report(metrics, console, policy, policy_ranks(config), policy_speed(config), system.take),
         ).run()
         policy.release_host_memory()
         if config.checkpoint.export_hf_at_end:

@@ -34,7 +34,7 @@ def page(runs: Sequence[RunRecord]) -> str:
         "defaults": {name: _texts(defaults_of(name)) for name in sorted({run.algorithm for run in runs})},
     }
     text = (ASSETS / "page.html").read_text(encoding="utf-8")
-    for name in ("page.css", "chart.js", "timeline.js", "waits.js", "page.js"):
+    for name in ("page.css", "chart.js", "timeline.js", "waits.js", "speed.js", "page.js"):
         text = text.replace(f"/* {name} */", (ASSETS / name).read_text(encoding="utf-8"))
     return text.replace("/* data */", embedded(data))
 
@@ -73,6 +73,7 @@ def _run(run: RunRecord, label: str, points: int) -> dict[str, Any]:
         "samples": run.samples,
         "timeline": run.timeline,
         "waits": run.waits,
+        "busy": run.busy,
     }
 
 

@@ -13,17 +13,22 @@ from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.errors import ConfigError, LauncherError
 from nemo_rl_lite.observability.environment import ENVIRONMENT_FILE
 from nemo_rl_lite.observability.metrics_log import METRICS_FILE, with_every_age
+from nemo_rl_lite.observability.profiling import FOLDER as PROFILE
+from nemo_rl_lite.observability.profiling import SUFFIX
 from nemo_rl_lite.observability.redaction import redact, redact_command
 from nemo_rl_lite.observability.samples import spread, text_of
 from nemo_rl_lite.rollout.files import read_rollout, rollout_files
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.folder import COMMAND_FILE, CONFIG_FILE, ERROR_FILE, STATUS_FILE
+from nemo_rl_lite.run.report.busy import UNREADABLE, busy_by_phase, traces_of
 from nemo_rl_lite.run.report.timeline import timeline
 from nemo_rl_lite.run.report.waits import waits
 
 # The report shows this many rollouts, evenly over the run, and this many samples of each.
 ROLLOUTS, SAMPLES = 12, 6
 _CHARACTERS, _ERROR_LINES = 4000, 40
+# Bytes of a step's traces that a report reads: unpacked, they are several times as large.
+_TRACES = 64 * 2**20
 
 
 class ReportError(LauncherError):
@@ -45,6 +50,8 @@ class RunRecord:
     """Of the newest rollout that it trained on."""
     waits: dict[str, Any] | None
     """Who waited for whom in the newest steps."""
+    busy: dict[str, Any] | None
+    """How busy GPUs were in each phase of the newest profiled step."""
     environment: dict[str, Any]
     status: dict[str, Any]
     error: str
@@ -86,6 +93,7 @@ def read_run(folder: Path) -> RunRecord:
         samples=_read_samples(folder, notes),
         timeline=_read_timeline(folder),
         waits=_read_waits(folder, metrics, status),
+        busy=_read_busy(folder, notes),
         environment=dict(leaves(_read_json(folder / ENVIRONMENT_FILE, notes))),
         status=status,
         error="\n".join(_read_text(folder / ERROR_FILE).splitlines()[:_ERROR_LINES]),
@@ -173,6 +181,25 @@ def _read_waits(
     with suppress(OSError, pa.ArrowException, KeyError, TypeError):
         return waits(folder, metrics, is_done=status.get("state") == "done")
     return None
+
+
+def _read_busy(folder: Path, notes: list[str]) -> dict[str, Any] | None:
+    """The newest step with traces, its phases, and the kinds of processes that used a GPU; None without any."""
+    newest = max((folder / PROFILE).glob("step-*"), default=None)
+    if newest is None:
+        return None
+    size = sum(file.stat().st_size for file in newest.glob(f"*{SUFFIX}"))
+    if size > _TRACES:
+        script = f"python scripts/bench/trace_busy.py {newest} does"
+        notes.append(f"the traces of {newest.name} were not read, because they have {size >> 20} MiB; {script}")
+        return None
+    try:
+        phases = busy_by_phase(traces_of(newest))
+    except UNREADABLE as error:
+        notes.append(f"the traces of {newest.name} cannot be read: {error}")
+        return None
+    rows = [{"phase": one.phase, "seconds": one.seconds, "shares": one.shares()} for one in phases]
+    return {"step": int(newest.name.rpartition("-")[2]), "phases": rows} if rows else None
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:

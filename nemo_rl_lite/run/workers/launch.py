@@ -25,11 +25,11 @@ from nemo_rl_lite.config.sizes import (
 )
 from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.host.devices import ON_CPUS
-from nemo_rl_lite.models.shape import NoModelError, read_model_shape
+from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.observability.timer import Timer, seconds_since_command
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.offload.residency import Residency
-from nemo_rl_lite.planning.phase_time import token_flops
+from nemo_rl_lite.planning.flops import SequenceFlops
 from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
 from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
 from nemo_rl_lite.run.workers.remote_policy import WORKER_CLASS, RemotePolicy
@@ -162,21 +162,16 @@ def launch_policy(reserved: Reserved, model_path: Path, saved: Path | None) -> R
 def _ready_policy(reserved: Reserved, model_path: Path, saved: Path | None) -> RemotePolicy:
     config = reserved.config
     batch, together = sequences_per_optimizer_step(config), sequences_together(config)
-    policy = RemotePolicy(reserved.policy, batch, together, _cost_of_a_sequence(model_path))
+    policy = RemotePolicy(reserved.policy, batch, together, _flops(config, model_path))
     if saved is not None:
         with reserved.setup("resume"):
             _load(policy, saved)
     return policy
 
 
-def _cost_of_a_sequence(model_path: Path) -> Callable[[int], float]:
-    """FLOPs of a forward pass over a sequence by its number of tokens; the number itself for a model without a
-    description."""
-    try:
-        shape = read_model_shape(str(model_path))
-    except NoModelError:
-        return float
-    return float if shape is None else lambda tokens: tokens * token_flops(shape, tokens)
+def _flops(config: Config, model_path: Path) -> SequenceFlops | None:
+    shape = described_shape(model_path)
+    return None if shape is None else SequenceFlops(shape, config.policy.megatron_cfg.peft)
 
 
 def _load(policy: RemotePolicy, saved: Path) -> None:

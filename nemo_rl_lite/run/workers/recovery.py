@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.errors import WorkerError
+from nemo_rl_lite.generation.interface import Decoded
 from nemo_rl_lite.generation.request_queue import RequestQueue
 from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
 from nemo_rl_lite.run.workers.weight_sync import WeightSync
@@ -41,6 +42,8 @@ class RecoveringGeneration:
             generation.replicas, capacity, self._note_loss, self._restore if policy_waits else lambda: None
         )
         self._lost: dict[int, WorkerError] = {}
+        # Of `queue.busy_s`: what the last `take_decoded` has covered, and the last `finish_generation`.
+        self._taken_s = self._finished_s = 0.0
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[RequestQueue]:
@@ -51,7 +54,15 @@ class RecoveringGeneration:
     def finish_generation(self) -> dict[str, float]:
         """See `Generation.finish_generation`. Engines that died in the rollout are restarted."""
         self._replace_lost()
-        return self._persist(self._generation.finish_generation)
+        memory = self._persist(self._generation.finish_generation)
+        self._finished_s = self.queue.busy_s
+        return memory
+
+    def take_decoded(self) -> tuple[Decoded, float]:
+        """What the engines that still live have decoded between the last `finish_generation` and the one before the
+        last call, and the seconds in which they had requests, summed over the engines."""
+        seconds, self._taken_s = self._finished_s - self._taken_s, self._finished_s
+        return self._generation.take_decoded(), seconds
 
     def refit(self, version: int) -> dict[str, float]:
         """See `WeightSync.refit`. Engines that died in the rollout are restarted."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from nemo_rl_lite.cluster.workers import Call, WorkerGroup, result, wait
 from nemo_rl_lite.errors import EngineError
-from nemo_rl_lite.generation.interface import Completion, Request
+from nemo_rl_lite.generation.interface import Completion, Decoded, Request
 from nemo_rl_lite.refit.engine.connection import Source
 
 # Seconds that an engine works before it looks for new requests. On a GPU, between two such slices it already computes
@@ -53,6 +53,7 @@ class RemoteGeneration:
 
     def __init__(self, group: WorkerGroup, shares_device: bool):
         self.group, self._shares_device = group, shares_device
+        self._decoded = Decoded()
 
     @property
     def engines(self) -> int:
@@ -76,9 +77,16 @@ class RemoteGeneration:
 
     def finish_generation(self) -> dict[str, float]:
         """Put engines that share a GPU with the policy to sleep; returns memory metrics from before."""
-        held = max(wait(self.group.call("memory")), key=lambda own: own.get("device", 0))
+        answers = wait(self.group.call("memory"), self.group.call("take_decoded"))
+        held = max(answers[: self.engines], key=lambda own: own.get("device", 0))
+        self._decoded = sum(answers[self.engines :], self._decoded)
         wait(self.group.call("sleep"))
         return engine_memory(held, self._shares_device) if held else {}
+
+    def take_decoded(self) -> Decoded:
+        """What all engines together have decoded until the last `finish_generation`, since the last call."""
+        taken, self._decoded = self._decoded, Decoded()
+        return taken
 
     def wake_weights(self) -> None:
         wait(self.group.call("wake_weights"))

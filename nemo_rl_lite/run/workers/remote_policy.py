@@ -14,8 +14,9 @@ from nemo_rl_lite.errors import CheckpointError, WorkerError
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, summary
 from nemo_rl_lite.offload.mover import Move
+from nemo_rl_lite.planning.flops import SequenceFlops
 from nemo_rl_lite.policy.balance import even_shares
-from nemo_rl_lite.policy.interface import HeldBatch, Scored
+from nemo_rl_lite.policy.interface import HeldBatch, Scored, Work
 from nemo_rl_lite.policy.megatron.model import ParallelPlace
 from nemo_rl_lite.refit.layout.plan import RefitPlan
 from nemo_rl_lite.refit.transport.interface import Offer
@@ -28,10 +29,10 @@ WHOLE_METRICS = ("grad_norm", "lr", "wd", "skipped_steps")
 class RemotePolicy:
     """`Policy` over a group of started `MegatronWorker`s."""
 
-    def __init__(self, group: WorkerGroup, global_batch: int, together: int = 1, cost: Callable[[int], float] = float):
-        """`global_batch`: sequences of an optimizer step. `together`: neighbours that a loss compares. `cost`: how much
-        work a sequence of this many tokens is, in any unit."""
-        self.group, self._global_batch, self._together, self._cost = group, global_batch, together, cost
+    def __init__(self, group: WorkerGroup, global_batch: int, together: int = 1, flops: SequenceFlops | None = None):
+        """`global_batch`: sequences of an optimizer step. `together`: neighbours that a loss compares. `flops`: of a
+        sequence; None for a model of unknown shape, whose sequences are as much work as they have tokens."""
+        self.group, self._global_batch, self._together, self._flops = group, global_batch, together, flops
         self._places: list[ParallelPlace] = wait(group.call("place"))
         self._replicas = self._places[0].data_size
         self._held: dict[str, HeldBatch] = {}
@@ -61,6 +62,15 @@ class RemotePolicy:
         self._mismatch[batch.name] = [share for share in measured if share]
         if "previous" in which:
             self._unscored.discard(batch.name)
+
+    def work(self, batch: HeldBatch, which: Sequence[Scored]) -> Work | None:
+        if self._flops is None:
+            return None
+        lengths, scoring = [len(row.tokens) for row in batch.rows], 0.0
+        for one in which:
+            forward = self._flops.reference if one == "reference" else self._flops.forward
+            scoring += sum(map(forward, lengths[self._global_batch :] if one == "later" else lengths))
+        return Work(scoring, sum(map(self._flops.training, lengths)))
 
     def evaluate(self, batch: HeldBatch, loss: Loss) -> dict[str, float]:
         whole = len(batch.rows)
@@ -170,7 +180,8 @@ class RemotePolicy:
         are equal in number and nearly equal in work. Where the last step is not whole, they are neighbours, and the
         last replicas' last indices are `len(rows)` or more."""
         together, shares = self._together, [list[int]() for _ in range(self._replicas)]
-        costs = [self._cost(len(row.tokens)) for row in rows]
+        cost: Callable[[int], float] = float if self._flops is None else self._flops.forward
+        costs = [cost(len(row.tokens)) for row in rows]
         for start in range(0, len(rows), self._global_batch):
             count = min(self._global_batch, len(rows) - start)
             each = -(-count // (self._replicas * together))

@@ -21,8 +21,9 @@ from nemo_rl_lite.losses.batch import Batch, TokenRow
 from nemo_rl_lite.losses.sft import SFTLoss
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog
+from nemo_rl_lite.observability.speed import PolicySpeed
 from nemo_rl_lite.offload.mover import Move
-from nemo_rl_lite.policy.interface import HeldBatch
+from nemo_rl_lite.policy.interface import HeldBatch, Work
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.rules.steps import check_total_steps
 
@@ -66,6 +67,9 @@ class RecordingPolicy:
     def score(self, batch, which):
         self.calls.append(f"score {batch.name} {'+'.join(which)}")
 
+    def work(self, batch, which):
+        return Work(4e12 * len(which), 8e12)
+
     def evaluate(self, batch, loss):
         rows = Batch.padded(batch.rows)
         _, metrics = loss(torch.full(rows.tokens.shape, self.logprob()), rows, loss.counts(batch.rows))
@@ -102,7 +106,7 @@ def sft(validation=ROWS, steps_per_epoch=3, **changes) -> Supervised:
         training=Data(steps_per_epoch),
         validation=validation,
         steps=Steps(0, checkpoints, Stopping(None, time.monotonic), metrics, 3, lambda step: nullcontext()),
-        report=Report(metrics, RunConsole(), policy, 1, dict),
+        report=Report(metrics, RunConsole(), policy, 1, PolicySpeed(2, 1e15), dict),
     )
 
 
@@ -167,7 +171,25 @@ def test_the_reference_scores_each_batch_before_training_and_held_out_ones_once(
     first = ["logprob", "hold validation", "score validation reference"]
     step = ["hold train", "logprob", "score train reference", "training", "train"]
     assert job.policy.calls == [*first, *step * 2, "logprob", *step, "logprob"]
-    assert "timing/train/policy_and_reference_logprobs" in set().union(*job.report.metrics.history)
+    of_phases = {"train": ("policy_training", 8), "policy_and_reference_logprobs": ("policy_and_reference_logprobs", 4)}
+    for phase, (timer, tera) in of_phases.items():
+        (_, rates), (_, seconds) = map(
+            job.report.metrics.series, (f"performance/{phase}_flops_per_gpu", f"timing/train/{timer}")
+        )
+        assert rates == pytest.approx([tera / 2 / own for own in seconds])
+        _, shares = job.report.metrics.series(f"performance/{phase}_fp_utilization")
+        assert shares == pytest.approx([rate / 1000 for rate in rates])
+
+
+def test_without_a_reference_there_is_no_rate_of_logprobs_and_without_a_shape_none_at_all():
+    job, unknown = sft(max_num_steps=1), sft(max_num_steps=1)
+    unknown.policy.work = lambda batch, which: None
+    job.run()
+    unknown.run()
+    names, others = (set().union(*one.report.metrics.history) for one in (job, unknown))
+    rates = {name for name in names if "flops" in name or "utilization" in name}
+    assert rates == {"performance/train_flops_per_gpu", "performance/train_fp_utilization"}
+    assert names - others == rates
 
 
 def test_a_loss_of_ones_own_may_have_other_metrics():

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -256,6 +257,32 @@ def test_the_time_without_requests_is_counted():
             assert requests.idle_s < before + 0.01
 
     asyncio.run(serve())
+
+
+def test_the_time_with_requests_is_counted_for_each_engine_unless_it_is_paused():
+    requests = queue(Engine(8), Engine(8))
+
+    async def serve() -> None:
+        async with requests.serving():
+            asked = [asyncio.create_task(requests.sample(request(20))) for _ in range(2)]
+            began = time.perf_counter()
+            await asyncio.sleep(0.004)
+            await requests.pause()
+            before, least, most = requests.busy_s, 2 * 0.004, 2 * (time.perf_counter() - began)
+            assert least < before < most
+            await asyncio.sleep(0.02)
+            assert requests.busy_s == before
+            requests.resume()
+            await asyncio.gather(*asked)
+            assert requests.busy_s > before
+            asked.append(asyncio.create_task(requests.sample(request(10_000))))
+            await asyncio.sleep(0.005)
+
+    asyncio.run(serve())
+    # What is aborted at the end keeps no engine busy.
+    after = requests.busy_s
+    time.sleep(0.01)
+    assert requests.busy_s == after
 
 
 def test_a_pause_ends_with_the_error_of_an_engine():

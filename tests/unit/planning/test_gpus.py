@@ -24,6 +24,11 @@ def test_this_machines_or_an_assumed_one(monkeypatch):
     assert gpus.size_of(None) == ("H100 (none is here)", gpus.KNOWN["H100"].mib * 2**20)
 
 
+def test_only_a_gpu_whose_rates_are_known_has_rates():
+    assert gpus.known_by_name("NVIDIA H100 80GB HBM3") == gpus.Gpu(81559, 989e12, 3.35e12)
+    assert {gpus.known_by_name(name) for name in ("NVIDIA H100 PCIe", "H100", None)} == {None}
+
+
 @pytest.mark.parametrize(("size", "name"), [("80GB", "H100"), ("141GiB", "H200"), ("24GiB", "RTX4090")])
 def test_a_size_alone_gets_the_rates_of_the_nearest_gpu(size, name):
     assert gpus.speed_of(gpus.parse_size(size)) == (name, gpus.KNOWN[name])

@@ -48,15 +48,21 @@ def test_the_policys_phases_take_their_flops():
     assert optimizer_step_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(3 * forward, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("key", "work"),
-    [("activation_checkpointing=true", 4), ("peft.enabled=true", 2), ("tensor_model_parallel_size=2", 3)],
-)
+@pytest.mark.parametrize(("key", "work"), [("activation_checkpointing=true", 4), ("tensor_model_parallel_size=2", 3)])
 def test_what_training_computes_again_or_not_at_all(key, work):
     """Tensor parallel ranks have half of the matrices and twice the tokens."""
     config = compose_config([*GPUS, f"policy.megatron_cfg.{key}"])
     forward = TOKENS / 8 * (2 * MATRICES + 2 * LAYERS * QUERIES * 400) / (MFU * 1e13)
     assert optimizer_step_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(work * forward, rel=1e-3)
+
+
+def test_frozen_matrices_take_two_passes_and_adapters_three():
+    """Of rank 16, beside the matrices of attention (8 heads of keys) and of an MLP of width 12,288."""
+    config = compose_config([*GPUS, "policy.megatron_cfg.peft.enabled=true", "policy.megatron_cfg.peft.dim=16"])
+    adapters = LAYERS * 16 * ((2 * 4096 + 2048) + 2 * 4096 + (4096 + 2 * 12288) + (12288 + 4096))
+    flops = 2 * 2 * MATRICES + 3 * 2 * LAYERS * QUERIES * 400 + 3 * 2 * adapters
+    expected = TOKENS / 8 * flops / (MFU * 1e13)
+    assert optimizer_step_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(expected, rel=1e-3)
 
 
 def test_small_micro_batches_take_their_launches():

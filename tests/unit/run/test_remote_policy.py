@@ -2,12 +2,14 @@
 
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nemo_rl_lite.losses.batch import Batch, TokenRow
 from nemo_rl_lite.losses.sft import SFTLoss
+from nemo_rl_lite.policy.interface import Work
 from nemo_rl_lite.policy.megatron.model import ParallelPlace
 from nemo_rl_lite.run.workers import remote_policy
 from nemo_rl_lite.run.workers.remote_policy import RemotePolicy
@@ -77,6 +79,23 @@ def rows(*lengths: int) -> list[TokenRow]:
 def policy(replicas: int, global_batch: int, together: int = 1) -> tuple[RemotePolicy, Group]:
     group = Group(replicas)
     return RemotePolicy(group, global_batch, together), group  # pyrefly: ignore
+
+
+@pytest.mark.parametrize(
+    ("which", "forward", "reference"),
+    [(["previous", "reference"], 3 + 4 + 5 + 6, 3 + 4 + 5 + 6), (["later"], 5 + 6, 0), ([], 0, 0)],
+)
+def test_the_work_on_a_batch_is_counted_by_its_real_lengths(which, forward, reference):
+    """Of two optimizer steps; in the first, `later` needs no pass. A token is 1 FLOP forward, 10 for the reference and
+    100 in training."""
+    flops = SimpleNamespace(
+        forward=lambda tokens: tokens, reference=lambda tokens: 10 * tokens, training=lambda tokens: 100 * tokens
+    )
+    remote = RemotePolicy(Group(2), 2, flops=flops)  # pyrefly: ignore
+    work = remote.work(remote.hold(rows(3, 4, 5, 6)), which)
+    assert work == Work(forward + 10 * reference, 100 * 18)
+    unknown, _ = policy(replicas=1, global_batch=2)
+    assert unknown.work(unknown.hold(rows(3, 4)), which) is None
 
 
 def test_a_long_row_is_sent_to_its_replica_alone_and_once():

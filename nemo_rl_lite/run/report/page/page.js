@@ -314,5 +314,5 @@ function controls() {
 }
 
 controls();
-for (const part of [runs, curves, phases, policyAndEngines, rollout, memory, refit, samples, configuration, environment, metrics]) part();
+for (const part of [runs, curves, phases, speed, policyAndEngines, rollout, memory, refit, samples, configuration, environment, metrics]) part();
 document.getElementById("main").append(element("footer", { text: `Made ${DATA.made.replace("T", " ").slice(0, 16)} UTC by nrl-lite report.` }));
