@@ -5,17 +5,16 @@ is the loss, however the batch was split.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nemo_rl_lite.errors import TrainingError
-from nemo_rl_lite.losses.batch import Batch, TokenRow
+from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 
 Metrics = dict[str, Tensor]
 Need = Literal["entropy", "topk_logits"]
@@ -33,12 +32,13 @@ class Normalizers:
 
 def count_masked(rows: Sequence[TokenRow]) -> Normalizers:
     """The counts of `rows`; tokens and sequences are at least 1."""
-    tokens = [sum(row.mask) for row in rows]
-    ages: Counter[int] = Counter()
-    for row in rows:
-        ages.update(compress(row.ages or (), row.mask))
-    sequences = float(sum(map(bool, tokens)))
-    return Normalizers(max(float(sum(tokens)), 1.0), max(sequences, 1.0), dict(sorted(ages.items())))
+    joined = TokenRows.of(rows)
+    tokens = int(joined.mask.sum())
+    ages, counts = np.unique(() if joined.ages is None else joined.ages[joined.mask], return_counts=True)
+    before = np.concatenate([[0], joined.mask.cumsum()])
+    sequences = int((before[joined.ends] > before[joined.ends - joined.lengths]).sum())
+    by_age = {int(age): count for age, count in zip(ages, counts.tolist(), strict=True)}
+    return Normalizers(max(float(tokens), 1.0), max(float(sequences), 1.0), by_age)
 
 
 class Loss(Protocol):

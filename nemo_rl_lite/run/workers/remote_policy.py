@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_rl_lite.cluster.workers import Call, WorkerGroup, wait
 from nemo_rl_lite.config.schema import RefitConfig
 from nemo_rl_lite.errors import CheckpointError, WorkerError
-from nemo_rl_lite.losses.batch import TokenRow
+from nemo_rl_lite.losses.batch import TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, summary
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.policy.balance import even_shares
@@ -43,9 +43,10 @@ class RemotePolicy:
         wait(self.group.call("prepare_for_logprob"))
 
     def hold(self, rows: Sequence[TokenRow], name: str = "train") -> HeldBatch:
+        rows = TokenRows.of(rows)
         last = len(rows) - self._together
         shards = [
-            ([rows[index if index < len(rows) else last + index % self._together] for index in own],)
+            (rows.select([index if index < len(rows) else last + index % self._together for index in own]),)
             for own in self._split(rows)
         ]
         self._on_replicas("hold", shards, name)
@@ -165,12 +166,12 @@ class RemotePolicy:
                 raise CheckpointError(error.cause.removeprefix(f"{error.raised}: ")) from error
             raise
 
-    def _split(self, rows: Sequence[TokenRow]) -> list[list[int]]:
+    def _split(self, rows: TokenRows) -> list[list[int]]:
         """Each replica's rows: its share of each optimizer step, one step after the other. The shares of a whole step
         are equal in number and nearly equal in work. Where the last step is not whole, they are neighbours, and the
         last replicas' last indices are `len(rows)` or more."""
         together, shares = self._together, [list[int]() for _ in range(self._replicas)]
-        costs = [self._cost(len(row.tokens)) for row in rows]
+        costs = [self._cost(length) for length in rows.lengths.tolist()]
         for start in range(0, len(rows), self._global_batch):
             count = min(self._global_batch, len(rows) - start)
             each = -(-count // (self._replicas * together))
