@@ -15,7 +15,7 @@ from torch import Tensor
 from nemo_rl_lite.config.schema import ClusterConfig, PolicyConfig, RefitConfig
 from nemo_rl_lite.host import numa
 from nemo_rl_lite.losses.batch import Batch, TokenRow
-from nemo_rl_lite.losses.interface import Loss, Metrics, Normalizers, combine_metrics, loss_of
+from nemo_rl_lite.losses.interface import Loss, Normalizers, combine_metrics, floats, loss_of
 from nemo_rl_lite.losses.mismatch import mismatch_metrics
 from nemo_rl_lite.models.hf_folder import on_host, write_hf_folder
 from nemo_rl_lite.observability import progress
@@ -154,7 +154,7 @@ class MegatronWorker:
             with self._reference.in_place():
                 batch = replace(batch, reference_logprobs=self._logprobs(batch, then_train=True))
         self._held[name] = batch
-        return _floats(measured) if self._model.place.reports else None
+        return floats([measured])[0] if self._model.place.reports else None
 
     def evaluate(self, rows: int, loss: Loss, counts: Normalizers, name: str = "train") -> dict[str, float] | None:
         """The loss and its metrics of the first `rows` rows of a held batch; None where there are none."""
@@ -165,7 +165,7 @@ class MegatronWorker:
         logprobs_BT = scored.pop("logprobs")
         with torch.no_grad():
             _, metrics = loss_of(loss, logprobs_BT[:rows], replace(batch, **scored).rows(slice(rows)), counts)
-        return _floats(metrics)
+        return floats([metrics])[0]
 
     def train(
         self,
@@ -201,16 +201,11 @@ class MegatronWorker:
             self._phases.recount()
         if not self._model.place.reports:
             return None
-        shares, mismatch = (
-            combine_metrics([_floats(getattr(part, name)) for part in parts]) for name in ("metrics", "mismatch")
-        )
-        whole = {
-            "grad_norm": grad_norm,
-            "lr": learning_rate,
-            "wd": self._policy.megatron_cfg.optimizer.weight_decay,
-            "skipped_steps": not finite,
-        }
-        return shares | {name: float(value) for name, value in whole.items()}, mismatch
+        measured = [{"grad_norm": torch.as_tensor(grad_norm)}, *(part.metrics for part in parts)]
+        norm, *each = floats([*measured, *(part.mismatch for part in parts)])
+        shares, mismatch = combine_metrics(each[: len(parts)]), combine_metrics(each[len(parts) :])
+        weight_decay = self._policy.megatron_cfg.optimizer.weight_decay
+        return shares | norm | {"lr": learning_rate, "wd": weight_decay, "skipped_steps": float(not finite)}, mismatch
 
     def take_memory(self) -> Peaks:
         """Peak memory of the phases since the last call; empty on a CPU."""
@@ -299,7 +294,3 @@ class MegatronWorker:
             return forward_scores(
                 self._model, tokens_BT, lengths_B, self._logprob_layout, self._temperature, between, loss
             )
-
-
-def _floats(metrics: Metrics) -> dict[str, float]:
-    return {name: value.item() for name, value in metrics.items()}
