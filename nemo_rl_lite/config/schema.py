@@ -183,6 +183,13 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class DataParallelConfig:
+    overlap_grad_reduce: bool | Literal["auto"]
+    overlap_param_gather: bool | Literal["auto"]
+    bucket_size: PositiveInt | None
+
+
+@dataclass(frozen=True, config=STRICT)
 class MegatronConfig:
     tensor_model_parallel_size: PositiveInt
     pipeline_model_parallel_size: PositiveInt
@@ -196,6 +203,7 @@ class MegatronConfig:
     offload_modules: list[OffloadModule] | None
     activation_offload_fraction: Fraction
     peft: LoraConfig
+    distributed_data_parallel_config: DataParallelConfig
     optimizer: OptimizerConfig
     scheduler: SchedulerConfig
 

@@ -56,7 +56,7 @@ def forward_scores(
             # `before` goes by the pace of the micro-batches, so that the host waits for each.
             return {name: values.to("cpu", non_blocking=before is None) for name, values in scores.items()}
 
-        return scores_of(micro, temperature, loss), on_host
+        return scores_of(micro, temperature, loss, model.gather.wait_for), on_host
 
     with torch.no_grad(), activations.suspended(model.chunks):
         parts = _run(model, micro_batches, score, forward_only=True, before=before)
@@ -107,7 +107,7 @@ def forward_backward(
             value, metrics = loss_of(loss, logprobs_BT, whole, counts)
             return value * scale, Trained(metrics, mismatch)
 
-        return scores_of(micro, temperature, loss), scaled_loss
+        return scores_of(micro, temperature, loss, model.gather.wait_for), scaled_loss
 
     with activations.training_pass(model.chunks, len(micro_batches)):
         return _run(model, micro_batches, train, forward_only=False)
