@@ -184,8 +184,8 @@ class LoraConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class DataParallelConfig:
-    overlap_grad_reduce: bool | Literal["auto"]
-    overlap_param_gather: bool | Literal["auto"]
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
     bucket_size: PositiveInt | None
 
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from nemo_rl_lite.config.algorithms import algorithm_of, generates
 from nemo_rl_lite.config.parallel import ParallelDims
-from nemo_rl_lite.config.schema import Config, GRPOConfig, MegatronConfig, PolicyConfig, RolloutAlgorithmConfig
+from nemo_rl_lite.config.schema import Config, GRPOConfig, PolicyConfig, RolloutAlgorithmConfig
 
 BatchMode = Literal["fixed", "dynamic", "packed"]
 # The policy computes the logits of this many entries of the vocabulary at a time.
@@ -65,17 +65,6 @@ def batch_mode(policy: PolicyConfig, on_gpu: bool) -> BatchMode:
     if packs == "auto":
         packs = on_gpu and policy.precision == "bfloat16" and not policy.dynamic_batching.enabled
     return "packed" if packs else "dynamic" if policy.dynamic_batching.enabled else "fixed"
-
-
-def exchange_overlap(parallel: MegatronConfig, on_gpu: bool, replicas: int) -> tuple[bool, bool]:
-    """Whether `replicas` reduce gradients while they compute them, and gather weights while they use others. `auto`
-    does on GPUs, and gathers where gradients overlap and there are sharded weights to gather."""
-    wanted, several = parallel.distributed_data_parallel_config, replicas > 1
-    gradients = on_gpu if wanted.overlap_grad_reduce == "auto" else wanted.overlap_grad_reduce
-    weights = wanted.overlap_param_gather
-    if weights == "auto":
-        weights = on_gpu and gradients and parallel.optimizer.use_distributed_optimizer
-    return gradients and several, weights and several
 
 
 def sequences_together(config: Config) -> int:

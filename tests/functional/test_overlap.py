@@ -30,7 +30,7 @@ LORA = ["policy.megatron_cfg.peft.enabled=true", "policy.megatron_cfg.peft.dim=2
 NOT_SHARDED = ["policy.megatron_cfg.optimizer.use_distributed_optimizer=false"]
 # Each layout, and the ways of exchange that are compared with the one that does not overlap.
 LAYOUTS: dict[str, tuple[int, list[str], dict[str, list[str]]]] = {
-    "one micro-batch": (2, ONE, {"gradients": GRADIENTS, "both": BOTH}),
+    "one micro-batch": (2, ONE, {"both": BOTH}),
     "several micro-batches": (2, SEVERAL, {"gradients": GRADIENTS, "both": BOTH, "one bucket": [BOTH[0], BOTH[2]]}),
     "moved": (2, [*SEVERAL, "offload=pinned"], {"both": BOTH}),
     "adapters": (2, [*SEVERAL, *LORA], {"both": [*BOTH, f"{DDP}.bucket_size=500"]}),

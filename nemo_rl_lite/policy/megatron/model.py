@@ -129,7 +129,7 @@ def build_model(
         return routers.freeze(bare) if parallel.freeze_moe_router else bare
 
     chunks = provider.provide_distributed_model(
-        ddp_config=ddp_config(parallel, on_gpu, parallel_state.get_data_parallel_world_size()),
+        ddp_config=ddp_config(parallel, parallel_state.get_data_parallel_world_size()),
         wrap_with_ddp=trains,
         use_cpu_initialization=not on_gpu,
         pre_wrap_hook=before_wrapping if adapted is not None or parallel.freeze_moe_router else None,

@@ -7,20 +7,20 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.config.schema import MegatronConfig
-from nemo_rl_lite.config.sizes import exchange_overlap
 
 
-def ddp_config(parallel: MegatronConfig, on_gpu: bool, replicas: int) -> Any:
+def ddp_config(parallel: MegatronConfig, replicas: int) -> Any:
     """The options of megatron-core's DistributedDataParallel."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    gradients, weights = exchange_overlap(parallel, on_gpu, replicas)
+    options = parallel.distributed_data_parallel_config
     return DistributedDataParallelConfig(
         use_distributed_optimizer=parallel.optimizer.use_distributed_optimizer,
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=gradients,
-        overlap_param_gather=weights,
-        bucket_size=parallel.distributed_data_parallel_config.bucket_size if gradients else None,
+        # Also of a single replica, because some checkpoints have its buckets, for any number of replicas.
+        overlap_grad_reduce=options.overlap_grad_reduce,
+        overlap_param_gather=options.overlap_param_gather and replicas > 1,
+        bucket_size=options.bucket_size,
         # The worker looks at all ranks' gradients at once, and skips the step.
         check_for_nan_in_grad=False,
     )
