@@ -7,7 +7,7 @@ from nemo_rl_lite.algorithms.report import Report
 from nemo_rl_lite.algorithms.steps import Steps, ValidationTimes
 from nemo_rl_lite.config.schema import SupervisedConfig
 from nemo_rl_lite.data.examples import TrainingExamples
-from nemo_rl_lite.losses.batch import TokenRow
+from nemo_rl_lite.losses.batch import TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.policy.interface import HeldBatch, Policy, Scored
@@ -51,7 +51,7 @@ class Supervised:
         timer, scored = Timer(), self._scored
         with timer("total_step_time"):
             with timer("data_processing"):
-                rows = self.training.rows(step - 1)
+                rows = TokenRows.of(self.training.rows(step - 1))
                 batch = self.policy.hold(rows)
             if scored:
                 with timer("logprob_inference_prep"):
@@ -114,14 +114,14 @@ class Supervised:
         return step / self.training.steps_per_epoch if self.training.steps_per_epoch else 0.0
 
 
-def _counts(rows: Sequence[TokenRow]) -> dict[str, float]:
-    sequences, tokens = float(len(rows)), float(sum(sum(row.mask) for row in rows))
+def _counts(rows: TokenRows) -> dict[str, float]:
+    sequences, tokens = float(len(rows)), float(rows.mask.sum())
     return {
         "global_valid_seqs": sequences,
         "global_valid_toks": tokens,
         "num_valid_samples": sequences,
         "num_unmasked_tokens": tokens,
-        "total_num_tokens": float(sum(len(row.tokens) for row in rows)),
+        "total_num_tokens": float(rows.lengths.sum()),
     }
 
 

@@ -20,6 +20,7 @@ _MEGATRON = "policy.megatron_cfg"
 _DISTRIBUTED = f"{_MEGATRON}.optimizer.use_distributed_optimizer"
 _LAYOUT = (
     *(f"{_MEGATRON}.{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")),
+    *(f"{_MEGATRON}.distributed_data_parallel_config.{name}" for name in ("overlap_grad_reduce", "bucket_size")),
     _DISTRIBUTED,
 )
 # Float32 parameters have no separate main copies. Only megatron-core's distributed optimizer, where it saves by
@@ -88,11 +89,13 @@ def find_start(
         return Start()
     saved = found.record.get("config", {})
     changes = changed(saved, whole_config)
-    fixed = _fixed(dict(leaves(saved)), dict(leaves(whole_config)))
+    before_all = dict(leaves(saved))
+    fixed = _fixed(before_all, dict(leaves(whole_config)))
     wrong = [
         Violation(key, now, f"{found.path} was saved with {before!r}", "the saved value, or another folder")
         for key, (before, now) in changes.items()
-        if _is_within(key, fixed)
+        # A key that the saved configuration does not have is newer than the checkpoint.
+        if _is_within(key, fixed) and key in before_all
     ]
     wrong += _of_another_model(config, changes, found.path)
     last, key = config.algorithm.max_num_steps, "algorithm.max_num_steps"

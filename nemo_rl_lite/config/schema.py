@@ -186,6 +186,13 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class DataParallelConfig:
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    bucket_size: PositiveInt | None
+
+
+@dataclass(frozen=True, config=STRICT)
 class MegatronConfig:
     tensor_model_parallel_size: PositiveInt
     pipeline_model_parallel_size: PositiveInt
@@ -199,6 +206,7 @@ class MegatronConfig:
     offload_modules: list[OffloadModule] | None
     activation_offload_fraction: Fraction
     peft: LoraConfig
+    distributed_data_parallel_config: DataParallelConfig
     optimizer: OptimizerConfig
     scheduler: SchedulerConfig
 

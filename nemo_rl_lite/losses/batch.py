@@ -3,25 +3,107 @@
 Shapes: B sequences, T tokens, k of the vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any, overload
 
+import numpy as np
 import torch
 from torch import Tensor
+
+# The arrays of `TokenRow` and `TokenRows` that have an entry for each token.
+OF_TOKENS = {"tokens": np.int32, "mask": np.bool_, "generation_logprobs": np.float32, "ages": np.int32}
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One sequence without padding; a list has an entry for each token."""
+    """One sequence without padding; a list, or an array, has an entry for each token."""
 
-    tokens: Sequence[int]
-    mask: Sequence[bool]
+    tokens: Sequence[int] | np.ndarray
+    mask: Sequence[bool] | np.ndarray
     """Whether the loss is on the token."""
-    generation_logprobs: Sequence[float] | None = None
+    generation_logprobs: Sequence[float] | np.ndarray | None = None
     """The engine's logprobs of the tokens that it sampled, in nats; 0 for the others."""
     advantage: float | None = None
-    ages: Sequence[int] | None = None
+    ages: Sequence[int] | np.ndarray | None = None
     """Optimizer steps from the weights that sampled the token to those that the step begins with; 0 for the others."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRows(Sequence[TokenRow]):
+    """Rows joined end to end, N tokens together: one array for each field, so that they are sent, counted and padded as
+    a whole. Single rows are views. A field that the rows do not have is None."""
+
+    lengths: np.ndarray
+    """Tokens of each row, [B]."""
+    tokens: np.ndarray
+    """[N], as are the other fields of `OF_TOKENS`."""
+    mask: np.ndarray
+    generation_logprobs: np.ndarray | None
+    advantages: np.ndarray | None
+    """[B]."""
+    ages: np.ndarray | None
+
+    @classmethod
+    def of(cls, rows: Sequence[TokenRow]) -> "TokenRows":
+        """Join rows; what is joined stays as it is."""
+        if isinstance(rows, TokenRows):
+            return rows
+
+        def joined(name: str) -> np.ndarray:
+            return np.concatenate([np.empty(0, OF_TOKENS[name]), *(_array(getattr(row, name), name) for row in rows)])
+
+        present = [name for name in OF_TOKENS if rows and getattr(rows[0], name) is not None]
+        own: dict[str, Any] = dict.fromkeys(OF_TOKENS) | {name: joined(name) for name in {*present, "tokens", "mask"}}
+        advantages = np.array([row.advantage for row in rows]) if rows and rows[0].advantage is not None else None
+        return cls(np.array([len(row.tokens) for row in rows], np.int64), advantages=advantages, **own)
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Where each row ends in the arrays of tokens, [B]."""
+        return self.lengths.cumsum()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "TokenRows": ...
+
+    def __getitem__(self, index: int | slice) -> "TokenRow | TokenRows":
+        if isinstance(index, slice):
+            return self.select(range(*index.indices(len(self))))
+        place = range(len(self))[index]
+        end = int(self.ends[place])
+        own = slice(end - int(self.lengths[place]), end)
+        advantage = None if self.advantages is None else float(self.advantages[place])
+        return TokenRow(advantage=advantage, **{name: values[own] for name, values in self._of_tokens()})
+
+    def select(self, index: Sequence[int]) -> "TokenRows":
+        """The rows at `index`, in its order; neighbours are a view."""
+        rows = np.asarray(index, np.int64)
+        starts, lengths = (self.ends - self.lengths)[rows], self.lengths[rows]
+        places: Any = np.arange(lengths.sum()) + np.repeat(starts - (lengths.cumsum() - lengths), lengths)
+        if len(rows) and (np.diff(rows) == 1).all():
+            places = slice(int(starts[0]), int(starts[0] + lengths.sum()))
+        own = {name: values[places] for name, values in self._of_tokens()}
+        advantages = None if self.advantages is None else self.advantages[rows]
+        return replace(self, lengths=lengths, advantages=advantages, **own)
+
+    def _of_tokens(self) -> Iterable[tuple[str, np.ndarray]]:
+        return ((name, getattr(self, name)) for name in OF_TOKENS if getattr(self, name) is not None)
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Begin to copy `values` to `device`. Work there sees the copy; the host waits neither for it nor for work before
+    it, because a GPU reads from page-locked memory by itself."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+def _array(values: Any, name: str) -> np.ndarray:
+    return np.asarray(values, OF_TOKENS[name])
 
 
 @dataclass(frozen=True)
@@ -58,27 +140,33 @@ class Batch:
     @classmethod
     def padded(cls, rows: Sequence[TokenRow]) -> "Batch":
         """The rows as tensors, padded to the longest of them."""
-        lengths = [len(row.tokens) for row in rows]
-        shape = (len(rows), max(lengths))
-        tokens_BT, mask_BT = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-        logprobs_BT = None if rows[0].generation_logprobs is None else torch.zeros(shape)
-        ages_BT = None if rows[0].ages is None else torch.zeros(shape, dtype=torch.int64)
-        for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            tokens_BT[place, :length] = torch.tensor(row.tokens)
-            mask_BT[place, :length] = torch.tensor(row.mask, dtype=torch.float32)
-            if logprobs_BT is not None:
-                logprobs_BT[place, :length] = torch.tensor(row.generation_logprobs)
-            if ages_BT is not None:
-                ages_BT[place, :length] = torch.tensor(row.ages)
-        advantages_B = None if rows[0].advantage is None else torch.tensor([row.advantage for row in rows])
-        return cls(tokens_BT, torch.tensor(lengths), mask_BT, logprobs_BT, advantages_B, ages_BT)
+        joined = TokenRows.of(rows)
+        inside_BT = np.arange(joined.lengths.max()) < joined.lengths[:, None]
+
+        def laid_out(values: np.ndarray | None, dtype: Any) -> Tensor | None:
+            if values is None:
+                return None
+            padded_BT = np.zeros(inside_BT.shape, dtype)
+            padded_BT[inside_BT] = values
+            return torch.from_numpy(padded_BT)
+
+        advantages_B = None if joined.advantages is None else torch.tensor(joined.advantages, dtype=torch.float32)
+        return cls(
+            laid_out(joined.tokens, np.int64),  # pyrefly: ignore  # rows have tokens and a mask
+            torch.tensor(joined.lengths),
+            laid_out(joined.mask, np.float32),  # pyrefly: ignore
+            laid_out(joined.generation_logprobs, np.float32),
+            advantages_B,
+            laid_out(joined.ages, np.int64),
+        )
 
     def rows(self, index: Tensor | slice, width: int | None = None) -> "Batch":
         """The rows at `index`, cut to `width` tokens."""
         return self._each(lambda values: values[index, :width] if values.dim() > 1 else values[index])
 
     def to(self, device: torch.device) -> "Batch":
-        return self._each(lambda values: values.to(device))
+        """Begin to copy all fields to `device`: see `sent`."""
+        return self._each(lambda values: sent(values, device))
 
     def require(self, *names: str) -> tuple[Tensor, ...]:
         """The fields of these names. Raises ValueError: one of them is None."""

@@ -5,17 +5,17 @@ is the loss, however the batch was split.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import chain
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nemo_rl_lite.errors import TrainingError
-from nemo_rl_lite.losses.batch import Batch, TokenRow
+from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 
 Metrics = dict[str, Tensor]
 Need = Literal["entropy", "topk_logits"]
@@ -33,12 +33,13 @@ class Normalizers:
 
 def count_masked(rows: Sequence[TokenRow]) -> Normalizers:
     """The counts of `rows`; tokens and sequences are at least 1."""
-    tokens = [sum(row.mask) for row in rows]
-    ages: Counter[int] = Counter()
-    for row in rows:
-        ages.update(compress(row.ages or (), row.mask))
-    sequences = float(sum(map(bool, tokens)))
-    return Normalizers(max(float(sum(tokens)), 1.0), max(sequences, 1.0), dict(sorted(ages.items())))
+    joined = TokenRows.of(rows)
+    tokens = int(joined.mask.sum())
+    ages, counts = np.unique(() if joined.ages is None else joined.ages[joined.mask], return_counts=True)
+    before = np.concatenate([[0], joined.mask.cumsum()])
+    sequences = int((before[joined.ends] > before[joined.ends - joined.lengths]).sum())
+    by_age = {int(age): count for age, count in zip(ages, counts.tolist(), strict=True)}
+    return Normalizers(max(float(tokens), 1.0), max(float(sequences), 1.0), by_age)
 
 
 class Loss(Protocol):
@@ -70,9 +71,12 @@ def loss_of(loss: Loss, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) 
     own = f"algorithm.loss: what {type(loss).__name__} returns"
     if "loss" not in metrics:
         raise TrainingError(f"{own} has no metric 'loss', which a run prints; its metrics: {', '.join(metrics)}")
-    # A loss may return a constant where no token of the micro-batch is trained on.
-    if logprobs_BT.requires_grad and not getattr(value, "requires_grad", False) and batch.mask.any():
-        raise TrainingError(f"{own} has no gradient (was it detached?), so that nothing would be trained")
+    if logprobs_BT.requires_grad and not getattr(value, "requires_grad", False):
+        # A loss may return a constant where no token of the micro-batch is trained on.
+        if batch.mask.any():
+            raise TrainingError(f"{own} has no gradient (was it detached?), so that nothing would be trained")
+        # Gradients of 0: other ranks wait for those of this one.
+        value = value + masked_sum(logprobs_BT, batch.mask)
     return value, metrics
 
 
@@ -89,6 +93,21 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 def mean_over_tokens(values: Tensor, mask_BT: Tensor, counts: Normalizers) -> Tensor:
     """This micro-batch's share of a mean over the tokens of the global batch, of values that broadcast to [B, T]."""
     return masked_sum(values.float().expand_as(mask_BT), mask_BT) / counts.tokens
+
+
+def floats(shares: Sequence[Metrics]) -> list[dict[str, float]]:
+    """The metrics of several micro-batches as numbers. The host waits for their device once, however many they are."""
+    values = [value.detach().reshape(()) for share in shares for value in share.values()]
+    kinds: dict[torch.device, dict[torch.dtype, list[int]]] = {}
+    for place, value in enumerate(values):
+        kinds.setdefault(value.device, {}).setdefault(value.dtype, []).append(place)
+    numbers = [math.nan] * len(values)
+    for of_device in kinds.values():
+        joined = torch.cat([torch.stack([values[place] for place in own]).double() for own in of_device.values()])
+        for place, number in zip(chain.from_iterable(of_device.values()), joined.tolist(), strict=True):
+            numbers[place] = number
+    found = iter(numbers)
+    return [{name: next(found) for name in share} for share in shares]
 
 
 def combine_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """The policy-gradient loss of GRPO and its variants as a pure function of logprobs. Shapes: B sequences, T tokens."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -104,12 +105,12 @@ def grpo_loss(options: GRPOConfig) -> GRPOLoss:
 
 def _spread(name: str, values: Tensor, mask_BT: Tensor, counts: Normalizers) -> Metrics:
     """Mean, smallest and largest of values that broadcast to the mask, over its tokens."""
-    values_BT = values.expand_as(mask_BT)
-    kept = values_BT[mask_BT > 0]
+    # The values that a boolean index keeps are counted first, for which the host would wait.
+    values_BT, kept_BT = values.expand_as(mask_BT), mask_BT > 0
     return {
         name: mean_over_tokens(values, mask_BT, counts),
-        f"{name}_min": kept.min() if kept.numel() else values_BT.new_tensor(float("inf")),
-        f"{name}_max": kept.max() if kept.numel() else values_BT.new_tensor(float("-inf")),
+        f"{name}_min": torch.where(kept_BT, values_BT, math.inf).min(),
+        f"{name}_max": torch.where(kept_BT, values_BT, -math.inf).max(),
     }
 
 

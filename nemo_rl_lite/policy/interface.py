@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from nemo_rl_lite.losses.batch import TokenRow
+from nemo_rl_lite.losses.batch import TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.offload.mover import Move
 
@@ -20,7 +20,7 @@ class HeldBatch:
     """Rows that the workers hold, each replica those that it trains on. The scores of these rows stay there."""
 
     name: str
-    rows: Sequence[TokenRow]
+    rows: TokenRows
 
 
 @dataclass(frozen=True)

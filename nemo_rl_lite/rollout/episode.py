@@ -6,9 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from nemo_rl_lite.data.problems import Message, Problem
 from nemo_rl_lite.generation.interface import Completion
-from nemo_rl_lite.losses.batch import TokenRow
+from nemo_rl_lite.losses.batch import OF_TOKENS, TokenRow
 
 Ending = Literal["stop", "length", "turns", "error"]
 """The policy, the environment or the agent ended it; it was cut for lack of room; no turn is left; its environment or
@@ -117,9 +119,10 @@ class Episode:
         """The episode to train on, by a policy of this version: the loss is on the tokens that were sampled, or on none
         where the episode is left out or has no reward."""
         length = len(self.tokens)
-        mask, logprobs, ages = [False] * length, [0.0] * length, [0] * length
+        mask, logprobs, ages = (np.zeros(length, OF_TOKENS[name]) for name in ("mask", "generation_logprobs", "ages"))
         for start, completion in self.turns:
             own = slice(start, start + len(completion.tokens))
-            mask[own], logprobs[own] = [self.is_trained] * len(completion.tokens), completion.logprobs
-            ages[own] = [version - sampled for sampled in completion.versions]
-        return TokenRow(self.tokens, mask, logprobs, 0.0 if self.reward is None else advantage, ages)
+            mask[own], logprobs[own] = self.is_trained, completion.logprobs
+            ages[own] = version - np.asarray(completion.versions, OF_TOKENS["ages"])
+        tokens = np.asarray(self.tokens, OF_TOKENS["tokens"])
+        return TokenRow(tokens, mask, logprobs, 0.0 if self.reward is None else advantage, ages)

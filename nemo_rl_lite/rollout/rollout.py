@@ -8,7 +8,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.losses.batch import TokenRow
+from nemo_rl_lite.losses.batch import TokenRows
 from nemo_rl_lite.observability.samples import Sample, spread, text_of
 from nemo_rl_lite.rollout.episode import Activity, Episode
 
@@ -50,10 +50,11 @@ class Rollout:
         """Tokens that the policy sampled."""
         return sum(episode.generated for episode in self.episodes)
 
-    def rows(self, advantages: Sequence[float], version: int) -> list[TokenRow]:
+    def rows(self, advantages: Sequence[float], version: int) -> TokenRows:
         """The episodes to train on, with an advantage each, by a policy of this version. Those whose reward failed have
         no token with a loss."""
-        return [episode.row(advantage, version) for episode, advantage in zip(self.episodes, advantages, strict=True)]
+        each = zip(self.episodes, advantages, strict=True)
+        return TokenRows.of([episode.row(advantage, version) for episode, advantage in each])
 
     def metrics(self) -> dict[str, float]:
         """Rollout metrics under NeMo-RL's names."""

@@ -5,7 +5,7 @@ from dataclasses import fields
 from nemo_rl_lite.config.algorithms import ALGORITHMS, compares, generates
 from nemo_rl_lite.config.engines import ENGINES, engine_of
 from nemo_rl_lite.config.schema import AgentConfig, Config, EnvironmentConfig, GRPOConfig
-from nemo_rl_lite.config.sizes import batch_mode, has_endpoint, on_gpus
+from nemo_rl_lite.config.sizes import batch_mode, has_endpoint, on_gpus, parallel_dims
 from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
 from nemo_rl_lite.data.sources import ROWS, TASKS
 from nemo_rl_lite.environments import registry as environments
@@ -13,6 +13,7 @@ from nemo_rl_lite.rewards.registry import INSTANT
 from nemo_rl_lite.rewards.terms import terms_of
 from nemo_rl_lite.rules.layout import MEGATRON
 from nemo_rl_lite.rules.loss_effects import LOSS_EFFECTS
+from nemo_rl_lite.rules.policy import DATA_PARALLEL
 from nemo_rl_lite.rules.step_effects import STEP_EFFECTS, Effect, validates
 
 _OPTIMIZER = f"{MEGATRON}.optimizer"
@@ -146,6 +147,16 @@ EFFECTS = (
         (f"{MEGATRON}.offload_modules", f"{MEGATRON}.activation_offload_fraction"),
         lambda config: config.policy.megatron_cfg.fine_grained_activation_offloading,
         f"{MEGATRON}.fine_grained_activation_offloading=true",
+    ),
+    Effect(
+        (DATA_PARALLEL,),
+        lambda config: parallel_dims(config).dp != 1,
+        "several data-parallel replicas, which exchange gradients and weights",
+    ),
+    Effect(
+        (f"{DATA_PARALLEL}.bucket_size",),
+        lambda config: config.policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce,
+        f"{DATA_PARALLEL}.overlap_grad_reduce=true",
     ),
     Effect(
         tuple(f"{_OPTIMIZER}.{name}" for name in ("adam_beta1", "adam_beta2", "adam_eps")),

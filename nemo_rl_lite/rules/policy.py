@@ -6,6 +6,8 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rules.base import rule
 
+DATA_PARALLEL = "policy.megatron_cfg.distributed_data_parallel_config"
+
 
 @rule("policy.megatron_cfg.optimizer.optimizer", "policy.megatron_cfg.optimizer.use_distributed_optimizer")
 def optimizer_can_be_sharded(config: Config) -> Iterator[Violation]:
@@ -13,6 +15,25 @@ def optimizer_can_be_sharded(config: Config) -> Iterator[Violation]:
     if optimizer.optimizer == "sgd" and optimizer.use_distributed_optimizer:
         key = "policy.megatron_cfg.optimizer.use_distributed_optimizer"
         yield Violation(key, True, "megatron-core shards the states of adam only, not of sgd", f"{key}=false")
+
+
+@rule(DATA_PARALLEL, "policy.megatron_cfg.optimizer.use_distributed_optimizer")
+def gathered_weights_are_sharded(config: Config) -> Iterator[Violation]:
+    parallel, key = config.policy.megatron_cfg, f"{DATA_PARALLEL}.overlap_param_gather"
+    if not parallel.distributed_data_parallel_config.overlap_param_gather:
+        return
+    if not parallel.optimizer.use_distributed_optimizer:
+        sharded = "policy.megatron_cfg.optimizer.use_distributed_optimizer"
+        rule_text = (
+            "gathers what a sharded optimizer leaves with one replica each, and use_distributed_optimizer is off"
+        )
+        yield Violation(key, True, rule_text, f"{key}=false, or {sharded}=true")
+    if not parallel.distributed_data_parallel_config.overlap_grad_reduce:
+        gradients = f"{DATA_PARALLEL}.overlap_grad_reduce"
+        rule_text = (
+            "gathers in the buckets in which gradients are reduced, and without overlap_grad_reduce there is one"
+        )
+        yield Violation(key, True, rule_text, f"{gradients}=true, or {key}=false")
 
 
 @rule("policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler")

@@ -95,7 +95,7 @@ def compare(batch: Batch, logits_BTV: torch.Tensor, rows: list[TokenRow], layout
 
 
 def scores(micro, hidden_nSV: torch.Tensor, layer, loss) -> dict[str, torch.Tensor]:
-    return scores_of(micro, TEMPERATURE, loss)(hidden_nSV.transpose(0, 1), layer, None)
+    return scores_of(micro, TEMPERATURE, loss, lambda weight: None)(hidden_nSV.transpose(0, 1), layer, None)
 
 
 def own_part():

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_rl_lite.losses.batch import Batch
+from nemo_rl_lite.losses.batch import Batch, sent
 from nemo_rl_lite.losses.interface import Loss, Metrics, Normalizers, loss_of
 from nemo_rl_lite.losses.mismatch import mismatch_metrics
 from nemo_rl_lite.observability import progress
@@ -53,14 +53,17 @@ def forward_scores(
 
     def score(micro: ModelInput) -> Last:
         def on_host(scores: dict[str, Tensor], non_loss_data: bool) -> dict[str, Tensor]:
-            return {name: values.cpu() for name, values in scores.items()}
+            # `before` goes by the pace of the micro-batches, so that the host waits for each.
+            return {name: values.to("cpu", non_blocking=before is None) for name, values in scores.items()}
 
-        return scores_of(micro, temperature, loss), on_host
+        return scores_of(micro, temperature, loss, model.gather.wait_for), on_host
 
     with torch.no_grad(), activations.suspended(model.chunks):
         parts = _run(model, micro_batches, score, forward_only=True, before=before)
     if not model.place.has_logits:
         return None
+    if model.device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
     whole = {
         name: torch.zeros((*tokens_BT.shape, *values.shape[2:]), dtype=values.dtype)
         for name, values in parts[0].items()
@@ -104,7 +107,7 @@ def forward_backward(
             value, metrics = loss_of(loss, logprobs_BT, whole, counts)
             return value * scale, Trained(metrics, mismatch)
 
-        return scores_of(micro, temperature, loss), scaled_loss
+        return scores_of(micro, temperature, loss, model.gather.wait_for), scaled_loss
 
     with activations.training_pass(model.chunks, len(micro_batches)):
         return _run(model, micro_batches, train, forward_only=False)
@@ -116,10 +119,11 @@ def _agreed_cut(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layo
     if model.place.data_size > 1 and layout.mode != "fixed":
         most = torch.tensor(len(micro_batches), device=model.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        if len(micro_batches) < most:
-            micro_batches = cut(tokens_BT, lengths_B, layout, at_least=int(most))
-        if len(micro_batches) != most:
-            raise RuntimeError(f"{len(lengths_B)} sequences make {len(micro_batches)} micro-batches, not {int(most)}")
+        wanted = int(most)
+        if len(micro_batches) < wanted:
+            micro_batches = cut(tokens_BT, lengths_B, layout, at_least=wanted)
+        if len(micro_batches) != wanted:
+            raise RuntimeError(f"{len(lengths_B)} sequences make {len(micro_batches)} micro-batches, not {wanted}")
     return micro_batches
 
 
@@ -138,7 +142,7 @@ def _run(
     def step(own: Iterator[ModelInput], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         host = next(own)
         micro = host.to(model.device)
-        positions = host.positions().to(model.device)
+        positions = sent(host.positions(), model.device)
         scores, on_scores = last(micro)
         inputs = {**options, "output_processor": scores, **_attention(host, model.device)}
         return chunk(micro.tokens_nS, positions, **inputs), on_scores
@@ -175,9 +179,7 @@ def _attention(micro: ModelInput, device: torch.device) -> dict[str, Any]:
         return {"attention_mask": None}
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    boundaries = micro.boundaries()
-    longest = int(boundaries.diff().max())
-    boundaries = boundaries.to(device)
+    boundaries, longest = sent(micro.boundaries(), device), max(micro.pieces)
     params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=boundaries,

@@ -7,6 +7,7 @@ Logprobs and gradients do not depend on the layout, beyond floating-point roundi
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from nemo_rl_lite.config.automatic import mb_tokens
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.config.sizes import BatchMode, batch_mode
+from nemo_rl_lite.losses.batch import sent
 
 
 @dataclass(frozen=True)
@@ -69,36 +71,43 @@ class ModelInput:
     """Tokens of each, [b]."""
     starts: Tensor
     """The index of each one's first token in `tokens_nS.flatten()`, [b]."""
-    width: int
-    """Tokens of the longest sequence."""
+    own_lengths: tuple[int, ...]
+    """The same as `lengths`, on the host."""
     packed: bool
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.own_lengths)
 
     def to(self, device: torch.device) -> "ModelInput":
         """Copy all tensors but `rows` to `device`."""
         names = ("tokens_nS", "lengths", "starts")
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+        return replace(self, **{name: sent(getattr(self, name), device) for name in names})
+
+    @property
+    def pieces(self) -> list[int]:
+        """Tokens of the packed sequences, and of the padding that follows as one more."""
+        padding = self.tokens_nS.numel() - sum(self.own_lengths)
+        return [*self.own_lengths, padding] if padding else list(self.own_lengths)
 
     def boundaries(self) -> Tensor:
-        """Cumulative lengths of the packed sequences, int32 [b + 1], or [b + 2] where padding follows as one more."""
-        ends = (self.starts + self.lengths).tolist()
-        total = self.tokens_nS.numel()
-        return torch.tensor([0, *ends, *([total] if ends[-1] < total else [])], dtype=torch.int32)
+        """Cumulative lengths of the `pieces`, int32 [pieces + 1], on the host."""
+        return torch.tensor([0, *accumulate(self.pieces)], dtype=torch.int32)
 
     def positions(self) -> Tensor:
         """Each token's place in its sequence, [n, S]."""
         count = torch.arange(self.tokens_nS.shape[1])
         if not self.packed:
             return count.expand_as(self.tokens_nS)
-        boundaries = self.boundaries().long()
-        return (count - boundaries[:-1].repeat_interleave(boundaries.diff()))[None]
+        return torch.cat([count[:length] for length in self.pieces])[None]
 
     def hidden_from(self) -> Tensor:
         """The attention mask: bool [1, 1, S, S], true (hidden) above the diagonal and between packed sequences."""
         length = self.tokens_nS.shape[1]
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
         if self.packed:
-            boundaries = self.boundaries().long()
-            sequence = torch.arange(len(boundaries) - 1).repeat_interleave(boundaries.diff())
+            sequence = torch.cat([torch.full((length,), place) for place, length in enumerate(self.pieces)])
             hidden |= sequence[:, None] != sequence[None, :]
         return hidden[None, None]
 
@@ -128,15 +137,16 @@ def _pad(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout
     longest = tokens_BT.shape[1] if layout.mode == "fixed" else max(lengths[row] for row in group)
     width = layout.rounded(longest)
     padded = torch.nn.functional.pad(tokens_BT[rows, :width], (0, max(width - tokens_BT.shape[1], 0)))
-    own = torch.tensor([lengths[row] for row in group])
-    return ModelInput(rows, padded, own, torch.arange(len(group)) * width, int(own.max()), packed=False)
+    own = tuple(lengths[row] for row in group)
+    return ModelInput(rows, padded, torch.tensor(own), torch.arange(len(group)) * width, own, packed=False)
 
 
 def _pack(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> ModelInput:
-    own = torch.tensor([lengths[row] for row in group])
+    own = tuple(lengths[row] for row in group)
     joined = torch.cat([tokens_BT[row, : lengths[row]] for row in group])
     padded = torch.nn.functional.pad(joined, (0, layout.rounded(len(joined)) - len(joined)))
-    return ModelInput(torch.tensor(group), padded[None], own, own.cumsum(0) - own, int(own.max()), packed=True)
+    starts = torch.tensor([0, *accumulate(own[:-1])])
+    return ModelInput(torch.tensor(group), padded[None], torch.tensor(own), starts, own, packed=True)
 
 
 def _similar_lengths(lengths: Sequence[int], limit: int, at_least: int) -> list[list[int]]:

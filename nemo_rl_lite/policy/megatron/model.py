@@ -4,6 +4,7 @@ import logging
 import math
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.policy.megatron import lora, routers
 from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
+from nemo_rl_lite.policy.megatron.overlap import Gather, ddp_config
 from nemo_rl_lite.policy.megatron.scores import check_scorable
 
 # Fused kernels of Apex and Transformer Engine, which the local layer spec replaces by plain torch.
@@ -65,6 +67,11 @@ class MegatronModel:
     trains: bool = True
     """Whether chunks are wrapped, for their gradients (megatron-core's DistributedDataParallel)."""
 
+    @cached_property
+    def gather(self) -> Gather:
+        """What completes the weights after an optimizer step."""
+        return Gather(self.chunks)
+
     @property
     def bare_chunks(self) -> list[Any]:
         return [chunk.module for chunk in self.chunks] if self.trains else self.chunks
@@ -101,7 +108,6 @@ def build_model(
     prepare_import()
     from megatron.bridge import AutoBridge
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.utils import unwrap_model
 
     bridge = AutoBridge.from_hf_pretrained(path)
@@ -113,12 +119,6 @@ def build_model(
         _set_cpu_kernels(provider)
     provider.finalize()
     provider.initialize_model_parallel(seed=seed, distributed_timeout_minutes=math.ceil(timeout_s / 60))
-    ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=parallel.optimizer.use_distributed_optimizer,
-        grad_reduce_in_fp32=True,
-        # The worker looks at all ranks' gradients at once, and skips the step.
-        check_for_nan_in_grad=False,
-    )
     adapted: Any = lora.adapters(parallel.peft) if parallel.peft.enabled else None
 
     def before_wrapping(bare: list[Any]) -> list[Any]:
@@ -129,7 +129,7 @@ def build_model(
         return routers.freeze(bare) if parallel.freeze_moe_router else bare
 
     chunks = provider.provide_distributed_model(
-        ddp_config=ddp,
+        ddp_config=ddp_config(parallel, parallel_state.get_data_parallel_world_size()),
         wrap_with_ddp=trains,
         use_cpu_initialization=not on_gpu,
         pre_wrap_hook=before_wrapping if adapted is not None or parallel.freeze_moe_router else None,

@@ -10,6 +10,7 @@ from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.offload import cpu_optimizer
 from nemo_rl_lite.policy.megatron.memory import gradient_buffers, torch_optimizers
 from nemo_rl_lite.policy.megatron.model import MegatronModel, torch_dtype
+from nemo_rl_lite.policy.megatron.overlap import connect_schedules
 
 
 def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, Any]:
@@ -39,6 +40,7 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
             bf16=config.precision == "bfloat16",
             params_dtype=dtype,
             use_distributed_optimizer=settings.use_distributed_optimizer,
+            overlap_param_gather=model.gather.overlaps,
             **cpu_optimizer.megatron_options(settings),
         ),
         model.chunks,
@@ -67,6 +69,7 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
         model_config = get_model_config(chunk)
         model_config.finalize_model_grads_func = finalize_model_grads
         model_config.grad_scale_func = optimizer.scale_loss
+        connect_schedules(model.chunks, model_config)
     return optimizer, scheduler
 
 

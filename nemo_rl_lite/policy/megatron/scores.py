@@ -17,9 +17,12 @@ from nemo_rl_lite.policy.megatron.linear_scores import Head, LinearScores
 from nemo_rl_lite.policy.megatron.micro_batches import ModelInput
 
 
-def scores_of(micro: ModelInput, temperature: float, loss: Loss | None) -> Callable[..., dict[str, Tensor]]:
+def scores_of(
+    micro: ModelInput, temperature: float, loss: Loss | None, wait_for: Callable[[Tensor], None]
+) -> Callable[..., dict[str, Tensor]]:
     """A function for megatron-core's `output_processor`, which takes the place of the model's last matrix: returns
     `logprobs` [b, T] of the micro-batch's tokens and, under the names of `Batch`'s fields, what `loss` needs besides.
+    `wait_for` is called with the matrix before it is used, because the forward pass of its module does not run.
     """
     needs = frozenset() if loss is None else needs_of(loss)
     topk = loss.topk if "topk_logits" in needs else 0  # pyrefly: ignore  # a loss with this need has it
@@ -28,6 +31,7 @@ def scores_of(micro: ModelInput, temperature: float, loss: Loss | None) -> Calla
         hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: object
     ) -> dict[str, Tensor]:
         weight_vH = output_layer.weight if output_weight is None else output_weight
+        wait_for(weight_vH)
         head = Head(temperature, soft_cap_of(output_layer), "entropy" in needs, topk, _vocabulary_group())
         if topk and dist.get_world_size(head.group) > 1:
             raise RuntimeError("topk_logits take the whole vocabulary, and tensor parallelism splits it")

@@ -15,7 +15,7 @@ from torch import Tensor
 from nemo_rl_lite.config.schema import ClusterConfig, PolicyConfig, RefitConfig
 from nemo_rl_lite.host import numa
 from nemo_rl_lite.losses.batch import Batch, TokenRow
-from nemo_rl_lite.losses.interface import Loss, Metrics, Normalizers, combine_metrics, loss_of
+from nemo_rl_lite.losses.interface import Loss, Normalizers, combine_metrics, floats, loss_of
 from nemo_rl_lite.losses.mismatch import mismatch_metrics
 from nemo_rl_lite.models.hf_folder import on_host, write_hf_folder
 from nemo_rl_lite.observability import progress
@@ -98,7 +98,7 @@ class MegatronWorker:
 
     def prepare_for_logprob(self) -> None:
         """Enter the logprob phase; every `prepare_for_...` may come after any other, and again."""
-        self._phases.enter(Phase.LOGPROB, working_bytes=self._memory.working_bytes("logprob"))
+        self._leave_training(Phase.LOGPROB, working_bytes=self._memory.working_bytes("logprob"))
 
     def prepare_for_training(self) -> None:
         """Enter the training phase: everything that training needs is on the device."""
@@ -107,16 +107,16 @@ class MegatronWorker:
     def prepare_for_refit(self, engine_bytes: int) -> None:
         """Enter the refit phase. Moves to the host may overlap with an engine on this device that takes `engine_bytes`
         for its weights, if there is room."""
-        self._phases.enter(Phase.REFIT, working_bytes=engine_bytes)
+        self._leave_training(Phase.REFIT, working_bytes=engine_bytes)
 
     def prepare_for_generation(self) -> None:
         """Enter the generation phase: the engines have the room that the residency gives them."""
-        self._phases.enter(Phase.GENERATE)
+        self._leave_training(Phase.GENERATE)
         self._memory.note("generate")
 
     def release_host_memory(self) -> None:
         """Release the host memory of moves at the end of a run, with all components on the device."""
-        self._phases.enter(Phase.TRAIN)
+        self._leave_training(Phase.TRAIN)
         self._phases.release()
 
     def take_moves(self) -> list[tuple[str, Move]]:
@@ -150,11 +150,11 @@ class MegatronWorker:
         if "reference" in which:
             if self._reference is None:
                 raise RuntimeError("the worker was started without reference weights (keep_reference)")
-            self._phases.require(Component.PARAMETERS)
+            self._require_whole(Component.PARAMETERS)
             with self._reference.in_place():
                 batch = replace(batch, reference_logprobs=self._logprobs(batch, then_train=True))
         self._held[name] = batch
-        return _floats(measured) if self._model.place.reports else None
+        return floats([measured])[0] if self._model.place.reports else None
 
     def evaluate(self, rows: int, loss: Loss, counts: Normalizers, name: str = "train") -> dict[str, float] | None:
         """The loss and its metrics of the first `rows` rows of a held batch; None where there are none."""
@@ -165,7 +165,7 @@ class MegatronWorker:
         logprobs_BT = scored.pop("logprobs")
         with torch.no_grad():
             _, metrics = loss_of(loss, logprobs_BT[:rows], replace(batch, **scored).rows(slice(rows)), counts)
-        return _floats(metrics)
+        return floats([metrics])[0]
 
     def train(
         self,
@@ -189,6 +189,7 @@ class MegatronWorker:
             before = [bias.clone() for bias in biases]
             own, layout = self._held[name].rows(rows), self._train_layout
             parts = forward_backward(self._model, own, layout, self._temperature, loss, counts, mismatch_counts)
+            self._model.gather.fall_behind()
             learning_rate = self._optimizer.param_groups[0]["lr"]
             finite, grad_norm = gradients_are_finite(self._model), math.nan
             if finite:
@@ -201,16 +202,11 @@ class MegatronWorker:
             self._phases.recount()
         if not self._model.place.reports:
             return None
-        shares, mismatch = (
-            combine_metrics([_floats(getattr(part, name)) for part in parts]) for name in ("metrics", "mismatch")
-        )
-        whole = {
-            "grad_norm": grad_norm,
-            "lr": learning_rate,
-            "wd": self._policy.megatron_cfg.optimizer.weight_decay,
-            "skipped_steps": not finite,
-        }
-        return shares | {name: float(value) for name, value in whole.items()}, mismatch
+        measured = [{"grad_norm": torch.as_tensor(grad_norm)}, *(part.metrics for part in parts)]
+        norm, *each = floats([*measured, *(part.mismatch for part in parts)])
+        shares, mismatch = combine_metrics(each[: len(parts)]), combine_metrics(each[len(parts) :])
+        weight_decay = self._policy.megatron_cfg.optimizer.weight_decay
+        return shares | norm | {"lr": learning_rate, "wd": weight_decay, "skipped_steps": float(not finite)}, mismatch
 
     def take_memory(self) -> Peaks:
         """Peak memory of the phases since the last call; empty on a CPU."""
@@ -218,7 +214,7 @@ class MegatronWorker:
 
     def plan_refit(self, config: RefitConfig, shared_device: bool, consumers: int) -> RefitPlan | None:
         """See `producer.plan_refit`; rank 0 returns the plan."""
-        self._phases.require(Component.PARAMETERS)
+        self._require_whole(Component.PARAMETERS)
         self._producer = plan_refit(self._model, config, shared_device, consumers)
         return None if self._rank else self._producer.plan
 
@@ -234,12 +230,12 @@ class MegatronWorker:
     def send_weights(self) -> RefitReport | None:
         """Send the current weights to this rank's consumers, if it has any."""
         with self._memory.phase("refit"):
-            self._phases.require(Component.PARAMETERS)
+            self._require_whole(Component.PARAMETERS)
             return self._sender.send()
 
     def begin_save(self, folder: str) -> None:
         """See `PolicyState.begin_save`."""
-        self._phases.require(Component.PARAMETERS, Component.OPTIMIZER_STATES)
+        self._require_whole(Component.PARAMETERS, Component.OPTIMIZER_STATES)
         self._state.begin_save(Path(folder))
 
     def save_is_written(self) -> bool:
@@ -253,12 +249,13 @@ class MegatronWorker:
     def load(self, folder: str) -> None:
         """See `PolicyState.load`."""
         self._phases.enter(Phase.TRAIN)
+        self._model.gather.complete()
         self._state.load(Path(folder))
         self._phases.recount()
 
     def export_hf(self, path: str) -> None:
         """Write the model with its configuration and tokenizer in Hugging Face format to the folder `path`."""
-        self._phases.require(Component.PARAMETERS)
+        self._require_whole(Component.PARAMETERS)
         weights = iter(export_weights(self._model))
         try:
             if self._rank == 0:
@@ -267,6 +264,17 @@ class MegatronWorker:
             # The other ranks take part in the gathers, and keep nothing.
             for _ in weights:
                 pass
+
+    def _leave_training(self, phase: Phase, working_bytes: int | None = None) -> None:
+        """Enter another phase, with whole weights, because they may move."""
+        self._model.gather.complete()
+        self._phases.enter(phase, working_bytes)
+
+    def _require_whole(self, *components: Component) -> None:
+        """Check that the components are on the device, and complete the weights, of which other ranks may have new
+        values. Raises RuntimeError: a component is not on the device."""
+        self._phases.require(*components)
+        self._model.gather.complete()
 
     def _seed_step(self) -> None:
         """Seed the random numbers of a step, such as dropout's, from run, step and replica alone."""
@@ -292,14 +300,10 @@ class MegatronWorker:
         loss: Loss | None = None,
     ) -> dict[str, Tensor] | None:
         """See `forward_scores`. `then_train`: training follows, so what it needs may move to the device meanwhile."""
-        self._phases.require(Component.PARAMETERS)
+        self._require_whole(Component.PARAMETERS)
         working_bytes = self._memory.working_bytes(phase) if then_train else None
         between = self._phases.between_micro_batches(Phase.TRAIN, working_bytes, self._memory.moving)
         with self._memory.phase(phase):
             return forward_scores(
                 self._model, tokens_BT, lengths_B, self._logprob_layout, self._temperature, between, loss
             )
-
-
-def _floats(metrics: Metrics) -> dict[str, float]:
-    return {name: value.item() for name, value in metrics.items()}

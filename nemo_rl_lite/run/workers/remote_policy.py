@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_rl_lite.cluster.workers import Call, WorkerGroup, wait
 from nemo_rl_lite.config.schema import RefitConfig
 from nemo_rl_lite.errors import CheckpointError, WorkerError
-from nemo_rl_lite.losses.batch import TokenRow
+from nemo_rl_lite.losses.batch import TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, summary
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.planning.flops import SequenceFlops
@@ -44,9 +44,10 @@ class RemotePolicy:
         wait(self.group.call("prepare_for_logprob"))
 
     def hold(self, rows: Sequence[TokenRow], name: str = "train") -> HeldBatch:
+        rows = TokenRows.of(rows)
         last = len(rows) - self._together
         shards = [
-            ([rows[index if index < len(rows) else last + index % self._together] for index in own],)
+            (rows.select([index if index < len(rows) else last + index % self._together for index in own]),)
             for own in self._split(rows)
         ]
         self._on_replicas("hold", shards, name)
@@ -66,7 +67,7 @@ class RemotePolicy:
     def work(self, batch: HeldBatch, which: Sequence[Scored]) -> Work | None:
         if self._flops is None:
             return None
-        lengths, scoring = [len(row.tokens) for row in batch.rows], 0.0
+        lengths, scoring = batch.rows.lengths.tolist(), 0.0
         for one in which:
             forward = self._flops.reference if one == "reference" else self._flops.forward
             scoring += sum(map(forward, lengths[self._global_batch :] if one == "later" else lengths))
@@ -175,13 +176,13 @@ class RemotePolicy:
                 raise CheckpointError(error.cause.removeprefix(f"{error.raised}: ")) from error
             raise
 
-    def _split(self, rows: Sequence[TokenRow]) -> list[list[int]]:
+    def _split(self, rows: TokenRows) -> list[list[int]]:
         """Each replica's rows: its share of each optimizer step, one step after the other. The shares of a whole step
         are equal in number and nearly equal in work. Where the last step is not whole, they are neighbours, and the
         last replicas' last indices are `len(rows)` or more."""
         together, shares = self._together, [list[int]() for _ in range(self._replicas)]
         cost: Callable[[int], float] = float if self._flops is None else self._flops.forward
-        costs = [cost(len(row.tokens)) for row in rows]
+        costs = [cost(length) for length in rows.lengths.tolist()]
         for start in range(0, len(rows), self._global_batch):
             count = min(self._global_batch, len(rows) - start)
             each = -(-count // (self._replicas * together))

@@ -17,7 +17,7 @@ from nemo_rl_lite.config.schema import SFTConfig
 from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.host.stopping import Stopping
-from nemo_rl_lite.losses.batch import Batch, TokenRow
+from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 from nemo_rl_lite.losses.sft import SFTLoss
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog
@@ -62,7 +62,7 @@ class RecordingPolicy:
 
     def hold(self, rows, name="train"):
         self.calls.append(f"hold {name}")
-        return HeldBatch(name, rows)
+        return HeldBatch(name, TokenRows.of(rows))
 
     def score(self, batch, which):
         self.calls.append(f"score {batch.name} {'+'.join(which)}")

@@ -80,17 +80,24 @@ def test_a_checkpoint_of_another_kind_of_training_is_an_error(tmp_path, override
 
 
 @pytest.mark.parametrize("layouts", ["any", "data_parallel"])
-def test_another_model_parallel_layout_needs_a_checkpoint_for_any(tmp_path, layouts):
+@pytest.mark.parametrize(
+    ("key", "before", "now"),
+    [
+        ("policy.megatron_cfg.tensor_model_parallel_size", 1, 2),
+        ("policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce", False, True),
+    ],
+    ids=["tensor", "buckets"],
+)
+def test_another_layout_of_the_optimizer_needs_a_checkpoint_for_any(tmp_path, layouts, key, before, now):
     ranks = ["cluster.cpu_ranks=2", "policy.train_micro_batch_size=64"]
     save(tmp_path, 10, *ranks, f"checkpoint.resume_layouts={layouts}")
-    key = "policy.megatron_cfg.tensor_model_parallel_size"
     go_on = lambda *more: start(tmp_path, *ranks, *more)  # noqa: E731
     assert go_on().steps == 10
     if layouts == "any":
-        assert go_on(f"{key}=2").changes == (f"{key}: 1 -> 2",)
+        assert go_on(f"{key}={now}").changes == (f"{key}: {before} -> {now}",)
     else:
-        with pytest.raises(ConfigError, match=rf"{key} = 2\n.*was saved with 1"):
-            go_on(f"{key}=2")
+        with pytest.raises(ConfigError, match=rf"{key} = {now}\n.*was saved with {before}"):
+            go_on(f"{key}={now}")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
 """Rows to padded batches and their parts."""
 
+import pickle
+
+import numpy as np
+import pytest
 import torch
 
-from nemo_rl_lite.losses.batch import Batch, TokenRow
+from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Normalizers, count_masked
 
 ROWS = [
@@ -30,3 +34,25 @@ def test_a_part_of_a_batch_is_a_part_of_all_of_its_fields():
 def test_counts_are_at_least_one():
     assert count_masked(ROWS) == Normalizers(tokens=2.0, sequences=1.0, tokens_by_age={1: 1, 2: 1})
     assert count_masked(ROWS[1:]) == Normalizers(tokens=1.0, sequences=1.0)
+
+
+def test_rows_are_joined_selected_and_taken_apart_again():
+    rows = TokenRows.of([*ROWS, TokenRow([9, 9], [True, False], [-3.0, 0.0], 1.5, [4, 0])])
+    assert TokenRows.of(rows) is rows and len(rows) == 3 and rows.lengths.tolist() == [3, 1, 2]
+    assert [row.tokens.tolist() for row in rows] == [[5, 6, 7], [8], [9, 9]]
+    assert rows[-1].ages.tolist() == [4, 0] and rows[1].mask.tolist() == [False] and rows[0].advantage == 0.5
+    for index in ([2, 0], [0, 0, 2], [1, 2], [], range(0, 3, 2)):
+        part = rows.select(index)
+        assert [row.tokens.tolist() for row in part] == [rows[one].tokens.tolist() for one in index]
+        assert part.advantages.tolist() == [rows[one].advantage for one in index]
+        assert count_masked(part) == count_masked([rows[one] for one in index])
+    assert [row.tokens[0] for row in rows[::2]] == [5, 9] and np.shares_memory(rows[1:].tokens, rows.tokens)
+    with pytest.raises(IndexError):
+        rows[3]
+
+
+def test_joined_rows_travel_and_are_padded_as_single_ones_are():
+    joined = pickle.loads(pickle.dumps(TokenRows.of(ROWS)))
+    for one, other in zip(vars(Batch.padded(joined)).values(), vars(Batch.padded(list(ROWS))).values(), strict=True):
+        assert (one is None and other is None) or (torch.equal(one, other) and one.dtype == other.dtype)
+    assert Batch.padded([TokenRow([1], [True])]).generation_logprobs is None

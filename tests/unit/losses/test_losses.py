@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nemo_rl_lite.errors import TrainingError
-from nemo_rl_lite.losses.interface import combine_metrics, count_masked, loss_of
+from nemo_rl_lite.losses.interface import combine_metrics, count_masked, floats, loss_of
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss, kl_estimate
 from tests.unit.losses.batches import batch_of, rows_of
 from tests.unit.losses.test_losses_match_trl import loss_config, our_loss, random_inputs
@@ -171,4 +171,15 @@ def test_a_micro_batch_without_trained_tokens_may_have_a_constant_loss():
     inputs = random_inputs()
     logprobs, batch = inputs["logprobs"].detach().requires_grad_(), batch_of(inputs | {"mask": inputs["mask"] * 0})
     constant = (torch.zeros(()), {"loss": torch.zeros(())})
-    assert loss_of(lambda *arguments: constant, logprobs, batch, count_masked([])) == constant
+    value, metrics = loss_of(lambda *arguments: constant, logprobs, batch, count_masked([]))
+    assert value == 0 and metrics == constant[1]
+    value.backward()
+    assert torch.equal(logprobs.grad, torch.zeros_like(logprobs)), "other ranks wait for its gradients"
+
+
+def test_metrics_of_several_micro_batches_become_the_numbers_that_they_are():
+    third, whole, yes = torch.tensor(1 / 3), torch.tensor(1 / 3, dtype=torch.float64), torch.tensor([True])
+    shares = [{"a": third, "b": whole}, {}, {"c": yes, "a": torch.tensor(7), "d": third.requires_grad_()}]
+    numbers = floats(shares)
+    assert numbers == [{name: value.item() for name, value in share.items()} for share in shares]
+    assert [list(share) for share in numbers] == [["a", "b"], [], ["c", "a", "d"]] and floats([{}]) == [{}]

@@ -3,11 +3,17 @@
 from contextlib import asynccontextmanager, contextmanager
 
 from nemo_rl_lite.generation.interface import Completion
+from nemo_rl_lite.losses.batch import OF_TOKENS
 from nemo_rl_lite.rewards.judge import Judge, sum_of
 from nemo_rl_lite.rewards.registry import Reward
 from nemo_rl_lite.rewards.terms import RewardCalls, Term
 
 END = 0
+
+
+def plain(rows) -> list[tuple]:
+    """Rows as tuples of lists, which compare by value."""
+    return [(*(getattr(row, name).tolist() for name in OF_TOKENS), row.advantage) for row in rows]
 
 
 class Letters:

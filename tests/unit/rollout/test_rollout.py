@@ -39,12 +39,13 @@ def problems(*texts: str) -> list[Problem]:
 def test_sequences_masks_and_logprobs_line_up():
     rollout = collect(judged(lambda response, answer: float(response == answer)))
     rows = rollout.rows([0.5, -0.5, 0.25, -0.25], 0)
-    assert rows[0].tokens == [ord("a"), ord("|"), ord("A"), 0] and rows[0].mask == [False, False, True, True]
+    assert rows[0].tokens.tolist() == [ord("a"), ord("|"), ord("A"), 0]
+    assert rows[0].mask.tolist() == [False, False, True, True]
     assert [sum(row.mask) for row in rows] == [2, 4, 4, 1] and rollout.generated == 11
-    assert rows[2].mask == [False] * 4 + [True] * 4
-    assert rows[3].generation_logprobs == [0, 0, 0, 0, -1 / 8]
+    assert rows[2].mask.tolist() == [False] * 4 + [True] * 4
+    assert rows[3].generation_logprobs.tolist() == [0, 0, 0, 0, -1 / 8]
     assert [row.advantage for row in rows] == [0.5, -0.5, 0.25, -0.25]
-    assert rollout.rows([0.0] * 4, 3)[0].ages == [0, 0, 3, 3], "steps since version 0, which sampled it"
+    assert rollout.rows([0.0] * 4, 3)[0].ages.tolist() == [0, 0, 3, 3], "steps since version 0, which sampled it"
     assert rollout.rewards_B.tolist() == [1, 0, 1, 0]
     assert [episode.response for episode in rollout.episodes] == ["A", "BBBB", "XYZ", ""]
     metrics = rollout.metrics()
@@ -55,7 +56,7 @@ def test_sequences_masks_and_logprobs_line_up():
     assert [len(row.tokens) for row in rows] == [4, 6, 8, 5]
     assert metrics["global_valid_seqs"] == metrics["num_valid_samples"] == 4 and metrics["global_valid_toks"] == 11
     assert metrics["avg_turns_per_sample"] == 1 and metrics["mean_env_tokens_per_sample"] == 0
-    assert rows[1].tokens[2:] == list(map(ord, "BBBB"))
+    assert rows[1].tokens[2:].tolist() == list(map(ord, "BBBB"))
 
 
 def fragile(response: str, answer: str) -> float:

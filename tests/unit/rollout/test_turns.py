@@ -37,10 +37,10 @@ def test_the_calculator_plays_a_whole_episode_beside_one_that_needs_no_tool():
     rollout = collect(script, CALCULATOR)
     parts = [("6*7+1?|", 0), ("<calc>6*7</calc>\0", 1), ("42|", 0), ("43\0", 1)]
     first, second = rollout.rows([0.0, 0.0], 0)
-    assert first.tokens == [ord(letter) for text, _ in parts for letter in text]
-    assert first.mask == [bool(mask) for text, mask in parts for _ in text]
+    assert first.tokens.tolist() == [ord(letter) for text, _ in parts for letter in text]
+    assert first.mask.tolist() == [bool(mask) for text, mask in parts for _ in text]
     wanted = [-(place + 1) / 8 * mask for text, mask in parts for place in range(len(text))]
-    assert first.generation_logprobs == wanted
+    assert first.generation_logprobs.tolist() == wanted
     assert [len(row.tokens) for row in (first, second)] == [7 + 17 + 3 + 3, 7 + 3] and sum(second.mask) == 3
     assert rollout.rewards_B.tolist() == [1, 0] and [one.response for one in rollout.episodes] == ["43", "44"]
     assert [message["role"] for message in rollout.episodes[0].said] == ["assistant", "user", "assistant"]

@@ -23,6 +23,7 @@ MODEL = {
 }
 OPTIMIZER, SCHEDULER = "policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler"
 TP, PP = "policy.megatron_cfg.tensor_model_parallel_size", "policy.megatron_cfg.pipeline_model_parallel_size"
+DDP = "policy.megatron_cfg.distributed_data_parallel_config"
 LOSS = "algorithm.loss_fn"
 IS, TYPE = f"{LOSS}.use_importance_sampling_correction=true", f"{LOSS}.truncated_importance_sampling_type"
 RATIO, LEVEL = f"{LOSS}.truncated_importance_sampling_ratio", f"{LOSS}.importance_sampling_correction_level"
@@ -482,6 +483,21 @@ CASES = {
     "data.prompt_template='{x} y'": ["data.prompt_template", "does not read this", "data=file", "1 problem found"],
     "data=reasoning_gym data.task=chain_sum data.train_path=x.jsonl": ["data.train_path=null", "1 problem found"],
     "logger.wandb_enabled=true": ["logger.wandb.mode", "wandb login", "offline"],
+    # What replicas exchange while they compute.
+    f"cluster.cpu_ranks=2 {DDP}.overlap_param_gather=true": [
+        f"{DDP}.overlap_param_gather = True",
+        f"{DDP}.overlap_grad_reduce=true",
+        "1 problem found",
+    ],
+    f"cluster.cpu_ranks=2 {DDP}.overlap_param_gather=true {DDP}.overlap_grad_reduce=true "
+    f"{OPTIMIZER}.use_distributed_optimizer=false": [
+        f"{DDP}.overlap_param_gather = True",
+        f"{OPTIMIZER}.use_distributed_optimizer=true",
+        "1 problem found",
+    ],
+    f"{DDP}.overlap_grad_reduce=true": [f"{DDP}.overlap_grad_reduce", "several data-parallel replicas"],
+    f"cluster.cpu_ranks=2 {DDP}.bucket_size=1000000": [f"{DDP}.bucket_size", "overlap_grad_reduce=true"],
+    f"{DDP}.bucket_size=0": [f"{DDP}.bucket_size", "greater than 0"],
     # What leaves the GPU. GPU stands for a run on one, MOE for a model with experts.
     "offload=cpu_optimizer": [
         f"{OPTIMIZER}.optimizer_cpu_offload = True",
