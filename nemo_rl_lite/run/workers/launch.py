@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from nemo_rl_lite.observability.timer import Timer, seconds_since_command
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.offload.residency import Residency
 from nemo_rl_lite.planning.phase_time import token_flops
+from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
 from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
 from nemo_rl_lite.run.workers.remote_policy import WORKER_CLASS, RemotePolicy
@@ -161,7 +163,10 @@ def launch_policy(reserved: Reserved, model_path: Path, saved: Path | None) -> R
 def _ready_policy(reserved: Reserved, model_path: Path, saved: Path | None) -> RemotePolicy:
     config = reserved.config
     batch, together = sequences_per_optimizer_step(config), sequences_together(config)
-    policy = RemotePolicy(reserved.policy, batch, together, _cost_of_a_sequence(model_path))
+    layout = Layout.configured(config.policy, "train", on_gpus(config), together)
+    # Rows of a fixed layout are padded to the longest of the whole batch, whoever has them.
+    padding = None if layout.mode == "fixed" else layout
+    policy = RemotePolicy(reserved.policy, batch, together, _cost_of_a_sequence(model_path), padding)
     if saved is not None:
         with reserved.setup("resume"):
             _load(policy, saved)
@@ -175,7 +180,7 @@ def _cost_of_a_sequence(model_path: Path) -> Callable[[int], float]:
         shape = read_model_shape(str(model_path))
     except NoModelError:
         return float
-    return float if shape is None else lambda tokens: tokens * token_flops(shape, tokens)
+    return float if shape is None else cache(lambda tokens: tokens * token_flops(shape, tokens))
 
 
 def _load(policy: RemotePolicy, saved: Path) -> None:

@@ -1,6 +1,6 @@
 """The policy in Ray actors: splits batches over data-parallel replicas and combines their results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,10 @@ from nemo_rl_lite.errors import CheckpointError, WorkerError
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, summary
 from nemo_rl_lite.offload.mover import Move
-from nemo_rl_lite.policy.balance import even_shares
 from nemo_rl_lite.policy.interface import HeldBatch, Scored
+from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.policy.megatron.model import ParallelPlace
+from nemo_rl_lite.policy.megatron.shares import Cost, balanced_shares
 from nemo_rl_lite.refit.layout.plan import RefitPlan
 from nemo_rl_lite.refit.transport.interface import Offer
 
@@ -28,10 +29,18 @@ WHOLE_METRICS = ("grad_norm", "lr", "wd", "skipped_steps")
 class RemotePolicy:
     """`Policy` over a group of started `MegatronWorker`s."""
 
-    def __init__(self, group: WorkerGroup, global_batch: int, together: int = 1, cost: Callable[[int], float] = float):
-        """`global_batch`: sequences of an optimizer step. `together`: neighbours that a loss compares. `cost`: how much
-        work a sequence of this many tokens is, in any unit."""
+    def __init__(
+        self,
+        group: WorkerGroup,
+        global_batch: int,
+        together: int = 1,
+        cost: Cost = float,
+        layout: Layout | None = None,
+    ):
+        """`global_batch`: sequences of an optimizer step. `together`: neighbours that a loss compares. `layout`: how
+        workers cut their rows in training, where the work depends on it."""
         self.group, self._global_batch, self._together, self._cost = group, global_batch, together, cost
+        self._layout = layout
         self._places: list[ParallelPlace] = wait(group.call("place"))
         self._replicas = self._places[0].data_size
         self._held: dict[str, HeldBatch] = {}
@@ -170,17 +179,16 @@ class RemotePolicy:
         are equal in number and nearly equal in work. Where the last step is not whole, they are neighbours, and the
         last replicas' last indices are `len(rows)` or more."""
         together, shares = self._together, [list[int]() for _ in range(self._replicas)]
-        costs = [self._cost(len(row.tokens)) for row in rows]
+        lengths = [len(row.tokens) for row in rows]
         for start in range(0, len(rows), self._global_batch):
-            count = min(self._global_batch, len(rows) - start)
-            each = -(-count // (self._replicas * together))
-            if count == each * self._replicas * together:
-                groups = [sum(costs[first : first + together]) for first in range(start, start + count, together)]
-                own_groups = even_shares(groups, self._replicas)
+            of_step = lengths[start : start + self._global_batch]
+            each = -(-len(of_step) // (self._replicas * together)) * together
+            if len(of_step) == each * self._replicas:
+                owned = balanced_shares(of_step, self._replicas, self._cost, together, self._layout)
             else:
-                own_groups = [list(range(replica * each, (replica + 1) * each)) for replica in range(self._replicas)]
-            for share, own in zip(shares, own_groups, strict=True):
-                share += [start + group * together + place for group in own for place in range(together)]
+                owned = [list(range(replica * each, (replica + 1) * each)) for replica in range(self._replicas)]
+            for share, own in zip(shares, owned, strict=True):
+                share += [start + row for row in own]
         return shares
 
     def _name(self, batch: HeldBatch) -> str:
