@@ -92,7 +92,7 @@ class GRPO:
         if not ages["trajectory_age_max"]:
             # Of an older rollout, the policy's own steps are part of the mismatch.
             self._warn_of_mismatch(step, trained["token_mult_prob_error"])
-        speed = {"generation_tokens_per_sec": rollout.generated / rollout.took_s}
+        speed = {"generation_tokens_per_sec": rollout.generated / rollout.took_s} | self.rollouts.take_speed()
         if self.scored:
             scoring_s = seconds["policy_and_reference_logprobs"]
             speed["policy_and_reference_logprobs_tokens_per_sec"] = sampled["total_num_tokens"] / scoring_s

@@ -60,6 +60,27 @@ class Completion:
     versions: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """What speculation has done: drafts that the model has verified, their tokens, and those that it accepted."""
+
+    count: int = 0
+    tokens: int = 0
+    accepted: int = 0
+
+    def __add__(self, other: "Drafts") -> "Drafts":
+        return Drafts(self.count + other.count, self.tokens + other.tokens, self.accepted + other.accepted)
+
+    def metrics(self) -> dict[str, float]:
+        """The accepted share of all drafts' tokens, and accepted tokens a draft; nothing where nobody speculates."""
+        if not self.count:
+            return {}
+        return {
+            "speculation_acceptance": self.accepted / self.tokens,
+            "speculation_accepted_length": self.accepted / self.count,
+        }
+
+
 class Engine(Protocol):
     """One engine replica in its own process. It works while it is called, and only then: an engine that nobody polls is
     paused, and keeps its requests, also while it gets new weights."""
@@ -95,6 +116,10 @@ class Engine(Protocol):
     def memory(self) -> dict[str, int]:
         """Bytes of the engine's fullest GPU: `device`, in use by all processes, and of these the engine's own
         `generation_weights` and `kv_cache`. Empty on a CPU."""
+        ...
+
+    def take_drafts(self) -> Drafts:
+        """What speculation has done since the last call; nothing in an engine without it."""
         ...
 
     def join_refit(self, sources: Sequence[Source]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.generation.interface import Completion, Request, Sampling
+from nemo_rl_lite.generation.interface import Completion, Drafts, Request, Sampling
 from nemo_rl_lite.refit.engine.connection import Source, WeightsState, connect
 from nemo_rl_lite.refit.engine.destinations import EngineLoader
 from nemo_rl_lite.refit.layout.packing import Named
@@ -75,6 +75,10 @@ class TransformersEngine:
 
     def memory(self) -> dict[str, int]:
         return {}
+
+    def take_drafts(self) -> Drafts:
+        """Nothing: the reference engine does not speculate."""
+        return Drafts()
 
     def sleep(self) -> None:
         """Do nothing: the reference engine keeps its weights and has no cache between calls."""

@@ -111,6 +111,9 @@ class Queue:
     def finish_generation(self) -> dict[str, float]:
         return self._memory
 
+    def take_speed(self) -> dict[str, float]:
+        return self._engines.take_speed()
+
     def settle(self, show: Show) -> None:
         if not self._staleness.in_flight:
             self._wait(self._settle(), show, restores=False)

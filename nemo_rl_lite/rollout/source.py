@@ -21,6 +21,10 @@ class RolloutSource(Protocol):
         """The policy needs its devices: leave those that it shares with engines. Returns metrics of their memory."""
         ...
 
+    def take_speed(self) -> dict[str, float]:
+        """What engines say of their speed since the last call, where they have something to say."""
+        ...
+
     def settle(self, show: Show) -> None:
         """Wait until the engines may have new weights."""
         ...
@@ -53,6 +57,10 @@ class Engines(Protocol):
         """See `Generation.finish_generation`."""
         ...
 
+    def take_speed(self) -> dict[str, float]:
+        """See `RolloutSource.take_speed`; counts up to the last `finish_generation`."""
+        ...
+
 
 class OnPolicy:
     """Generates, then trains on it: each rollout is sampled by the weights that it trains."""
@@ -65,6 +73,9 @@ class OnPolicy:
 
     def finish_generation(self) -> dict[str, float]:
         return self._engines.finish_generation()
+
+    def take_speed(self) -> dict[str, float]:
+        return self._engines.take_speed()
 
     def settle(self, show: Show) -> None: ...
 

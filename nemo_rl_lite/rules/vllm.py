@@ -28,6 +28,9 @@ _OWNED = {
     "skip_tokenizer_init": None,
     "enable_sleep_mode": "generation.colocated.enabled",
 }
+# The options of speculation that leave the distribution as it is and need no weights.
+_SPECULATION = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+_EXAMPLE = "{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 3}"
 # Options that would make the engine's model another than the policy's.
 _OF_OTHER_MODELS = {
     "quantization": "would give the engine's weights another form than those that the policy sends it",
@@ -58,3 +61,24 @@ def vllm_knows_its_options(config: Config) -> Iterator[Violation]:
             yield Violation(key, value, "vLLM's EngineArgs has no such option", fix)
         elif known and (misfit := misfit_of_type(value, known[name])):
             yield Violation(key, value, f"must be {misfit.kinds}, as vLLM's EngineArgs says", f"{key}={misfit.example}")
+
+
+@rule("generation.vllm_kwargs", options=RolloutAlgorithmConfig)
+def speculation_needs_no_weights(config: Config) -> Iterator[Violation]:
+    settings, key = config.generation.vllm_kwargs.get("speculative_config"), "generation.vllm_kwargs.speculative_config"
+    if settings is None:
+        return
+    if not isinstance(settings, dict):
+        yield Violation(key, settings, "must be a mapping", f"'+{key}={_EXAMPLE}'")
+        return
+    if settings.get("method") != "ngram":
+        rule = "must be ngram: other drafts come from weights that no refit brings"
+        yield Violation(f"{key}.method", settings.get("method"), rule, f"{key}.method=ngram")
+    for name in ("num_speculative_tokens", "prompt_lookup_max"):
+        value = settings.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            yield Violation(f"{key}.{name}", value, "must be a whole number above 0", f"{key}.{name}=3")
+    for name in sorted(settings.keys() - set(_SPECULATION)):
+        close = difflib.get_close_matches(name, _SPECULATION, n=1)
+        fix = f"did you mean {close[0]}?" if close else "remove it"
+        yield Violation(f"{key}.{name}", settings[name], f"is none of {', '.join(_SPECULATION)}", fix)

@@ -8,7 +8,7 @@ response ends.
 from collections.abc import Iterable
 from typing import Any
 
-from nemo_rl_lite.generation.interface import Completion, Request
+from nemo_rl_lite.generation.interface import Completion, Drafts, Request
 
 
 class _Sample:
@@ -21,6 +21,20 @@ class _Sample:
         self.versions: tuple[int, ...] = ()
         # vLLM's own incremental detokenizer, where stop strings end the response; else None.
         self.detokenizer = detokenizer
+
+    def add(self, tokens: list[int], logprobs: list[float], ended: bool) -> bool:
+        """Add what a step sampled: one token, or several where a draft was accepted. `ended`: the last of them is a
+        stop token. Returns whether the response has a stop string, which ends it: tokens after it are dropped."""
+        if self.detokenizer is None:
+            self.tokens += tokens
+            self.logprobs += logprobs
+            return False
+        for place, token in enumerate(tokens):
+            self.tokens.append(token)
+            self.logprobs += logprobs[place : place + 1]
+            if self.detokenizer.update([token], ended and place == len(tokens) - 1):
+                return True
+        return False
 
     def note_version(self, version: int) -> None:
         """The tokens that have no version yet were sampled by `version`."""
@@ -42,6 +56,7 @@ class Samples:
         self._engine = engine
         self._under_way: dict[str, _Sample] = {}
         self._finished: dict[int, Completion] = {}
+        self._drafts = Drafts()
 
     @property
     def unfinished(self) -> bool:
@@ -63,19 +78,19 @@ class Samples:
         engine.engine_core.add_request(core_request)
 
     def step(self, version: int) -> None:
-        """Sample a token of each running request with the weights of `version`."""
-        stopped = []
-        for output in self._engine.engine_core.get_output().outputs:
+        """Sample a token of each running request, or several where drafts are accepted, with the weights of
+        `version`."""
+        outputs, stopped = self._engine.engine_core.get_output(), []
+        self._count_drafts(outputs.scheduler_stats)
+        for output in outputs.outputs:
             sample = self._under_way.get(output.request_id)
             # A step that was begun before a request ended or was aborted samples one more token for it.
             if sample is None:
                 continue
-            sample.tokens += output.new_token_ids
-            if output.new_logprobs is not None:
-                # Column 0 has the sampled token's logprob. [tokens, 1]
-                sample.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            # Column 0 has the sampled token's logprob. [tokens, 1]
+            logprobs = [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
             reason = None if output.finish_reason is None else str(output.finish_reason)
-            if sample.detokenizer is not None and sample.detokenizer.update(output.new_token_ids, reason == "stop"):
+            if sample.add(output.new_token_ids, logprobs, reason == "stop"):
                 if reason is None:
                     stopped.append(output.request_id)
                 reason = "stop"
@@ -108,6 +123,17 @@ class Samples:
     def take_one(self, number: int) -> Completion | None:
         """The response to this request if it has ended, else None."""
         return self._finished.pop(number, None)
+
+    def take_drafts(self) -> Drafts:
+        """What speculation has done since the last call."""
+        drafts, self._drafts = self._drafts, Drafts()
+        return drafts
+
+    def _count_drafts(self, statistics: Any) -> None:
+        """`statistics`: those of vLLM's scheduler on one step; None where it keeps none."""
+        own = None if statistics is None else statistics.spec_decoding_stats
+        if own is not None:
+            self._drafts += Drafts(own.num_drafts, own.num_draft_tokens, own.num_accepted_tokens)
 
 
 def _parameters(request: Request) -> Any:

@@ -53,6 +53,10 @@ class RecoveringGeneration:
         self._replace_lost()
         return self._persist(self._generation.finish_generation)
 
+    def take_speed(self) -> dict[str, float]:
+        """See `RemoteGeneration.take_speed`."""
+        return self._generation.take_speed()
+
     def refit(self, version: int) -> dict[str, float]:
         """See `WeightSync.refit`. Engines that died in the rollout are restarted."""
         self._replace_lost()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from nemo_rl_lite.cluster.workers import Call, WorkerGroup, result, wait
 from nemo_rl_lite.errors import EngineError
-from nemo_rl_lite.generation.interface import Completion, Request
+from nemo_rl_lite.generation.interface import Completion, Drafts, Request
 from nemo_rl_lite.refit.engine.connection import Source
 
 # Seconds that an engine works before it looks for new requests. On a GPU, between two such slices it already computes
@@ -53,6 +53,7 @@ class RemoteGeneration:
 
     def __init__(self, group: WorkerGroup, shares_device: bool):
         self.group, self._shares_device = group, shares_device
+        self._drafts = Drafts()
 
     @property
     def engines(self) -> int:
@@ -76,9 +77,16 @@ class RemoteGeneration:
 
     def finish_generation(self) -> dict[str, float]:
         """Put engines that share a GPU with the policy to sleep; returns memory metrics from before."""
-        held = max(wait(self.group.call("memory")), key=lambda own: own.get("device", 0))
+        found = wait(self.group.call("memory"), self.group.call("take_drafts"))
+        held = max(found[: self.engines], key=lambda own: own.get("device", 0))
+        self._drafts = sum(found[self.engines :], self._drafts)
         wait(self.group.call("sleep"))
         return engine_memory(held, self._shares_device) if held else {}
+
+    def take_speed(self) -> dict[str, float]:
+        """What is known of the engines' speed from the generation phases since the last call: see `Drafts.metrics`."""
+        drafts, self._drafts = self._drafts, Drafts()
+        return drafts.metrics()
 
     def wake_weights(self) -> None:
         wait(self.group.call("wake_weights"))

@@ -88,6 +88,9 @@ class Fleet:
     def finish_generation(self) -> dict[str, float]:
         return {"engine/kv_cache": 4.0}
 
+    def take_speed(self) -> dict[str, float]:
+        return {"speculation_acceptance": 0.5}
+
 
 class Endless:
     """Training data whose prompts are their positions."""

@@ -268,6 +268,23 @@ CASES = {
     "+generation.vllm_kwargs.quantization=fp8": ["generation.vllm_kwargs.quantization", "another form"],
     "+generation.vllm_kwargs.hf_overrides={a:1}": ["generation.vllm_kwargs.hf_overrides", "another model"],
     "+generation.vllm_kwargs.enable_lora=true": ["generation.vllm_kwargs.enable_lora", "merged into them"],
+    "+generation.vllm_kwargs.speculative_config=ngram": [
+        "generation.vllm_kwargs.speculative_config",
+        "must be a mapping",
+        "{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 3}",
+    ],
+    "+generation.vllm_kwargs.speculative_config={method:eagle,num_speculative_tokens:3,prompt_lookup_max:3}": [
+        "generation.vllm_kwargs.speculative_config.method = 'eagle'",
+        "weights that no refit brings",
+        "1 problem found",
+    ],
+    "+generation.vllm_kwargs.speculative_config={method:ngram,num_speculative_tokens:0}": [
+        "speculative_config.num_speculative_tokens = 0",
+        "speculative_config.prompt_lookup_max=3",
+        "whole number above 0",
+    ],
+    "+generation.vllm_kwargs.speculative_config={method:ngram,num_speculative_tokens:3,prompt_lookup:3,"
+    "prompt_lookup_max:3}": ["speculative_config.prompt_lookup", "did you mean prompt_lookup_", "1 problem found"],
     "+generation.vllm_kwargs.max_num_batched_tokens=8k": ["= '8k'", "must be an integer or null, as vLLM's EngineArgs"],
     # Models that cannot be trained.
     "policy.model_name=QUANTIZED": ["policy.model_name", "is quantized", "fp8", "the model that it was made from"],
