@@ -22,6 +22,7 @@ GROUPS = {
     "test_parallel_parity": "ranks",
     "test_experts": "ranks",
     "test_checkpoints": "ranks",
+    "test_shares": "ranks",
     "test_four_ranks": "four ranks",
     "test_failures": "failures",
     "test_tool_runs": "failures",

@@ -12,6 +12,9 @@ from nemo_rl_lite.config.automatic import engine_share, sleep_is_wanted
 from nemo_rl_lite.config.schema import Config, GenerationConfig
 from nemo_rl_lite.config.sizes import engines, on_gpus, samples_per_step
 
+# Ways in which vLLM quantises the linear weights that a refit brings. All compute with dynamic scales of activations.
+VLLM_QUANTIZATIONS = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
+
 
 @dataclass(frozen=True)
 class CacheFacts:

@@ -61,6 +61,27 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Drafts:
+    """What speculation has done: drafts that the model has verified, their tokens, and those that it accepted."""
+
+    count: int = 0
+    tokens: int = 0
+    accepted: int = 0
+
+    def __add__(self, other: "Drafts") -> "Drafts":
+        return Drafts(self.count + other.count, self.tokens + other.tokens, self.accepted + other.accepted)
+
+    def metrics(self) -> dict[str, float]:
+        """The accepted share of all drafts' tokens, and accepted tokens a draft; nothing where nobody speculates."""
+        if not self.count:
+            return {}
+        return {
+            "speculation_acceptance": self.accepted / self.tokens,
+            "speculation_accepted_length": self.accepted / self.count,
+        }
+
+
+@dataclass(frozen=True)
 class Decoded:
     """What engines have done for the requests that they were given."""
 
@@ -69,9 +90,10 @@ class Decoded:
     cached: int = 0
     """Tokens in the KV caches of the sequences of a step, summed over the steps. A sequence's first token comes from
     the pass over its prompt, which is not counted here."""
+    drafts: Drafts = Drafts()
 
     def __add__(self, other: "Decoded") -> "Decoded":
-        return Decoded(self.steps + other.steps, self.cached + other.cached)
+        return Decoded(self.steps + other.steps, self.cached + other.cached, self.drafts + other.drafts)
 
 
 class Engine(Protocol):

@@ -3,8 +3,11 @@
 import difflib
 from collections.abc import Iterator
 
+from nemo_rl_lite.config.engines import VLLM_QUANTIZATIONS
 from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
+from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.models.shape import NoModelError, read_model_shape
 from nemo_rl_lite.rules import code
 from nemo_rl_lite.rules.base import rule
 from nemo_rl_lite.rules.kwargs import misfit_of_type
@@ -28,9 +31,11 @@ _OWNED = {
     "skip_tokenizer_init": None,
     "enable_sleep_mode": "generation.colocated.enabled",
 }
+# The options of speculation that leave the distribution as it is and need no weights.
+_SPECULATION = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+_EXAMPLE = "{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 3}"
 # Options that would make the engine's model another than the policy's.
 _OF_OTHER_MODELS = {
-    "quantization": "would give the engine's weights another form than those that the policy sends it",
     "hf_overrides": "would give the engine another model than the policy has",
     "enable_lora": "has no effect: engines get the policy's weights with its adapters merged into them",
 }
@@ -58,3 +63,57 @@ def vllm_knows_its_options(config: Config) -> Iterator[Violation]:
             yield Violation(key, value, "vLLM's EngineArgs has no such option", fix)
         elif known and (misfit := misfit_of_type(value, known[name])):
             yield Violation(key, value, f"must be {misfit.kinds}, as vLLM's EngineArgs says", f"{key}={misfit.example}")
+
+
+@rule(
+    "generation.vllm_kwargs",
+    "cluster.gpus_per_node",
+    "policy.precision",
+    "policy.model_name",
+    options=RolloutAlgorithmConfig,
+)
+def vllm_can_quantize_what_comes(config: Config) -> Iterator[Violation]:
+    key, way = "generation.vllm_kwargs.quantization", config.generation.vllm_kwargs.get("quantization")
+    if way is None:
+        return
+    if way not in VLLM_QUANTIZATIONS:
+        rule = f"vLLM quantises what a refit brings in one of these ways alone: {', '.join(VLLM_QUANTIZATIONS)}"
+        yield Violation(key, way, rule, f"{key}=fp8_per_block")
+    elif not on_gpus(config):
+        yield Violation(key, way, "vLLM computes with FP8 weights on GPUs", "remove it, or cluster.gpus_per_node=1")
+    elif config.policy.precision != "bfloat16":
+        yield Violation(
+            "policy.precision", config.policy.precision, f"{key} = {way} needs bfloat16", "policy.precision=bfloat16"
+        )
+    elif _has_experts(config.policy.model_name):
+        yield Violation(key, way, "no refit of quantised experts has been tried", "remove it")
+
+
+def _has_experts(model: str) -> bool:
+    try:
+        shape = read_model_shape(model)
+    except (NoModelError, OSError, UnicodeDecodeError, RuntimeError):
+        # Another rule says so.
+        return False
+    return shape is not None and shape.experts > 0
+
+
+@rule("generation.vllm_kwargs", options=RolloutAlgorithmConfig)
+def speculation_needs_no_weights(config: Config) -> Iterator[Violation]:
+    settings, key = config.generation.vllm_kwargs.get("speculative_config"), "generation.vllm_kwargs.speculative_config"
+    if settings is None:
+        return
+    if not isinstance(settings, dict):
+        yield Violation(key, settings, "must be a mapping", f"'+{key}={_EXAMPLE}'")
+        return
+    if settings.get("method") != "ngram":
+        rule = "must be ngram: other drafts come from weights that no refit brings"
+        yield Violation(f"{key}.method", settings.get("method"), rule, f"{key}.method=ngram")
+    for name in ("num_speculative_tokens", "prompt_lookup_max"):
+        value = settings.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            yield Violation(f"{key}.{name}", value, "must be a whole number above 0", f"{key}.{name}=3")
+    for name in sorted(settings.keys() - set(_SPECULATION)):
+        close = difflib.get_close_matches(name, _SPECULATION, n=1)
+        fix = f"did you mean {close[0]}?" if close else "remove it"
+        yield Violation(f"{key}.{name}", settings[name], f"is none of {', '.join(_SPECULATION)}", fix)

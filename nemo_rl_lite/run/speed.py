@@ -20,15 +20,17 @@ def policy_speed(config: Config) -> PolicySpeed:
 def decoding_speed(
     config: Config, shape: ModelShape | None, generation: RecoveringGeneration
 ) -> Callable[[], dict[str, float]]:
-    """Return a function that gives the rates of the engines since its last call; none for a model of unknown shape."""
-    if shape is None:
-        return dict
-    gpu, nbytes = _gpu(config), DecodingBytes.of(config, shape)
-    speed = DecodingSpeed(nbytes.step, nbytes.token, gpu.bandwidth if gpu else None)
+    """Return a function that gives the rates of the engines since its last call, and what speculation has done; no
+    rates for a model of unknown shape."""
+    speed, gpu = None, _gpu(config)
+    if shape is not None:
+        nbytes = DecodingBytes.of(config, shape)
+        speed = DecodingSpeed(nbytes.step, nbytes.token, gpu.bandwidth if gpu else None)
 
     def take() -> dict[str, float]:
         decoded, seconds = generation.take_decoded()
-        return speed.metrics(decoded.steps, decoded.cached, seconds)
+        rates = speed.metrics(decoded.steps, decoded.cached, seconds) if speed else {}
+        return rates | decoded.drafts.metrics()
 
     return take
 

@@ -12,8 +12,8 @@ from nemo_rl_lite.generation.interface import Completion, Request, Sampling
 from nemo_rl_lite.refit.transport.report import RefitReport
 from nemo_rl_lite.rules.compose import compose_config
 
-backend, model_folder, source_file, output = sys.argv[1:]
-overrides = [f"generation={backend}", f"policy.model_name={model_folder}", "generation.stop_strings=['zz']"]
+backend, model_folder, source_file, output, *options = sys.argv[1:]
+overrides = [f"generation={backend}", f"policy.model_name={model_folder}", "generation.stop_strings=['zz']", *options]
 config = compose_config(overrides)
 module_name, _, class_name = ENGINES[backend].worker.rpartition(".")
 engine_class = getattr(importlib.import_module(module_name), class_name)
@@ -42,6 +42,14 @@ def finished(asked: dict[int, Request]) -> dict[int, Completion]:
     return found
 
 
+def second_tokens() -> tuple[list[int], list[Completion]]:
+    """Two tokens each after a prompt of many tokens: where the first is one of them, speculation proposes its next."""
+    prompt = tuple(range(4, 26))
+    two = replace(sampling, stop_token_ids=(), max_new_tokens=2)
+    asked = {number: Request(prompt, two, seed=number) for number in range(3000)}
+    return list(prompt), list(finished(asked).values())
+
+
 def aborted() -> tuple[list[int], list[Completion]]:
     """What comes back where every other request is taken back before it has begun; and that the others are whole."""
     asked = requests(sampling)
@@ -64,6 +72,7 @@ seen = {
     "stops": generate(replace(sampling, stop_token_ids=tuple(range(2, 34)))),
     "nothing stops": generate(replace(sampling, stop_token_ids=(), max_new_tokens=20)),
     "top k": generate(replace(sampling, top_k=1), samples=1),
+    "stop string, greedy": generate(replace(sampling, stop_strings=(":::",)).greedy(), samples=1),
     "stop string": generate(replace(sampling, stop_strings=("a", "b", "1"), max_new_tokens=20)),
 }
 
@@ -113,4 +122,9 @@ if backend == "vllm":
     seen["kept caches"] = midway(".midway", recomputes=False)
     refit(".old", 0)
     seen["recomputed caches"] = midway(".midway again", recomputes=True)
+if options:
+    engine.take_decoded()
+    refit(".speculating", 0)
+    seen["second tokens"] = second_tokens()
+    seen["drafts"] = engine.take_decoded().drafts
 Path(output).write_bytes(pickle.dumps(seen))

@@ -44,10 +44,20 @@ def new_model(model_folder):
     return model.eval()
 
 
-@pytest.fixture(scope="module", params=["vllm", "transformers"])
+SPECULATION = "{method: ngram, num_speculative_tokens: 3, prompt_lookup_min: 1, prompt_lookup_max: 2}"
+# The engines, each with its options.
+ENGINES = {
+    "vllm": ("vllm", []),
+    "transformers": ("transformers", []),
+    "vllm that speculates": ("vllm", [f"+generation.vllm_kwargs.speculative_config={SPECULATION}"]),
+}
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def seen(request, model_folder, new_model, engine_environment, tmp_path_factory):
     """What an engine process saw (engine_process.py); this process is the producer of its refit."""
-    folder = tmp_path_factory.mktemp(request.param)
+    folder = tmp_path_factory.mktemp("engine")
+    backend, options = ENGINES[request.param]
     weights = [(name, weight.detach()) for name, weight in new_model.named_parameters()]
     partial = [(name, weight) for name, weight in weights if name != LEFT_OUT]
     old = [(name, weight.detach()) for name, weight in load(model_folder).named_parameters()]
@@ -59,12 +69,14 @@ def seen(request, model_folder, new_model, engine_environment, tmp_path_factory)
         Producer(".partial", partial),
         Producer(".whole", old),
     ]
-    if request.param == "vllm":
+    if backend == "vllm":
         refits += [Producer(".midway", weights), Producer(".old", old), Producer(".midway again", weights)]
+    if options:
+        refits.append(Producer(".speculating", old))
     for producer in refits:
         (folder / f"source{producer.name}").write_bytes(pickle.dumps(producer.source))
     script = Path(__file__).with_name("engine_process.py")
-    arguments = [request.param, model_folder, folder / "source", folder / "seen"]
+    arguments = [backend, model_folder, folder / "source", folder / "seen", *options]
     command = [sys.executable, str(script), *map(str, arguments)]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, env=engine_environment, stdout=log, stderr=subprocess.STDOUT)
@@ -141,7 +153,12 @@ def test_a_response_names_the_version_of_its_weights(seen):
     assert of == {"sampled": {0}, "refitted": {3}}
 
 
-def test_greedy_is_the_most_probable_token(seen):
+def test_greedy_is_the_most_probable_token(seen, model_folder):
+    model = load(model_folder).eval()
+    for prompt, completion in zip(seen["prompts"], seen["greedy"], strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *completion.tokens]])).logits[0, len(prompt) - 1 : -1]
+        assert list(completion.tokens) == logits.argmax(-1).tolist()
     assert [completion.tokens for completion in seen["greedy"]] == [completion.tokens for completion in seen["top k"]]
 
 
@@ -170,6 +187,42 @@ def test_stop_strings_end_a_response(seen):
         if completion.tokens[-1] in stops:
             assert completion.finish_reason == "stop"
     assert any(completion.tokens[-1] in stops for completion in seen["stop string"])
+
+
+def test_a_response_ends_with_its_stop_string_however_many_tokens_a_step_brings(seen):
+    for stopped, whole in zip(seen["stop string, greedy"], seen["greedy"], strict=True):
+        three = [whole.tokens[place : place + 3] == (50, 50, 50) for place in range(len(whole.tokens) - 2)]
+        assert stopped.tokens == (whole.tokens[: three.index(True) + 3] if any(three) else whole.tokens)
+        assert len(stopped.logprobs) == len(stopped.versions) == len(stopped.tokens)
+    assert any(len(stopped.tokens) == 3 for stopped in seen["stop string, greedy"])
+
+
+def test_tokens_of_accepted_and_of_rejected_drafts_are_drawn_from_the_models_distribution(seen, model_folder):
+    """Of many second tokens, how many are the proposed one, and the mean of all others, are as the model says."""
+    if "drafts" not in seen:
+        pytest.skip("only one of the engines speculates")
+    prompt, found = seen["second tokens"]
+    firsts, seconds = torch.tensor([completion.tokens for completion in found]).T
+    with torch.no_grad():
+        rows = torch.tensor([[*prompt, first] for first in range(64)])
+        of_first = (load(model_folder).eval()(rows).logits[:, -1] / 0.8).softmax(-1)
+    probabilities = of_first[firsts]
+    drafted = torch.isin(firsts, torch.tensor(prompt))
+    # The prompt counts upwards; after its last token comes the first sampled one.
+    proposed = torch.where(firsts == prompt[-1], firsts, firsts + 1).clamp(max=63)
+    hits, hit = (seconds == proposed)[drafted], probabilities.gather(1, proposed[:, None]).squeeze(1)[drafted]
+    assert len(hits) > 500
+    assert abs(hits.sum() - hit.sum()) < 3 * (hit * (1 - hit)).sum().sqrt()
+    tokens = torch.arange(64.0)
+    mean = probabilities @ tokens
+    variance = probabilities @ tokens.square() - mean.square()
+    assert abs((seconds - mean)[drafted].sum()) < 3 * variance[drafted].sum().sqrt()
+    drafts = seen["drafts"]
+    assert drafts.count == len(hits) and hits.sum() <= drafts.accepted < drafts.tokens
+    assert drafts.metrics() == {
+        "speculation_acceptance": drafts.accepted / drafts.tokens,
+        "speculation_accepted_length": drafts.accepted / drafts.count,
+    }
 
 
 def test_after_a_refit_the_engine_is_the_new_model(seen, new_model):

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from nemo_rl_lite.config.engines import VLLM_QUANTIZATIONS
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.host.logs import log_to_stderr
 from nemo_rl_lite.observability.memory import device_bytes
@@ -33,10 +35,14 @@ class RefitExtension:
             raise RefitError(
                 "models with multi-head latent attention cannot be refitted: vLLM absorbs weights at start"
             )
-        if config.quantization is not None:
+        # vLLM names any quantisation that it does itself "online", or by the option that asks for it.
+        self._quantizes = config.quantization in ("online", *VLLM_QUANTIZATIONS)
+        if config.quantization is not None and not self._quantizes:
             raise RefitError(
                 f"quantised models ({config.quantization}) cannot be refitted: vLLM packs weights at start"
             )
+        if self._quantizes and config.is_moe:
+            raise RefitError("no refit of quantised experts has been tried; remove generation.vllm_kwargs.quantization")
         for backend in _experts_backends(model) if self.device.type == "cuda" else ():
             if backend not in ("TRITON", "BATCHED_TRITON"):
                 raise RefitError(
@@ -49,19 +55,19 @@ class RefitExtension:
 
     def refit_receive(self) -> RefitReport:
         """Receive all weights and load them: at the first refit through the model's own loader, later straight into the
-        model's parameters.
+        model's parameters. Where vLLM computes with weights of another form (packed on a CPU, quantised), each refit
+        goes through the loader.
 
         Raises:
             RefitError: weights of the engine that the producer did not send.
         """
         model = self.model_runner.get_model()
-        wanted = {name for name, _ in model.named_parameters()}
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or self._quantizes:
             # vLLM keeps a layer's tensors until it has all of them.
-            loader = EngineLoader(model.load_weights, keep=True)
-            report = self._receive_layerwise(model, loader)
+            loader = EngineLoader(lambda named: self._load(model, named), keep=True)
+            report, wanted = self._receive_layerwise(model, loader)
         else:
-            loader = self._destinations
+            loader, wanted = self._destinations, {name for name, _ in model.named_parameters()}
             report = self._receiver.receive(loader)
             torch.cuda.current_stream().synchronize()
             if self._is_first_refit:
@@ -88,15 +94,28 @@ class RefitExtension:
             "kv_cache": sum(tensor.size for tensor in cache),
         }
 
-    def _receive_layerwise(self, model: Any, loader: EngineLoader) -> RefitReport:
-        """Receive within vLLM's layerwise reload, which undoes and redoes the packing of linear weights on a CPU. It
-        puts back the old values of weights that did not arrive, so the caller must look for them."""
+    def _receive_layerwise(self, model: Any, loader: EngineLoader) -> tuple[RefitReport, set[str]]:
+        """Receive within vLLM's layerwise reload: when a layer is complete, vLLM packs or quantises it as it did at the
+        start and copies the result to the memory that it computes with. Returns what must have been loaded, too: vLLM
+        puts back the old values of weights that did not arrive."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        initialize_layerwise_reload(model)
+        with self.device:
+            initialize_layerwise_reload(model)
+        wanted = {name for name, _ in model.named_parameters()}
         report = self._receiver.receive(loader)
-        finalize_layerwise_reload(model, self.model_runner.model_config)
-        return report
+        with self.device:
+            finalize_layerwise_reload(model, self.model_runner.model_config)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+            # The policy may want the memory of the layers that were under way.
+            torch.cuda.empty_cache()
+        return report, wanted
+
+    def _load(self, model: Any, named: Sequence[tuple[str, Tensor]]) -> set[str] | None:
+        """Give tensors to the model's own loader, which makes a layer's memory on the default device."""
+        with self.device:
+            return model.load_weights(named)
 
 
 def _experts_backends(model: torch.nn.Module) -> set[str]:

@@ -8,7 +8,7 @@ response ends.
 from collections.abc import Iterable
 from typing import Any
 
-from nemo_rl_lite.generation.interface import Completion, Decoded, Request
+from nemo_rl_lite.generation.interface import Completion, Decoded, Drafts, Request
 
 
 class _Sample:
@@ -23,6 +23,20 @@ class _Sample:
         self.versions: tuple[int, ...] = ()
         # vLLM's own incremental detokenizer, where stop strings end the response; else None.
         self.detokenizer = detokenizer
+
+    def add(self, tokens: list[int], logprobs: list[float], ended: bool) -> bool:
+        """Add what a step sampled: one token, or several where a draft was accepted. `ended`: the last of them is a
+        stop token. Returns whether the response has a stop string, which ends it: tokens after it are dropped."""
+        if self.detokenizer is None:
+            self.tokens += tokens
+            self.logprobs += logprobs
+            return False
+        for place, token in enumerate(tokens):
+            self.tokens.append(token)
+            self.logprobs += logprobs[place : place + 1]
+            if self.detokenizer.update([token], ended and place == len(tokens) - 1):
+                return True
+        return False
 
     def note_version(self, version: int) -> None:
         """The tokens that have no version yet were sampled by `version`."""
@@ -66,22 +80,20 @@ class Samples:
         engine.engine_core.add_request(core_request)
 
     def step(self, version: int) -> None:
-        """Sample a token of each running request with the weights of `version`."""
-        stopped, cached = [], 0
-        outputs = self._engine.engine_core.get_output().outputs
-        for output in outputs:
+        """Sample a token of each running request, or several where drafts are accepted, with the weights of
+        `version`."""
+        stopped, cached, given = [], 0, self._engine.engine_core.get_output()
+        for output in given.outputs:
             sample = self._under_way.get(output.request_id)
             # A step that was begun before a request ended or was aborted samples one more token for it.
             if sample is None:
                 continue
             if sample.tokens:
                 cached += sample.prompt + len(sample.tokens)
-            sample.tokens += output.new_token_ids
-            if output.new_logprobs is not None:
-                # Column 0 has the sampled token's logprob. [tokens, 1]
-                sample.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            # Column 0 has the sampled token's logprob. [tokens, 1]
+            logprobs = [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
             reason = None if output.finish_reason is None else str(output.finish_reason)
-            if sample.detokenizer is not None and sample.detokenizer.update(output.new_token_ids, reason == "stop"):
+            if sample.add(output.new_token_ids, logprobs, reason == "stop"):
                 if reason is None:
                     stopped.append(output.request_id)
                 reason = "stop"
@@ -90,7 +102,7 @@ class Samples:
                 self._finished[int(output.request_id)] = sample.completion(reason, version)
         self._engine.engine_core.abort_requests(stopped)
         # vLLM answers nothing when it begins a step ahead.
-        self._decoded += Decoded(int(bool(outputs)), cached)
+        self._decoded += Decoded(int(bool(given.outputs)), cached, _drafts(given.scheduler_stats))
 
     def end_step(self, version: int) -> None:
         """Wait for the step that vLLM has begun ahead (asynchronous scheduling), and note what `version` sampled."""
@@ -121,6 +133,12 @@ class Samples:
     def take_one(self, number: int) -> Completion | None:
         """The response to this request if it has ended, else None."""
         return self._finished.pop(number, None)
+
+
+def _drafts(statistics: Any) -> Drafts:
+    """`statistics`: those of vLLM's scheduler on one step; None where it keeps none."""
+    own = None if statistics is None else statistics.spec_decoding_stats
+    return Drafts() if own is None else Drafts(own.num_drafts, own.num_draft_tokens, own.num_accepted_tokens)
 
 
 def _parameters(request: Request) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from nemo_rl_lite.config.automatic import engine_share
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.generation.interface import Completion, Decoded, Request
+from nemo_rl_lite.generation.vllm import cpu_speculation
 from nemo_rl_lite.generation.vllm.samples import Samples
 from nemo_rl_lite.refit.engine.connection import Source, WeightsState
 from nemo_rl_lite.refit.transport.report import RefitReport
@@ -53,6 +54,9 @@ class VLLMEngine:
             # vLLM's sampler on CPUs fails where a request has a seed and its prompt is cut into chunks.
             own = {"enable_chunked_prefill": False}
         own |= generation.vllm_kwargs
+        speculates = own.get("speculative_config") is not None
+        if speculates and not on_gpu:
+            cpu_speculation.repair()
         self._weights = WeightsState(complete=own.get("load_format") != "dummy")
         ranks = settings.tensor_parallel_size
         self._llm: Any = LLM(
@@ -69,7 +73,8 @@ class VLLMEngine:
             logprobs_mode="processed_logprobs",
             worker_extension_cls=EXTENSION,
             skip_tokenizer_init=not generation.stop_strings,
-            disable_log_stats=True,
+            # vLLM counts accepted tokens among its statistics.
+            disable_log_stats=not speculates,
             **own,
         )
         # Stepped in this thread: an engine core in a process of its own is slower (docs/benchmarks/).

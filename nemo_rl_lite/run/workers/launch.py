@@ -30,6 +30,7 @@ from nemo_rl_lite.observability.timer import Timer, seconds_since_command
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.offload.residency import Residency
 from nemo_rl_lite.planning.flops import SequenceFlops
+from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
 from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
 from nemo_rl_lite.run.workers.remote_policy import WORKER_CLASS, RemotePolicy
@@ -162,7 +163,10 @@ def launch_policy(reserved: Reserved, model_path: Path, saved: Path | None) -> R
 def _ready_policy(reserved: Reserved, model_path: Path, saved: Path | None) -> RemotePolicy:
     config = reserved.config
     batch, together = sequences_per_optimizer_step(config), sequences_together(config)
-    policy = RemotePolicy(reserved.policy, batch, together, _flops(config, model_path))
+    layout = Layout.configured(config.policy, "train", on_gpus(config), together)
+    # Rows of a fixed layout are padded to the longest of the whole batch, whoever has them.
+    padding = None if layout.mode == "fixed" else layout
+    policy = RemotePolicy(reserved.policy, batch, together, _flops(config, model_path), padding)
     if saved is not None:
         with reserved.setup("resume"):
             _load(policy, saved)

@@ -1,7 +1,8 @@
 """The policy in Ray actors: splits batches over data-parallel replicas and combines their results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from nemo_rl_lite.losses.batch import TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, summary
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.planning.flops import SequenceFlops
-from nemo_rl_lite.policy.balance import even_shares
 from nemo_rl_lite.policy.interface import HeldBatch, Scored, Work
+from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.policy.megatron.model import ParallelPlace
+from nemo_rl_lite.policy.megatron.shares import Cost, balanced_shares
 from nemo_rl_lite.refit.layout.plan import RefitPlan
 from nemo_rl_lite.refit.transport.interface import Offer
 
@@ -29,10 +31,20 @@ WHOLE_METRICS = ("grad_norm", "lr", "wd", "skipped_steps")
 class RemotePolicy:
     """`Policy` over a group of started `MegatronWorker`s."""
 
-    def __init__(self, group: WorkerGroup, global_batch: int, together: int = 1, flops: SequenceFlops | None = None):
+    def __init__(
+        self,
+        group: WorkerGroup,
+        global_batch: int,
+        together: int = 1,
+        flops: SequenceFlops | None = None,
+        layout: Layout | None = None,
+    ):
         """`global_batch`: sequences of an optimizer step. `together`: neighbours that a loss compares. `flops`: of a
-        sequence; None for a model of unknown shape, whose sequences are as much work as they have tokens."""
+        sequence; None for a model of unknown shape, whose sequences are as much work as they have tokens. `layout`: how
+        workers cut their rows in training, where the work depends on it."""
         self.group, self._global_batch, self._together, self._flops = group, global_batch, together, flops
+        self._layout = layout
+        self._cost: Cost = float if flops is None else cache(flops.forward)
         self._places: list[ParallelPlace] = wait(group.call("place"))
         self._replicas = self._places[0].data_size
         self._held: dict[str, HeldBatch] = {}
@@ -181,18 +193,16 @@ class RemotePolicy:
         are equal in number and nearly equal in work. Where the last step is not whole, they are neighbours, and the
         last replicas' last indices are `len(rows)` or more."""
         together, shares = self._together, [list[int]() for _ in range(self._replicas)]
-        cost: Callable[[int], float] = float if self._flops is None else self._flops.forward
-        costs = [cost(length) for length in rows.lengths.tolist()]
+        lengths = rows.lengths.tolist()
         for start in range(0, len(rows), self._global_batch):
-            count = min(self._global_batch, len(rows) - start)
-            each = -(-count // (self._replicas * together))
-            if count == each * self._replicas * together:
-                groups = [sum(costs[first : first + together]) for first in range(start, start + count, together)]
-                own_groups = even_shares(groups, self._replicas)
+            of_step = lengths[start : start + self._global_batch]
+            each = -(-len(of_step) // (self._replicas * together)) * together
+            if len(of_step) == each * self._replicas:
+                owned = balanced_shares(of_step, self._replicas, self._cost, together, self._layout)
             else:
-                own_groups = [list(range(replica * each, (replica + 1) * each)) for replica in range(self._replicas)]
-            for share, own in zip(shares, own_groups, strict=True):
-                share += [start + group * together + place for group in own for place in range(together)]
+                owned = [list(range(replica * each, (replica + 1) * each)) for replica in range(self._replicas)]
+            for share, own in zip(shares, owned, strict=True):
+                share += [start + row for row in own]
         return shares
 
     def _name(self, batch: HeldBatch) -> str:

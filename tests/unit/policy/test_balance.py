@@ -4,7 +4,9 @@ import random
 
 import pytest
 
-from nemo_rl_lite.policy.balance import even_shares
+from nemo_rl_lite.policy.balance import even_shares, swapped
+from nemo_rl_lite.policy.megatron.micro_batches import Layout
+from nemo_rl_lite.policy.megatron.shares import balanced_shares, work
 
 
 def test_every_item_has_one_replica_and_every_replica_as_many_items():
@@ -37,3 +39,56 @@ def test_one_replica_has_everything_in_order():
 def test_a_count_that_cannot_be_shared_is_an_error():
     with pytest.raises(ValueError, match="3 items cannot be shared evenly by 2"):
         even_shares([1.0, 1.0, 1.0], 2)
+
+
+def test_swaps_bring_together_work_that_depends_on_who_meets_whom():
+    """Two long items of one share cost less than two of two shares, as padding does."""
+    sizes = [8.0, 7.0, 7.0, 6.0, 2.0, 1.0]
+
+    def padded(share):
+        own = sorted((sizes[index] for index in share), reverse=True)
+        return 2 * own[0] + own[2]
+
+    before = [[0, 4, 5], [1, 2, 3]]
+    after = swapped(before, sizes, padded)
+    assert max(map(padded, after)) < max(map(padded, before))
+    assert sorted(after[0] + after[1]) == list(range(6)) and [len(share) for share in after] == [3, 3]
+    assert swapped([[0, 3], [1, 2]], sizes, lambda share: 1.0) == [[0, 3], [1, 2]], "equal work stays as it is"
+
+
+def lengths_of_prompts(seed: int, prompts: int = 64) -> list[int]:
+    source = random.Random(seed)
+    means = [source.lognormvariate(6, 1) for _ in range(prompts)]
+    return [8 + min(8192, int(mean * source.lognormvariate(0, 0.3))) for mean in means for _ in range(8)]
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_padded_micro_batches_of_all_replicas_are_nearly_equal_work(together):
+    layout, idle = Layout("dynamic", 16384, 64, together), {}
+    for name, own_layout in {"sums": None, "padded": layout}.items():
+        idle[name] = []
+        for seed in range(6):
+            lengths = lengths_of_prompts(seed)
+            shares = balanced_shares(lengths, 8, float, together, own_layout)
+            assert sorted(row for share in shares for row in share) == list(range(512))
+            assert all(len(share) == 64 for share in shares)
+            owned = [[lengths[row] for row in share] for share in shares]
+            most = max(len(layout.groups(own)) for own in owned)
+            works = [work(own, layout, float, most) for own in owned]
+            idle[name].append(1 - sum(works) / len(works) / max(works))
+    assert sum(idle["padded"]) / 6 < 0.02 < 0.03 < sum(idle["sums"]) / 6
+
+
+def test_neighbours_that_a_loss_compares_go_to_one_replica():
+    layout = Layout("dynamic", 16384, 64, 2)
+    for share in balanced_shares(lengths_of_prompts(1), 8, float, 2, layout):
+        assert all(
+            first % 2 == 0 and second == first + 1 for first, second in zip(share[::2], share[1::2], strict=True)
+        )
+
+
+def test_the_work_of_a_padded_share_counts_its_padding():
+    assert work([5, 3, 3, 1], Layout("dynamic", 10, 1), float) == 2 * 5 + 2 * 3
+    assert work([5, 3, 3, 1], Layout("dynamic", 10, 1), float, micro_batches=3) == 5 + 3 + 2 * 3
+    assert work([5, 3, 3, 1], Layout("dynamic", 16, 4), float) == 2 * 8 + 2 * 4
+    assert work([5, 3, 3, 1], Layout("packed", 10, 1), float) == 12

@@ -40,6 +40,11 @@ GPU = (
     "generation.max_new_tokens=16"
 )
 
+ON_A_GPU = (
+    "cluster.gpus_per_node=1 policy=megatron_gpu generation=vllm_gpu policy.max_total_sequence_length=64 "
+    "generation.max_new_tokens=16"
+)
+
 # Arguments -> what the message must say: the key first, then words of the rule or the fix.
 CASES = {
     # Unknown keys, groups and files: the nearest known one is named.
@@ -269,9 +274,37 @@ CASES = {
     f"{FILES} data.answer_column=null environment=python reward=math": ["reward.name = math compares"],
     "generation.serve.enabled=true generation.serve.host=localhost:8000": ["generation.serve.host", "without a port"],
     "generation.serve.enabled=true generation.serve.host=http://here": ["generation.serve.host", "without http://"],
-    "+generation.vllm_kwargs.quantization=fp8": ["generation.vllm_kwargs.quantization", "another form"],
+    "+generation.vllm_kwargs.quantization=awq": [
+        "generation.vllm_kwargs.quantization = 'awq'",
+        "fp8_per_tensor, fp8_per_channel, fp8_per_block",
+        "1 problem found",
+    ],
+    "+generation.vllm_kwargs.quantization=fp8_per_block": ["vLLM computes with FP8 weights on GPUs", "1 problem found"],
+    f"{ON_A_GPU} policy.precision=float32 policy.sequence_packing.enabled=false "
+    "+generation.vllm_kwargs.quantization=fp8_per_block": ["policy.precision", "needs bfloat16"],
+    f"{ON_A_GPU} policy.model_name=QWEN_MOE +generation.vllm_kwargs.quantization=fp8_per_tensor": [
+        "generation.vllm_kwargs.quantization",
+        "quantised experts",
+    ],
     "+generation.vllm_kwargs.hf_overrides={a:1}": ["generation.vllm_kwargs.hf_overrides", "another model"],
     "+generation.vllm_kwargs.enable_lora=true": ["generation.vllm_kwargs.enable_lora", "merged into them"],
+    "+generation.vllm_kwargs.speculative_config=ngram": [
+        "generation.vllm_kwargs.speculative_config",
+        "must be a mapping",
+        "{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 3}",
+    ],
+    "+generation.vllm_kwargs.speculative_config={method:eagle,num_speculative_tokens:3,prompt_lookup_max:3}": [
+        "generation.vllm_kwargs.speculative_config.method = 'eagle'",
+        "weights that no refit brings",
+        "1 problem found",
+    ],
+    "+generation.vllm_kwargs.speculative_config={method:ngram,num_speculative_tokens:0}": [
+        "speculative_config.num_speculative_tokens = 0",
+        "speculative_config.prompt_lookup_max=3",
+        "whole number above 0",
+    ],
+    "+generation.vllm_kwargs.speculative_config={method:ngram,num_speculative_tokens:3,prompt_lookup:3,"
+    "prompt_lookup_max:3}": ["speculative_config.prompt_lookup", "did you mean prompt_lookup_", "1 problem found"],
     "+generation.vllm_kwargs.max_num_batched_tokens=8k": ["= '8k'", "must be an integer or null, as vLLM's EngineArgs"],
     # Models that cannot be trained.
     "policy.model_name=QUANTIZED": ["policy.model_name", "is quantized", "fp8", "the model that it was made from"],

@@ -1,0 +1,74 @@
+"""One data-parallel rank without Ray: an optimizer step on neighbouring rows, and one on its balanced share.
+
+shares_rank.py MODEL_FOLDER OUTPUT_FOLDER LAYOUTS, a JSON object of overrides by layout. Rank 0 writes for each layout
+and way: the metrics of the step, whole gradients by name, and both ranks' rows.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl_lite.config.schema import GRPOConfig
+from nemo_rl_lite.losses.batch import TokenRow
+from nemo_rl_lite.losses.interface import combine_metrics
+from nemo_rl_lite.losses.policy_gradient import GRPOLoss
+from nemo_rl_lite.policy.megatron.micro_batches import Layout
+from nemo_rl_lite.policy.megatron.shares import balanced_shares
+from nemo_rl_lite.policy.megatron.worker import MegatronWorker
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run.workers.launch import policy_arguments
+from tests.functional.policy_rank import forget_layout
+
+ROWS, RANKS = 16, 2
+
+
+def main(model_folder: str, output_folder: str, layouts: str) -> None:
+    for name, overrides in json.loads(layouts).items():
+        found = {}
+        for way in ("neighbours", "balanced"):
+            found[way] = step(model_folder, overrides, way)
+            forget_layout()
+        if os.environ["RANK"] == "0":
+            torch.save(found, Path(output_folder) / name)
+
+
+def step(model_folder: str, overrides: list[str], way: str) -> tuple[dict[str, float], dict, list[list[int]]]:
+    config = compose_config([f"policy.model_name={model_folder}", *overrides])
+    worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | {"threads": 1})
+    rows, loss = sampled_rows(), GRPOLoss(config.options(GRPOConfig).loss_fn)
+    shares = [list(range(ROWS // RANKS)), list(range(ROWS // RANKS, ROWS))]
+    if way == "balanced":
+        layout = Layout.configured(config.policy, "train", on_gpu=False)
+        shares = balanced_shares([len(row.tokens) for row in rows], RANKS, float, layout=layout)
+    worker.hold([rows[index] for index in shares[worker.place().data_rank]])
+    worker.score(("previous", "reference"), loss.counts(rows))
+    worker.prepare_for_training()
+    trained = worker.train(loss, loss.counts(rows))
+    replicas = [None] * RANKS
+    dist.all_gather_object(replicas, trained[0])
+    gradients = {
+        name: parameter.main_grad.clone()
+        for chunk in worker._model.chunks
+        for name, parameter in chunk.named_parameters()
+    }
+    return combine_metrics(replicas) | {"grad_norm": replicas[0]["grad_norm"]}, gradients, shares
+
+
+def sampled_rows() -> list[TokenRow]:
+    """Responses to four prompts, alike in length within a prompt, so that the shares of neighbours differ most."""
+    source = torch.Generator().manual_seed(1)
+    rows = []
+    for length in (30, 28, 29, 27, 24, 22, 25, 23, 12, 10, 11, 9, 8, 7, 9, 8):
+        mask = [place >= 5 for place in range(length)]
+        generation = (-4 + 0.3 * torch.randn(length, generator=source)).tolist()
+        tokens = torch.randint(4, 60, (length,), generator=source).tolist()
+        rows.append(TokenRow(tokens, mask, generation, torch.randn((), generator=source).item()))
+    return rows
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
