@@ -136,7 +136,7 @@ class EngineSide(Side):
 
         os.environ.update(engine_of(config).environment(config.generation, ON_GPU))
         self.engine = VLLMEngine(config.generation, config.policy, model, seed=0, on_gpu=ON_GPU)
-        (self.vllm,) = self.engine._llm.collective_rpc(lambda worker: [worker])[0]
+        (self.vllm,) = self.engine._engine.collective_rpc(lambda worker: [worker])[0]
 
     def join(self, source: Source) -> None:
         self.engine.join_refit([source])
