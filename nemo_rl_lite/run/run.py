@@ -20,9 +20,8 @@ from nemo_rl_lite.observability.summary import Summary, charts, show_summary, su
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.views import view_of
 from nemo_rl_lite.run.folder import check_folder, locked, status_kept, write_ending, write_error, write_start
-from nemo_rl_lite.run.jobs.interface import Job, make_job
+from nemo_rl_lite.run.jobs.interface import Job, import_packages, make_job
 from nemo_rl_lite.run.model import starting_model
-from nemo_rl_lite.run.packages import Packages
 from nemo_rl_lite.run.workers.reserve import begin, reserve
 
 
@@ -83,15 +82,14 @@ class _Attempts:
         if self._job is None:
             setup.add("command", seconds_since_start())
         with ExitStack() as stack:
-            packages = stack.enter_context(Packages(config).importing())
             with ExitStack() as runtime:
                 with setup("ray"):
                     runtime.enter_context(ray_runtime())
                 with setup("processes"):
                     reserved = reserve(config, folder)
-                # The workers import their packages and build while this process reads and checks the data.
+                # The workers import their packages and build while this process imports its own and reads the data.
                 with setup("packages"):
-                    packages.wait()
+                    import_packages(config)
                 with setup("model"):
                     begun = begin(reserved, starting_model(config, console))
                 with setup("data"):

@@ -28,9 +28,6 @@ from typing import Any
 import pytest
 from ray.exceptions import RayTaskError
 
-# The launcher would import it in a thread, while a worker of this process does the same.
-from transformers import AutoTokenizer  # noqa: F401
-
 from nemo_rl_lite.cluster import system_usage, workers
 from nemo_rl_lite.cluster.heartbeat import Heartbeat
 from nemo_rl_lite.cluster.workers import Call
@@ -40,7 +37,6 @@ from nemo_rl_lite.observability.system import System, Usage
 from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.run import run as run_module
 from nemo_rl_lite.run.command import launch
-from nemo_rl_lite.run.jobs import grpo, supervised  # noqa: F401 (likewise)
 from nemo_rl_lite.run.workers import reserve as reserve_module
 
 
