@@ -50,7 +50,10 @@ class GRPO:
                 "generation.top_p or top_k cuts the distribution that is sampled from, but not the one the policy's "
                 "logprobs come from: importance ratios are off by the share that is cut"
             )
-        self.report.metrics.log(self.steps.done, under("refit", self.rollouts.publish(self.steps.done)))
+        setup = Timer()
+        with setup("first_refit"):
+            refitted = self.rollouts.publish(self.steps.done)
+        self.report.metrics.log(self.steps.done, under("refit", refitted) | under("timing/setup", setup.take()))
         times = ValidationTimes(config.val_period, config.val_at_start, config.val_at_end)
         for step in self.steps.until(total, times, self.validate, self._prepare_to_save):
             self.step(step)

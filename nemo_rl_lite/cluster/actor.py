@@ -12,9 +12,11 @@ from typing import Any
 import ray
 
 from nemo_rl_lite.cluster.heartbeat import HeartbeatThread
+from nemo_rl_lite.host.distributions import listed_quickly
 from nemo_rl_lite.host.logs import log_to_stderr
 from nemo_rl_lite.host.ports import free_port
 from nemo_rl_lite.observability import profiling
+from nemo_rl_lite.observability.timer import SETUP, seconds_since_start
 
 
 @contextmanager
@@ -36,6 +38,7 @@ class WorkerActor:
     """A process for one worker. Its output goes to `log_file`, and its heartbeats report what `worker` does."""
 
     def __init__(self, worker: str, log_file: str):
+        SETUP.add("process", seconds_since_start())
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(log_file, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
         for stream in (sys.stdout, sys.stderr):
@@ -59,16 +62,18 @@ class WorkerActor:
         log_to_stderr()
         os.environ.update(environment)
         module_name, _, class_name = class_path.rpartition(".")
-        with self._heartbeat.during("import", None):
+        with self._heartbeat.during("import", None), SETUP("import"), listed_quickly():
             module = importlib.import_module(module_name)
             if hasattr(module, "preload"):
                 module.preload()
             self._class = getattr(module, class_name)
 
-    def start(self, arguments: dict[str, Any]) -> None:
-        """Construct the worker whose class was loaded."""
-        with self._heartbeat.during("start", None), errors_that_travel():
+    def start(self, arguments: dict[str, Any]) -> dict[str, float]:
+        """Construct the worker whose class was loaded. Returns the seconds of the parts of this process' start so far;
+        `build` is the whole constructor, and contains the parts that the worker itself has named."""
+        with self._heartbeat.during("start", None), SETUP("build"), errors_that_travel():
             self._worker = self._class(**arguments)
+        return SETUP.take()
 
     def call(self, method: str, phase: str, limit_s: float | None, *arguments: Any) -> Any:
         """Call a method of the worker. After `limit_s` seconds the process' stacks go to its log."""

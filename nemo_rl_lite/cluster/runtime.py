@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 
@@ -35,6 +36,7 @@ def ray_runtime() -> Iterator[None]:
     previous = {number: signal.signal(number, interrupt) for number in SIGNALS}
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name.startswith("RAY_")})
     _leave_the_launchers_session()
+    _start_no_api_server()
     try:
         _start_or_join()
         # ray.init has installed its own handler, which would end the process at once.
@@ -96,6 +98,16 @@ def _leave_the_launchers_session() -> None:
     in_child.leaves_session = True  # pyrefly: ignore
     # Ray calls this between fork and exec, and has no option for it.
     utils.set_kill_on_parent_death_linux = in_child
+
+
+def _start_no_api_server() -> None:
+    """Let `ray.init` start no API server. It serves the dashboard and usage reports, which are off here; `ray.init`
+    waits until it runs, and has no option that leaves it out."""
+
+    def start_none(node: Any, **_: Any) -> None:
+        node._webui_url = ""
+
+    ray._private.node.Node.start_api_server = start_none  # pyrefly: ignore
 
 
 def available_cores() -> int:

@@ -11,7 +11,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from torch.distributed import DistError
 
 from nemo_rl_lite.cluster.actor import WorkerActor
 from nemo_rl_lite.cluster.heartbeat import hang
@@ -114,7 +113,8 @@ class WorkerGroup:
         )
 
     def start(self, arguments: Sequence[dict[str, Any]]) -> Call:
-        """Construct the loaded worker in every process, each with its own arguments."""
+        """Construct the loaded worker in every process, each with its own arguments; returns `WorkerActor.start`'s
+        seconds."""
         return self._as_call("start", [h.start.remote(own) for h, own in zip(self.hosts, arguments, strict=True)])
 
     def gpus(self, timeout_s: float) -> list[list[str]]:
@@ -257,6 +257,9 @@ def _outcome(reference: Any, worker: str, phase: str) -> Any:
     try:
         return ray.get(reference)
     except RayTaskError as error:
+        # The launcher starts Ray before it imports torch.
+        from torch.distributed import DistError
+
         cause = error.cause if isinstance(error.cause, BaseException) else error
         first_line = next((line for line in str(cause).splitlines() if line.strip()), "")
         lost_touch = isinstance(cause, (LostTouchError, DistError)) or _COMMUNICATION.search(str(cause))

@@ -38,8 +38,12 @@ class Timer:
                 yield
         finally:
             ended = time.perf_counter()
-            self._seconds[name] = self._seconds.get(name, 0.0) + ended - started
+            self.add(name, ended - started)
             self.phases.append(Phase(name, started, ended))
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds that were measured elsewhere."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
         """Return the seconds by name since the last `take`."""
@@ -52,6 +56,10 @@ def unix_time(at: float) -> float:
     return at + _UNIX_ZERO
 
 
-def seconds_since_command() -> float:
+SETUP = Timer()
+"""Times the parts of a worker process' start; `WorkerActor.start` takes them."""
+
+
+def seconds_since_start() -> float:
     """Seconds since this process was started."""
     return time.time() - psutil.Process().create_time()

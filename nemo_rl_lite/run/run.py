@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from nemo_rl_lite.observability.limits import limited
 from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.observability.redaction import described
 from nemo_rl_lite.observability.summary import Summary, charts, show_summary, summarize, tracked
-from nemo_rl_lite.observability.timer import Timer
+from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.views import view_of
 from nemo_rl_lite.run.folder import check_folder, locked, status_kept, write_ending, write_error, write_start
-from nemo_rl_lite.run.jobs.interface import Job, make_job
-from nemo_rl_lite.run.workers.launch import reserve
+from nemo_rl_lite.run.jobs.interface import Job, import_packages, make_job
+from nemo_rl_lite.run.memory_plan import settled
+from nemo_rl_lite.run.model import starting_model
+from nemo_rl_lite.run.workers.reserve import begin, reserve
 
 
 def run(config: Config, folder: Path, command: str) -> Summary:
@@ -78,20 +81,31 @@ class _Attempts:
         config, folder, console, setup = self._config, self._folder, self._console, Timer()
         for line in start.lines():
             console.say(line)
+        if self._job is None:
+            setup.add("command", seconds_since_start())
         with ExitStack() as stack:
-            with ray_runtime():
-                # Workers import their packages while this process reads and checks the data.
+            with ExitStack() as runtime:
+                with setup("ray"):
+                    runtime.enter_context(ray_runtime())
                 with setup("processes"):
-                    reserved = reserve(config, folder, setup)
+                    reserved = reserve(config, folder)
+                # The workers import their packages and build while this process imports its own and reads the data.
+                with setup("packages"):
+                    import_packages(config)
+                with setup("model"):
+                    model_path = starting_model(config, console)
+                    config = settled(config, model_path, console)
+                    begun = begin(replace(reserved, config=config), model_path)
                 with setup("data"):
-                    self._job = self._job or make_job(config, folder, console)
-                log = MetricsLog.open(config.logger, folder, self._whole_config, start.steps)
+                    self._job = self._job or make_job(config, folder, console, begun.model_path)
+                with setup("loggers"):
+                    log = MetricsLog.open(config.logger, folder, self._whole_config, start.steps)
                 metrics = stack.enter_context(closing(log))
                 with (
                     watched(self._last_words, lost_process),
                     limited("the launcher's own work", config.cluster.phase_timeout_s),
                 ):
-                    peak_memory = self._job.run(metrics, reserved, start)
+                    peak_memory = self._job.run(metrics, begun, start, setup)
             summary = summarize(metrics, folder, peak_memory)
             metrics.log_summary(tracked(summary), charts(summary, metrics))
             view = view_of(config.algorithm.name)

@@ -17,7 +17,7 @@ from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.sft import SFTLoss
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.launch import policy_arguments
+from nemo_rl_lite.run.workers.reserve import policy_arguments
 
 ON_GPU = torch.cuda.is_available()
 ROWS, LENGTH = 2, 16

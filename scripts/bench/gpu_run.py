@@ -40,7 +40,7 @@ def main() -> None:
     if not (folder / "metrics.jsonl").exists():
         sys.exit(f"{name}: the run ended with status {status} before it had any metrics; see its output above")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    first = _first_step_begins(lines)
+    first = first_step_begins(lines)
     config = json.loads((folder / "config.json").read_text())
     kept = {
         "name": name,
@@ -73,7 +73,7 @@ def _run(command: list[str]) -> int:
         return process.wait()
 
 
-def _first_step_begins(lines: list[dict[str, Any]]) -> float | None:
+def first_step_begins(lines: list[dict[str, Any]]) -> float | None:
     """Return the time at which the first step began, in seconds since the epoch; None where no step ended."""
     steps = [line for line in lines if "timing/train/total_step_time" in line]
     return steps[0]["time"] - steps[0]["timing/train/total_step_time"] if steps else None

@@ -26,7 +26,7 @@ from nemo_rl_lite.refit.engine.connection import Source
 from nemo_rl_lite.refit.engine.destinations import EngineLoader
 from nemo_rl_lite.refit.transport.group import Meeting
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.launch import MANY_QUEUES
+from nemo_rl_lite.run.workers.reserve import MANY_QUEUES
 
 ON_GPU = torch.cuda.device_count() > 0
 REPETITIONS, WARM_UP = 5, 2
@@ -136,7 +136,7 @@ class EngineSide(Side):
 
         os.environ.update(engine_of(config).environment(config.generation, ON_GPU))
         self.engine = VLLMEngine(config.generation, config.policy, model, seed=0, on_gpu=ON_GPU)
-        (self.vllm,) = self.engine._llm.collective_rpc(lambda worker: [worker])[0]
+        (self.vllm,) = self.engine._engine.collective_rpc(lambda worker: [worker])[0]
 
     def join(self, source: Source) -> None:
         self.engine.join_refit([source])

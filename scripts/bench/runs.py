@@ -38,7 +38,6 @@ MEMORY = {
     "policy's peak in refit": "memory/policy_peak_bytes/refit",
 }
 SEEDS = ("chain-sum-seed1", "chain-sum-seed2", "chain-sum-seed42")
-STARTS = {"qwen3-1.7b-colocated": "1.7 B, first run", "chain-sum-start": "SmolLM2, later run"}
 PRESETS = ("none", "logprob", "colocated", "pinned", "cpu_optimizer", "activations", "max_memory")
 _SHARED = "Measured while three other runs used the machine's other GPUs and its cores: times are longer than alone."
 _BESIDE = "Measured while the machine's other GPUs and its cores were at other work for some of the time."
@@ -49,10 +48,6 @@ NOTES = {
     ("grpo-chain-sum", "1x-h200"): _SHARED,
     ("sft-gsm8k", "1x-h200"): _SHARED,
     ("grpo-gsm8k", "1x-h200"): f"{_SHARED} Starts from the model that the SFT run left.",
-    (
-        "start-up",
-        "1x-h100",
-    ): "The first run on a fresh machine, after torch and transformers had been imported once; and a later one.",
 }
 
 
@@ -65,7 +60,6 @@ def main() -> None:
         "grpo-gsm8k": (("grpo-gsm8k",), gsm8k),
         "grpo-qwen3-1.7b": (("qwen3-1.7b-colocated",), large),
         "grpo-qwen3-1.7b-noncolocated": (("qwen3-1.7b-noncolocated-1-1", "qwen3-1.7b-noncolocated-tp2-tp2"), apart),
-        "start-up": (tuple(STARTS), start),
         "offload-presets": (tuple(f"preset-{name}" for name in PRESETS), presets),
         "refit-layouts": (tuple(refit_runs.LAYOUTS), refit_runs.layouts),
         "refit-verified": (tuple(refit_runs.VERIFIED), refit_runs.verified),
@@ -214,19 +208,6 @@ def gsm8k(runs: list[Run]) -> tuple[list, list]:
         ),
         *steady(runs, training),
     ], []
-
-
-def start(runs: list[Run]) -> tuple[list, list]:
-    results = []
-    for run in runs:
-        config = STARTS[run["name"]]
-        for metric in sorted(run["series"]):
-            if metric.startswith("timing/setup/"):
-                results.append(record.result(f"{config}: {metric}", config, "s", values(run, metric)))
-        whole = [run["seconds_to_first_step"]]
-        results.append(record.result(f"{config}: command to first step", config, "s", whole))
-    slowest = max(run["seconds_to_first_step"] for run in runs)
-    return results, [record.bar("command to first step, s", slowest, 75, at_least=False)]
 
 
 def steady(runs: list[Run], config: str) -> Iterable[dict[str, Any]]:

@@ -21,7 +21,7 @@ from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import CompletedProcess
-from threading import Lock
+from threading import Event, Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,9 +34,10 @@ from nemo_rl_lite.cluster.workers import Call
 from nemo_rl_lite.host import stopping
 from nemo_rl_lite.host.ports import free_port
 from nemo_rl_lite.observability.system import System, Usage
+from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.run import run as run_module
 from nemo_rl_lite.run.command import launch
-from nemo_rl_lite.run.workers import launch as launch_module
+from nemo_rl_lite.run.workers import reserve as reserve_module
 
 
 @cache
@@ -66,8 +67,9 @@ class Worker:
         with _importing:
             self._class = import_class(class_path)
 
-    def start(self, arguments: dict[str, Any]) -> None:
+    def start(self, arguments: dict[str, Any]) -> dict[str, float]:
         self._worker = self._class(**arguments)
+        return SETUP.take()
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._worker, method)(*arguments)
@@ -156,6 +158,10 @@ class GroupHere:
         return self._each("load", [(class_path, own) for own in environments], "start")
 
     def start(self, arguments: Sequence[dict[str, Any]]) -> Call:
+        # Not while the launcher, in this process too, reads its data.
+        _awaited.clear()
+        for thread in self._threads:
+            thread.submit(_awaited.wait)
         return self._each("start", [(own,) for own in arguments], "start")
 
     def gpus(self, timeout_s: float) -> list[list[str]]:
@@ -204,10 +210,11 @@ def _as_reference(future: Future) -> Any:
 
 
 _groups: list[GroupHere] = []
-_importing = Lock()
+_importing, _awaited = Lock(), Event()
 
 
 def _wait(futures: Sequence[Future], num_returns: int, timeout: float | None) -> tuple[list[Future], list[Future]]:
+    _awaited.set()
     done, pending = wait_for(futures, timeout, FIRST_COMPLETED)
     return list(done), list(pending)
 
@@ -246,7 +253,7 @@ def without_ray() -> Iterator[None]:
             os.environ.pop(name, None)
         patch.setattr(run_module, "ray_runtime", nullcontext)
         patch.setattr(run_module, "lost_process", str)
-        patch.setattr(launch_module, "WorkerGroup", GroupHere)
+        patch.setattr(reserve_module, "WorkerGroup", GroupHere)
         patch.setattr(workers, "ray", SimpleNamespace(wait=_wait, get=_get))
         # Signals of one run are not those of the next.
         patch.setattr(stopping, "_received", [])

@@ -24,7 +24,7 @@ from nemo_rl_lite.refit.layout.views import Recipe
 from nemo_rl_lite.refit.transport.assembly import Assembly, assemble
 from nemo_rl_lite.refit.transport.report import RefitReport
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.launch import policy_arguments
+from nemo_rl_lite.run.workers.reserve import policy_arguments
 
 TEMPERATURE = 0.7
 

@@ -21,7 +21,7 @@ from nemo_rl_lite.policy.megatron import worker as worker_module
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.launch import policy_arguments
+from nemo_rl_lite.run.workers.reserve import policy_arguments
 from tests.functional.policy_rank import forget_layout
 
 build_model = worker_module.build_model

@@ -13,6 +13,7 @@ from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.generation.interface import Completion, Decoded, Request
 from nemo_rl_lite.generation.vllm import cpu_speculation
 from nemo_rl_lite.generation.vllm.samples import Samples
+from nemo_rl_lite.generation.vllm.start import open_device, timed_parts, with_graph_sizes
 from nemo_rl_lite.refit.engine.connection import Source, WeightsState
 from nemo_rl_lite.refit.transport.report import RefitReport
 
@@ -24,8 +25,10 @@ _NOW = -1
 
 
 def preload() -> None:
-    """Import what takes long to import."""
-    from vllm import LLM  # noqa: F401
+    """Import what takes long to import. vLLM's front end `LLM` would import its servers too."""
+    open_device()
+    from vllm.engine.arg_utils import EngineArgs  # noqa: F401
+    from vllm.v1.engine.llm_engine import LLMEngine  # noqa: F401
 
 
 class VLLMEngine:
@@ -39,7 +42,9 @@ class VLLMEngine:
         seed: int,
         on_gpu: bool,
     ):
-        from vllm import LLM
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.llm_engine import LLMEngine
 
         # Rotary tables have no weights to load; vLLM warns about them at every refit.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -53,14 +58,16 @@ class VLLMEngine:
         else:
             # vLLM's sampler on CPUs fails where a request has a seed and its prompt is cut into chunks.
             own = {"enable_chunked_prefill": False}
-        own |= generation.vllm_kwargs
+        own |= _configured(generation.vllm_kwargs)
+        if on_gpu and not settings.enforce_eager:
+            own = with_graph_sizes(own, settings.max_num_seqs)
         speculates = own.get("speculative_config") is not None
         if speculates and not on_gpu:
             cpu_speculation.repair()
         self._weights = WeightsState(complete=own.get("load_format") != "dummy")
         ranks = settings.tensor_parallel_size
-        self._llm: Any = LLM(
-            model_path,
+        arguments = EngineArgs(
+            model=model_path,
             dtype=policy.precision,
             max_model_len=policy.max_total_sequence_length,
             tensor_parallel_size=ranks,
@@ -77,8 +84,9 @@ class VLLMEngine:
             disable_log_stats=not speculates,
             **own,
         )
-        # Stepped in this thread: an engine core in a process of its own is slower (docs/benchmarks/).
-        self._engine: Any = self._llm.llm_engine
+        with timed_parts():
+            # Stepped in this thread: an engine core in a process of its own is slower (docs/benchmarks/).
+            self._engine: Any = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         self._version = 0
         self._recomputes = settings.recompute_kv_cache_after_weight_updates
         self._samples, self._decoded = Samples(self._engine), Decoded()
@@ -119,26 +127,26 @@ class VLLMEngine:
 
     def memory(self) -> dict[str, int]:
         """Bytes of the engine's fullest GPU: in use by all processes, weights, KV cache; empty on a CPU."""
-        return max(self._llm.collective_rpc("memory"), key=lambda held: held.get("device", 0))
+        return max(self._engine.collective_rpc("memory"), key=lambda held: held.get("device", 0))
 
     def sleep(self) -> None:
         """Give the GPU's memory to the policy. Does nothing if the engine does not share its device, or on a CPU."""
         if self._sleeps and not self._engine.is_sleeping():
             self._weights.discard()
-            self._llm.sleep(level=SLEEP_LEVEL)
+            self._engine.sleep(level=SLEEP_LEVEL)
 
     def wake_weights(self) -> None:
         """Take memory for the weights, with nothing in it yet."""
         if self._sleeps and self._engine.is_sleeping():
-            self._llm.wake_up(tags=["weights"])
+            self._engine.wake_up(tags=["weights"])
 
     def wake_cache(self) -> None:
         """Take memory for the KV cache: the engine can generate again."""
         if self._sleeps and self._engine.is_sleeping():
-            self._llm.wake_up(tags=["kv_cache"])
+            self._engine.wake_up(tags=["kv_cache"])
 
     def join_refit(self, sources: Sequence[Source]) -> None:
-        self._llm.collective_rpc("refit_join", args=(list(sources),))
+        self._engine.collective_rpc("refit_join", args=(list(sources),))
 
     def receive_weights(self, version: int) -> list[RefitReport]:
         started = time.perf_counter()
@@ -146,14 +154,27 @@ class VLLMEngine:
             self._samples.end_step(self._version)
         self._version = version
         with self._weights.replacing():
-            reports: list[RefitReport] = self._llm.collective_rpc("refit_receive")
+            reports: list[RefitReport] = self._engine.collective_rpc("refit_receive")
             # Without this, vLLM keeps the caches of unfinished requests, which it cannot reset.
-            was_reset = self._llm.reset_prefix_cache(reset_running_requests=self._recomputes)
+            was_reset = self._engine.reset_prefix_cache(reset_running_requests=self._recomputes)
             if not was_reset and not self._samples.unfinished:
                 raise RuntimeError("vLLM kept its prefix cache, which belongs to the old weights")
         for report in reports:
             report.seconds["load"] = time.perf_counter() - started - report.seconds["transfer"]
         return reports
+
+
+def _configured(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with vLLM's own objects where `vllm.LLM` takes dictionaries and `EngineArgs` does not."""
+    from vllm import config
+
+    kinds = {
+        "structured_outputs_config": config.StructuredOutputsConfig,
+        "profiler_config": config.ProfilerConfig,
+        "kv_transfer_config": config.KVTransferConfig,
+    }
+    made = {name: kinds[name](**value) for name, value in options.items() if name in kinds and isinstance(value, dict)}
+    return {**options, **made}
 
 
 def _import_model_class(model_path: Path) -> None:

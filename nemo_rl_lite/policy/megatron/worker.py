@@ -20,6 +20,7 @@ from nemo_rl_lite.losses.mismatch import mismatch_metrics
 from nemo_rl_lite.models.hf_folder import on_host, write_hf_folder
 from nemo_rl_lite.observability import progress
 from nemo_rl_lite.observability.memory import MemoryMeter, Peaks
+from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.offload.cpu_optimizer import stays_on_host, step_threads
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
@@ -80,8 +81,10 @@ class MegatronWorker:
         self._policy, self._temperature, self._seed = policy, temperature, seed
         self._model_path = Path(model_path)
         self._rank = int(os.environ["RANK"])
-        self._model = build_model(policy, model_path, on_gpu, cluster.collective_timeout_s, seed)
-        self._optimizer, self._scheduler = build_optimizer(policy, self._model)
+        with SETUP("model"):
+            self._model = build_model(policy, model_path, on_gpu, cluster.collective_timeout_s, seed)
+        with SETUP("optimizer"):
+            self._optimizer, self._scheduler = build_optimizer(policy, self._model)
         if stays_on_host(policy.megatron_cfg.optimizer) and cluster.threads_per_worker is None:
             torch.set_num_threads(step_threads())
         self._reference = self._kept_reference() if keep_reference else None

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.losses.registry import make_loss
 from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.metrics_log import MetricsLog, under
-from nemo_rl_lite.observability.timer import Phase
+from nemo_rl_lite.observability.metrics_log import MetricsLog
+from nemo_rl_lite.observability.start_up import report_start
+from nemo_rl_lite.observability.timer import Phase, Timer
 from nemo_rl_lite.policy.interface import Scored
 from nemo_rl_lite.rewards.judge import make_judge, try_reward
 from nemo_rl_lite.rewards.rows import check_rows
@@ -40,11 +40,11 @@ from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
 from nemo_rl_lite.rules.steps import check_epochs
 from nemo_rl_lite.run.jobs.playing import Playing
 from nemo_rl_lite.run.jobs.steps import make_steps
-from nemo_rl_lite.run.memory_plan import settled, show_memory_plan
-from nemo_rl_lite.run.model import starting_model
+from nemo_rl_lite.run.memory_plan import show_memory_plan
 from nemo_rl_lite.run.speed import decoding_speed, policy_speed
-from nemo_rl_lite.run.workers.launch import Reserved, Workers, launch
+from nemo_rl_lite.run.workers.launch import Workers, launch
 from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
+from nemo_rl_lite.run.workers.reserve import Begun
 
 # Samples that the terminal shows, the worst and the best, and that trackers get.
 SHOWN, TRACKED = 2, 16
@@ -57,17 +57,16 @@ _OF_ROLLOUTS = (
 
 
 class GRPOJob:
-    """Reads and checks everything when it is made; starts workers when it runs."""
+    """Reads and checks everything when it is made; waits for its workers when it runs."""
 
-    def __init__(self, config: Config, folder: Path, console: RunConsole):
-        self._config, self._folder, self._console = config, folder, console
+    def __init__(self, config: Config, folder: Path, console: RunConsole, model_path: Path):
+        self._config, self._folder, self._console, self._model_path = config, folder, console, model_path
         self._judge = make_judge(config.reward)
         self._playing = Playing(config)
         kind = problems(self._playing.tools)
         training = training_set(config.data, config.algorithm.seed, kind)
         validation = validation_set(config.data, config.algorithm.max_val_samples, kind, training.finite())
-        self._model_path = starting_model(config, console)
-        self._tokenizer = ChatTokenizer(self._model_path)
+        self._tokenizer = ChatTokenizer(model_path)
         if any(problem.tools for problem in (training.problem(0), *training.finite(), *validation)):
             self._tokenizer.check_tools()
         with console.busy("checking that every prompt fits"):
@@ -81,17 +80,16 @@ class GRPOJob:
         check_rows(config.reward, self._training)
         try_reward(self._judge, self._training.problem(0))
 
-    def run(self, metrics: MetricsLog, reserved: Reserved, start: Start) -> dict[str, int]:
-        """Train in the reserved processes from `start` on; returns the workers' peak memory in bytes, by name."""
-        console = self._console
-        config = self._config = settled(self._config, self._model_path, console)
-        reserved = replace(reserved, config=config)
-        show_memory_plan(config, self._model_path, console, metrics, start.steps)
+    def run(self, metrics: MetricsLog, begun: Begun, start: Start, setup: Timer) -> dict[str, int]:
+        """See `Job.run`; the memory is by the workers' names."""
+        config, console = self._config, self._console
+        with setup("memory_plan"):
+            show_memory_plan(config, self._model_path, console, metrics, start.steps)
         with console.busy(f"starting {policy_ranks(config)} policy rank(s) and {config.generation.backend}"):
             first = self._training.problem(0)
             probe_prompt = self._tokenizer.prompt(first.messages, first.tools)
-            workers = launch(reserved, self._model_path, probe_prompt, start.policy, console.say)
-        metrics.log(start.steps, under("timing/setup", reserved.setup_seconds()))
+            workers = launch(begun, probe_prompt, start.policy, setup, console.say)
+        report_start(setup, start.steps, metrics, console)
         with self._playing.through(workers.generation, self._tokenizer, self._folder, console.say) as (
             generation,
             play,

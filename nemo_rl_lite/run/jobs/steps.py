@@ -13,7 +13,7 @@ from nemo_rl_lite.host.stopping import Stopping, seconds
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.observability.redaction import described
-from nemo_rl_lite.observability.timer import seconds_since_command
+from nemo_rl_lite.observability.timer import seconds_since_start
 from nemo_rl_lite.policy.interface import Policy
 
 
@@ -40,6 +40,6 @@ def make_steps(
         saved=start.steps or None,
         rollouts=rollouts,
     )
-    stopping = Stopping(seconds(options.must_save_by), seconds_since_command)
+    stopping = Stopping(seconds(options.must_save_by), seconds_since_start)
     around = StepProfiler(config.profile, folder, groups).around
     return Steps(start.steps, checkpoints, stopping, metrics, config.policy.max_skipped_steps, around)

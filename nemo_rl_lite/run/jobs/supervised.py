@@ -1,6 +1,5 @@
 """A run of SFT or DPO: its data, its policy, the loop."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from nemo_rl_lite.algorithms.report import Report
@@ -15,22 +14,23 @@ from nemo_rl_lite.data.odd_texts import check_texts
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.losses.registry import make_loss
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.metrics_log import MetricsLog, under
+from nemo_rl_lite.observability.metrics_log import MetricsLog
+from nemo_rl_lite.observability.start_up import report_start
+from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.rules.steps import check_total_steps
 from nemo_rl_lite.run.jobs.steps import make_steps
-from nemo_rl_lite.run.memory_plan import settled, show_memory_plan
-from nemo_rl_lite.run.model import starting_model
+from nemo_rl_lite.run.memory_plan import show_memory_plan
 from nemo_rl_lite.run.speed import policy_speed
-from nemo_rl_lite.run.workers.launch import Reserved, launch_policy
+from nemo_rl_lite.run.workers.launch import launch_policy
+from nemo_rl_lite.run.workers.reserve import Begun
 
 
 class SupervisedJob:
-    """Reads and checks everything when it is made; starts workers when it runs."""
+    """Reads and checks everything when it is made; waits for its workers when it runs."""
 
-    def __init__(self, config: Config, folder: Path, console: RunConsole):
-        self._config, self._folder, self._console = config, folder, console
-        self._model_path = starting_model(config, console)
-        tokenizer = ChatTokenizer(self._model_path)
+    def __init__(self, config: Config, folder: Path, console: RunConsole, model_path: Path):
+        self._config, self._folder, self._console, self._model_path = config, folder, console, model_path
+        tokenizer = ChatTokenizer(model_path)
         encoder = Encoder(tokenizer, config.policy.max_total_sequence_length, config.data.too_long)
         with console.busy("checking that every chat fits"):
             self._training = training_examples(config, encoder)
@@ -41,15 +41,14 @@ class SupervisedJob:
         if limits := shown_limits(options, per_epoch):
             console.say(limits)
 
-    def run(self, metrics: MetricsLog, reserved: Reserved, start: Start) -> dict[str, int]:
-        """Train in the reserved processes from `start` on; returns the workers' peak memory in bytes, by name."""
-        console = self._console
-        config = self._config = settled(self._config, self._model_path, console)
-        reserved = replace(reserved, config=config)
-        show_memory_plan(config, self._model_path, console, metrics, start.steps)
+    def run(self, metrics: MetricsLog, begun: Begun, start: Start, setup: Timer) -> dict[str, int]:
+        """See `Job.run`; the memory is by the workers' names."""
+        config, console = self._config, self._console
+        with setup("memory_plan"):
+            show_memory_plan(config, self._model_path, console, metrics, start.steps)
         with console.busy(f"starting {policy_ranks(config)} policy rank(s)"):
-            policy = launch_policy(reserved, self._model_path, start.policy)
-        metrics.log(start.steps, under("timing/setup", reserved.setup_seconds()))
+            policy = launch_policy(begun, start.policy, setup)
+        report_start(setup, start.steps, metrics, console)
         options = config.options(SupervisedConfig)
         steps = make_steps(config, self._folder, start, policy, metrics, console, [policy.group])
         system = SystemUsage(policy.group.processes)

@@ -23,7 +23,6 @@ from nemo_rl_lite.policy.megatron.shares import Cost, balanced_shares
 from nemo_rl_lite.refit.layout.plan import RefitPlan
 from nemo_rl_lite.refit.transport.interface import Offer
 
-WORKER_CLASS = "nemo_rl_lite.policy.megatron.worker.MegatronWorker"
 # Metrics that are the same on every replica, so that they are not summed.
 WHOLE_METRICS = ("grad_norm", "lr", "wd", "skipped_steps")
 

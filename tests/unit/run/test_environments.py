@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers import launch
+from nemo_rl_lite.run.workers import reserve
 
 GPU = ["policy=megatron_gpu", "cluster.gpus_per_node=1", "policy.train_micro_batch_size=64"]
 GPU += ["policy.max_total_sequence_length=128"]
@@ -23,11 +23,11 @@ GPU += ["policy.max_total_sequence_length=128"]
 def test_memory_that_is_shared_or_put_to_sleep_is_in_fixed_segments(overrides, segments, monkeypatch, tmp_path):
     made = {}
     monkeypatch.setattr(
-        launch, "WorkerGroup", lambda name, slots, logs, environment, *_, **__: made.update(environment)
+        reserve, "WorkerGroup", lambda name, slots, logs, environment, *_, **__: made.update(environment)
     )
     more = ["cluster.gpus_per_node=2"] if segments is None else []
     config = compose_config([*GPU, *overrides, *more])
-    groups = [launch._policy_group] + ([launch._generation_group] if config.algorithm.name == "grpo" else [])
+    groups = [reserve._policy_group] + ([reserve._generation_group] if config.algorithm.name == "grpo" else [])
     for group in groups:
         made.clear()
         group(config, SimpleNamespace(policy=[], generation=[]), tmp_path)
@@ -37,15 +37,15 @@ def test_memory_that_is_shared_or_put_to_sleep_is_in_fixed_segments(overrides, s
 def test_on_cpus_no_gpu_is_seen_and_waiting_threads_sleep(monkeypatch, tmp_path):
     made = []
     monkeypatch.setattr(
-        launch, "WorkerGroup", lambda name, slots, logs, environment, *_, **__: made.append(environment)
+        reserve, "WorkerGroup", lambda name, slots, logs, environment, *_, **__: made.append(environment)
     )
-    for group in (launch._policy_group, launch._generation_group):
+    for group in (reserve._policy_group, reserve._generation_group):
         group(compose_config(), SimpleNamespace(policy=[], generation=[]), tmp_path)
     assert [(one["CUDA_VISIBLE_DEVICES"], one["OMP_WAIT_POLICY"]) for one in made] == [("", "PASSIVE")] * 2
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(2, 1, 2), (4, 1, 3), (4, 2, 2), (8, 2, 3), (1, 2, 1)])
 def test_of_more_than_two_cores_a_worker_leaves_one(cores, workers, threads, monkeypatch):
-    monkeypatch.setattr(launch, "available_cores", lambda: cores)
-    assert launch._threads(compose_config(), workers) == threads
-    assert launch._threads(compose_config(["cluster.threads_per_worker=4"]), workers) == 4
+    monkeypatch.setattr(reserve, "available_cores", lambda: cores)
+    assert reserve._threads(compose_config(), workers) == threads
+    assert reserve._threads(compose_config(["cluster.threads_per_worker=4"]), workers) == 4

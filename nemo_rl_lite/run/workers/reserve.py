@@ -1,0 +1,194 @@
+"""Reserve the processes of a run's workers, and let them begin: they import their packages, and build what needs no
+data, while the launcher reads its data. Imports nothing heavy, since the launcher's own packages come later.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_lite.cluster.placement import Placement, place
+from nemo_rl_lite.cluster.runtime import available_cores
+from nemo_rl_lite.cluster.workers import Call, WorkerGroup
+from nemo_rl_lite.config.algorithms import compares, generates
+from nemo_rl_lite.config.engines import engine_of
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import (
+    engine_ranks,
+    engines,
+    micro_batch_sizes,
+    on_gpus,
+    parallel_dims,
+    policy_ranks,
+    sequences_together,
+)
+from nemo_rl_lite.host.devices import ON_CPUS
+from nemo_rl_lite.offload.residency import Residency
+
+log = logging.getLogger(__name__)
+
+POLICY_CLASS = "nemo_rl_lite.policy.megatron.worker.MegatronWorker"
+# megatron-core compiles a few fused functions. On a CPU that delays the first batch by seconds and gains nothing.
+CPU_POLICY_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
+_SEGMENTS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+# The number of hardware work queues of a process. With a single queue, a copy that waits for an earlier copy also
+# delays kernels that were launched after it. megatron-core's tensor parallelism needs that order to overlap
+# communication with computation; other layouts do not.
+ONE_QUEUE, MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Worker processes that import their packages."""
+
+    config: Config
+    policy_group: WorkerGroup
+    generation: WorkerGroup | None
+    imports: tuple[Call, ...]
+
+
+@dataclass(frozen=True)
+class Begun(Reserved):
+    """Reserved processes that build what may be built at once: `engines`, and the `policy` unless it has to wait until
+    the engines on its GPUs sleep. Each call returns the seconds of its worker's parts."""
+
+    model_path: Path
+    engines: Call | None
+    policy: Call | None
+
+
+def reserve(config: Config, run_folder: Path) -> Reserved:
+    """Start a process for every policy rank and, where the algorithm generates, for every engine. Ray is running.
+
+    Raises:
+        WorkerError: there are too few GPUs, or a process did not start within `cluster.start_timeout_s`.
+    """
+    placement = place(config, engines(config) if generates(config) else 0)
+    policy = _policy_group(config, placement, run_folder)
+    generation = _generation_group(config, placement, run_folder) if generates(config) else None
+    imports = [_load_policy(config, policy)]
+    if generation is not None:
+        imports.append(load_generation(config, generation))
+    return Reserved(config, policy, generation, tuple(imports))
+
+
+def begin(reserved: Reserved, model_path: Path) -> Begun:
+    """Let the workers build, as soon as they have imported, what depends on configuration and model alone."""
+    config, generation = reserved.config, reserved.generation
+    engines_built = None if generation is None else start_engines(config, generation, model_path)
+    # An engine measures the GPU's free memory while it starts, so a policy on that GPU starts when the engine sleeps.
+    waits = generation is not None and on_gpus(config) and config.generation.colocated.enabled
+    policy_built = None if waits else start_policy(config, reserved.policy_group, model_path)
+    return Begun(config, reserved.policy_group, generation, reserved.imports, model_path, engines_built, policy_built)
+
+
+def start_policy(config: Config, policy: WorkerGroup, model_path: Path) -> Call:
+    """Build every policy rank once its process has imported."""
+    return policy.start([policy_arguments(config, model_path)] * len(policy))
+
+
+def start_engines(config: Config, generation: WorkerGroup, model_path: Path) -> Call:
+    """Build every engine once its process has imported."""
+    arguments = {
+        "generation": config.generation,
+        "policy": config.policy,
+        "model_path": str(model_path),
+        "seed": config.algorithm.seed,
+        "on_gpu": on_gpus(config),
+    }
+    return generation.start([arguments] * len(generation))
+
+
+def _policy_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
+    if not on_gpus(config):
+        environment = CPU_POLICY_ENVIRONMENT | ON_CPUS
+    else:
+        environment = ONE_QUEUE if parallel_dims(config).tp > 1 else MANY_QUEUES
+        environment = environment | _segments(config)
+    environment = environment | {"OMP_NUM_THREADS": str(_threads(config, policy_ranks(config)))}
+    environment |= _of_activations(config)
+    log.info("environment of the policy: %s", environment)
+    return WorkerGroup(
+        "policy", placement.policy, str(run_folder / "logs"), environment, limit_s=config.cluster.phase_timeout_s
+    )
+
+
+def _of_activations(config: Config) -> dict[str, str]:
+    if not config.policy.megatron_cfg.fine_grained_activation_offloading:
+        return {}
+    # This module imports torch, for which the launcher's other runs need not wait here.
+    from nemo_rl_lite.offload import activations
+
+    return activations.environment(config.policy.megatron_cfg)
+
+
+def _segments(config: Config) -> dict[str, str]:
+    """Set torch's allocator: batches of changing sizes fragment its cache less with expandable segments. Memory of such
+    segments can neither be shared with another process nor be put to sleep by vLLM."""
+    if not generates(config):
+        return dict.fromkeys(_SEGMENTS, "expandable_segments:True")
+    return dict.fromkeys(_SEGMENTS, "expandable_segments:False") if config.generation.colocated.enabled else {}
+
+
+def _generation_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
+    environment = engine_of(config).environment(config.generation, on_gpus(config))
+    environment |= _segments(config) if on_gpus(config) else ON_CPUS
+    environment |= {"OMP_NUM_THREADS": str(_threads(config, engines(config)))}
+    log.info("environment of the generation engines: %s", environment)
+    return WorkerGroup(
+        "generation",
+        placement.generation,
+        str(run_folder / "logs"),
+        environment,
+        engine_ranks(config),
+        config.cluster.phase_timeout_s,
+    )
+
+
+def _load_policy(config: Config, policy: WorkerGroup) -> Call:
+    host, port = policy.addresses(config.cluster.start_timeout_s)[0]
+    places = [
+        {
+            "RANK": str(rank),
+            # Each process sees one GPU.
+            "LOCAL_RANK": "0" if on_gpus(config) else str(rank),
+            "WORLD_SIZE": str(len(policy)),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+        }
+        for rank in range(len(policy))
+    ]
+    return policy.load(POLICY_CLASS, places)
+
+
+def load_generation(config: Config, generation: WorkerGroup) -> Call:
+    visible = [
+        {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+        for gpus in generation.gpus(config.cluster.start_timeout_s)
+    ]
+    return generation.load(engine_of(config).worker, visible)
+
+
+def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
+    """Keyword arguments of `MegatronWorker`, which are the same on every rank."""
+    training, logprobs = micro_batch_sizes(config)
+    return {
+        "policy": replace(config.policy, train_micro_batch_size=training, logprob_batch_size=logprobs),
+        "cluster": config.cluster,
+        "model_path": str(model_path),
+        "seed": config.algorithm.seed,
+        "temperature": config.generation.temperature if generates(config) else 1.0,
+        "keep_reference": compares(config),
+        "sequences_together": sequences_together(config),
+        "threads": _threads(config, policy_ranks(config)),
+        "on_gpu": on_gpus(config),
+        "residency": Residency.of(config),
+        "resume_layouts": config.checkpoint.resume_layouts,
+    }
+
+
+def _threads(config: Config, workers: int) -> int:
+    """CPU threads of each of `workers` workers, which share the cores of their machines. A worker with more than two
+    cores leaves one to other processes: all its threads wait for one that has to share its core."""
+    cores = available_cores() // -(-workers // config.cluster.num_nodes)
+    return config.cluster.threads_per_worker or max(1, cores - (cores > 2))

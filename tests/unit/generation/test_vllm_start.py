@@ -1,0 +1,63 @@
+"""The sizes of CUDA graphs and the times of an engine's start; vLLM itself is not needed."""
+
+import logging
+from itertools import pairwise
+
+import pytest
+
+from nemo_rl_lite.generation.vllm.start import graph_sizes, timed_parts, with_graph_sizes
+from nemo_rl_lite.observability.timer import SETUP
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 8, 64, 100, 256, 300, 512, 600, 1024])
+def test_graphs_reach_the_most_sequences_and_pad_little(most):
+    sizes = graph_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert sizes[-1] == most
+    for before, after in pairwise(sizes):
+        # A batch of one more than `before` is padded to `after`.
+        assert after <= max(2 * before, 2)
+        assert after - before <= max(32, before / 4)
+
+
+def test_there_are_few():
+    assert len(graph_sizes(512)) == 17
+
+
+def test_other_settings_of_the_compilation_stay():
+    own = {"compilation_config": {"mode": 0}, "enable_sleep_mode": True}
+    found = with_graph_sizes(own, 4)
+    assert found == {"compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4]}, "enable_sleep_mode": True}
+    assert own["compilation_config"] == {"mode": 0}
+    assert with_graph_sizes({}, 2) == {"compilation_config": {"cudagraph_capture_sizes": [1, 2]}}
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"compilation_config": {"cudagraph_capture_sizes": [3]}},
+        {"compilation_config": {"max_cudagraph_capture_size": 8}},
+        {"compilation_config": 3},
+        {"performance_mode": "interactivity"},
+        {"speculative_config": {"num_speculative_tokens": 2}},
+    ],
+)
+def test_a_user_who_decides_what_is_captured_wins(own):
+    assert with_graph_sizes(own, 512) == own
+
+
+def test_the_parts_of_a_start_end_where_vllm_says_so():
+    SETUP.take()
+    logger = logging.getLogger("vllm.v1.worker")
+    level, logger.level = logger.level, logging.INFO
+    try:
+        with timed_parts():
+            logger.info("Model loading took %s GiB memory and %.6f seconds", "0.1", 1.0)
+            logger.info("something else")
+            logger.info("Graph capturing finished in %.0f secs, took %.2f GiB", 2.0, 0.1)
+    finally:
+        logger.level = level
+    assert list(SETUP.take()) == ["model", "cuda_graphs", "warm_up"]
+    logger.error("Model loading took no time: the block is over")
+    assert SETUP.take() == {}
