@@ -1,8 +1,8 @@
 """Summarizes a run that is done: a table on the terminal, pictures, and summary.json."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -14,6 +14,13 @@ from nemo_rl_lite.observability.sink import Chart
 from nemo_rl_lite.observability.views import Curve, View
 
 SUMMARY_FILE = "summary.json"
+# Phase -> the metric that says how near its limit the GPU was, and what that limit is.
+LIMIT_SHARES = {
+    "generate": "performance/generation_bandwidth_share",
+    "logprob": "performance/policy_and_reference_logprobs_fp_utilization",
+    "train": "performance/train_fp_utilization",
+}
+_LIMITS = {"generate": "bandwidth", "logprob": "bf16 peak", "train": "bf16 peak"}
 PICTURE = Path("plots") / "run.png"
 MEMORY_PICTURE = Path("plots") / "memory.png"
 
@@ -47,6 +54,9 @@ class Summary:
     peak_memory_bytes: dict[str, int]
     waits: Waits | None = None
     """None where policy and engines take turns."""
+    limit_shares: dict[str, float] = field(default_factory=dict)
+    """By phase, the share of the GPU's limit that it reached: of its bfloat16 peak, in generation of its memory's
+    bandwidth; medians over steps. Empty where the limits are not known."""
 
 
 def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, int]) -> Summary:
@@ -74,6 +84,9 @@ def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, i
         seconds_by_phase={phase: typical(names) for phase, (names, _) in phases_in(timers).items()},
         peak_memory_bytes=dict(peak_memory),
         waits=_waits(metrics),
+        limit_shares={
+            phase: median(values) for phase, name in LIMIT_SHARES.items() if (values := metrics.series(name)[1])
+        },
     )
 
 
@@ -85,8 +98,7 @@ def show_summary(
     (folder / SUMMARY_FILE).write_text(json.dumps(asdict(summary), indent=2) + "\n")
     rows = [row for panel in view for curve in panel.curves if (row := _row(curve, metrics))]
     console.table(title, ("", "at the start", "at the end"), rows)
-    phases = [(phase, f"{seconds:.3f}") for phase, seconds in summary.seconds_by_phase.items()]
-    console.table("median seconds a step", ("phase", "s"), [*phases, ("whole step", f"{summary.seconds_a_step:.3f}")])
+    console.table("median seconds a step", *_phase_table(summary))
     if waits := summary.waits:
         waited = [("policy waited", waits.policy_seconds), ("engines were idle", waits.engines_seconds)]
         rows = [(what, f"{seconds:.3f} s") for what, seconds in waited]
@@ -100,13 +112,24 @@ def show_summary(
     console.say(f"run      {folder}")
 
 
+def _phase_table(summary: Summary) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Headers and rows; with a column of the shares of the GPU's limits where there are any."""
+    seconds = summary.seconds_by_phase | {"whole step": summary.seconds_a_step}
+    shares = summary.limit_shares
+    if not shares:
+        return ("phase", "s"), [(phase, f"{own:.3f}") for phase, own in seconds.items()]
+    limit = {phase: f"{share:.0%} of the {_LIMITS[phase]}" for phase, share in shares.items()}
+    return ("phase", "s", "GPU"), [(phase, f"{own:.3f}", limit.get(phase, "")) for phase, own in seconds.items()]
+
+
 def tracked(summary: Summary) -> dict[str, float]:
     """The summary's numbers by name, for trackers."""
     numbers = {name: value for name, value in asdict(summary).items() if isinstance(value, (int, float))}
     phases = {f"seconds_by_phase/{phase}": seconds for phase, seconds in summary.seconds_by_phase.items()}
     waits = {f"waits/{name}": value for name, value in asdict(summary.waits).items()} if summary.waits else {}
     memory = {f"peak_memory_gb/{worker}": nbytes / GIB for worker, nbytes in summary.peak_memory_bytes.items()}
-    return numbers | phases | waits | memory
+    shares = {f"limit_shares/{phase}": share for phase, share in summary.limit_shares.items()}
+    return numbers | phases | waits | memory | shares
 
 
 def charts(summary: Summary, metrics: MetricsLog) -> list[Chart]:

@@ -64,7 +64,10 @@ def aborted() -> tuple[list[int], list[Completion]]:
 seen = {
     "prompts": prompts,
     "greedy": generate(sampling.greedy(), samples=1),
+    "decoded before": engine.take_decoded(),
     "sampled": generate(sampling),
+    "probe": engine.sample_now(Request(tuple(prompts[0]), sampling, seed=3)),
+    "decoded": engine.take_decoded(),
     "again": generate(sampling),
     "other seed": generate(sampling, seed=12),
     "backwards": finished(dict(reversed(requests(sampling).items()))),

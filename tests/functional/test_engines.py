@@ -136,6 +136,16 @@ def test_logprobs_are_those_of_the_sampled_distribution(seen, model_folder):
     check_logprobs(load(model_folder).eval(), seen["prompts"], seen["sampled"], temperature=0.8)
 
 
+def test_steps_and_cached_tokens_are_counted_without_those_of_a_probe(seen):
+    """The token after k others of a response meets these and its prompt in the cache; the first one's pass is its
+    prompt's."""
+    lengths = [len(one.tokens) for one in seen["sampled"]]
+    prompts = [len(prompt) for prompt in seen["prompts"] for _ in range(4)]
+    met = [prompt + k for prompt, length in zip(prompts, lengths, strict=True) for k in range(1, length)]
+    assert seen["decoded before"].steps and seen["decoded"].cached == sum(met)
+    assert max(lengths) <= seen["decoded"].steps <= max(lengths) + 2
+
+
 def test_a_seed_repeats_and_another_does_not(seen):
     assert seen["sampled"] == seen["again"]
     assert seen["sampled"] != seen["other seed"]

@@ -95,6 +95,10 @@ def test_every_metric_is_documented_and_logged(run):
     _, _, metrics = run
     names = set().union(*metrics)
     assert undocumented(names) == [] and not_logged(names, "all", "GRPO", "moves") == []
+    # A CPU's limits are not known.
+    assert not [name for name in names if name.endswith(("_fp_utilization", "_bandwidth_share"))]
+    rates = [line["performance/generation_read_gb_per_sec_per_gpu"] for line in metrics if "train/loss" in line]
+    assert len(rates) == STEPS and min(rates) > 0
 
 
 def test_the_console_is_clean_and_shows_samples(done, run):

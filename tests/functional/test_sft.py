@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
+from nemo_rl_lite.models.shape import model_shape
+from nemo_rl_lite.planning.flops import matrix_weights
 from tests.functional.here import run_here, train_here
 from tests.metric_names import not_logged, undocumented
 
@@ -71,6 +74,16 @@ def test_the_losses_are_those_transformers_computes(run, model_folder):
                 total += model(tokens, labels=labels).loss.item() * (tokens.shape[1] - len(prompt))
             count += tokens.shape[1] - len(prompt)
         assert measured == pytest.approx(total / count, abs=1e-4)
+
+
+def test_rates_are_those_of_the_models_flops(run):
+    """Of training: three passes of each token through all matrices, and a little for attention to a few tokens."""
+    _, _, metrics = run
+    shape = model_shape(MODEL_CONFIG)
+    names = ("performance/train_flops_per_gpu", "timing/train/policy_training", "train/total_num_tokens")
+    for rate, seconds, tokens in zip(*(series(metrics, name) for name in names), strict=True):
+        matrices = 3 * 2 * matrix_weights(shape, experts=0) * tokens
+        assert 1 < rate * 1e12 * seconds / matrices < 1.1
 
 
 def test_every_metric_is_documented_and_logged_and_none_is_of_generation(run):

@@ -59,6 +59,18 @@ def test_a_run_whose_engines_work_beside_the_policy_says_who_waited(tmp_path):
     assert tracked(summarize(metrics, tmp_path, {}))["waits/engines_seconds"] == 0.5
 
 
+def test_phases_say_how_near_the_limits_of_the_gpu_they_are(tmp_path):
+    share = "performance/generation_bandwidth_share"
+    steps = [{"performance/train_fp_utilization": one, share: 0.5} for one in (0.1, 0.375, 0.41)]
+    metrics = run({}, steps, GRPO_SECONDS)
+    text, summary = reported(metrics, tmp_path, "grpo")
+    rows = [" ".join(line.strip("│").split()) for line in text.splitlines()]
+    expected = {"generate │ 1.000 │ 50% of the bandwidth", "train │ 0.500 │ 38% of the bf16 peak"}
+    assert expected | {"whole step │ 2.000 │"} <= set(rows)
+    assert summary["limit_shares"] == {"generate": 0.5, "train": 0.375}
+    assert tracked(summarize(metrics, tmp_path, {}))["limit_shares/train"] == 0.375
+
+
 def test_an_sft_run_is_judged_by_its_losses_and_has_one_phase(tmp_path):
     steps = [{"train/loss": 3.0, "train/grad_norm": 1.0}, {"train/loss": 2.0, "train/grad_norm": 0.5}]
     metrics = run({"validation/val_loss": 3.5}, steps, {"policy_training": 0.5, "total_step_time": 0.75})

@@ -34,6 +34,7 @@ def make_run(folder: Path, *overrides: str, steps: int = 6, slope: float = 0.1) 
             value = slope * step
             entry = {"step": step, "time": 1000.0 + 60 * step, "train/loss": 1 / step, "train/grad_norm": None}
             entry |= {f"timing/train/{name}": 0.5 for name in ("policy_training", "generation")}
+            entry |= {"performance/train_flops_per_gpu": 400.0, "performance/train_fp_utilization": 0.4}
             entry |= {"timing/train/total_step_time": 1.5, "train/reward": value, "train/kl_penalty": value / 10}
             entry |= {"memory/measured/train/parameters": 2**30, "memory/predicted/train/parameters": 2**30}
             entry |= {"refit/seconds": 0.1, "refit/load_s": 0.05, "refit/gb_per_s": 2.0, "ray/node.0.cpu_util": 50.0}

@@ -152,8 +152,8 @@ def test_curves_are_drawn_without_an_error(tab, report_file, tmp_path, width, sc
     tab.open(report_file, width, 4000, scheme)
     tab.wait_for("document.querySelectorAll('#curves ~ .grid path.line').length >= 4")
     assert tab.evaluate("[...document.querySelectorAll('#nav a')].map((a) => a.textContent)") == [
-        "Runs", "Curves", "Time", "Rollout", "Memory and use", "Refit", "Samples", "Configuration", "Environment",
-        "All metrics",
+        "Runs", "Curves", "Time", "Speed", "Rollout", "Memory and use", "Refit", "Samples", "Configuration",
+        "Environment", "All metrics",
     ]  # fmt: skip
     # A curve of nine steps has as many points, none of them outside the picture or no number.
     lines = "document.querySelectorAll('#curves ~ .grid .card')[1].querySelectorAll('path.line')"
