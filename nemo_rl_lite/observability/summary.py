@@ -15,7 +15,7 @@ from nemo_rl_lite.observability.views import Curve, View
 
 SUMMARY_FILE = "summary.json"
 # Phase -> the metric that says how near its limit the GPU was, and what that limit is.
-LIMIT_SHARES = {
+_LIMIT_SHARES = {
     "generate": "performance/generation_bandwidth_share",
     "logprob": "performance/policy_and_reference_logprobs_fp_utilization",
     "train": "performance/train_fp_utilization",
@@ -85,7 +85,7 @@ def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, i
         peak_memory_bytes=dict(peak_memory),
         waits=_waits(metrics),
         limit_shares={
-            phase: median(values) for phase, name in LIMIT_SHARES.items() if (values := metrics.series(name)[1])
+            phase: median(values) for phase, name in _LIMIT_SHARES.items() if (values := metrics.series(name)[1])
         },
     )
 

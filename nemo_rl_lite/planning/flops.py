@@ -8,6 +8,7 @@ softmax, the loss, the lookup of embeddings, padding, and what is computed a sec
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from nemo_rl_lite.config.parallel import ParallelDims
 from nemo_rl_lite.config.schema import Config, LoraConfig
@@ -55,19 +56,21 @@ class SequenceFlops:
 
     def forward(self, tokens: float) -> float:
         """A forward pass of the policy."""
-        return forward_flops(self.shape, tokens) + self._adapters(tokens)
+        return forward_flops(self.shape, tokens) + 2 * self._adapter_weights * tokens
 
     def training(self, tokens: float) -> float:
         """A forward and a backward pass of the policy."""
         frozen = _matrices(self.shape, tokens) if self.peft.enabled else 0.0
         return 3 * self.forward(tokens) - frozen
 
-    def _adapters(self, tokens: float) -> float:
+    @cached_property
+    def _adapter_weights(self) -> int:
+        """Weights of the adapters that a token meets. Each of the experts that it visits has one, be it one that they
+        share."""
         if not self.peft.enabled:
-            return 0.0
-        # Each of the experts that a token visits has an adapter, be it one that they share.
+            return 0
         visited = replace(self.shape, experts=self.shape.experts_per_token)
-        return 2 * trained_parameters(visited, _ONE_RANK, self.peft, 0, grouped=False).total * tokens
+        return trained_parameters(visited, _ONE_RANK, self.peft, 0, grouped=False).total
 
 
 @dataclass(frozen=True)

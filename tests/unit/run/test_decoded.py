@@ -1,0 +1,86 @@
+"""What engines have decoded, from their workers to the rates of a step."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from nemo_rl_lite.generation.interface import Decoded
+from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
+from nemo_rl_lite.models.shape import model_shape
+from nemo_rl_lite.planning.flops import DecodingBytes
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run import speed
+from nemo_rl_lite.run.workers import remote_generation
+from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
+from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
+
+SHAPE = model_shape(MODEL_CONFIG)
+ON_GPU = [
+    *("policy=megatron_gpu", "generation=vllm_gpu", "cluster.gpus_per_node=1"),
+    *("policy.max_total_sequence_length=128", "generation.max_new_tokens=64"),
+]
+
+
+class Group:
+    """Two engines, each of which has decoded `own` since it was asked last."""
+
+    def __init__(self):
+        self.own = Decoded()
+
+    def __len__(self):
+        return 2
+
+    def call(self, method):
+        return {"memory": [{}, {}], "take_decoded": [self.own, self.own], "sleep": [None, None]}[method]
+
+
+@pytest.fixture
+def generation(monkeypatch):
+    monkeypatch.setattr(remote_generation, "wait", lambda *calls: [answer for call in calls for answer in call])
+    remote = RemoteGeneration(Group(), shares_device=True)  # pyrefly: ignore
+    found = RecoveringGeneration(remote, None, print, 0, 1, True, print)  # pyrefly: ignore
+    found.queue = SimpleNamespace(busy_s=0.0)  # pyrefly: ignore
+    found.group = remote.group
+    return found
+
+
+def finish(generation, decoded: Decoded, busy_s: float) -> None:
+    generation.group.own, generation.queue.busy_s = decoded, busy_s
+    generation.finish_generation()
+
+
+def test_work_and_seconds_are_those_between_the_ends_of_generation(generation):
+    finish(generation, Decoded(10, 100), 2.0)
+    finish(generation, Decoded(1, 5), 2.5)
+    # What has begun since then belongs to the next step.
+    generation.queue.busy_s = 9.0
+    assert generation.take_decoded() == (Decoded(22, 210), 2.5)
+    finish(generation, Decoded(3, 0), 10.0)
+    assert generation.take_decoded() == (Decoded(6, 0), 7.5)
+    assert generation.take_decoded() == (Decoded(0, 0), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "bandwidth"),
+    [
+        ([], "NVIDIA H100 80GB HBM3", None),
+        (ON_GPU, "NVIDIA H100 80GB HBM3", 3.35e12),
+        (ON_GPU, "NVIDIA H100 PCIe", None),
+    ],
+    ids=["CPUs", "a known GPU", "another GPU"],
+)
+def test_a_step_has_the_rates_of_its_engines(generation, monkeypatch, overrides, name, bandwidth):
+    monkeypatch.setattr(speed, "gpu_name", lambda: name)
+    config = compose_config(overrides)
+    take, nbytes = speed.decoding_speed(config, SHAPE, generation), DecodingBytes.of(config, SHAPE)
+    finish(generation, Decoded(10, 100), 2.0)
+    rate = (20 * nbytes.step + 200 * nbytes.token) / 2.0
+    expected = {"generation_read_gb_per_sec_per_gpu": rate / 1e9}
+    expected |= {} if bandwidth is None else {"generation_bandwidth_share": rate / bandwidth}
+    assert take() == pytest.approx(expected) and take() == {}
+    peak = speed.policy_speed(config).peak
+    assert peak == (None if bandwidth is None else 989e12)
+
+
+def test_a_model_of_unknown_shape_has_no_rates(generation):
+    assert speed.decoding_speed(compose_config([]), None, generation)() == {}
