@@ -294,3 +294,29 @@ def test_the_models_own_end_tokens_end_a_response_of_the_transformers_engine(mod
     # Nothing ends a probe.
     probe = generate(replace(sampling, stop_token_ids=()))
     assert probe.finish_reason == "length" and len(probe.tokens) == 4
+
+
+OPTIONS = """
+import sys
+from vllm.config import CUDAGraphMode, StructuredOutputsConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from nemo_rl_lite.generation.vllm.worker import _configured
+
+own = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2]}}
+outputs = {"backend": "xgrammar", "disable_any_whitespace": True}
+options = _configured({"structured_outputs_config": outputs, "max_logprobs": 3, **own})
+arguments = EngineArgs(model=sys.argv[1], **options)
+assert isinstance(arguments.structured_outputs_config, StructuredOutputsConfig), arguments.structured_outputs_config
+assert arguments.structured_outputs_config.disable_any_whitespace
+assert arguments.max_logprobs == 3
+assert arguments.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+assert arguments.compilation_config.cudagraph_capture_sizes == [1, 2]
+"""
+
+
+def test_options_that_are_dictionaries_become_vllms_own_objects(model_folder):
+    """As `vllm.LLM` would make them."""
+    command = [sys.executable, "-c", OPTIONS, str(model_folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr[-3000:]
