@@ -144,7 +144,8 @@ class PolicyState:
         models = self._sharded_weights()
         whole = {name: value for weights in models.values() for name, value in weights.items()}
         metadata = _OPTIMIZER_FORMATS[form]
-        optimizer = self._optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=metadata)
+        with saved_optimizer.padded_buckets(self._optimizer):
+            optimizer = self._optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=metadata)
         return {**models, "optimizer": optimizer, "scheduler": self._scheduler.state_dict(), _FORMAT: form}
 
     def _require_everywhere(self, folder: Path) -> None:

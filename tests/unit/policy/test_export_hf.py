@@ -24,9 +24,8 @@ def rank(tmp_path, monkeypatch):
                 gathered.append(name)
                 yield name, torch.ones(2)
 
-        phases = SimpleNamespace(require=lambda *_: None)
         monkeypatch.setattr(worker, "export_weights", export)
-        made = SimpleNamespace(_phases=phases, _model="model", _rank=number)
+        made = SimpleNamespace(_require_whole=lambda *_: None, _model="model", _rank=number)
         made._model_path, made.gathered = tmp_path / "model", gathered
         return made
 
