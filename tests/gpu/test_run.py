@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl_lite.config.engines import VLLM_QUANTIZATIONS
 from tests.functional.conftest import train
 
 SMALL = [
@@ -73,6 +74,23 @@ def test_colocated_engines_stay_awake_where_both_fit(gpu_model, tmp_path):
         if "train/loss" in line:
             # The engine keeps 0.3 of the GPU.
             assert line["memory/device_bytes/train"] > 0.25 * 79 * 2**30
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", VLLM_QUANTIZATIONS)
+def test_an_engine_quantises_what_it_gets(way, gpu_model, tmp_path):
+    metrics = run(tmp_path / "run", gpu_model, 1, f"+generation.vllm_kwargs.quantization={way}")
+    probed = [line["refit/probe_logprob_diff"] for line in metrics if "refit/probe_logprob_diff" in line]
+    assert len(probed) == 4 and 0 < max(probed) < 0.3
+    assert all(line["train/token_mult_prob_error"] < 1.3 for line in metrics if "train/loss" in line)
+
+
+@pytest.mark.gpu
+def test_an_engine_that_speculates_gives_exact_logprobs(gpu_model, tmp_path):
+    speculation = "{method: ngram, num_speculative_tokens: 3, prompt_lookup_min: 1, prompt_lookup_max: 2}"
+    metrics = run(tmp_path / "run", gpu_model, 1, f"+generation.vllm_kwargs.speculative_config={speculation}")
+    check(metrics)
+    assert all(0 <= line["performance/speculation_acceptance"] <= 1 for line in metrics if "train/loss" in line)
 
 
 @pytest.mark.gpu(2)
