@@ -11,7 +11,8 @@ from importlib.metadata import Distribution
 @contextmanager
 def listed_quickly() -> Iterator[None]:
     """Within the block, `importlib.metadata.packages_distributions` is `packages_distributions`. transformers calls it
-    when it is imported, and the standard library's asks the file system for every installed file: more than 100,000."""
+    when it is imported, and the standard library's asks the file system for every installed file, of which there are
+    tens of thousands."""
     slow = importlib.metadata.packages_distributions
     importlib.metadata.packages_distributions = packages_distributions
     try:
