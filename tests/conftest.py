@@ -27,6 +27,7 @@ GROUPS = {
     "test_failures": "failures",
     "test_tool_runs": "failures",
     "test_engines": "engines",
+    "test_quantized_engine": "engines",
     # Two Rays that start at the same time on two cores can miss each other's deadlines.
     "test_node": "nodes",
     "test_nodes": "nodes",
