@@ -105,6 +105,7 @@ class RolloutsConfig:
     source: Literal["on_policy", "one_step_off", "queue"]
     max_trajectory_age_steps: Annotated[int, Field(ge=1, le=64)]
     in_flight_weight_updates: bool
+    save_begun: bool
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -87,11 +87,13 @@ class Queue:
         steps: int,
         saved: Sequence[SavedRollout],
         stall_s: float,
+        saves_begun: bool = True,
     ):
         """The run has taken `done` of its `steps`. `saved`: what `save` wrote to the checkpoint. `stall_s`: seconds
-        without a sign of life of the engines after which the run ends."""
+        without a sign of life of the engines after which the run ends. `saves_begun`: whether `save` writes the
+        rollouts, and not their prompts alone."""
         self._sampler, self._engines, self._staleness, self._steps = sampler, engines, staleness, steps
-        self._saved, self._stall_s = self._young_enough(saved), stall_s
+        self._saved, self._stall_s, self._saves_begun = self._young_enough(saved), stall_s, saves_begun
         self._next, self._version = done + 1, done
         self._background = Background("rollouts", sampler.collector.serving)
         self._requests: Requests | None = None
@@ -139,7 +141,7 @@ class Queue:
 
     def save(self, folder: Path) -> Mapping[str, Any]:
         state, rollouts = self._run(self._snapshot())
-        save_rollouts(rollouts, folder)
+        save_rollouts(rollouts if self._saves_begun else [], folder)
         return {**state, "ahead": [position for one in rollouts for position in one.positions]}
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import fields
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS, compares, generates
+from nemo_rl_lite.config.automatic import generates_ahead
 from nemo_rl_lite.config.engines import ENGINES, engine_of
 from nemo_rl_lite.config.schema import AgentConfig, Config, EnvironmentConfig, GRPOConfig
 from nemo_rl_lite.config.sizes import batch_mode, has_endpoint, on_gpus, parallel_dims
@@ -44,6 +45,11 @@ EFFECTS = (
         ("algorithm.rollouts.max_trajectory_age_steps", "algorithm.rollouts.in_flight_weight_updates"),
         lambda config: config.options(GRPOConfig).rollouts.source == "queue",
         "algorithm.rollouts.source=queue",
+    ),
+    Effect(
+        ("algorithm.rollouts.save_begun",),
+        generates_ahead,
+        "algorithm.rollouts.source=queue or one_step_off",
     ),
     Effect(
         ("generation.vllm_cfg.recompute_kv_cache_after_weight_updates",),

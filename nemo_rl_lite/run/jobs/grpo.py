@@ -144,7 +144,8 @@ class GRPOJob:
         if staleness is None:
             return OnPolicy(sampler, generation)
         stall_s = self._config.cluster.phase_timeout_s or math.inf
-        return Queue(sampler, generation, staleness, start.steps, options.max_num_steps, ahead, stall_s)
+        done, steps, saves = start.steps, options.max_num_steps, options.rollouts.save_begun
+        return Queue(sampler, generation, staleness, done, steps, ahead, stall_s, saves)
 
     def _collector(self, generation: Generation, play: Play) -> RolloutCollector:
         config = self._config

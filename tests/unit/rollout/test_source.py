@@ -29,9 +29,20 @@ def begin():
     sources = []
 
     def make(
-        fleet, staleness=ONE_STEP_OFF, done=0, state=None, saved=(), steps=STEPS, stall_s=60.0, **options
+        fleet,
+        staleness=ONE_STEP_OFF,
+        done=0,
+        state=None,
+        saved=(),
+        steps=STEPS,
+        stall_s=60.0,
+        saves_begun=True,
+        given_back=(),
+        **options,
     ) -> Queue:
-        source = Queue(sampler(fleet, state, **options), fleet, staleness, done, steps, saved, stall_s)
+        own = sampler(fleet, state, **options)
+        own.order.give_back(given_back)
+        source = Queue(own, fleet, staleness, done, steps, saved, stall_s, saves_begun)
         sources.append(source)
         source.publish(done)
         return source
@@ -139,6 +150,17 @@ def test_a_resumed_run_trains_on_every_prompt_once(tmp_path, begin, published, s
     assert prompts(found) == first(18)
     whole = taken(begin(Fleet(), staleness), range(1, 7))
     assert contents(found) == contents(whole), "a response follows from the run, its step and its numbers"
+
+
+def test_a_checkpoint_of_prompts_alone_has_every_prompt_once(tmp_path, begin):
+    source = begin(Fleet(), IN_FLIGHT, saves_begun=False)
+    before = taken(source, range(1, 3))
+    state = source.save(tmp_path)
+    source.close()
+    assert len(state["ahead"]) == 9 and not list(tmp_path.iterdir()) and not load_rollouts(tmp_path)
+    fleet = Fleet()
+    again = begin(fleet, IN_FLIGHT, 2, state, given_back=state["ahead"])
+    assert prompts([*before, *taken(again, range(3, 7))]) == first(18)
 
 
 def test_a_full_disk_is_told_of_and_training_goes_on(tmp_path, begin):
