@@ -1,11 +1,12 @@
 """Tokens a second of whole GRPO steps, by where rollouts come from: in turn, one step off, from a queue.
 
-async_rate.py MODEL [--gpus N] [--steps 8] [--repeats 1] [--only NAME ...] [-- OVERRIDE ...]
+async_rate.py MODEL [--gpus N] [--steps 9] [--repeats 1] [--only NAME ...] [-- OVERRIDE ...]
 
 MODEL: a folder with random weights (random_model.py), which end a response with each token with the same chance:
 lengths are geometric, about 200 tokens before they are cut at 512. 64 prompts x 8 samples a step. The first two steps
 of a run do not count; where rollouts are made ahead, neither do the two that follow, because a queue is filled in them,
-nor the last two, because it is used up. The record is written after each way. With one GPU,
+nor the last two, because it is used up. Rollouts of a queue end nearly together, as many as it has, so its steps come
+in cycles of age + 1. The record is written after each way. With one GPU,
 policy and engine share it; with two, each has one, and the colocated layout has both for both. On CPUs: `--gpus 0`,
 with the quickstart's sizes.
 """
@@ -86,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--gpus", type=int, default=1, choices=sorted(WAYS))
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=9, help="that count: with a queue of age 2, whole threes")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--only", nargs="*", help="these ways alone")
     parser.add_argument("overrides", nargs="*")

@@ -147,6 +147,8 @@ TABLES = {
     "balance table": Table(ROLLOUTS, "rollouts-balance", "cpu-2cores"),
     "linear scores table": Table(PERFORMANCE, "speed-linear-scores", "1x-h100"),
     "ablation table": Table(PERFORMANCE, "speed-ablation-large", "1x-h100", columns=ABLATION),
+    "large auto table": Table(PERFORMANCE, "speed-ablation-large-auto", "1x-h100", columns=ABLATION),
+    "small auto table": Table(PERFORMANCE, "speed-ablation-small-auto", "1x-h100", columns=ABLATION),
     "packs table": Table(PERFORMANCE, "speed-ablation-large-packs", "1x-h100", columns=ABLATION),
     "small ablation table": Table(PERFORMANCE, "speed-ablation-small", "1x-h100", columns=ABLATION),
     "small TRL table": Table(PERFORMANCE, "speed-trl-small", "1x-h100"),
@@ -159,6 +161,7 @@ TABLES = {
         tuple(f"{phase}: predicted over measured" for phase in PHASES),
     ),
     "async rate table, two GPUs": Table(ASYNC, "async-rate", "2x-h200"),
+    "async rate table, two H100s": Table(ASYNC, "async-rate", "2x-h100"),
     "async rate table, two GPUs colocated": Table(ASYNC, "async-rate-colocated", "2x-h200"),
     "async rate table": Table(
         ASYNC,

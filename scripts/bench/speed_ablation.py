@@ -60,6 +60,12 @@ SECONDS = {
     "train": "timing/train/policy_training",
     "refit": "timing/train/prepare_for_generation/transfer_and_update_weights",
 }
+# What runs on GPUs have besides: quantity, unit, metric, and what the metric is divided by.
+MORE = [
+    ("policy's memory in training", "GiB", "memory/policy_peak_bytes/train", 2**30),
+    ("MFU of training", "share", "performance/train_fp_utilization", 1),
+    ("bandwidth share of decoding", "share", "performance/generation_bandwidth_share", 1),
+]
 
 
 def main() -> None:
@@ -81,10 +87,9 @@ def main() -> None:
         results.append(record.result("command to first step", name, "s", [first_s]))
         for what, metric in SECONDS.items():
             results.append(record.result(what, name, "s", [line[metric] for line in steps]))
-        peaks = [
-            line["memory/policy_peak_bytes/train"] / 2**30 for line in steps if "memory/policy_peak_bytes/train" in line
-        ]
-        results += [record.result("policy's memory in training", name, "GiB", peaks)] if peaks else []
+        for what, unit, metric, by in MORE:
+            found = [line[metric] / by for line in steps if metric in line]
+            results += [record.result(what, name, unit, found)] if found else []
         shown = {one["name"]: round(one["median"], 3) for one in results if one["config"] == name}
         print(name, shown, flush=True)
         record.write(f"speed-ablation-{given.task}", results, [])

@@ -5,7 +5,7 @@ trl_step.py {small|large} MODEL [--steps 11]
 Needs `trl` in addition to this project's packages. `small`: sums of one-digit numbers, up to 32 new tokens, float32
 weights in bfloat16 autocast. `large`: 512 new tokens each, bfloat16, layers recompute their activations. Both: 64 x 8
 responses, one optimizer step a rollout, no KL penalty, the engine sleeps while the policy trains. The first three steps
-do not count.
+do not count. The record is written after each of the others.
 """
 
 import argparse
@@ -38,15 +38,19 @@ def main() -> None:
         "LOCAL_RANK": "0",
     }
     os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
-    seconds = measure(given.task, given.model, given.steps)
-    name = f"TRL, {given.task}"
-    results = [record.result("whole step", name, "s", seconds[WARM:])]
-    print(name, results[0]["median"], flush=True)
-    print(record.write(f"speed-trl-{given.task}", results, [], f"TRL {version()}"))
+    measure(given.task, given.model, given.steps)
 
 
-def measure(task: str, model: str, steps: int) -> list[float]:
-    """Train for `steps` steps; returns the seconds of each."""
+def keep(task: str, seconds: list[float]) -> None:
+    """Write the record of the steps so far."""
+    if len(seconds) > WARM:
+        name = f"TRL, {task}"
+        results = [record.result("whole step", name, "s", seconds[WARM:])]
+        print(name, results[0]["reps"], record.write(f"speed-trl-{task}", results, [], f"TRL {version()}"), flush=True)
+
+
+def measure(task: str, model: str, steps: int) -> None:
+    """Train for `steps` steps, and keep the seconds of each."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -64,8 +68,9 @@ def measure(task: str, model: str, steps: int) -> list[float]:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             torch.cuda.synchronize()
             self.seconds.append(time.perf_counter() - self._begun)
+            keep(task, self.seconds)
 
-    large, clock = task == "large", Clock()
+    large = task == "large"
     settings = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=MICRO_BATCH[task],
@@ -96,9 +101,8 @@ def measure(task: str, model: str, steps: int) -> list[float]:
         args=settings,
         train_dataset=Dataset.from_list(sums(PROMPTS * (steps + 1))),
         processing_class=tokenizer,
-        callbacks=[clock],
+        callbacks=[Clock()],
     ).train()
-    return clock.seconds
 
 
 def sums(count: int) -> list[dict[str, Any]]:
