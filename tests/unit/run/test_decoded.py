@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_rl_lite.generation.interface import Decoded
+from nemo_rl_lite.generation.interface import Decoded, Drafts
 from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
 from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.flops import DecodingBytes
@@ -84,3 +84,9 @@ def test_a_step_has_the_rates_of_its_engines(generation, monkeypatch, overrides,
 
 def test_a_model_of_unknown_shape_has_no_rates(generation):
     assert speed.decoding_speed(compose_config([]), None, generation)() == {}
+
+
+def test_drafts_are_told_of_a_model_of_unknown_shape_too(generation):
+    take = speed.decoding_speed(compose_config([]), None, generation)
+    finish(generation, Decoded(10, 100, Drafts(2, 6, 3)), 2.0)
+    assert take() == {"speculation_acceptance": 0.5, "speculation_accepted_length": 1.5} and take() == {}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl_lite.generation.interface import Drafts
+from nemo_rl_lite.generation.interface import Decoded, Drafts
 from nemo_rl_lite.run.workers import remote_generation
 from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
 
@@ -19,7 +19,7 @@ class Group:
     def call(self, method, *arguments, phase=""):
         if method == "memory":
             return [{"device": 2 + rank, "generation_weights": 1, "kv_cache": rank} for rank in range(len(self))]
-        return list(self.drafts) if method == "take_drafts" else [None] * len(self)
+        return [Decoded(drafts=own) for own in self.drafts] if method == "take_decoded" else [None] * len(self)
 
 
 @pytest.fixture(autouse=True)
@@ -29,15 +29,10 @@ def results_are_there(monkeypatch):
 
 def test_drafts_of_all_engines_and_phases_are_added_up_until_somebody_asks():
     engines = RemoteGeneration(Group(Drafts(4, 12, 3), Drafts(1, 3, 2)), shares_device=False)  # pyrefly: ignore
-    assert engines.take_speed() == {}
+    assert engines.take_decoded().drafts.metrics() == {}
     for _ in range(2):
         memory = engines.finish_generation()
     assert memory == {"engine/device": 3.0, "engine/generation_weights": 1.0, "engine/kv_cache": 1.0}
-    assert engines.take_speed() == {"speculation_acceptance": 10 / 30, "speculation_accepted_length": 10 / 10}
-    assert engines.take_speed() == {}
-
-
-def test_engines_that_do_not_speculate_have_nothing_to_say():
-    engines = RemoteGeneration(Group(Drafts(), Drafts()), shares_device=False)  # pyrefly: ignore
-    engines.finish_generation()
-    assert engines.take_speed() == {}
+    drafts = engines.take_decoded().drafts
+    assert drafts.metrics() == {"speculation_acceptance": 10 / 30, "speculation_accepted_length": 10 / 10}
+    assert engines.take_decoded() == Decoded()
