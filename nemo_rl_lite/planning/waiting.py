@@ -57,7 +57,8 @@ class Basis:
         if names[0].lower() != names[1].lower():
             rule = f"trained {names[0]}, and the plan is for {names[1]}"
             raise ConfigError([Violation("--from-run", str(run.folder), rule, "a run of the same model")])
-        factors = run.time.over(predict_step(run.config, shape, gpu_bytes, run.lengths))
+        trained = settle(run.config, shape, gpu_bytes).config
+        factors = run.time.over(predict_step(trained, shape, gpu_bytes, run.lengths))
         return cls(run.lengths, factors, f"measured in {run.folder}")
 
 
