@@ -20,7 +20,7 @@ from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.policy.megatron.shares import balanced_shares
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.launch import policy_arguments
+from nemo_rl_lite.run.workers.reserve import policy_arguments
 from tests.functional.policy_rank import forget_layout
 
 ROWS, RANKS = 16, 2

@@ -22,7 +22,7 @@ from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.launch import policy_arguments
+from nemo_rl_lite.run.workers.reserve import policy_arguments
 from tests.functional.policy_rank import forget_layout
 
 # What torch calls where a value (`item`, `float`, `bool`, `int`) or the size of a result must be known on the host.
