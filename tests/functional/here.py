@@ -139,6 +139,7 @@ class GroupHere:
         others = [Elsewhere(connection) for connection in self.peers.get(name, ())[: len(slots) - 1]]
         self.workers = [Worker(), *others]
         assert len(self.workers) == len(slots), f"there are no processes for {len(slots)} ranks"
+        self._starting: list[Future] = []
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=worker) for worker in self.processes]
         os.environ.update(environment)
         Path(log_folder).mkdir(parents=True, exist_ok=True)
@@ -162,7 +163,9 @@ class GroupHere:
         _awaited.clear()
         for thread in self._threads:
             thread.submit(_awaited.wait)
-        return self._each("start", [(own,) for own in arguments], "start")
+        begun = self._each("start", [(own,) for own in arguments], "start")
+        self._starting += begun.references
+        return begun
 
     def gpus(self, timeout_s: float) -> list[list[str]]:
         return [[] for _ in self.workers]
@@ -186,6 +189,11 @@ class GroupHere:
 
     def peak_memory(self) -> list[int]:
         return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024] * len(self)
+
+    def cancel(self) -> None:
+        """Start nothing any more that nobody has waited for: a real process would be killed."""
+        for one in self._starting:
+            one.cancel()
 
     def close(self) -> None:
         workers.wait(self._each("forget", [()] * len(self), "end"))
@@ -248,6 +256,7 @@ def without_ray() -> Iterator[None]:
         ends.callback(setattr, root, "handlers", handlers)
         ends.callback(lambda: (os.environ.clear(), os.environ.update(environ)))
         ends.callback(lambda: [_groups.pop().close() for _ in _groups[:]])
+        ends.callback(lambda: [group.cancel() for group in _groups])
         # A test's process may be one of several ranks; the command must not look like one of several copies.
         for name in ("RAY_ADDRESS", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
             os.environ.pop(name, None)
