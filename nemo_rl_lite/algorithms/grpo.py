@@ -8,7 +8,7 @@ from nemo_rl_lite.algorithms.report import Report
 from nemo_rl_lite.algorithms.steps import Steps, ValidationTimes
 from nemo_rl_lite.config.schema import GRPOConfig
 from nemo_rl_lite.generation.interface import Sampling
-from nemo_rl_lite.losses.advantages import baseline_metrics, group_advantages
+from nemo_rl_lite.losses.advantages import baseline_metrics, clip_advantages, group_advantages
 from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.observability.metrics_log import under
 from nemo_rl_lite.observability.timer import Phase, Timer
@@ -75,6 +75,7 @@ class GRPO:
                 advantages_PG = group_advantages(
                     rewards_PG, config.use_leave_one_out_baseline, config.normalize_rewards
                 )
+                advantages_PG = clip_advantages(advantages_PG, config.advantage_clip_low, config.advantage_clip_high)
             with timer("logprob_inference_prep"):
                 (self.policy.prepare_for_logprob if self.scored else self.policy.prepare_for_training)()
             with timer("refit_check"):
