@@ -40,12 +40,27 @@ def group_advantages(rewards_PG: Tensor, leave_one_out: Baseline, normalize: Sca
     teaches_PG = judged_PG & ~equal_P[:, None]
     advantages_PG = torch.where(teaches_PG, known_PG - baseline, 0.0)
     if isinstance(normalize, str):
-        of_all = {"batch": rewards_PG, "advantages": advantages_PG}[normalize][judged_PG]
-        advantages_PG = advantages_PG / (of_all.var(correction=min(1, len(of_all) - 1)).sqrt() + STD_EPSILON)
+        of_all_PG = {"batch": rewards_PG, "advantages": advantages_PG}[normalize]
+        advantages_PG = advantages_PG / (_std(of_all_PG[judged_PG]) + STD_EPSILON)
     elif normalize:
         squares_PG = torch.where(judged_PG, (known_PG - mean_P1).square(), 0.0)
         advantages_PG = advantages_PG / ((squares_PG.sum(dim=1, keepdim=True) / others_P1).sqrt() + STD_EPSILON)
     return torch.where(teaches_PG, advantages_PG, 0.0)
+
+
+def separate_advantages(parts_NPG: Tensor, weights_N: Sequence[float], leave_one_out: Baseline) -> Tensor:
+    """Advantages [P, G] of rewards that are weighted sums of `N` parts: each part's own advantages in units of its
+    prompt's standard deviation, added up by the weights, and divided by the standard deviation of all these sums (GDPO,
+    Liu et al. 2026, arXiv:2601.05242). So a part that varies little is not drowned by one that varies much.
+
+    NaN stands for what is not known: a part that has an advantage of 0, or in the last part a reward that failed.
+    """
+    parts = zip(weights_N, parts_NPG, strict=True)
+    sums_PG = torch.stack(
+        [weight * group_advantages(part, leave_one_out, normalize=True) for weight, part in parts]
+    ).sum(0)
+    judged_PG = ~parts_NPG[-1].isnan()
+    return torch.where(judged_PG, sums_PG / (_std(sums_PG[judged_PG]) + STD_EPSILON), 0.0)
 
 
 def clip_advantages(advantages: Tensor, low: float | None, high: float | None) -> Tensor:
@@ -77,6 +92,11 @@ def overlong_penalty(tokens: int, most: int, buffer: int, penalty: float) -> flo
     """What a response of this many tokens loses (<= 0), in units of reward: nothing up to `most - buffer` tokens, then
     linearly more, and `penalty` at `most` (soft overlong punishment, DAPO, Yu et al. 2025)."""
     return -penalty * min(max(tokens - (most - buffer), 0) / buffer, 1.0)
+
+
+def _std(values: Tensor) -> Tensor:
+    """Their unbiased standard deviation, 0 of a single one."""
+    return values.var(correction=min(1, len(values) - 1)).sqrt()
 
 
 def _all_equal(rewards_PG: Tensor) -> Tensor:

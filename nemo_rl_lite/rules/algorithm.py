@@ -158,6 +158,23 @@ def divergences_are_of_a_difference(config: Config) -> Iterator[Violation]:
         yield Violation(key, options.f_divergence, rule_text, f"{key}=reverse_kl, or algorithm.preference_loss=dpo")
 
 
+@rule("algorithm.use_leave_one_out_baseline", "algorithm.normalize_rewards", options=GRPOConfig)
+def a_baseline_of_the_step_has_its_scale(config: Config) -> Iterator[Violation]:
+    options, key = config.options(GRPOConfig), "algorithm.normalize_rewards"
+    scale = options.normalize_rewards
+    if options.use_leave_one_out_baseline == "batch" and (scale is True or scale == "parts"):
+        rule_text = "divides by 0 where a prompt's rewards are all equal, which teach with this baseline"
+        yield Violation(key, scale, rule_text, f"{key}=advantages, or {key}=false")
+
+
+@rule("algorithm.normalize_rewards", "reward", options=GRPOConfig)
+def parts_are_several(config: Config) -> Iterator[Violation]:
+    key = "algorithm.normalize_rewards"
+    if config.options(GRPOConfig).normalize_rewards == "parts" and not config.reward.terms:
+        rule_text = "needs a reward of several terms, and there is one"
+        yield Violation(key, "parts", rule_text, f"{key}=true, or reward.terms")
+
+
 @rule("algorithm", options=GRPOConfig)
 def dynamic_sampling_knows_what_teaches(config: Config) -> Iterator[Violation]:
     options = config.options(GRPOConfig)

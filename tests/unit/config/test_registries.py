@@ -25,7 +25,7 @@ def test_an_algorithms_row_leads_to_its_code(name):
     row, config = ALGORITHMS[name], compose_config([f"algorithm={name}"])
     assert isinstance(config.algorithm, row.options)
     assert isinstance(imported(row.data), Kind)
-    assert list(signature(imported(row.job)).parameters) == ["config", "folder", "console"]
+    assert list(signature(imported(row.job)).parameters) == ["config", "folder", "console", "model_path"]
     loss = imported(row.loss)(config.algorithm)
     assert all(callable(getattr(loss, method)) for method in ("counts", "__call__"))
     assert all(isinstance(panel, Panel) for panel in imported(row.view))

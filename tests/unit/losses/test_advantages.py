@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from nemo_rl_lite.losses.advantages import baseline_metrics, clip_advantages, group_advantages
+from nemo_rl_lite.losses.advantages import baseline_metrics, clip_advantages, group_advantages, separate_advantages
 
 
 def test_leave_one_out_baseline_is_the_mean_of_the_others():
@@ -126,3 +126,26 @@ def test_advantages_are_clipped_where_there_is_a_limit():
     assert torch.equal(clip_advantages(advantages, None, None), advantages)
     assert clip_advantages(advantages, -1.0, None).tolist() == [[-1.0, -0.5, 0.0, 2.0]]
     assert clip_advantages(advantages, None, 1.5).tolist() == [[-3.0, -0.5, 0.0, 1.5]]
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+def test_parts_of_a_reward_are_normalised_one_by_one(baseline):
+    """GDPO: each part over its prompt, the weighted sum over the batch."""
+    parts = torch.stack([random_rewards(1), 100 * random_rewards(2), torch.zeros(5, 4)])
+    weights = [1.0, 0.5, 1.0]
+    sums = torch.zeros(5, 4, dtype=torch.float64)
+    for weight, part in zip(weights[:2], parts[:2], strict=True):
+        mean = (part.sum(1, keepdim=True) - part) / 3 if baseline else part.mean(1, keepdim=True)
+        sums += weight * (part - mean) / part.std(1, keepdim=True)
+    found = separate_advantages(parts, weights, baseline)
+    torch.testing.assert_close(found, (sums - sums.mean()) / sums.std(), atol=1e-5, rtol=1e-5)
+    # The scale of a part is not its weight.
+    torch.testing.assert_close(separate_advantages(parts * 1000, weights, baseline), found, atol=1e-5, rtol=1e-5)
+
+
+def test_a_part_that_is_not_there_or_failed_says_nothing():
+    first, rest = random_rewards(3)[:, :2], torch.zeros(5, 2, dtype=torch.float64)
+    first[0, 0] = rest[0, 0] = math.nan
+    found = separate_advantages(torch.stack([first, torch.full((5, 2), math.nan), rest]), [1.0, 2.0, 1.0], True)
+    alone = separate_advantages(torch.stack([first, rest]), [1.0, 1.0], True)
+    assert torch.equal(found, alone) and (found[0] == 0).all() and found[1:].abs().min() > 0.5

@@ -50,12 +50,12 @@ def ppo(p, q, advantage, geometric, low=0.8, high=1.2):
 
 
 def cispo(low, high):
-    """MiniMax-M1, eq. 4 and 5."""
+    """The loss of MiniMax-M1."""
     return lambda p, q, advantage, geometric: -min(max(math.exp(p.item() - q.item()), low), high) * advantage * p
 
 
 def sapo(positive, negative):
-    """SAPO, eq. 5 and 6."""
+    """The gate of SAPO."""
 
     def of_token(p, q, advantage, geometric):
         tau = positive if advantage > 0 else negative
@@ -65,7 +65,7 @@ def sapo(positive, negative):
 
 
 def gspo_token(p, q, advantage, geometric):
-    """GSPO, eq. 13 and 14."""
+    """GSPO-token, of the paper of GSPO."""
     ratio = geometric.exp().detach() * (p - p.detach()).exp()
     return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
 

@@ -27,6 +27,7 @@ DDP = "policy.megatron_cfg.distributed_data_parallel_config"
 LOSS = "algorithm.loss_fn"
 IS, TYPE = f"{LOSS}.use_importance_sampling_correction=true", f"{LOSS}.truncated_importance_sampling_type"
 RATIO, LEVEL = f"{LOSS}.truncated_importance_sampling_ratio", f"{LOSS}.importance_sampling_correction_level"
+OF_THE_STEP = "algorithm.use_leave_one_out_baseline=batch algorithm.normalize_rewards=advantages"
 REJECTION = f"{LOSS}.sequence_rejection_ratio"
 PEFT, EXPERTS = "policy.megatron_cfg.peft", "policy.megatron_cfg.expert_model_parallel_size"
 ACTIVATIONS = "policy.megatron_cfg.fine_grained_activation_offloading"
@@ -372,14 +373,16 @@ CASES = {
     f"{LOSS}.entropy_coef=-0.1": [f"{LOSS}.entropy_coef", "greater than or equal to 0"],
     "algorithm.advantage_clip_low=0.5": ["algorithm.advantage_clip_low", "less than 0"],
     "algorithm.advantage_clip_high=0": ["algorithm.advantage_clip_high", "greater than 0"],
+    "algorithm.normalize_rewards=parts": ["algorithm.normalize_rewards", "a reward of several terms", "reward.terms"],
     "algorithm.normalize_rewards=step": ["algorithm.normalize_rewards", "batch"],
-    "algorithm.use_leave_one_out_baseline=batch algorithm.use_dynamic_sampling=true": [
+    "algorithm.use_leave_one_out_baseline=batch": ["algorithm.normalize_rewards=advantages", "1 problem found"],
+    f"{OF_THE_STEP} algorithm.use_dynamic_sampling=true": [
         "algorithm.use_dynamic_sampling",
         "teach with a baseline of the whole batch",
         "algorithm.use_leave_one_out_baseline=false",
         "1 problem found",
     ],
-    "algorithm.use_leave_one_out_baseline=batch algorithm.rest_epochs=4": ["algorithm.rest_epochs=0"],
+    f"{OF_THE_STEP} algorithm.rest_epochs=4": ["algorithm.rest_epochs=0"],
     "algorithm=dpo algorithm.preference_loss=hinge algorithm.label_smoothing=0.1": [
         "preference_loss=hinge has no such"
     ],
