@@ -122,7 +122,7 @@ class Reference:
         return "## Groups\n\n" + table(("group", "section it fills", "default file", "other files"), rows)
 
     def _files(self, group: str, names: Sequence[str] = ()) -> str:
-        """Describe the group's files, or these of them: what each is for, and how its keys differ from the default's."""
+        """Describe the group's files, or these of them: what each is for, and how it differs from the default file."""
         if len(groups()[group]) == 1:
             return ""
         usual, default = composed(()), self._default_file(group)
