@@ -4,7 +4,7 @@ With --check it writes nothing and fails where the page is stale. A key or a fil
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,9 +36,11 @@ class Reference:
         parts = [INTRODUCTION, self._groups(), self._recipes(), "## Top level", self._table(self.schema, "", "train")]
         for section in self.schema["properties"]:
             if section == ALGORITHM:
-                for variant in self.schema["properties"][section]["oneOf"]:
-                    name = self._resolve(variant)["properties"]["name"]["const"]
+                variants = self.schema["properties"][section]["oneOf"]
+                own = {self._resolve(variant)["properties"]["name"]["const"]: variant for variant in variants}
+                for name, variant in own.items():
                     parts += self._section(section, variant, f"{ALGORITHM}={name}", name)
+                parts.append(self._files(ALGORITHM, [name for name in groups()[ALGORITHM] if name not in own]))
             elif "$ref" in self.schema["properties"][section]:
                 parts += self._section(section, self.schema["properties"][section], section, None)
                 parts += [self._files(group) for group in groups() if SECTION_OF.get(group, group) == section]
@@ -119,13 +121,13 @@ class Reference:
                 rows.append((f"`{group}`", f"`{SECTION_OF.get(group, group)}`", f"`{chosen}`", others))
         return "## Groups\n\n" + table(("group", "section it fills", "default file", "other files"), rows)
 
-    def _files(self, group: str) -> str:
-        """Describe the group's files: what each is for, and which keys differ from the default file."""
+    def _files(self, group: str, names: Sequence[str] = ()) -> str:
+        """Describe the group's files, or these of them: what each is for, and how it differs from the default file."""
         if len(groups()[group]) == 1:
             return ""
         usual, default = composed(()), self._default_file(group)
         rows = []
-        for file in sorted(groups()[group], key=lambda name: (name != default, name)):
+        for file in sorted(names or groups()[group], key=lambda name: (name != default, name)):
             values = composed((f"{group}={file}",))
             changed = [
                 f"`{key}={raw(value)}`"

@@ -37,6 +37,7 @@ GROUPS = {
     "test_lora": "here",
     "test_judge": "here",
     "test_corrections": "here",
+    "test_paper_losses": "here",
     "test_resume": "here",
     "test_serving": "here",
 }

@@ -1,14 +1,16 @@
 """Group relative policy optimisation, top to bottom: generate -> logprob -> train -> refit."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from nemo_rl_lite.algorithms.report import Report
 from nemo_rl_lite.algorithms.steps import Steps, ValidationTimes
 from nemo_rl_lite.config.schema import GRPOConfig
 from nemo_rl_lite.generation.interface import Sampling
-from nemo_rl_lite.losses.advantages import baseline_metrics, group_advantages
+from nemo_rl_lite.losses.advantages import baseline_metrics, clip_advantages, group_advantages, separate_advantages
 from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.observability.metrics_log import under
 from nemo_rl_lite.observability.timer import Phase, Timer
@@ -42,6 +44,8 @@ class GRPO:
     steps: Steps
     report: Report
     mismatch_warning: float
+    reward_weights: Mapping[str, float]
+    """Of the parts that a reward is the sum of, by their name."""
 
     def run(self) -> None:
         sampling, config, total = self.sampling, self.config, self.config.max_num_steps
@@ -72,9 +76,7 @@ class GRPO:
                 memory = self.rollouts.finish_generation()
             with timer("advantage_calculation"):
                 rewards_PG = rollout.rewards_B.view(-1, config.num_generations_per_prompt)
-                advantages_PG = group_advantages(
-                    rewards_PG, config.use_leave_one_out_baseline, config.normalize_rewards
-                )
+                advantages_PG = self._advantages(rollout, rewards_PG)
             with timer("logprob_inference_prep"):
                 (self.policy.prepare_for_logprob if self.scored else self.policy.prepare_for_training)()
             with timer("refit_check"):
@@ -120,6 +122,15 @@ class GRPO:
             memory,
         )
         self.keep(step, "train", rollout, timer.phases)
+
+    def _advantages(self, rollout: Rollout, rewards_PG: Tensor) -> Tensor:
+        config, baseline = self.config, self.config.use_leave_one_out_baseline
+        if config.normalize_rewards == "parts":
+            parts_NPG = rollout.parts_NB(self.reward_weights).view(-1, *rewards_PG.shape)
+            found_PG = separate_advantages(parts_NPG, [*self.reward_weights.values(), 1.0], baseline)
+        else:
+            found_PG = group_advantages(rewards_PG, baseline, config.normalize_rewards)
+        return clip_advantages(found_PG, config.advantage_clip_low, config.advantage_clip_high)
 
     def validate(self, step: int) -> dict[str, float]:
         """Mean reward on the held-out problems (`accuracy`), one response each."""

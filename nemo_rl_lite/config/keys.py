@@ -181,7 +181,9 @@ def unknown_key(key: str, given: object, known: Sequence[str]) -> Violation:
     """A key that is not among `known`: another file's, or a misspelt one."""
     section = key.split(".")[0]
     files = groups().get(section, [])
-    owners = [f"{section}={file}" for file in files if len(files) > 1 and key in known_keys((f"{section}={file}",))]
+    have = [file for file in files if len(files) > 1 and key in known_keys((f"{section}={file}",))]
+    # A file over another of them, which it names, says nothing more.
+    owners = [f"{section}={file}" for file in have if _name_in(section, file) not in {*have} - {file}]
     if owners:
         return Violation(key, given, f"is a key of {' and '.join(owners)} only", f"remove it, or {owners[0]}")
     if f"{key}.".startswith(f"{_DTENSOR}."):
@@ -206,6 +208,11 @@ def _meant(key: str, known: Sequence[str]) -> list[str]:
     leaves = {path.rsplit(".", maxsplit=1)[-1] for path in known}
     found = [nearest_key(f"{section}.{name}", known) for name in _OTHER_NAMES.get(leaf, ()) if name in leaves]
     return [one for one in found if one]
+
+
+def _name_in(section: str, file: str) -> object:
+    """The value of the key `name` in a section with this file; None where it has none."""
+    return compose_files((f"{section}={file}",))[section].get("name")
 
 
 def _paths(node: Any, prefix: str = "") -> Iterator[str]:

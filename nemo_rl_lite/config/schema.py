@@ -40,17 +40,22 @@ TokenLimit = PositiveInt | Auto
 
 @dataclass(frozen=True, config=STRICT)
 class LossConfig:
-    ratio_clip_min: Annotated[float, Field(ge=0, lt=1)]
+    policy_loss: Literal["clip", "cispo", "sapo", "reinforce"]
+    ratio_clip_min: Annotated[float, Field(ge=0, le=1)]
     ratio_clip_max: NonNegativeFloat
     ratio_clip_c: Annotated[float, Field(gt=1)] | None
+    sapo_temperature_pos: PositiveFloat
+    sapo_temperature_neg: PositiveFloat
+    entropy_coef: NonNegativeFloat
     reference_policy_kl_penalty: NonNegativeFloat
     reference_policy_kl_type: Literal["k1", "k2", "k3"]
     use_bias_correction_kl: bool
     kl_input_clamp_value: PositiveFloat | None
     kl_output_clamp_value: PositiveFloat | None
-    token_level_loss: bool
+    token_level_loss: bool | Literal["constant"]
+    constant_length: PositiveInt
     force_on_policy_ratio: bool | None
-    sequence_level_importance_ratios: bool
+    sequence_level_importance_ratios: bool | Literal["token"]
     use_importance_sampling_correction: bool
     importance_sampling_correction_level: Literal["token", "sequence"] | None
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"]
@@ -119,8 +124,10 @@ class GRPOConfig(RolloutAlgorithmConfig):
     overlong_filtering: bool
     reward_shaping: RewardShapingConfig
     val_metric: Literal["accuracy", "avg_length"]
-    use_leave_one_out_baseline: bool
-    normalize_rewards: bool
+    use_leave_one_out_baseline: bool | Literal["batch"]
+    normalize_rewards: bool | Literal["batch", "advantages", "parts"]
+    advantage_clip_low: Annotated[float, Field(lt=0)] | None
+    advantage_clip_high: PositiveFloat | None
     loss_fn: LossConfig
 
 
@@ -144,7 +151,11 @@ class DPOConfig(SupervisedConfig):
     val_metric: Literal[
         "val_loss", "accuracy", "sft_loss", "preference_loss", "rewards_margin_mean", "rewards_chosen_mean"
     ]
-    preference_loss: Literal["dpo", "ipo"]
+    preference_loss: Literal[
+        "dpo", "ipo", "hinge", "robust", "exo_pair", "sppo_hard", "nca_pair", "bco_pair", "apo_zero", "apo_down"
+    ]
+    f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+    f_alpha_divergence_coef: Annotated[float, Field(ge=0, le=1)]
     reference_policy_kl_penalty: PositiveFloat
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]
     preference_average_log_probs: bool

@@ -2,19 +2,25 @@
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 STD_EPSILON = 1e-6
+Baseline = bool | Literal["batch"]
+Scale = bool | Literal["batch", "advantages"]
 
 
-def group_advantages(rewards_PG: Tensor, leave_one_out: bool, normalize: bool) -> Tensor:
+def group_advantages(rewards_PG: Tensor, leave_one_out: Baseline, normalize: Scale) -> Tensor:
     """Advantages of `P` prompts with `G >= 2` samples each, shape [P, G], in units of reward or of standard deviations.
 
-    The baseline is the mean reward of the prompt's other samples (`leave_one_out`; RLOO, Ahmadian et al. 2024) or of
-    all its samples (GRPO, Shao et al. 2024). Normalisation divides by the unbiased standard deviation over all `G`
-    samples, which is defined from `G = 2` on; a prompt whose rewards are all equal has advantages of exactly 0.
+    The baseline is the mean reward of the prompt's other samples (`leave_one_out`; RLOO, Ahmadian et al. 2024), of all
+    its samples (GRPO, Shao et al. 2024) or of all samples of all prompts (`batch`; REINFORCE++, Hu et al. 2025,
+    arXiv:2501.03262). Normalisation divides by an unbiased standard deviation: that over the prompt's `G` rewards,
+    which is defined from `G = 2` on, that over all rewards (`batch`; Lite PPO, Liu et al. 2025, arXiv:2508.08221), or
+    that over all advantages, whose mean is 0 (`advantages`; REINFORCE++). Where all rewards that a baseline is the mean
+    of are equal, advantages are exactly 0.
 
     NaN stands for a reward that failed: such a sample takes part in no baseline and no standard deviation, and has an
     advantage of 0.
@@ -25,13 +31,41 @@ def group_advantages(rewards_PG: Tensor, leave_one_out: bool, normalize: bool) -
     known_PG = torch.where(judged_PG, rewards_PG, 0.0)
     count_P1, total_P1 = judged_PG.sum(dim=1, keepdim=True), known_PG.sum(dim=1, keepdim=True)
     mean_P1, others_P1 = total_P1 / count_P1.clamp(min=1), (count_P1 - 1).clamp(min=1)
-    baseline = (total_P1 - known_PG) / others_P1 if leave_one_out else mean_P1
-    advantages_PG = known_PG - baseline
-    if normalize:
+    baseline, equal_P = mean_P1, _all_equal(rewards_PG)
+    if leave_one_out == "batch":
+        baseline, equal_P = known_PG.sum() / judged_PG.sum().clamp(min=1), _all_equal(rewards_PG.view(1, -1))
+    elif leave_one_out:
+        baseline = (total_P1 - known_PG) / others_P1
+    # Select exactly 0: normalisation would blow up the rounding error of the mean.
+    teaches_PG = judged_PG & ~equal_P[:, None]
+    advantages_PG = torch.where(teaches_PG, known_PG - baseline, 0.0)
+    if isinstance(normalize, str):
+        of_all_PG = {"batch": rewards_PG, "advantages": advantages_PG}[normalize]
+        advantages_PG = advantages_PG / (_std(of_all_PG[judged_PG]) + STD_EPSILON)
+    elif normalize:
         squares_PG = torch.where(judged_PG, (known_PG - mean_P1).square(), 0.0)
         advantages_PG = advantages_PG / ((squares_PG.sum(dim=1, keepdim=True) / others_P1).sqrt() + STD_EPSILON)
-    # Select exactly 0: normalisation would blow up the rounding error of the mean.
-    return torch.where(judged_PG & ~_all_equal(rewards_PG)[:, None], advantages_PG, 0.0)
+    return torch.where(teaches_PG, advantages_PG, 0.0)
+
+
+def separate_advantages(parts_NPG: Tensor, weights_N: Sequence[float], leave_one_out: Baseline) -> Tensor:
+    """Advantages [P, G] of rewards that are weighted sums of `N` parts: each part's own advantages in units of its
+    prompt's standard deviation, added up by the weights, and divided by the standard deviation of all these sums (GDPO,
+    Liu et al. 2026, arXiv:2601.05242). So a part that varies little is not drowned by one that varies much.
+
+    NaN stands for what is not known: a part that has an advantage of 0, or in the last part a reward that failed.
+    """
+    parts = zip(weights_N, parts_NPG, strict=True)
+    sums_PG = torch.stack(
+        [weight * group_advantages(part, leave_one_out, normalize=True) for weight, part in parts]
+    ).sum(0)
+    judged_PG = ~parts_NPG[-1].isnan()
+    return torch.where(judged_PG, sums_PG / (_std(sums_PG[judged_PG]) + STD_EPSILON), 0.0)
+
+
+def clip_advantages(advantages: Tensor, low: float | None, high: float | None) -> Tensor:
+    """Advantages between `low` and `high`; None is no limit."""
+    return advantages.clamp(-math.inf if low is None else low, math.inf if high is None else high)
 
 
 def baseline_metrics(rewards_PG: Tensor, advantages_PG: Tensor) -> dict[str, float]:
@@ -58,6 +92,11 @@ def overlong_penalty(tokens: int, most: int, buffer: int, penalty: float) -> flo
     """What a response of this many tokens loses (<= 0), in units of reward: nothing up to `most - buffer` tokens, then
     linearly more, and `penalty` at `most` (soft overlong punishment, DAPO, Yu et al. 2025)."""
     return -penalty * min(max(tokens - (most - buffer), 0) / buffer, 1.0)
+
+
+def _std(values: Tensor) -> Tensor:
+    """Their unbiased standard deviation, 0 of a single one."""
+    return values.var(correction=min(1, len(values) - 1)).sqrt()
 
 
 def _all_equal(rewards_PG: Tensor) -> Tensor:

@@ -5,20 +5,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_rl_lite.config.schema import DPOConfig
 from nemo_rl_lite.losses.batch import Batch, TokenRow
 from nemo_rl_lite.losses.interface import Metrics, Normalizers, count_masked
+from nemo_rl_lite.losses.preferences import PREFERENCES, divergence_scores
 
 
 @dataclass(frozen=True)
 class DPOLoss:
     """The preference loss of a micro-batch's pairs, and the chosen responses' negative log likelihood added to it.
 
-    Sources: DPO (Rafailov et al. 2023), label smoothing (Mitchell 2023: conservative DPO), IPO (Azar et al. 2024, with
-    logprobs averaged over tokens, as TRL has it by its authors' word), added NLL (Pang et al. 2024).
+    Sources: added NLL (RPO, Pang et al. 2024, arXiv:2404.19733); those of the preference losses and of the divergences
+    are at `preferences`.
     """
 
     config: DPOConfig
@@ -34,10 +34,14 @@ class DPOLoss:
         tokens_B = batch.mask.sum(dim=1).clamp(min=1)
         sums_B = _masked_sums(logprobs_BT, batch.mask)
         ratios_B = sums_B - _masked_sums(reference_BT, batch.mask)
+        scores_B = divergence_scores(config, ratios_B)
         if config.preference_average_log_probs or config.preference_loss == "ipo":
-            ratios_B = ratios_B / tokens_B
+            ratios_B, scores_B = ratios_B / tokens_B, scores_B / tokens_B
         chosen_P, rejected_P = ratios_B[::2], ratios_B[1::2]
-        preference = self._preference(chosen_P - rejected_P).sum() / counts.sequences
+        pairs_P = PREFERENCES[config.preference_loss](
+            scores_B[::2], scores_B[1::2], config.reference_policy_kl_penalty, config.label_smoothing
+        )
+        preference = pairs_P.sum() / counts.sequences
         chosen_logprobs_P = sums_B[::2] / tokens_B[::2] if config.sft_average_log_probs else sums_B[::2]
         nll = -chosen_logprobs_P.sum() / counts.sequences
         total = config.preference_loss_weight * preference + config.sft_loss_weight * nll
@@ -54,14 +58,6 @@ class DPOLoss:
                 "rewards_margin_mean": beta * (chosen_P - rejected_P).sum() / counts.sequences,
             }
         return total, metrics
-
-    def _preference(self, difference_P: Tensor) -> Tensor:
-        """Each pair's loss, from how much more the policy prefers the chosen response than the reference does."""
-        beta, smoothing = self.config.reference_policy_kl_penalty, self.config.label_smoothing
-        if self.config.preference_loss == "ipo":
-            return (difference_P - 1 / (2 * beta)).square()
-        scaled_P = beta * difference_P
-        return -(1 - smoothing) * F.logsigmoid(scaled_P) - smoothing * F.logsigmoid(-scaled_P)
 
 
 def _masked_sums(logprobs_BT: Tensor, mask_BT: Tensor) -> Tensor:

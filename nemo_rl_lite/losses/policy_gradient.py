@@ -10,19 +10,23 @@ from torch import Tensor
 from nemo_rl_lite.config.schema import GRPOConfig, LossConfig
 from nemo_rl_lite.losses.batch import Batch, TokenRow
 from nemo_rl_lite.losses.correction import correction, corrects, summarize
-from nemo_rl_lite.losses.interface import Metrics, Normalizers, count_masked, masked_sum, mean_over_tokens
+from nemo_rl_lite.losses.interface import Metrics, Need, Normalizers, count_masked, masked_sum, mean_over_tokens
+from nemo_rl_lite.losses.policy_terms import POLICY_TERMS, importance_ratio
 
 
 @dataclass(frozen=True)
 class GRPOLoss:
-    """The clipped policy-gradient loss with a KL penalty, of one micro-batch's current logprobs.
+    """A policy term for each token, a KL penalty and an entropy bonus, of one micro-batch's current logprobs.
 
-    Sources: PPO clipping (Schulman et al. 2017), GRPO (Shao et al. 2024), separate upper clip (DAPO, Yu et al. 2025),
-    dual clip (Ye et al. 2020), sequence-level ratios (GSPO, Zheng et al. 2025), KL estimators (Schulman 2020); those of
-    the correction for the engines and for older rollouts are at `correction`.
+    Sources: GRPO (Shao et al. 2024), KL estimators (Schulman 2020); those of the policy terms are at `policy_terms`,
+    those of the correction for the engines and for older rollouts at `correction`.
     """
 
     config: LossConfig
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset[Need](("entropy",) if self.config.entropy_coef else ())
 
     def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
         return count_masked(rows)
@@ -34,7 +38,8 @@ class GRPOLoss:
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
         """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value).
 
-        Reads `previous_logprobs`, `generation_logprobs`, `advantages` and, with a KL penalty, `reference_logprobs`.
+        Reads `previous_logprobs`, `generation_logprobs`, `advantages`, `reference_logprobs` with a KL penalty, and
+        `entropy` with a bonus for it.
         """
         previous_BT, generation_BT, advantages_B = batch.require(
             "previous_logprobs", "generation_logprobs", "advantages"
@@ -44,13 +49,10 @@ class GRPOLoss:
         logprobs_BT, previous_BT, generation_BT = (
             torch.where(mask_BT > 0, values, 0.0) for values in (logprobs_BT, previous_BT, generation_BT)
         )
-        ratio = self._ratio(logprobs_BT - previous_BT, mask_BT)
-        clipped = ratio.clamp(1 - self.config.ratio_clip_min, 1 + self.config.ratio_clip_max)
-        loss = torch.maximum(-advantages_B1 * ratio, -advantages_B1 * clipped)
-        if self.config.ratio_clip_c is not None:
-            loss = torch.where(advantages_B1 < 0, loss.minimum(-advantages_B1 * self.config.ratio_clip_c), loss)
+        ratio = importance_ratio(self.config, logprobs_BT, previous_BT, mask_BT)
+        term = POLICY_TERMS[self.config.policy_loss](self.config, ratio, advantages_B1, logprobs_BT)
         corrected = correction(self.config, previous_BT - generation_BT, mask_BT)
-        loss_BT = (loss * corrected.weights).expand_as(mask_BT)
+        loss_BT = (term.loss * corrected.weights).expand_as(mask_BT)
 
         kl_BT = None
         if self.config.reference_policy_kl_penalty > 0:
@@ -58,29 +60,28 @@ class GRPOLoss:
             kl_BT = self._kl(logprobs_BT, torch.where(mask_BT > 0, reference_BT, 0.0), previous_BT)
             loss_BT = loss_BT + self.config.reference_policy_kl_penalty * kl_BT
 
-        total = self._mean(loss_BT, mask_BT, counts)
+        total, entropy = self._mean(loss_BT, mask_BT, counts), None
+        if self.config.entropy_coef:
+            (entropy_BT,) = batch.require("entropy")
+            entropy = masked_sum(entropy_BT, mask_BT) / counts.tokens
+            total = total - self.config.entropy_coef * entropy
         with torch.no_grad():
             metrics = {
                 "sampling_importance_ratio": masked_sum((previous_BT - generation_BT).exp(), mask_BT) / counts.tokens,
                 "approx_entropy": -((logprobs_BT - generation_BT).exp() * logprobs_BT).sum() / counts.tokens,
                 **_spread("probs_ratio", ratio, mask_BT, counts),
-                **_spread("probs_ratio_clamped", clipped, mask_BT, counts),
-                # The clip acts on one side for each sign of the advantage.
-                "clip_ratio/low": mean_over_tokens((ratio < clipped) & (advantages_B1 < 0), mask_BT, counts),
-                "clip_ratio/high": mean_over_tokens((ratio > clipped) & (advantages_B1 > 0), mask_BT, counts),
+                **_spread("probs_ratio_clamped", term.bounded, mask_BT, counts),
+                "clip_ratio/low": mean_over_tokens(term.low, mask_BT, counts),
+                "clip_ratio/high": mean_over_tokens(term.high, mask_BT, counts),
             }
             if corrects(self.config):
                 metrics |= corrected.metrics(mask_BT, counts)
             if kl_BT is not None:
                 metrics["kl_penalty"] = masked_sum(kl_BT, mask_BT) / counts.tokens
+            if entropy is not None:
+                metrics["entropy"] = entropy.detach().clone()
             metrics["loss"] = total.detach().clone()
         return total, metrics
-
-    def _ratio(self, log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """The ratio of each token, [B, T], or the geometric mean of a sequence's, [B, 1]."""
-        if not self.config.sequence_level_importance_ratios:
-            return log_ratio_BT.exp()
-        return (log_ratio_BT.sum(dim=1, keepdim=True) / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)).exp()
 
     def _kl(self, logprobs_BT: Tensor, reference_BT: Tensor, previous_BT: Tensor) -> Tensor:
         config = self.config
@@ -94,6 +95,10 @@ class GRPOLoss:
         )
 
     def _mean(self, values_BT: Tensor, mask_BT: Tensor, counts: Normalizers) -> Tensor:
+        """The mean over tokens, the sum over them for each sequence by one constant length (Dr. GRPO, Liu et al. 2025,
+        arXiv:2503.20783), or the mean over sequences of their token means."""
+        if self.config.token_level_loss == "constant":
+            return masked_sum(values_BT, mask_BT) / (counts.sequences * self.config.constant_length)
         if self.config.token_level_loss:
             return masked_sum(values_BT, mask_BT) / counts.tokens
         return ((values_BT * mask_BT).sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)).sum() / counts.sequences

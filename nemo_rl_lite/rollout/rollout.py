@@ -1,7 +1,7 @@
 """Sampled and judged episodes, as the loop, people and trackers see them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -39,6 +39,20 @@ class Rollout:
         """The episodes' rewards, float64; NaN where the reward failed."""
         rewards = [math.nan if episode.reward is None else episode.reward for episode in self.episodes]
         return torch.tensor(rewards, dtype=torch.float64)
+
+    def parts_NB(self, weights: Mapping[str, float]) -> Tensor:
+        """The episodes' rewards part by part, float64, [parts + 1, B]: those that `weights` names, without their
+        weight; in the last row what else there is, such as a punishment for length. NaN where a part is not there;
+        in the last row, where the reward failed."""
+        rows = [[episode.reward_parts.get(name, math.nan) for episode in self.episodes] for name in weights]
+        rest = [
+            math.nan
+            if episode.reward is None
+            # Added up as the reward was, so that nothing is left over where there is nothing else.
+            else episode.reward - sum(weights[name] * part for name, part in episode.reward_parts.items())
+            for episode in self.episodes
+        ]
+        return torch.tensor([*rows, rest], dtype=torch.float64)
 
     def leave_out_truncated(self) -> None:
         """Keep truncated responses out of the loss; they stay in the baseline."""

@@ -10,6 +10,10 @@ from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rules.base import rule
 from nemo_rl_lite.rules.loss import corrects_age
 
+# The preference losses that take label_smoothing; and those of each response for itself, as TRL has them.
+_SMOOTHED = ("dpo", "robust", "exo_pair")
+_OF_EACH_RESPONSE = ("sppo_hard", "nca_pair", "bco_pair", "apo_zero", "apo_down")
+
 
 @rule("algorithm.num_generations_per_prompt", options=GRPOConfig)
 def groups_have_a_baseline(config: Config) -> Iterator[Violation]:
@@ -138,8 +142,51 @@ def patience_has_validations(config: Config) -> Iterator[Violation]:
 @rule("algorithm.preference_loss", "algorithm.label_smoothing", options=DPOConfig)
 def smoothing_is_of_the_sigmoid(config: Config) -> Iterator[Violation]:
     options, key = config.options(DPOConfig), "algorithm.label_smoothing"
-    if options.preference_loss == "ipo" and options.label_smoothing:
-        yield Violation(key, options.label_smoothing, "preference_loss=ipo has no such term", f"{key}=0.0")
+    kind, smoothing = options.preference_loss, options.label_smoothing
+    if smoothing and kind not in _SMOOTHED:
+        yield Violation(key, smoothing, f"preference_loss={kind} has no such term", f"{key}=0.0")
+    if not smoothing and kind == "exo_pair":
+        rule_text = "preference_loss=exo_pair takes its logarithm, which must be above 0"
+        yield Violation(key, smoothing, rule_text, f"{key}=1e-3")
+
+
+@rule("algorithm.preference_loss", "algorithm.f_divergence", options=DPOConfig)
+def divergences_are_of_a_difference(config: Config) -> Iterator[Violation]:
+    options, key = config.options(DPOConfig), "algorithm.f_divergence"
+    if options.f_divergence != "reverse_kl" and options.preference_loss in _OF_EACH_RESPONSE:
+        rule_text = f"preference_loss={options.preference_loss} compares no difference of responses, but each of them"
+        yield Violation(key, options.f_divergence, rule_text, f"{key}=reverse_kl, or algorithm.preference_loss=dpo")
+
+
+@rule("algorithm.use_leave_one_out_baseline", "algorithm.normalize_rewards", options=GRPOConfig)
+def a_baseline_of_the_step_has_its_scale(config: Config) -> Iterator[Violation]:
+    options, key = config.options(GRPOConfig), "algorithm.normalize_rewards"
+    scale = options.normalize_rewards
+    if options.use_leave_one_out_baseline == "batch" and (scale is True or scale == "parts"):
+        rule_text = "divides by 0 where a prompt's rewards are all equal, which teach with this baseline"
+        yield Violation(key, scale, rule_text, f"{key}=advantages, or {key}=false")
+
+
+@rule("algorithm.normalize_rewards", "reward", options=GRPOConfig)
+def parts_are_several(config: Config) -> Iterator[Violation]:
+    key = "algorithm.normalize_rewards"
+    if config.options(GRPOConfig).normalize_rewards == "parts" and not config.reward.terms:
+        rule_text = "needs a reward of several terms, and there is one"
+        yield Violation(key, "parts", rule_text, f"{key}=true, or reward.terms")
+
+
+@rule("algorithm", options=GRPOConfig)
+def dynamic_sampling_knows_what_teaches(config: Config) -> Iterator[Violation]:
+    options = config.options(GRPOConfig)
+    if options.use_leave_one_out_baseline != "batch":
+        return
+    for key, value, off in (
+        ("algorithm.use_dynamic_sampling", options.use_dynamic_sampling, "false"),
+        ("algorithm.rest_epochs", options.rest_epochs, "0"),
+    ):
+        if value:
+            rule_text = "leaves out prompts whose rewards are all equal, which teach with a baseline of the whole batch"
+            yield Violation(key, value, rule_text, f"{key}={off}, or algorithm.use_leave_one_out_baseline=false")
 
 
 @rule("data.name", "data.response_column")

@@ -25,7 +25,7 @@ def corrects_age(loss: LossConfig) -> bool:
 @rule("algorithm.loss_fn", options=GRPOConfig)
 def loss_options_agree(config: Config) -> Iterator[Violation]:
     loss = config.options(GRPOConfig).loss_fn
-    if loss.sequence_level_importance_ratios and loss.token_level_loss:
+    if loss.sequence_level_importance_ratios is True and loss.token_level_loss is True:
         key = f"{_LOSS}.sequence_level_importance_ratios"
         yield Violation(key, True, "needs a sequence-level loss", f"{_LOSS}.token_level_loss=false")
     plain_k1 = loss.reference_policy_kl_type == "k1" and not loss.use_bias_correction_kl
@@ -77,7 +77,8 @@ def masked_sequences_have_a_weight_for_each_token(config: Config) -> Iterator[Vi
         return
     if loss.correction_level == "sequence":
         ratios = f"{_LOSS}.sequence_level_importance_ratios"
-        key, value = (ratios, True) if loss.importance_sampling_correction_level is None else (_LEVEL, "sequence")
+        own = ratios, loss.sequence_level_importance_ratios
+        key, value = own if loss.importance_sampling_correction_level is None else (_LEVEL, "sequence")
         rule_text = f"makes one weight for a sequence, and {_TYPE}=seq-mask-tis has one for each token"
         yield Violation(key, value, rule_text, f"{_LEVEL}=token, or {_TYPE}=icepop")
     for key, bound in (

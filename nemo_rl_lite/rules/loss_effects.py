@@ -1,13 +1,43 @@
-"""Keys of GRPO's loss that have an effect only with other keys of it."""
+"""Keys of GRPO's and DPO's loss that have an effect only with other keys of it."""
 
 from nemo_rl_lite.config.algorithms import compares
-from nemo_rl_lite.config.schema import GRPOConfig
+from nemo_rl_lite.config.schema import Config, DPOConfig, GRPOConfig, LossConfig
 from nemo_rl_lite.rules.step_effects import Effect
 
 _LOSS = "algorithm.loss_fn"
 
 
+def _loss(config: Config) -> LossConfig:
+    return config.options(GRPOConfig).loss_fn
+
+
 LOSS_EFFECTS = (
+    Effect(
+        (f"{_LOSS}.ratio_clip_min", f"{_LOSS}.ratio_clip_max"),
+        lambda config: _loss(config).policy_loss in ("clip", "cispo"),
+        f"{_LOSS}.policy_loss=clip or {_LOSS}.policy_loss=cispo",
+    ),
+    Effect((f"{_LOSS}.ratio_clip_c",), lambda config: _loss(config).policy_loss == "clip", f"{_LOSS}.policy_loss=clip"),
+    Effect(
+        (f"{_LOSS}.sapo_temperature_pos", f"{_LOSS}.sapo_temperature_neg"),
+        lambda config: _loss(config).policy_loss == "sapo",
+        f"{_LOSS}.policy_loss=sapo",
+    ),
+    Effect(
+        (f"{_LOSS}.sequence_level_importance_ratios",),
+        lambda config: _loss(config).policy_loss != "reinforce",
+        f"{_LOSS}.policy_loss=clip: reinforce has no ratio",
+    ),
+    Effect(
+        (f"{_LOSS}.constant_length",),
+        lambda config: _loss(config).token_level_loss == "constant",
+        f"{_LOSS}.token_level_loss=constant",
+    ),
+    Effect(
+        ("algorithm.f_alpha_divergence_coef",),
+        lambda config: config.options(DPOConfig).f_divergence == "alpha_divergence",
+        "algorithm.f_divergence=alpha_divergence",
+    ),
     Effect(
         tuple(
             f"{_LOSS}.{name}"
@@ -25,7 +55,7 @@ LOSS_EFFECTS = (
         tuple(
             f"{_LOSS}.{name}" for name in ("importance_sampling_correction_level", "truncated_importance_sampling_type")
         ),
-        lambda config: config.options(GRPOConfig).loss_fn.use_importance_sampling_correction,
+        lambda config: _loss(config).use_importance_sampling_correction,
         f"{_LOSS}.use_importance_sampling_correction=true",
     ),
 )

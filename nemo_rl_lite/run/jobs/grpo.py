@@ -26,6 +26,7 @@ from nemo_rl_lite.observability.timer import Phase, Timer
 from nemo_rl_lite.policy.interface import Scored
 from nemo_rl_lite.rewards.judge import make_judge, try_reward
 from nemo_rl_lite.rewards.rows import check_rows
+from nemo_rl_lite.rewards.terms import terms_of
 from nemo_rl_lite.rollout.ahead import Queue, Staleness
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
 from nemo_rl_lite.rollout.files import RolloutFiles, Split
@@ -132,6 +133,7 @@ class GRPOJob:
             steps=steps,
             report=Report(metrics, console, workers.policy, devices, policy_speed(config), system.take),
             mismatch_warning=config.logger.mismatch_warning,
+            reward_weights={term.label: term.weight for term in terms_of(config.reward)},
         )
 
     def _source(self, sampler: Sampler, generation: RecoveringGeneration, start: Start) -> RolloutSource:

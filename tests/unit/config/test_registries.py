@@ -25,7 +25,7 @@ def test_an_algorithms_row_leads_to_its_code(name):
     row, config = ALGORITHMS[name], compose_config([f"algorithm={name}"])
     assert isinstance(config.algorithm, row.options)
     assert isinstance(imported(row.data), Kind)
-    assert list(signature(imported(row.job)).parameters) == ["config", "folder", "console"]
+    assert list(signature(imported(row.job)).parameters) == ["config", "folder", "console", "model_path"]
     loss = imported(row.loss)(config.algorithm)
     assert all(callable(getattr(loss, method)) for method in ("counts", "__call__"))
     assert all(isinstance(panel, Panel) for panel in imported(row.view))
@@ -34,7 +34,8 @@ def test_an_algorithms_row_leads_to_its_code(name):
 def test_rows_are_those_of_the_configuration():
     union = typing.get_args(Config.__annotations__["algorithm"])[0]
     assert set(typing.get_args(union)) == {row.options for row in ALGORITHMS.values()}
-    assert sorted(ALGORITHMS) == groups()["algorithm"]
+    names = {file: compose_config([f"algorithm={file}"]).algorithm.name for file in groups()["algorithm"]}
+    assert {name for file, name in names.items() if file == name} == ALGORITHMS.keys() == set(names.values())
     assert set(typing.get_args(GenerationConfig.__annotations__["backend"])) == ENGINES.keys()
 
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from nemo_rl_lite.losses.advantages import baseline_metrics, group_advantages
+from nemo_rl_lite.losses.advantages import baseline_metrics, clip_advantages, group_advantages, separate_advantages
 
 
 def test_leave_one_out_baseline_is_the_mean_of_the_others():
@@ -70,3 +70,82 @@ def test_groups_of_which_nothing_or_one_reward_is_known_teach_nothing():
 def test_small_differences_of_large_rewards_are_not_lost():
     rewards = torch.tensor([[1e8, 1e8 + 1, 1e8 + 2, 1e8 + 3]], dtype=torch.float64)
     assert group_advantages(rewards, leave_one_out=False, normalize=False).tolist() == [[-1.5, -0.5, 0.5, 1.5]]
+
+
+def random_rewards(seed: int = 0) -> torch.Tensor:
+    return torch.rand(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_one_standard_deviation_for_the_whole_step():
+    """Lite PPO: the prompt's mean, and the standard deviation of all rewards of the batch."""
+    rewards = random_rewards()
+    expected = (rewards - rewards.mean(1, keepdim=True)) / rewards.std()
+    found = group_advantages(rewards, leave_one_out=False, normalize="batch")
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("baseline", ["batch", True, False])
+def test_reinforce_plus_plus_whitens_the_advantages(baseline):
+    """REINFORCE++ with `batch`, REINFORCE++-baseline with the prompt's mean: (A - mean A) / std A over the batch."""
+    rewards = random_rewards(1)
+    plain = group_advantages(rewards, baseline, normalize=False)
+    others = (rewards.sum(1, keepdim=True) - rewards) / 3
+    wanted = rewards - {"batch": rewards.mean(), True: others, False: rewards.mean(1, keepdim=True)}[baseline]
+    torch.testing.assert_close(plain, wanted)
+    whitened = group_advantages(rewards, baseline, normalize="advantages")
+    torch.testing.assert_close(whitened, (wanted - wanted.mean()) / wanted.std(), atol=1e-5, rtol=1e-5)
+    assert whitened.std().item() == pytest.approx(1, abs=1e-5) and whitened.mean().item() == pytest.approx(0, abs=1e-12)
+
+
+def test_equal_rewards_teach_with_a_baseline_of_the_step_unless_all_are_equal():
+    rewards = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+    assert group_advantages(rewards, "batch", normalize=False).tolist() == [[0.5, 0.5], [-0.5, -0.5]]
+    for scale in (False, True, "batch", "advantages"):
+        assert (group_advantages(torch.full((3, 2), 0.3), "batch", scale) == 0).all()
+        assert (group_advantages(rewards, leave_one_out=False, normalize=scale) == 0).all()
+
+
+@pytest.mark.parametrize("baseline", ["batch", True])
+@pytest.mark.parametrize("scale", ["batch", "advantages"])
+def test_a_reward_that_failed_is_in_no_statistic_of_the_step(baseline, scale):
+    rewards = torch.tensor([[math.nan, 1.0, 0.0], [0.5, math.nan, 0.25], [2.0, 1.0, 0.0]], dtype=torch.float64)
+    found = group_advantages(rewards, baseline, scale)
+    plain = group_advantages(rewards, baseline, normalize=False)
+    judged = ~rewards.isnan()
+    expected = plain[judged] / {"batch": rewards, "advantages": plain}[scale][judged].std()
+    torch.testing.assert_close(found[judged], expected, atol=1e-5, rtol=1e-5)
+    assert (found[~judged] == 0).all()
+    if baseline == "batch":
+        torch.testing.assert_close(plain[judged], rewards[judged] - rewards.nanmean())
+    lonely = torch.tensor([[math.nan, math.nan], [math.nan, 1.0]])
+    assert (group_advantages(lonely, baseline, scale) == 0).all()
+
+
+def test_advantages_are_clipped_where_there_is_a_limit():
+    advantages = torch.tensor([[-3.0, -0.5, 0.0, 2.0]])
+    assert torch.equal(clip_advantages(advantages, None, None), advantages)
+    assert clip_advantages(advantages, -1.0, None).tolist() == [[-1.0, -0.5, 0.0, 2.0]]
+    assert clip_advantages(advantages, None, 1.5).tolist() == [[-3.0, -0.5, 0.0, 1.5]]
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+def test_parts_of_a_reward_are_normalised_one_by_one(baseline):
+    """GDPO: each part over its prompt, the weighted sum over the batch."""
+    parts = torch.stack([random_rewards(1), 100 * random_rewards(2), torch.zeros(5, 4)])
+    weights = [1.0, 0.5, 1.0]
+    sums = torch.zeros(5, 4, dtype=torch.float64)
+    for weight, part in zip(weights[:2], parts[:2], strict=True):
+        mean = (part.sum(1, keepdim=True) - part) / 3 if baseline else part.mean(1, keepdim=True)
+        sums += weight * (part - mean) / part.std(1, keepdim=True)
+    found = separate_advantages(parts, weights, baseline)
+    torch.testing.assert_close(found, (sums - sums.mean()) / sums.std(), atol=1e-5, rtol=1e-5)
+    # The scale of a part is not its weight.
+    torch.testing.assert_close(separate_advantages(parts * 1000, weights, baseline), found, atol=1e-5, rtol=1e-5)
+
+
+def test_a_part_that_is_not_there_or_failed_says_nothing():
+    first, rest = random_rewards(3)[:, :2], torch.zeros(5, 2, dtype=torch.float64)
+    first[0, 0] = rest[0, 0] = math.nan
+    found = separate_advantages(torch.stack([first, torch.full((5, 2), math.nan), rest]), [1.0, 2.0, 1.0], True)
+    alone = separate_advantages(torch.stack([first, rest]), [1.0, 1.0], True)
+    assert torch.equal(found, alone) and (found[0] == 0).all() and found[1:].abs().min() > 0.5

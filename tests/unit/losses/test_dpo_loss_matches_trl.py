@@ -29,6 +29,8 @@ def dpo_config(**changes) -> DPOConfig:
         "higher_is_better": False,
         "early_stop_patience": None,
         "preference_loss": "dpo",
+        "f_divergence": "reverse_kl",
+        "f_alpha_divergence_coef": 0.5,
         "reference_policy_kl_penalty": 0.1,
         "label_smoothing": 0.0,
         "preference_average_log_probs": False,

@@ -16,6 +16,11 @@ TOLERANCE = 1e-5
 
 def loss_config(**changes) -> LossConfig:
     values = {
+        "policy_loss": "clip",
+        "sapo_temperature_pos": 1.0,
+        "sapo_temperature_neg": 1.05,
+        "entropy_coef": 0.0,
+        "constant_length": 7,
         "ratio_clip_min": 0.2,
         "ratio_clip_max": 0.2,
         "ratio_clip_c": None,

@@ -27,6 +27,7 @@ DDP = "policy.megatron_cfg.distributed_data_parallel_config"
 LOSS = "algorithm.loss_fn"
 IS, TYPE = f"{LOSS}.use_importance_sampling_correction=true", f"{LOSS}.truncated_importance_sampling_type"
 RATIO, LEVEL = f"{LOSS}.truncated_importance_sampling_ratio", f"{LOSS}.importance_sampling_correction_level"
+OF_THE_STEP = "algorithm.use_leave_one_out_baseline=batch algorithm.normalize_rewards=advantages"
 REJECTION = f"{LOSS}.sequence_rejection_ratio"
 PEFT, EXPERTS = "policy.megatron_cfg.peft", "policy.megatron_cfg.expert_model_parallel_size"
 ACTIVATIONS = "policy.megatron_cfg.fine_grained_activation_offloading"
@@ -356,7 +357,46 @@ CASES = {
     "algorithm.val_at_start=yep": ["algorithm.val_at_start", "must be true or false"],
     "algorithm.num_prompts_per_step=null": ["algorithm.num_prompts_per_step", "must be an integer"],
     "algorithm.val_temperature=-1": ["algorithm.val_temperature", "greater than or equal to 0"],
-    f"{LOSS}.ratio_clip_min=1.5": [f"{LOSS}.ratio_clip_min", "less than 1"],
+    f"{LOSS}.ratio_clip_min=1.5": [f"{LOSS}.ratio_clip_min", "less than or equal to 1"],
+    f"{LOSS}.policy_loss=ppo": [f"{LOSS}.policy_loss", "'clip', 'cispo', 'sapo' or 'reinforce'"],
+    f"{LOSS}.token_level_loss=sum": [f"{LOSS}.token_level_loss", "constant"],
+    f"{LOSS}.constant_length=1": [f"{LOSS}.constant_length", f"{LOSS}.token_level_loss=constant"],
+    f"{LOSS}.token_level_loss=constant {LOSS}.constant_length=0": [f"{LOSS}.constant_length", "greater than 0"],
+    f"{LOSS}.policy_loss=cispo {LOSS}.ratio_clip_c=3": [f"{LOSS}.ratio_clip_c", f"{LOSS}.policy_loss=clip"],
+    f"{LOSS}.policy_loss=sapo {LOSS}.ratio_clip_max=0.1": [f"{LOSS}.ratio_clip_max", f"{LOSS}.policy_loss=cispo"],
+    f"{LOSS}.sapo_temperature_neg=2": [f"{LOSS}.sapo_temperature_neg", f"{LOSS}.policy_loss=sapo"],
+    f"{LOSS}.policy_loss=sapo {LOSS}.sapo_temperature_pos=0": [f"{LOSS}.sapo_temperature_pos", "greater than 0"],
+    f"{LOSS}.policy_loss=reinforce {LOSS}.sequence_level_importance_ratios=token": [
+        f"{LOSS}.sequence_level_importance_ratios",
+        "reinforce has no ratio",
+    ],
+    f"{LOSS}.entropy_coef=-0.1": [f"{LOSS}.entropy_coef", "greater than or equal to 0"],
+    "algorithm.advantage_clip_low=0.5": ["algorithm.advantage_clip_low", "less than 0"],
+    "algorithm.advantage_clip_high=0": ["algorithm.advantage_clip_high", "greater than 0"],
+    "algorithm.normalize_rewards=parts": ["algorithm.normalize_rewards", "a reward of several terms", "reward.terms"],
+    "algorithm.normalize_rewards=step": ["algorithm.normalize_rewards", "batch"],
+    "algorithm.use_leave_one_out_baseline=batch": ["algorithm.normalize_rewards=advantages", "1 problem found"],
+    f"{OF_THE_STEP} algorithm.use_dynamic_sampling=true": [
+        "algorithm.use_dynamic_sampling",
+        "teach with a baseline of the whole batch",
+        "algorithm.use_leave_one_out_baseline=false",
+        "1 problem found",
+    ],
+    f"{OF_THE_STEP} algorithm.rest_epochs=4": ["algorithm.rest_epochs=0"],
+    "algorithm=dpo algorithm.preference_loss=hinge algorithm.label_smoothing=0.1": [
+        "preference_loss=hinge has no such"
+    ],
+    "algorithm=dpo algorithm.preference_loss=exo_pair": ["algorithm.label_smoothing=1e-3"],
+    "algorithm=dpo algorithm.preference_loss=apo_zero algorithm.f_divergence=forward_kl": [
+        "algorithm.f_divergence",
+        "algorithm.f_divergence=reverse_kl, or algorithm.preference_loss=dpo",
+    ],
+    "algorithm=dpo algorithm.f_alpha_divergence_coef=0.2": ["algorithm.f_divergence=alpha_divergence"],
+    "algorithm=dpo algorithm.f_divergence=alpha_divergence algorithm.f_alpha_divergence_coef=2": [
+        "algorithm.f_alpha_divergence_coef",
+        "less than or equal to 1",
+    ],
+    "algorithm=dapo algorithm.max_num_epochs=2": ["is a key of algorithm=dpo and algorithm=sft only"],
     f"{LOSS}.ratio_clip_max=-0.1": [f"{LOSS}.ratio_clip_max", "greater than or equal to 0"],
     f"{LOSS}.reference_policy_kl_type=k4": [f"{LOSS}.reference_policy_kl_type", "'k1', 'k2' or 'k3'"],
     f"{LOSS}.reference_policy_kl_type=k1 {LOSS}.use_bias_correction_kl=false": [
@@ -705,7 +745,7 @@ CASES = {
     "environment.max_turns=3": ["environment.max_turns", "without an environment", "environment=calculator"],
     "environment=calculator environment.max_turns=0": ["environment.max_turns", "greater than 0"],
     # Algorithms: each has its own keys and rules, and only those of the chosen one are checked.
-    "algorithm=sftt": ["algorithm", "did you mean algorithm=sft", "grpo, sft"],
+    "algorithm=sftt": ["algorithm", "did you mean algorithm=sft", "cispo, dapo, dpo"],
     "algorithm.name=sft": ["algorithm.name", "is set by the algorithm's file", "algorithm=sft"],
     "algorithm.max_num_epochs=2": ["algorithm.max_num_epochs", "is a key of algorithm=dpo and algorithm=sft only"],
     "algorithm=sft algorithm.num_prompts_per_step=4": [
@@ -886,7 +926,7 @@ CASES = {
         "preference_loss=ipo has no such term",
     ],
     "algorithm=dpo algorithm.label_smoothing=0.5": ["algorithm.label_smoothing", "less than 0.5"],
-    "algorithm=dpo algorithm.preference_loss=kto": ["algorithm.preference_loss", "'dpo' or 'ipo'"],
+    "algorithm=dpo algorithm.preference_loss=kto": ["algorithm.preference_loss", "'dpo', 'ipo'"],
     "algorithm=dpo data=reasoning_gym data.task=chain_sum data.validation_fraction=0.1": [
         "data.name",
         "has right answers only",

@@ -1,0 +1,167 @@
+"""Policy terms, ratios, means and the entropy bonus against the published formulas, written out token by token."""
+
+import math
+
+import pytest
+import torch
+
+from nemo_rl_lite.losses.interface import count_masked, needs_of
+from nemo_rl_lite.losses.policy_gradient import GRPOLoss
+from tests.unit.losses.batches import batch_of, rows_of
+from tests.unit.losses.test_losses_match_trl import loss_config, our_loss, random_inputs
+
+TOLERANCE = 1e-6
+
+
+def doubles(seed: int) -> dict[str, torch.Tensor]:
+    return {name: values.double() for name, values in random_inputs(seed).items()}
+
+
+def by_hand(inputs: dict[str, torch.Tensor], of_token, of_sums) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss and its gradient with `of_token(logprob, previous logprob, advantage, mean log ratio)` for each token,
+    and `of_sums(list of the tokens' losses of each sequence)`."""
+    logprobs = inputs["logprobs"].clone().requires_grad_()
+    sequences = []
+    for row, mask in enumerate(inputs["mask"].bool()):
+        own, before = logprobs[row][mask], inputs["previous_logprobs"][row][mask]
+        geometric = (own - before).sum() / len(own)
+        advantage = inputs["advantages"][row].item()
+        sequences.append([of_token(p, q, advantage, geometric) for p, q in zip(own, before, strict=True)])
+    loss = of_sums(sequences)
+    loss.backward()
+    return loss.detach(), logprobs.grad
+
+
+def over_tokens(sequences):
+    return sum(sum(one) for one in sequences) / sum(len(one) for one in sequences)
+
+
+def over_sequences(sequences):
+    return sum(sum(one) / len(one) for one in sequences) / len(sequences)
+
+
+def by_length(length):
+    return lambda sequences: sum(sum(one) for one in sequences) / (len(sequences) * length)
+
+
+def ppo(p, q, advantage, geometric, low=0.8, high=1.2):
+    ratio = (p - q).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+
+
+def cispo(low, high):
+    """The loss of MiniMax-M1."""
+    return lambda p, q, advantage, geometric: -min(max(math.exp(p.item() - q.item()), low), high) * advantage * p
+
+
+def sapo(positive, negative):
+    """The gate of SAPO."""
+
+    def of_token(p, q, advantage, geometric):
+        tau = positive if advantage > 0 else negative
+        return -4 / tau / (1 + (-tau * ((p - q).exp() - 1)).exp()) * advantage
+
+    return of_token
+
+
+def gspo_token(p, q, advantage, geometric):
+    """GSPO-token, of the paper of GSPO."""
+    ratio = geometric.exp().detach() * (p - p.detach()).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+
+
+CASES = {
+    "constant length": ({"token_level_loss": "constant"}, ppo, by_length(7)),
+    "sums": ({"token_level_loss": "constant", "constant_length": 1}, ppo, by_length(1)),
+    "cispo": ({"policy_loss": "cispo", "ratio_clip_min": 0.3, "ratio_clip_max": 0.25}, cispo(0.7, 1.25), over_tokens),
+    "cispo without a lower bound": (
+        {"policy_loss": "cispo", "ratio_clip_min": 1.0, "ratio_clip_max": 0.1},
+        cispo(0.0, 1.1),
+        over_tokens,
+    ),
+    "sapo": ({"policy_loss": "sapo", "token_level_loss": False}, sapo(1.0, 1.05), over_sequences),
+    "sapo with other temperatures": (
+        {"policy_loss": "sapo", "sapo_temperature_pos": 0.5, "sapo_temperature_neg": 3.0},
+        sapo(0.5, 3.0),
+        over_tokens,
+    ),
+    "gspo token": ({"sequence_level_importance_ratios": "token"}, gspo_token, over_tokens),
+    "reinforce": (
+        {"policy_loss": "reinforce", "token_level_loss": "constant", "constant_length": 1},
+        lambda p, q, advantage, geometric: -advantage * p,
+        by_length(1),
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("changes", "of_token", "of_sums"), CASES.values(), ids=CASES)
+def test_value_and_gradient_are_the_published_ones(changes, of_token, of_sums, seed):
+    inputs = doubles(seed)
+    for ours, theirs in zip(our_loss(loss_config(**changes), inputs), by_hand(inputs, of_token, of_sums), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_each_case_is_another_loss():
+    """The comparison above would not see an option that neither side looks at."""
+    inputs = doubles(0)
+    found = {name: our_loss(loss_config(**changes), inputs)[1] for name, (changes, *_) in CASES.items()}
+    for name, gradient in found.items():
+        others = [other for label, other in found.items() if label != name]
+        assert all(not torch.allclose(gradient, other, atol=1e-4) for other in others), name
+
+
+def test_a_sequences_ratio_has_the_same_gradient_with_and_without_its_tokens():
+    """GSPO-token is GSPO where all tokens of a sequence have one advantage."""
+    inputs = doubles(1)
+    settings = {"token_level_loss": False, "ratio_clip_min": 0.1, "ratio_clip_max": 0.1}
+    whole, tokens = (
+        our_loss(loss_config(**settings, sequence_level_importance_ratios=level), inputs) for level in (True, "token")
+    )
+    for one, other in zip(whole, tokens, strict=True):
+        torch.testing.assert_close(one, other, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["constant length", "cispo", "sapo", "gspo token", "reinforce"])
+def test_terms_add_up_over_micro_batches_and_ignore_padding(name):
+    inputs = doubles(2)
+    loss, counts = GRPOLoss(loss_config(**CASES[name][0])), count_masked(rows_of(inputs["mask"]))
+    whole, metrics = loss(inputs["logprobs"], batch_of(inputs), counts)
+    dirty = {
+        key: torch.where(inputs["mask"] > 0, values, -math.inf) if key.endswith("logprobs") else values
+        for key, values in inputs.items()
+    }
+    halves = [{key: values[part] for key, values in dirty.items()} for part in (slice(0, 2), slice(2, 6))]
+    found = [loss(half["logprobs"], batch_of(half), counts) for half in halves]
+    torch.testing.assert_close(sum(value for value, _ in found), whole)
+    torch.testing.assert_close(
+        sum(own["clip_ratio/high"] for _, own in found), metrics["clip_ratio/high"], atol=1e-6, rtol=0
+    )
+
+
+def test_cispo_counts_bounds_of_all_tokens_and_sapo_has_none():
+    inputs = doubles(0) | {"advantages": torch.ones(6, dtype=torch.float64)}
+    counts = count_masked(rows_of(inputs["mask"]))
+
+    def metrics(kind):
+        return GRPOLoss(loss_config(policy_loss=kind))(inputs["logprobs"], batch_of(inputs), counts)[1]
+
+    kept = inputs["mask"].bool()
+    ratio = (inputs["logprobs"] - inputs["previous_logprobs"]).exp()[kept]
+    assert metrics("cispo")["clip_ratio/low"].item() == pytest.approx((ratio < 0.8).double().mean().item())
+    assert metrics("clip")["clip_ratio/low"].item() == 0 < (ratio < 0.8).double().mean().item()
+    assert metrics("sapo")["clip_ratio/high"].item() == metrics("reinforce")["clip_ratio/high"].item() == 0
+
+
+def test_the_entropy_bonus_is_the_mean_over_tokens():
+    inputs = doubles(0) | {"entropy": torch.rand(6, 10, dtype=torch.float64).requires_grad_()}
+    counts = count_masked(rows_of(inputs["mask"]))
+    plain, bonus = GRPOLoss(loss_config()), GRPOLoss(loss_config(entropy_coef=0.5))
+    assert needs_of(plain) == frozenset() and needs_of(bonus) == {"entropy"}
+    without, metrics = plain(inputs["logprobs"], batch_of(inputs), counts)
+    total, with_entropy = bonus(inputs["logprobs"], batch_of(inputs), counts)
+    mean = inputs["entropy"][inputs["mask"].bool()].mean()
+    torch.testing.assert_close(total, without - 0.5 * mean, atol=TOLERANCE, rtol=0)
+    assert with_entropy["entropy"].item() == pytest.approx(mean.item()) and "entropy" not in metrics
+    total.backward()
+    torch.testing.assert_close(inputs["entropy"].grad, -0.5 * inputs["mask"] / inputs["mask"].sum())
