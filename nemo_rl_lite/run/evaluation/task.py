@@ -103,7 +103,9 @@ def _base(model: Served) -> DictConfig:
     config = model.config
     gpus = ["cluster.gpus_per_node=1", "policy=megatron_gpu"] if on_gpus(config) else []
     base = compose_files(gpus)
-    own, shared = json.loads(json.dumps(asdict(config))), base.generation.colocated
+    # The texts of a configuration are whole: nothing in them is filled in a second time.
+    own = json.loads(json.dumps(asdict(config)).replace("${", "\\\\${"))
+    shared = base.generation.colocated
     for section in SECTIONS:
         base[section] = OmegaConf.create(own[section])
     base.generation.colocated, base.generation.data_parallel_size = shared, None

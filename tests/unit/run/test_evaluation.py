@@ -1,12 +1,16 @@
 """What an evaluation composes: a model's configuration with the command's overrides, and what it refuses."""
 
 import json
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import CheckpointError, ConfigError
+from nemo_rl_lite.rollout.episode import Episode
+from nemo_rl_lite.rollout.groups import Group
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.evaluation.folder import Journal, claim
 from nemo_rl_lite.run.evaluation.task import Evaluation, Options, compose
@@ -58,6 +62,22 @@ def test_overrides_lie_over_it(model, file):
     assert (config.reward.name, config.generation.temperature, config.algorithm.seed) == ("last_number", 0.5, 3)
     # What the command does not name is the run's.
     assert config.generation.max_new_tokens == 12
+
+
+def test_arguments_of_a_users_reward_are_taken(model, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def least(response, answer, length):\n    return float(len(response) >= length)\n"
+    )
+    given = [f"reward.name={tmp_path / 'mine.py'}:least", "reward.kwargs.length=3", "data.task_kwargs.num_digits=4"]
+    config = compose(model, given, ONE).config
+    assert config.reward.kwargs == {"length": 3} and config.data.task_kwargs == {"num_digits": 4}
+
+
+def test_a_runs_texts_are_taken_as_they_are(model):
+    text = "Write ${HOME} in your answer, and \\boxed{}."
+    data = replace(model.config.data, system_prompt=text)
+    config = compose(replace(model, config=replace(model.config, data=data)), ["data.too_long=drop"], ONE).config
+    assert config.data.system_prompt == text and config.data.too_long == "drop"
 
 
 @pytest.mark.parametrize("task", ["math500", "aime24", "aime25"])
@@ -120,6 +140,32 @@ def test_a_folder_is_of_one_evaluation(model, tmp_path):
     (tmp_path / "status.json").write_text("{}")
     with pytest.raises(ConfigError, match="is the folder of a run"):
         claim(tmp_path, other.identity())
+
+
+def group(problem: Problem, *rewards: float | None) -> Group:
+    played = Future()
+    played.set_result(None)
+    return Group([Episode(problem, [1, 2], 1, reward=reward) for reward in rewards], played)  # pyrefly: ignore
+
+
+def test_groups_without_a_failure_are_kept(tmp_path):
+    asked = [Problem(chat(f"problem {number}"), str(number)) for number in range(3)]
+    groups = [group(asked[0], 1.0, 0.0), group(asked[1], 1.0, None)]
+    Journal(tmp_path, asked).keep(groups)
+    assert list(Journal(tmp_path, asked).done) == [0]
+    journal = Journal(tmp_path, asked)
+    journal.keep([*groups[:1], group(asked[1], 1.0, 0.5)])
+    # Soon afterwards nothing is written, unless it must be.
+    more = [*groups[:1], group(asked[1], 1.0, 0.5), group(asked[2], 0.0, 0.0)]
+    journal.keep(more)
+    assert list(Journal(tmp_path, asked).done) == [0, 1]
+    journal.keep(more, at_once=True)
+    done = Journal(tmp_path, asked).done
+    assert [[one.reward for one in done[number]] for number in range(3)] == [[1.0, 0.0], [1.0, 0.5], [0.0, 0.0]]
+    with pytest.raises(ConfigError, match="now has other problems"):
+        Journal(tmp_path, asked[::-1])
+    with pytest.raises(ConfigError, match="now has other problems"):
+        Journal(tmp_path, asked[:2])
 
 
 def test_groups_that_cannot_be_read_are_an_error(tmp_path):
