@@ -6,12 +6,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from nemo_rl_lite.config.keys import compose_files
+from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import CheckpointError, ConfigError
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.groups import Group
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.rules.compose import compose_config, restore
 from nemo_rl_lite.run.evaluation.folder import Journal, claim
 from nemo_rl_lite.run.evaluation.task import Evaluation, Options, compose
 from nemo_rl_lite.run.serving import Served
@@ -62,6 +65,16 @@ def test_overrides_lie_over_it(model, file):
     assert (config.reward.name, config.generation.temperature, config.algorithm.seed) == ("last_number", 0.5, 3)
     # What the command does not name is the run's.
     assert config.generation.max_new_tokens == 12
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus"), [("grpo-qwen3-30b-a3b-2n8g-ep8", 4), ("grpo-qwen3-8b-2n8g-noncolocated", 1)]
+)
+def test_a_run_on_many_gpus_is_evaluated_by_one_engine(model, recipe, gpus):
+    composed = OmegaConf.to_container(compose_files([f"recipes={recipe}"]), resolve=True)
+    config = compose(replace(model, config=restore(json.dumps(composed))), [], ONE).config
+    assert (config.cluster.gpus_per_node, config.generation.vllm_cfg.tensor_parallel_size) == (gpus, gpus)
+    assert on_gpus(config) and config.generation.max_new_tokens == composed["generation"]["max_new_tokens"]  # pyrefly: ignore
 
 
 def test_arguments_of_a_users_reward_are_taken(model, tmp_path):
