@@ -16,6 +16,7 @@ from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.generation.interface import Requests
 from nemo_rl_lite.generation.request_queue import RequestQueue
 from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.observability.redaction import described
 from nemo_rl_lite.rewards.judge import Judge, make_judge, try_reward
 from nemo_rl_lite.rewards.rows import check_rows
 from nemo_rl_lite.rollout.collector import ErrorShares, Gathering, RolloutCollector
@@ -71,7 +72,11 @@ def evaluate(evaluation: Evaluation, folder: Path, console: RunConsole) -> dict[
         RolloutFiles(folder, None, 0).write(0, "validation", rollout)
         found = summarize(rollout, evaluation.options.pass_reward)
         sampling = asdict(evaluation.sampling(tokenizer.end_tokens))
-        about = {"model": str(evaluation.served.folder), "data": asdict(evaluation.config.data), "sampling": sampling}
+        about = {
+            "model": str(evaluation.served.folder),
+            "data": described(evaluation.config.data),
+            "sampling": sampling,
+        }
         seconds = {"seconds": time.monotonic() - began}
         write_json(folder / SUMMARY_FILE, about | {"seed": evaluation.config.algorithm.seed} | found | seconds)
     title = f"{evaluation.served.name} on {evaluation.config.data.name}: {len(asked)} problems"

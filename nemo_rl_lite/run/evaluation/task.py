@@ -12,12 +12,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.keys import compose_files, lay_over
+from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.config.overrides import check_overrides, given_keys
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.data.sources import validation_source
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.observability.redaction import HIDDEN, described
 from nemo_rl_lite.rules.compose import resolve
 from nemo_rl_lite.run.serving import Served, alone
 
@@ -58,10 +60,10 @@ class Evaluation:
         return replace(sampling, temperature=self.temperature) if self.temperature else sampling.greedy()
 
     def identity(self) -> dict[str, Any]:
-        """Everything that decides what is sampled and which rewards it gets, as JSON has it."""
+        """Everything that decides what is sampled and which rewards it gets, as JSON has it, without secrets."""
         weights = [file.stat().st_mtime for file in self.served.folder.glob("*.safetensors")]
         written = datetime.fromtimestamp(max(weights, default=0), UTC).isoformat(timespec="seconds")
-        whole = asdict(self.config)
+        whole = described(self.config)
         known = {
             "MODEL": str(self.served.folder),
             "MODEL's weights, written": written,
@@ -93,7 +95,7 @@ def compose(model: Served, arguments: Sequence[str], options: Options) -> Evalua
         raise ConfigError(violations)
     config = _resolved(lay_over(_base(model), overrides), given)
     evaluation = Evaluation(replace(model, config=_with_one_engine(config)), options)
-    if violations := [*_wrong_engines(config), *_held_out(config), *_wrong_options(evaluation)]:
+    if violations := [*_wrong_engines(config), *_held_out(config), *_missing(config), *_wrong_options(evaluation)]:
         raise ConfigError(violations)
     return evaluation
 
@@ -156,6 +158,13 @@ def _held_out(config: Config) -> Iterator[Violation]:
     keys = {"file": ("data.validation_path", "FILE"), "hub": ("data.validation_split", "test")}
     key, example = keys.get(data.name, ("data.validation_fraction", "0.1"))
     yield Violation(key, None, "names nothing, and an evaluation asks the held-out problems", f"{key}={example}")
+
+
+def _missing(config: Config) -> Iterator[Violation]:
+    whole = asdict(config)
+    for key, value in leaves({section: whole[section] for section in SECTIONS}):
+        if value == HIDDEN:
+            yield Violation(key, value, "is a secret, which the run's folder does not have", f"{key}=...")
 
 
 def _wrong_options(evaluation: Evaluation) -> Iterator[Violation]:

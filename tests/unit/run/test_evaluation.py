@@ -86,6 +86,16 @@ def test_arguments_of_a_users_reward_are_taken(model, tmp_path):
     assert config.reward.kwargs == {"length": 3} and config.data.task_kwargs == {"num_digits": 4}
 
 
+def test_secrets_are_neither_written_nor_guessed(model, tmp_path):
+    (tmp_path / "mine.py").write_text("def ask(response, answer, api_key):\n    return 1.0\n")
+    reward, key = f"reward.name={tmp_path / 'mine.py'}:ask", "reward.kwargs.api_key"
+    evaluation = compose(model, [reward, f"{key}=sk-12345"], ONE)
+    assert evaluation.config.reward.kwargs == {"api_key": "sk-12345"}
+    assert "sk-12345" not in json.dumps(evaluation.identity())
+    # A run's configuration was written down without it.
+    assert f"{key} = 'REDACTED'\n      is a secret" in refused(model, reward, f"{key}=REDACTED")
+
+
 def test_a_runs_texts_are_taken_as_they_are(model):
     text = "Write ${HOME} in your answer, and \\boxed{}."
     data = replace(model.config.data, system_prompt=text)
