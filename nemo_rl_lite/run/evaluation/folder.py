@@ -24,16 +24,20 @@ _EVERY_S = 5.0
 
 
 def claim(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Make the folder that of one evaluation, or check that it already is.
+    """Make the folder that of one evaluation, or check that it already is. Where nothing has been kept of another one,
+    such as one whose reward did not work, the folder is taken over.
 
     Raises:
-        ConfigError: it is a run's, or that of another evaluation; with the first key that differs.
+        ConfigError: it is a run's, has other files, or samples of another evaluation; with the first key that differs.
     """
     if is_run(folder):
         raise ConfigError([Violation(OUTPUT, str(folder), "is the folder of a run", f"{OUTPUT} ANOTHER_FOLDER")])
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / IDENTITY_FILE
-    if not file.exists():
+    if not file.exists() and any(folder.iterdir()):
+        rule = "is not empty, and no evaluation has made it"
+        raise ConfigError([Violation(OUTPUT, str(folder), rule, f"{OUTPUT} ANOTHER_FOLDER")])
+    if not any((folder / GROUPS).glob("*.parquet")):
         write_json(file, identity)
         return
     for key, (before, now) in changed(json.loads(file.read_text()), identity, but_for=()).items():

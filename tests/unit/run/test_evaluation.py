@@ -151,9 +151,19 @@ def test_the_usual_folder_is_that_of_one_configuration(model):
     assert first == again != other and first.name.startswith("mine-reverse_digits-")
 
 
+def group(problem: Problem, *rewards: float | None) -> Group:
+    played = Future()
+    played.set_result(None)
+    return Group([Episode(problem, [1, 2], 1, reward=reward) for reward in rewards], played)  # pyrefly: ignore
+
+
 def test_a_folder_is_of_one_evaluation(model, tmp_path):
     folder = tmp_path / "out"
+    claim(folder, compose(model, ["generation.top_k=3"], ONE).identity())
+    # Nothing has been sampled.
     claim(folder, compose(model, [], ONE).identity())
+    asked = [Problem(chat("one"), "1")]
+    Journal(folder, asked).keep([group(asked[0], 1.0)])
     claim(folder, compose(model, [], ONE).identity())
     other: Evaluation = compose(model, ["generation.top_p=0.9"], replace(ONE, samples=2))
     with pytest.raises(ConfigError, match=r"--samples = 2\n      .*was begun with 1") as error:
@@ -163,12 +173,10 @@ def test_a_folder_is_of_one_evaluation(model, tmp_path):
     (tmp_path / "status.json").write_text("{}")
     with pytest.raises(ConfigError, match="is the folder of a run"):
         claim(tmp_path, other.identity())
-
-
-def group(problem: Problem, *rewards: float | None) -> Group:
-    played = Future()
-    played.set_result(None)
-    return Group([Episode(problem, [1, 2], 1, reward=reward) for reward in rewards], played)  # pyrefly: ignore
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty, and no evaluation has made it"):
+        claim(tmp_path / "notes", other.identity())
 
 
 def test_groups_without_a_failure_are_kept(tmp_path):
