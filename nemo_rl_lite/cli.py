@@ -3,13 +3,14 @@
 import runpy
 import sys
 
-VERBS = ("train", "plan", "slurm", "quickstart", "export", "chat", "serve", "report", "doctor")
+VERBS = ("train", "plan", "slurm", "quickstart", "export", "evaluate", "chat", "serve", "report", "doctor")
 USAGE = """usage: nrl-lite VERB [arguments]
 
   train        one training run: group=file and key.path=value overrides; `nrl-lite train --help` lists them
   plan         what a run needs and whether it fits, without a GPU, in seconds; arguments as for train
   slurm        the same run as a Slurm job: prints a script for sbatch, or submits it; resumes after a time limit
   export       a run's checkpoint as a Hugging Face folder, read back and compared with the checkpoint
+  evaluate     avg@k and pass@k of a run's model, or of a Hugging Face folder, on held-out problems
   chat         a conversation with a run's model in the terminal
   serve        an OpenAI-compatible endpoint of a run's model, until Ctrl-C
   report       one HTML page of one or several runs: curves, times, memory, samples, configuration

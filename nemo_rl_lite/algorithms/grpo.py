@@ -16,6 +16,7 @@ from nemo_rl_lite.observability.metrics_log import under
 from nemo_rl_lite.observability.timer import Phase, Timer
 from nemo_rl_lite.policy.interface import Policy, Scored
 from nemo_rl_lite.rollout.files import Split
+from nemo_rl_lite.rollout.pass_at_k import pass_at_k, passes
 from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.source import RolloutSource
 
@@ -133,16 +134,21 @@ class GRPO:
         return clip_advantages(found_PG, config.advantage_clip_low, config.advantage_clip_high)
 
     def validate(self, step: int) -> dict[str, float]:
-        """Mean reward on the held-out problems (`accuracy`), one response each."""
+        """Mean reward on the held-out problems (`accuracy`) and, with several responses each, pass@k."""
         timer, count = Timer(), self.held_out
         what = f"validating on {count} held-out problems"
         with timer("total_validation_time"), self.report.console.busy(what) as show:
             rollout = self.rollouts.held_out(step, show)
-        measured = {"accuracy": rollout.rewards_B.nanmean().item(), "avg_length": rollout.generated / count}
+        samples, rewards_B = self.config.val_samples_per_problem, rollout.rewards_B
+        measured = {"accuracy": rewards_B.nanmean().item(), "avg_length": rollout.generated / len(rewards_B)}
+        if samples > 1:
+            passed_P = passes(rewards_B.view(-1, samples).numpy()).sum(axis=1)
+            measured["pass_at_k"] = float(pass_at_k(passed_P, samples, samples).mean())
         # A mean of rewards that are not all right or wrong is no accuracy.
         right_or_wrong = all(reward in (0, 1) for reward in rollout.rewards_B.tolist())
         what = "accuracy" if right_or_wrong else "mean reward"
-        self.report.validation(step, measured, timer, f"{what} {measured['accuracy']:.3f}")
+        at_k = f", pass@{samples} {measured['pass_at_k']:.3f}" if samples > 1 else ""
+        self.report.validation(step, measured, timer, f"{what} {measured['accuracy']:.3f}{at_k}")
         self.keep(step, "validation", rollout, timer.phases)
         return measured
 

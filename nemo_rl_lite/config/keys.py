@@ -88,6 +88,23 @@ def compose_files(overrides: Sequence[str]) -> DictConfig:
     return composed
 
 
+def lay_over(base: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Return a copy of a composed configuration with valid overrides: sections of the files that they choose take the
+    place of its own, then values are set.
+
+    Raises:
+        ConfigError: Hydra cannot; with its reason.
+    """
+    composed = copy.deepcopy(base)
+    parsed = [override for override in map(parse_override, overrides) if override]
+    for one in filter(_names_file, parsed):
+        composed[one.key_or_group] = compose_files([f"{one.key_or_group}={one.value()}"])[one.key_or_group]
+    with _readable_errors():
+        values = [one for one in parsed if not _names_file(one)]
+        ConfigLoaderImpl._apply_overrides_to_config(values, composed)
+    return composed
+
+
 def compose_with_hydra(overrides: Sequence[str]) -> DictConfig:
     """Return what `compose_files` does, which is faster."""
     GlobalHydra.instance().clear()

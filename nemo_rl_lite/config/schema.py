@@ -97,6 +97,7 @@ class RolloutAlgorithmConfig(AlgorithmConfig):
     num_prompts_per_step: PositiveInt
     num_generations_per_prompt: PositiveInt
     val_temperature: NonNegativeFloat
+    val_samples_per_problem: PositiveInt
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -45,7 +45,7 @@ class Sampler:
             return self.finish(draft, self.collector.collect(self.gathering(draft), show))
 
     def held_out(self, step: int, show: Show = lambda _: None) -> Rollout:
-        """One response to each held-out problem, at `val_temperature`."""
+        """`val_samples_per_problem` responses to each held-out problem, at `val_temperature`."""
         with _naming(step):
             return self.collector.collect(self.held_out_gathering(step), show)
 
@@ -80,7 +80,7 @@ class Sampler:
         """Return the validation to sample."""
         temperature = self.config.val_temperature
         sampling = replace(self.sampling, temperature=temperature) if temperature else self.sampling.greedy()
-        wanted = Wanted(self.validation.__getitem__, len(self.validation), 1)
+        wanted = Wanted(self.validation.__getitem__, len(self.validation), self.config.val_samples_per_problem)
         return Gathering(wanted, sampling, self._seed(step))
 
     def finish(self, draft: Draft, rollout: Rollout) -> Rollout:

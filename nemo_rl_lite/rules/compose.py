@@ -7,7 +7,7 @@ reported at once, before anything heavy is imported.
 import copy
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -57,9 +57,11 @@ def compose_config(arguments: Sequence[str] = (), given: Sequence[str] = ()) -> 
     return config
 
 
-def resolve(composed: DictConfig, given: Sequence[str] = ()) -> Config:
+def resolve(
+    composed: DictConfig, given: Sequence[str] = (), matters: Callable[[Violation], bool] = lambda _: True
+) -> Config:
     """Turn Hydra's composed configuration into a typed, frozen `Config`. Keys and groups of `given` must have an
-    effect.
+    effect. Broken rules count where they `matter`.
 
     Raises:
         ConfigError: listing every unknown key, wrong type and broken rule, and every given key without effect.
@@ -72,7 +74,7 @@ def resolve(composed: DictConfig, given: Sequence[str] = ()) -> Config:
         # Rules still speak about the keys that are fine: put defaults in place of those that are not.
         config, _ = _validate(_with_defaults(values, unusable))
     if config is not None:
-        violations += check_rules(config, unusable)
+        violations += filter(matters, check_rules(config, unusable))
         defaults, reported = _defaults(_algorithm_file(values)), {violation.key for violation in violations}
         changing = [key for key in given if key not in reported and _at(values, key) != _at(defaults, key)]
         violations += keys_without_effect(config, changing)

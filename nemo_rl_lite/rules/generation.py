@@ -130,6 +130,14 @@ def engine_takes_the_temperatures(config: Config) -> Iterator[Violation]:
             yield Violation(key, value, rule_text, f"{key}={min(max(value, lowest), highest):g}")
 
 
+@rule("algorithm.val_samples_per_problem", "algorithm.val_temperature", options=RolloutAlgorithmConfig)
+def greedy_validation_has_one_response(config: Config) -> Iterator[Violation]:
+    key, options = "algorithm.val_samples_per_problem", config.options(RolloutAlgorithmConfig)
+    if options.val_samples_per_problem > 1 and not options.val_temperature:
+        rule_text = "algorithm.val_temperature = 0 is greedy, and all greedy responses to a problem are the same"
+        yield Violation(key, options.val_samples_per_problem, rule_text, f"{key}=1, or algorithm.val_temperature=1")
+
+
 @rule("policy.megatron_cfg.peft", options=RolloutAlgorithmConfig)
 def logprobs_have_no_dropout(config: Config) -> Iterator[Violation]:
     peft, key = config.policy.megatron_cfg.peft, "policy.megatron_cfg.peft.dropout"

@@ -48,6 +48,7 @@ STEP_EFFECTS = (
     Effect(
         (
             *(f"algorithm.{name}" for name in ("max_val_samples", "val_temperature", "val_metric")),
+            "algorithm.val_samples_per_problem",
             *("algorithm.higher_is_better", "checkpoint.keep_best"),
             *("data.validation_path", "data.validation_split"),
         ),

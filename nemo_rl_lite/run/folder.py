@@ -49,9 +49,9 @@ class RunStatus:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder against other processes for the time of the block. The lock ends with this process, because
-    programs that it starts do not inherit the file.
+def locked(folder: Path, key: str = RUN_FOLDER) -> Iterator[None]:
+    """Lock the folder, which `key` names, against other processes for the time of the block. The lock ends with this
+    process, because programs that it starts do not inherit the file.
 
     Raises:
         ConfigError: another process is running there.
@@ -63,7 +63,7 @@ def locked(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             rule = f"another process is running there{_running_process(folder)}"
             fix = "wait for it, end it, or name another folder"
-            raise ConfigError([Violation(RUN_FOLDER, str(folder), rule, fix)]) from None
+            raise ConfigError([Violation(key, str(folder), rule, fix)]) from None
         except OSError as error:
             log.warning("%s cannot be locked against a second run in it: %s", folder, error)
         yield

@@ -49,29 +49,45 @@ class Served:
 
 
 def find_served(path: Path, max_new_tokens: int | None, say: Say) -> Served:
-    """Find the model of a run: its exported `hf/`, or else its newest checkpoint, which is exported for that; or the
-    model of a Hugging Face folder. `max_new_tokens`: the most tokens of a response; None: as the run had it.
+    """Find the model that `find_model` finds, with the most tokens of a response as the run had them (None), or
+    `max_new_tokens`.
 
     Raises:
-        CheckpointError: the folder has no model, or its run is of another version of this package.
         LauncherError: the model's engine cannot run here, or `max_new_tokens` leaves no room for a chat.
+        CheckpointError: see `find_model`.
     """
-    path = path.expanduser().resolve()
-    served = _of_run(path, say) if is_run(path) else _of_folder(path)
+    served = find_model(path, say)
     longest = served.config.policy.max_total_sequence_length
     if max_new_tokens is not None and not 0 < max_new_tokens < longest:
         raise LauncherError(
             f"--max-new-tokens {max_new_tokens}: a chat and its response have {longest} tokens together"
         )
-    generation = served.config.generation
+    config = alone(served.config)
+    tokens = max_new_tokens or config.generation.max_new_tokens
+    return replace(served, config=replace(config, generation=replace(config.generation, max_new_tokens=tokens)))
+
+
+def find_model(path: Path, say: Say) -> Served:
+    """Find the model of a run, with the run's configuration: its exported `hf/`, or else its newest checkpoint, which
+    is exported for that; or the model of a Hugging Face folder, with a configuration that suits it.
+
+    Raises:
+        CheckpointError: the folder has no model, or its run is of another version of this package.
+        LauncherError: the model's engine cannot run here.
+    """
+    path = path.expanduser().resolve()
+    return _of_run(path, say) if is_run(path) else _of_folder(path)
+
+
+def alone(config: Config) -> Config:
+    """The configuration of an engine that is alone on its device; no refit brings the weights that vLLM would leave
+    out."""
     generation = replace(
-        generation,
-        max_new_tokens=max_new_tokens or generation.max_new_tokens,
-        # The engine is alone on its device, and no refit brings the weights that vLLM would leave out.
-        colocated=replace(generation.colocated, enabled=False),
-        vllm_kwargs={"load_format": "auto", "use_tqdm_on_load": False, **generation.vllm_kwargs},
+        config.generation,
+        colocated=replace(config.generation.colocated, enabled=False),
+        vllm_kwargs={"load_format": "auto", "use_tqdm_on_load": False, **config.generation.vllm_kwargs},
     )
-    return replace(served, config=replace(served.config, generation=generation))
+    return replace(config, generation=generation)
 
 
 def start_engine(served: Served) -> tuple[RequestQueue, Speaker]:

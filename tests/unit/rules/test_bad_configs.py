@@ -406,6 +406,12 @@ CASES = {
     "generation.temperature=2.5": ["generation.temperature", "takes 0.01 to 2"],
     "generation.temperature=0.005": ["generation.temperature", "generation.temperature=0.01"],
     "algorithm.val_temperature=3.0": ["algorithm.val_temperature", "algorithm.val_temperature=2"],
+    "algorithm.val_samples_per_problem=0": ["algorithm.val_samples_per_problem", "greater than 0"],
+    "algorithm.val_samples_per_problem=4 algorithm.val_temperature=0": [
+        "algorithm.val_samples_per_problem",
+        "all greedy responses to a problem are the same",
+        "algorithm.val_samples_per_problem=1",
+    ],
     f"{PEFT}.enabled=true {PEFT}.dropout=0.1": [f"{PEFT}.dropout", "computed without dropout"],
     "policy.megatron_cfg.freeze_moe_router=true": ["policy.megatron_cfg.freeze_moe_router", "no experts"],
     "policy.megatron_cfg.moe_router_dtype=fp64": ["moe_router_dtype", "no experts", "moe_router_dtype=null"],
@@ -865,6 +871,7 @@ CASES = {
     "refit.num_buffers=4": ["refit.num_buffers", "generation.colocated.enabled=false"],
     "policy.overlap_offload=true": ["policy.overlap_offload", "something to move"],
     "reward.processes=2": ["reward.processes", "exact_match and last_number"],
+    f"{OFF} algorithm.val_samples_per_problem=2": ["algorithm.val_samples_per_problem", "algorithm.val_at_end=true"],
     "algorithm.val_at_start=false algorithm.val_at_end=false algorithm.val_period=50 algorithm.val_temperature=0.5": [
         "1. algorithm.val_period",
         "2. algorithm.val_temperature",

@@ -1,0 +1,50 @@
+"""`python -m nemo_rl_lite.evaluate MODEL [options] [group=file ...] [key.path=value ...]`: how many held-out problems a
+run's model solves, or that of a Hugging Face folder: avg@k and pass@k, with intervals.
+
+The same command continues what was interrupted.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_rl_lite.errors import shown_as_message
+from nemo_rl_lite.host.paths import local_path
+
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line. Exit status: 0 done, 1 there is no model or something failed, 2 bad configuration or arguments,
+    130 interrupted."""
+    parser = argparse.ArgumentParser(prog="nrl-lite evaluate", description=__doc__, allow_abbrev=False)
+    parser.add_argument("model", metavar="MODEL", type=Path, help="a run's folder, or a Hugging Face folder")
+    parser.add_argument("overrides", nargs="*", help="as for train; of data, reward, environment, agent, generation")
+    parser.add_argument("--samples", metavar="K", type=int, default=1, help="responses to each problem (default: 1)")
+    parser.add_argument("--problems", metavar="N", type=int, help="the first N problems (default: all; 300 of a task)")
+    parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy (default: generation.temperature)")
+    parser.add_argument(
+        "--pass-reward", metavar="R", type=float, default=1.0, help="least reward that passes (default: 1)"
+    )
+    parser.add_argument("--output", metavar="FOLDER", type=local_path, help="default: outputs/evaluations/...")
+    given = parser.parse_intermixed_args(arguments)
+    with shown_as_message("nrl-lite evaluate"):
+        from nemo_rl_lite.observability.console import RunConsole
+        from nemo_rl_lite.run.evaluation.evaluate import evaluate
+        from nemo_rl_lite.run.evaluation.task import Options, compose
+        from nemo_rl_lite.run.serving import find_model
+
+        console = RunConsole()
+        options = Options(given.samples, given.problems, given.temperature, given.pass_reward)
+        evaluation = compose(find_model(given.model, console.say), given.overrides, options)
+        folder = given.output or evaluation.usual_folder()
+        try:
+            evaluate(evaluation, folder, console)
+        except KeyboardInterrupt:
+            sys.stderr.write(f"interrupted: the same command continues with what is in {folder}\n")
+            sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""What an evaluation is of: a model, and the data, reward, environment and sampling of its configuration."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_rl_lite.config.engines import engine_of
+from nemo_rl_lite.config.keys import compose_files, lay_over
+from nemo_rl_lite.config.leaves import leaves
+from nemo_rl_lite.config.overrides import check_overrides, given_keys
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import on_gpus
+from nemo_rl_lite.data.sources import validation_source
+from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.observability.redaction import HIDDEN, described
+from nemo_rl_lite.rules.compose import resolve
+from nemo_rl_lite.run.serving import Served, alone
+
+SECTIONS = ("data", "reward", "environment", "agent", "generation")
+_KEYS = ("algorithm.seed", "policy.max_total_sequence_length", "policy.precision")
+_ENGINES = "generation.data_parallel_size"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of the command. `problems`: at most this many (None: all); `temperature`: 0 is greedy (None: that of
+    `generation.temperature`); `pass_reward`: a response passes from this reward on."""
+
+    samples: int
+    problems: int | None
+    temperature: float | None
+    pass_reward: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A model, its whole configuration, and the options of the command."""
+
+    served: Served
+    options: Options
+
+    @property
+    def config(self) -> Config:
+        return self.served.config
+
+    @property
+    def temperature(self) -> float:
+        given = self.options.temperature
+        return self.config.generation.temperature if given is None else given
+
+    def sampling(self, end_tokens: Sequence[int]) -> Sampling:
+        sampling = Sampling.of(self.config.generation, end_tokens)
+        return replace(sampling, temperature=self.temperature) if self.temperature else sampling.greedy()
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides what is sampled and which rewards it gets, as JSON has it, without secrets."""
+        weights = [file.stat().st_mtime for file in self.served.folder.glob("*.safetensors")]
+        written = datetime.fromtimestamp(max(weights, default=0), UTC).isoformat(timespec="seconds")
+        whole = described(self.config)
+        known = {
+            "MODEL": str(self.served.folder),
+            "MODEL's weights, written": written,
+            "--samples": self.options.samples,
+            "--problems": self.options.problems,
+            "--temperature": self.temperature,
+            "algorithm": {"seed": self.config.algorithm.seed},
+            "policy": {name: whole["policy"][name] for name in ("max_total_sequence_length", "precision")},
+            **{section: whole[section] for section in SECTIONS},
+        }
+        return json.loads(json.dumps(known))
+
+    def usual_folder(self) -> Path:
+        """The folder where the same command finds what it has sampled."""
+        digest = sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()[:8]
+        return Path("outputs") / "evaluations" / f"{self.served.name}-{self.config.data.name}-{digest}"
+
+
+def compose(model: Served, arguments: Sequence[str], options: Options) -> Evaluation:
+    """Lay a command's overrides over the configuration of a model.
+
+    Raises:
+        ConfigError: listing every override that cannot be, every rule that is broken, and options that do not fit.
+    """
+    overrides, violations = check_overrides(arguments)
+    given = given_keys(overrides)
+    violations += _without_effect(given)
+    if violations:
+        raise ConfigError(violations)
+    config = _resolved(lay_over(_base(model), overrides), given)
+    evaluation = Evaluation(replace(model, config=_with_one_engine(config)), options)
+    if violations := [*_wrong_engines(config), *_held_out(config), *_missing(config), *_wrong_options(evaluation)]:
+        raise ConfigError(violations)
+    return evaluation
+
+
+def _base(model: Served) -> DictConfig:
+    """The model's configuration; what is about training is that of the defaults, in which nothing validates."""
+    config = model.config
+    gpus = ["cluster.gpus_per_node=1", "policy=megatron_gpu"] if on_gpus(config) else []
+    base = compose_files(gpus)
+    # The texts of a configuration are whole: nothing in them is filled in a second time.
+    own = json.loads(json.dumps(asdict(config)).replace("${", "\\\\${"))
+    shared = base.generation.colocated
+    for section in SECTIONS:
+        base[section] = OmegaConf.create(own[section])
+    base.generation.colocated, base.generation.data_parallel_size = shared, None
+    for key in ("max_total_sequence_length", "precision"):
+        base.policy[key] = own["policy"][key]
+    base.policy.model_name = str(model.folder)
+    kept = {name: getattr(config.algorithm, name) for name in ("seed", "max_val_samples")}
+    algorithm = {**kept, "val_at_start": False, "val_at_end": False, "val_period": 0}
+    for key, value in algorithm.items():
+        base.algorithm[key] = value
+    return base
+
+
+def _without_effect(given: Sequence[str]) -> Iterator[Violation]:
+    for key in given:
+        if key.split(".")[0] not in SECTIONS and key not in _KEYS:
+            rule = "changes nothing here: an evaluation reads the sections " + ", ".join(SECTIONS)
+            yield Violation(key, None, f"{rule}, and {', '.join(_KEYS)}", f"leave {key} out")
+
+
+def _resolved(composed: DictConfig, given: Sequence[str]) -> Config:
+    if composed.cluster.gpus_per_node:
+        composed.cluster.gpus_per_node = composed.generation.vllm_cfg.tensor_parallel_size
+
+    def matters(broken: Violation) -> bool:
+        # The training file is not read, unless problems are held out of it.
+        unread = broken.key == "data.train_path" and not composed.data.validation_fraction
+        return not unread and (broken.key.split(".")[0] in SECTIONS or broken.key in given)
+
+    return resolve(composed, matters=matters)
+
+
+def _with_one_engine(config: Config) -> Config:
+    generation = alone(config).generation
+    return replace(config, generation=replace(generation, serve=replace(generation.serve, enabled=False)))
+
+
+def _wrong_engines(config: Config) -> Iterator[Violation]:
+    if (wanted := config.generation.data_parallel_size) is not None and wanted > 1:
+        rule = "an evaluation has one engine, which takes generation.vllm_cfg.tensor_parallel_size GPUs"
+        yield Violation(_ENGINES, wanted, rule, f"leave {_ENGINES} out")
+
+
+def _held_out(config: Config) -> Iterator[Violation]:
+    data = config.data
+    if data.name == "reverse_digits" or validation_source(data) is not None or data.validation_fraction:
+        return
+    keys = {"file": ("data.validation_path", "FILE"), "hub": ("data.validation_split", "test")}
+    key, example = keys.get(data.name, ("data.validation_fraction", "0.1"))
+    yield Violation(key, None, "names nothing, and an evaluation asks the held-out problems", f"{key}={example}")
+
+
+def _missing(config: Config) -> Iterator[Violation]:
+    whole = asdict(config)
+    for key, value in leaves({section: whole[section] for section in SECTIONS}):
+        if value == HIDDEN:
+            yield Violation(key, value, "is a secret, which the run's folder does not have", f"{key}=...")
+
+
+def _wrong_options(evaluation: Evaluation) -> Iterator[Violation]:
+    options, (lowest, highest) = evaluation.options, engine_of(evaluation.config).temperatures
+    for name, value in (("--samples", options.samples), ("--problems", options.problems)):
+        if value is not None and value < 1:
+            yield Violation(name, value, "must be at least 1", f"{name} 1")
+    given = options.temperature
+    if given and not lowest <= given <= highest:
+        rule = f"the {evaluation.config.generation.backend} engine takes 0 (greedy) and {lowest:g} to {highest:g}"
+        yield Violation("--temperature", given, rule, f"--temperature {min(max(given, lowest), highest):g}")
+    if given == 0 and options.samples > 1:
+        rule = "greedy responses (--temperature 0) to a problem are all the same"
+        yield Violation("--samples", options.samples, rule, "--samples 1, or a temperature above 0")

@@ -1,0 +1,51 @@
+"""What GRPO's validation measures, with one response to each held-out problem and with several."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_rl_lite.algorithms.grpo import GRPO
+from nemo_rl_lite.observability.console import RunConsole
+from tests.unit.rollout.fleet import Fleet, sampler
+
+
+def validated(rewards: list[float], samples: int) -> tuple[dict[str, float], str]:
+    said = []
+    rollout = SimpleNamespace(rewards_B=torch.tensor(rewards, dtype=torch.float64), generated=3 * len(rewards))
+    loop = SimpleNamespace(
+        held_out=len(rewards) // samples,
+        config=SimpleNamespace(val_samples_per_problem=samples),
+        rollouts=SimpleNamespace(held_out=lambda step, show: rollout),
+        report=SimpleNamespace(console=RunConsole(), validation=lambda step, values, timer, told: said.append(told)),
+        keep=lambda *arguments: None,
+    )
+    return GRPO.validate(loop, 1), said[0]  # pyrefly: ignore
+
+
+def test_with_one_response_each_there_is_a_mean():
+    assert validated([1.0, 0.0, 1.0, 1.0], 1) == ({"accuracy": 0.75, "avg_length": 3.0}, "accuracy 0.750")
+
+
+def test_with_several_there_is_the_share_of_problems_that_one_of_them_solves():
+    measured, said = validated([1.0, 0.0, 0.0, 0.0, 0.0, 1.0], 2)
+    assert measured == pytest.approx({"accuracy": 1 / 3, "avg_length": 3.0, "pass_at_k": 2 / 3})
+    assert said == "accuracy 0.333, pass@2 0.667"
+    measured, _ = validated([math.nan, 1.0, math.nan, 0.0], 2)
+    assert measured == pytest.approx({"accuracy": 0.5, "avg_length": 3.0, "pass_at_k": 0.5})
+
+
+def held_out(samples: int) -> list[list[int]]:
+    """The responses to the held-out problems, those of a problem next to each other."""
+    fleet = Fleet()
+    fleet.refit(0)
+    rollout = sampler(fleet, val_samples_per_problem=samples).held_out(3)
+    assert rollout.samples_per_prompt == samples
+    return [episode.tokens for episode in rollout.episodes]
+
+
+def test_the_first_response_to_a_problem_is_the_one_that_is_sampled_alone():
+    one, three = held_out(1), held_out(3)
+    assert len(one) == 2 and len(three) == 6
+    assert three[::3] == one and three[0] != three[1]

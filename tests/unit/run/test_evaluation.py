@@ -1,0 +1,206 @@
+"""What an evaluation composes: a model's configuration with the command's overrides, and what it refuses."""
+
+import json
+from concurrent.futures import Future
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from nemo_rl_lite.config.keys import compose_files
+from nemo_rl_lite.config.sizes import on_gpus
+from nemo_rl_lite.data.problems import Problem, chat
+from nemo_rl_lite.errors import CheckpointError, ConfigError
+from nemo_rl_lite.rollout.episode import Episode
+from nemo_rl_lite.rollout.groups import Group
+from nemo_rl_lite.rules.compose import compose_config, restore
+from nemo_rl_lite.run.evaluation.folder import Journal, claim
+from nemo_rl_lite.run.evaluation.task import Evaluation, Options, compose
+from nemo_rl_lite.run.serving import Served
+from tests.functional.conftest import model_folder  # noqa: F401
+
+ONE = Options(samples=1, problems=None, temperature=None, pass_reward=1.0)
+
+
+@pytest.fixture
+def model(model_folder) -> Served:  # noqa: F811
+    overrides = (
+        "generation=vllm",
+        "generation.max_new_tokens=12",
+        "algorithm.seed=7",
+        "algorithm.val_period=5",
+    )
+    config = compose_config([*overrides, "reward.processes=3", f"policy.model_name={model_folder}"])
+    return Served("mine", model_folder, config)
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    (tmp_path / "held-out.jsonl").write_text(json.dumps({"prompt": "1+1?", "answer": "2"}) + "\n")
+    return tmp_path / "held-out.jsonl"
+
+
+def refused(model: Served, *overrides: str, options: Options = ONE) -> str:
+    with pytest.raises(ConfigError) as error:
+        compose(model, overrides, options)
+    return str(error.value)
+
+
+def test_a_runs_own_configuration_is_the_default(model):
+    config = compose(model, [], ONE).config
+    assert (config.data, config.reward, config.environment) == (
+        model.config.data,
+        model.config.reward,
+        model.config.environment,
+    )
+    assert (config.generation.max_new_tokens, config.generation.backend) == (12, "vllm")
+    assert config.algorithm.seed == 7 and not config.generation.colocated.enabled
+
+
+def test_overrides_lie_over_it(model, file):
+    given = ["data=file", f"data.validation_path={file}", "reward=last_number", "generation.temperature=0.5"]
+    config = compose(model, [*given, "algorithm.seed=3"], ONE).config
+    assert (config.data.name, config.data.validation_path, config.data.train_path) == ("file", str(file), None)
+    assert (config.reward.name, config.generation.temperature, config.algorithm.seed) == ("last_number", 0.5, 3)
+    # What the command does not name is the run's.
+    assert config.generation.max_new_tokens == 12
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus"), [("grpo-qwen3-30b-a3b-2n8g-ep8", 4), ("grpo-qwen3-8b-2n8g-noncolocated", 1)]
+)
+def test_a_run_on_many_gpus_is_evaluated_by_one_engine(model, recipe, gpus):
+    composed = OmegaConf.to_container(compose_files([f"recipes={recipe}"]), resolve=True)
+    config = compose(replace(model, config=restore(json.dumps(composed))), [], ONE).config
+    assert (config.cluster.gpus_per_node, config.generation.vllm_cfg.tensor_parallel_size) == (gpus, gpus)
+    assert on_gpus(config) and config.generation.max_new_tokens == composed["generation"]["max_new_tokens"]  # pyrefly: ignore
+
+
+def test_arguments_of_a_users_reward_are_taken(model, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def least(response, answer, length):\n    return float(len(response) >= length)\n"
+    )
+    given = [f"reward.name={tmp_path / 'mine.py'}:least", "reward.kwargs.length=3", "data.task_kwargs.num_digits=4"]
+    config = compose(model, given, ONE).config
+    assert config.reward.kwargs == {"length": 3} and config.data.task_kwargs == {"num_digits": 4}
+
+
+def test_secrets_are_neither_written_nor_guessed(model, tmp_path):
+    (tmp_path / "mine.py").write_text("def ask(response, answer, api_key):\n    return 1.0\n")
+    reward, key = f"reward.name={tmp_path / 'mine.py'}:ask", "reward.kwargs.api_key"
+    evaluation = compose(model, [reward, f"{key}=sk-12345"], ONE)
+    assert evaluation.config.reward.kwargs == {"api_key": "sk-12345"}
+    assert "sk-12345" not in json.dumps(evaluation.identity())
+    # A run's configuration was written down without it.
+    assert f"{key} = 'REDACTED'\n      is a secret" in refused(model, reward, f"{key}=REDACTED")
+
+
+def test_a_runs_texts_are_taken_as_they_are(model):
+    text = "Write ${HOME} in your answer, and \\boxed{}."
+    data = replace(model.config.data, system_prompt=text)
+    config = compose(replace(model, config=replace(model.config, data=data)), ["data.too_long=drop"], ONE).config
+    assert config.data.system_prompt == text and config.data.too_long == "drop"
+
+
+@pytest.mark.parametrize("task", ["math500", "aime24", "aime25"])
+def test_tasks_of_the_hub_compose(model, task):
+    evaluation = compose(model, [f"data={task}", "reward=math"], ONE)
+    data = evaluation.config.data
+    assert data.name == "hub" and data.validation_split and data.prompt_column == "problem"
+    assert data.answer_column == "answer" and "boxed" in (data.system_prompt or "")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["policy.megatron_cfg.optimizer.lr=1e-4"], "policy.megatron_cfg.optimizer.lr\n      changes nothing here"),
+        (["recipes=grpo-tiny-1n0g-cpu"], "recipes\n      changes nothing here"),
+        (["data=gsm"], "data = 'gsm'"),
+        (["data.trian_path=x"], "did you mean"),
+        (["data=file"], "data.validation_path"),
+        (["data=hub", "data.path=a/b"], "data.validation_split"),
+        (["data=file", "data.validation_path=missing.jsonl"], "data.validation_path = 'missing.jsonl'"),
+        (["generation.temperature=9"], "generation.temperature = 9"),
+        (["generation.max_new_tokens=4000"], "generation.max_new_tokens = 4000"),
+        (["generation.data_parallel_size=2"], "leave generation.data_parallel_size out"),
+        (["policy.precision=float8"], "policy.precision"),
+    ],
+)
+def test_what_an_evaluation_cannot_use_is_refused(model, overrides, said):
+    assert said in refused(model, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (replace(ONE, samples=0), "--samples = 0"),
+        (replace(ONE, problems=0), "--problems = 0"),
+        (replace(ONE, temperature=5.0), "fix: --temperature 2"),
+        (replace(ONE, temperature=-1.0), "--temperature = -1"),
+        (replace(ONE, temperature=0.0, samples=2), "--samples = 2\n      greedy responses"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(model, options, said):
+    assert said in refused(model, options=options)
+
+
+def test_the_usual_folder_is_that_of_one_configuration(model):
+    first, again = compose(model, [], ONE).usual_folder(), compose(model, [], ONE).usual_folder()
+    other = compose(model, ["generation.top_p=0.9"], ONE).usual_folder()
+    assert first == again != other and first.name.startswith("mine-reverse_digits-")
+
+
+def group(problem: Problem, *rewards: float | None) -> Group:
+    played = Future()
+    played.set_result(None)
+    return Group([Episode(problem, [1, 2], 1, reward=reward) for reward in rewards], played)  # pyrefly: ignore
+
+
+def test_a_folder_is_of_one_evaluation(model, tmp_path):
+    folder = tmp_path / "out"
+    claim(folder, compose(model, ["generation.top_k=3"], ONE).identity())
+    # Nothing has been sampled.
+    claim(folder, compose(model, [], ONE).identity())
+    asked = [Problem(chat("one"), "1")]
+    Journal(folder, asked).keep([group(asked[0], 1.0)])
+    claim(folder, compose(model, [], ONE).identity())
+    other: Evaluation = compose(model, ["generation.top_p=0.9"], replace(ONE, samples=2))
+    with pytest.raises(ConfigError, match=r"--samples = 2\n      .*was begun with 1") as error:
+        claim(folder, other.identity())
+    assert len(error.value.violations) == 1
+    (tmp_path / "config.json").write_text(json.dumps(asdict(model.config)))
+    (tmp_path / "status.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is the folder of a run"):
+        claim(tmp_path, other.identity())
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty, and no evaluation has made it"):
+        claim(tmp_path / "notes", other.identity())
+
+
+def test_groups_without_a_failure_are_kept(tmp_path):
+    asked = [Problem(chat(f"problem {number}"), str(number)) for number in range(3)]
+    groups = [group(asked[0], 1.0, 0.0), group(asked[1], 1.0, None)]
+    Journal(tmp_path, asked).keep(groups)
+    assert list(Journal(tmp_path, asked).done) == [0]
+    journal = Journal(tmp_path, asked)
+    journal.keep([*groups[:1], group(asked[1], 1.0, 0.5)])
+    # Soon afterwards nothing is written, unless it must be.
+    more = [*groups[:1], group(asked[1], 1.0, 0.5), group(asked[2], 0.0, 0.0)]
+    journal.keep(more)
+    assert list(Journal(tmp_path, asked).done) == [0, 1]
+    journal.keep(more, at_once=True)
+    done = Journal(tmp_path, asked).done
+    assert [[one.reward for one in done[number]] for number in range(3)] == [[1.0, 0.0], [1.0, 0.5], [0.0, 0.0]]
+    with pytest.raises(ConfigError, match="now has other problems"):
+        Journal(tmp_path, asked[::-1])
+    with pytest.raises(ConfigError, match="now has other problems"):
+        Journal(tmp_path, asked[:2])
+
+
+def test_groups_that_cannot_be_read_are_an_error(tmp_path):
+    (tmp_path / "groups").mkdir()
+    (tmp_path / "groups" / "rollout-00000000.parquet").write_text("cut short")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Journal(tmp_path, [])
