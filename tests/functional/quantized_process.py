@@ -44,7 +44,7 @@ def main(model_folder: str, source_file: str, output: str) -> None:
     config = compose_config([f"policy.model_name={model_folder}", "policy.precision=bfloat16"])
     config.generation.vllm_kwargs["quantization"] = "fp8_per_block"
     engine = VLLMEngine(config.generation, config.policy, model_folder, seed=0, on_gpu=False)
-    (worker,) = engine._llm.collective_rpc(lambda worker: [worker])[0]
+    (worker,) = engine._engine.collective_rpc(lambda worker: [worker])[0]
     model = worker.model_runner.get_model()
 
     def linears() -> dict[str, tuple[Tensor, Tensor]]:

@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +40,14 @@ def environment(monkeypatch, tmp_path):
     """What an engine sets in the environment ends with the test."""
     monkeypatch.setattr(os, "environ", os.environ.copy())
     os.environ["JUDGED"] = str(tmp_path / "judged")
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT interrupts, whatever an earlier run in this process has made of it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def judged(tmp_path: Path) -> list[str]:
@@ -102,6 +112,7 @@ def test_a_table_numbers_and_every_response(tmp_path, model_folder, capsys):
     assert "1 problem found" in refused and "generation.top_p = 0.9" in refused and "--output FOLDER" in refused
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_cut_evaluation_continues_and_is_the_same(tmp_path, model_folder, capsys, monkeypatch):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir(), cut.mkdir()
