@@ -4,4 +4,5 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 bash "$root/scripts/install.sh" cpu
-exec "$root/.venv/bin/python" -m nemo_rl_lite.quickstart "$@"
+# Not exec: the seconds of a start are those of this process.
+"$root/.venv/bin/python" -m nemo_rl_lite.quickstart "$@"
