@@ -3,10 +3,10 @@ tokens a micro-batch has. Of the ways that are predicted to fit the GPU, the fir
 
     engines stay awake, and nothing moves
     engines sleep while the policy works
-    besides, gradients, then weights, then optimizer states leave while the engines generate
+    in addition, gradients, then weights, then optimizer states leave while the engines generate
 
-Engines stay awake only where micro-batches of `ENOUGH_TOKENS` fit beside them. Micro-batches are as large as the GPU
-holds, up to `MOST_TOKENS`.
+Engines stay awake only where micro-batches of `ENOUGH_TOKENS` fit in addition to them. Micro-batches are as large as
+the GPU holds, up to `MOST_TOKENS`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -87,8 +87,8 @@ def _ways(config: Config) -> Iterator[Config]:
         leaving = [leaving_for_generation(policy)]
         if policy.offload_for_generation == "auto" and shared and sleep:
             leaving = [movable[:count] for count in range(len(movable) + 1)]
-        elif leaving[0] and not sleep and colocated.sleep == "auto":
-            # Nobody needs the room that the command asks for.
+        elif leaving[0] and not sleep and len(sleeps) > 1:
+            # The command asks for room, which engines need only where they sleep.
             continue
         for parts in leaving:
             yield replace(
@@ -158,8 +158,7 @@ def _of_tokens(config: Config, settled: Config) -> Iterator[str]:
 
 
 def _name(way: Config) -> str:
-    if not engines_sleep(way):
-        return "engines stay awake and nothing moves"
+    engines = "engines sleep while the policy works" if engines_sleep(way) else "engines stay awake"
     leaving = leaving_for_generation(way.policy)
     moves = f"{', '.join(leaving).replace('_', ' ')} leave the GPU while they generate" if leaving else "nothing moves"
-    return f"engines sleep while the policy works and {moves}"
+    return f"{engines} and {moves}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 Work = Callable[[Sequence[int]], float]
 """How much work a share is, from the indices of its items."""
 
-# Swaps end where the share with the most work has this much more than the mean, or after so many.
+# Swaps end where the share with the most work has this much more than the mean, or after this number of them.
 NEAR, MOST_SWAPS = 0.01, 64
 # Swaps of the most loaded share that are tried before the best one is made, and how far apart by size the two items
 # are at most: like items for like ones change a share's work a little, which is what is missing at the end.

@@ -68,7 +68,7 @@ class Journal:
             for saved in load_rollouts(self._folder):
                 self.done |= saved.done
         except (OSError, pa.ArrowException) as error:
-            raise CheckpointError(f"{self._folder} cannot be read: {error}. Remove the folder to begin anew") from None
+            raise CheckpointError(f"{self._folder} cannot be read: {error}. Remove the folder to start again") from None
         for number, episodes in self.done.items():
             if number >= len(problems) or _asked(episodes[0].problem) != _asked(problems[number]):
                 rule = f"now has other problems than when {folder} was begun"

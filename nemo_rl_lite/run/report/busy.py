@@ -69,10 +69,10 @@ def read_trace(file: Path) -> Trace:
 
 
 def traces_of(path: Path) -> dict[str, Trace]:
-    """The traces of a step's folder by process, or the one in a file, and that of the launcher beside it."""
+    """The traces of a step's folder by process, or the one in a file, and that of the launcher in the same folder."""
     files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
-    beside = path.parent / f"{DRIVER}{SUFFIX}"
-    files += [] if path.is_dir() or path == beside or not beside.is_file() else [beside]
+    launchers = path.parent / f"{DRIVER}{SUFFIX}"
+    files += [] if path.is_dir() or path == launchers or not launchers.is_file() else [launchers]
     return {file.name.partition(".")[0]: read_trace(file) for file in files}
 
 

@@ -106,7 +106,7 @@ def _ready_policy(begun: Begun, saved: Path | None, setup: Timer) -> RemotePolic
     config = begun.config
     batch, together = sequences_per_optimizer_step(config), sequences_together(config)
     layout = Layout.configured(config.policy, "train", on_gpus(config), together)
-    # Rows of a fixed layout are padded to the longest of the whole batch, whoever has them.
+    # Rows of a fixed layout are padded to the longest of the whole batch, on every replica.
     padding = None if layout.mode == "fixed" else layout
     with setup("connect"):
         policy = RemotePolicy(begun.policy_group, batch, together, _flops(config, begun.model_path), padding)

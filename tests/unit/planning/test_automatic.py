@@ -122,6 +122,17 @@ def test_without_engines_on_the_gpu_only_micro_batches_are_chosen():
     assert len(found.reasons) == 1 and isinstance(found.config.policy.sequence_packing.train_mb_tokens, int)
 
 
+def test_an_engine_that_cannot_sleep_leaves_the_command_as_it_is():
+    # The same configuration with the other engine, whose own file sets no options of vLLM.
+    own = [one for one in SHARED if not one.startswith("generation=")]
+    own += ["generation=transformers", "generation.max_new_tokens=512", "offload=pinned"]
+    given = compose_config([*own, *BATCH, f"policy.model_name={SMALL}"])
+    found = settle(given, model_shape(KNOWN_MODELS[SMALL]), GPU)
+    config, (moves, *_) = found.config, found.reasons
+    assert set(config.policy.offload_for_generation) == {"gradients", "parameters", "optimizer_states"}
+    assert config.generation.colocated.sleep is False and "engines stay awake and parameters" in moves
+
+
 def test_nothing_is_settled_without_facts():
     config = compose_config([*SHARED, f"policy.model_name={SMALL}", "offload=auto"])
     shape = model_shape(KNOWN_MODELS[SMALL])
