@@ -1,4 +1,7 @@
-"""Group relative policy optimisation, top to bottom: generate -> logprob -> train -> refit."""
+"""Group relative policy optimisation, top to bottom: generate -> logprob -> train -> refit.
+
+On-policy distillation is the same loop: a teacher scores the rollout in the logprob phase, and the loss reads that.
+"""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +17,17 @@ from nemo_rl_lite.losses.advantages import baseline_metrics, clip_advantages, gr
 from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.observability.metrics_log import under
 from nemo_rl_lite.observability.timer import Phase, Timer
-from nemo_rl_lite.policy.interface import Policy, Scored
+from nemo_rl_lite.offload.mover import Move, move_metrics
+from nemo_rl_lite.policy.interface import Policy, Scored, Teacher
 from nemo_rl_lite.rollout.files import Split
 from nemo_rl_lite.rollout.pass_at_k import pass_at_k, passes
 from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.source import RolloutSource
 
 log = logging.getLogger(__name__)
+
+# Divergences that a step's line shows, by their metrics: to the start, and to the teacher.
+SHOWN_KL = {"kl_penalty": "kl", "teacher_kl": "kl to teacher"}
 
 
 @dataclass
@@ -30,6 +37,7 @@ class GRPO:
     config: GRPOConfig
     loss: Loss
     policy: Policy
+    teacher: Teacher | None
     sampling: Sampling
     rollouts: RolloutSource
     scored: Sequence[Scored]
@@ -78,12 +86,19 @@ class GRPO:
             with timer("advantage_calculation"):
                 rewards_PG = rollout.rewards_B.view(-1, config.num_generations_per_prompt)
                 advantages_PG = self._advantages(rollout, rewards_PG)
+            rows = rollout.rows(advantages_PG.flatten().tolist(), step - 1)
             with timer("logprob_inference_prep"):
-                (self.policy.prepare_for_logprob if self.scored else self.policy.prepare_for_training)()
+                scores = self.scored or self.teacher is not None
+                (self.policy.prepare_for_logprob if scores else self.policy.prepare_for_training)()
             with timer("refit_check"):
                 checked = self.check()
+            moves: dict[str, Move] = {}
+            if self.teacher is not None:
+                with timer("teacher_logprob_inference"):
+                    rows = self.teacher.scored(rows)
+                moves, memory = self.teacher.take_moves(), memory | self.teacher.take_memory()
             with timer("policy_and_reference_logprobs"):
-                batch = self.policy.hold(rollout.rows(advantages_PG.flatten().tolist(), step - 1))
+                batch = self.policy.hold(rows)
                 if self.scored:
                     self.policy.score(batch, self.scored)
             with timer("training_prep"):
@@ -105,7 +120,7 @@ class GRPO:
             scoring_s = seconds["policy_and_reference_logprobs"]
             speed["policy_and_reference_logprobs_tokens_per_sec"] = sampled["total_num_tokens"] / scoring_s
         shown = {"reward": sampled["reward"], "loss": trained["loss"]}
-        shown |= {"kl": trained["kl_penalty"]} if "kl_penalty" in trained else {}
+        shown |= {label: trained[name] for name, label in SHOWN_KL.items() if name in trained}
         shown |= {} if rollout.engines_idle_s is None else {"age": ages["trajectory_age_mean"]}
         shown |= {"reward errors": sampled["reward_errors"]} if rollout.reward_errors else {}
         shown |= {"environment errors": sampled["environment_errors"]} if rollout.environment_errors else {}
@@ -118,6 +133,7 @@ class GRPO:
             self.policy.work(batch, self.scored),
             shown,
             under("performance", speed)
+            | under("offload", move_metrics(moves))
             | under("refit", refitted | checked)
             | under("timing/rollout", rollout.seconds()),
             memory,

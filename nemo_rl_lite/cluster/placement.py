@@ -25,15 +25,18 @@ Slot = dict[str, Any]
 
 @dataclass(frozen=True)
 class Placement:
-    """A slot for each policy rank and for each GPU of generation; neighbours are on one node where possible."""
+    """A slot for each policy rank, for each rank of a teacher, and for each GPU of generation; neighbours are on one
+    node where possible."""
 
     policy: list[Slot]
+    teacher: list[Slot]
     generation: list[Slot]
 
 
-def place(config: Config, engines: int) -> Placement:
-    """Reserve the run's GPUs. On CPUs nothing is reserved: ranks are spread over the nodes, and each engine is on the
-    node of the policy rank that sends it weights. `engines` is 0 for a run without generation.
+def place(config: Config, engines: int, teacher: bool = False) -> Placement:
+    """Reserve the run's GPUs. A teacher has a rank on the GPU of each policy rank. On CPUs nothing is reserved: ranks
+    are spread over the nodes, and each engine is on the node of the policy rank that sends it weights. `engines` is 0
+    for a run without generation.
 
     In a cluster that RAY_ADDRESS names, wait for nodes that have not joined yet.
 
@@ -43,15 +46,18 @@ def place(config: Config, engines: int) -> Placement:
     ranks = policy_ranks(config)
     if not on_gpus(config):
         policy = _on_cpus(ranks, config.cluster.num_nodes, config.cluster.start_timeout_s)
-        return Placement(policy, [policy[engine % ranks] for engine in range(engines)])
+        return Placement(policy, policy if teacher else [], [policy[engine % ranks] for engine in range(engines)])
     group = _reserve(all_gpus(config), config.cluster.start_timeout_s)
-    bundles = _by_node(group)
-    check_nodes(list(bundles.values()), config.cluster.gpus_per_node)
+    nodes = _by_node(group)
+    check_nodes(list(nodes.values()), config.cluster.gpus_per_node)
+    bundles = list(nodes)
     shared = config.generation.colocated.enabled and engines > 0
-    share = 0.5 if shared else 1.0
+    # Ray counts GPUs in steps of 0.0001.
+    share = int(10_000 / (1 + shared + teacher)) / 10_000
     slots = [_slot(group, bundle, share) for bundle in bundles]
     count = generation_gpus(config) if engines else 0
-    return Placement(slots[:ranks], slots[:count] if shared else slots[ranks : ranks + count])
+    others = slots[:count] if shared else [_slot(group, bundle, 1.0) for bundle in bundles[ranks : ranks + count]]
+    return Placement(slots[:ranks], slots[:ranks] if teacher else [], others)
 
 
 def _on_cpus(ranks: int, nodes: int, limit_s: float) -> list[Slot]:

@@ -11,6 +11,7 @@ from typing import Any
 from nemo_rl_lite.config.schema import (
     AlgorithmConfig,
     Config,
+    DistillationConfig,
     DPOConfig,
     GRPOConfig,
     RolloutAlgorithmConfig,
@@ -35,6 +36,8 @@ class Algorithm:
     """Neighbouring sequences that the loss compares, so that they must be in one micro-batch."""
     compares: Callable[[Any], bool] = lambda options: False
     """Whether its loss, with these options, compares the policy with the reference policy."""
+    has_teacher: bool = False
+    """Whether another model, `teacher.model_name`, scores what it trains on."""
 
     @property
     def generates(self) -> bool:
@@ -67,6 +70,15 @@ ALGORITHMS: dict[str, Algorithm] = {
         sequences_together=2,
         compares=lambda options: True,
     ),
+    "distillation": Algorithm(
+        options=DistillationConfig,
+        data="nemo_rl_lite.data.kinds.PROBLEMS",
+        job="nemo_rl_lite.run.jobs.grpo.GRPOJob",
+        loss="nemo_rl_lite.losses.distillation.distillation_loss",
+        view="nemo_rl_lite.observability.views.TEACHER",
+        compares=lambda options: options.topk_logits_k is None and options.loss_fn.reference_policy_kl_penalty > 0,
+        has_teacher=True,
+    ),
 }
 
 
@@ -83,3 +95,8 @@ def generates(config: Config) -> bool:
 def compares(config: Config) -> bool:
     """Whether this run's loss compares the policy with the reference policy."""
     return algorithm_of(config).compares(config.algorithm)
+
+
+def has_teacher(config: Config) -> bool:
+    """Whether another model scores what this run trains on."""
+    return algorithm_of(config).has_teacher

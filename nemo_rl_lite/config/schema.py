@@ -133,6 +133,25 @@ class GRPOConfig(RolloutAlgorithmConfig):
 
 
 @dataclass(frozen=True, config=STRICT)
+class DistillationLossConfig(LossConfig):
+    """GRPO's, for sampled tokens; and the KL over the teacher's largest logits."""
+
+    reward_coef: NonNegativeFloat
+    kl_type: Literal["forward", "reverse", "mixed"]
+    mixed_kl_weight: Annotated[float, Field(ge=0, le=1)]
+    zero_outside_topk: bool
+
+
+@dataclass(frozen=True, config=STRICT)
+class DistillationConfig(GRPOConfig):
+    """The options of GRPO, whose loop it has, and those of what a teacher says."""
+
+    name: Literal["distillation"]  # pyrefly: ignore  # another name than GRPO's
+    topk_logits_k: Annotated[int, Field(gt=0, le=65536)] | None
+    loss_fn: DistillationLossConfig
+
+
+@dataclass(frozen=True, config=STRICT)
 class SupervisedConfig(AlgorithmConfig):
     """Options of the algorithms that train on a data set."""
 
@@ -256,6 +275,29 @@ class PolicyConfig:
     use_pinned_optimizer_offload: bool
     overlap_offload: bool
     megatron_cfg: MegatronConfig
+
+
+@dataclass(frozen=True, config=STRICT)
+class TeacherParallelConfig:
+    """The keys of `MegatronConfig` that a model has which does not train."""
+
+    tensor_model_parallel_size: PositiveInt
+    pipeline_model_parallel_size: PositiveInt
+    expert_model_parallel_size: PositiveInt
+    sequence_parallel: bool
+    moe_router_dtype: Literal["fp32", "fp64"] | None
+
+
+@dataclass(frozen=True, config=STRICT)
+class TeacherConfig:
+    """The keys of `PolicyConfig` that may be others for a teacher."""
+
+    model_name: Annotated[str, Field(min_length=1)] | None
+    precision: Precision
+    logprob_batch_size: PositiveInt
+    logprob_mb_tokens: TokenLimit
+    offload: bool
+    megatron_cfg: TeacherParallelConfig
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -444,8 +486,9 @@ class CheckpointConfig:
 @dataclass(frozen=True, config=STRICT)
 class Config:
     run_name: Annotated[str, Field(pattern=RUN_NAME)]
-    algorithm: Annotated[GRPOConfig | SFTConfig | DPOConfig, Field(discriminator="name")]
+    algorithm: Annotated[GRPOConfig | SFTConfig | DPOConfig | DistillationConfig, Field(discriminator="name")]
     policy: PolicyConfig
+    teacher: TeacherConfig
     generation: GenerationConfig
     refit: RefitConfig
     data: DataConfig

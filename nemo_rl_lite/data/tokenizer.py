@@ -45,6 +45,11 @@ class ChatTokenizer:
         assistant's turn, which is another one in Gemma and in Qwen's base models."""
         return tuple(sorted({self._tokenizer.eos_token_id, self._turn_end[0]}))
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The ids of all tokens, by their texts."""
+        return self._tokenizer.get_vocab()
+
     @cached_property
     def special_tokens(self) -> dict[str, int]:
         """The ids of the special tokens, by their texts."""

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 # The arrays of `TokenRow` and `TokenRows` that have an entry for each token.
-OF_TOKENS = {"tokens": np.int32, "mask": np.bool_, "generation_logprobs": np.float32, "ages": np.int32}
+OF_TOKENS = {
+    "tokens": np.int32,
+    "mask": np.bool_,
+    "generation_logprobs": np.float32,
+    "ages": np.int32,
+    "teacher_logprobs": np.float32,
+    "teacher_topk_logits": np.float32,
+    "teacher_topk_ids": np.int32,
+}
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,12 @@ class TokenRow:
     advantage: float | None = None
     ages: Sequence[int] | np.ndarray | None = None
     """Optimizer steps from the weights that sampled the token to those that the step begins with; 0 for the others."""
+    teacher_logprobs: Sequence[float] | np.ndarray | None = None
+    """The teacher's logprobs of the tokens, in nats; 0 for the first, which nothing precedes."""
+    teacher_topk_logits: Sequence[Sequence[float]] | np.ndarray | None = None
+    """For each token, the teacher's k largest logits in its place; 0 for the first."""
+    teacher_topk_ids: Sequence[Sequence[int]] | np.ndarray | None = None
+    """The tokens that have them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,12 +51,15 @@ class TokenRows(Sequence[TokenRow]):
     lengths: np.ndarray
     """Tokens of each row, [B]."""
     tokens: np.ndarray
-    """[N], as are the other fields of `OF_TOKENS`."""
+    """[N], as are the other fields of `OF_TOKENS`, but for the teacher's largest logits and their tokens: [N, k]."""
     mask: np.ndarray
     generation_logprobs: np.ndarray | None
     advantages: np.ndarray | None
     """[B]."""
     ages: np.ndarray | None
+    teacher_logprobs: np.ndarray | None = None
+    teacher_topk_logits: np.ndarray | None = None
+    teacher_topk_ids: np.ndarray | None = None
 
     @classmethod
     def of(cls, rows: Sequence[TokenRow]) -> "TokenRows":
@@ -51,7 +68,8 @@ class TokenRows(Sequence[TokenRow]):
             return rows
 
         def joined(name: str) -> np.ndarray:
-            return np.concatenate([np.empty(0, OF_TOKENS[name]), *(_array(getattr(row, name), name) for row in rows)])
+            parts = [_array(getattr(row, name), name) for row in rows]
+            return np.concatenate(parts) if parts else np.empty(0, OF_TOKENS[name])
 
         present = [name for name in OF_TOKENS if rows and getattr(rows[0], name) is not None]
         own: dict[str, Any] = dict.fromkeys(OF_TOKENS) | {name: joined(name) for name in {*present, "tokens", "mask"}}
@@ -110,8 +128,8 @@ def _array(values: Any, name: str) -> np.ndarray:
 class Batch:
     """B sequences, right-padded to T tokens; a field that the run does not have is None.
 
-    Values outside the mask may be anything. `topk_logits`, `topk_ids` and `entropy` are those of the policy that is
-    trained, with gradient, and are there where the loss names them in `needs`.
+    Values outside the mask may be anything. `topk_logits`, `topk_ids`, `entropy` and `student_topk_logprobs` are those
+    of the policy that is trained, with gradient, and are there where the loss names them in `needs`.
     """
 
     tokens: Tensor
@@ -136,6 +154,14 @@ class Batch:
     """[B, T, k]: the largest logits at the sampling temperature for token t, in descending order; entry 0 is 0."""
     topk_ids: Tensor | None = None
     """[B, T, k], int64: the tokens that have them."""
+    teacher_logprobs: Tensor | None = None
+    """[B, T]: logprobs under the teacher, at the sampling temperature."""
+    teacher_topk_logits: Tensor | None = None
+    """[B, T, k]: the teacher's largest logits at the sampling temperature for token t, in descending order."""
+    teacher_topk_ids: Tensor | None = None
+    """[B, T, k], int64: the tokens that have them."""
+    student_topk_logprobs: Tensor | None = None
+    """[B, T, k]: the trained policy's logprobs of `teacher_topk_ids` in the place of token t; entry 0 is 0."""
 
     @classmethod
     def padded(cls, rows: Sequence[TokenRow]) -> "Batch":
@@ -146,9 +172,9 @@ class Batch:
         def laid_out(values: np.ndarray | None, dtype: Any) -> Tensor | None:
             if values is None:
                 return None
-            padded_BT = np.zeros(inside_BT.shape, dtype)
-            padded_BT[inside_BT] = values
-            return torch.from_numpy(padded_BT)
+            padded = np.zeros((*inside_BT.shape, *values.shape[1:]), dtype)
+            padded[inside_BT] = values
+            return torch.from_numpy(padded)
 
         advantages_B = None if joined.advantages is None else torch.tensor(joined.advantages, dtype=torch.float32)
         return cls(
@@ -158,6 +184,9 @@ class Batch:
             laid_out(joined.generation_logprobs, np.float32),
             advantages_B,
             laid_out(joined.ages, np.int64),
+            teacher_logprobs=laid_out(joined.teacher_logprobs, np.float32),
+            teacher_topk_logits=laid_out(joined.teacher_topk_logits, np.float32),
+            teacher_topk_ids=laid_out(joined.teacher_topk_ids, np.int64),
         )
 
     def rows(self, index: Tensor | slice, width: int | None = None) -> "Batch":

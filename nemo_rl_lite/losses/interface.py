@@ -18,7 +18,7 @@ from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 
 Metrics = dict[str, Tensor]
-Need = Literal["entropy", "topk_logits"]
+Need = Literal["entropy", "topk_logits", "student_topk_logprobs"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Loss(Protocol):
 
     Three attributes are optional. `needs`, a set of `Need`: what the loss reads of the policy besides the tokens'
     logprobs; `Batch` has a field for each. `topk`, an int: how many logits of each token `topk_logits` has.
+    `student_topk_logprobs` are of the tokens that a teacher names.
     `summarize(metrics)`, a method: the metrics to log of a global batch, from those that its shares add up to; for
     what does not add up, such as a quotient of two sums.
     """
@@ -80,7 +81,7 @@ def loss_of(loss: Loss, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) 
     return value, metrics
 
 
-def needs_of(loss: Loss) -> frozenset[Need]:
+def needs_of(loss: object) -> frozenset[Need]:
     """What `loss` declares that it needs; nothing where it declares nothing."""
     return frozenset(getattr(loss, "needs", ()))
 

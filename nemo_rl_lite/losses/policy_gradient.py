@@ -41,16 +41,15 @@ class GRPOLoss:
         Reads `previous_logprobs`, `generation_logprobs`, `advantages`, `reference_logprobs` with a KL penalty, and
         `entropy` with a bonus for it.
         """
-        previous_BT, generation_BT, advantages_B = batch.require(
-            "previous_logprobs", "generation_logprobs", "advantages"
-        )
-        mask_BT, advantages_B1 = batch.mask, advantages_B[:, None]
+        previous_BT, generation_BT = batch.require("previous_logprobs", "generation_logprobs")
+        mask_BT = batch.mask
         # A selection, not a product: logprobs outside the mask may be infinite, whose gradient would be NaN.
         logprobs_BT, previous_BT, generation_BT = (
             torch.where(mask_BT > 0, values, 0.0) for values in (logprobs_BT, previous_BT, generation_BT)
         )
         ratio = importance_ratio(self.config, logprobs_BT, previous_BT, mask_BT)
-        term = POLICY_TERMS[self.config.policy_loss](self.config, ratio, advantages_B1, logprobs_BT)
+        advantages = self.advantages(batch, previous_BT)
+        term = POLICY_TERMS[self.config.policy_loss](self.config, ratio, advantages, logprobs_BT)
         corrected = correction(self.config, previous_BT - generation_BT, mask_BT)
         loss_BT = (term.loss * corrected.weights).expand_as(mask_BT)
 
@@ -82,6 +81,12 @@ class GRPOLoss:
                 metrics["entropy"] = entropy.detach().clone()
             metrics["loss"] = total.detach().clone()
         return total, metrics
+
+    def advantages(self, batch: Batch, previous_BT: Tensor) -> Tensor:
+        """How much better than expected each token is, without gradient; broadcasts to [B, T]. `previous_BT`: previous
+        logprobs, 0 outside the mask."""
+        (advantages_B,) = batch.require("advantages")
+        return advantages_B[:, None]
 
     def _kl(self, logprobs_BT: Tensor, reference_BT: Tensor, previous_BT: Tensor) -> Tensor:
         config = self.config

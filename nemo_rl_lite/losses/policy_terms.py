@@ -2,6 +2,7 @@
 functions of ratios and advantages. Shapes: B sequences, T tokens.
 
 A ratio is that of the trained policy's probability to the previous policy's, [B, T], or one a sequence, [B, 1].
+Advantages have either shape.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,38 +28,38 @@ class PolicyTerm:
     """Whether the upper bound acts."""
 
 
-def clip(config: LossConfig, ratio: Tensor, advantages_B1: Tensor, logprobs_BT: Tensor) -> PolicyTerm:
+def clip(config: LossConfig, ratio: Tensor, advantages: Tensor, logprobs_BT: Tensor) -> PolicyTerm:
     """max(-A r, -A clip(r, 1 - min, 1 + max)), and at most -A c where A < 0.
 
     Sources: PPO (Schulman et al. 2017, arXiv:1707.06347), separate upper bound (DAPO, Yu et al. 2025,
     arXiv:2503.14476), dual clip (Ye et al. 2020, arXiv:1912.09729).
     """
     clipped = _clipped(config, ratio)
-    loss = torch.maximum(-advantages_B1 * ratio, -advantages_B1 * clipped)
+    loss = torch.maximum(-advantages * ratio, -advantages * clipped)
     if config.ratio_clip_c is not None:
-        loss = torch.where(advantages_B1 < 0, loss.minimum(-advantages_B1 * config.ratio_clip_c), loss)
+        loss = torch.where(advantages < 0, loss.minimum(-advantages * config.ratio_clip_c), loss)
     # The clip acts on one side for each sign of the advantage.
-    return PolicyTerm(loss, clipped, (ratio < clipped) & (advantages_B1 < 0), (ratio > clipped) & (advantages_B1 > 0))
+    return PolicyTerm(loss, clipped, (ratio < clipped) & (advantages < 0), (ratio > clipped) & (advantages > 0))
 
 
-def cispo(config: LossConfig, ratio: Tensor, advantages_B1: Tensor, logprobs_BT: Tensor) -> PolicyTerm:
+def cispo(config: LossConfig, ratio: Tensor, advantages: Tensor, logprobs_BT: Tensor) -> PolicyTerm:
     """-A sg(clip(r, 1 - min, 1 + max)) log pi, with sg a constant for the gradient: a token out of the bounds keeps its
     gradient, with the weight of the bound (CISPO, MiniMax 2025, arXiv:2506.13585; there min = 1, no lower bound)."""
     clipped = _clipped(config, ratio)
-    loss_BT = -advantages_B1 * clipped.detach() * logprobs_BT
+    loss_BT = -advantages * clipped.detach() * logprobs_BT
     return PolicyTerm(loss_BT, clipped, ratio < clipped, ratio > clipped)
 
 
-def sapo(config: LossConfig, ratio: Tensor, advantages_B1: Tensor, logprobs_BT: Tensor) -> PolicyTerm:
+def sapo(config: LossConfig, ratio: Tensor, advantages: Tensor, logprobs_BT: Tensor) -> PolicyTerm:
     """-A (4 / tau) sigmoid(tau (r - 1)): a gate whose gradient is that of r at r = 1 and fades away from it, faster
     with a larger tau, which is one for A > 0 and another for the rest (SAPO, Gao et al. 2025, arXiv:2511.20347)."""
-    tau_B1 = torch.where(advantages_B1 > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
-    return _without_bounds(-advantages_B1 * torch.sigmoid(tau_B1 * (ratio - 1)) * 4 / tau_B1, ratio)
+    tau = torch.where(advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
+    return _without_bounds(-advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, ratio)
 
 
-def reinforce(config: LossConfig, ratio: Tensor, advantages_B1: Tensor, logprobs_BT: Tensor) -> PolicyTerm:
+def reinforce(config: LossConfig, ratio: Tensor, advantages: Tensor, logprobs_BT: Tensor) -> PolicyTerm:
     """-A log pi, without a ratio (REINFORCE, Williams 1992; RLOO, Ahmadian et al. 2024, arXiv:2402.14740)."""
-    return _without_bounds(-advantages_B1 * logprobs_BT, ratio)
+    return _without_bounds(-advantages * logprobs_BT, ratio)
 
 
 POLICY_TERMS: Mapping[str, Callable[[LossConfig, Tensor, Tensor, Tensor], PolicyTerm]] = {

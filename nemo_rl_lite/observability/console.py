@@ -20,7 +20,7 @@ ENGINES_IDLE = "timing/rollout/engines_idle"
 # Phase shown -> the timers it sums, and its colour.
 PHASES = {
     "generate": (("generation",), "cyan"),
-    "logprob": (("logprob_inference_prep", "policy_and_reference_logprobs"), "yellow"),
+    "logprob": (("logprob_inference_prep", "teacher_logprob_inference", "policy_and_reference_logprobs"), "yellow"),
     "train": (("training_prep", "policy_training"), "green"),
     "refit": (("prepare_for_generation/transfer_and_update_weights",), "magenta"),
 }

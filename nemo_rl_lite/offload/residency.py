@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from nemo_rl_lite.config.algorithms import generates
+from nemo_rl_lite.config.algorithms import generates, has_teacher
 from nemo_rl_lite.config.automatic import leaving_for_generation
 from nemo_rl_lite.config.engines import engines_sleep
 from nemo_rl_lite.config.schema import Config
@@ -27,6 +27,7 @@ class Component(StrEnum):
     GRADIENTS = "gradients"
     OPTIMIZER_STATES = "optimizer_states"
     ACTIVATIONS = "activations"
+    TEACHER_WEIGHTS = "teacher_weights"
     GENERATION_WEIGHTS = "generation_weights"
     KV_CACHE = "kv_cache"
 
@@ -39,15 +40,16 @@ class Place(StrEnum):
     RELEASED = "released"
 
 
-# The policy moves these between phases; activations come and go with the computation, and engines move their own.
+# The policy moves these between phases; activations come and go with the computation, and a teacher and engines move
+# their own.
 POLICY_COMPONENTS = (Component.PARAMETERS, Component.GRADIENTS, Component.OPTIMIZER_STATES)
 ENGINE_COMPONENTS = (Component.GENERATION_WEIGHTS, Component.KV_CACHE)
 
 
 @dataclass(frozen=True)
 class Residency:
-    """The table has the phases of the run's algorithm and the components on the policy's device, which include the
-    engines' where `engines_share_device`."""
+    """The table has the phases of the run's algorithm and the components on the policy's device, which include a
+    teacher's, and the engines' where `engines_share_device`."""
 
     places: Mapping[Phase, Mapping[Component, Place]]
     engines_share_device: bool
@@ -57,6 +59,8 @@ class Residency:
         shared = generates(config) and config.generation.colocated.enabled
         phases = tuple(Phase) if generates(config) else (Phase.LOGPROB, Phase.TRAIN)
         table = {phase: _policy(config, phase, shared) for phase in phases}
+        if has_teacher(config):
+            table = {phase: row | _teacher(config, phase) for phase, row in table.items()}
         if shared:
             table = {phase: row | _engine(phase, engines_sleep(config)) for phase, row in table.items()}
         return cls(table, shared)
@@ -102,6 +106,12 @@ def _policy(config: Config, phase: Phase, shared: bool) -> dict[Component, Place
         Component.OPTIMIZER_STATES: _leaving(Place.HOST, _states_away(config, phase, leaves)),
         Component.ACTIVATIONS: _leaving(Place.RELEASED, phase not in (Phase.LOGPROB, Phase.TRAIN)),
     }
+
+
+def _teacher(config: Config, phase: Phase) -> dict[Component, Place]:
+    """Return the teacher's row: it scores in the logprob phase."""
+    away = config.teacher.offload and phase is not Phase.LOGPROB
+    return {Component.TEACHER_WEIGHTS: _leaving(Place.HOST, away)}
 
 
 def _states_away(config: Config, phase: Phase, leaves: frozenset[str]) -> bool:

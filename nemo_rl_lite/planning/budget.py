@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nemo_rl_lite.config.algorithms import compares, generates
+from nemo_rl_lite.config.algorithms import compares, generates, has_teacher
 from nemo_rl_lite.config.automatic import engine_share
 from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.schema import Config
@@ -17,6 +17,8 @@ from nemo_rl_lite.refit.layout.plan import bucket_size
 # The overhead of CUDA and NCCL contexts, captured graphs and torch's cached blocks as measured on H100s and H200s
 # (docs/benchmarks, plan-against-measured): with an engine on the GPU, with engines on other GPUs, and without engines.
 OVERHEAD_SHARED, OVERHEAD_APART, OVERHEAD_ALONE = 7 * 2**30, 5 * 2**30, 3 * 2**30
+# That of a teacher's process in addition is assumed; nobody has measured it.
+OVERHEAD_TEACHER = 2 * 2**30
 ENGINE = (Component.GENERATION_WEIGHTS, Component.KV_CACHE)
 
 
@@ -106,9 +108,10 @@ def engines_copy(config: Config) -> bool:
 def _overhead(config: Config) -> int:
     if not on_gpus(config):
         return 0
+    teacher = OVERHEAD_TEACHER if has_teacher(config) else 0
     if Residency.of(config).engines_share_device:
-        return OVERHEAD_SHARED
-    return OVERHEAD_APART if generates(config) else OVERHEAD_ALONE
+        return OVERHEAD_SHARED + teacher
+    return teacher + (OVERHEAD_APART if generates(config) else OVERHEAD_ALONE)
 
 
 def _refit_buffers(config: Config, shape: ModelShape, device_bytes: int | None) -> int:

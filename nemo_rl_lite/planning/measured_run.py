@@ -16,6 +16,7 @@ from nemo_rl_lite.planning.phase_time import Lengths
 from nemo_rl_lite.planning.step_time import StepTime
 from nemo_rl_lite.rules.compose import restore
 
+_TEACHER = "timing/train/teacher_logprob_inference"
 _LOGPROB, _TRAIN = "timing/train/policy_and_reference_logprobs", "timing/train/policy_training"
 _REFIT, _CHECK = "timing/train/prepare_for_generation/transfer_and_update_weights", "timing/train/refit_check"
 _PROMPT, _ALL = "train/mean_prompt_length", "train/mean_total_tokens_per_sample"
@@ -54,13 +55,14 @@ def read_measured(folder: Path, config_file: str) -> MeasuredRun:
         raise _refused(folder, rule, "a longer run, or --mean-length N")
     found = {name: median(step[name] for step in steps[1:]) for name in _NEEDED}
     generated = found[_GENERATED]
+    of_teacher = median(step.get(_TEACHER, 0.0) for step in steps[1:])
     return MeasuredRun(
         folder,
         config,
         Lengths(found[_ALL] - generated, generated, found[_LONGEST]),
         StepTime(
             samples_per_step(config) * generated / found[_RATE],
-            found[_LOGPROB],
+            found[_LOGPROB] + of_teacher,
             found[_TRAIN],
             found[_REFIT] + found[_CHECK],
         ),

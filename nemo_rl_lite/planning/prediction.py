@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
+from nemo_rl_lite.config.algorithms import has_teacher
 from nemo_rl_lite.config.engines import CacheFacts, engine_of
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import engine_ranks, on_gpus, parallel_dims
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
+from nemo_rl_lite.planning import teacher
 from nemo_rl_lite.planning.activation_size import item_bytes, logprob_activations, training_activations
 from nemo_rl_lite.planning.model_size import Parameters, parameter_count, rank_parameters, trained_parameters
 
@@ -71,6 +73,7 @@ def _of_stage(
         Component.PARAMETERS: held * item_bytes(config),
         Component.GRADIENTS: trained.total * GRADIENT_BYTES,
     }
+    of_teacher = teacher.weight_bytes(config) if has_teacher(config) else 0
     if residency.engines_share_device:
         weights = _engine_weights(config, shape)
         sizes[Component.GENERATION_WEIGHTS] = weights
@@ -84,6 +87,9 @@ def _of_stage(
             return _optimizer_states(config, trained, place)
         if component is Component.ACTIVATIONS:
             return _activations(config, shape, phase, stage)
+        if component is Component.TEACHER_WEIGHTS:
+            # The copy in host memory stays there.
+            return Bytes(host=of_teacher if config.teacher.offload else 0) + _at(place, of_teacher, moved=False)
         return _at(place, sizes[component])
 
     return {
@@ -91,12 +97,13 @@ def _of_stage(
     }
 
 
-def _at(place: Place, nbytes: int) -> Bytes:
+def _at(place: Place, nbytes: int, moved: bool = True) -> Bytes:
+    """Bytes at a place. Where nothing is `moved`, what is on the host is counted elsewhere."""
     match place:
         case Place.DEVICE:
             return Bytes(device=nbytes)
         case Place.HOST:
-            return Bytes(host=nbytes)
+            return Bytes(host=nbytes if moved else 0)
         case Place.RELEASED:
             return Bytes()
 
@@ -104,7 +111,11 @@ def _at(place: Place, nbytes: int) -> Bytes:
 def _activations(config: Config, shape: ModelShape, phase: Phase, stage: int) -> Bytes:
     if phase is Phase.TRAIN:
         return Bytes(*training_activations(config, shape, stage))
-    return Bytes(logprob_activations(config, shape, stage)) if phase is Phase.LOGPROB else Bytes()
+    if phase is not Phase.LOGPROB:
+        return Bytes()
+    own = logprob_activations(config, shape, stage)
+    # Teacher and policy score one after the other.
+    return Bytes(max(own, teacher.activation_bytes(config)) if has_teacher(config) else own)
 
 
 def _optimizer_states(config: Config, parameters: Parameters, place: Place) -> Bytes:

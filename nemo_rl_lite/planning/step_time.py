@@ -5,10 +5,12 @@ from dataclasses import astuple, dataclass
 from nemo_rl_lite.config.algorithms import compares
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import optimizer_steps, previous_passes
+from nemo_rl_lite.config.teacher import as_teacher
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.planning.budget import refit_bytes
 from nemo_rl_lite.planning.gpus import speed_of
 from nemo_rl_lite.planning.phase_time import Lengths, generation_seconds, logprob_seconds, optimizer_step_seconds
+from nemo_rl_lite.planning.teacher import teacher_shape
 
 # Seconds of a refit besides its bytes, with the check that follows: engines on their own GPUs, engines that wake up.
 REFIT_APART_S, REFIT_SHARED_S = 0.2, 0.35
@@ -61,11 +63,13 @@ def predict_step(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Len
     """Predict a step of an algorithm that generates, on GPUs of `gpu_bytes`, whose speed is that of the known GPU with
     the nearest memory."""
     _, gpu = speed_of(gpu_bytes)
+    teacher = teacher_shape(config)
+    of_teacher = 0.0 if teacher is None else logprob_seconds(as_teacher(config), teacher, gpu, lengths)
     apart = not config.generation.colocated.enabled
     rate = RATE_BETWEEN if apart and config.cluster.num_nodes > 1 else RATE_INSIDE
     return StepTime(
         generation_seconds(config, shape, gpu, gpu_bytes, lengths),
-        (previous_passes(config) + compares(config)) * logprob_seconds(config, shape, gpu, lengths),
+        (previous_passes(config) + compares(config)) * logprob_seconds(config, shape, gpu, lengths) + of_teacher,
         optimizer_steps(config) * optimizer_step_seconds(config, shape, gpu, lengths),
         (REFIT_APART_S if apart else REFIT_SHARED_S) + refit_bytes(config, shape) / rate,
     )

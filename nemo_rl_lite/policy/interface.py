@@ -31,6 +31,23 @@ class Work:
     training: float
 
 
+class Teacher(Protocol):
+    """All ranks of a teacher, as the loop sees them."""
+
+    def scored(self, rows: TokenRows) -> TokenRows:
+        """In the policy's logprob phase, return the rows with the teacher's scores. The teacher's weights come to the
+        device for that, and leave it."""
+        ...
+
+    def take_memory(self) -> dict[str, float]:
+        """See `Policy.take_memory`."""
+        ...
+
+    def take_moves(self) -> dict[str, Move]:
+        """See `Policy.take_moves`."""
+        ...
+
+
 class Policy(Protocol):
     """All policy ranks, as the loop sees them."""
 

@@ -17,6 +17,7 @@ from nemo_rl_lite.rules import (
     policy,
     profile,
     reward,
+    teacher,
     vllm,
 )
 from nemo_rl_lite.rules.base import check_rules
@@ -39,5 +40,6 @@ __all__ = [
     "policy",
     "profile",
     "reward",
+    "teacher",
     "vllm",
 ]

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 
+from nemo_rl_lite.config.algorithms import has_teacher
 from nemo_rl_lite.config.engines import engines_sleep
 from nemo_rl_lite.config.schema import Config, DPOConfig, GRPOConfig, SupervisedConfig
 from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
 from nemo_rl_lite.data.sources import TASKS
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rules.base import rule
-from nemo_rl_lite.rules.loss import corrects_age
+from nemo_rl_lite.rules.loss import corrects_age, reads_ratios
 
 # The preference losses that take label_smoothing; and those of each response for itself, as TRL has them.
 _SMOOTHED = ("dpo", "robust", "exo_pair")
@@ -18,7 +19,7 @@ _OF_EACH_RESPONSE = ("sppo_hard", "nca_pair", "bco_pair", "apo_zero", "apo_down"
 @rule("algorithm.num_generations_per_prompt", options=GRPOConfig)
 def groups_have_a_baseline(config: Config) -> Iterator[Violation]:
     size = config.options(GRPOConfig).num_generations_per_prompt
-    if size < 2:
+    if size < 2 and not has_teacher(config):
         key = "algorithm.num_generations_per_prompt"
         yield Violation(key, size, "GRPO compares samples of one prompt, so it needs at least 2", f"{key}=8")
 
@@ -54,7 +55,7 @@ def older_rollouts_are_corrected(config: Config) -> Iterator[Violation]:
         rule_text = "generates while the policy trains, when engines on the policy's GPUs sleep"
         fix = "generation.colocated.enabled=false, or generation.colocated.sleep=false where both fit on a GPU"
         yield Violation(key, source, rule_text, fix)
-    if options.loss is None and not corrects_age(options.loss_fn):
+    if options.loss is None and reads_ratios(config) and not corrects_age(options.loss_fn):
         rule_text = "trains on what older weights sampled, which the loss must correct"
         fix = (
             "algorithm.loss_fn.use_importance_sampling_correction=true "

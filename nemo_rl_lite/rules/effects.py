@@ -2,11 +2,12 @@
 
 from dataclasses import fields
 
-from nemo_rl_lite.config.algorithms import ALGORITHMS, compares, generates
+from nemo_rl_lite.config.algorithms import ALGORITHMS, compares, generates, has_teacher
 from nemo_rl_lite.config.automatic import generates_ahead
 from nemo_rl_lite.config.engines import ENGINES, engine_of
 from nemo_rl_lite.config.schema import AgentConfig, Config, EnvironmentConfig, GRPOConfig
 from nemo_rl_lite.config.sizes import batch_mode, has_endpoint, on_gpus, parallel_dims
+from nemo_rl_lite.config.teacher import as_teacher
 from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
 from nemo_rl_lite.data.sources import ROWS, TASKS
 from nemo_rl_lite.environments import registry as environments
@@ -35,6 +36,21 @@ EFFECTS = (
         ),
         generates,
         " or ".join(f"algorithm={name}" for name, row in ALGORITHMS.items() if row.generates),
+    ),
+    Effect(
+        ("teacher",),
+        has_teacher,
+        " or ".join(f"algorithm={name}" for name, row in ALGORITHMS.items() if row.has_teacher),
+    ),
+    Effect(
+        ("teacher.logprob_batch_size",),
+        lambda config: batch_mode(as_teacher(config).policy, on_gpus(config)) == "fixed",
+        "policy.sequence_packing.enabled=false; packed and dynamic batches are limited by teacher.logprob_mb_tokens",
+    ),
+    Effect(
+        ("teacher.logprob_mb_tokens",),
+        lambda config: batch_mode(as_teacher(config).policy, on_gpus(config)) != "fixed",
+        "policy.sequence_packing.enabled=true or policy.dynamic_batching.enabled=true",
     ),
     Effect(
         ("algorithm.oversample", "algorithm.dynamic_sampling_max_gen_batches"),

@@ -22,6 +22,12 @@ def corrects_age(loss: LossConfig) -> bool:
     return loss.use_importance_sampling_correction or rejects
 
 
+def reads_ratios(config: Config) -> bool:
+    """Whether the loss weights sampled tokens by ratios, as GRPO's does; the KL over a teacher's largest logits does
+    not, and holds for samples of any weights."""
+    return getattr(config.algorithm, "topk_logits_k", None) is None
+
+
 @rule("algorithm.loss_fn", options=GRPOConfig)
 def loss_options_agree(config: Config) -> Iterator[Violation]:
     loss = config.options(GRPOConfig).loss_fn
@@ -90,7 +96,7 @@ def masked_sequences_have_a_weight_for_each_token(config: Config) -> Iterator[Vi
             yield Violation(key, bound, rule_text, f"{key}=null, or {_TYPE}=tis")
 
 
-@rule("algorithm", "policy.megatron_cfg.tensor_model_parallel_size")
+@rule("algorithm")
 def own_loss_can_be_made(config: Config) -> Iterator[Violation]:
     if config.algorithm.loss is None:
         if config.algorithm.loss_kwargs:
@@ -105,8 +111,7 @@ def own_loss_can_be_made(config: Config) -> Iterator[Violation]:
     except ConfigError as error:
         yield from error.violations
         return
-    tensor = config.policy.megatron_cfg.tensor_model_parallel_size
-    if "topk_logits" in getattr(loss, "needs", ()) and tensor > 1:
-        key = "policy.megatron_cfg.tensor_model_parallel_size"
-        rule_text = f"splits the vocabulary, and {config.algorithm.loss} needs topk_logits, which take all of it"
-        yield Violation(key, tensor, rule_text, f"{key}=1")
+    if "student_topk_logprobs" in getattr(loss, "needs", ()) and reads_ratios(config):
+        rule_text = "needs student_topk_logprobs, those of the tokens that a teacher names, and this run has no such"
+        fix = "algorithm=distillation algorithm.topk_logits_k=64"
+        yield Violation("algorithm.loss", config.algorithm.loss, rule_text, fix)

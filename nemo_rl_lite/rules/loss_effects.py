@@ -1,7 +1,10 @@
 """Keys of GRPO's and DPO's loss that have an effect only with other keys of it."""
 
+from dataclasses import fields
+
 from nemo_rl_lite.config.algorithms import compares
-from nemo_rl_lite.config.schema import Config, DPOConfig, GRPOConfig, LossConfig
+from nemo_rl_lite.config.schema import Config, DistillationConfig, DPOConfig, GRPOConfig, LossConfig
+from nemo_rl_lite.rules.loss import reads_ratios
 from nemo_rl_lite.rules.step_effects import Effect
 
 _LOSS = "algorithm.loss_fn"
@@ -11,7 +14,34 @@ def _loss(config: Config) -> LossConfig:
     return config.options(GRPOConfig).loss_fn
 
 
+def _distillation(config: Config) -> DistillationConfig:
+    return config.options(DistillationConfig)
+
+
 LOSS_EFFECTS = (
+    Effect(
+        tuple(f"{_LOSS}.{one.name}" for one in fields(LossConfig)),
+        reads_ratios,
+        "algorithm.topk_logits_k=null, whose loss is on sampled tokens",
+    ),
+    Effect(
+        (f"{_LOSS}.kl_type", f"{_LOSS}.zero_outside_topk"),
+        lambda config: not reads_ratios(config),
+        "algorithm.topk_logits_k=64: sampled tokens give the reverse KL",
+    ),
+    Effect(
+        (f"{_LOSS}.mixed_kl_weight",),
+        lambda config: not reads_ratios(config) and _distillation(config).loss_fn.kl_type == "mixed",
+        f"algorithm.topk_logits_k=64 {_LOSS}.kl_type=mixed",
+    ),
+    Effect(
+        (
+            *("algorithm.use_leave_one_out_baseline", "algorithm.normalize_rewards"),
+            *("algorithm.advantage_clip_low", "algorithm.advantage_clip_high"),
+        ),
+        lambda config: getattr(_loss(config), "reward_coef", 1.0) > 0,
+        f"{_LOSS}.reward_coef=1.0: the reward is a metric alone",
+    ),
     Effect(
         (f"{_LOSS}.ratio_clip_min", f"{_LOSS}.ratio_clip_max"),
         lambda config: _loss(config).policy_loss in ("clip", "cispo"),

@@ -24,6 +24,7 @@ from nemo_rl_lite.run.folder import check_folder, locked, status_kept, write_end
 from nemo_rl_lite.run.jobs.interface import Job, import_packages, make_job
 from nemo_rl_lite.run.memory_plan import settled
 from nemo_rl_lite.run.model import starting_model
+from nemo_rl_lite.run.teacher import with_teacher
 from nemo_rl_lite.run.workers.reserve import begin, reserve
 
 
@@ -94,6 +95,7 @@ class _Attempts:
                     import_packages(config)
                 with setup("model"):
                     model_path = starting_model(config, console)
+                    config = with_teacher(config, console)
                     config = settled(config, model_path, console)
                     begun = begin(replace(reserved, config=config), model_path)
                 with setup("data"):

@@ -35,7 +35,7 @@ def main() -> None:
     tokens = torch.randint(given.vocabulary, (given.tokens,), device=device)
     ways: dict[str, Way] = {
         "whole": lambda h, w, t: -torch.nn.functional.cross_entropy((h @ w.T).float(), t, reduction="none"),
-        "slices": lambda h, w, t: LinearScores.apply(h, w, t, head)[0],
+        "slices": lambda h, w, t: LinearScores.apply(h, w, t, None, head)[0],
     }
     results, config = [], f"{given.tokens} tokens, hidden {given.hidden}, vocabulary {given.vocabulary}"
     for name, way in ways.items():

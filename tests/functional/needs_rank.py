@@ -42,6 +42,10 @@ class Topk(SFTLoss):
     needs, topk = frozenset({"topk_logits"}), TOPK
 
 
+class OfTeacher(SFTLoss):
+    needs = frozenset({"student_topk_logprobs", "entropy"})
+
+
 def main() -> None:
     ranks = int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
@@ -59,10 +63,8 @@ def main() -> None:
         compare(batch, logits_BTV, rows, layout)
         plain_agrees(batch, logits_BTV, rows, layout)
         soft_cap_agrees(batch, logits_BTV, layout)
-        if ranks == 1:
-            compare_topk(batch, logits_BTV, layout)
-    if ranks > 1:
-        refuse_topk(batch, logits_BTV)
+        compare_topk(batch, logits_BTV, layout)
+        compare_others(batch, logits_BTV, layout)
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
@@ -94,8 +96,8 @@ def compare(batch: Batch, logits_BTV: torch.Tensor, rows: list[TokenRow], layout
     torch.testing.assert_close(total, expected.detach(), atol=1e-5, rtol=1e-5)
 
 
-def scores(micro, hidden_nSV: torch.Tensor, layer, loss) -> dict[str, torch.Tensor]:
-    return scores_of(micro, TEMPERATURE, loss, lambda weight: None)(hidden_nSV.transpose(0, 1), layer, None)
+def scores(micro, hidden_nSV: torch.Tensor, layer, loss, ids_bTk=None) -> dict[str, torch.Tensor]:
+    return scores_of(micro, TEMPERATURE, loss, lambda weight: None, ids_bTk)(hidden_nSV.transpose(0, 1), layer, None)
 
 
 def own_part():
@@ -180,14 +182,30 @@ def compare_topk(batch: Batch, logits_BTV: torch.Tensor, layout: Layout) -> None
             assert (own[0] == 0).all() and (own[length:] == 0).all()
 
 
-def refuse_topk(batch: Batch, logits_BTV: torch.Tensor) -> None:
-    micro = cut(batch.tokens, batch.lengths, LAYOUTS[0])[0]
-    try:
-        scores(micro, place(micro, logits_BTV), own_part(), Topk())
-    except RuntimeError as error:
-        assert "tensor parallelism splits it" in str(error)
-    else:
-        raise AssertionError("topk_logits from a part of the vocabulary")
+def compare_others(batch: Batch, logits_BTV: torch.Tensor, layout: Layout) -> None:
+    """Logprobs of tokens that somebody else names, one of them twice, with the gradient of them and of the entropy."""
+    source = torch.Generator().manual_seed(1)
+    ids_BTk = torch.randint(0, VOCABULARY, (*batch.tokens.shape, TOPK), generator=source)
+    ids_BTk[..., 1] = ids_BTk[..., 0]
+    factors_k = torch.arange(1.0, TOPK + 1)
+    whole_BTV = logits_BTV.clone().requires_grad_()
+    logprobs_BTV = (whole_BTV / TEMPERATURE).log_softmax(-1)[:, :-1]
+    expected_BTk = logprobs_BTV.gather(2, ids_BTk[:, 1:])
+    entropy_BT = -(logprobs_BTV.exp() * logprobs_BTV).sum(-1)
+    (((expected_BTk * factors_k).sum(-1) + entropy_BT) * batch.mask[:, 1:]).sum().backward()
+    for micro in cut(batch.tokens, batch.lengths, layout):
+        hidden, own = place(micro, logits_BTV).requires_grad_(), batch.rows(micro.rows, micro.width)
+        ids = ids_BTk[micro.rows, : micro.width]
+        found = scores(micro, hidden, own_part(), OfTeacher(), ids)
+        assert found.keys() == {"logprobs", "entropy", "student_topk_logprobs"}
+        others_bTk = found["student_topk_logprobs"]
+        (((others_bTk * factors_k).sum(-1) + found["entropy"]) * own.mask).sum().backward()
+        inside = own.mask[:, 1:, None] > 0
+        of_torch_bTk = expected_BTk[micro.rows, : micro.width - 1].detach()
+        torch.testing.assert_close(
+            torch.where(inside, others_bTk[:, 1:].detach(), 0.0), torch.where(inside, of_torch_bTk, 0.0)
+        )
+        torch.testing.assert_close(hidden.grad, place(micro, whole_BTV.grad), atol=1e-5, rtol=1e-5)
 
 
 def place(micro, values_BTV: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from nemo_rl_lite.observability.profiling import span
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.policy.megatron.micro_batches import Layout, ModelInput, cut
 from nemo_rl_lite.policy.megatron.model import MegatronModel
-from nemo_rl_lite.policy.megatron.scores import scores_of
+from nemo_rl_lite.policy.megatron.scores import TopLogits, scores_of
 
 Before = Callable[[int], None] | None
 Last = tuple[Callable[..., dict[str, Tensor]], Callable[..., Any]]
@@ -40,10 +40,12 @@ def forward_scores(
     layout: Layout,
     temperature: float,
     before: Before = None,
-    loss: Loss | None = None,
+    loss: Loss | TopLogits | None = None,
+    teacher_ids_BTk: Tensor | None = None,
 ) -> dict[str, Tensor] | None:
     """`logprobs` [B, T] of the tokens under the model at `temperature` and, under the names of `Batch`'s fields, what
-    `loss` needs besides; all on the CPU. None on ranks without logits.
+    `loss` needs besides, of the tokens `teacher_ids_BTk` where it compares those; all on the CPU. None on ranks without
+    logits.
 
     Entry t is log p(token t | tokens before t); entry 0 and those beyond a sequence's end are 0. `before` is called
     before each micro-batch with the number of those that have not run.
@@ -56,7 +58,8 @@ def forward_scores(
             # `before` goes by the pace of the micro-batches, so that the host waits for each.
             return {name: values.to("cpu", non_blocking=before is None) for name, values in scores.items()}
 
-        return scores_of(micro, temperature, loss, model.gather.wait_for), on_host
+        ids = None if teacher_ids_BTk is None else sent(teacher_ids_BTk[micro.rows, : micro.width], model.device)
+        return scores_of(micro, temperature, loss, model.gather.wait_for, ids), on_host
 
     with torch.no_grad(), activations.suspended(model.chunks):
         parts = _run(model, micro_batches, score, forward_only=True, before=before)
@@ -107,7 +110,7 @@ def forward_backward(
             value, metrics = loss_of(loss, logprobs_BT, whole, counts)
             return value * scale, Trained(metrics, mismatch)
 
-        return scores_of(micro, temperature, loss, model.gather.wait_for), scaled_loss
+        return scores_of(micro, temperature, loss, model.gather.wait_for, own.teacher_topk_ids), scaled_loss
 
     with activations.training_pass(model.chunks, len(micro_batches)):
         return _run(model, micro_batches, train, forward_only=False)

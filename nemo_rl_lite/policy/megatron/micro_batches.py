@@ -111,6 +111,17 @@ class ModelInput:
             hidden |= sequence[:, None] != sequence[None, :]
         return hidden[None, None]
 
+    def pack(self, of_token_bTk: Tensor) -> Tensor:
+        """The opposite of `unpack`: values [b, width, k] about each token -> [N, k], where the input has the token
+        before it; 0 elsewhere."""
+        place = torch.arange(self.width, device=of_token_bTk.device)
+        inside = (place > 0) & (place < self.lengths[:, None])
+        packed = of_token_bTk.new_zeros(self.tokens_nS.numel(), of_token_bTk.shape[2])
+        # The places outside share one that `unpack` does not read: that of the last token of the first sequence.
+        index = torch.where(inside, self.starts[:, None] + place - 1, self.starts[0] + self.lengths[0] - 1)
+        packed[index.flatten()] = torch.where(inside[..., None], of_token_bTk, 0).flatten(0, 1)
+        return packed
+
     def unpack(self, of_next_N: Tensor) -> Tensor:
         """Values [N, ...] about the following token at each of the input's N = n * S positions -> [b, width, ...],
         entry t for token t.

@@ -6,25 +6,41 @@ tensor-parallel rank. All values are float32 and, outside `no_grad`, carry a gra
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_lite.errors import TrainingError
-from nemo_rl_lite.losses.interface import Loss, needs_of
+from nemo_rl_lite.losses.interface import Loss, Need, needs_of
 from nemo_rl_lite.policy.megatron.linear_scores import Head, LinearScores
 from nemo_rl_lite.policy.megatron.micro_batches import ModelInput
 
 
+@dataclass(frozen=True)
+class TopLogits:
+    """Asks for the `topk` largest logits of each token, in the way in which a loss declares it."""
+
+    topk: int
+    needs: ClassVar[frozenset[Need]] = frozenset({"topk_logits"})
+
+
 def scores_of(
-    micro: ModelInput, temperature: float, loss: Loss | None, wait_for: Callable[[Tensor], None]
+    micro: ModelInput,
+    temperature: float,
+    loss: Loss | TopLogits | None,
+    wait_for: Callable[[Tensor], None],
+    teacher_ids_bTk: Tensor | None = None,
 ) -> Callable[..., dict[str, Tensor]]:
     """A function for megatron-core's `output_processor`, which takes the place of the model's last matrix: returns
-    `logprobs` [b, T] of the micro-batch's tokens and, under the names of `Batch`'s fields, what `loss` needs besides.
-    `wait_for` is called with the matrix before it is used, because the forward pass of its module does not run.
+    `logprobs` [b, T] of the micro-batch's tokens and, under the names of `Batch`'s fields, what `loss` needs besides,
+    with `teacher_ids_bTk` for `student_topk_logprobs`. `wait_for` is called with the matrix before it is used, because
+    the forward pass of its module does not run.
     """
     needs = frozenset() if loss is None else needs_of(loss)
+    of_teacher = "student_topk_logprobs" in needs
+    if of_teacher and teacher_ids_bTk is None:
+        raise ValueError("the loss reads student_topk_logprobs, and this run's batches have no teacher_topk_ids")
     topk = loss.topk if "topk_logits" in needs else 0  # pyrefly: ignore  # a loss with this need has it
 
     def scores(
@@ -33,12 +49,11 @@ def scores_of(
         weight_vH = output_layer.weight if output_weight is None else output_weight
         wait_for(weight_vH)
         head = Head(temperature, soft_cap_of(output_layer), "entropy" in needs, topk, _vocabulary_group())
-        if topk and dist.get_world_size(head.group) > 1:
-            raise RuntimeError("topk_logits take the whole vocabulary, and tensor parallelism splits it")
         hidden_NH = _of_all_ranks(hidden_states, output_layer).transpose(0, 1).flatten(0, 1)
         next_N = micro.tokens_nS.roll(-1, dims=1).flatten()
-        logprobs_N, entropy_N, top_Nk, ids_Nk = LinearScores.apply(hidden_NH, weight_vH, next_N, head)
-        found = {"logprobs": logprobs_N, "entropy": entropy_N, "topk_logits": top_Nk, "topk_ids": ids_Nk}
+        others_Nk = micro.pack(teacher_ids_bTk) if of_teacher and teacher_ids_bTk is not None else None
+        names = ("logprobs", "entropy", "topk_logits", "topk_ids", "student_topk_logprobs")
+        found = dict(zip(names, LinearScores.apply(hidden_NH, weight_vH, next_N, others_Nk, head), strict=True))
         return {name: micro.unpack(values) for name, values in found.items() if values is not None}
 
     return scores

@@ -9,7 +9,7 @@ from nemo_rl_lite.algorithms.grpo import GRPO
 from nemo_rl_lite.algorithms.report import Report
 from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.cluster.system_usage import SystemUsage
-from nemo_rl_lite.config.algorithms import compares
+from nemo_rl_lite.config.algorithms import compares, has_teacher
 from nemo_rl_lite.config.schema import Config, GRPOConfig
 from nemo_rl_lite.config.sizes import all_gpus, policy_ranks, previous_passes, repeats_first_pass
 from nemo_rl_lite.data.kinds import problems
@@ -43,6 +43,7 @@ from nemo_rl_lite.run.jobs.playing import Playing
 from nemo_rl_lite.run.jobs.steps import make_steps
 from nemo_rl_lite.run.memory_plan import show_memory_plan
 from nemo_rl_lite.run.speed import decoding_speed, policy_speed
+from nemo_rl_lite.run.teacher import check_same_tokens
 from nemo_rl_lite.run.workers.launch import Workers, launch
 from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
 from nemo_rl_lite.run.workers.reserve import Begun
@@ -68,6 +69,8 @@ class GRPOJob:
         training = training_set(config.data, config.algorithm.seed, kind)
         validation = validation_set(config.data, config.algorithm.max_val_samples, kind, training.finite())
         self._tokenizer = ChatTokenizer(model_path)
+        if has_teacher(config):
+            check_same_tokens(self._tokenizer, config)
         if any(problem.tools for problem in (training.problem(0), *training.finite(), *validation)):
             self._tokenizer.check_tools()
         with console.busy("checking that every prompt fits"):
@@ -108,7 +111,7 @@ class GRPOJob:
         return workers.peak_memory()
 
     def _loop(self, metrics: MetricsLog, start: Start, workers: Workers, collector: RolloutCollector) -> GRPO:
-        config, console, groups = self._config, self._console, (workers.policy.group, workers.engines)
+        config, console, groups = self._config, self._console, workers.groups
         options = config.options(GRPOConfig)
         saved: dict[str, Any] = {"position": start.steps * options.num_prompts_per_step, **start.rollouts}
         resting = Resting(options.rest_epochs, self._epoch_length, saved.get("resting"), saved["position"])
@@ -123,6 +126,7 @@ class GRPOJob:
             config=options,
             loss=make_loss(options),
             policy=workers.policy,
+            teacher=workers.teacher,
             sampling=sampling,
             rollouts=rollouts,
             scored=_scored(config),

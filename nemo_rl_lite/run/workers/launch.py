@@ -16,7 +16,8 @@ from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
 from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
 from nemo_rl_lite.run.workers.remote_policy import RemotePolicy
-from nemo_rl_lite.run.workers.reserve import Begun, load_generation, start_engines, start_policy
+from nemo_rl_lite.run.workers.remote_teacher import RemoteTeacher
+from nemo_rl_lite.run.workers.reserve import Begun, load_generation, start_engines, start_policy, start_teacher
 from nemo_rl_lite.run.workers.weight_sync import ProbeSettings, WeightSync
 
 
@@ -25,13 +26,19 @@ class Workers:
     """A run's workers, connected for refits."""
 
     policy: RemotePolicy
+    teacher: RemoteTeacher | None
     generation: RecoveringGeneration
     engines: WorkerGroup
     weights: WeightSync
 
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        """All workers."""
+        return [self.policy.group, *([self.teacher.group] if self.teacher else []), self.engines]
+
     def peak_memory(self) -> dict[str, int]:
         """The highest resident memory of each worker, in bytes, by worker name."""
-        return _peak_memory(self.policy.group) | _peak_memory(self.engines)
+        return {name: size for group in self.groups for name, size in _peak_memory(group).items()}
 
 
 def launch(
@@ -57,11 +64,14 @@ def launch(
             _built(setup, limit, begun.engines)
             remote_generation.finish_generation()
         with setup("policy_init"):
-            _built(setup, limit, start_policy(config, begun.policy_group, begun.model_path))
+            teachers = [start_teacher(config, begun.teacher_group)] if begun.teacher_group else []
+            _built(setup, limit, start_policy(config, begun.policy_group, begun.model_path), *teachers)
     else:
         with setup("policy_and_generation_init"):
-            _built(setup, limit, begun.policy, begun.engines)
+            _built(setup, limit, begun.policy, begun.engines, *([begun.teacher] if begun.teacher else []))
     remote_policy = _ready_policy(begun, saved, setup)
+    with setup("connect"):
+        teacher = None if begun.teacher_group is None else RemoteTeacher.of(config, begun.teacher_group)
     with setup("connect"):
         weights = WeightSync(remote_policy, remote_generation, config, ProbeSettings.of(config, probe_prompt))
 
@@ -74,7 +84,7 @@ def launch(
     recovering = RecoveringGeneration(
         remote_generation, weights, restart_engines, restarts, capacity, policy_waits, say
     )
-    return Workers(remote_policy, recovering, generation, weights)
+    return Workers(remote_policy, teacher, recovering, generation, weights)
 
 
 def launch_policy(begun: Begun, saved: Path | None, setup: Timer) -> RemotePolicy:

@@ -3,14 +3,15 @@ data, while the launcher reads its data. Imports nothing heavy, since the launch
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_lite.cluster.placement import Placement, place
+from nemo_rl_lite.cluster.placement import Placement, Slot, place
 from nemo_rl_lite.cluster.runtime import available_cores
 from nemo_rl_lite.cluster.workers import Call, WorkerGroup
-from nemo_rl_lite.config.algorithms import compares, generates
+from nemo_rl_lite.config.algorithms import compares, generates, has_teacher
 from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import (
@@ -22,12 +23,14 @@ from nemo_rl_lite.config.sizes import (
     policy_ranks,
     sequences_together,
 )
+from nemo_rl_lite.config.teacher import as_teacher, teacher_topk
 from nemo_rl_lite.host.devices import ON_CPUS
 from nemo_rl_lite.offload.residency import Residency
 
 log = logging.getLogger(__name__)
 
 POLICY_CLASS = "nemo_rl_lite.policy.megatron.worker.MegatronWorker"
+TEACHER_CLASS = "nemo_rl_lite.policy.megatron.teacher.TeacherWorker"
 # megatron-core compiles a few fused functions. On a CPU that delays the first batch by seconds and gains nothing.
 CPU_POLICY_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
 _SEGMENTS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -43,33 +46,39 @@ class Reserved:
 
     config: Config
     policy_group: WorkerGroup
+    teacher_group: WorkerGroup | None
     generation: WorkerGroup | None
     imports: tuple[Call, ...]
 
 
 @dataclass(frozen=True)
 class Begun(Reserved):
-    """Reserved processes that build what may be built at once: `engines`, and the `policy` unless it has to wait until
-    the engines on its GPUs sleep. Each call returns the seconds of its worker's parts."""
+    """Reserved processes that build what may be built at once: `engines`; `policy` and `teacher` unless these have to wait
+    until the engines on their GPUs sleep. Each call returns the seconds of its worker's parts."""
 
     model_path: Path
     engines: Call | None
     policy: Call | None
+    teacher: Call | None
 
 
 def reserve(config: Config, run_folder: Path) -> Reserved:
-    """Start a process for every policy rank and, where the algorithm generates, for every engine. Ray is running.
+    """Start a process for every policy rank and, where the run has them, for every rank of a teacher and every engine.
+    Ray is running.
 
     Raises:
         WorkerError: there are too few GPUs, or a process did not start within `cluster.start_timeout_s`.
     """
-    placement = place(config, engines(config) if generates(config) else 0)
+    placement = place(config, engines(config) if generates(config) else 0, has_teacher(config))
     policy = _policy_group(config, placement, run_folder)
+    teacher = _teacher_group(config, placement, run_folder) if has_teacher(config) else None
     generation = _generation_group(config, placement, run_folder) if generates(config) else None
-    imports = [_load_policy(config, policy)]
+    imports = [_load_policy(config, policy, POLICY_CLASS)]
+    if teacher is not None:
+        imports.append(_load_policy(config, teacher, TEACHER_CLASS))
     if generation is not None:
         imports.append(load_generation(config, generation))
-    return Reserved(config, policy, generation, tuple(imports))
+    return Reserved(config, policy, teacher, generation, tuple(imports))
 
 
 def begin(reserved: Reserved, model_path: Path) -> Begun:
@@ -79,12 +88,21 @@ def begin(reserved: Reserved, model_path: Path) -> Begun:
     # An engine measures the GPU's free memory while it starts, so a policy on that GPU starts when the engine sleeps.
     waits = generation is not None and on_gpus(config) and config.generation.colocated.enabled
     policy_built = None if waits else start_policy(config, reserved.policy_group, model_path)
-    return Begun(config, reserved.policy_group, generation, reserved.imports, model_path, engines_built, policy_built)
+    teacher, teacher_built = reserved.teacher_group, None
+    if teacher is not None and not waits:
+        teacher_built = start_teacher(config, teacher)
+    groups = (reserved.policy_group, teacher, generation)
+    return Begun(config, *groups, reserved.imports, model_path, engines_built, policy_built, teacher_built)
 
 
 def start_policy(config: Config, policy: WorkerGroup, model_path: Path) -> Call:
     """Build every policy rank once its process has imported."""
     return policy.start([policy_arguments(config, model_path)] * len(policy))
+
+
+def start_teacher(config: Config, teacher: WorkerGroup) -> Call:
+    """Build every rank of the teacher once its process has imported; `teacher.model_name` is a folder by then."""
+    return teacher.start([teacher_arguments(config)] * len(teacher))
 
 
 def start_engines(config: Config, generation: WorkerGroup, model_path: Path) -> Call:
@@ -100,6 +118,15 @@ def start_engines(config: Config, generation: WorkerGroup, model_path: Path) -> 
 
 
 def _policy_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
+    return _ranks("policy", config, placement.policy, run_folder)
+
+
+def _teacher_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
+    return _ranks("teacher", as_teacher(config), placement.teacher, run_folder)
+
+
+def _ranks(name: str, config: Config, slots: Sequence[Slot], run_folder: Path) -> WorkerGroup:
+    """Processes of megatron-core, whose environment depends on the layout of the policy in `config`."""
     if not on_gpus(config):
         environment = CPU_POLICY_ENVIRONMENT | ON_CPUS
     else:
@@ -107,10 +134,8 @@ def _policy_group(config: Config, placement: Placement, run_folder: Path) -> Wor
         environment = environment | _segments(config)
     environment = environment | {"OMP_NUM_THREADS": str(_threads(config, policy_ranks(config)))}
     environment |= _of_activations(config)
-    log.info("environment of the policy: %s", environment)
-    return WorkerGroup(
-        "policy", placement.policy, str(run_folder / "logs"), environment, limit_s=config.cluster.phase_timeout_s
-    )
+    log.info("environment of the %s: %s", name, environment)
+    return WorkerGroup(name, slots, str(run_folder / "logs"), environment, limit_s=config.cluster.phase_timeout_s)
 
 
 def _of_activations(config: Config) -> dict[str, str]:
@@ -145,7 +170,7 @@ def _generation_group(config: Config, placement: Placement, run_folder: Path) ->
     )
 
 
-def _load_policy(config: Config, policy: WorkerGroup) -> Call:
+def _load_policy(config: Config, policy: WorkerGroup, class_path: str) -> Call:
     host, port = policy.addresses(config.cluster.start_timeout_s)[0]
     places = [
         {
@@ -158,7 +183,7 @@ def _load_policy(config: Config, policy: WorkerGroup) -> Call:
         }
         for rank in range(len(policy))
     ]
-    return policy.load(POLICY_CLASS, places)
+    return policy.load(class_path, places)
 
 
 def load_generation(config: Config, generation: WorkerGroup) -> Call:
@@ -184,6 +209,22 @@ def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
         "on_gpu": on_gpus(config),
         "residency": Residency.of(config),
         "resume_layouts": config.checkpoint.resume_layouts,
+    }
+
+
+def teacher_arguments(config: Config) -> dict[str, Any]:
+    """Keyword arguments of `TeacherWorker`, which are the same on every rank."""
+    own = as_teacher(config)
+    return {
+        "policy": replace(own.policy, logprob_batch_size=micro_batch_sizes(own)[1]),
+        "cluster": config.cluster,
+        "model_path": own.policy.model_name,
+        "seed": config.algorithm.seed,
+        "temperature": config.generation.temperature,
+        "topk": teacher_topk(config),
+        "threads": _threads(config, policy_ranks(config)),
+        "on_gpu": on_gpus(config),
+        "residency": Residency.of(config),
     }
 
 

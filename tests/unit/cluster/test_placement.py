@@ -7,7 +7,7 @@ from nemo_rl_lite.rules.compose import compose_config
 
 def test_on_cpus_nothing_is_reserved():
     config = compose_config(["cluster.cpu_ranks=2", "policy.train_micro_batch_size=64"])
-    assert place(config, engines=3) == Placement([{}, {}], [{}, {}, {}])
+    assert place(config, engines=3) == Placement([{}, {}], [], [{}, {}, {}])
 
 
 def test_gpus_spread_otherwise_than_the_layout_counts_on_are_an_error():
