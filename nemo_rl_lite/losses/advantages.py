@@ -13,20 +13,20 @@ Scale = bool | Literal["batch", "advantages"]
 
 
 def group_advantages(rewards_PG: Tensor, leave_one_out: Baseline, normalize: Scale) -> Tensor:
-    """Advantages of `P` prompts with `G >= 2` samples each, shape [P, G], in units of reward or of standard deviations.
+    """Advantages of `P` prompts with `G` samples each, shape [P, G], in units of reward or of standard deviations.
 
     The baseline is the mean reward of the prompt's other samples (`leave_one_out`; RLOO, Ahmadian et al. 2024), of all
     its samples (GRPO, Shao et al. 2024) or of all samples of all prompts (`batch`; REINFORCE++, Hu et al. 2025,
-    arXiv:2501.03262). Normalisation divides by an unbiased standard deviation: that over the prompt's `G` rewards,
-    which is defined from `G = 2` on, that over all rewards (`batch`; Lite PPO, Liu et al. 2025, arXiv:2508.08221), or
-    that over all advantages, whose mean is 0 (`advantages`; REINFORCE++). Where all rewards that a baseline is the mean
-    of are equal, advantages are exactly 0.
+    arXiv:2501.03262). Normalisation divides by an unbiased standard deviation: that over the prompt's `G` rewards, that
+    over all rewards (`batch`; Lite PPO, Liu et al. 2025, arXiv:2508.08221), or that over all advantages, whose mean is
+    0 (`advantages`; REINFORCE++). Where all rewards that a baseline is the mean of are equal, advantages are exactly 0;
+    so is that of a single sample, with which no other of its prompt compares.
 
     NaN stands for a reward that failed: such a sample takes part in no baseline and no standard deviation, and has an
     advantage of 0.
     """
-    if rewards_PG.dim() != 2 or rewards_PG.shape[1] < 2:
-        raise ValueError(f"rewards must be [prompts, samples >= 2], got {list(rewards_PG.shape)}")
+    if rewards_PG.dim() != 2:
+        raise ValueError(f"rewards must be [prompts, samples], got {list(rewards_PG.shape)}")
     judged_PG = ~rewards_PG.isnan()
     known_PG = torch.where(judged_PG, rewards_PG, 0.0)
     count_P1, total_P1 = judged_PG.sum(dim=1, keepdim=True), known_PG.sum(dim=1, keepdim=True)

@@ -18,6 +18,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from functools import cache
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -38,6 +39,7 @@ from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.run import run as run_module
 from nemo_rl_lite.run.command import launch
 from nemo_rl_lite.run.workers import reserve as reserve_module
+from tests.functional.ranks import preloaded
 
 
 @cache
@@ -119,11 +121,22 @@ def serve(connection: Connection) -> None:
         connection.send_bytes(pickle.dumps((answer, error)))
 
 
+def connection_to_a_new_process() -> Connection:
+    """A process that serves a worker until this end of the connection is closed; it has imported megatron-core."""
+    here, there = Pipe()
+    context = preloaded()
+    context.Process(target=serve, args=(there,), daemon=True).start()
+    there.close()
+    return here
+
+
 class GroupHere:
     """`WorkerGroup` whose first worker is in this process, and others in processes that serve them."""
 
     peers: Mapping[str, Sequence[Connection]] = {}
     """By the name of a group."""
+    elsewhere = ("teacher",)
+    """Groups with a parallel layout of their own, of which a process has one: their workers are in new processes."""
 
     def __init__(
         self,
@@ -137,7 +150,10 @@ class GroupHere:
         self.name, self._limit_s = name, limit_s
         self.processes = [f"{name} rank {rank}" for rank in range(len(slots))]
         others = [Elsewhere(connection) for connection in self.peers.get(name, ())[: len(slots) - 1]]
-        self.workers = [Worker(), *others]
+        if name in self.elsewhere:
+            self.workers = [Elsewhere(connection_to_a_new_process()) for _ in slots]
+        else:
+            self.workers = [Worker(), *others]
         assert len(self.workers) == len(slots), f"there are no processes for {len(slots)} ranks"
         self._starting: list[Future] = []
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=worker) for worker in self.processes]

@@ -39,7 +39,7 @@ def run_ranks(
 
     Ranks are forked from one process, which has imported megatron-core; `fresh` ones import it themselves.
     """
-    port, context = free_ports(), _FRESH if fresh else _preloaded()
+    port, context = free_ports(), _FRESH if fresh else preloaded()
     processes, folder = [], Path(tempfile.mkdtemp())
     try:
         for rank in range(ranks):
@@ -72,7 +72,7 @@ def run_ranks(
 
 
 @cache
-def _preloaded() -> multiprocessing.context.ForkServerContext:
+def preloaded() -> multiprocessing.context.ForkServerContext:
     """The context whose server has imported megatron-core. A process has one server, which other tests may have
     started."""
     forkserver._forkserver._stop()

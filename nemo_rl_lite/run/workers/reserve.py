@@ -53,8 +53,8 @@ class Reserved:
 
 @dataclass(frozen=True)
 class Begun(Reserved):
-    """Reserved processes that build what may be built at once: `engines`; `policy` and `teacher` unless these have to wait
-    until the engines on their GPUs sleep. Each call returns the seconds of its worker's parts."""
+    """Reserved processes that build what may be built at once: `engines`, and unless they wait until the engines on
+    their GPUs sleep, `policy` and `teacher`. Each call returns the seconds of its worker's parts."""
 
     model_path: Path
     engines: Call | None

@@ -34,9 +34,11 @@ def test_equal_rewards_teach_exactly_nothing(reward, size, leave_one_out):
     assert (advantages == 0).all()
 
 
-def test_a_single_sample_is_an_error():
-    with pytest.raises(ValueError, match="samples >= 2"):
-        group_advantages(torch.ones(3, 1), leave_one_out=True, normalize=False)
+@pytest.mark.parametrize("normalize", [True, False, "batch", "advantages"])
+@pytest.mark.parametrize("leave_one_out", [True, False])
+def test_a_single_sample_has_nothing_to_be_compared_with(leave_one_out, normalize):
+    rewards = torch.tensor([[1.0], [0.0], [0.5]])
+    assert (group_advantages(rewards, leave_one_out, normalize) == 0).all()
 
 
 def test_baseline_metrics():

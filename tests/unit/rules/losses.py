@@ -27,6 +27,10 @@ class Topk(Unheard):
         self.topk = topk
 
 
+class OfTeacher(Unheard):
+    needs = ("student_topk_logprobs",)
+
+
 class Exits(Unheard):
     def __init__(self, options):
         raise SystemExit(0)

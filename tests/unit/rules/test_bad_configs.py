@@ -791,10 +791,10 @@ CASES = {
     "algorithm=sft algorithm.loss=nemo_rl_lite.losses.policy_gradient.GRPOLoss": ["makes the loss of algorithm=grpo"],
     "algorithm.loss=tests.unit.rules.losses.Unheard": ["algorithm.loss", "needs attention", "entropy and topk_logits"],
     "algorithm.loss=tests.unit.rules.losses.Topk": ["algorithm.loss", "needs topk_logits and has no int `topk`"],
-    f"cluster.cpu_ranks=2 {TP}=2 algorithm.loss=tests.unit.rules.losses.Topk +algorithm.loss_kwargs.topk=4": [
-        TP,
-        "splits the vocabulary",
-        f"{TP}=1",
+    "algorithm.loss=tests.unit.rules.losses.OfTeacher": [
+        "algorithm.loss",
+        "the tokens that a teacher names",
+        "algorithm=distillation algorithm.topk_logits_k=64",
     ],
     # Sweeps: every job is checked before the first one starts.
     "-m algorithm.seed=1,abc": ["algorithm.seed", "must be an integer"],
