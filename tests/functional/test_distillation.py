@@ -2,12 +2,15 @@
 
 import json
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from nemo_rl_lite.rollout.files import read_rollout
 from tests.functional.here import run_here, train_here
+from tests.functional.ranks import run_ranks
+from tests.functional.teacher_rank import rows
 from tests.functional.test_resume import assert_same_weights, metrics_of
 from tests.functional.test_sft import series
 from tests.metric_names import not_logged, undocumented
@@ -20,6 +23,7 @@ SHORT = [
     *("policy.logprob_batch_size=32", "algorithm.max_val_samples=20", "algorithm.val_period=0"),
     *("policy.megatron_cfg.optimizer.lr=1e-3", "policy.megatron_cfg.scheduler.lr_warmup_iters=0"),
 ]
+PARALLEL = "teacher.megatron_cfg"
 TOPK = ["algorithm.topk_logits_k=8", "algorithm.loss_fn.zero_outside_topk=true"]
 
 
@@ -36,7 +40,7 @@ def teacher_folder(tmp_path_factory):
     size = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
     model = Qwen3ForCausalLM(Qwen3Config.from_dict(MODEL_CONFIG | size))
     with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(8)
+        model.model.embed_tokens.weight.mul_(2)
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return folder
@@ -63,29 +67,45 @@ def test_every_metric_is_documented_and_logged(run):
     assert {"timing/train/teacher_logprob_inference", "offload/teacher_weights/to_device_bytes"} <= names
 
 
-def test_the_teachers_logprobs_are_those_of_transformers(run, teacher_folder, model_folder):
-    """Of the first rollout, whose responses the run has written down; and so is the divergence."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+LAYOUTS = {
+    "one rank": [],
+    "tensor 2": ["cluster.cpu_ranks=2", f"{PARALLEL}.tensor_model_parallel_size=2"],
+    "pipeline 2": ["cluster.cpu_ranks=2", f"{PARALLEL}.pipeline_model_parallel_size=2"],
+    "data 2, packed": ["cluster.cpu_ranks=2", "policy.sequence_packing.enabled=true", "teacher.logprob_mb_tokens=40"],
+}
 
-    folder, _, metrics = run
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    models = [AutoModelForCausalLM.from_pretrained(one) for one in (teacher_folder, model_folder)]
-    sums, count = [0.0, 0.0], 0
-    for row in read_rollout(folder / "rollouts" / "step-00000001-train.parquet"):
-        prompt = tokenizer(f"<bos>{row['prompt'][0]['content']}=")["input_ids"]
-        end = "<eos>" if row["ending"] == "stop" else ""
-        sampled = tokenizer(row["response"] + end)["input_ids"]
-        if len(sampled) != row["tokens"]:
-            pytest.skip("a response has special tokens, which its text does not show")
-        tokens = torch.tensor([prompt + sampled])
-        for place, model in enumerate(models):
-            with torch.no_grad():
-                logprobs = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-            sums[place] += logprobs.gather(1, tokens[0, len(prompt) :, None]).sum().item()
-        count += len(sampled)
-    teacher, student = (one / count for one in sums)
-    assert series(metrics, "train/teacher_logprobs")[0] == pytest.approx(teacher, abs=1e-4)
-    assert series(metrics, "train/student_logprobs")[0] == pytest.approx(student, abs=1e-4)
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_teacher_says_in_every_layout_what_transformers_says(tmp_path, teacher_folder, ranks):
+    """At the sampling temperature, also after its weights have left the device."""
+    from transformers import AutoModelForCausalLM
+
+    own = ["generation.temperature=0.7", "algorithm.topk_logits_k=5", "policy.sequence_length_round=8"]
+    layouts = {name: [*own, *more] for name, more in LAYOUTS.items() if (len(more) > 0) is (ranks == 2)}
+    script = Path(__file__).with_name("teacher_rank.py")
+    run_ranks(script, [str(teacher_folder), str(tmp_path), json.dumps(layouts)], ranks)
+    model, expected, largest = AutoModelForCausalLM.from_pretrained(teacher_folder), [], []
+    for row in rows():
+        tokens = torch.from_numpy(row.tokens.astype(np.int64))
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, :-1] / 0.7
+        chosen = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        expected.append(np.concatenate([[0.0], chosen.numpy()]))
+        largest.append(logits.topk(5))
+    for name in layouts:
+        replicas = sorted(torch.load(tmp_path / name.replace(" ", "-"), weights_only=False), key=lambda one: one[0])
+        for time in range(2):
+            found = [scores[time] for _, scores, _ in replicas]
+            logprobs = np.concatenate([one.logprobs for one in found])
+            np.testing.assert_allclose(logprobs, np.concatenate(expected), atol=1e-5, err_msg=name)
+            values, ids = (
+                np.concatenate([getattr(one, kind) for one in found]) for kind in ("topk_logits", "topk_ids")
+            )
+            followed = logprobs != 0
+            torch.testing.assert_close(torch.from_numpy(values[followed]), torch.cat([one.values for one in largest]))
+            assert (ids[followed] == torch.cat([one.indices for one in largest]).numpy()).all(), name
+        # The copy in host memory is made once.
+        assert replicas[0][2] == ["teacher_weights/to_host", *["teacher_weights/to_device"] * 2], name
 
 
 def test_a_run_resumes_without_the_teachers_weights(run, tmp_path, model_folder, teacher_folder):
