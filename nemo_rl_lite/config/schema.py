@@ -379,6 +379,7 @@ class DataConfig:
     chosen_column: str
     rejected_column: str
     system_prompt: str | None
+    min_reward: float | None
     shuffle: bool
     too_long: Literal["error", "drop", "truncate"]
 

@@ -12,6 +12,9 @@ from nemo_rl_lite.data.rows import Row
 from nemo_rl_lite.data.tools import Tool, row_tools
 from nemo_rl_lite.errors import DataError
 
+# What rollouts call a sample's reward.
+REWARD_COLUMN = "reward"
+
 
 @dataclass(frozen=True)
 class Conversation:
@@ -44,13 +47,16 @@ class Example:
         return first.messages[: first.first_trained]
 
 
-def to_chat(config: DataConfig, row: Row, where: str) -> Example:
+def to_chat(config: DataConfig, row: Row, where: str) -> Example | None:
     """Return the example of a row: the messages of `data.messages_column`, or a prompt and its response, or, where
-    there is no prompt, the messages of a column of a usual name; `where` names the row in errors.
+    there is no prompt, the messages of a column of a usual name; `where` names the row in errors. None where the row's
+    reward is below `data.min_reward`.
 
     Raises:
         DataError: the row lacks a column, one has a wrong type, or the row has nothing to train on.
     """
+    if config.min_reward is not None and not _is_rewarded(row, config.min_reward, where):
+        return None
     name = config.messages_column or _usual_column(config, row)
     if name is None:
         problem = to_problem(with_responses(config), row, where)
@@ -69,6 +75,17 @@ def to_chat(config: DataConfig, row: Row, where: str) -> Example:
     if not any(_says_something(messages[index]) for index in said.trained()):
         raise DataError(f"{where}: column '{name}' has only empty messages of the assistant to train on")
     return Example((said,), where, unanswered=messages[-1]["role"] != "assistant")
+
+
+def _is_rewarded(row: Row, least: float, where: str) -> bool:
+    """Raises DataError: the row has no column of rewards, or something else in it."""
+    reward = row.get(REWARD_COLUMN)
+    if REWARD_COLUMN not in row:
+        raise DataError(f"{where}: no column '{REWARD_COLUMN}', which data.min_reward reads")
+    if reward is not None and not isinstance(reward, int | float):
+        raise DataError(f"{where}: column '{REWARD_COLUMN}' must be a number, found {reward!r:.80}")
+    # A NaN is at least nothing.
+    return reward is not None and reward >= least
 
 
 def _is_trained_on(message: Message) -> bool:

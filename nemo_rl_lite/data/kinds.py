@@ -38,10 +38,10 @@ def problems(tools: Sequence[Tool] = ()) -> Kind[Problem]:
     def from_problem(problem: Problem) -> Problem:
         return replace(problem, tools=tuple(tools))
 
-    return Kind("problems", from_row, from_problem, unread=("messages_column",), reads_answers=True)
+    return Kind("problems", from_row, from_problem, unread=("messages_column", "min_reward"), reads_answers=True)
 
 
-_CHAT_COLUMNS = ("messages_column", "tools_column")
+_CHAT_COLUMNS = ("messages_column", "tools_column", "min_reward")
 PROBLEMS = problems()
 CHATS = Kind[Example]("chats", to_chat, chat_of)
 PAIRS = Kind[Example]("pairs", to_pair, pair_of, unread=(*_CHAT_COLUMNS, "response_column", "prompt_template"))

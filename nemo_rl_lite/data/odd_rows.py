@@ -25,7 +25,8 @@ def note_odd(config: DataConfig, rows: Sequence[tuple[str, Row]], kept: Sequence
     if not kept:
         return
     if len(kept) < len(rows):
-        log.warning("%d of %d rows prefer neither response and were left out", len(rows) - len(kept), len(rows))
+        why = "prefer neither response" if config.min_reward is None else f"have {_too_little(config)}"
+        log.warning("%d of %d rows %s and were left out", len(rows) - len(kept), len(rows), why)
     for text in (
         *_of_the_system_prompt(config, rows, kept),
         *_of_repetitions(config, kept),
@@ -34,6 +35,17 @@ def note_odd(config: DataConfig, rows: Sequence[tuple[str, Row]], kept: Sequence
         *(_of_cut_numbers(config, rows) if reads_answers else ()),
     ):
         log.warning("%s", text)
+
+
+def why_left_out(config: DataConfig) -> str:
+    """What is said of a row that teaches nothing."""
+    if config.min_reward is not None:
+        return f"has {_too_little(config)}"
+    return "prefers neither response: the two are equal, or no preference is given"
+
+
+def _too_little(config: DataConfig) -> str:
+    return f"no reward of at least data.min_reward = {config.min_reward:g}"
 
 
 def note_trained_on(training: Sequence[Asked], held_out: Sequence[Asked], source: str) -> None:

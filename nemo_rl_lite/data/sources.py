@@ -10,7 +10,7 @@ from nemo_rl_lite.data.columns import find_column
 from nemo_rl_lite.data.files import share_a_file
 from nemo_rl_lite.data.gym import ReasoningGym
 from nemo_rl_lite.data.kinds import Kind
-from nemo_rl_lite.data.odd_rows import note_odd, note_trained_on
+from nemo_rl_lite.data.odd_rows import note_odd, note_trained_on, why_left_out
 from nemo_rl_lite.data.problems import Asked, Derived, FileSet, Problem, TrainingSet, is_held_out
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.rows import Row, file_rows, hub_rows
@@ -116,8 +116,7 @@ def _read[T: Asked](
         raise DataError(f"{config.train_path or config.path}: no row has the column '{tools}' (data.tools_column)")
     kept = [one for one in found if one is not None]
     if found and not kept and all_rows:
-        rule = "every row prefers neither response: the two are equal, or no preference is given"
-        raise DataError(f"{first} and the {len(found) - 1} after it: {rule}")
+        raise DataError(f"{first} and the {len(found) - 1} after it: every row {why_left_out(config)}")
     return kept
 
 

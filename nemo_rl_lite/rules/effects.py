@@ -223,6 +223,7 @@ EFFECTS = (
         lambda config: config.data.name == "hub",
         "data.name=hub",
     ),
+    Effect(("data.min_reward",), lambda config: config.data.name in ROWS, "data=samples, data=file or data=hub"),
     Effect(("data.task",), lambda config: config.data.name == "reasoning_gym", "data=reasoning_gym"),
     Effect(
         tuple(f"data.{name}" for name in ("shuffle", "answer_column", "chosen_column", "rejected_column", "train_on")),

@@ -1,0 +1,59 @@
+"""SFT on the samples of a teacher: what an evaluation has written, by reward."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_lite.data.kinds import CHATS
+from nemo_rl_lite.data.sources import training_set
+from nemo_rl_lite.errors import LauncherError
+from nemo_rl_lite.rollout.files import RolloutFiles
+from nemo_rl_lite.rules.compose import compose_config
+from tests.unit.observability.rollouts import make_rollout
+
+OFF = [f"algorithm.{name}" for name in ("val_at_start=false", "val_at_end=false", "val_period=0")]
+
+
+def samples(folder: Path, rewards: list[float | None], **changes: object):
+    """The chats that SFT trains on, of an evaluation with two samples a problem."""
+    rollout = make_rollout([f"answer {number}" for number in range(len(rewards))], rewards, samples=2)
+    RolloutFiles(folder, None, done=0).write(0, "validation", rollout)
+    path = f"data.train_path={folder}/rollouts/*.parquet"
+    own = [f"data.{name}={'null' if value is None else value}" for name, value in changes.items()]
+    config = compose_config(["algorithm=sft", "data=samples", path, "data.validation_fraction=0.0", *OFF, *own])
+    return training_set(config.data, 0, CHATS).finite()
+
+
+def test_right_answers_alone_are_trained_on(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        chats = samples(tmp_path, [0.0, 1.0, 0.5, None])
+    ((said,),) = [chat.conversations for chat in chats]
+    assert [(one["role"], one["content"]) for one in said.messages] == [
+        ("user", "question 0"),
+        ("assistant", "answer 1"),
+    ]
+    assert said.trained() == [1]
+    assert "3 of 4 rows have no reward of at least data.min_reward = 1 and were left out" in caplog.text
+
+
+@pytest.mark.parametrize(("least", "kept"), [(0.5, [1, 2]), (None, [0, 1, 2, 3]), (-1.0, [0, 1, 2])])
+def test_the_least_reward_can_be_another(tmp_path, least, kept):
+    chats = samples(tmp_path, [0.0, 1.0, 0.5, None], min_reward=least)
+    assert [chat.conversations[0].messages[-1]["content"] for chat in chats] == [f"answer {one}" for one in kept]
+
+
+def test_where_nothing_is_right_there_is_nothing_to_train_on(tmp_path):
+    with pytest.raises(LauncherError, match=r"every row has no reward of at least data\.min_reward = 1"):
+        samples(tmp_path, [0.0, None])
+
+
+@pytest.mark.parametrize(
+    ("row", "said"), [("{}", "no column 'reward', which data.min_reward"), ('{"reward": "good"}', "found 'good'")]
+)
+def test_rows_without_a_number_are_an_error(tmp_path, row, said):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(row + "\n")
+    with pytest.raises(LauncherError) as error:
+        compose_config(["algorithm=sft", "data=samples", f"data.train_path={file}"])
+    assert "row 1" in str(error.value) and said in str(error.value)
