@@ -90,8 +90,10 @@ class Reference:
                 for group in groups()
                 if SECTION_OF.get(group, group) == section
                 for path in sorted((self.folder / group).rglob("*.yaml"), key=lambda path: self._rank(group, path))
-                if file is None or path.stem == file
+                if file is None or path.stem in laid_over(self.folder / group, file)
             ]
+            # A file's own comment comes before those of the files that it is laid over.
+            places.sort(key=lambda place: file is not None and Path(place[0]).stem != file)
         for name, path in places:
             comment = read_comments(self.folder / name).keys.get(path)
             if comment:
@@ -157,6 +159,15 @@ def default_files(folder: Path) -> Mapping[str, str]:
     """Return the default file of each group."""
     listed = yaml.safe_load((folder / "train.yaml").read_text())["defaults"]
     return {group: file for item in listed if isinstance(item, dict) for group, file in item.items()}
+
+
+@cache
+def laid_over(folder: Path, file: str) -> set[str]:
+    """Return the file of a group and the files of the group that it is laid over."""
+    path = folder / f"{file}.yaml"
+    listed = (yaml.safe_load(path.read_text()) or {}).get("defaults", []) if path.exists() else []
+    bases = [base for base in listed if isinstance(base, str) and (folder / f"{base}.yaml").exists()]
+    return {file}.union(*(laid_over(folder, base) for base in bases))
 
 
 @cache

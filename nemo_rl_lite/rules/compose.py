@@ -83,9 +83,14 @@ def resolve(
     return config
 
 
+def default_values(algorithm: str) -> dict[str, Any]:
+    """The configuration of this algorithm and nothing else, which may lack what a command must give."""
+    return copy.deepcopy(_defaults((f"algorithm={algorithm}",)))
+
+
 def changed_keys(config: Config) -> list[str]:
     """The keys whose values are not the defaults of the configuration's algorithm."""
-    defaults = dict(leaves(_defaults((f"algorithm={config.algorithm.name}",))))
+    defaults = dict(leaves(default_values(config.algorithm.name)))
     return [key for key, value in leaves(dataclasses.asdict(config)) if defaults.get(key) != value]
 
 

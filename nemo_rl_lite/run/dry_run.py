@@ -16,7 +16,7 @@ from nemo_rl_lite.observability.redaction import described
 from nemo_rl_lite.planning.gpus import size_of
 from nemo_rl_lite.planning.memory_table import size
 from nemo_rl_lite.planning.page import make_plan, show
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.rules.compose import default_values
 from nemo_rl_lite.rules.machine import runs_here
 from nemo_rl_lite.run.folder import LOCK_FILE, check_folder, locked
 from nemo_rl_lite.run.jobs.interface import make_job
@@ -56,6 +56,6 @@ def dry_run(config: Config, overrides: Sequence[str], run_folder: Path | None) -
 
 def differences(config: Config) -> list[list[str]]:
     """List key, default and value of every key that differs from the algorithm's defaults."""
-    defaults = dataclasses.asdict(compose_config([f"algorithm={config.algorithm.name}"]))
+    defaults = default_values(config.algorithm.name)
     changes = changed(defaults, dataclasses.asdict(config), but_for=())
     return [[key, repr(before), repr(now)] for key, (before, now) in changes.items()]

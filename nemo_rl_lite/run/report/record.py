@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from nemo_rl_lite.observability.profiling import SUFFIX
 from nemo_rl_lite.observability.redaction import redact, redact_command
 from nemo_rl_lite.observability.samples import spread, text_of
 from nemo_rl_lite.rollout.files import read_rollout, rollout_files
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.rules.compose import default_values
 from nemo_rl_lite.run.folder import COMMAND_FILE, CONFIG_FILE, ERROR_FILE, STATUS_FILE
 from nemo_rl_lite.run.report.busy import UNREADABLE, busy_by_phase, traces_of
 from nemo_rl_lite.run.report.timeline import timeline
@@ -105,7 +105,7 @@ def read_run(folder: Path) -> RunRecord:
 def defaults_of(algorithm: str) -> dict[str, Any]:
     """The default configuration of an algorithm by dotted key; empty for an unknown algorithm."""
     try:
-        return dict(leaves(asdict(compose_config([f"algorithm={algorithm}"]))))
+        return dict(leaves(default_values(algorithm)))
     except ConfigError:
         return {}
 

@@ -6,7 +6,7 @@ from inspect import signature
 
 import pytest
 
-from nemo_rl_lite.config.algorithms import ALGORITHMS, compares, generates
+from nemo_rl_lite.config.algorithms import ALGORITHMS, compares, generates, has_teacher
 from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.config.keys import groups
 from nemo_rl_lite.config.schema import Config, GenerationConfig
@@ -20,9 +20,16 @@ PACKAGE = ROOT / "nemo_rl_lite"
 REGISTRIES = {PACKAGE / "config" / name for name in ("algorithms.py", "engines.py", "schema.py")}
 
 
+def composed(file: str) -> Config:
+    """The configuration with this algorithm and what a command must add."""
+    has_teacher = file in ALGORITHMS and ALGORITHMS[file].has_teacher
+    teacher = ["teacher.model_name=embedded:reverse-digits"] if has_teacher else []
+    return compose_config([f"algorithm={file}", *teacher])
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithms_row_leads_to_its_code(name):
-    row, config = ALGORITHMS[name], compose_config([f"algorithm={name}"])
+    row, config = ALGORITHMS[name], composed(name)
     assert isinstance(config.algorithm, row.options)
     assert isinstance(imported(row.data), Kind)
     assert list(signature(imported(row.job)).parameters) == ["config", "folder", "console", "model_path"]
@@ -34,7 +41,7 @@ def test_an_algorithms_row_leads_to_its_code(name):
 def test_rows_are_those_of_the_configuration():
     union = typing.get_args(Config.__annotations__["algorithm"])[0]
     assert set(typing.get_args(union)) == {row.options for row in ALGORITHMS.values()}
-    names = {file: compose_config([f"algorithm={file}"]).algorithm.name for file in groups()["algorithm"]}
+    names = {file: composed(file).algorithm.name for file in groups()["algorithm"]}
     assert {name for file, name in names.items() if file == name} == ALGORITHMS.keys() == set(names.values())
     assert set(typing.get_args(GenerationConfig.__annotations__["backend"])) == ENGINES.keys()
 
@@ -42,6 +49,8 @@ def test_rows_are_those_of_the_configuration():
 def test_what_follows_from_a_row():
     assert [generates(compose_config([f"algorithm={name}"])) for name in ("grpo", "sft", "dpo")] == [True, False, False]
     kl = "algorithm.loss_fn.reference_policy_kl_penalty"
+    taught = {name: has_teacher(composed(name)) for name in ALGORITHMS}
+    assert taught == {name: name == "distillation" for name in ALGORITHMS}
     asked = [["algorithm=sft"], ["algorithm=dpo"], [f"{kl}=0.0"], [f"{kl}=0.1"]]
     assert [compares(compose_config(one)) for one in asked] == [False, True, False, True]
 
