@@ -22,6 +22,8 @@ Reward = Callable[[str, Problem], float | Awaitable[float]]
 BatchReward = Callable[[Sequence[str], Sequence[Problem]], Awaitable[list[float | RewardError]]]
 """Returns for each response its reward, or why there is none. A user's function may raise anything."""
 
+# The name of the reward that is always 0.
+NONE = "none"
 # Values are paths, because some modules import slow or optional packages.
 REWARDS = {
     "exact_match": "nemo_rl_lite.rewards.text.exact_match",
@@ -31,10 +33,11 @@ REWARDS = {
     "reasoning_gym": "nemo_rl_lite.rewards.gym.task_score",
     "program": "nemo_rl_lite.rewards.program.passes_tests",
     "judge": "nemo_rl_lite.rewards.llm_judge.LLMJudge",
+    NONE: "nemo_rl_lite.rewards.text.nothing",
 }
 
 # These need no process of their own to be ended in time.
-INSTANT = frozenset({"exact_match", "last_number"})
+INSTANT = frozenset({"exact_match", "last_number", NONE})
 
 
 def find_reward(name: str, kwargs: Mapping[str, Any], section: str = "reward") -> Reward:

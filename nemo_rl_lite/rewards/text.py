@@ -22,6 +22,11 @@ def format_match(response: str, answer: str, pattern: str) -> float:
     return float(re.fullmatch(pattern, response.strip(), re.DOTALL) is not None)
 
 
+def nothing(response: str, answer: str) -> float:
+    """Return 0."""
+    return 0.0
+
+
 def last_number(response: str, answer: str) -> float:
     """Return 1 where the last number in the response is the answer, else 0; thousands separators are ignored.
 

@@ -4,11 +4,12 @@ import ast
 import importlib.util
 from collections.abc import Iterator
 
-from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
+from nemo_rl_lite.config.algorithms import has_teacher
+from nemo_rl_lite.config.schema import Config, GRPOConfig, RolloutAlgorithmConfig
 from nemo_rl_lite.data.sources import ROWS
 from nemo_rl_lite.environments.registry import ENVIRONMENTS
 from nemo_rl_lite.errors import Violation
-from nemo_rl_lite.rewards.registry import INSTANT, REWARDS
+from nemo_rl_lite.rewards.registry import INSTANT, NONE, REWARDS
 from nemo_rl_lite.rewards.terms import Term, terms_of
 from nemo_rl_lite.rules import code
 from nemo_rl_lite.rules.base import rule
@@ -121,6 +122,18 @@ def rewards_have_answers(config: Config) -> Iterator[Violation]:
         rule_text = f"is null, and {needing[0].section}.name = {needing[0].name} compares responses with the answer"
         fix = "data.answer_column=answer, or a reward that needs none, such as reward=format or reward=judge"
         yield Violation("data.answer_column", None, rule_text, fix)
+
+
+@rule("reward", "algorithm", "environment.name", "agent.name", options=GRPOConfig)
+def what_teaches_is_rewarded(config: Config) -> Iterator[Violation]:
+    """Yield where the policy learns from the reward, and there is none. Other environments and agents may judge."""
+    judged = config.agent.name is None and config.environment.name in (None, *_ANSWERING)
+    learns = not has_teacher(config) or getattr(config.options(GRPOConfig).loss_fn, "reward_coef", 0) > 0
+    if judged and learns and all(term.name == NONE for term in terms_of(config.reward)):
+        rule_text = "learns from the reward, and reward=none is 0 for every response"
+        fix = "reward=exact_match or another, or algorithm=distillation, which learns from a teacher"
+        # Not a key of the reward: an evaluation without one learns nothing, and is allowed.
+        yield Violation("algorithm.name", config.algorithm.name, rule_text, fix)
 
 
 @rule("environment", options=RolloutAlgorithmConfig)

@@ -22,7 +22,6 @@ from nemo_rl_lite.run.workers.remote_policy import combine_moves
 MEMORY = {
     "measured/logprob/teacher_weights": "measured/logprob/teacher_weights",
     "policy_peak_bytes/logprob": "teacher_peak_bytes/logprob",
-    "device_bytes/logprob": "device_bytes/teacher_logprob",
 }
 
 
