@@ -33,6 +33,7 @@ READERS = {
     "environment.name",
     "environment.kwargs.tools",
     "agent.name",
+    "teacher.model_name",
 }
 NEMO_RL = DOCS / "from_nemo_rl.md"
 

@@ -1,0 +1,103 @@
+"""Which replica of a teacher scores which rows, and where its scores end up, without processes."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
+from nemo_rl_lite.policy.megatron.model import ParallelPlace
+from nemo_rl_lite.policy.megatron.teacher import TeacherScores
+from nemo_rl_lite.run.workers import remote_teacher
+from nemo_rl_lite.run.workers.remote_teacher import RemoteTeacher
+
+ROWS = TokenRows.of([TokenRow(list(range(10 * row, 10 * row + 1 + row)), [True] * (row + 1)) for row in range(5)])
+
+
+class Worker:
+    """One rank: a token's logprob is minus the token, and its two largest logits are of the tokens after it."""
+
+    def __init__(self, data_rank: int, replicas: int, reports: bool, topk: bool):
+        self.own = ParallelPlace(data_rank, replicas, 0 if reports else 1, 0, True, False)
+        self.calls, self.rows, self.topk = [], 0, topk
+
+    def place(self):
+        return self.own
+
+    def prepare_for_logprob(self):
+        self.calls.append("prepare_for_logprob")
+
+    def leave(self):
+        self.calls.append("leave")
+
+    def score(self, rows):
+        self.calls.append("score")
+        self.rows = len(rows)
+        if not self.own.reports:
+            return None
+        tokens = rows.tokens
+        ids = np.stack([tokens + 1, tokens + 2], axis=1).astype(np.int32)
+        return TeacherScores(-tokens.astype(np.float32), *((ids * 0.5, ids) if self.topk else (None, None)))
+
+    def take_memory(self):
+        other = {"measured/logprob/activations": 9.0}
+        return {"measured/logprob/teacher_weights": 5.0 + self.own.data_rank} | other
+
+
+class Group:
+    def __init__(self, replicas: int, topk: bool):
+        ranks = [(data, reports) for data in range(replicas) for reports in (True, False)]
+        self.workers = [Worker(data, replicas, reports, topk) for data, reports in ranks]
+
+    def put(self, value):
+        return value
+
+    def call(self, method, *arguments, phase=""):
+        return [getattr(worker, method)(*arguments) for worker in self.workers]
+
+    def call_each(self, method, arguments, phase=""):
+        return [getattr(worker, method)(*own) for worker, own in zip(self.workers, arguments, strict=True)]
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch):
+    monkeypatch.setattr(remote_teacher, "wait", lambda results: results)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_scores_are_where_their_tokens_are(replicas):
+    group = Group(replicas, topk=True)
+    scored = RemoteTeacher(group).scored(ROWS)
+    assert (scored.teacher_logprobs == -ROWS.tokens).all() and (scored.tokens == ROWS.tokens).all()
+    assert (scored.teacher_topk_ids[:, 1] == ROWS.tokens + 2).all()
+    # A replica's ranks score the same rows, and as many as another's.
+    assert {worker.rows for worker in group.workers} == {-(-len(ROWS) // replicas)}
+    assert all(worker.calls == ["prepare_for_logprob", "score", "leave"] for worker in group.workers)
+    batch = Batch.padded(scored.select([3, 1]))
+    assert batch.teacher_logprobs.tolist() == [[-30, -31, -32, -33], [-10, -11, 0, 0]]
+    assert batch.teacher_topk_ids.shape == (2, 4, 2) and batch.teacher_topk_ids[1, 1].tolist() == [12, 13]
+    assert batch.teacher_topk_logits[0, 0].tolist() == [15.5, 16.0]
+
+
+def test_without_largest_logits_there_are_none():
+    scored = RemoteTeacher(Group(2, topk=False)).scored(ROWS)
+    assert scored.teacher_topk_ids is None and Batch.padded(scored).teacher_topk_logits is None
+    assert scored[2].teacher_logprobs.tolist() == [-20, -21, -22] and ROWS.teacher_logprobs is None
+
+
+def test_long_rows_are_shared_by_their_work():
+    group = Group(2, topk=False)
+    seen = []
+    for worker in group.workers:
+        worker.score = lambda rows, own=worker: seen.append(rows.lengths.tolist()) or Worker.score(own, rows)
+    RemoteTeacher(group, cost=lambda tokens: tokens**3).scored(ROWS.select([4, 3, 0, 1]))
+    assert sorted(map(sorted, seen[::2])) == [[1, 5], [2, 4]]
+
+
+def test_memory_is_that_of_the_weights():
+    assert RemoteTeacher(Group(2, topk=False)).take_memory() == {"measured/logprob/teacher_weights": 6.0}
+
+
+def test_a_teacher_of_unknown_shape_counts_tokens(tmp_path):
+    config = SimpleNamespace(teacher=SimpleNamespace(model_name=str(tmp_path)))
+    assert RemoteTeacher.of(config, Group(1, topk=False)).scored(ROWS).teacher_logprobs is not None
