@@ -78,6 +78,14 @@ def test_sft_has_two_phases_and_no_engines():
         table.policy_places(Phase.GENERATE)
 
 
+@pytest.mark.parametrize(("offload", "places"), [("true", (H, D, H, H)), ("false", (D, D, D, D))])
+def test_a_teacher_is_on_the_device_to_score(offload, places):
+    own = ["algorithm=distillation", "teacher.model_name=embedded:reverse-digits", f"teacher.offload={offload}"]
+    table = residency(*own)
+    assert row(table, Component.TEACHER_WEIGHTS) == places
+    assert Component.TEACHER_WEIGHTS not in residency().components
+
+
 def test_predicting_imports_nothing_heavy():
     heavy = "{'torch', 'ray', 'vllm', 'megatron', 'transformers'} & set(sys.modules)"
     code = f"import sys, nemo_rl_lite.planning.memory_table; print(*({heavy}))"

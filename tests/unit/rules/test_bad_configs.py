@@ -36,6 +36,7 @@ SHARE = "policy.megatron_cfg.activation_offload_fraction"
 JUDGE = "reward=judge reward.kwargs.base_url=http://localhost:8000/v1 reward.kwargs.model=m"
 FILES = "data=file data.train_path=DATA data.validation_path=DATA"
 OFF = "algorithm.val_at_start=false algorithm.val_at_end=false algorithm.val_period=0"
+TAUGHT = "algorithm=distillation teacher.model_name=embedded:reverse-digits"
 GPU = (
     "cluster.gpus_per_node=1 policy=megatron_gpu generation=transformers policy.max_total_sequence_length=64 "
     "generation.max_new_tokens=16"
@@ -932,6 +933,53 @@ CASES = {
         "algorithm.label_smoothing",
         "preference_loss=ipo has no such term",
     ],
+    "algorithm=distillation": ["teacher.model_name", "is null", "teacher.model_name=FOLDER"],
+    "teacher.model_name=MODEL": ["teacher.model_name", "has no effect", "algorithm=distillation"],
+    "algorithm=distillation teacher.model_name=./nowhere": ["teacher.model_name", "no such folder"],
+    f"{TAUGHT} cluster.cpu_ranks=2 teacher.megatron_cfg.tensor_model_parallel_size=4": [
+        "teacher.megatron_cfg.tensor_model_parallel_size",
+        "must divide the 2 policy ranks",
+    ],
+    f"{TAUGHT} cluster.cpu_ranks=3 teacher.megatron_cfg.pipeline_model_parallel_size=3": [
+        "teacher.megatron_cfg.pipeline_model_parallel_size",
+        "must divide the model's 4 layers",
+    ],
+    f"{TAUGHT} teacher.megatron_cfg.sequence_parallel=true": ["teacher.megatron_cfg.sequence_parallel", "on a CPU"],
+    f"{TAUGHT} policy.sequence_packing.enabled=true teacher.logprob_mb_tokens=16": [
+        "teacher.logprob_mb_tokens = 16",
+        "must hold one sequence",
+        "teacher.logprob_mb_tokens=32",
+    ],
+    f"{TAUGHT} teacher.logprob_mb_tokens=64": ["teacher.logprob_mb_tokens", "policy.sequence_packing.enabled=true"],
+    f"{TAUGHT} algorithm.topk_logits_k=0": ["algorithm.topk_logits_k", "greater than 0"],
+    f"{TAUGHT} algorithm.topk_logits_k=1000": ["algorithm.topk_logits_k", "exceeds the teacher's"],
+    "algorithm=distillation teacher.model_name=MODEL algorithm.topk_logits_k=8": [
+        "teacher.model_name",
+        "the policy does not have",
+        "algorithm.topk_logits_k=null",
+    ],
+    f"{TAUGHT} {LOSS}.kl_type=reverse": [f"{LOSS}.kl_type", "algorithm.topk_logits_k=64"],
+    f"{TAUGHT} algorithm.topk_logits_k=8 {LOSS}.kl_type=forward {LOSS}.mixed_kl_weight=0.2": [
+        f"{LOSS}.mixed_kl_weight",
+        f"{LOSS}.kl_type=mixed",
+    ],
+    f"{TAUGHT} algorithm.topk_logits_k=8 {LOSS}.ratio_clip_min=0.1": [
+        f"{LOSS}.ratio_clip_min",
+        "algorithm.topk_logits_k=null",
+    ],
+    f"{TAUGHT} algorithm.topk_logits_k=8 {LOSS}.reward_coef=0.5": [f"{LOSS}.reward_coef", "on sampled tokens"],
+    f"{TAUGHT} algorithm.num_generations_per_prompt=1 {LOSS}.reward_coef=0.5 policy.train_global_batch_size=64": [
+        "algorithm.num_generations_per_prompt",
+        "the reward compares samples",
+    ],
+    f"{TAUGHT} algorithm.use_dynamic_sampling=true": [
+        "algorithm.use_dynamic_sampling",
+        "which the teacher teaches as well",
+    ],
+    f"{TAUGHT} algorithm.normalize_rewards=false": ["algorithm.normalize_rewards", f"{LOSS}.reward_coef=1.0"],
+    "reward=none": ["algorithm.name", "reward=none is 0 for every response", "algorithm=distillation"],
+    "data.min_reward=1.0": ["data.min_reward", "is not read with algorithm=grpo", "algorithm=sft"],
+    "algorithm=sft data.min_reward=1.0": ["data.min_reward", "has no effect", "data=samples"],
     "algorithm=dpo algorithm.label_smoothing=0.5": ["algorithm.label_smoothing", "less than 0.5"],
     "algorithm=dpo algorithm.preference_loss=kto": ["algorithm.preference_loss", "'dpo', 'ipo'"],
     "algorithm=dpo data=reasoning_gym data.task=chain_sum data.validation_fraction=0.1": [
