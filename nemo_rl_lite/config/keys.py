@@ -201,6 +201,9 @@ def unknown_key(key: str, given: object, known: Sequence[str]) -> Violation:
     have = [file for file in files if len(files) > 1 and key in known_keys((f"{section}={file}",))]
     # A file over another of them, which it names, says nothing more.
     owners = [f"{section}={file}" for file in have if _name_in(section, file) not in {*have} - {file}]
+    usual = f"{section}={compose_files(())[section].get('name')}" if owners else ""
+    # The group's default file comes first, and is what the fix names.
+    owners.sort(key=lambda owner: owner != usual)
     if owners:
         return Violation(key, given, f"is a key of {' and '.join(owners)} only", f"remove it, or {owners[0]}")
     if f"{key}.".startswith(f"{_DTENSOR}."):

@@ -752,14 +752,17 @@ CASES = {
     "environment.max_turns=3": ["environment.max_turns", "without an environment", "environment=calculator"],
     "environment=calculator environment.max_turns=0": ["environment.max_turns", "greater than 0"],
     # Algorithms: each has its own keys and rules, and only those of the chosen one are checked.
-    "algorithm=sftt": ["algorithm", "did you mean algorithm=sft", "cispo, dapo, dpo"],
+    "algorithm=sftt": ["algorithm", "did you mean algorithm=sft", "cispo, dapo, distillation, dpo"],
     "algorithm.name=sft": ["algorithm.name", "is set by the algorithm's file", "algorithm=sft"],
     "algorithm.max_num_epochs=2": ["algorithm.max_num_epochs", "is a key of algorithm=dpo and algorithm=sft only"],
     "algorithm=sft algorithm.num_prompts_per_step=4": [
         "algorithm.num_prompts_per_step",
-        "is a key of algorithm=grpo only",
+        "is a key of algorithm=grpo and algorithm=distillation only",
     ],
-    f"algorithm=sft {LOSS}.ratio_clip_min=0.1": [f"{LOSS}.ratio_clip_min", "is a key of algorithm=grpo only"],
+    f"algorithm=sft {LOSS}.ratio_clip_min=0.1": [
+        f"{LOSS}.ratio_clip_min",
+        "is a key of algorithm=grpo and algorithm=distillation only",
+    ],
     "algorithm=sft algorithm.max_num_epoch=2": ["algorithm.max_num_epoch", "did you mean algorithm.max_num_epochs"],
     "algorithm=sft algorithm.max_num_epochs=0": ["algorithm.max_num_epochs", "greater than 0", "1 problem found"],
     "algorithm=sft algorithm.seed=abc": ["algorithm.seed", "must be an integer", "1 problem found"],

@@ -182,7 +182,10 @@ def test_who_gives_a_key_expects_an_effect(tmp_path):
         compose_command(given)
     told = {violation.key: violation.fix for violation in error.value.violations}
     assert list(told) == ["reward", "generation.top_p", "environment.max_turns", "profile.tool"]
-    assert told["reward"] == "leave reward out, or algorithm=grpo" and "profile.steps=[3]" in told["profile.tool"]
+    assert (
+        told["reward"] == "leave reward out, or algorithm=grpo or algorithm=distillation"
+        and "profile.steps=[3]" in told["profile.tool"]
+    )
     assert resolve(keys.compose_files(given)).generation.top_p == 0.5
     assert compose_command(["algorithm=sft", "reward=exact_match", "environment=none", "generation=vllm_gpu"])
 
@@ -225,7 +228,7 @@ def test_a_recipes_algorithm_is_spoken_of_when_a_key_of_it_is_wrong(tmp_path, mo
         keys.known_keys.cache_clear()
     assert [violation.key for violation in error.value.violations] == ["algorithm.max_num_epoch", "algorithm.loss_fn"]
     assert "did you mean algorithm.max_num_epochs?" in str(error.value)
-    assert "is a key of algorithm=grpo only" in str(error.value)
+    assert "is a key of algorithm=grpo and algorithm=distillation only" in str(error.value)
 
 
 def test_a_value_of_a_wrong_type_is_one_problem():
