@@ -90,10 +90,8 @@ class Samples:
                 continue
             if sample.tokens:
                 cached += sample.prompt + len(sample.tokens)
-            # Column 0 has the sampled token's logprob. [tokens, 1]
-            logprobs = [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
             reason = None if output.finish_reason is None else str(output.finish_reason)
-            if sample.add(output.new_token_ids, logprobs, reason == "stop"):
+            if sample.add(output.new_token_ids, _logprobs(output.new_logprobs), reason == "stop"):
                 if reason is None:
                     stopped.append(output.request_id)
                 reason = "stop"
@@ -133,6 +131,13 @@ class Samples:
     def take_one(self, number: int) -> Completion | None:
         """The response to this request if it has ended, else None."""
         return self._finished.pop(number, None)
+
+
+def _logprobs(given: Any) -> list[float]:
+    """The sampled tokens' logprobs: `scheduler.py` gives them as they are, vLLM in column 0 of an array."""
+    if given is None or isinstance(given, list):
+        return given or []
+    return given.logprobs[:, 0].tolist()
 
 
 def _drafts(statistics: Any) -> Drafts:
