@@ -37,8 +37,9 @@ SHARED_GPU = [
     *("generation.vllm_cfg.gpu_memory_utilization=0.06", "+generation.vllm_kwargs.kv_cache_memory_bytes=2000000000"),
 ]
 SMALL = [
+    "generation=transformers",
     *("algorithm.num_prompts_per_step=4", "algorithm.num_generations_per_prompt=4", "cluster.threads_per_worker=1"),
-    *("policy.train_global_batch_size=8", "policy.train_micro_batch_size=8", "generation.vllm_cfg.max_num_seqs=32"),
+    *("policy.train_global_batch_size=8", "policy.train_micro_batch_size=8"),
 ]
 
 
