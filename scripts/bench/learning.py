@@ -10,7 +10,6 @@ are in the record with what they had measured, and are run again by a call that 
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -66,7 +65,12 @@ def main() -> None:
 
 def explore(given: argparse.Namespace) -> None:
     """Print what each task begins and ends with, as its runs end."""
-    runs = [(task, name, seed) for seed in given.seeds or [1] for name in given.algorithms or ["grpo"] for task in given.tasks]
+    runs = [
+        (task, name, seed)
+        for seed in given.seeds or [1]
+        for name in given.algorithms or ["grpo"]
+        for task in given.tasks
+    ]
 
     def show(ended: Ended) -> None:
         print(learning_record.line(ended.job.name, learning_record.run_of(ended)), flush=True)

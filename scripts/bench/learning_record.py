@@ -3,6 +3,7 @@
 import argparse
 import json
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,15 @@ def line(name: str, run: dict[str, Any]) -> str:
     found, rewards = run["validation"], [reward for _, reward in run["train_reward"]]
     if not found or not rewards:
         return f"{name:40} nothing measured, {run['seconds']:.0f} s"
-    best = max(one["accuracy"] for one in found)
-    state = "" if run["finished"] else ", NOT FINISHED"
-    return (
-        f"{name:40} held out {_shown(found[0])} -> {_shown(found[-1])} (best {best:.3f}, {found[-1]['problems']} problems)"
-        f", reward {rewards[0]:.3f} -> {statistics.mean(rewards[-LAST:]):.3f}, {len(rewards)} steps of "
-        f"{run['step_seconds']:.2f} s, {run['seconds']:.0f} s in all{state}"
-    )
+    first, last = found[0], found[-1]
+    parts = [
+        f"held out {_shown(first)} -> {_shown(last)} of {last['problems']}, best {max(o['accuracy'] for o in found):.3f}",
+        f"always the same answer {first['commonest_answer']:.3f}",
+        f"reward {rewards[0]:.3f} -> {statistics.mean(rewards[-LAST:]):.3f}",
+        f"{len(rewards)} steps of {run['step_seconds']:.2f} s, {run['seconds']:.0f} s in all",
+        *([] if run["finished"] else ["NOT FINISHED"]),
+    ]
+    return f"{name:28} {', '.join(parts)}"
 
 
 def earlier(path: Path) -> list[dict[str, Any]]:
@@ -65,6 +68,9 @@ def summary(name: str, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         record.result("held-out accuracy before", config, "share", [run["validation"][0]["accuracy"] for run in runs]),
         record.result("held-out accuracy after", config, "share", [run["validation"][-1]["accuracy"] for run in runs]),
+        record.result(
+            "the commonest answer's share", config, "share", [run["validation"][0]["commonest_answer"] for run in runs]
+        ),
         record.result(f"mean reward of the last {LAST} steps", config, "share", last),
         record.result("step, several runs on the GPU", config, "s", [run["step_seconds"] for run in runs]),
     ]
@@ -76,20 +82,25 @@ def _validations(ended: Ended) -> list[dict[str, Any]]:
     found = []
     for line in ended.lines:
         if "validation/accuracy" in line and line["step"] in files:
-            sums: dict[int, list[float]] = {}
-            for row in read_rollout(files[line["step"]]):
-                sums.setdefault(row["problem"], []).append(row["reward"])
-            ends = interval([sum(one) for one in sums.values()], [len(one) for one in sums.values()])
-            found.append(
-                {
-                    "step": line["step"],
-                    "accuracy": _rounded(line["validation/accuracy"]),
-                    "interval": [_rounded(end) for end in ends],
-                    "problems": len(sums),
-                    "length": _rounded(line["validation/avg_length"]),
-                }
-            )
+            found.append(_validation(line, read_rollout(files[line["step"]])))
     return found
+
+
+def _validation(line: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    rewards: dict[int, list[float]] = {}
+    for row in rows:
+        rewards.setdefault(row["problem"], []).append(row["reward"])
+    ends = interval([sum(one) for one in rewards.values()], [len(one) for one in rewards.values()])
+    most = Counter(row["answer"] for row in rows).most_common(1)[0][1]
+    return {
+        "step": line["step"],
+        "accuracy": _rounded(line["validation/accuracy"]),
+        "interval": [_rounded(end) for end in ends],
+        "problems": len(rewards),
+        "length": _rounded(line["validation/avg_length"]),
+        # What always giving the same answer would reach.
+        "commonest_answer": _rounded(most / len(rows)),
+    }
 
 
 def _shown(one: dict[str, Any]) -> str:

@@ -105,7 +105,9 @@ def _ended(one: Running, folder: Path) -> Ended:
         end = "\n".join(_log(folder, one.job).read_text(errors="replace").splitlines()[-25:])
         print(f"{one.job.name} ended with status {one.process.returncode} after {seconds:.0f} s:\n{end}", flush=True)
         for log in sorted(place.glob("logs/*.log")):
-            print(f"--- the end of {log.name}", *log.read_text(errors="replace").splitlines()[-12:], sep="\n", flush=True)
+            print(
+                f"--- the end of {log.name}", *log.read_text(errors="replace").splitlines()[-12:], sep="\n", flush=True
+            )
     return Ended(one.job, one.process.returncode, seconds, lines, place)
 
 
