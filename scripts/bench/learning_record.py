@@ -35,9 +35,9 @@ def line(name: str, run: dict[str, Any]) -> str:
     found, rewards = run["validation"], [reward for _, reward in run["train_reward"]]
     if not found or not rewards:
         return f"{name:40} nothing measured, {run['seconds']:.0f} s"
-    first, last = found[0], found[-1]
+    first, last, best = found[0], found[-1], max(one["accuracy"] for one in found)
     parts = [
-        f"held out {_shown(first)} -> {_shown(last)} of {last['problems']}, best {max(o['accuracy'] for o in found):.3f}",
+        f"held out {_shown(first)} -> {_shown(last)} of {last['problems']}, best {best:.3f}",
         f"always the same answer {first['commonest_answer']:.3f}",
         f"reward {rewards[0]:.3f} -> {statistics.mean(rewards[-LAST:]):.3f}",
         f"{len(rewards)} steps of {run['step_seconds']:.2f} s, {run['seconds']:.0f} s in all",
