@@ -1,4 +1,5 @@
-"""Render docs/benchmarks/*.json into docs/benchmarks/README.md and the tables of the pages that `TABLES` names.
+"""Render docs/benchmarks/*.json into docs/benchmarks/README.md and the tables of the pages that `TABLES` names, and
+the picture and table of what the algorithms learned into README.md.
 
 With --check it writes nothing and fails where a page is stale.
 """
@@ -10,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import learning_figure
 import record
 
 PAGE = record.FOLDER / "README.md"
+README = record.ROOT / "README.md"
 QUICKSTART = record.ROOT / "docs" / "quickstart.md"
 GPUS = record.ROOT / "docs" / "gpus.md"
 MEMORY = record.ROOT / "docs" / "memory.md"
@@ -190,11 +193,17 @@ TABLES = {
 
 def main() -> None:
     records = [json.loads(path.read_text()) for path in sorted(record.FOLDER.glob("*.json"))]
-    stale = [path for path, text in pages(records).items() if path.read_text() != text] if "--check" in sys.argv else []
-    if stale:
-        sys.exit(f"out of date: {', '.join(path.name for path in stale)}; run python scripts/bench/render.py")
-    for path, text in pages(records).items():
+    texts = pages(records)
+    stale = [path for path, text in texts.items() if path.read_text() != text]
+    stale += [learning_figure.PICTURE] if learning_figure.is_stale(records) else []
+    if "--check" in sys.argv:
+        if stale:
+            sys.exit(f"out of date: {', '.join(path.name for path in stale)}; run python scripts/bench/render.py")
+        return
+    for path, text in texts.items():
         path.write_text(text)
+    if learning_figure.PICTURE in stale:
+        learning_figure.draw(records)
 
 
 def pages(records: list[dict[str, Any]]) -> dict[Path, str]:
@@ -212,6 +221,9 @@ def pages(records: list[dict[str, Any]]) -> dict[Path, str]:
         lines = settings_table(one, table.columns) if table.columns else results_table(one, table.rows)
         after = rest.split(f"<!-- /{mark} -->")[1]
         texts[table.page] = "\n".join([f"{before}<!-- {mark} -->", *lines, f"<!-- /{mark} -->{after}"])
+    before, rest = README.read_text().split("<!-- learning -->\n")
+    learned = "".join(f"{line}\n" for line in learning_figure.table(records, "docs/"))
+    texts[README] = f"{before}<!-- learning -->\n{learned}<!-- /learning -->{rest.split('<!-- /learning -->')[1]}"
     return {PAGE: "\n".join([*head, *(line for one in records for line in section(one))])} | texts
 
 
