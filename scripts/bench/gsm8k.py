@@ -21,13 +21,15 @@ import record
 STAGES = ("before", "sft", "between", "grpo", "after")
 EVALUATED = {"before": "before", "between": "after SFT", "after": "after SFT and GRPO"}
 TRAINED = {"sft": "SFT", "grpo": "GRPO after SFT"}
+NUMBERS = ("problems", "samples", "sampling", "seed", "avg", "pass_at_k", "mean_length", "truncated_share")
+"""Of an evaluation's summary; its paths are this machine's."""
 LAST = 10
 STEPS_PER_EPOCH = 116
 """Of SFT: 7,466 chats of the train split fit, 64 a step."""
 KEPT = ["logger.plots=false", "checkpoint.save_period=0", "algorithm.val_at_start=false", "algorithm.val_at_end=false"]
 GPU = {
     "sft": ["recipes=sft-smollm2-135m-1n1g-gsm8k", "policy.megatron_cfg.optimizer.lr=2.0e-4"],
-    # More responses to a question than in the recipe: few are right, and a question without a right one teaches nothing.
+    # More responses to a question than the recipe has: few are right, and a question without one teaches nothing.
     "grpo": [
         *("recipes=grpo-smollm2-135m-1n1g-gsm8k", "algorithm.num_prompts_per_step=32"),
         *("algorithm.num_generations_per_prompt=16", "policy.train_global_batch_size=256"),
@@ -93,7 +95,7 @@ def _train(given: argparse.Namespace, stage: str) -> dict[str, Any]:
     seconds = _command(["nemo_rl_lite.train", *overrides, f"hydra.run.dir={run}"])
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rewards = [line["train/reward"] for line in lines if "train/reward" in line]
-    return {"seconds": seconds, "rewards": rewards, "overrides": overrides}
+    return {"seconds": seconds, "rewards": [float(f"{one:.5g}") for one in rewards]}
 
 
 def _evaluate(given: argparse.Namespace, stage: str) -> dict[str, Any]:
@@ -111,16 +113,14 @@ def _evaluate(given: argparse.Namespace, stage: str) -> dict[str, Any]:
         output = given.folder / f"{stage}-{what}"
         shutil.rmtree(output, ignore_errors=True)
         keys = [
-            "data=gsm8k",
-            "data.name=file",
-            f"data.validation_path={_file(given, 'test')}",
-            "reward=last_number",
-            "generation.max_new_tokens=300",
+            *("data=gsm8k", "data.name=file", f"data.validation_path={_file(given, 'test')}", "data.too_long=drop"),
+            *("reward=last_number", "generation.max_new_tokens=300", "policy.max_total_sequence_length=640"),
+            *(SMALL if given.small else GPU)["evaluate"],
         ]
-        keys += ["policy.max_total_sequence_length=640", *(SMALL if given.small else GPU)["evaluate"]]
         command = ["nemo_rl_lite.evaluate", str(model[stage]), *keys, *asked, "--output", str(output)]
         seconds = _command(command)
-        found[what] = json.loads((output / "summary.json").read_text()) | {"seconds": seconds}
+        summary = json.loads((output / "summary.json").read_text())
+        found[what] = {name: summary[name] for name in NUMBERS} | {"seconds": seconds}
     return found
 
 
