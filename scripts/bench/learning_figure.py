@@ -57,7 +57,14 @@ def table(records: Sequence[Record], folder: str) -> list[str]:
     tasks = drawn(records)
     if not tasks:
         return []
+    model, steps = tasks[0]["note"].split(",")[0].removeprefix("model: "), sorted({one["steps"] for one in tasks})
+    where = ", ".join(f"[{_title(one)}]({folder}benchmarks/README.md#{_anchor(one)})" for one in tasks)
     lines = [
+        f"What {model} learns in {' or '.join(map(str, steps))} steps of each algorithm, with its file's settings but one "
+        "learning rate, no KL penalty and four optimizer steps a rollout, on tasks of reasoning-gym that it solves now "
+        f"and then ({where}). Curves are means over seeds, bands go from the least to the most; held-out problems are "
+        "never trained on:",
+        "",
         f"![held-out accuracy of five algorithms over the steps of training]({folder}images/learning.svg)",
         "",
         "| task | algorithm | seeds | before | after (95 % interval over problems) | least and most of the seeds |",
@@ -103,6 +110,10 @@ def _finished(run: dict[str, Any]) -> bool:
 
 def _title(one: Record) -> str:
     return one["task"].replace("-", " ")
+
+
+def _anchor(one: Record) -> str:
+    return f"{one['bench']}-on-{one['hardware']['name']}"
 
 
 def _digest(records: Sequence[Record]) -> str:

@@ -39,6 +39,8 @@ class Table:
     hardware: str
     rows: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+    optional: bool = False
+    """Without the record there is no table, and that is no error."""
 
 
 MEASURED = ("generation-0", "policy-0", "launcher")
@@ -118,6 +120,7 @@ TABLES = {
         ),
     ),
     "supervised table": Table(SUPERVISED, "supervised-gsm8k", "1x-h100", LEARNED),
+    "SFT then GRPO table": Table(SUPERVISED, "learning-gsm8k", "1x-h100", optional=True),
     "large throughput table": Table(SUPERVISED, "sft-throughput-qwen3-1.7b", "1x-h100"),
     "throughput table": Table(SUPERVISED, "sft-throughput-smollm2-135m-instruct", "1x-h100"),
     "soak table": Table(
@@ -216,15 +219,22 @@ def pages(records: list[dict[str, Any]]) -> dict[Path, str]:
     ]
     texts = {path: path.read_text() for path in dict.fromkeys(table.page for table in TABLES.values())}
     for mark, table in TABLES.items():
-        one = next(one for one in records if (one["bench"], one["hardware"]["name"]) == (table.bench, table.hardware))
         before, rest = texts[table.page].split(f"<!-- {mark} -->\n")
-        lines = settings_table(one, table.columns) if table.columns else results_table(one, table.rows)
+        lines = _table_lines(table, records)
         after = rest.split(f"<!-- /{mark} -->")[1]
         texts[table.page] = "\n".join([f"{before}<!-- {mark} -->", *lines, f"<!-- /{mark} -->{after}"])
     before, rest = README.read_text().split("<!-- learning -->\n")
     learned = "".join(f"{line}\n" for line in learning_figure.table(records, "docs/"))
     texts[README] = f"{before}<!-- learning -->\n{learned}<!-- /learning -->{rest.split('<!-- /learning -->')[1]}"
     return {PAGE: "\n".join([*head, *(line for one in records for line in section(one))])} | texts
+
+
+def _table_lines(table: Table, records: list[dict[str, Any]]) -> list[str]:
+    found = [one for one in records if (one["bench"], one["hardware"]["name"]) == (table.bench, table.hardware)]
+    if table.optional and not found:
+        return []
+    (one,) = found
+    return settings_table(one, table.columns) if table.columns else results_table(one, table.rows)
 
 
 def section(one: dict[str, Any]) -> list[str]:
