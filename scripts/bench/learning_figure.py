@@ -60,10 +60,10 @@ def table(records: Sequence[Record], folder: str) -> list[str]:
     model, steps = tasks[0]["note"].split(",")[0].removeprefix("model: "), sorted({one["steps"] for one in tasks})
     where = ", ".join(f"[{_title(one)}]({folder}benchmarks/README.md#{_anchor(one)})" for one in tasks)
     lines = [
-        f"What {model} learns in {' or '.join(map(str, steps))} steps of each algorithm, with its file's settings but one "
-        "learning rate, no KL penalty and four optimizer steps a rollout, on tasks of reasoning-gym that it solves now "
-        f"and then ({where}). Curves are means over seeds, bands go from the least to the most; held-out problems are "
-        "never trained on:",
+        f"What {model} learns in {' or '.join(map(str, steps))} steps of each algorithm, with its file's settings but "
+        "one learning rate, no KL penalty and four optimizer steps a rollout, on tasks of reasoning-gym that it solves "
+        f"now and then ({where}). Curves are means over seeds, bands go from the least to the most; held-out problems "
+        "are never trained on:",
         "",
         f"![held-out accuracy of five algorithms over the steps of training]({folder}images/learning.svg)",
         "",
