@@ -1,6 +1,7 @@
 """The scripts that compare what algorithms learn: commands compose, runs share a GPU, the picture follows records."""
 
 import importlib
+import json
 import sys
 import time
 from pathlib import Path
@@ -55,6 +56,18 @@ def test_runs_share_a_gpu_and_end_at_the_limit(scripts, tmp_path, monkeypatch):
     statuses = {one.job.name: one.status for one in ended}
     assert statuses["short"] == 0 and statuses["bad"] == 3 and statuses["long"] not in (0, 3)
     assert all(one.lines == [{"step": 1, "train/reward": 0.5}] for one in ended)
+
+
+def test_a_record_is_continued_with_the_runs_that_have_not_finished(scripts, tmp_path, monkeypatch):
+    learning, kept = scripts("learning"), tmp_path / "kept.json"
+    kept.write_text(json.dumps({"runs": [run("grpo", 1), run("dapo", 1) | {"finished": False}]}))
+    begun, written = [], []
+    monkeypatch.setattr(learning, "_run", lambda given, runs, report: begun.extend(runs))
+    monkeypatch.setattr(learning.learning_record, "write", lambda task, given, runs: written.extend(runs))
+    command = "learning.py compare small gcd --algorithms grpo dapo gspo --seeds 1 2 --only grpo:1 dapo:1 gspo:2"
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--continue", str(kept)])
+    learning.main()
+    assert begun == ["gcd-dapo-1", "gcd-gspo-2"] and len(written) == 2
 
 
 def test_the_picture_is_stale_when_the_runs_change(scripts, tmp_path, monkeypatch):
