@@ -99,6 +99,8 @@ def compare(given: argparse.Namespace) -> None:
             runs[name, seed] = one
             print(learning_record.write(task, given, list(runs.values())), flush=True)
 
+    if kept:
+        print(learning_record.write(task, given, kept), flush=True)
     print(f"{len(todo)} runs to do, {len(done)} done before", flush=True)
     _run(given, todo, keep)
 

@@ -87,20 +87,29 @@ def _validations(ended: Ended) -> list[dict[str, Any]]:
 
 
 def _validation(line: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    rewards: dict[int, list[float]] = {}
-    for row in rows:
-        rewards.setdefault(row["problem"], []).append(row["reward"])
-    ends = interval([sum(one) for one in rewards.values()], [len(one) for one in rewards.values()])
+    """One response to each problem, greedy: right with a reward of 1."""
+    right = [float(row["reward"] >= 1) for row in rows]
     most = Counter(row["answer"] for row in rows).most_common(1)[0][1]
     return {
         "step": line["step"],
-        "accuracy": _rounded(line["validation/accuracy"]),
-        "interval": [_rounded(end) for end in ends],
-        "problems": len(rewards),
+        "accuracy": _rounded(statistics.mean(right)),
+        "interval": [_rounded(end) for end in interval(right, [1] * len(right))],
+        "reward": _rounded(line["validation/accuracy"]),
+        "problems": len(right),
         "length": _rounded(line["validation/avg_length"]),
         # What always giving the same answer would reach.
-        "commonest_answer": _rounded(most / len(rows)),
+        "commonest_answer": _rounded(most / len(right)),
+        # Of each problem, in the same order in all runs of a task.
+        "right": "".join("1" if one else "0" for one in right),
     }
+
+
+def over_seeds(runs: Sequence[dict[str, Any]], place: int) -> tuple[float, float, float]:
+    """Mean accuracy of validations at `place` (0 the first, -1 the last), and its 95 % interval over problems:
+    the mean of the runs is one observation of a problem."""
+    rights = [run["validation"][place]["right"] for run in runs]
+    means = [sum(map(int, of_problem)) / len(rights) for of_problem in zip(*rights, strict=True)]
+    return statistics.mean(means), *interval(means, [1] * len(means))
 
 
 def _shown(one: dict[str, Any]) -> str:

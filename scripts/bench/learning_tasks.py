@@ -65,7 +65,7 @@ TASKS = {
     "number-sorting": _text(
         "number_sorting", 40, 288, min_numbers=3, max_numbers=4, min_value=0, max_value=50, **_WHOLE
     ),
-    "word-sorting": _text("word_sorting", 24, 288, min_words=3, max_words=3, min_word_length=3, max_word_length=6),
+    "word-sorting": _text("word_sorting", 24, 288, min_words=2, max_words=2, min_word_length=3, max_word_length=6),
     "letter-jumble": _text("letter_jumble", 16, 200, min_word_len=3, max_word_len=4, min_words=1, max_words=2),
     "base-conversion": _text("base_conversion", 16, 200, min_base=2, max_base=8, min_value=1, max_value=200),
     "fractions": _text("fraction_simplification", 16, 160, min_value=1, max_value=12, min_factor=2, max_factor=8),

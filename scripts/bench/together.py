@@ -55,28 +55,28 @@ def run_together(
     and those that run are interrupted and reported with the steps they have."""
     folder.mkdir(parents=True, exist_ok=True)
     waiting, running, last, until = list(jobs), list[Running](), 0.0, time.monotonic() + limit_s
-    while running or (waiting and time.monotonic() < until):
-        load = {gpu: sum(one.gpu == gpu for one in running) for gpu in range(max(gpus, 1))}
-        gpu = min(load, key=load.__getitem__)
-        now = time.monotonic()
-        if waiting and load[gpu] < at_once and now - last >= STAGGER_S and now < until:
-            running.append(_start(waiting.pop(0), gpu, gpus, folder))
-            last = now
-        if now >= until:
-            _interrupt(running)
-        for one in [one for one in running if one.process.poll() is not None]:
-            running.remove(one)
-            report(_ended(one, folder))
-        time.sleep(0.3)
+    try:
+        while running or (waiting and time.monotonic() < until):
+            load = {gpu: sum(one.gpu == gpu for one in running) for gpu in range(max(gpus, 1))}
+            gpu, now = min(load, key=load.__getitem__), time.monotonic()
+            if now >= until:
+                _interrupt(running)
+            elif waiting and load[gpu] < at_once and now - last >= STAGGER_S:
+                running.append(_start(waiting.pop(0), gpu, gpus, folder))
+                last = now
+            for one in [one for one in running if one.process.poll() is not None]:
+                running.remove(one)
+                report(_ended(one, folder))
+            time.sleep(0.3)
+    finally:
+        _interrupt(running)
 
 
 def _start(job: Job, gpu: int, gpus: int, folder: Path) -> Running:
     command = [sys.executable, "-m", "nemo_rl_lite.train", *job.overrides, f"hydra.run.dir={folder / job.name}"]
     own = {"CUDA_VISIBLE_DEVICES": _visible(gpu)} if gpus > 1 else {}
     with _log(folder, job).open("w") as log:
-        process = subprocess.Popen(
-            command, cwd=record.ROOT, stdout=log, stderr=subprocess.STDOUT, env=os.environ | own, start_new_session=True
-        )
+        process = subprocess.Popen(command, cwd=record.ROOT, stdout=log, stderr=subprocess.STDOUT, env=os.environ | own)
     return Running(job, process, gpu, time.monotonic())
 
 
@@ -93,7 +93,7 @@ def _interrupt(running: Sequence[Running]) -> None:
         try:
             one.process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
-            os.killpg(one.process.pid, signal.SIGKILL)
+            one.process.kill()  # what it has started ends with it
             one.process.wait()
 
 
