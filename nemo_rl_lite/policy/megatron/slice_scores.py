@@ -66,8 +66,8 @@ class Reader:
         self._parts.append(torch.stack([first_N - logprobs_Ns[:, 0], chosen_N, _entropy(logprobs_Ns, self._head)]))
 
     def totals(self) -> Tensor:
-        """[3, N]: the log of the sum of exp(logits), the next token's logit (0 where it is not), the entropy (any number
-        where nobody asks)."""
+        """[3, N]: the log of the sum of exp(logits), the next token's logit (0 where it is not), the entropy (any
+        number where nobody asks)."""
         return joined(torch.stack(self._parts))
 
     def largest(self) -> tuple[Tensor | None, Tensor | None]:

@@ -115,7 +115,7 @@ class Gradient:
         of_logprob_N, of_entropy_N, _ = gradients
         log_total_N, logprob_N, entropy_N = totals.log_total_N, totals.logprob_N, totals.entropy_N
         # Exact also where the next token is nearly certain.
-        of_own_N = -logprob_N.expm1() * of_logprob_N
+        of_own_N = -logprob_N.expm1() * of_logprob_N  # pyrefly: ignore
         if of_entropy_N is not None:
             of_own_N = of_own_N - logprob_N.exp() * (logprob_N + entropy_N) * of_entropy_N
         rows = (log_total_N, entropy_N, of_logprob_N, entropy_N if of_entropy_N is None else of_entropy_N, of_own_N)
