@@ -28,17 +28,19 @@ def _read(logits, own, state, rows, width, start, scale, ENTROPY: tl.constexpr, 
     at_largest = state + row
     at_total, at_weighted, at_chosen = at_largest + rows, at_largest + 2 * rows, at_largest + 3 * rows
 
-    before = tl.load(at_largest)
+    # All of the state is read before the first reduction, after which a warp may write to it.
+    before, total = tl.load(at_largest), tl.load(at_total)
+    if ENTROPY:
+        weighted = tl.load(at_weighted)
     largest = tl.maximum(before, tl.max(values, axis=0))
     shifted = values - largest
     powers = tl.exp(shifted)
     shrunk = tl.exp(before - largest)
-    total = tl.load(at_total)
     if ENTROPY:
         # Before the first slice the largest logit is minus infinity, and the sums are 0.
         lower = tl.where(total > 0, before - largest, 0.0)
         more = tl.sum(tl.where(inside, powers * shifted, 0.0), axis=0)
-        tl.store(at_weighted, shrunk * (tl.load(at_weighted) + lower * total) + more)
+        tl.store(at_weighted, shrunk * (weighted + lower * total) + more)
     tl.store(at_total, total * shrunk + tl.sum(powers, axis=0))
     tl.store(at_largest, largest)
 
