@@ -29,9 +29,7 @@ def _read(logits, own, state, rows, width, start, scale, ENTROPY: tl.constexpr, 
     at_total, at_weighted, at_chosen = at_largest + rows, at_largest + 2 * rows, at_largest + 3 * rows
 
     # All of the state is read before the first reduction, after which a warp may write to it.
-    before, total = tl.load(at_largest), tl.load(at_total)
-    if ENTROPY:
-        weighted = tl.load(at_weighted)
+    before, total, weighted = tl.load(at_largest), tl.load(at_total), tl.load(at_weighted)
     largest = tl.maximum(before, tl.max(values, axis=0))
     shifted = values - largest
     powers = tl.exp(shifted)
