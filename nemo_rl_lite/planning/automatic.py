@@ -149,7 +149,7 @@ def _with_kept_logits(config: Config, shape: ModelShape, gpu_bytes: int) -> tupl
     planned = budget(kept, shape, gpu_bytes)
     if _fits(planned, (Phase.TRAIN,)):
         return kept, f"logits ({nbytes} of a micro-batch) are kept for the backward pass, because they fit"
-    needed = f"{size(planned.device[Phase.TRAIN])} of {size(gpu_bytes)}"
+    needed = f"{size(planned.device[Phase.TRAIN])}, above {USED:.0%} of {size(gpu_bytes)}"
     return again, f"logits are computed twice, because training that keeps {nbytes} of them needs {needed}"
 
 
