@@ -218,6 +218,7 @@ class MegatronConfig:
     fine_grained_activation_offloading: bool
     offload_modules: list[OffloadModule] | None
     activation_offload_fraction: Fraction
+    keep_logits: bool | Auto
     peft: LoraConfig
     distributed_data_parallel_config: DataParallelConfig
     optimizer: OptimizerConfig

@@ -107,7 +107,7 @@ def forward_backward(
             value, metrics = loss_of(loss, logprobs_BT, whole, counts)
             return value * scale, Trained(metrics, mismatch)
 
-        return scores_of(micro, temperature, loss, model.gather.wait_for), scaled_loss
+        return scores_of(micro, temperature, loss, model.gather.wait_for, model.keep_logits), scaled_loss
 
     with activations.training_pass(model.chunks, len(micro_batches)):
         return _run(model, micro_batches, train, forward_only=False)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_rl_lite.config.automatic import keeps_logits
 from nemo_rl_lite.config.parallel import ParallelDims
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.offload import activations
@@ -62,6 +63,8 @@ class MegatronModel:
     place: ParallelPlace
     device: torch.device
     half_precision: bool
+    keep_logits: bool = False
+    """Whether a backward pass finds the logits of its forward pass."""
     lora: Any = None
     """megatron-bridge's description of the adapters, where there are any."""
     trains: bool = True
@@ -149,7 +152,14 @@ def build_model(
         is_whole=not ParallelDims.of(parallel, dist.get_world_size()).splits_weights,
     )
     model = MegatronModel(
-        bridge, chunks, place, device, half_precision=config.precision != "float32", lora=adapted, trains=trains
+        bridge,
+        chunks,
+        place,
+        device,
+        half_precision=config.precision != "float32",
+        keep_logits=keeps_logits(config),
+        lora=adapted,
+        trains=trains,
     )
     if place.has_logits:
         check_scorable(unwrap_model(chunks[-1]))

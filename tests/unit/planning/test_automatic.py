@@ -22,6 +22,7 @@ CORRECTED = [
 SHARE = ["generation.vllm_cfg.gpu_memory_utilization=0.4"]
 ASLEEP = "generation.colocated.sleep=true"
 SHORT = ["policy.max_total_sequence_length=128"]
+KEEP = "policy.megatron_cfg.keep_logits"
 SMALL, MIDDLE, LARGE = "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B"
 
 
@@ -36,12 +37,13 @@ def share(model: str, config: Config, phase: Phase) -> float:
 
 
 def test_engines_of_a_small_model_stay_awake():
-    config, (moves, share_of_it, tokens) = settled(SMALL, "offload=auto")
+    config, (moves, share_of_it, tokens, logits) = settled(SMALL, "offload=auto")
     assert isinstance(config.generation.vllm_cfg.gpu_memory_utilization, float) and "of its GPU" in share_of_it
     assert config.generation.colocated.sleep is False and config.policy.offload_for_generation == []
     packing = config.policy.sequence_packing
     assert packing.train_mb_tokens == packing.logprob_mb_tokens and 16384 < packing.train_mb_tokens <= MOST_TOKENS
     assert "awake" in moves and "fit a GPU together" in moves and f"{packing.train_mb_tokens:,}" in tokens
+    assert config.policy.megatron_cfg.keep_logits is True and "are kept for the backward pass" in logits
 
 
 def test_the_largest_micro_batch_is_the_largest_that_fits():
@@ -52,6 +54,22 @@ def test_the_largest_micro_batch_is_the_largest_that_fits():
     larger, _ = settled(MIDDLE, f"policy.sequence_packing.train_mb_tokens={packing.train_mb_tokens + 1024}")
     assert config.generation.vllm_cfg.gpu_memory_utilization == 0.5
     assert share(MIDDLE, config, Phase.TRAIN) <= USED < share(MIDDLE, larger, Phase.TRAIN)
+
+
+def test_logits_are_kept_only_where_micro_batches_stay_as_large():
+    """Micro-batches that fill the GPU leave no room for them; smaller ones do, until they take more than is left."""
+    full, reasons = settled(MIDDLE)
+    assert full.policy.megatron_cfg.keep_logits is False and "logits are computed twice" in reasons[-1]
+    tokens = full.policy.sequence_packing.train_mb_tokens
+    recomputed, _ = settled(MIDDLE, f"{KEEP}=false")
+    assert recomputed.policy.sequence_packing.train_mb_tokens == tokens
+    # Who asks for them gets them, with smaller micro-batches.
+    asked, reasons = settled(MIDDLE, f"{KEEP}=true")
+    most = asked.policy.sequence_packing.train_mb_tokens
+    assert most < tokens and "logits" not in "".join(reasons) and share(MIDDLE, asked, Phase.TRAIN) <= USED
+    for given, kept in ((most, True), (most + 1024, False)):
+        config, reasons = settled(MIDDLE, f"policy.sequence_packing.train_mb_tokens={given}")
+        assert config.policy.megatron_cfg.keep_logits is kept and "GiB" in reasons[-1]
 
 
 def test_no_more_leaves_than_what_makes_room():
@@ -79,6 +97,7 @@ def test_what_a_command_says_stays():
         SMALL,
         *SHARE,
         "generation.colocated.sleep=true",
+        f"{KEEP}=false",
         f"{packs}.train_mb_tokens=4096",
         f"{packs}.logprob_mb_tokens=8192",
     )
@@ -112,14 +131,14 @@ def test_states_of_an_optimizer_on_the_cpu_are_left_there():
 
 def test_without_engines_on_the_gpu_only_micro_batches_are_chosen():
     apart = ["cluster.gpus_per_node=2", "generation.colocated.enabled=false"]
-    config, (tokens,) = settled(SMALL, *apart, "generation.colocated.resources.gpus_per_node=1", "offload=auto")
+    config, (tokens, _) = settled(SMALL, *apart, "generation.colocated.resources.gpus_per_node=1", "offload=auto")
     assert config.policy.offload_for_generation == [] and "65,536" in tokens
     assert engine_share(config.generation) == 0.9
     supervised = compose_config(
         ["algorithm=sft", "cluster.gpus_per_node=1", "policy=megatron_gpu", "offload=auto", *SHORT]
     )
     found = settle(supervised, model_shape(KNOWN_MODELS[SMALL]), GPU)
-    assert len(found.reasons) == 1 and isinstance(found.config.policy.sequence_packing.train_mb_tokens, int)
+    assert len(found.reasons) == 2 and isinstance(found.config.policy.sequence_packing.train_mb_tokens, int)
 
 
 def test_an_engine_that_cannot_sleep_leaves_the_command_as_it_is():
