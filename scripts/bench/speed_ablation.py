@@ -42,6 +42,7 @@ CHANGES = {
         "no pass that repeats": ["algorithm.loss_fn.force_on_policy_ratio=null"],
         "packs of 65,536": [f"{PACKS}.train_mb_tokens=65536", f"{PACKS}.logprob_mb_tokens=65536"],
         "auto: the engine stays awake": [*AUTO, "generation.colocated.sleep=auto"],
+        "CUDA graphs of the training step": ["policy.megatron_cfg.cuda_graph_impl=full_iteration"],
     },
     "large": {
         "a pass for logprobs, packs of 8,192": [

@@ -1,8 +1,8 @@
-"""One policy rank without Ray that trains with several losses, without graphs and with them. On a CPU a stand-in
-records functions and runs them again, and tells what a graph could not record.
+"""One policy rank without Ray that trains with several losses: as without graphs (`plain`), in the shapes of graphs
+(`again`), and with CUDA graphs (`graphs`).
 
-graphs_rank.py MODEL_FOLDER OUTPUT_FILE OVERRIDES, a JSON list. Writes what each way measured, step by step, and its
-weights at the end.
+graphs_rank.py MODEL_FOLDER OUTPUT_FILE OVERRIDES WAYS, two JSON lists. Writes what each way measured, step by step, and
+its weights.
 """
 
 import json
@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.config.schema import DPOConfig, GRPOConfig
+from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.dpo import DPOLoss
 from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from nemo_rl_lite.losses.sft import SFTLoss
-from nemo_rl_lite.policy.megatron.graphs import MicroBatchGraphs
+from nemo_rl_lite.policy.megatron.graphs import KEY, MicroBatchGraphs
 from nemo_rl_lite.policy.megatron.memory import gradient_buffers
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
@@ -36,7 +37,7 @@ STEPS, ROWS, LONGEST = 4, 12, 12
 
 class Again:
     """Records a function by keeping it: a replay runs it on what its tensors hold then. Counts reads of tensors, for
-    which a graph has no place."""
+    which a graph has no place; on a GPU it leaves most of that to CUDA."""
 
     def __init__(self) -> None:
         self.reads: dict[str, int] = {}
@@ -47,7 +48,7 @@ class Again:
     def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def replay() -> Tensor:
             reads = Reads()
-            with reads, Copies(reads):
+            with nullcontext() if torch.cuda.is_available() else reads, Copies(reads):
                 result = function()
             self.reads |= reads.found
             return result.clone()
@@ -58,38 +59,57 @@ class Again:
         """Do nothing: functions need no memory."""
 
 
-def main(model_folder: str, output_file: str, overrides: str) -> None:
-    own = [*json.loads(overrides), f"policy.model_name={model_folder}"]
-    found = {}
-    for way, graphs in (("plain", False), ("graphs", True)):
-        found[way] = run(own, graphs)
+class Refusing(Again):
+    """Fails as CUDA does where a function waits for the device."""
+
+    def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def main(model_folder: str, output_file: str, overrides: str, ways: str) -> None:
+    own, found = [*json.loads(overrides), f"policy.model_name={model_folder}"], {}
+    for way in json.loads(ways):
+        found[way] = run(own, way)
         forget_layout()
     torch.save(found, output_file)
 
 
-def run(overrides: list[str], graphs: bool) -> dict[str, Any]:
-    """Four steps with each loss, on other rows each time, and two more after gradients have moved."""
-    config = compose_config(overrides)
+def run(overrides: list[str], way: str) -> dict[str, Any]:
+    """Four steps with each loss, on other rows each time, one more after gradients have moved, and one that fails."""
+    config = compose_config([*overrides, f"{KEY}={'none' if way == 'plain' else 'full_iteration'}"])
     changed = {"temperature": 0.7, "keep_reference": False, "threads": 1}
     worker = MegatronWorker(**policy_arguments(config, Path(config.policy.model_name)) | changed)
     recorder = Again()
-    worker._train_layout = replace(worker._train_layout, together=2, in_buckets=graphs)
-    worker._graphs = MicroBatchGraphs(worker._model, recorder) if graphs else None
+    worker._train_layout = replace(worker._train_layout, together=2, in_buckets=way != "plain")
+    if way == "again":
+        worker._graphs = MicroBatchGraphs(worker._model, recorder)
     losses, measured, recorded = losses_of(config), [], []
+    initial = weights_of(worker)
     for name, loss in losses.items():
         for step in range(STEPS):
             measured.append((name, train(worker, loss, step, first_pass=name == "first pass")))
         recorded.append(worker._graphs.recorded if worker._graphs else 0)
     before = [one.data_ptr() for one in gradient_buffers(worker._model)]
     worker._phases.gradients.drop()
-    in_the_way = [torch.empty(one.numel()) for one in gradient_buffers(worker._model)]
+    in_the_way = [torch.empty_like(one) if one.numel() else torch.empty(0) for one in gradient_buffers(worker._model)]
     worker._phases.gradients.bring_back()
     after = [one.data_ptr() for one in gradient_buffers(worker._model)]
     assert before != after and in_the_way
     measured.append(("moved", train(worker, losses["sft"], 5, first_pass=False)))
     recorded.append(worker._graphs.recorded if worker._graphs else 0)
-    weights = {name: one.detach().clone() for name, one in worker._model.bare_chunks[0].named_parameters()}
-    return {"measured": measured, "recorded": recorded, "reads": recorder.reads, "weights": weights}
+    found = {"measured": measured, "recorded": recorded, "reads": recorder.reads, "initial": initial}
+    found["weights"] = weights_of(worker)
+    if way == "again":
+        worker._graphs = MicroBatchGraphs(worker._model, Refusing())
+        try:
+            train(worker, losses["sft"], 0, first_pass=False)
+        except TrainingError as error:
+            found["refused"] = str(error)
+    return found
+
+
+def weights_of(worker: MegatronWorker) -> dict[str, Tensor]:
+    return {name: one.detach().cpu().clone() for name, one in worker._model.bare_chunks[0].named_parameters()}
 
 
 def losses_of(config: Any) -> dict[str, Loss]:

@@ -71,10 +71,8 @@ class Work:
         """Add to the gradients; returns the values of all metrics, float64, for `trained`."""
         from megatron.core.utils import get_model_config
 
-        (chunk,), none = self._model.chunks, torch.empty(0)
-        micro = ModelInput(
-            none, given["tokens"], given["lengths"], given["starts"], (), packed=True, bucket=self._bucket
-        )
+        (chunk,), inputs = self._model.chunks, (given[name] for name in _INPUTS)
+        micro = ModelInput(torch.empty(0), *inputs, own_lengths=(), packed=True, bucket=self._bucket)
         own = Batch(**{one.name: given.get(f"batch.{one.name}") for one in fields(Batch)})  # pyrefly: ignore
         counts, mismatch = (_as_counts(given.get(name), ages) for name, ages in zip(_COUNTS, self._ages, strict=True))
         scores = scores_of(micro, self._temperature, self._loss, self._model.gather.wait_for)
@@ -109,6 +107,7 @@ class MicroBatchGraphs:
         self._model, self._recorder = model, recorder
         self._shapes: dict[Any, _Shape] = {}
         self._tensors, self._places = [*model.state(), *gradient_buffers(model)], []
+        self._is_full = False
 
     @property
     def recorded(self) -> int:
@@ -127,7 +126,7 @@ class MicroBatchGraphs:
         """See `batches.forward_backward`; the micro-batches are in buckets."""
         from megatron.core.distributed import finalize_model_grads
 
-        self._check_places()
+        self._drop_useless()
         both, parts, kind = (counts, mismatch_counts), [], (pickle.dumps(loss), temperature)
         of_counts = {name: _as_tensor(own) for name, own in zip(_COUNTS, both, strict=True) if own is not None}
         ages = [None if own is None else tuple(own.tokens_by_age) for own in both]
@@ -150,8 +149,10 @@ class MicroBatchGraphs:
 
     def _run(self, shape: _Shape, given: Arguments) -> Tensor:
         shape.passes += 1
-        if shape.replay is None and shape.passes > WARM_UPS and self.recorded < MOST_GRAPHS:
-            self._record(shape, given)
+        if shape.replay is None and shape.passes > WARM_UPS:
+            self._is_full = self.recorded >= MOST_GRAPHS
+            if not self._is_full:
+                self._record(shape, given)
         if shape.replay is None or shape.given is None:
             return shape.work(sent_all(given, self._model.device))
         for name, values in given.items():
@@ -179,14 +180,14 @@ class MicroBatchGraphs:
         finally:
             _forget_cached_tensors(self._model)
 
-    def _check_places(self) -> None:
-        """Drop graphs where tensors that they read or write have moved, or where there are too many."""
+    def _drop_useless(self) -> None:
+        """Drop graphs where tensors that they read or write have moved, or where other shapes want to be recorded."""
         places = [one.data_ptr() for one in self._tensors]
         if places != self._places:
             self.forget("weights or gradients have moved")
-        elif self.recorded >= MOST_GRAPHS:
-            self.forget(f"there are {MOST_GRAPHS}, and other shapes may come")
-        self._places = places
+        elif self._is_full:
+            self.forget("passes have other shapes now")
+        self._places, self._is_full = places, False
 
 
 class CudaRecorder:
