@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # A row of tokens is padded by less than this share of itself, or to the layout's multiple.
-PARTS = 8
+PARTS = 16
 # Transformer Engine's attention works on tiles of about this many tokens.
 LEAST_WIDTH = 64
+# Rows are a multiple of this, and of a quarter of the power of 2 below. It is even, for pairs.
 LEAST_ROWS = 8
 
 
@@ -31,7 +32,8 @@ class Bucket:
         own = _rounded(sum(lengths), round_to)
         tokens = _rounded(own, _rounded(max(_power_of_2_below(own) // PARTS, 1), round_to))
         tokens = min(tokens, max(own, _rounded(most, round_to)))
-        rows, width = _power_of_2(max(len(lengths), LEAST_ROWS)), _power_of_2(max(*lengths, LEAST_WIDTH))
+        rows = _rounded(len(lengths), max(_power_of_2_below(len(lengths)) // 4, LEAST_ROWS))
+        width = _power_of_2(max(*lengths, LEAST_WIDTH))
         # Padding is shorter than a step between two buckets and what `round_to` adds.
         padding = max(tokens // PARTS, 1) + 2 * round_to
         return cls(tokens, rows, width, rows + -(-padding // width))
