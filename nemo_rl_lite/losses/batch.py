@@ -110,8 +110,9 @@ def _array(values: Any, name: str) -> np.ndarray:
 class Batch:
     """B sequences, right-padded to T tokens; a field that the run does not have is None.
 
-    Values outside the mask may be anything. `topk_logits`, `topk_ids` and `entropy` are those of the policy that is
-    trained, with gradient, and are there where the loss names them in `needs`.
+    Values outside the mask may be anything. A row of length 0 is no sequence and counts nowhere. `topk_logits`,
+    `topk_ids` and `entropy` are those of the policy that is trained, with gradient, and are there where the loss names
+    them in `needs`.
     """
 
     tokens: Tensor
@@ -163,6 +164,15 @@ class Batch:
     def rows(self, index: Tensor | slice, width: int | None = None) -> "Batch":
         """The rows at `index`, cut to `width` tokens."""
         return self._each(lambda values: values[index, :width] if values.dim() > 1 else values[index])
+
+    def padded_to(self, rows: int, width: int) -> "Batch":
+        """Add rows of length 0, and tokens, of zeros."""
+
+        def padded(values: Tensor) -> Tensor:
+            columns = (0, width - values.shape[1]) if values.dim() > 1 else ()
+            return torch.nn.functional.pad(values, (*(0, 0) * (values.dim() - 2), *columns, 0, rows - len(values)))
+
+        return self._each(padded)
 
     def to(self, device: torch.device) -> "Batch":
         """Begin to copy all fields to `device`: see `sent`."""

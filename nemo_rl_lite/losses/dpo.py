@@ -41,7 +41,9 @@ class DPOLoss:
         pairs_P = PREFERENCES[config.preference_loss](
             scores_B[::2], scores_B[1::2], config.reference_policy_kl_penalty, config.label_smoothing
         )
-        preference = pairs_P.sum() / counts.sequences
+        # Rows of length 0 are no pairs, though a loss of equal ratios is not 0.
+        present_P = batch.lengths[::2] > 0
+        preference = torch.where(present_P, pairs_P, 0.0).sum() / counts.sequences
         chosen_logprobs_P = sums_B[::2] / tokens_B[::2] if config.sft_average_log_probs else sums_B[::2]
         nll = -chosen_logprobs_P.sum() / counts.sequences
         total = config.preference_loss_weight * preference + config.sft_loss_weight * nll
@@ -52,7 +54,8 @@ class DPOLoss:
                 "preference_loss": preference.detach().clone(),
                 "sft_loss": nll.detach().clone(),
                 # A tie, such as before the first step, counts as half right.
-                "accuracy": ((chosen_P > rejected_P) + 0.5 * (chosen_P == rejected_P)).sum() / counts.sequences,
+                "accuracy": (present_P * ((chosen_P > rejected_P) + 0.5 * (chosen_P == rejected_P))).sum()
+                / counts.sequences,
                 "rewards_chosen_mean": beta * chosen_P.sum() / counts.sequences,
                 "rewards_rejected_mean": beta * rejected_P.sum() / counts.sequences,
                 "rewards_margin_mean": beta * (chosen_P - rejected_P).sum() / counts.sequences,

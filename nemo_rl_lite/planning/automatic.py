@@ -26,6 +26,7 @@ from nemo_rl_lite.config.sizes import (
     batch_mode,
     on_gpus,
     parallel_dims,
+    records_training,
     sequences_per_optimizer_step,
     sequences_together,
 )
@@ -84,11 +85,10 @@ def _ways(config: Config) -> Iterator[Config]:
     if colocated.sleep == "auto":
         can_sleep = shared and engine_of(config).can_sleep
         sleeps = [False] if not can_sleep or generates_ahead(config) else [False, True]
-    movable = [
-        part
-        for part in CHEAPEST_FIRST
-        if part != "optimizer_states" or not policy.megatron_cfg.optimizer.optimizer_cpu_offload
-    ]
+    away = ("optimizer_states",) if policy.megatron_cfg.optimizer.optimizer_cpu_offload else ()
+    # Recorded passes hold the addresses of weights and gradients.
+    away += ("gradients", "parameters") if records_training(config) else ()
+    movable = [part for part in CHEAPEST_FIRST if part not in away]
     for sleep in sleeps:
         leaving = [leaving_for_generation(policy)]
         if policy.offload_for_generation == "auto" and shared and sleep:
@@ -114,8 +114,10 @@ def _most_tokens(config: Config, shape: ModelShape, gpu_bytes: int) -> int:
     least = sequences_together(config) * config.policy.max_total_sequence_length
     most = _most_useful(config)
     values = [*range(least, most, GRAIN), most]
+    # A recorded training pass keeps its memory in all phases.
+    phases = (*WORK, *AROUND) if records_training(config) else WORK
     best = last_that(
-        lambda at: _fits(budget(_with_tokens(config, values[at]), shape, gpu_bytes), WORK), len(values) - 1
+        lambda at: _fits(budget(_with_tokens(config, values[at]), shape, gpu_bytes), phases), len(values) - 1
     )
     return values[best or 0]
 

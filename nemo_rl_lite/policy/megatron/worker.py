@@ -28,6 +28,7 @@ from nemo_rl_lite.policy.megatron.batches import forward_backward, forward_score
 from nemo_rl_lite.policy.megatron.checkpoint import PolicyState
 from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
 from nemo_rl_lite.policy.megatron.export_recipe import export_weights
+from nemo_rl_lite.policy.megatron.graphs import CudaRecorder, MicroBatchGraphs
 from nemo_rl_lite.policy.megatron.lora import WithoutAdapters
 from nemo_rl_lite.policy.megatron.memory import host_registrar, phase_memory
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
@@ -90,6 +91,7 @@ class MegatronWorker:
         self._reference = self._kept_reference() if keep_reference else None
         self._train_layout = Layout.configured(policy, "train", on_gpu, sequences_together)
         self._logprob_layout = Layout.configured(policy, "logprob", on_gpu)
+        self._graphs = MicroBatchGraphs(self._model, CudaRecorder()) if self._train_layout.in_buckets else None
         log.info("micro-batches: %s for training, %s for logprobs", self._train_layout, self._logprob_layout)
         self._phases = phase_memory(policy, self._model, self._optimizer, residency)
         self._memory = MemoryMeter(self._phases.device_bytes)
@@ -193,7 +195,9 @@ class MegatronWorker:
             biases = expert_biases(self._model.chunks)
             before = [bias.clone() for bias in biases]
             own, layout = self._held[name].rows(rows), self._train_layout
-            parts = forward_backward(self._model, own, layout, self._temperature, loss, counts, mismatch_counts)
+            parts = forward_backward(
+                self._model, own, layout, self._temperature, loss, counts, mismatch_counts, self._graphs
+            )
             self._phases.arrive(Component.OPTIMIZER_STATES)
             self._model.gather.fall_behind()
             learning_rate = self._optimizer.param_groups[0]["lr"]

@@ -6,7 +6,7 @@ from nemo_rl_lite.config.automatic import engine_share
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.models.known import KNOWN_MODELS
 from nemo_rl_lite.models.shape import model_shape
-from nemo_rl_lite.offload.residency import Phase
+from nemo_rl_lite.offload.residency import Component, Phase
 from nemo_rl_lite.planning.automatic import MOST_TOKENS, USED, settle
 from nemo_rl_lite.planning.budget import budget
 from nemo_rl_lite.rules.compose import compose_config
@@ -82,6 +82,18 @@ def test_no_more_leaves_than_what_makes_room():
     roomy, _ = settled(MIDDLE, "offload=auto", gpu_bytes=600 * 2**30)
     assert roomy.generation.colocated.sleep is False
     assert roomy.policy.sequence_packing.train_mb_tokens == MOST_TOKENS
+
+
+def test_recorded_training_passes_have_room_in_all_phases_and_what_they_use_stays():
+    graphs, plain = "policy.megatron_cfg.cuda_graph_impl=full_iteration", settled(MIDDLE, "offload=auto", ASLEEP)[0]
+    config, _ = settled(MIDDLE, "offload=auto", ASLEEP, graphs)
+    assert set(config.policy.offload_for_generation) <= {"optimizer_states"}
+    own, others = (one.policy.sequence_packing.train_mb_tokens for one in (config, plain))
+    assert 1024 <= own < others
+    assert all(share(MIDDLE, config, phase) <= USED for phase in Phase)
+    bytes_of = budget(config, model_shape(KNOWN_MODELS[MIDDLE]), GPU).prediction
+    assert bytes_of[Phase.GENERATE, Component.ACTIVATIONS] == bytes_of[Phase.TRAIN, Component.ACTIVATIONS]
+    assert bytes_of[Phase.LOGPROB, Component.ACTIVATIONS].device > bytes_of[Phase.TRAIN, Component.ACTIVATIONS].device
 
 
 @pytest.mark.parametrize("model", [SMALL, LARGE])

@@ -33,6 +33,7 @@ PEFT, EXPERTS = "policy.megatron_cfg.peft", "policy.megatron_cfg.expert_model_pa
 ACTIVATIONS = "policy.megatron_cfg.fine_grained_activation_offloading"
 MODULES = "policy.megatron_cfg.offload_modules"
 SHARE = "policy.megatron_cfg.activation_offload_fraction"
+GRAPHS = "policy.megatron_cfg.cuda_graph_impl"
 JUDGE = "reward=judge reward.kwargs.base_url=http://localhost:8000/v1 reward.kwargs.model=m"
 FILES = "data=file data.train_path=DATA data.validation_path=DATA"
 OFF = "algorithm.val_at_start=false algorithm.val_at_end=false algorithm.val_period=0"
@@ -650,6 +651,47 @@ CASES = {
     f"{GPU} offload=activations policy.megatron_cfg.activation_checkpointing=true": [
         "policy.megatron_cfg.activation_checkpointing = True",
         "nothing to offload",
+        "1 problem found",
+    ],
+    # What CUDA graphs of training do not hold.
+    f"{GRAPHS}=local": [GRAPHS, "full_iteration"],
+    f"{GPU} cluster.gpus_per_node=2 {GRAPHS}=full_iteration {TP}=2": [
+        f"{TP} = 2",
+        "CUDA graphs do not hold a pass that exchanges tensors with ranks",
+        f"{TP}=1, or {GRAPHS}=none",
+        "1 problem found",
+    ],
+    f"{GPU} {GRAPHS}=full_iteration policy.megatron_cfg.activation_checkpointing=true {PEFT}.enabled=true": [
+        "policy.megatron_cfg.activation_checkpointing = True",
+        f"{PEFT}.enabled = True",
+        "2 problems found",
+    ],
+    f"{GPU} {GRAPHS}=full_iteration {ACTIVATIONS}=true {MODULES}=[core_attn]": [
+        f"{ACTIVATIONS} = True",
+        "CUDA graphs do not hold copies to host memory",
+        "1 problem found",
+    ],
+    f"{GPU} cluster.gpus_per_node=2 {GRAPHS}=full_iteration {DDP}.overlap_grad_reduce=true": [
+        f"{DDP}.overlap_grad_reduce = True",
+        "reduced during the backward pass",
+        "1 problem found",
+    ],
+    f"{GPU} {GRAPHS}=full_iteration policy.sequence_packing.enabled=false": [
+        f"{GRAPHS} = 'full_iteration'",
+        "batches are fixed",
+        "policy.sequence_packing.enabled=true",
+        "1 problem found",
+    ],
+    f"{ON_A_GPU} {GRAPHS}=full_iteration policy.offload_for_generation=[gradients,optimizer_states] "
+    "generation.colocated.sleep=true": [
+        "policy.offload_for_generation = ['gradients', 'optimizer_states']",
+        "gradients come back to other ones",
+        "'policy.offload_for_generation=[optimizer_states]'",
+        "1 problem found",
+    ],
+    f"{GPU} {GRAPHS}=full_iteration policy.model_name=MOE": [
+        f"{GRAPHS} = 'full_iteration'",
+        "counts the tokens of each expert",
         "1 problem found",
     ],
     # Models, data and rewards that are not there or not usable.
