@@ -40,12 +40,19 @@ TokenLimit = PositiveInt | Auto
 
 @dataclass(frozen=True, config=STRICT)
 class LossConfig:
-    policy_loss: Literal["clip", "cispo", "sapo", "reinforce"]
+    policy_loss: Literal["clip", "clip_cov", "kl_cov", "cispo", "sapo", "reinforce"]
     ratio_clip_min: Annotated[float, Field(ge=0, le=1)]
     ratio_clip_max: NonNegativeFloat
     ratio_clip_c: Annotated[float, Field(gt=1)] | None
     sapo_temperature_pos: PositiveFloat
     sapo_temperature_neg: PositiveFloat
+    clip_cov_ratio: Fraction
+    clip_cov_lb: float
+    clip_cov_ub: float
+    kl_cov_ratio: Fraction
+    ppo_kl_coef: NonNegativeFloat
+    top_entropy_quantile: Fraction
+    positive_example_nll_weight: NonNegativeFloat
     entropy_coef: NonNegativeFloat
     reference_policy_kl_penalty: NonNegativeFloat
     reference_policy_kl_type: Literal["k1", "k2", "k3"]

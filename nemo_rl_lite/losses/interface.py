@@ -29,6 +29,8 @@ class Normalizers:
     sequences: float
     tokens_by_age: Mapping[int, int] = field(default_factory=dict)
     """Of these tokens, how many have each age (`TokenRow.ages`); empty where the rows have none."""
+    own: Mapping[str, float] = field(default_factory=dict)
+    """What else a loss counts over the global batch, by names of its own."""
 
 
 def count_masked(rows: Sequence[TokenRow]) -> Normalizers:
