@@ -173,6 +173,25 @@ class DPOConfig(SupervisedConfig):
 
 
 @dataclass(frozen=True, config=STRICT)
+class ORPOConfig(SupervisedConfig):
+    name: Literal["orpo"]
+    val_metric: Literal[
+        "val_loss", "accuracy", "sft_loss", "preference_loss", "rewards_margin_mean", "rewards_chosen_mean"
+    ]
+    preference_loss_weight: PositiveFloat
+
+
+@dataclass(frozen=True, config=STRICT)
+class KTOConfig(SupervisedConfig):
+    name: Literal["kto"]
+    val_metric: Literal["val_loss", "rewards_margin_mean", "rewards_chosen_mean"]
+    preference_loss: Literal["kto", "apo_zero_unpaired"]
+    reference_policy_kl_penalty: PositiveFloat
+    desirable_weight: PositiveFloat
+    undesirable_weight: PositiveFloat
+
+
+@dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
     optimizer: Literal["adam", "sgd"]
     lr: Annotated[float, Field(gt=0, le=10)]
@@ -343,6 +362,7 @@ class DataConfig:
     train_on: Literal["all", "last"]
     chosen_column: str
     rejected_column: str
+    label_column: str
     system_prompt: str | None
     shuffle: bool
     too_long: Literal["error", "drop", "truncate"]
@@ -451,7 +471,7 @@ class CheckpointConfig:
 @dataclass(frozen=True, config=STRICT)
 class Config:
     run_name: Annotated[str, Field(pattern=RUN_NAME)]
-    algorithm: Annotated[GRPOConfig | SFTConfig | DPOConfig, Field(discriminator="name")]
+    algorithm: Annotated[GRPOConfig | SFTConfig | DPOConfig | ORPOConfig | KTOConfig, Field(discriminator="name")]
     policy: PolicyConfig
     generation: GenerationConfig
     refit: RefitConfig

@@ -398,12 +398,26 @@ CASES = {
         "algorithm.f_divergence",
         "algorithm.f_divergence=reverse_kl, or algorithm.preference_loss=dpo",
     ],
+    "algorithm=kto policy.train_global_batch_size=1": ["policy.train_global_batch_size", "no other response"],
+    "algorithm=kto algorithm.desirable_weight=0": ["algorithm.desirable_weight", "greater than 0"],
+    "algorithm=kto algorithm.val_metric=accuracy": ["algorithm.val_metric", "'rewards_margin_mean'"],
+    "algorithm=kto data=reasoning_gym data.task=chain_sum data.validation_fraction=0.1": [
+        "data.name",
+        "labelled responses need wrong ones",
+    ],
+    "algorithm=kto data.response_column=x": ["data.response_column", "has no such columns"],
+    "algorithm=kto data=file data.train_path=x.jsonl data.chosen_column=x": ["data.chosen_column", "algorithm=orpo"],
+    "algorithm=orpo data=file data.train_path=x.jsonl data.label_column=x": ["data.label_column", "algorithm=kto"],
+    "algorithm=orpo algorithm.beta=0.1": ["algorithm.beta"],
+    "algorithm=orpo algorithm.preference_loss_weight=0": ["algorithm.preference_loss_weight", "greater than 0"],
     "algorithm=dpo algorithm.f_alpha_divergence_coef=0.2": ["algorithm.f_divergence=alpha_divergence"],
     "algorithm=dpo algorithm.f_divergence=alpha_divergence algorithm.f_alpha_divergence_coef=2": [
         "algorithm.f_alpha_divergence_coef",
         "less than or equal to 1",
     ],
-    "algorithm=dapo algorithm.max_num_epochs=2": ["is a key of algorithm=dpo and algorithm=sft only"],
+    "algorithm=dapo algorithm.max_num_epochs=2": [
+        "is a key of algorithm=dpo and algorithm=kto and algorithm=orpo and algorithm=sft only"
+    ],
     f"{LOSS}.ratio_clip_max=-0.1": [f"{LOSS}.ratio_clip_max", "greater than or equal to 0"],
     f"{LOSS}.reference_policy_kl_type=k4": [f"{LOSS}.reference_policy_kl_type", "'k1', 'k2' or 'k3'"],
     f"{LOSS}.reference_policy_kl_type=k1 {LOSS}.use_bias_correction_kl=false": [
@@ -760,7 +774,10 @@ CASES = {
     # Algorithms: each has its own keys and rules, and only those of the chosen one are checked.
     "algorithm=sftt": ["algorithm", "did you mean algorithm=sft", "cispo, dapo, dpo"],
     "algorithm.name=sft": ["algorithm.name", "is set by the algorithm's file", "algorithm=sft"],
-    "algorithm.max_num_epochs=2": ["algorithm.max_num_epochs", "is a key of algorithm=dpo and algorithm=sft only"],
+    "algorithm.max_num_epochs=2": [
+        "algorithm.max_num_epochs",
+        "is a key of algorithm=dpo and algorithm=kto and algorithm=orpo and algorithm=sft only",
+    ],
     "algorithm=sft algorithm.num_prompts_per_step=4": [
         "algorithm.num_prompts_per_step",
         "is a key of algorithm=grpo only",
@@ -901,7 +918,7 @@ CASES = {
     "-m algorithm.seed=range(1,4) policy.logprob_batch_size=48": ["policy.logprob_batch_size", "512 samples"],
     "-m algorithm=grpo,sft algorithm.max_num_epochs=2": [
         "algorithm.max_num_epochs",
-        "is a key of algorithm=dpo and algorithm=sft only",
+        "is a key of algorithm=dpo and algorithm=kto and algorithm=orpo and algorithm=sft only",
     ],
     "--dry-run -m algorithm.seed=1,2 hydra.sweep.dir=a,b": ["hydra.sweep.dir", "several folders", "hydra.sweep.dir=a"],
     f"{SCHEDULER}.lr_decay_iters=120": [f"{SCHEDULER}.lr_decay_iters", "has no effect", "lr_decay_style=cosine"],
