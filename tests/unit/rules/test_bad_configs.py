@@ -360,7 +360,7 @@ CASES = {
     f"{LOSS}.ratio_clip_min=1.5": [f"{LOSS}.ratio_clip_min", "less than or equal to 1"],
     f"{LOSS}.policy_loss=ppo": [f"{LOSS}.policy_loss", "'cispo', 'sapo' or 'reinforce'"],
     f"{LOSS}.clip_cov_ratio=0.1": [f"{LOSS}.clip_cov_ratio", f"{LOSS}.policy_loss=clip_cov"],
-    f"{LOSS}.policy_loss=clip_cov {LOSS}.ppo_kl_coef=0.1": [f"{LOSS}.ppo_kl_coef", f"{LOSS}.policy_loss=kl_cov"],
+    f"{LOSS}.policy_loss=clip_cov {LOSS}.ppo_kl_coef=0.5": [f"{LOSS}.ppo_kl_coef", f"{LOSS}.policy_loss=kl_cov"],
     f"{LOSS}.policy_loss=clip_cov {LOSS}.clip_cov_lb=5": [f"{LOSS}.clip_cov_lb", "smaller than clip_cov_ub = 5"],
     f"{LOSS}.policy_loss=kl_cov {LOSS}.kl_cov_ratio=0": [f"{LOSS}.kl_cov_ratio", "greater than 0"],
     f"{LOSS}.policy_loss=kl_cov {LOSS}.ratio_clip_max=0.1": [f"{LOSS}.ratio_clip_max", f"{LOSS}.policy_loss=clip"],
