@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nemo_rl_lite.config.schema import DPOConfig
 from nemo_rl_lite.losses.batch import Batch, TokenRow
-from nemo_rl_lite.losses.interface import Metrics, Normalizers, count_masked
+from nemo_rl_lite.losses.interface import Metrics, Normalizers, count_masked, masked_sums
 from nemo_rl_lite.losses.preferences import PREFERENCES, divergence_scores
 
 
@@ -32,8 +32,8 @@ class DPOLoss:
         `reference_logprobs`."""
         config, (reference_BT,) = self.config, batch.require("reference_logprobs")
         tokens_B = batch.mask.sum(dim=1).clamp(min=1)
-        sums_B = _masked_sums(logprobs_BT, batch.mask)
-        ratios_B = sums_B - _masked_sums(reference_BT, batch.mask)
+        sums_B = masked_sums(logprobs_BT, batch.mask)
+        ratios_B = sums_B - masked_sums(reference_BT, batch.mask)
         scores_B = divergence_scores(config, ratios_B)
         if config.preference_average_log_probs or config.preference_loss == "ipo":
             ratios_B, scores_B = ratios_B / tokens_B, scores_B / tokens_B
@@ -61,8 +61,3 @@ class DPOLoss:
                 "rewards_margin_mean": beta * (chosen_P - rejected_P).sum() / counts.sequences,
             }
         return total, metrics
-
-
-def _masked_sums(logprobs_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    # A selection, not a product: logprobs outside the mask may be infinite, and 0 * inf is NaN.
-    return torch.where(mask_BT > 0, logprobs_BT, 0.0).sum(dim=1)

@@ -359,12 +359,19 @@ CASES = {
     "algorithm.num_prompts_per_step=null": ["algorithm.num_prompts_per_step", "must be an integer"],
     "algorithm.val_temperature=-1": ["algorithm.val_temperature", "greater than or equal to 0"],
     f"{LOSS}.ratio_clip_min=1.5": [f"{LOSS}.ratio_clip_min", "less than or equal to 1"],
-    f"{LOSS}.policy_loss=ppo": [f"{LOSS}.policy_loss", "'clip', 'cispo', 'sapo' or 'reinforce'"],
+    f"{LOSS}.policy_loss=ppo": [f"{LOSS}.policy_loss", "'cispo', 'sapo' or 'reinforce'"],
+    f"{LOSS}.clip_cov_ratio=0.1": [f"{LOSS}.clip_cov_ratio", f"{LOSS}.policy_loss=clip_cov"],
+    f"{LOSS}.policy_loss=clip_cov {LOSS}.ppo_kl_coef=0.5": [f"{LOSS}.ppo_kl_coef", f"{LOSS}.policy_loss=kl_cov"],
+    f"{LOSS}.policy_loss=clip_cov {LOSS}.clip_cov_lb=5": [f"{LOSS}.clip_cov_lb", "smaller than clip_cov_ub = 5"],
+    f"{LOSS}.policy_loss=kl_cov {LOSS}.kl_cov_ratio=0": [f"{LOSS}.kl_cov_ratio", "greater than 0"],
+    f"{LOSS}.policy_loss=kl_cov {LOSS}.ratio_clip_max=0.1": [f"{LOSS}.ratio_clip_max", f"{LOSS}.policy_loss=clip"],
+    f"{LOSS}.top_entropy_quantile=1.5": [f"{LOSS}.top_entropy_quantile", "less than or equal to 1"],
+    f"{LOSS}.positive_example_nll_weight=-1": [f"{LOSS}.positive_example_nll_weight", "greater than or equal to 0"],
     f"{LOSS}.token_level_loss=sum": [f"{LOSS}.token_level_loss", "constant"],
     f"{LOSS}.constant_length=1": [f"{LOSS}.constant_length", f"{LOSS}.token_level_loss=constant"],
     f"{LOSS}.token_level_loss=constant {LOSS}.constant_length=0": [f"{LOSS}.constant_length", "greater than 0"],
     f"{LOSS}.policy_loss=cispo {LOSS}.ratio_clip_c=3": [f"{LOSS}.ratio_clip_c", f"{LOSS}.policy_loss=clip"],
-    f"{LOSS}.policy_loss=sapo {LOSS}.ratio_clip_max=0.1": [f"{LOSS}.ratio_clip_max", f"{LOSS}.policy_loss=cispo"],
+    f"{LOSS}.policy_loss=sapo {LOSS}.ratio_clip_max=0.1": [f"{LOSS}.ratio_clip_max", f"{LOSS}.policy_loss=clip"],
     f"{LOSS}.sapo_temperature_neg=2": [f"{LOSS}.sapo_temperature_neg", f"{LOSS}.policy_loss=sapo"],
     f"{LOSS}.policy_loss=sapo {LOSS}.sapo_temperature_pos=0": [f"{LOSS}.sapo_temperature_pos", "greater than 0"],
     f"{LOSS}.policy_loss=reinforce {LOSS}.sequence_level_importance_ratios=token": [
@@ -392,12 +399,26 @@ CASES = {
         "algorithm.f_divergence",
         "algorithm.f_divergence=reverse_kl, or algorithm.preference_loss=dpo",
     ],
+    "algorithm=kto policy.train_global_batch_size=1": ["policy.train_global_batch_size", "no other response"],
+    "algorithm=kto algorithm.desirable_weight=0": ["algorithm.desirable_weight", "greater than 0"],
+    "algorithm=kto algorithm.val_metric=accuracy": ["algorithm.val_metric", "'rewards_margin_mean'"],
+    "algorithm=kto data=reasoning_gym data.task=chain_sum data.validation_fraction=0.1": [
+        "data.name",
+        "labelled responses need wrong ones",
+    ],
+    "algorithm=kto data.response_column=x": ["data.response_column", "has no such columns"],
+    "algorithm=kto data=file data.train_path=x.jsonl data.chosen_column=x": ["data.chosen_column", "algorithm=orpo"],
+    "algorithm=orpo data=file data.train_path=x.jsonl data.label_column=x": ["data.label_column", "algorithm=kto"],
+    "algorithm=orpo algorithm.beta=0.1": ["algorithm.beta"],
+    "algorithm=orpo algorithm.preference_loss_weight=0": ["algorithm.preference_loss_weight", "greater than 0"],
     "algorithm=dpo algorithm.f_alpha_divergence_coef=0.2": ["algorithm.f_divergence=alpha_divergence"],
     "algorithm=dpo algorithm.f_divergence=alpha_divergence algorithm.f_alpha_divergence_coef=2": [
         "algorithm.f_alpha_divergence_coef",
         "less than or equal to 1",
     ],
-    "algorithm=dapo algorithm.max_num_epochs=2": ["is a key of algorithm=dpo and algorithm=sft only"],
+    "algorithm=dapo algorithm.max_num_epochs=2": [
+        "is a key of algorithm=dpo and algorithm=kto and algorithm=orpo and algorithm=sft only"
+    ],
     f"{LOSS}.ratio_clip_max=-0.1": [f"{LOSS}.ratio_clip_max", "greater than or equal to 0"],
     f"{LOSS}.reference_policy_kl_type=k4": [f"{LOSS}.reference_policy_kl_type", "'k1', 'k2' or 'k3'"],
     f"{LOSS}.reference_policy_kl_type=k1 {LOSS}.use_bias_correction_kl=false": [
@@ -795,7 +816,10 @@ CASES = {
     # Algorithms: each has its own keys and rules, and only those of the chosen one are checked.
     "algorithm=sftt": ["algorithm", "did you mean algorithm=sft", "cispo, dapo, dpo"],
     "algorithm.name=sft": ["algorithm.name", "is set by the algorithm's file", "algorithm=sft"],
-    "algorithm.max_num_epochs=2": ["algorithm.max_num_epochs", "is a key of algorithm=dpo and algorithm=sft only"],
+    "algorithm.max_num_epochs=2": [
+        "algorithm.max_num_epochs",
+        "is a key of algorithm=dpo and algorithm=kto and algorithm=orpo and algorithm=sft only",
+    ],
     "algorithm=sft algorithm.num_prompts_per_step=4": [
         "algorithm.num_prompts_per_step",
         "is a key of algorithm=grpo only",
@@ -936,7 +960,7 @@ CASES = {
     "-m algorithm.seed=range(1,4) policy.logprob_batch_size=48": ["policy.logprob_batch_size", "512 samples"],
     "-m algorithm=grpo,sft algorithm.max_num_epochs=2": [
         "algorithm.max_num_epochs",
-        "is a key of algorithm=dpo and algorithm=sft only",
+        "is a key of algorithm=dpo and algorithm=kto and algorithm=orpo and algorithm=sft only",
     ],
     "--dry-run -m algorithm.seed=1,2 hydra.sweep.dir=a,b": ["hydra.sweep.dir", "several folders", "hydra.sweep.dir=a"],
     f"{SCHEDULER}.lr_decay_iters=120": [f"{SCHEDULER}.lr_decay_iters", "has no effect", "lr_decay_style=cosine"],
