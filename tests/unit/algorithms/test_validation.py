@@ -42,8 +42,8 @@ def test_with_several_there_is_the_share_of_problems_that_one_of_them_solves():
 def test_the_best_checkpoint_is_the_best_by_the_metric_that_is_named(metric, best, tmp_path):
     given = [f"algorithm.val_metric={metric}", "algorithm.val_samples_per_problem=2"]
     store = checkpoint_store(compose_config(given), tmp_path)
-    # The first step's model solves one problem always, the second's each problem now and then.
-    for step, rewards in ((1, [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]), (2, [1.0, 0.0, 0.0, 1.0, 0.0, 1.0]), (3, [0.0] * 6)):
+    # The first step's model solves two problems always, the second's each problem now and then.
+    for step, rewards in ((1, [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]), (2, [1.0, 0.0, 0.0, 1.0, 0.0, 1.0]), (3, [0.0] * 6)):
         store.begin(step)
         store.finish(step, validated(rewards, 2)[0], {})
     assert [one.step for one in store.best()] == [best]
