@@ -61,7 +61,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = given.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
-        for task in tasks:
+        for task in filter(lambda task: task.problems, tasks):
             for samples in sorted({1, task.samples}):
                 folder = work / f"{task.name.lower()}-{samples}"
                 folder.mkdir(exist_ok=True)

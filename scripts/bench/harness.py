@@ -64,6 +64,8 @@ def _run(
     command += ["--model_args", f"pretrained={model},dtype=float32", "--tasks", _TASK, "--include_path", str(folder)]
     command += ["--apply_chat_template", "--log_samples", "--output_path", str(folder / "out"), "--seed", "1"]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache"), "TOKENIZERS_PARALLELISM": "false"}
+    # OpenMP threads that spin take the cores from other processes.
+    offline["OMP_WAIT_POLICY"] = "PASSIVE"
     subprocess.run(command, env=os.environ | offline, check=True, stdout=subprocess.DEVNULL)
 
 
