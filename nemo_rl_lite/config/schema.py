@@ -131,7 +131,7 @@ class GRPOConfig(RolloutAlgorithmConfig):
     rollouts: RolloutsConfig
     overlong_filtering: bool
     reward_shaping: RewardShapingConfig
-    val_metric: Literal["accuracy", "avg_length"]
+    val_metric: Literal["accuracy", "pass_at_k", "avg_length"]
     use_leave_one_out_baseline: bool | Literal["batch"]
     normalize_rewards: bool | Literal["batch", "advantages", "parts"]
     advantage_clip_low: Annotated[float, Field(lt=0)] | None

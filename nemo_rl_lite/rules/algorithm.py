@@ -77,11 +77,19 @@ def training_ends(config: Config) -> Iterator[Violation]:
 @rule("algorithm.val_metric", "algorithm.higher_is_better")
 def better_is_what_the_metric_means(config: Config) -> Iterator[Violation]:
     metric, key = config.algorithm.val_metric, "algorithm.higher_is_better"
-    more = metric in ("accuracy", "rewards_margin_mean", "rewards_chosen_mean")
+    more = metric in ("accuracy", "pass_at_k", "rewards_margin_mean", "rewards_chosen_mean")
     # Longer and shorter responses can both be a goal.
     if metric != "avg_length" and config.algorithm.higher_is_better != more:
         rule_text = f"would keep the checkpoints with the worst {metric}"
         yield Violation(key, config.algorithm.higher_is_better, rule_text, f"{key}={str(more).lower()}")
+
+
+@rule("algorithm.val_metric", "algorithm.val_samples_per_problem", options=GRPOConfig)
+def several_samples_measure_pass_at_k(config: Config) -> Iterator[Violation]:
+    options, key = config.options(GRPOConfig), "algorithm.val_metric"
+    if options.val_metric == "pass_at_k" and options.val_samples_per_problem == 1:
+        rule_text = "is measured with several responses to a problem, and algorithm.val_samples_per_problem is 1"
+        yield Violation(key, "pass_at_k", rule_text, f"algorithm.val_samples_per_problem=4, or {key}=accuracy")
 
 
 @rule("data.name")

@@ -1013,7 +1013,15 @@ CASES = {
     "algorithm=sft data.messages_column=chat": ["data.messages_column", "has no such columns"],
     "algorithm=sft algorithm.early_stop_patience=0": ["algorithm.early_stop_patience", "greater than 0"],
     "algorithm=sft algorithm.val_metric=accuracy": ["algorithm.val_metric", "'val_loss'"],
-    "algorithm.val_metric=loss": ["algorithm.val_metric", "'accuracy' or 'avg_length'"],
+    "algorithm.val_metric=loss": ["algorithm.val_metric", "'accuracy', 'pass_at_k' or 'avg_length'"],
+    "algorithm.val_metric=pass_at_k": [
+        "algorithm.val_metric",
+        "algorithm.val_samples_per_problem=4",
+        "1 problem found",
+    ],
+    "algorithm.val_metric=pass_at_k algorithm.val_samples_per_problem=2 algorithm.higher_is_better=false": [
+        *("algorithm.higher_is_better", "worst pass_at_k", "1 problem found"),
+    ],
     f"{GPU} offload=cpu_optimizer policy.precision=float32": ["policy.precision", "bfloat16"],
     "checkpoint.save_period=-1": ["checkpoint.save_period", "greater than or equal to 0"],
     "checkpoint.resume_layouts=tensor": ["checkpoint.resume_layouts", "'any' or 'data_parallel'"],
