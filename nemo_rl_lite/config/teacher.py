@@ -27,6 +27,8 @@ def as_teacher(config: Config) -> Config:
             moe_router_bias_update_rate=0.0,
             activation_checkpointing=False,
             fine_grained_activation_offloading=False,
+            cuda_graph_impl="none",
+            keep_logits=False,
         ),
     )
     return replace(config, policy=own)

@@ -52,6 +52,7 @@ PREFERENCE: View = (
     Panel("loss", _LOSSES),
     Panel("reward margin", (_MARGIN,)),
 )
+UNPAIRED: View = (Panel("loss", _LOSSES), Panel("reward margin", (_MARGIN,)))
 TEACHER: View = (
     Panel("KL to the teacher (nats a token)", (Curve("train/teacher_kl", "KL to the teacher", 4, "tab:red"),)),
     Panel("reward", (_ACCURACY, _REWARD), limits=(0, 1.02)),

@@ -7,7 +7,7 @@ from math import ceil
 from nemo_rl_lite.config.algorithms import has_teacher
 from nemo_rl_lite.config.engines import CacheFacts, engine_of
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import engine_ranks, on_gpus, parallel_dims
+from nemo_rl_lite.config.sizes import engine_ranks, on_gpus, parallel_dims, records_training
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
 from nemo_rl_lite.planning import teacher
@@ -109,13 +109,16 @@ def _at(place: Place, nbytes: int, moved: bool = True) -> Bytes:
 
 
 def _activations(config: Config, shape: ModelShape, phase: Phase, stage: int) -> Bytes:
+    training = Bytes(*training_activations(config, shape, stage))
     if phase is Phase.TRAIN:
-        return Bytes(*training_activations(config, shape, stage))
+        return training
+    # A recorded training pass keeps its memory in all phases.
+    kept = training if records_training(config) else Bytes()
     if phase is not Phase.LOGPROB:
-        return Bytes()
+        return kept
     own = logprob_activations(config, shape, stage)
     # Teacher and policy score one after the other.
-    return Bytes(max(own, teacher.activation_bytes(config)) if has_teacher(config) else own)
+    return kept + Bytes(max(own, teacher.activation_bytes(config)) if has_teacher(config) else own)
 
 
 def _optimizer_states(config: Config, parameters: Parameters, place: Place) -> Bytes:

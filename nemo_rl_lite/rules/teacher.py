@@ -103,6 +103,14 @@ def what_teaches_is_read(config: Config) -> Iterator[Violation]:
             yield Violation(key, value, rule_text, f"{key}={off}, or {_LOSS}.reward_coef=1.0")
 
 
+@rule(f"{_LOSS}.policy_loss", _TOPK, options=DistillationConfig)
+def covariances_are_of_advantages_that_are_known(config: Config) -> Iterator[Violation]:
+    key, term = f"{_LOSS}.policy_loss", config.options(DistillationConfig).loss_fn.policy_loss
+    if term in ("clip_cov", "kl_cov") and config.options(DistillationConfig).topk_logits_k is None:
+        rule_text = "compares advantages that a step has before a policy is asked, and a teacher's are of its logprobs"
+        yield Violation(key, term, rule_text, f"{key}=clip")
+
+
 def _shape(name: str | None) -> ModelShape | None:
     """Return None also if the model is unusable, which another rule reports."""
     try:

@@ -33,15 +33,23 @@ def bar(name: str, value: float, target: float, at_least: bool) -> dict[str, Any
     return {"name": name, "value": value, "target": f"{'>=' if at_least else '<='} {target:g}", "met": met}
 
 
-def write(bench: str, results: list[dict[str, Any]], bars: list[dict[str, Any]], note: str | None = None) -> Path:
-    """Write a record of what was just measured on this machine, with a note if there is one."""
+def write(
+    bench: str,
+    results: list[dict[str, Any]],
+    bars: list[dict[str, Any]],
+    note: str | None = None,
+    more: dict[str, Any] | None = None,
+) -> Path:
+    """Write a record of what was just measured on this machine, with a note if there is one, and `more` of the script's
+    own."""
     origin = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "command": f"python {shlex.join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])}",
         "hardware": describe_hardware(),
         "versions": versions(PACKAGES),
-    } | ({"note": note} if note else {})
+    }
+    origin |= ({"note": note} if note else {}) | (more or {})
     return save(bench, origin, results, bars)
 
 

@@ -1,4 +1,5 @@
-"""Render docs/benchmarks/*.json into docs/benchmarks/README.md and the tables of the pages that `TABLES` names.
+"""Render docs/benchmarks/*.json into docs/benchmarks/README.md and the tables of the pages that `TABLES` names, and
+the picture and table of what the algorithms learned into README.md.
 
 With --check it writes nothing and fails where a page is stale.
 """
@@ -10,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import learning_figure
 import record
 
 PAGE = record.FOLDER / "README.md"
+README = record.ROOT / "README.md"
 QUICKSTART = record.ROOT / "docs" / "quickstart.md"
 GPUS = record.ROOT / "docs" / "gpus.md"
 MEMORY = record.ROOT / "docs" / "memory.md"
@@ -20,6 +23,7 @@ REFIT = record.ROOT / "docs" / "refit.md"
 SUPERVISED = record.ROOT / "docs" / "supervised.md"
 RELIABILITY = record.ROOT / "docs" / "reliability.md"
 ROLLOUTS = record.ROOT / "docs" / "rollouts.md"
+EVALUATION = record.ROOT / "docs" / "evaluation.md"
 ASYNC = record.ROOT / "docs" / "async.md"
 PERFORMANCE = record.ROOT / "docs" / "performance.md"
 PHASES = ("generation", "logprob", "train", "refit", "whole step")
@@ -36,6 +40,8 @@ class Table:
     hardware: str
     rows: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+    optional: bool = False
+    """Without the record there is no table, and that is no error."""
 
 
 MEASURED = ("generation-0", "policy-0", "launcher")
@@ -115,6 +121,7 @@ TABLES = {
         ),
     ),
     "supervised table": Table(SUPERVISED, "supervised-gsm8k", "1x-h100", LEARNED),
+    "SFT then GRPO table": Table(SUPERVISED, "learning-gsm8k", "1x-h100", optional=True),
     "large throughput table": Table(SUPERVISED, "sft-throughput-qwen3-1.7b", "1x-h100"),
     "throughput table": Table(SUPERVISED, "sft-throughput-smollm2-135m-instruct", "1x-h100"),
     "soak table": Table(
@@ -174,6 +181,7 @@ TABLES = {
     ),
     "async learning table": Table(ASYNC, "async-learning", "1x-h100"),
     "async learning table, one step off": Table(ASYNC, "async-learning-one-step-off", "1x-h100"),
+    "agreement table": Table(EVALUATION, "evaluation-agreement", "cpu-2cores"),
     "tools table": Table(ROLLOUTS, "rollouts-tools", "cpu-2cores"),
     "largest table": Table(
         MEMORY,
@@ -190,11 +198,17 @@ TABLES = {
 
 def main() -> None:
     records = [json.loads(path.read_text()) for path in sorted(record.FOLDER.glob("*.json"))]
-    stale = [path for path, text in pages(records).items() if path.read_text() != text] if "--check" in sys.argv else []
-    if stale:
-        sys.exit(f"out of date: {', '.join(path.name for path in stale)}; run python scripts/bench/render.py")
-    for path, text in pages(records).items():
+    texts = pages(records)
+    stale = [path for path, text in texts.items() if path.read_text() != text]
+    stale += [learning_figure.PICTURE] if learning_figure.is_stale(records) else []
+    if "--check" in sys.argv:
+        if stale:
+            sys.exit(f"out of date: {', '.join(path.name for path in stale)}; run python scripts/bench/render.py")
+        return
+    for path, text in texts.items():
         path.write_text(text)
+    if learning_figure.PICTURE in stale:
+        learning_figure.draw(records)
 
 
 def pages(records: list[dict[str, Any]]) -> dict[Path, str]:
@@ -207,12 +221,22 @@ def pages(records: list[dict[str, Any]]) -> dict[Path, str]:
     ]
     texts = {path: path.read_text() for path in dict.fromkeys(table.page for table in TABLES.values())}
     for mark, table in TABLES.items():
-        one = next(one for one in records if (one["bench"], one["hardware"]["name"]) == (table.bench, table.hardware))
         before, rest = texts[table.page].split(f"<!-- {mark} -->\n")
-        lines = settings_table(one, table.columns) if table.columns else results_table(one, table.rows)
+        lines = _table_lines(table, records)
         after = rest.split(f"<!-- /{mark} -->")[1]
         texts[table.page] = "\n".join([f"{before}<!-- {mark} -->", *lines, f"<!-- /{mark} -->{after}"])
+    before, rest = README.read_text().split("<!-- learning -->\n")
+    learned = "".join(f"{line}\n" for line in learning_figure.table(records, "docs/"))
+    texts[README] = f"{before}<!-- learning -->\n{learned}<!-- /learning -->{rest.split('<!-- /learning -->')[1]}"
     return {PAGE: "\n".join([*head, *(line for one in records for line in section(one))])} | texts
+
+
+def _table_lines(table: Table, records: list[dict[str, Any]]) -> list[str]:
+    found = [one for one in records if (one["bench"], one["hardware"]["name"]) == (table.bench, table.hardware)]
+    if table.optional and not found:
+        return []
+    (one,) = found
+    return settings_table(one, table.columns) if table.columns else results_table(one, table.rows)
 
 
 def section(one: dict[str, Any]) -> list[str]:

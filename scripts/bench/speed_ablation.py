@@ -31,26 +31,32 @@ OFF = [
 ]
 TASKS = {"small": SMALL, "large": LARGE}
 PACKS = "policy.sequence_packing"
+SCHEDULER = "++generation.vllm_kwargs.scheduler_cls"
+VLLM_S_OWN = f"{SCHEDULER}=vllm.v1.core.sched.async_scheduler.AsyncScheduler"
+OURS = f"{SCHEDULER}=nemo_rl_lite.generation.vllm.scheduler.DecodeScheduler"
 AUTO = [f"{PACKS}.train_mb_tokens=auto", f"{PACKS}.logprob_mb_tokens=auto", "offload=auto"]
 # Overrides of each line, on top of those of the lines before.
 CHANGES = {
     "small": {
         "a pass for logprobs, packs of 16,384": [
             *("algorithm.loss_fn.force_on_policy_ratio=false", f"{PACKS}.train_mb_tokens=16384"),
-            *(f"{PACKS}.logprob_mb_tokens=16384", "generation.colocated.sleep=true"),
+            *(f"{PACKS}.logprob_mb_tokens=16384", "generation.colocated.sleep=true", VLLM_S_OWN),
         ],
         "no pass that repeats": ["algorithm.loss_fn.force_on_policy_ratio=null"],
         "packs of 65,536": [f"{PACKS}.train_mb_tokens=65536", f"{PACKS}.logprob_mb_tokens=65536"],
         "auto: the engine stays awake": [*AUTO, "generation.colocated.sleep=auto"],
+        "a short way through the scheduler": [OURS],
+        "CUDA graphs of the training step": ["policy.megatron_cfg.cuda_graph_impl=full_iteration"],
     },
     "large": {
         "a pass for logprobs, packs of 8,192": [
             *("algorithm.loss_fn.force_on_policy_ratio=false", f"{PACKS}.train_mb_tokens=8192"),
-            f"{PACKS}.logprob_mb_tokens=16384",
+            *(f"{PACKS}.logprob_mb_tokens=16384", VLLM_S_OWN),
         ],
         "no pass that repeats": ["algorithm.loss_fn.force_on_policy_ratio=null"],
         "packs of 16,384": [f"{PACKS}.train_mb_tokens=16384"],
         "auto, and half of the GPU for the engine": [*AUTO, "generation.vllm_cfg.gpu_memory_utilization=0.5"],
+        "a short way through the scheduler": [OURS],
     },
 }
 SECONDS = {

@@ -64,7 +64,8 @@ def main() -> None:
         plain_agrees(batch, logits_BTV, rows, layout)
         soft_cap_agrees(batch, logits_BTV, layout)
         compare_topk(batch, logits_BTV, layout)
-        compare_others(batch, logits_BTV, layout)
+        for keep in (False, True):
+            compare_others(batch, logits_BTV, layout, keep)
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
@@ -96,8 +97,9 @@ def compare(batch: Batch, logits_BTV: torch.Tensor, rows: list[TokenRow], layout
     torch.testing.assert_close(total, expected.detach(), atol=1e-5, rtol=1e-5)
 
 
-def scores(micro, hidden_nSV: torch.Tensor, layer, loss, ids_bTk=None) -> dict[str, torch.Tensor]:
-    return scores_of(micro, TEMPERATURE, loss, lambda weight: None, ids_bTk)(hidden_nSV.transpose(0, 1), layer, None)
+def scores(micro, hidden_nSV: torch.Tensor, layer, loss, ids_bTk=None, keep=False) -> dict[str, torch.Tensor]:
+    found = scores_of(micro, TEMPERATURE, loss, lambda weight: None, ids_bTk, keep)
+    return found(hidden_nSV.transpose(0, 1), layer, None)
 
 
 def own_part():
@@ -182,7 +184,7 @@ def compare_topk(batch: Batch, logits_BTV: torch.Tensor, layout: Layout) -> None
             assert (own[0] == 0).all() and (own[length:] == 0).all()
 
 
-def compare_others(batch: Batch, logits_BTV: torch.Tensor, layout: Layout) -> None:
+def compare_others(batch: Batch, logits_BTV: torch.Tensor, layout: Layout, keep: bool) -> None:
     """Logprobs of tokens that somebody else names, one of them twice, with the gradient of them and of the entropy."""
     source = torch.Generator().manual_seed(1)
     ids_BTk = torch.randint(0, VOCABULARY, (*batch.tokens.shape, TOPK), generator=source)
@@ -196,7 +198,7 @@ def compare_others(batch: Batch, logits_BTV: torch.Tensor, layout: Layout) -> No
     for micro in cut(batch.tokens, batch.lengths, layout):
         hidden, own = place(micro, logits_BTV).requires_grad_(), batch.rows(micro.rows, micro.width)
         ids = ids_BTk[micro.rows, : micro.width]
-        found = scores(micro, hidden, own_part(), OfTeacher(), ids)
+        found = scores(micro, hidden, own_part(), OfTeacher(), ids, keep)
         assert found.keys() == {"logprobs", "entropy", "student_topk_logprobs"}
         others_bTk = found["student_topk_logprobs"]
         (((others_bTk * factors_k).sum(-1) + found["entropy"]) * own.mask).sum().backward()

@@ -90,10 +90,8 @@ class Samples:
                 continue
             if sample.tokens:
                 cached += sample.prompt + len(sample.tokens)
-            # Column 0 has the sampled token's logprob. [tokens, 1]
-            logprobs = [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
             reason = None if output.finish_reason is None else str(output.finish_reason)
-            if sample.add(output.new_token_ids, logprobs, reason == "stop"):
+            if sample.add(output.new_token_ids, _logprobs(output.new_logprobs), reason == "stop"):
                 if reason is None:
                     stopped.append(output.request_id)
                 reason = "stop"
@@ -135,6 +133,13 @@ class Samples:
         return self._finished.pop(number, None)
 
 
+def _logprobs(given: Any) -> list[float]:
+    """The sampled tokens' logprobs: `scheduler.py` gives them as they are, vLLM in column 0 of an array."""
+    if given is None or isinstance(given, list):
+        return given or []
+    return given.logprobs[:, 0].tolist()
+
+
 def _drafts(statistics: Any) -> Drafts:
     """`statistics`: those of vLLM's scheduler on one step; None where it keeps none."""
     own = None if statistics is None else statistics.spec_decoding_stats
@@ -142,8 +147,7 @@ def _drafts(statistics: Any) -> Drafts:
 
 
 def _parameters(request: Request) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     sampling = request.sampling
     return SamplingParams(

@@ -18,6 +18,7 @@ from nemo_rl_lite.refit.engine.connection import Source, WeightsState
 from nemo_rl_lite.refit.transport.report import RefitReport
 
 EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
+SCHEDULER = "nemo_rl_lite.generation.vllm.scheduler.DecodeScheduler"
 # The refit before the next generation writes all weights, so sleeping keeps none.
 SLEEP_LEVEL = 2
 # The number of the request of `sample_now`; those of `submit` begin with 0.
@@ -62,6 +63,8 @@ class VLLMEngine:
         if on_gpu and not settings.enforce_eager:
             own = with_graph_sizes(own, settings.max_num_seqs)
         speculates = own.get("speculative_config") is not None
+        if on_gpu and not speculates and own.get("async_scheduling") is not False:
+            own.setdefault("scheduler_cls", SCHEDULER)
         if speculates and not on_gpu:
             cpu_speculation.repair()
         self._weights = WeightsState(complete=own.get("load_format") != "dummy")

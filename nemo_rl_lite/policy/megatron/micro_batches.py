@@ -17,6 +17,7 @@ from nemo_rl_lite.config.automatic import mb_tokens
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.config.sizes import BatchMode, batch_mode
 from nemo_rl_lite.losses.batch import sent
+from nemo_rl_lite.policy.megatron.buckets import Bucket
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Layout:
     round_to: int
     together: int = 1
     """Neighbours that stay in one micro-batch. A fixed `size` counts such groups of neighbours."""
+    in_buckets: bool = False
+    """Whether packs are padded to few shapes: see `Bucket`."""
 
     @classmethod
     def configured(
@@ -40,7 +43,8 @@ class Layout:
             size = config.train_micro_batch_size if training else config.logprob_batch_size
             parallel = config.megatron_cfg
             return cls(mode, size, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1, together)
-        return cls(mode, mb_tokens(config, mode, training), config.sequence_length_round, together)
+        in_buckets = training and on_gpu and config.megatron_cfg.cuda_graph_impl != "none"
+        return cls(mode, mb_tokens(config, mode, training), config.sequence_length_round, together, in_buckets)
 
     def groups(self, lengths: Sequence[int], at_least: int = 1) -> list[list[int]]:
         """Indices of the sequences of each micro-batch. There are at least `at_least` micro-batches, if there are
@@ -62,10 +66,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A micro-batch as the model reads it: b sequences in n rows of S tokens."""
+    """A micro-batch as the model reads it: b sequences in n rows of S tokens. In a bucket, the last of the sequences
+    may have length 0: these are in no batch."""
 
     rows: Tensor
-    """Their indices in the batch they come from, [b]."""
+    """The indices in the batch of those that come from it."""
     tokens_nS: Tensor
     lengths: Tensor
     """Tokens of each, [b]."""
@@ -74,11 +79,12 @@ class ModelInput:
     own_lengths: tuple[int, ...]
     """The same as `lengths`, on the host."""
     packed: bool
+    bucket: Bucket | None = None
 
     @property
     def width(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(self.own_lengths)
+        """Tokens of the longest sequence, or of the longest that the bucket has room for."""
+        return max(self.own_lengths) if self.bucket is None else self.bucket.width
 
     def to(self, device: torch.device) -> "ModelInput":
         """Copy all tensors but `rows` to `device`."""
@@ -87,9 +93,16 @@ class ModelInput:
 
     @property
     def pieces(self) -> list[int]:
-        """Tokens of the packed sequences, and of the padding that follows as one more."""
+        """Tokens of the packed sequences, and of the padding that follows as one more, or several in a bucket."""
+        if self.bucket is not None:
+            return self.bucket.pieces_of(self.own_lengths)
         padding = self.tokens_nS.numel() - sum(self.own_lengths)
         return [*self.own_lengths, padding] if padding else list(self.own_lengths)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest of the `pieces`, or of the longest that the bucket has room for."""
+        return max(self.pieces) if self.bucket is None else self.bucket.width
 
     def boundaries(self) -> Tensor:
         """Cumulative lengths of the `pieces`, int32 [pieces + 1], on the host."""
@@ -100,7 +113,8 @@ class ModelInput:
         count = torch.arange(self.tokens_nS.shape[1])
         if not self.packed:
             return count.expand_as(self.tokens_nS)
-        return torch.cat([count[:length] for length in self.pieces])[None]
+        pieces = torch.tensor(self.pieces)
+        return (count - (pieces.cumsum(0) - pieces).repeat_interleave(pieces))[None]
 
     def hidden_from(self) -> Tensor:
         """The attention mask: bool [1, 1, S, S], true (hidden) above the diagonal and between packed sequences."""
@@ -153,11 +167,17 @@ def _pad(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout
 
 
 def _pack(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> ModelInput:
-    own = tuple(lengths[row] for row in group)
-    joined = torch.cat([tokens_BT[row, : lengths[row]] for row in group])
-    padded = torch.nn.functional.pad(joined, (0, layout.rounded(len(joined)) - len(joined)))
-    starts = torch.tensor([0, *accumulate(own[:-1])])
-    return ModelInput(torch.tensor(group), padded[None], torch.tensor(own), starts, own, packed=True)
+    rows, own = torch.tensor(group), tuple(lengths[row] for row in group)
+    each = torch.tensor(own)
+    starts = each.cumsum(0) - each
+    place = torch.arange(sum(own)) - starts.repeat_interleave(each)
+    joined = tokens_BT[rows.repeat_interleave(each), place]
+    bucket = Bucket.of(own, layout.round_to, layout.size) if layout.in_buckets else None
+    tokens = layout.rounded(len(joined)) if bucket is None else bucket.tokens
+    padded = torch.nn.functional.pad(joined, (0, tokens - len(joined)))
+    missing = 0 if bucket is None else bucket.rows - len(own)
+    starts, each = (torch.nn.functional.pad(values, (0, missing)) for values in (starts, each))
+    return ModelInput(rows, padded[None], each, starts, own + (0,) * missing, packed=True, bucket=bucket)
 
 
 def _similar_lengths(lengths: Sequence[int], limit: int, at_least: int) -> list[list[int]]:

@@ -31,11 +31,12 @@ def scores_of(
     loss: Loss | TopLogits | None,
     wait_for: Callable[[Tensor], None],
     teacher_ids_bTk: Tensor | None = None,
+    keep: bool = False,
 ) -> Callable[..., dict[str, Tensor]]:
     """A function for megatron-core's `output_processor`, which takes the place of the model's last matrix: returns
     `logprobs` [b, T] of the micro-batch's tokens and, under the names of `Batch`'s fields, what `loss` needs besides,
     with `teacher_ids_bTk` for `student_topk_logprobs`. `wait_for` is called with the matrix before it is used, because
-    the forward pass of its module does not run.
+    the forward pass of its module does not run. `keep`: a backward pass follows, and the logits are kept for it.
     """
     needs = frozenset() if loss is None else needs_of(loss)
     of_teacher = "student_topk_logprobs" in needs
@@ -48,7 +49,8 @@ def scores_of(
     ) -> dict[str, Tensor]:
         weight_vH = output_layer.weight if output_weight is None else output_weight
         wait_for(weight_vH)
-        head = Head(temperature, soft_cap_of(output_layer), "entropy" in needs, topk, _vocabulary_group())
+        cap, group = soft_cap_of(output_layer), _vocabulary_group()
+        head = Head(temperature, cap, "entropy" in needs, topk, group, keep, others=of_teacher)
         hidden_NH = _of_all_ranks(hidden_states, output_layer).transpose(0, 1).flatten(0, 1)
         next_N = micro.tokens_nS.roll(-1, dims=1).flatten()
         others_Nk = micro.pack(teacher_ids_bTk) if of_teacher and teacher_ids_bTk is not None else None

@@ -1,9 +1,14 @@
-"""What a model must have so that logprobs can be computed of it."""
+"""What a model must have so that logprobs can be computed of it, and what computes them."""
+
+from types import SimpleNamespace
 
 import pytest
 
 from nemo_rl_lite.errors import TrainingError
+from nemo_rl_lite.policy.megatron import slice_scores
+from nemo_rl_lite.policy.megatron.linear_scores import _ways
 from nemo_rl_lite.policy.megatron.scores import check_scorable
+from nemo_rl_lite.policy.megatron.slice_scores import Head
 
 
 class HybridModel:
@@ -14,3 +19,11 @@ class HybridModel:
 def test_a_model_without_the_hook_is_refused_by_name():
     with pytest.raises(TrainingError, match="megatron-core's HybridModel has no output_processor"):
         check_scorable(HybridModel())
+
+
+@pytest.mark.parametrize("asked", [{"topk": 3}, {"others": True}, {"soft_cap": 5.0}])
+def test_what_the_kernels_leave_out_is_torchs(asked):
+    head = Head(temperature=1.0, **({"soft_cap": None, "entropy": True, "topk": 0, "group": None} | asked))
+    on_gpu = SimpleNamespace(is_cuda=True)
+    assert _ways(on_gpu, head) is slice_scores  # pyrefly: ignore  # it is asked for its device alone
+    assert not head.plain

@@ -1,0 +1,198 @@
+"""A shorter way through vLLM's scheduler for the steps in which every request samples one more token.
+
+vLLM's scheduler decides for each request and step how many tokens are computed, which blocks of the cache they need,
+and what the step's result means for it, for every feature that a request can have. With 512 requests that is about as
+long as a small model's step on the GPU, and longer on a slow processor. In nearly all steps of a rollout the
+answers are the same: one token, no new block, go on. Here these steps are recognized and done with one short loop
+before and one after the model; in all others vLLM's own methods run, which find the state that they would have left.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.utils import check_stop, remove_all
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+
+class DecodeScheduler(AsyncScheduler):
+    """vLLM's asynchronous scheduler. In the short way, `EngineCoreOutput.new_logprobs` is a list of the sampled
+    tokens' logprobs, and events, statistics of prefills and trace headers are left out."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._plain = _is_plain(self)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        nothing_else = not (self.waiting or self.skipped_waiting) and self._pause_state is PauseState.UNPAUSED
+        enough = len(self.running) <= self.max_num_scheduled_tokens
+        step = self._one_token_each() if self._plain and nothing_else and enough else None
+        return super().schedule(throttle_prefills) if step is None else step
+
+    def _one_token_each(self) -> SchedulerOutput | None:
+        """Schedule one token of each running request; None, with nothing changed, if a request needs something else or
+        the cache has too few blocks."""
+        scheduled: list[Request] = []
+        computed_before, sampled_before, without_room = [], [], []
+        size, last = self.block_size, self.max_model_len - 1
+        for request in self.running:
+            computed, pending = request.num_computed_tokens, request.num_output_placeholders
+            if pending and computed + 2 - pending >= request.num_prompt_tokens + request.max_tokens:
+                # Its last token is under way.
+                continue
+            if len(request._all_token_ids) + pending - computed != 1 or _has_more(request):
+                return None
+            if computed >= last:
+                continue
+            if computed % size == 0:
+                without_room.append(len(scheduled))
+            scheduled.append(request)
+            computed_before.append(computed)
+            sampled_before.append(len(request._output_token_ids) + pending)
+        manager = self.kv_cache_manager
+        if not scheduled or len(without_room) > manager.block_pool.get_num_free_blocks():
+            return None
+        manager.new_step_starts()
+        new_blocks: list[tuple[list[int], ...] | None] = [None] * len(scheduled)
+        for place in without_room:
+            blocks = manager.allocate_slots(scheduled[place], 1)
+            assert blocks is not None
+            new_blocks[place] = blocks.get_block_ids(allow_none=True)
+        for request in scheduled:
+            request.num_computed_tokens += 1
+            request.num_output_placeholders += 1
+        self.current_step += 1
+        finished, self.finished_req_ids = self.finished_req_ids, set()
+        names = [request.request_id for request in scheduled]
+        return SchedulerOutput(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=names,
+                resumed_req_ids=set(),
+                new_token_ids=[],
+                all_token_ids={},
+                new_block_ids=new_blocks,
+                num_computed_tokens=computed_before,
+                num_output_tokens=sampled_before,
+            ),
+            num_scheduled_tokens=dict.fromkeys(names, 1),
+            total_num_scheduled_tokens=len(names),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            num_common_prefix_blocks=manager.get_num_common_prefix_blocks(self.running[0].request_id),
+            preempted_req_ids=set(),
+            finished_req_ids=finished,
+            free_encoder_mm_hashes=[],
+        )
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        if not self._plain or _says_more(model_runner_output):
+            return super().update_from_output(scheduler_output, model_runner_output)
+        ended: set[Request] = set()
+        outputs = list(self._sampled(scheduler_output, model_runner_output, ended))
+        if ended:
+            self.running = remove_all(self.running, ended)
+            if preempted := [request for request in ended if request in self.waiting]:
+                self.waiting.remove_requests(preempted)
+        return {0: EngineCoreOutputs(outputs=outputs)} if outputs else {}
+
+    def _sampled(
+        self, step: SchedulerOutput, result: ModelRunnerOutput, ended: set[Request]
+    ) -> Iterator[EngineCoreOutput]:
+        """Give each request its token, and yield what the engine says of it; adds to `ended` who has no more to do."""
+        size, places, sampled = self.block_size, result.req_id_to_index, result.sampled_token_ids
+        logprobs = None if result.logprobs is None else result.logprobs.logprobs[:, :1].tolist()
+        for name in step.num_scheduled_tokens:
+            request = self.requests.get(name)
+            if request is None or request.is_finished():
+                # It was aborted while the model computed.
+                continue
+            place = places[name]
+            tokens = sampled[place] if sampled else []
+            if not tokens:
+                # A part of its prompt, without the end.
+                continue
+            if request.status is not RequestStatus.RUNNING or request.async_tokens_to_discard or len(tokens) > 1:
+                tokens, stopped = self._update_request_with_output(request, tokens)
+                if not tokens:
+                    continue
+            else:
+                request._output_token_ids.append(tokens[0])
+                request._all_token_ids.append(tokens[0])
+                if len(request._all_token_ids) % size == 0:
+                    request.update_block_hashes()
+                stopped = self._may_stop(request, tokens[0]) and check_stop(request, self.max_model_len)
+                request.num_output_placeholders -= 1
+                committed = request.num_computed_tokens - request.num_output_placeholders
+                if committed % size == 0:
+                    self.kv_cache_manager.cache_blocks(request, committed)
+            # vLLM takes it with the first token, and expects it to be gone where a request computes its prompt again.
+            request.prefill_stats = None
+            reason = None
+            if stopped:
+                reason = request.get_finished_reason()
+                ended.add(request)
+                self._free_request(request)
+            own = None if logprobs is None else logprobs[place]
+            yield EngineCoreOutput(name, tokens, own, finish_reason=reason, stop_reason=request.stop_reason)  # pyrefly: ignore
+
+    def _may_stop(self, request: Request, token: int) -> bool:
+        """Whether `check_stop` has to look at the request; it would return False otherwise."""
+        parameters = request.sampling_params
+        assert parameters is not None
+        return (
+            token == parameters.eos_token_id
+            or token in (parameters.stop_token_ids or ())
+            or len(request._output_token_ids) >= request.max_tokens
+            or len(request._all_token_ids) >= self.max_model_len
+            or parameters.repetition_detection is not None
+        )
+
+
+def _is_plain(scheduler: AsyncScheduler) -> bool:
+    """Whether one token is all that a step can compute for a running request, in a cache of one kind of blocks."""
+    groups, parallel = scheduler.kv_cache_config.kv_cache_groups, scheduler.parallel_config
+    one_kind = len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec
+    return (
+        one_kind
+        and groups[0].kv_cache_spec.block_size == scheduler.block_size
+        and scheduler.use_v2_model_runner
+        and scheduler.num_sampled_tokens_per_step == 1
+        and parallel.pipeline_parallel_size == scheduler.dcp_world_size == scheduler.pcp_world_size == 1
+        and not scheduler.num_spec_tokens
+        and not scheduler.needs_kv_cache_zeroing
+        and not scheduler.enable_return_routed_experts
+        and not scheduler.enable_kv_cache_events
+        and not scheduler.is_encoder_decoder
+        and not scheduler.log_stats
+        and scheduler.connector is scheduler.ec_connector is scheduler.finished_req_ids_dict is None
+    )
+
+
+def _has_more(request: Request) -> bool:
+    """Whether the request's next token needs more than to be sampled."""
+    return (
+        request.is_prefill_chunk
+        or request.structured_output_request is not None
+        or bool(request.mm_features)
+        or request.resumable
+    )
+
+
+def _says_more(result: ModelRunnerOutput) -> bool:
+    """Whether the result of a step has more than sampled tokens and their logprobs."""
+    grouped = result.logprobs is not None and result.logprobs.cu_num_generated_tokens is not None
+    parts = (result.kv_connector_output, result.num_nans_in_logits, result.routed_experts, result.cudagraph_stats)
+    return (
+        grouped
+        or any(part is not None for part in parts)
+        or any(part is not None for part in result.pooler_output or ())
+        or any(part is not None for part in result.prompt_logprobs_dict.values())
+    )

@@ -1,0 +1,121 @@
+"""Draw the records of learning.py: held-out accuracy over steps, a panel a task, a colour an algorithm."""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from statistics import mean
+from typing import Any
+
+import record
+from learning_record import over_seeds
+
+PICTURE = record.ROOT / "docs" / "images" / "learning.svg"
+NAMES = {"grpo": "GRPO", "dapo": "DAPO", "drgrpo": "Dr. GRPO", "cispo": "CISPO", "gspo": "GSPO"}
+COLOURS = dict(zip(NAMES, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"), strict=True))
+Record = dict[str, Any]
+
+
+def drawn(records: Sequence[Record]) -> list[Record]:
+    """The records with a run that has finished."""
+    return [one for one in records if one["bench"].startswith("learning-") and any(map(_finished, one.get("runs", [])))]
+
+
+def is_stale(records: Sequence[Record]) -> bool:
+    """Whether the picture shows other runs than the records have, or is missing where they have some."""
+    if not drawn(records):
+        return PICTURE.exists()
+    found = re.search(r"runs ([0-9a-f]{16})", PICTURE.read_text()) if PICTURE.exists() else None
+    return found is None or found[1] != _digest(records)
+
+
+def draw(records: Sequence[Record]) -> None:
+    """Draw the picture, with a digest of the runs that it shows; remove it where there are none."""
+    PICTURE.unlink(missing_ok=True)
+    if not (tasks := drawn(records)):
+        return
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    mpl.rcParams.update({"svg.hashsalt": "learning", "svg.fonttype": "none", "font.size": 9})
+    figure, axes = pyplot.subplots(
+        1, len(tasks), figsize=(max(4.2 * len(tasks), 6.4), 3.4), layout="constrained", squeeze=False
+    )
+    for axis, one in zip(axes[0], tasks, strict=True):
+        _panel(axis, one)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False)
+    about = {"Date": None, "Creator": None, "Description": f"runs {_digest(records)}"}
+    figure.savefig(PICTURE, metadata=about)
+    pyplot.close(figure)
+
+
+def table(records: Sequence[Record], folder: str) -> list[str]:
+    """The picture and a row for each task and algorithm, as Markdown; nothing without a run that has finished."""
+    tasks = drawn(records)
+    if not tasks:
+        return []
+    model, steps = tasks[0]["note"].split(",")[0].removeprefix("model: "), sorted({one["steps"] for one in tasks})
+    where = ", ".join(f"[{_title(one)}]({folder}benchmarks/README.md#{_anchor(one)})" for one in tasks)
+    lines = [
+        f"What {model} learns in {' or '.join(map(str, steps))} steps of each algorithm, with its file's settings but "
+        "one learning rate, no KL penalty and four optimizer steps a rollout, on tasks of reasoning-gym that it solves "
+        f"now and then ({where}). Curves are means over seeds, bands go from the least to the most; held-out problems "
+        "are never trained on:",
+        "",
+        f"![held-out accuracy of five algorithms over the steps of training]({folder}images/learning.svg)",
+        "",
+        "| task | algorithm | seeds | before | after (95 % interval over problems) | least and most of the seeds |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    return lines + [row for one in tasks for row in _rows(one)]
+
+
+def _rows(one: Record) -> list[str]:
+    rows = []
+    for name, runs in _by_algorithm(one).items():
+        before, (after, low, high) = over_seeds(runs, 0)[0], over_seeds(runs, -1)
+        ends = sorted(run["validation"][-1]["accuracy"] for run in runs)
+        rows.append(
+            f"| {_title(one)} | {NAMES[name]} | {len(runs)} | {before:.3f} | {after:.3f} ({low:.3f} to {high:.3f}) "
+            f"| {ends[0]:.3f} to {ends[-1]:.3f} |"
+        )
+    return rows
+
+
+def _panel(axis: Any, one: Record) -> None:
+    for name, runs in _by_algorithm(one).items():
+        curves = [{point["step"]: point["accuracy"] for point in run["validation"]} for run in runs]
+        steps = sorted(set.intersection(*map(set, curves)))
+        found = [[curve[step] for curve in curves] for step in steps]
+        axis.plot(steps, list(map(mean, found)), label=NAMES[name], color=COLOURS[name], linewidth=1.6)
+        axis.fill_between(steps, list(map(min, found)), list(map(max, found)), color=COLOURS[name], alpha=0.15, lw=0)
+    first = next(iter(_by_algorithm(one).values()))[0]["validation"][0]
+    axis.axhline(first["commonest_answer"], color="grey", linestyle=":", linewidth=1, label="always the same answer")
+    axis.set(title=f"{_title(one)}, {first['problems']} held-out problems", xlabel="step")
+    axis.set(ylabel="held-out accuracy, greedy", ylim=(0, None))
+    axis.grid(alpha=0.3)
+
+
+def _by_algorithm(one: Record) -> dict[str, list[dict[str, Any]]]:
+    runs = [run for run in one["runs"] if _finished(run)]
+    return {name: own for name in NAMES if (own := [run for run in runs if run["algorithm"] == name])}
+
+
+def _finished(run: dict[str, Any]) -> bool:
+    return run["finished"]
+
+
+def _title(one: Record) -> str:
+    return one["task"].replace("-", " ")
+
+
+def _anchor(one: Record) -> str:
+    return f"{one['bench']}-on-{one['hardware']['name']}"
+
+
+def _digest(records: Sequence[Record]) -> str:
+    shown = [[one["task"], one["runs"]] for one in drawn(records)]
+    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,108 @@
+"""The scripts that compare what algorithms learn: commands compose, runs share a GPU, the picture follows records."""
+
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_lite.rules.compose import compose_command
+
+ROOT = Path(__file__).parents[3]
+FAKE = """#!/bin/bash
+folder=${@: -1}
+mkdir -p "${folder#hydra.run.dir=}"
+echo '{"step": 1, "train/reward": 0.5}' > "${folder#hydra.run.dir=}/metrics.jsonl"
+case "$*" in *forever*) exec sleep 60;; *broken*) exit 3;; esac
+sleep 0.5
+"""
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """Import modules of scripts/bench by name."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
+    return importlib.import_module
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["gpu", "small"])
+def test_every_tasks_and_algorithms_command_composes(scripts, small):
+    learning, tasks = scripts("learning"), scripts("learning_tasks").TASKS
+    base = [
+        *(learning.SMALL if small else learning.SHARED_GPU),
+        *learning.EVERYWHERE,
+        "policy.model_name=Qwen/Qwen3-1.7B",
+    ]
+    pairs = [(task, "grpo") for task in tasks.values()] + [(tasks["gcd"], name) for name in learning.ALGORITHMS]
+    for task, name in pairs:
+        config = compose_command([*base, *task.overrides(), f"algorithm={name}"])
+        assert (config.data.task, config.data.task_kwargs) == (task.task, task.arguments)
+        assert config.algorithm.loss_fn.reference_policy_kl_penalty == 0
+
+
+def test_runs_share_a_gpu_and_end_at_the_limit(scripts, tmp_path, monkeypatch):
+    together = scripts("together")
+    fake = tmp_path / "fake"
+    fake.write_text(FAKE)
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    monkeypatch.setattr(together, "STAGGER_S", 0.0)
+    jobs = [together.Job("short", []), together.Job("bad", ["broken"]), together.Job("long", ["forever"])]
+    began, ended = time.monotonic(), []
+    together.run_together(jobs, 2, 1, tmp_path / "runs", 3.0, ended.append)
+    assert time.monotonic() - began < 15
+    statuses = {one.job.name: one.status for one in ended}
+    assert statuses["short"] == 0 and statuses["bad"] == 3 and statuses["long"] not in (0, 3)
+    assert all(one.lines == [{"step": 1, "train/reward": 0.5}] for one in ended)
+
+
+def test_a_record_is_continued_with_the_runs_that_have_not_finished(scripts, tmp_path, monkeypatch):
+    learning, kept = scripts("learning"), tmp_path / "kept.json"
+    kept.write_text(json.dumps({"runs": [run("grpo", 1), run("dapo", 1) | {"finished": False}]}))
+    begun, written = [], []
+    monkeypatch.setattr(learning, "_run", lambda given, runs, report: begun.extend(runs))
+    monkeypatch.setattr(learning.learning_record, "write", lambda task, given, runs: written.extend(runs))
+    command = "learning.py compare small gcd --algorithms grpo dapo gspo --seeds 1 2 --only grpo:1 dapo:1 gspo:2"
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--continue", str(kept)])
+    learning.main()
+    assert begun == ["gcd-dapo-1", "gcd-gspo-2"] and len(written) == 2
+
+
+def test_the_picture_is_stale_when_the_runs_change(scripts, tmp_path, monkeypatch):
+    figure = scripts("learning_figure")
+    monkeypatch.setattr(figure, "PICTURE", tmp_path / "learning.svg")
+    records = [{"bench": "learning-gcd", "task": "gcd", "runs": [run("grpo", 1), run("gspo", 1)]}]
+    assert figure.is_stale(records)
+    figure.draw(records)
+    assert not figure.is_stale(records)
+    records[0]["runs"].append(run("gspo", 2))
+    assert figure.is_stale(records)
+    figure.draw([])
+    assert not figure.is_stale([]) and not figure.PICTURE.exists()
+
+
+def test_the_table_has_a_row_for_each_algorithm_of_finished_runs(scripts):
+    unfinished = run("dapo", 1) | {"finished": False}
+    found = {"task": "gcd", "steps": 9, "note": "model: small, 9 steps", "hardware": {"name": "1x-h100"}}
+    found |= {"bench": "learning-gcd", "runs": [run("grpo", 1), run("grpo", 2), unfinished]}
+    rows = [line for line in scripts("learning_figure").table([found], "docs/") if line.startswith("| gcd")]
+    assert len(rows) == 1 and "| GRPO | 2 | 0.500 | 0.500 (" in rows[0]
+
+
+def test_a_problem_is_one_observation_of_several_seeds(scripts):
+    one, other = run("grpo", 1), run("grpo", 2)
+    one["validation"][-1]["right"], other["validation"][-1]["right"] = "1100", "1000"
+    mean, low, high = scripts("learning_record").over_seeds([one, other], -1)
+    assert mean == pytest.approx(3 / 8) and low < mean < high
+
+
+def run(algorithm: str, seed: int) -> dict:
+    point = {"accuracy": 0.5, "problems": 4, "commonest_answer": 0.25, "right": "0101"}
+    return {
+        "algorithm": algorithm,
+        "seed": seed,
+        "finished": True,
+        "validation": [{"step": step, **point} for step in (0, 9)],
+    }
