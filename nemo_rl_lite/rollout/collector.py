@@ -119,8 +119,8 @@ class RolloutCollector:
             EngineError, WorkerError: see `RequestQueue.sample`.
         """
         found: list[Rollout] = []
-        # The task itself returns nothing: asyncio writes its result out as text when it gives SIGINT back, twice a call,
-        # and that of a rollout takes a tenth of a second.
+        # The task itself returns nothing: asyncio writes its result out as text where it gives SIGINT back, which takes
+        # a part of a second for a rollout.
         asyncio.run(self._collect(gathering, show, found))
         return found[0]
 
