@@ -149,9 +149,11 @@ def _with_kept_logits(config: Config, shape: ModelShape, gpu_bytes: int) -> tupl
     )
     nbytes = size(int(kept_logits(config, shape, micro_batch(config, training=True))))
     planned = budget(kept, shape, gpu_bytes)
-    if _fits(planned, (Phase.TRAIN,)):
+    # A recorded training pass keeps its memory in all phases.
+    phases = tuple(planned.device) if records_training(config) else (Phase.TRAIN,)
+    if _fits(planned, phases):
         return kept, f"logits ({nbytes} of a micro-batch) are kept for the backward pass, because they fit"
-    needed = f"{size(planned.device[Phase.TRAIN])}, above {USED:.0%} of {size(gpu_bytes)}"
+    needed = f"{size(max(planned.device[phase] for phase in phases))}, above {USED:.0%} of {size(gpu_bytes)}"
     return again, f"logits are computed twice, because training that keeps {nbytes} of them needs {needed}"
 
 

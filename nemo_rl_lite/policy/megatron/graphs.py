@@ -76,7 +76,7 @@ class Work:
         own = Batch(**{one.name: given.get(f"batch.{one.name}") for one in fields(Batch)})  # pyrefly: ignore
         counts, mismatch = (_as_counts(given.get(name), ages) for name, ages in zip(_COUNTS, self._ages, strict=True))
         wait_for, ids = self._model.gather.wait_for, own.teacher_topk_ids
-        scores = scores_of(micro, self._temperature, self._loss, wait_for, ids)
+        scores = scores_of(micro, self._temperature, self._loss, wait_for, ids, self._model.keep_logits)
         found = forward(self._model, chunk, micro.tokens_nS, given, self._bucket.width, scores)
         value, trained = trained_on(found, own, self._loss, counts, mismatch)  # pyrefly: ignore  # counts are there
         # megatron-core averages over data-parallel ranks, and losses are shares of a sum.
