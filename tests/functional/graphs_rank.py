@@ -130,6 +130,8 @@ def losses_of(config: Any) -> dict[str, Loss]:
         "entropy": GRPOLoss(replace(options, entropy_coef=0.3)),
         "sft": SFTLoss(),
         "dpo": DPOLoss(compose_config(["algorithm=dpo"]).options(DPOConfig)),
+        "covariances": GRPOLoss(replace(options, policy_loss="kl_cov", kl_cov_ratio=0.2)),
+        "good responses": GRPOLoss(replace(options, positive_example_nll_weight=0.1)),
         "a teacher's logprobs": SampledKLLoss(of_teacher),
         "a teacher's largest logits": TopkKLLoss(replace(of_teacher, zero_outside_topk=True)),
     }
@@ -165,6 +167,7 @@ def rows_of(step: int) -> list[TokenRow]:
             (-4 + 0.3 * torch.randn(own, generator=source)).tolist(),
             torch.randn((), generator=source).item(),
             [int(place >= 4) * (row % 2) for place in range(own)],
+            reward=float(row % 3 == 0),
             **_of_teacher(own, source),
         )
         for row, own in enumerate(lengths)

@@ -55,9 +55,9 @@ class Work:
     """The pass over a micro-batch as a function of tensors alone, so that it can be recorded."""
 
     def __init__(
-        self, model: MegatronModel, bucket: Bucket | None, temperature: float, loss: Loss, ages: Sequence[Any]
+        self, model: MegatronModel, bucket: Bucket | None, temperature: float, loss: Loss, names: Sequence[Any]
     ):
-        """`ages`: those of the loss's counts and of the mismatch's, or None without a mismatch.
+        """`names`: the `_names` of the loss's counts and of the mismatch's, or None without a mismatch.
 
         Raises:
             ValueError: there is no bucket.
@@ -65,7 +65,7 @@ class Work:
         if bucket is None:
             raise ValueError("only packs in buckets can be recorded: see Layout.in_buckets")
         self._model, self._bucket, self._temperature, self._loss = model, bucket, temperature, loss
-        self._ages, self._names = ages, []
+        self._of_counts, self._names = names, []
 
     def __call__(self, given: Arguments) -> Tensor:
         """Add to the gradients; returns the values of all metrics, float64, for `trained`."""
@@ -74,7 +74,7 @@ class Work:
         (chunk,), inputs = self._model.chunks, (given[name] for name in _INPUTS)
         micro = ModelInput(torch.empty(0), *inputs, own_lengths=(), packed=True, bucket=self._bucket)
         own = Batch(**{one.name: given.get(f"batch.{one.name}") for one in fields(Batch)})  # pyrefly: ignore
-        counts, mismatch = (_as_counts(given.get(name), ages) for name, ages in zip(_COUNTS, self._ages, strict=True))
+        counts, mismatch = (_as_counts(given, *one) for one in zip(_COUNTS, self._of_counts, strict=True))
         wait_for, ids = self._model.gather.wait_for, own.teacher_topk_ids
         scores = scores_of(micro, self._temperature, self._loss, wait_for, ids, self._model.keep_logits)
         found = forward(self._model, chunk, micro.tokens_nS, given, self._bucket.width, scores)
@@ -129,14 +129,16 @@ class MicroBatchGraphs:
 
         self._drop_useless()
         both, parts, kind = (counts, mismatch_counts), [], (pickle.dumps(loss), temperature)
-        of_counts = {name: _as_tensor(own) for name, own in zip(_COUNTS, both, strict=True) if own is not None}
-        ages = [None if own is None else tuple(own.tokens_by_age) for own in both]
+        of_counts: Arguments = {}
+        for name, own in zip(_COUNTS, both, strict=True):
+            of_counts |= {} if own is None else _as_tensors(name, own)
+        names = [None if own is None else _names(own) for own in both]
         with self._recorder.stream():
             for micro in announced(micro_batches):
                 given = of_counts | _arguments(micro, batch, self._model.device)
-                key = (micro.bucket, kind, *ages, *((name, one.shape, one.dtype) for name, one in given.items()))
+                key = (micro.bucket, kind, *names, *((name, one.shape, one.dtype) for name, one in given.items()))
                 if key not in self._shapes:
-                    self._shapes[key] = _Shape(Work(self._model, micro.bucket, temperature, loss, ages))
+                    self._shapes[key] = _Shape(Work(self._model, micro.bucket, temperature, loss, names))
                 parts.append(self._shapes[key].work.trained(self._run(self._shapes[key], given)))
             finalize_model_grads(self._model.chunks)
         return parts
@@ -250,16 +252,27 @@ def _arguments(micro: ModelInput, batch: Batch, device: torch.device) -> Argumen
     return {**inputs, **view_of(micro, device), **present}
 
 
-def _as_tensor(counts: Normalizers) -> Tensor:
-    return torch.tensor([counts.tokens, counts.sequences, *counts.tokens_by_age.values()], dtype=torch.float32)
+def _names(counts: Normalizers) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """What is counted besides tokens and sequences: ages, and what the loss counts itself."""
+    return tuple(counts.tokens_by_age), tuple(counts.own)
 
 
-def _as_counts(values: Tensor | None, ages: Sequence[int] | None) -> Normalizers | None:
+def _as_tensors(name: str, counts: Normalizers) -> Arguments:
+    """Counts by the name of their argument. Those of the loss are float64, because values are compared with them."""
+    whole = [counts.tokens, counts.sequences, *counts.tokens_by_age.values()]
+    found = {name: torch.tensor(whole, dtype=torch.float32)}
+    own = {f"{name}.own": torch.tensor(list(counts.own.values()), dtype=torch.float64)}
+    return found | (own if counts.own else {})
+
+
+def _as_counts(given: Arguments, name: str, names: Any) -> Normalizers | None:
     """Counts that are scalars on the device."""
-    if values is None or ages is None:
+    if names is None:
         return None
-    tokens, sequences, *by_age = values.unbind()
-    return Normalizers(tokens, sequences, dict(zip(ages, by_age, strict=True)))  # pyrefly: ignore
+    (tokens, sequences, *by_age), (ages, of_loss) = given[name].unbind(), names
+    own = given[f"{name}.own"].unbind() if of_loss else ()
+    by_age, by_name = (dict(zip(keys, values, strict=True)) for keys, values in ((ages, by_age), (of_loss, own)))
+    return Normalizers(tokens, sequences, by_age, by_name)  # pyrefly: ignore
 
 
 def _forget_cached_tensors(model: MegatronModel) -> None:
