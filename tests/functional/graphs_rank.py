@@ -130,10 +130,9 @@ def losses_of(config: Any) -> dict[str, Loss]:
         "entropy": GRPOLoss(replace(options, entropy_coef=0.3)),
         "sft": SFTLoss(),
         "dpo": DPOLoss(compose_config(["algorithm=dpo"]).options(DPOConfig)),
-        "covariances": GRPOLoss(replace(options, policy_loss="kl_cov", kl_cov_ratio=0.2)),
         "good responses": GRPOLoss(replace(options, positive_example_nll_weight=0.1)),
         "a teacher's logprobs": SampledKLLoss(of_teacher),
-        "a teacher's largest logits": TopkKLLoss(replace(of_teacher, zero_outside_topk=True)),
+        "a teacher's largest logits": TopkKLLoss(of_teacher),
     }
 
 

@@ -17,7 +17,7 @@ OVERRIDES = [
     *("policy.sequence_packing.train_mb_tokens=40", "policy.sequence_length_round=8"),
     *("policy.max_total_sequence_length=32", "policy.train_global_batch_size=12", "algorithm.num_prompts_per_step=6"),
     *("algorithm.num_generations_per_prompt=2", "policy.megatron_cfg.scheduler.lr_warmup_iters=0"),
-    # Small, so that rounding errors grow little in 29 steps.
+    # Small, so that rounding errors grow little in 41 steps.
     "policy.megatron_cfg.optimizer.lr=1.0e-4",
 ]
 
