@@ -45,12 +45,13 @@ def test_on_cpus_no_gpu_is_seen_and_waiting_threads_sleep(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(2, 1, 2), (4, 1, 3), (4, 2, 2), (8, 2, 3), (1, 2, 1)])
-def test_a_worker_on_cpus_leaves_one_of_more_than_two_cores_and_on_gpus_has_one_thread(
-    cores, workers, threads, monkeypatch
-):
+def test_of_more_than_two_cores_a_worker_leaves_one(cores, workers, threads, monkeypatch):
     monkeypatch.setattr(reserve, "available_cores", lambda: cores)
     assert reserve._threads(compose_config(), workers) == threads
     assert reserve._threads(compose_config(["cluster.threads_per_worker=4"]), workers) == 4
+
+
+def test_a_worker_on_a_gpu_has_one_thread():
     on_gpus = ["policy=megatron_gpu", "generation=vllm_gpu", "cluster.gpus_per_node=8"]
-    assert reserve._threads(compose_config(on_gpus), workers) == 1
-    assert reserve._threads(compose_config([*on_gpus, "cluster.threads_per_worker=4"]), workers) == 4
+    assert reserve._threads(compose_config(on_gpus), 8) == 1
+    assert reserve._threads(compose_config([*on_gpus, "cluster.threads_per_worker=4"]), 8) == 4
