@@ -7,11 +7,13 @@ is taken:
     in addition, gradients, then weights, then optimizer states leave while the engines generate
 
 Engines stay awake only where micro-batches of `ENOUGH_TOKENS` fit in addition to them. Micro-batches are as large as
-the GPU holds, up to `MOST_TOKENS`. Logits are kept where there is room for them in addition.
+the GPU holds, up to `MOST_TOKENS`. Logits are kept where there is room for them in addition, or where micro-batches
+that leave them room are at least `KEEPING_SHARE` as large.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nemo_rl_lite.config.automatic import (
     ENOUGH_TOKENS,
@@ -43,6 +45,8 @@ CHEAPEST_FIRST: tuple[OffloadedComponent, ...] = ("gradients", "parameters", "op
 MOST_TOKENS, GRAIN = 65536, 1024
 # Predictions of a GPU's memory were up to 9 % too small (docs/benchmarks, plan-against-measured).
 USED = 0.9
+# Micro-batches of 0.88 of the tokens with kept logits took 4 % less time (docs/performance.md).
+KEEPING_SHARE = 0.8
 # The phases whose bytes depend on the micro-batch, and the others.
 WORK, AROUND = (Phase.LOGPROB, Phase.TRAIN), (Phase.GENERATE, Phase.REFIT)
 
@@ -70,11 +74,12 @@ def settle(config: Config, shape: ModelShape | None, gpu_bytes: int | None) -> S
         less = less or wanted
     if chooses_share(config):
         chosen = with_more_share(chosen, shape, gpu_bytes, USED)
-    reasons = [*_of_moves(config, chosen, less), *_of_share(config, chosen), *_of_tokens(config, chosen)]
-    if config.policy.megatron_cfg.keep_logits != "auto":
-        return Settled(chosen, reasons)
-    chosen, reason = _with_kept_logits(chosen, shape, gpu_bytes)
-    return Settled(chosen, [*reasons, reason])
+    of_logits = []
+    if config.policy.megatron_cfg.keep_logits == "auto":
+        chosen, reason = _with_kept_logits(chosen, config, shape, gpu_bytes)
+        of_logits = [reason]
+    of_memory = [*_of_moves(config, chosen, less), *_of_share(config, chosen)]
+    return Settled(chosen, [*of_memory, *_of_tokens(config, chosen), *of_logits])
 
 
 def _ways(config: Config) -> Iterator[Config]:
@@ -140,21 +145,29 @@ def _with_tokens(config: Config, tokens: int) -> Config:
     return replace(config, policy=replace(policy, **{section: replace(limits, **wanted)}))
 
 
-def _with_kept_logits(config: Config, shape: ModelShape, gpu_bytes: int) -> tuple[Config, str]:
-    """`config` with its logits kept for the backward pass if they fit in addition to all else, and why."""
-    policy, parallel = config.policy, config.policy.megatron_cfg
-    kept, again = (
-        replace(config, policy=replace(policy, megatron_cfg=replace(parallel, keep_logits=keep)))
-        for keep in (True, False)
-    )
-    nbytes = size(int(kept_logits(config, shape, micro_batch(config, training=True))))
+def _with_kept_logits(chosen: Config, config: Config, shape: ModelShape, gpu_bytes: int) -> tuple[Config, str]:
+    """`chosen` with its logits kept for the backward pass, and why, or why not: they fit in addition to all else, or
+    fit in micro-batches that are not much smaller, where `config` leaves these to `auto`."""
+    parallel = chosen.policy.megatron_cfg
+    kept, again = (_with_policy(chosen, megatron_cfg=replace(parallel, keep_logits=keep)) for keep in (True, False))
+    nbytes = size(int(kept_logits(chosen, shape, micro_batch(chosen, training=True))))
     planned = budget(kept, shape, gpu_bytes)
     # A recorded training pass keeps its memory in all phases.
-    phases = tuple(planned.device) if records_training(config) else (Phase.TRAIN,)
+    phases = tuple(planned.device) if records_training(chosen) else (Phase.TRAIN,)
     if _fits(planned, phases):
         return kept, f"logits ({nbytes} of a micro-batch) are kept for the backward pass, because they fit"
+    limits = {name: getattr(config.policy, name) for name in ("sequence_packing", "dynamic_batching")}
+    undecided = _with_policy(kept, **limits)
+    tokens = _most_tokens(undecided, shape, gpu_bytes)
+    smaller = _with_tokens(undecided, tokens)
+    if smaller != kept and tokens >= KEEPING_SHARE * micro_batch(chosen, training=True).tokens:
+        return smaller, f"logits are kept for the backward pass, for which micro-batches have {tokens:,} tokens"
     needed = f"{size(max(planned.device[phase] for phase in phases))}, above {USED:.0%} of {size(gpu_bytes)}"
     return again, f"logits are computed twice, because training that keeps {nbytes} of them needs {needed}"
+
+
+def _with_policy(config: Config, **values: Any) -> Config:
+    return replace(config, policy=replace(config.policy, **values))
 
 
 def _of_moves(config: Config, settled: Config, less: Budget | None) -> Iterator[str]:
