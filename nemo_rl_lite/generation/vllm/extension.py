@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nemo_rl_lite.config.engines import VLLM_QUANTIZATIONS
 from nemo_rl_lite.errors import RefitError
+from nemo_rl_lite.generation.vllm.adapters import AdapterLoader
 from nemo_rl_lite.host.logs import log_to_stderr
 from nemo_rl_lite.observability.memory import device_bytes
 from nemo_rl_lite.refit.engine.connection import Source, connect
@@ -22,14 +23,20 @@ class RefitExtension:
     device: torch.device
     rank: int
 
-    def refit_join(self, sources: Sequence[Source]) -> None:
-        """Join this rank's producer, which is in `sources[rank]`.
+    def refit_join(self, sources: Sequence[Source], scaling: float | None = None) -> None:
+        """Join this rank's producer, which is in `sources[rank]`. `scaling`: the factor of the adapters, where they are
+        all that refits bring.
 
         Raises:
             RefitError: a model whose layers compute with tensors that vLLM derives from its weights once, at the start.
         """
         # A tensor-parallel engine's ranks are processes that vLLM has started.
         log_to_stderr()
+        self._adapters: AdapterLoader | None = None
+        if scaling is not None:
+            self._receiver = connect(sources[self.rank], torch.device(self.device))
+            self._adapters = AdapterLoader(self.model_runner.lora_manager._adapter_manager, scaling)
+            return
         model, config = self.model_runner.get_model(), self.model_runner.model_config
         if config.use_mla:
             raise RefitError(
@@ -54,13 +61,15 @@ class RefitExtension:
         self._destinations = Destinations(model.load_weights, [*model.parameters(), *model.buffers()])
 
     def refit_receive(self) -> RefitReport:
-        """Receive all weights and load them: at the first refit through the model's own loader, later straight into the
-        model's parameters. Where vLLM computes with weights of another form (packed on a CPU, quantised), each refit
-        goes through the loader.
+        """Receive adapters, if they are all that refits bring, or else all weights: at the first refit through the
+        model's own loader, later straight into the model's parameters. Where vLLM computes with weights of another form
+        (packed on a CPU, quantised), each refit goes through the loader.
 
         Raises:
-            RefitError: weights of the engine that the producer did not send.
+            RefitError: weights of the engine that the producer did not send, or adapters that it cannot apply.
         """
+        if self._adapters is not None:
+            return self._adapters.receive(self._receiver)
         model = self.model_runner.get_model()
         if self.device.type == "cpu" or self._quantizes:
             # vLLM keeps a layer's tensors until it has all of them.
