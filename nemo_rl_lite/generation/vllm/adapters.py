@@ -1,6 +1,7 @@
 """LoRA adapters that vLLM applies itself: one adapter, the policy's, which each refit replaces in place."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,9 +9,7 @@ from torch import Tensor
 
 from nemo_rl_lite.config.schema import LoraConfig
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.refit.layout.packing import Arrived
-from nemo_rl_lite.refit.transport.interface import Loader, Receiver
-from nemo_rl_lite.refit.transport.report import RefitReport
+from nemo_rl_lite.refit.layout.packing import Named
 
 # vLLM's number for the adapter, and the name that stands where it expects a folder. Nothing is read from there, since
 # the adapter is known before the first request.
@@ -44,65 +43,86 @@ def adapter_request() -> Any:
     return LoRARequest(lora_name=_NAME, lora_int_id=_NUMBER, lora_path=_NAME)
 
 
-class AdapterLoader(Loader):
-    """Puts the matrices of all adapters where vLLM's layers read them, which captured graphs know, too."""
+@dataclass(frozen=True)
+class _Part:
+    """A layer of the checkpoint, as a part of one of vLLM's layers, which may compute several together."""
+
+    layer: Any
+    index: int
+    parts: int
+    packed: bool
+
+    def target(self, first: bool, slot: int) -> Tensor:
+        """The memory of A [rank, inputs], which is `first`, or of B [outputs, rank]; with the largest rank."""
+        return (self.layer.lora_a_stacked if first else self.layer.lora_b_stacked)[self.index][slot, 0]
+
+    def own(self, first: bool, tensor: Tensor) -> Tensor:
+        """What this rank of a tensor-parallel engine has of A or B."""
+        if self.layer.tp_size == 1:
+            return tensor
+        slicing = self.layer.slice_lora_a if first else self.layer.slice_lora_b
+        if not self.packed:
+            return slicing(tensor)
+        return slicing([tensor if index == self.index else None for index in range(self.parts)])[self.index]
+
+
+class AdapterSlot:
+    """The memory in which vLLM's layers read the adapter's matrices, as captured graphs do, too."""
 
     def __init__(self, manager: Any, scaling: float):
-        """`manager`: vLLM's `LoRAModelManager`. `scaling`: the factor of what an adapter adds to a layer's output."""
-        from vllm.lora.lora_model import LoRAModel
-
-        self._manager, self._scaling = manager, scaling
-        self._arrived: dict[str, Tensor] = {}
-        # Without matrices of its own, so that the layers' memory is all that the adapter takes.
-        manager.remove_all_adapters()
-        manager.add_adapter(LoRAModel(_NUMBER, manager.lora_config.max_lora_rank, {}))
-        manager.activate_adapter(_NUMBER)
-        manager._last_mapping = None
-        self._slot = manager.lora_index_to_id.index(_NUMBER)
-
-    def receive(self, receiver: Receiver) -> RefitReport:
-        """Receive all adapters and put them in their places.
+        """`manager`: vLLM's `LoRAModelManager`. `scaling`: the factor of what an adapter adds to a layer's output.
 
         Raises:
-            RefitError: an adapter of a layer that has none in vLLM, or a layer of vLLM's that got none.
+            RefitError: vLLM computes a layer of the model in a way that is not known here.
         """
-        self._arrived = {}
-        report = receiver.receive(self)
-        self._place(self._by_layer())
-        self._arrived = {}
-        if self._manager.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        return report
+        self._scaling = scaling
+        self._mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        # vLLM keeps what an adapter is loaded from, here zeros of rank 1, which are not looked at again.
+        manager.remove_all_adapters()
+        manager.add_adapter(manager.create_dummy_lora(_NUMBER, 1, {}))
+        manager.activate_adapter(_NUMBER)
+        self._slot = manager.lora_index_to_id.index(_NUMBER)
+        self._parts = dict(_parts(manager))
+        self.wanted = {f"{name}.{which}" for name in self._parts for which in "AB"}
+        """The matrices that vLLM applies, as `load` reports them."""
 
-    def fill(self, arrived: Arrived) -> None:
-        """See `Loader.fill`. The parts of a layer may come in several buckets, so that all are kept until the end."""
-        kept = Arrived(arrived.index, arrived.bucket, arrived.buffer.clone())
-        self._arrived |= dict(kept.named())
+    @property
+    def memory(self) -> list[Tensor]:
+        return [part.target(first, self._slot) for part in self._parts.values() for first in (True, False)]
 
-    def _by_layer(self) -> dict[str, dict[str, Tensor]]:
-        """A and B, with the scaling, by the names of layers, as vLLM names them."""
+    def load(self, named: Sequence[Named]) -> set[str]:
+        """Put A's and B's, named as peft names them, in their places; returns which have come.
+
+        Raises:
+            RefitError: vLLM has no such layer.
+        """
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
-        mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
-        layers: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in self._arrived.items():
-            layer, is_first = parse_fine_tuned_lora_name(name, mapper)
-            layers.setdefault(layer, {})["A" if is_first else "B"] = tensor
-        if self._scaling != 1:
-            torch._foreach_mul_([own["B"] for own in layers.values()], self._scaling)
-        return layers
+        filled = set()
+        for name, tensor in named:
+            layer, first = parse_fine_tuned_lora_name(name, self._mapper)
+            if layer not in self._parts:
+                raise RefitError(f"vLLM applies no adapter to {layer}; set generation.vllm_cfg.lora=merged")
+            part = self._parts[layer]
+            own = part.own(first, tensor)
+            part.target(first, self._slot)[: own.shape[0], : own.shape[1]].copy_(own)
+            filled.add(f"{layer}.{'A' if first else 'B'}")
+        return filled
 
-    def _place(self, layers: Mapping[str, Mapping[str, Tensor]]) -> None:
-        missing, left = list[str](), set(layers)
-        for name, module in self._manager.modules.items():
-            parts = self._manager.packed_modules.get(name)
-            names = [name] if parts is None else parts
-            missing += [one for one in names if one not in layers]
-            if missing:
-                continue
-            firsts, seconds = ([layers[one][which] for one in names] for which in "AB")
-            module.set_lora(self._slot, *((firsts[0], seconds[0]) if parts is None else (firsts, seconds)))
-            left -= set(names)
-        if missing or left:
-            what = f"{missing[0]} of the engine got no adapter" if missing else f"the engine cannot adapt {min(left)}"
-            raise RefitError(f"{what}; set generation.vllm_cfg.lora=merged")
+    def scale(self) -> None:
+        """Apply the scaling to what has been loaded; vLLM has none when it computes."""
+        if self._scaling != 1:
+            torch._foreach_mul_([part.target(False, self._slot) for part in self._parts.values()], self._scaling)
+
+
+def _parts(manager: Any) -> Iterator[tuple[str, _Part]]:
+    for name, layer in manager.modules.items():
+        packed = manager.packed_modules.get(name)
+        names = [name] if packed is None else packed
+        if len(names) != layer.n_slices:
+            raise RefitError(
+                f"vLLM adapts {name} in {layer.n_slices} parts, the checkpoint has {len(names)}; set "
+                "generation.vllm_cfg.lora=merged"
+            )
+        for index, part in enumerate(names):
+            yield part, _Part(layer, index, len(names), packed is not None)

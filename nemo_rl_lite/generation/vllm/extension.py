@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nemo_rl_lite.config.engines import VLLM_QUANTIZATIONS
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.generation.vllm.adapters import AdapterLoader
+from nemo_rl_lite.generation.vllm.adapters import AdapterSlot
 from nemo_rl_lite.host.logs import log_to_stderr
 from nemo_rl_lite.observability.memory import device_bytes
 from nemo_rl_lite.refit.engine.connection import Source, connect
@@ -32,10 +32,12 @@ class RefitExtension:
         """
         # A tensor-parallel engine's ranks are processes that vLLM has started.
         log_to_stderr()
-        self._adapters: AdapterLoader | None = None
+        self._is_first_refit, self._quantizes = True, False
+        self._slot: AdapterSlot | None = None
         if scaling is not None:
+            self._slot = AdapterSlot(self.model_runner.lora_manager._adapter_manager, scaling)
             self._receiver = connect(sources[self.rank], torch.device(self.device))
-            self._adapters = AdapterLoader(self.model_runner.lora_manager._adapter_manager, scaling)
+            self._destinations = Destinations(self._slot.load, self._slot.memory)
             return
         model, config = self.model_runner.get_model(), self.model_runner.model_config
         if config.use_mla:
@@ -57,7 +59,6 @@ class RefitExtension:
                     "set +generation.vllm_kwargs.moe_backend=triton"
                 )
         self._receiver = connect(sources[self.rank], torch.device(self.device))
-        self._is_first_refit = True
         self._destinations = Destinations(model.load_weights, [*model.parameters(), *model.buffers()])
 
     def refit_receive(self) -> RefitReport:
@@ -68,21 +69,23 @@ class RefitExtension:
         Raises:
             RefitError: weights of the engine that the producer did not send, or adapters that it cannot apply.
         """
-        if self._adapters is not None:
-            return self._adapters.receive(self._receiver)
         model = self.model_runner.get_model()
-        if self.device.type == "cpu" or self._quantizes:
+        if self._slot is None and (self.device.type == "cpu" or self._quantizes):
             # vLLM keeps a layer's tensors until it has all of them.
             loader = EngineLoader(lambda named: self._load(model, named), keep=True)
             report, wanted = self._receive_layerwise(model, loader)
         else:
             loader, wanted = self._destinations, {name for name, _ in model.named_parameters()}
             report = self._receiver.receive(loader)
-            torch.cuda.current_stream().synchronize()
-            if self._is_first_refit:
+            if self._slot is not None:
+                wanted = self._slot.wanted
+                self._slot.scale()
+            if self.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            if self._is_first_refit and self.device.type == "cuda":
                 # The policy or the cache may want the memory that the first refit took for trials.
                 torch.cuda.empty_cache()
-                self._is_first_refit = False
+            self._is_first_refit = False
         loaded = loader.filled
         stale = sorted(wanted - loaded) if loaded is not None else []
         if stale:
