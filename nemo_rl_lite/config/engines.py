@@ -14,6 +14,8 @@ from nemo_rl_lite.config.sizes import engines, on_gpus, samples_per_step
 
 # Ways in which vLLM quantises the linear weights that a refit brings. All compute with dynamic scales of activations.
 VLLM_QUANTIZATIONS = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
+# Dimensions of the adapters for which vLLM has kernels; smaller adapters are filled up with zeros.
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True)

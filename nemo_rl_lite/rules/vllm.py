@@ -89,11 +89,11 @@ def vllm_can_quantize_what_comes(config: Config) -> Iterator[Violation]:
         yield Violation(
             "policy.precision", config.policy.precision, f"{key} = {way} needs bfloat16", "policy.precision=bfloat16"
         )
-    elif _has_experts(config.policy.model_name):
+    elif has_experts(config.policy.model_name):
         yield Violation(key, way, "no refit of quantised experts has been tried", "remove it")
 
 
-def _has_experts(model: str) -> bool:
+def has_experts(model: str) -> bool:
     try:
         shape = read_model_shape(model)
     except (NoModelError, OSError, UnicodeDecodeError, RuntimeError):

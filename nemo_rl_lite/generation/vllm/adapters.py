@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.config.engines import VLLM_LORA_RANKS
 from nemo_rl_lite.config.schema import LoraConfig
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.refit.layout.packing import Named
@@ -14,8 +15,6 @@ from nemo_rl_lite.refit.layout.packing import Named
 # vLLM's number for the adapter, and the name that stands where it expects a folder. Nothing is read from there, since
 # the adapter is known before the first request.
 _NUMBER, _NAME = 1, "policy"
-# The ranks for which vLLM has kernels.
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Hugging Face's names for the layers which Megatron's are made of.
 _PARTS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -30,7 +29,7 @@ def engine_options(lora: LoraConfig, ranks: int) -> dict[str, Any]:
     return {
         "enable_lora": True,
         "max_loras": 1,
-        "max_lora_rank": next(rank for rank in RANKS if rank >= lora.dim),
+        "max_lora_rank": next(rank for rank in VLLM_LORA_RANKS if rank >= lora.dim and rank % ranks == 0),
         "fully_sharded_loras": ranks > 1,
         "lora_target_modules": [part for name in lora.target_modules for part in _PARTS[name]],
     }
