@@ -1,7 +1,7 @@
 """One policy rank with LoRA, without Ray: whether its exported adapters are those that are merged into its weights.
 
-adapters_rank.py MODEL_FOLDER OUTPUT_FOLDER LAYOUTS, a JSON object of overrides by layout. For each, rank 0 writes a file:
-the adapters, the merged weights, and whether each rank found the adapters to be moved elements.
+adapters_rank.py MODEL_FOLDER OUTPUT_FOLDER LAYOUTS, a JSON object of overrides by layout. For each, rank 0 writes a
+file: the adapters, the merged weights, and whether each rank found the adapters to be moved elements.
 """
 
 import json

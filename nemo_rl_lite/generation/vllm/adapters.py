@@ -13,8 +13,8 @@ from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.refit.layout.packing import Named
 
 # vLLM's number for the adapter, and the name that stands where it expects a folder. Nothing is read from there, since
-# the adapter is known before the first request.
-_NUMBER, _NAME = 1, "policy"
+# the adapter is known before the first request. It is the only one, and so in the first slot.
+_NUMBER, _NAME, _SLOT = 1, "policy", 0
 # Hugging Face's names for the layers which Megatron's are made of.
 _PARTS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -51,9 +51,9 @@ class _Part:
     parts: int
     packed: bool
 
-    def target(self, first: bool, slot: int) -> Tensor:
+    def target(self, first: bool) -> Tensor:
         """The memory of A [rank, inputs], which is `first`, or of B [outputs, rank]; with the largest rank."""
-        return (self.layer.lora_a_stacked if first else self.layer.lora_b_stacked)[self.index][slot, 0]
+        return (self.layer.lora_a_stacked if first else self.layer.lora_b_stacked)[self.index][_SLOT, 0]
 
     def own(self, first: bool, tensor: Tensor) -> Tensor:
         """What this rank of a tensor-parallel engine has of A or B."""
@@ -69,25 +69,32 @@ class AdapterSlot:
     """The memory in which vLLM's layers read the adapter's matrices, as captured graphs do, too."""
 
     def __init__(self, manager: Any, scaling: float):
-        """`manager`: vLLM's `LoRAModelManager`. `scaling`: the factor of what an adapter adds to a layer's output.
+        """`manager`: vLLM's `LoRAModelManager`, whose engine may sleep. `scaling`: the factor of what an adapter adds to a
+        layer's output.
 
         Raises:
             RefitError: vLLM computes a layer of the model in a way that is not known here.
         """
-        self._scaling = scaling
+        self._manager, self._scaling = manager, scaling
         self._mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-        # vLLM keeps what an adapter is loaded from, here zeros of rank 1, which are not looked at again.
-        manager.remove_all_adapters()
-        manager.add_adapter(manager.create_dummy_lora(_NUMBER, 1, {}))
-        manager.activate_adapter(_NUMBER)
-        self._slot = manager.lora_index_to_id.index(_NUMBER)
+        self._is_taken = False
         self._parts = dict(_parts(manager))
         self.wanted = {f"{name}.{which}" for name in self._parts for which in "AB"}
         """The matrices that vLLM applies, as `load` reports them."""
 
     @property
     def memory(self) -> list[Tensor]:
-        return [part.target(first, self._slot) for part in self._parts.values() for first in (True, False)]
+        return [part.target(first) for part in self._parts.values() for first in (True, False)]
+
+    def take(self) -> None:
+        """Have vLLM know the adapter, and clear its memory, before the first refit; the engine is awake."""
+        if self._is_taken:
+            return
+        # vLLM keeps what an adapter is loaded from, here zeros of rank 1, which are not looked at again.
+        self._manager.remove_all_adapters()
+        self._manager.add_adapter(self._manager.create_dummy_lora(_NUMBER, 1, {}))
+        self._manager.activate_adapter(_NUMBER)
+        self._is_taken = True
 
     def load(self, named: Sequence[Named]) -> set[str]:
         """Put A's and B's, named as peft names them, in their places; returns which have come.
@@ -104,14 +111,14 @@ class AdapterSlot:
                 raise RefitError(f"vLLM applies no adapter to {layer}; set generation.vllm_cfg.lora=merged")
             part = self._parts[layer]
             own = part.own(first, tensor)
-            part.target(first, self._slot)[: own.shape[0], : own.shape[1]].copy_(own)
+            part.target(first)[: own.shape[0], : own.shape[1]].copy_(own)
             filled.add(f"{layer}.{'A' if first else 'B'}")
         return filled
 
     def scale(self) -> None:
         """Apply the scaling to what has been loaded; vLLM has none when it computes."""
         if self._scaling != 1:
-            torch._foreach_mul_([part.target(False, self._slot) for part in self._parts.values()], self._scaling)
+            torch._foreach_mul_([part.target(False) for part in self._parts.values()], self._scaling)
 
 
 def _parts(manager: Any) -> Iterator[tuple[str, _Part]]:

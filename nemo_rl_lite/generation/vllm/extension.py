@@ -70,22 +70,24 @@ class RefitExtension:
             RefitError: weights of the engine that the producer did not send, or adapters that it cannot apply.
         """
         model = self.model_runner.get_model()
-        if self._slot is None and (self.device.type == "cpu" or self._quantizes):
+        if self._slot is not None:
+            self._slot.take()
+            loader, wanted = self._destinations, self._slot.wanted
+            report = self._receiver.receive(loader)
+            self._slot.scale()
+        elif self.device.type == "cpu" or self._quantizes:
             # vLLM keeps a layer's tensors until it has all of them.
             loader = EngineLoader(lambda named: self._load(model, named), keep=True)
             report, wanted = self._receive_layerwise(model, loader)
         else:
             loader, wanted = self._destinations, {name for name, _ in model.named_parameters()}
             report = self._receiver.receive(loader)
-            if self._slot is not None:
-                wanted = self._slot.wanted
-                self._slot.scale()
-            if self.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
-            if self._is_first_refit and self.device.type == "cuda":
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+            if self._is_first_refit:
                 # The policy or the cache may want the memory that the first refit took for trials.
                 torch.cuda.empty_cache()
-            self._is_first_refit = False
+                self._is_first_refit = False
         loaded = loader.filled
         stale = sorted(wanted - loaded) if loaded is not None else []
         if stale:
