@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.functional import test_dpo
 from tests.functional.conftest import train
 from tests.functional.test_sft import series
 from tests.gpu.test_run import SMALL
@@ -59,3 +60,14 @@ def test_adapters_of_a_captured_engine_are_those_of_an_eager_one(gpu_model, tmp_
     )
     for metrics in (graphs, eager):
         assert max(series(metrics, "train/logprob_abs_diff_mean")) < 0.05
+
+
+@pytest.mark.gpu
+def test_preferences_are_learned_by_adapters(gpu_model, tmp_path):
+    own = [*test_dpo.SMALL, *test_dpo.write_pairs(tmp_path), "policy=megatron_gpu", "cluster.gpus_per_node=1"]
+    own += [f"{PEFT}.enabled=true", "policy.max_total_sequence_length=64", "policy.megatron_cfg.optimizer.lr=1e-2"]
+    _, metrics = train(tmp_path / "run", gpu_model, *own, timeout_s=400)
+    losses = series(metrics, "validation/val_loss")
+    # The reference is the model without adapters, whose B begins at zero: the first loss is ln 2.
+    assert losses[0] == pytest.approx(0.6931, abs=1e-3) and losses[-1] < 0.6
+    assert series(metrics, "train/loss")[0] == pytest.approx(0.6931, abs=1e-3)

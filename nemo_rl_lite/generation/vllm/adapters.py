@@ -69,8 +69,8 @@ class AdapterSlot:
     """The memory in which vLLM's layers read the adapter's matrices, as captured graphs do, too."""
 
     def __init__(self, manager: Any, scaling: float):
-        """`manager`: vLLM's `LoRAModelManager`, whose engine may sleep. `scaling`: the factor of what an adapter adds to a
-        layer's output.
+        """`manager`: vLLM's `LoRAModelManager`, of an engine that may sleep. `scaling`: the factor of what an adapter
+        adds to a layer's output.
 
         Raises:
             RefitError: vLLM computes a layer of the model in a way that is not known here.
@@ -111,7 +111,9 @@ class AdapterSlot:
                 raise RefitError(f"vLLM applies no adapter to {layer}; set generation.vllm_cfg.lora=merged")
             part = self._parts[layer]
             own = part.own(first, tensor)
-            part.target(first)[: own.shape[0], : own.shape[1]].copy_(own)
+            # Ranks share out all dimensions that vLLM has memory for, and the last may have none of the adapter's.
+            if own.numel():
+                part.target(first)[: own.shape[0], : own.shape[1]].copy_(own)
             filled.add(f"{layer}.{'A' if first else 'B'}")
         return filled
 
