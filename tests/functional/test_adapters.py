@@ -7,6 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nemo_rl_lite.config.schema import LoraConfig
+from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
+from nemo_rl_lite.models.shape import model_shape
+from nemo_rl_lite.planning.model_size import served_adapters
 from tests.functional.conftest import train
 from tests.functional.ranks import run_ranks
 from tests.functional.test_sft import series
@@ -65,6 +69,14 @@ def test_adapters_are_put_together_without_the_bridge(exported, layout):
     kept = exported[layout]
     assert set(kept["unlike"]) == {None} and kept["assembles"] == "Assembly"
     assert sorted(kept["names"]) == sorted(kept["adapters"])
+
+
+@pytest.mark.parametrize("layout", ["one", "attention"])
+def test_plans_know_how_many_elements_a_refit_brings(exported, layout):
+    targets = list(TARGETS) if layout == "one" else ["linear_qkv", "linear_proj"]
+    config = LoraConfig(enabled=True, dim=4, alpha=6, dropout=0, target_modules=targets)
+    elements = sum(tensor.numel() for tensor in exported[layout]["adapters"].values())
+    assert served_adapters(model_shape(MODEL_CONFIG), config) == elements
 
 
 @pytest.mark.parametrize("overrides", [[], ["cluster.cpu_ranks=2", TENSOR, f"{PEFT}.target_modules=[linear_fc1]"]])
