@@ -8,6 +8,9 @@ import torch
 from nemo_rl_lite.config.schema import LoraConfig
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.vllm.adapters import AdapterSlot, engine_options
+from nemo_rl_lite.refit.engine.destinations import Destinations
+from nemo_rl_lite.refit.layout.packing import Arrived, view
+from nemo_rl_lite.refit.layout.plan import make_plan
 
 layers = pytest.importorskip("vllm.lora.layers")
 
@@ -74,12 +77,12 @@ class Manager(SimpleNamespace):
         self.events.append(f"active {number}")
 
 
-def adapters() -> dict[str, torch.Tensor]:
+def adapters(dim: int = DIM) -> dict[str, torch.Tensor]:
     source, made = torch.Generator().manual_seed(0), {}
     for name, width in WIDTHS.items():
         inputs = HEADS * HEAD if name == "o_proj" else HIDDEN
-        made[f"l.{name}.lora_A.weight"] = torch.randn(DIM, inputs, generator=source)
-        made[f"l.{name}.lora_B.weight"] = torch.randn(width, DIM, generator=source)
+        made[f"l.{name}.lora_A.weight"] = torch.randn(dim, inputs, generator=source)
+        made[f"l.{name}.lora_B.weight"] = torch.randn(width, dim, generator=source)
     return made
 
 
@@ -133,3 +136,25 @@ def test_vllm_has_memory_for_the_adapters(dim, ranks, most):
     options = engine_options(config, ranks)
     assert options["max_lora_rank"] == most and options["fully_sharded_loras"] == (ranks > 1)
     assert options["lora_target_modules"] == ["gate_proj", "up_proj"]
+
+
+@pytest.mark.parametrize("dim", [DIM, MOST])
+@pytest.mark.parametrize(("tp_size", "tp_rank"), [(1, 0), (2, 0), (2, 1)])
+def test_later_refits_are_copies_alone(tp_size, tp_rank, dim):
+    """An engine on the policy's GPU needs no buckets, if vLLM has no more dimensions than the adapter."""
+    slot, named = AdapterSlot(Manager(tp_size, tp_rank), scaling=0.5), adapters(dim)
+    plan = make_plan([(name, tuple(one.shape), "float32") for name, one in named.items()], bucket_bytes=2000)
+    assert len(plan.buckets) > 2
+    destinations, theirs = Destinations(slot.load, slot.memory), AdapterSlot(Manager(tp_size, tp_rank), scaling=0.5)
+    for change in (0, 1, 2):
+        for index, bucket in enumerate(plan.buckets):
+            buffer = torch.zeros(bucket.nbytes, dtype=torch.uint8)
+            for one in bucket.slots:
+                view(buffer, one).copy_(named[one.name] + change)
+            destinations.fill(Arrived(index, bucket, buffer))
+        slot.scale()
+        theirs.load([(name, one + change) for name, one in named.items()])
+        theirs.scale()
+        assert all(map(torch.equal, slot.memory, theirs.memory)) and any(one.any() for one in slot.memory)
+    assert (destinations.windows() is not None) == (dim == MOST)
+    assert destinations.filled == slot.wanted and not destinations.left
