@@ -18,7 +18,7 @@ WAYS = ("merged", "adapters")
 # Quantity, unit, metric, and what the metric is divided by.
 MORE = [
     ("refit, transfer and load", "s", "refit/seconds", 1),
-    ("refit", "MB", "refit/bytes", 1e6),
+    ("bytes of a refit", "MB", "refit/bytes", 1e6),
     ("engine wakes", "s", "refit/wake_s", 1),
     ("engine sleeps", "s", "timing/train/generation_sleep", 1),
     ("mean logprob difference", "nats", "train/logprob_abs_diff_mean", 1),
@@ -63,7 +63,7 @@ def _measured(way: str, dim: int, overrides: list[str]) -> list[dict[str, Any]]:
 
 
 def _bars(dim: int, merged: dict[str, float], adapters: dict[str, float]) -> list[dict[str, Any]]:
-    share = adapters["refit"] / merged["refit"]
+    share = adapters["bytes of a refit"] / merged["bytes of a refit"]
     seconds = adapters["refit, transfer and load"]
     return [
         record.bar(f"bytes of adapters, of those of merged weights, {dim} dimensions", share, MOST_BYTES, False),
