@@ -23,6 +23,7 @@ GROUPS = {
     "test_experts": "ranks",
     "test_checkpoints": "ranks",
     "test_shares": "ranks",
+    "test_adapters": "adapters",
     "test_four_ranks": "four ranks",
     "test_failures": "failures",
     "test_tool_runs": "failures",

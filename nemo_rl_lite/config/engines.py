@@ -9,11 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nemo_rl_lite.config.automatic import engine_share, sleep_is_wanted
-from nemo_rl_lite.config.schema import Config, GenerationConfig
+from nemo_rl_lite.config.schema import Config, GenerationConfig, PolicyConfig
 from nemo_rl_lite.config.sizes import engines, on_gpus, samples_per_step
 
 # Ways in which vLLM quantises the linear weights that a refit brings. All compute with dynamic scales of activations.
 VLLM_QUANTIZATIONS = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
+# Dimensions of the adapters for which vLLM has kernels; smaller adapters are filled up with zeros.
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Engine:
     """Whether, on a GPU, it takes `gpu_memory_utilization` of the device when it starts."""
     spans_gpus: bool = False
     """Whether one engine can use several GPUs."""
+    serves_adapters: bool = False
+    """Whether it can apply LoRA adapters itself."""
     least_cpu_head_dim: int = 1
     """The smallest head dimension that it computes on a CPU."""
     temperatures: tuple[float, float] = (0.0, math.inf)
@@ -97,10 +101,12 @@ ENGINES: dict[str, Engine] = {
             "generation.vllm_cfg.gpu_memory_utilization",
             "generation.vllm_cfg.cpu_kv_cache_gib",
             "generation.vllm_cfg.recompute_kv_cache_after_weight_updates",
+            "generation.vllm_cfg.lora",
         ),
         can_sleep=True,
         takes_share=True,
         spans_gpus=True,
+        serves_adapters=True,
         least_cpu_head_dim=32,
         # It refuses more, and makes less 0.01, at which the policy's logprobs would be others.
         temperatures=(0.01, 2.0),
@@ -122,3 +128,9 @@ def engines_sleep(config: Config) -> bool:
     """Whether this run's engines give their memory to the policy between generation phases."""
     shares = config.generation.colocated.enabled and on_gpus(config)
     return shares and engine_of(config).can_sleep and sleep_is_wanted(config)
+
+
+def engines_serve_adapters(generation: GenerationConfig, policy: PolicyConfig) -> bool:
+    """Whether refits bring the policy's LoRA adapters alone, which engines apply to weights of their own."""
+    wanted = policy.megatron_cfg.peft.enabled and generation.vllm_cfg.lora == "adapters"
+    return wanted and ENGINES[generation.backend].serves_adapters

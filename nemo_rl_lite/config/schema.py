@@ -336,6 +336,7 @@ class VLLMConfig:
     gpu_memory_utilization: Fraction | Auto
     cpu_kv_cache_gib: PositiveInt
     recompute_kv_cache_after_weight_updates: bool
+    lora: Literal["merged", "adapters"]
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from nemo_rl_lite.config.algorithms import generates, has_teacher
 from nemo_rl_lite.config.automatic import leaving_for_generation
-from nemo_rl_lite.config.engines import engines_sleep
+from nemo_rl_lite.config.engines import engines_serve_adapters, engines_sleep
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import records_training
 
@@ -63,7 +63,8 @@ class Residency:
         if has_teacher(config):
             table = {phase: row | _teacher(config, phase) for phase, row in table.items()}
         if shared:
-            table = {phase: row | _engine(phase, engines_sleep(config)) for phase, row in table.items()}
+            sleeps, keeps = engines_sleep(config), engines_serve_adapters(config.generation, config.policy)
+            table = {phase: row | _engine(phase, sleeps, keeps) for phase, row in table.items()}
         return cls(table, shared)
 
     @property
@@ -127,10 +128,12 @@ def _states_away(config: Config, phase: Phase, leaves: frozenset[str]) -> bool:
     return away or (phase is Phase.LOGPROB and config.policy.offload_optimizer_states_for_logprob)
 
 
-def _engine(phase: Phase, sleeps: bool) -> dict[Component, Place]:
-    """Return the engine's row. A sleeping engine keeps nothing; weights return in the refit, the KV cache after it."""
+def _engine(phase: Phase, sleeps: bool, keeps: bool) -> dict[Component, Place]:
+    """Return the engine's row. A sleeping engine keeps nothing, or with `keeps` its weights in host memory; weights
+    return in the refit, the KV cache after it."""
+    away = Place.HOST if keeps else Place.RELEASED
     return {
-        Component.GENERATION_WEIGHTS: _leaving(Place.RELEASED, sleeps and phase in (Phase.LOGPROB, Phase.TRAIN)),
+        Component.GENERATION_WEIGHTS: _leaving(away, sleeps and phase in (Phase.LOGPROB, Phase.TRAIN)),
         Component.KV_CACHE: _leaving(Place.RELEASED, sleeps and phase is not Phase.GENERATE),
     }
 

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 from nemo_rl_lite.config.algorithms import compares, generates, has_teacher
 from nemo_rl_lite.config.automatic import engine_share
-from nemo_rl_lite.config.engines import engine_of
+from nemo_rl_lite.config.engines import engine_of, engines_serve_adapters
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus, parallel_dims, policy_ranks
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.planning.activation_size import item_bytes
-from nemo_rl_lite.planning.model_size import parameter_count, rank_parameters
-from nemo_rl_lite.planning.prediction import Prediction, predict, token_cache_bytes, totals
+from nemo_rl_lite.planning.model_size import parameter_count, rank_parameters, served_adapters
+from nemo_rl_lite.planning.prediction import Prediction, engine_weights, predict, token_cache_bytes, totals
 from nemo_rl_lite.refit.layout.plan import bucket_size
 
 # The overhead of CUDA and NCCL contexts, captured graphs and torch's cached blocks as measured on H100s and H200s
@@ -102,7 +102,8 @@ def engines_copy(config: Config) -> bool:
     pipeline_apart = cluster.num_nodes > 1 and dims.pp > 1
     together = dims.neighbours <= cluster.gpus_per_node and not pipeline_apart
     shared = Residency.of(config).engines_share_device
-    return shared and config.refit.direct and together and not config.policy.megatron_cfg.peft.enabled
+    merges = config.policy.megatron_cfg.peft.enabled and not engines_serve_adapters(config.generation, config.policy)
+    return shared and config.refit.direct and together and not merges
 
 
 def _overhead(config: Config) -> int:
@@ -129,14 +130,15 @@ def _refit_buffers(config: Config, shape: ModelShape, device_bytes: int | None) 
 
 def refit_bytes(config: Config, shape: ModelShape) -> int:
     """Bytes of the weights that a refit transfers."""
-    return parameter_count(shape) * item_bytes(config)
+    serves = engines_serve_adapters(config.generation, config.policy)
+    elements = served_adapters(shape, config.policy.megatron_cfg.peft) if serves else parameter_count(shape)
+    return elements * item_bytes(config)
 
 
 def _engine_room(config: Config, shape: ModelShape, gpu_bytes: int | None) -> int:
-    settings = config.generation.vllm_cfg
     if not generates(config) or not engine_of(config).takes_share or gpu_bytes is None:
         return 0
-    weights = refit_bytes(config, shape) // settings.tensor_parallel_size
+    weights = engine_weights(config, shape)
     longest = config.policy.max_total_sequence_length * token_cache_bytes(config, shape)
     return int(engine_share(config.generation) * gpu_bytes) - weights - longest
 

@@ -9,8 +9,8 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import engines, samples_per_step
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.offload.residency import Phase, Residency
-from nemo_rl_lite.planning.budget import budget, refit_bytes
-from nemo_rl_lite.planning.prediction import token_cache_bytes
+from nemo_rl_lite.planning.budget import budget
+from nemo_rl_lite.planning.prediction import engine_weights, token_cache_bytes
 
 # vLLM's own working memory, which is part of its share: bytes, and copies of a step's float32 logits.
 WORKING, LOGITS = 2 * 2**30, 6
@@ -51,7 +51,7 @@ def _running(config: Config) -> int:
 
 
 def _needed(config: Config, shape: ModelShape, tokens: int) -> int:
-    weights = refit_bytes(config, shape) // config.generation.vllm_cfg.tensor_parallel_size
+    weights = engine_weights(config, shape)
     logits = config.generation.vllm_cfg.max_num_seqs * shape.vocabulary * 4
     return weights + WORKING + LOGITS * logits + tokens * token_cache_bytes(config, shape)
 

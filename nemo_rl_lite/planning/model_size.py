@@ -68,6 +68,14 @@ def trained_parameters(
     return Parameters(dense * peft.dim // (dims.tp * dims.pp), experts * peft.dim // dims.pp)
 
 
+def served_adapters(shape: ModelShape, peft: LoraConfig) -> int:
+    """Elements of the adapters that engines get: A and B of each of a layer's projections, those that Megatron fuses
+    included, which share their A in the policy."""
+    whole = trained_parameters(shape, ParallelDims(tp=1, pp=1, cp=1, ep=1, world=1), peft, stage=0, grouped=True).total
+    again = {"linear_qkv": 2, "linear_fc1": 1}
+    return whole + sum(again.get(name, 0) for name in peft.target_modules) * shape.layers * shape.hidden * peft.dim
+
+
 def _layers_of_stage(shape: ModelShape, tensor: int, pipeline: int, expert: int) -> tuple[int, int]:
     """Parameters of a stage's layers on one rank: outside experts, and in experts."""
     hidden, sparse = shape.hidden, shape.layers - shape.dense_layers

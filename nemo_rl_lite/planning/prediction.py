@@ -5,14 +5,20 @@ from dataclasses import dataclass
 from math import ceil
 
 from nemo_rl_lite.config.algorithms import has_teacher
-from nemo_rl_lite.config.engines import CacheFacts, engine_of
+from nemo_rl_lite.config.engines import CacheFacts, engine_of, engines_serve_adapters
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import engine_ranks, on_gpus, parallel_dims, records_training
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
 from nemo_rl_lite.planning import teacher
 from nemo_rl_lite.planning.activation_size import item_bytes, logprob_activations, training_activations
-from nemo_rl_lite.planning.model_size import Parameters, parameter_count, rank_parameters, trained_parameters
+from nemo_rl_lite.planning.model_size import (
+    Parameters,
+    parameter_count,
+    rank_parameters,
+    served_adapters,
+    trained_parameters,
+)
 
 # Gradients are summed, over micro-batches and ranks, in float32.
 GRADIENT_BYTES = 4
@@ -75,7 +81,7 @@ def _of_stage(
     }
     of_teacher = teacher.weight_bytes(config) if has_teacher(config) else 0
     if residency.engines_share_device:
-        weights = _engine_weights(config, shape)
+        weights = engine_weights(config, shape)
         sizes[Component.GENERATION_WEIGHTS] = weights
         sizes[Component.KV_CACHE] = engine_of(config).kv_bytes(
             config, CacheFacts(token_cache_bytes(config, shape), weights, device_bytes)
@@ -137,8 +143,11 @@ def _optimizer_states(config: Config, parameters: Parameters, place: Place) -> B
     return Bytes(device=int((1 - away) * whole), host=int(away * held * (4 + GRADIENT_BYTES + past)))
 
 
-def _engine_weights(config: Config, shape: ModelShape) -> int:
-    return parameter_count(shape) * item_bytes(config) // engine_ranks(config)
+def engine_weights(config: Config, shape: ModelShape) -> int:
+    """Bytes of weights, and of adapters that the engine applies itself, on one of an engine's devices."""
+    serves = engines_serve_adapters(config.generation, config.policy)
+    adapters = served_adapters(shape, config.policy.megatron_cfg.peft) if serves else 0
+    return (parameter_count(shape) + adapters) * item_bytes(config) // engine_ranks(config)
 
 
 def token_cache_bytes(config: Config, shape: ModelShape) -> int:

@@ -1,6 +1,7 @@
 """Rules about combinations of configuration keys. Each rule is a small function that yields violations."""
 
 from nemo_rl_lite.rules import (
+    adapters,
     algorithm,
     checkpoint,
     data,
@@ -24,6 +25,7 @@ from nemo_rl_lite.rules import (
 from nemo_rl_lite.rules.base import check_rules
 
 __all__ = [
+    "adapters",
     "algorithm",
     "check_rules",
     "checkpoint",

@@ -163,7 +163,9 @@ EFFECTS = (
         "something to move: offload=logprob or offload=colocated",
     ),
     Effect(
-        (f"{MEGATRON}.peft",), lambda config: config.policy.megatron_cfg.peft.enabled, f"{MEGATRON}.peft.enabled=true"
+        (f"{MEGATRON}.peft", "generation.vllm_cfg.lora"),
+        lambda config: config.policy.megatron_cfg.peft.enabled,
+        f"{MEGATRON}.peft.enabled=true",
     ),
     Effect(
         (f"{MEGATRON}.offload_modules", f"{MEGATRON}.activation_offload_fraction"),

@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Iterator
 
-from nemo_rl_lite.config.engines import engine_of
+from nemo_rl_lite.config.engines import engine_of, engines_serve_adapters
 from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import generation_gpus, has_endpoint, on_gpus, parallel_dims
 from nemo_rl_lite.errors import Violation
@@ -75,12 +75,15 @@ def endpoint_is_installed(config: Config) -> Iterator[Violation]:
     "policy.megatron_cfg.pipeline_model_parallel_size",
     "policy.megatron_cfg.expert_model_parallel_size",
     "policy.megatron_cfg.peft",
+    "generation.backend",
+    "generation.vllm_cfg.lora",
     options=RolloutAlgorithmConfig,
 )
 def ranks_wait_for_the_engines_of_others(config: Config) -> Iterator[Violation]:
     refit, longest = config.refit, config.cluster.collective_timeout_s
     shares_together = parallel_dims(config).splits_weights and refit.direct
-    shares_together = shares_together and not config.policy.megatron_cfg.peft.enabled
+    merges = config.policy.megatron_cfg.peft.enabled and not engines_serve_adapters(config.generation, config.policy)
+    shares_together = shares_together and not merges
     if on_gpus(config) and config.generation.colocated.enabled and shares_together and refit.timeout_s >= longest:
         rule_text = (
             f"policy ranks wait this long for each other; must be below cluster.collective_timeout_s = {longest:g}"

@@ -30,6 +30,11 @@ _OWNED = {
     "disable_log_stats": None,
     "skip_tokenizer_init": None,
     "enable_sleep_mode": "generation.colocated.enabled",
+    "enable_lora": "generation.vllm_cfg.lora",
+    "max_loras": "generation.vllm_cfg.lora",
+    "max_lora_rank": "policy.megatron_cfg.peft.dim",
+    "lora_target_modules": "policy.megatron_cfg.peft.target_modules",
+    "fully_sharded_loras": None,
 }
 # The options of speculation that leave the distribution as it is and need no weights.
 _SPECULATION = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
@@ -37,7 +42,6 @@ _EXAMPLE = "{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 3}"
 # Options that would make the engine's model another than the policy's.
 _OF_OTHER_MODELS = {
     "hf_overrides": "would give the engine another model than the policy has",
-    "enable_lora": "has no effect: engines get the policy's weights with its adapters merged into them",
 }
 
 
@@ -85,11 +89,11 @@ def vllm_can_quantize_what_comes(config: Config) -> Iterator[Violation]:
         yield Violation(
             "policy.precision", config.policy.precision, f"{key} = {way} needs bfloat16", "policy.precision=bfloat16"
         )
-    elif _has_experts(config.policy.model_name):
+    elif has_experts(config.policy.model_name):
         yield Violation(key, way, "no refit of quantised experts has been tried", "remove it")
 
 
-def _has_experts(model: str) -> bool:
+def has_experts(model: str) -> bool:
     try:
         shape = read_model_shape(model)
     except (NoModelError, OSError, UnicodeDecodeError, RuntimeError):

@@ -85,6 +85,7 @@ def alone(config: Config) -> Config:
     generation = replace(
         config.generation,
         colocated=replace(config.generation.colocated, enabled=False),
+        vllm_cfg=replace(config.generation.vllm_cfg, lora="merged"),
         vllm_kwargs={"load_format": "auto", "use_tqdm_on_load": False, **config.generation.vllm_kwargs},
     )
     return replace(config, generation=generation)

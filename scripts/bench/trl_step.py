@@ -1,8 +1,9 @@
 """Seconds of a GRPO step of TRL with a vLLM engine on the same GPU, for the tasks of speed_ablation.py.
 
-trl_step.py {small|large} MODEL [--steps 11]
+trl_step.py {small|large} MODEL [--steps 11] [--lora DIM]
 
-Needs `trl` in addition to this project's packages. `small`: sums of one-digit numbers, up to 32 new tokens, float32
+Needs `trl` in addition to this project's packages, and with `--lora` `peft`, whose adapters on all linear layers have
+DIM dimensions. `small`: sums of one-digit numbers, up to 32 new tokens, float32
 weights in bfloat16 autocast. `large`: 512 new tokens each, bfloat16, layers recompute their activations. Both: 64 x 8
 responses, one optimizer step a rollout, no KL penalty, the engine sleeps while the policy trains. The first three steps
 do not count. The record is written after each of the others.
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("task", choices=NEW)
     parser.add_argument("model")
     parser.add_argument("--steps", type=int, default=11)
+    parser.add_argument("--lora", type=int, metavar="DIM")
     given = parser.parse_args()
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
@@ -38,19 +40,23 @@ def main() -> None:
         "LOCAL_RANK": "0",
     }
     os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
-    measure(given.task, given.model, given.steps)
+    measure(given.task, given.model, given.steps, given.lora)
 
 
-def keep(task: str, seconds: list[float]) -> None:
-    """Write the record of the steps so far."""
+def keep(task: str, lora: int | None, seconds: list[float], gpu_bytes: list[float]) -> None:
+    """Write the record of the steps so far. `gpu_bytes`: of the GPU in use after each."""
     if len(seconds) > WARM:
-        name = f"TRL, {task}"
+        name, bench = f"TRL, {task}", f"speed-trl-{task}"
+        if lora is not None:
+            name, bench = f"{name}, LoRA of {lora} dimensions", f"lora-trl-{task}-{lora}"
+        in_use = [nbytes / 2**30 for nbytes in gpu_bytes[WARM:]]
         results = [record.result("whole step", name, "s", seconds[WARM:])]
-        print(name, results[0]["reps"], record.write(f"speed-trl-{task}", results, [], f"TRL {version()}"), flush=True)
+        results.append(record.result("GPU in use after training", name, "GiB", in_use))
+        print(name, results[0]["reps"], record.write(bench, results, [], f"TRL {version()}"), flush=True)
 
 
-def measure(task: str, model: str, steps: int) -> None:
-    """Train for `steps` steps, and keep the seconds of each."""
+def measure(task: str, model: str, steps: int, lora: int | None) -> None:
+    """Train for `steps` steps, and keep the seconds of each; with adapters of `lora` dimensions."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -59,6 +65,7 @@ def measure(task: str, model: str, steps: int) -> None:
     class Clock(TrainerCallback):
         def __init__(self) -> None:
             self.seconds: list[float] = []
+            self.gpu_bytes: list[float] = []
             self._begun = 0.0
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -68,7 +75,9 @@ def measure(task: str, model: str, steps: int) -> None:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             torch.cuda.synchronize()
             self.seconds.append(time.perf_counter() - self._begun)
-            keep(task, self.seconds)
+            free, total = torch.cuda.mem_get_info()
+            self.gpu_bytes.append(total - free)
+            keep(task, lora, self.seconds, self.gpu_bytes)
 
     large = task == "large"
     settings = GRPOConfig(
@@ -102,7 +111,14 @@ def measure(task: str, model: str, steps: int) -> None:
         train_dataset=Dataset.from_list(sums(PROMPTS * (steps + 1))),
         processing_class=tokenizer,
         callbacks=[Clock()],
+        peft_config=None if lora is None else _adapters(lora),
     ).train()
+
+
+def _adapters(dim: int) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=dim, lora_alpha=2 * dim, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def sums(count: int) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nemo_rl_lite.config.engines import VLLM_QUANTIZATIONS
 from nemo_rl_lite.errors import RefitError
+from nemo_rl_lite.generation.vllm.adapters import AdapterSlot
 from nemo_rl_lite.host.logs import log_to_stderr
 from nemo_rl_lite.observability.memory import device_bytes
 from nemo_rl_lite.refit.engine.connection import Source, connect
@@ -22,14 +23,22 @@ class RefitExtension:
     device: torch.device
     rank: int
 
-    def refit_join(self, sources: Sequence[Source]) -> None:
-        """Join this rank's producer, which is in `sources[rank]`.
+    def refit_join(self, sources: Sequence[Source], scaling: float | None = None) -> None:
+        """Join this rank's producer, which is in `sources[rank]`. `scaling`: the factor of the adapters, where they are
+        all that refits bring.
 
         Raises:
             RefitError: a model whose layers compute with tensors that vLLM derives from its weights once, at the start.
         """
         # A tensor-parallel engine's ranks are processes that vLLM has started.
         log_to_stderr()
+        self._is_first_refit, self._quantizes = True, False
+        self._slot: AdapterSlot | None = None
+        if scaling is not None:
+            self._slot = AdapterSlot(self.model_runner.lora_manager._adapter_manager, scaling)
+            self._receiver = connect(sources[self.rank], torch.device(self.device))
+            self._destinations = Destinations(self._slot.load, self._slot.memory)
+            return
         model, config = self.model_runner.get_model(), self.model_runner.model_config
         if config.use_mla:
             raise RefitError(
@@ -50,25 +59,30 @@ class RefitExtension:
                     "set +generation.vllm_kwargs.moe_backend=triton"
                 )
         self._receiver = connect(sources[self.rank], torch.device(self.device))
-        self._is_first_refit = True
         self._destinations = Destinations(model.load_weights, [*model.parameters(), *model.buffers()])
 
     def refit_receive(self) -> RefitReport:
-        """Receive all weights and load them: at the first refit through the model's own loader, later straight into the
-        model's parameters. Where vLLM computes with weights of another form (packed on a CPU, quantised), each refit
-        goes through the loader.
+        """Receive adapters, if they are all that refits bring, or else all weights: at the first refit through the
+        model's own loader, later straight into the model's parameters. Where vLLM computes with weights of another form
+        (packed on a CPU, quantised), each refit goes through the loader.
 
         Raises:
-            RefitError: weights of the engine that the producer did not send.
+            RefitError: weights of the engine that the producer did not send, or adapters that it cannot apply.
         """
         model = self.model_runner.get_model()
-        if self.device.type == "cpu" or self._quantizes:
+        if self._slot is not None:
+            self._slot.take()
+            loader, wanted = self._destinations, self._slot.wanted
+            report = self._receiver.receive(loader)
+            self._slot.scale()
+        elif self.device.type == "cpu" or self._quantizes:
             # vLLM keeps a layer's tensors until it has all of them.
             loader = EngineLoader(lambda named: self._load(model, named), keep=True)
             report, wanted = self._receive_layerwise(model, loader)
         else:
             loader, wanted = self._destinations, {name for name, _ in model.named_parameters()}
             report = self._receiver.receive(loader)
+        if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
             if self._is_first_refit:
                 # The policy or the cache may want the memory that the first refit took for trials.

@@ -53,9 +53,10 @@ class _Sample:
 class Samples:
     """The unfinished requests of an engine core in this process, and the responses that nobody has taken yet."""
 
-    def __init__(self, engine: Any):
-        """`engine`: vLLM's `LLMEngine`, whose core is in this process."""
-        self._engine = engine
+    def __init__(self, engine: Any, adapter: Any = None):
+        """`engine`: vLLM's `LLMEngine`, whose core is in this process. `adapter`: vLLM's `LoRARequest` of all requests,
+        if any."""
+        self._engine, self._adapter = engine, adapter
         self._under_way: dict[str, _Sample] = {}
         self._finished: dict[int, Completion] = {}
         self._decoded = Decoded()
@@ -72,7 +73,9 @@ class Samples:
         engine, name = self._engine, str(number)
         prompt = TokensPrompt(prompt_token_ids=list(request.prompt), cache_salt=str(version))
         tasks = engine.get_supported_tasks()
-        core_request = engine.input_processor.process_inputs(name, prompt, _parameters(request), supported_tasks=tasks)
+        core_request = engine.input_processor.process_inputs(
+            name, prompt, _parameters(request), supported_tasks=tasks, lora_request=self._adapter
+        )
         detokenizer = None
         if request.sampling.stop_strings:
             detokenizer = IncrementalDetokenizer.from_new_request(engine.get_tokenizer(), core_request)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.config.automatic import engine_share
+from nemo_rl_lite.config.engines import engines_serve_adapters
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.generation.interface import Completion, Decoded, Request
-from nemo_rl_lite.generation.vllm import cpu_speculation
+from nemo_rl_lite.generation.vllm import adapters, cpu_speculation
 from nemo_rl_lite.generation.vllm.samples import Samples
 from nemo_rl_lite.generation.vllm.start import open_device, timed_parts, with_graph_sizes
 from nemo_rl_lite.refit.engine.connection import Source, WeightsState
@@ -19,8 +20,9 @@ from nemo_rl_lite.refit.transport.report import RefitReport
 
 EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
 SCHEDULER = "nemo_rl_lite.generation.vllm.scheduler.DecodeScheduler"
-# The refit before the next generation writes all weights, so sleeping keeps none.
-SLEEP_LEVEL = 2
+# How vLLM sleeps: where the refit before the next generation writes all weights, it keeps none; where refits bring
+# adapters alone, it keeps weights and adapters in host memory.
+KEEPS_NOTHING, KEEPS_WEIGHTS = 2, 1
 # The number of the request of `sample_now`; those of `submit` begin with 0.
 _NOW = -1
 
@@ -52,14 +54,18 @@ class VLLMEngine:
         settings = generation.vllm_cfg
         _import_model_class(Path(model_path))
         self._sleeps = on_gpu and generation.colocated.enabled and generation.colocated.sleep is not False
+        self._lora = policy.megatron_cfg.peft if engines_serve_adapters(generation, policy) else None
         if on_gpu:
-            # It starts with dummy weights: the first refit comes before the first prompt, and a refit that leaves out a
-            # weight is an error.
-            own: dict[str, Any] = {"enable_sleep_mode": self._sleeps, "load_format": "dummy"}
+            # Where refits bring all weights, it starts with dummy ones: the first refit comes before the first prompt,
+            # and a refit that leaves out a weight is an error.
+            load_format = "dummy" if self._lora is None else "auto"
+            own: dict[str, Any] = {"enable_sleep_mode": self._sleeps, "load_format": load_format}
         else:
             # vLLM's sampler on CPUs fails where a request has a seed and its prompt is cut into chunks.
             own = {"enable_chunked_prefill": False}
         own |= _configured(generation.vllm_kwargs)
+        if self._lora is not None:
+            own |= adapters.engine_options(self._lora, settings.tensor_parallel_size)
         if on_gpu and not settings.enforce_eager:
             own = with_graph_sizes(own, settings.max_num_seqs)
         speculates = own.get("speculative_config") is not None
@@ -67,7 +73,7 @@ class VLLMEngine:
             own.setdefault("scheduler_cls", SCHEDULER)
         if speculates and not on_gpu:
             cpu_speculation.repair()
-        self._weights = WeightsState(complete=own.get("load_format") != "dummy")
+        self._weights = WeightsState(complete=own.get("load_format") != "dummy" and self._lora is None)
         ranks = settings.tensor_parallel_size
         arguments = EngineArgs(
             model=model_path,
@@ -92,7 +98,8 @@ class VLLMEngine:
             self._engine: Any = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         self._version = 0
         self._recomputes = settings.recompute_kv_cache_after_weight_updates
-        self._samples, self._decoded = Samples(self._engine), Decoded()
+        adapter = None if self._lora is None else adapters.adapter_request()
+        self._samples, self._decoded = Samples(self._engine, adapter), Decoded()
         # Every later garbage collection would walk through hundreds of thousands of long-lived objects.
         gc.freeze()
 
@@ -135,11 +142,12 @@ class VLLMEngine:
     def sleep(self) -> None:
         """Give the GPU's memory to the policy. Does nothing if the engine does not share its device, or on a CPU."""
         if self._sleeps and not self._engine.is_sleeping():
-            self._weights.discard()
-            self._engine.sleep(level=SLEEP_LEVEL)
+            if self._lora is None:
+                self._weights.discard()
+            self._engine.sleep(level=KEEPS_NOTHING if self._lora is None else KEEPS_WEIGHTS)
 
     def wake_weights(self) -> None:
-        """Take memory for the weights, with nothing in it yet."""
+        """Take memory for the weights, with nothing in it yet if refits bring all of them."""
         if self._sleeps and self._engine.is_sleeping():
             self._engine.wake_up(tags=["weights"])
 
@@ -149,7 +157,8 @@ class VLLMEngine:
             self._engine.wake_up(tags=["kv_cache"])
 
     def join_refit(self, sources: Sequence[Source]) -> None:
-        self._engine.collective_rpc("refit_join", args=(list(sources),))
+        scaling = None if self._lora is None else self._lora.alpha / self._lora.dim
+        self._engine.collective_rpc("refit_join", args=(list(sources), scaling))
 
     def receive_weights(self, version: int) -> list[RefitReport]:
         started = time.perf_counter()

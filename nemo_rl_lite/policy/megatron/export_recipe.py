@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_rl_lite.policy.megatron.exports import Exported, Weights
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 from nemo_rl_lite.refit.layout.packing import Named, dtype_name, same_bytes
 from nemo_rl_lite.refit.layout.plan import RefitPlan, Slot
@@ -26,10 +27,8 @@ def export_weights(model: MegatronModel, tasks: Iterable[Any] | None = None) -> 
 
     `tasks`: the bridge's conversion tasks, where the caller has them.
     """
-    if tasks is None:
-        tasks = model.bridge.get_conversion_tasks(model.chunks)
-    on_cpu = model.device.type == "cpu"
-    return model.bridge.export_hf_weights(model.chunks, cpu=on_cpu, show_progress=False, conversion_tasks=tasks)
+    weights = Weights(model)
+    return weights.export(weights.tasks() if tasks is None else tasks)
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,15 @@ class FoundExport:
     unlike: str | None
 
 
-def find_export(model: MegatronModel, plan: RefitPlan) -> FoundExport:
-    """Find what the bridge's export does on this rank; collective. `plan`: of an earlier export.
+def find_export(model: MegatronModel, plan: RefitPlan, exported: Exported | None = None) -> FoundExport:
+    """Find what the bridge's export does on this rank; collective. `plan`: of an earlier export. `exported`: what is
+    exported, all weights if None; an object that made no tasks for anybody else.
 
     Takes eight bytes for each element of the largest weight, and about 20 if several ranks have parts of it.
     """
     # The mappings of tasks cache shapes and dtypes, so these tasks are not those of the export.
-    tasks = model.bridge.get_conversion_tasks(model.chunks)
+    exported = Weights(model) if exported is None else exported
+    tasks = exported.tasks()
     known = {parameter.data_ptr() for parameter in model.parameters()}
     weights = [task.param_weight for task in tasks]
     described = all_gather([None if weight is None else _described(weight, known) for weight in weights])
@@ -72,7 +73,7 @@ def find_export(model: MegatronModel, plan: RefitPlan) -> FoundExport:
     slots = {slot.name: slot for bucket in plan.buckets for slot in bucket.slots}
     recipe: dict[str, list[Segment]] = {}
     unlike = None
-    for name, numbers in export_weights(model, numbered()):
+    for name, numbers in exported.export(numbered()):
         if unlike is not None:
             # Other ranks still need this rank's parameters in what the bridge gathers.
             continue

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_lite.config.schema import RefitConfig
-from nemo_rl_lite.policy.megatron.export_recipe import FoundExport, export_weights, find_export, first_differing
+from nemo_rl_lite.policy.megatron.export_recipe import FoundExport, find_export, first_differing
+from nemo_rl_lite.policy.megatron.exports import Adapters, Weights
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 from nemo_rl_lite.refit.layout.packing import Named, buffer_of, dtype_name, same_bytes, view
 from nemo_rl_lite.refit.layout.plan import RefitPlan, bucket_size, make_plan
@@ -75,13 +76,16 @@ class OpenProducer:
         return own.transport.sender(refit_group.join(self.store, 0, 1 + own.consumers, device, own.timeout_s))
 
 
-def plan_refit(model: MegatronModel, config: RefitConfig, shared_device: bool, consumers: int) -> Producer:
+def plan_refit(
+    model: MegatronModel, config: RefitConfig, shared_device: bool, consumers: int, adapters_alone: bool = False
+) -> Producer:
     """Lay the exported weights into buckets, the same on every rank, and choose a transport.
 
     What replaces megatron-bridge's export is compared with it first, bit by bit. `shared_device`: whether each engine
     rank is on the device of its policy rank. `consumers`: the number of engine ranks that this rank sends to.
+    `adapters_alone`: export LoRA's matrices instead of all weights.
     """
-    planning, device = _Planning(model, config), model.device
+    planning, device = _Planning(model, config, adapters_alone), model.device
     found = planning.found()
     facts, sharing = Facts(shared_device, device.type == "cuda", config.direct, has_recipe=found is not None), None
     if found is not None and choose_transport(facts) == "direct":
@@ -105,9 +109,11 @@ def plan_refit(model: MegatronModel, config: RefitConfig, shared_device: bool, c
 class _Planning:
     """The steps of `plan_refit`. Every method is collective."""
 
-    def __init__(self, model: MegatronModel, config: RefitConfig):
+    def __init__(self, model: MegatronModel, config: RefitConfig, adapters_alone: bool):
         self._model, self._config = model, config
-        self._tasks = model.bridge.get_conversion_tasks(model.chunks)
+        self._kind = Adapters if adapters_alone else Weights
+        self._export = self._kind(model)
+        self._tasks = self._export.tasks()
         weights = [(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in self._exported()]
         on_gpu = model.device.type == "cuda"
         memory = torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().total
@@ -115,10 +121,10 @@ class _Planning:
 
     def found(self) -> FoundExport | None:
         """What the export moves; None if it does more."""
-        if self._model.lora is not None:
+        if self._model.lora is not None and self._kind is Weights:
             # Adapters are merged into what is exported.
             return None
-        found = find_export(self._model, self.plan)
+        found = find_export(self._model, self.plan, self._kind(self._model))
         return found if self.only_moves(found.unlike) else None
 
     def first_unlike_shared(self, recipe: Recipe, sharing: Sharing) -> str | None:
@@ -174,7 +180,7 @@ class _Planning:
         return name is None
 
     def _exported(self) -> Iterable[Named]:
-        return export_weights(self._model, self._tasks)
+        return self._export.export(self._tasks)
 
 
 def _groups() -> list[Any]:

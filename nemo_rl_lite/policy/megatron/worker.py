@@ -222,10 +222,12 @@ class MegatronWorker:
         """Peak memory of the phases since the last call; empty on a CPU."""
         return self._memory.take()
 
-    def plan_refit(self, config: RefitConfig, shared_device: bool, consumers: int) -> RefitPlan | None:
+    def plan_refit(
+        self, config: RefitConfig, shared_device: bool, consumers: int, adapters_alone: bool = False
+    ) -> RefitPlan | None:
         """See `producer.plan_refit`; rank 0 returns the plan."""
         self._require_whole(Component.PARAMETERS)
-        self._producer = plan_refit(self._model, config, shared_device, consumers)
+        self._producer = plan_refit(self._model, config, shared_device, consumers, adapters_alone)
         return None if self._rank else self._producer.plan
 
     def open_refit(self, host: str) -> tuple[int, Offer | None]:

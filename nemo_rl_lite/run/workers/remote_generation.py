@@ -88,6 +88,10 @@ class RemoteGeneration:
         taken, self._decoded = self._decoded, Decoded()
         return taken
 
+    def weight_bytes(self) -> int:
+        """Bytes of weights on the engines' fullest GPU; 0 on CPUs."""
+        return max(held.get("generation_weights", 0) for held in wait(self.group.call("memory")))
+
     def wake_weights(self) -> None:
         wait(self.group.call("wake_weights"))
 

@@ -158,10 +158,15 @@ class RemotePolicy:
         return len(self.group)
 
     def plan_refit(
-        self, config: RefitConfig, shared_device: bool, consumers: Sequence[int], timeout_s: float
+        self,
+        config: RefitConfig,
+        shared_device: bool,
+        adapters_alone: bool,
+        consumers: Sequence[int],
+        timeout_s: float,
     ) -> RefitPlan:
         """See `MegatronWorker.plan_refit`; `consumers` has a number for each rank."""
-        arguments = [(config, shared_device, count) for count in consumers]
+        arguments = [(config, shared_device, count, adapters_alone) for count in consumers]
         return wait(self.group.call_each("plan_refit", arguments), timeout_s=timeout_s)[0]
 
     def open_refit(self, timeout_s: float) -> list[tuple[str, int, Offer | None]]:

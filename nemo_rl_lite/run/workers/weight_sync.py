@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl_lite.cluster.workers import wait
+from nemo_rl_lite.config.engines import engines_serve_adapters
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import RefitError
@@ -56,7 +57,15 @@ class WeightSync:
         self._shared_device = config.generation.colocated.enabled
         self._producers = producers(policy.ranks, generation.engines * self._ranks_per_engine, self._shared_device)
         self._consumers = [self._producers.count(rank) for rank in range(policy.ranks)]
-        self._plan = policy.plan_refit(config.refit, self._shared_device, self._consumers, self._limit_s)
+        adapters_alone = engines_serve_adapters(config.generation, config.policy)
+        self._plan = policy.plan_refit(
+            config.refit, self._shared_device, adapters_alone, self._consumers, self._limit_s
+        )
+        # What an engine takes of its device when its weights wake.
+        self._engine_bytes = 0
+        if self._shared_device:
+            own = self._plan.nbytes // self._ranks_per_engine
+            self._engine_bytes = generation.weight_bytes() if adapters_alone else own
         self.connect()
 
     def connect(self) -> None:
@@ -83,7 +92,7 @@ class WeightSync:
             WorkerError: a bucket did not get through.
         """
         started, self.version = time.perf_counter(), version
-        self._policy.prepare_for_refit(self._plan.nbytes // self._ranks_per_engine if self._shared_device else 0)
+        self._policy.prepare_for_refit(self._engine_bytes)
         self._generation.wake_weights()
         transfer_started = time.perf_counter()
         results = wait(self._policy.send_weights(), self._generation.receive_weights(version))

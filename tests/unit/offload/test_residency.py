@@ -56,6 +56,13 @@ def test_engines_sleep_where_they_share_a_gpu():
     assert row(table, Component.KV_CACHE) == (D, R, R, R)
 
 
+@pytest.mark.parametrize(("lora", "away"), [("merged", R), ("adapters", H)])
+def test_sleeping_engines_keep_the_weights_that_no_refit_brings(lora, away):
+    table = residency(*GPU, "policy.megatron_cfg.peft.enabled=true", f"generation.vllm_cfg.lora={lora}")
+    assert row(table, Component.GENERATION_WEIGHTS) == (D, away, away, D)
+    assert row(table, Component.KV_CACHE) == (D, R, R, R) and table.engines_sleep
+
+
 @pytest.mark.parametrize("overrides", [[], ["generation=transformers"]])
 def test_engines_on_cpus_stay_awake(overrides):
     table = residency(*overrides)

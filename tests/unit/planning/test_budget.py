@@ -8,9 +8,17 @@ import pytest
 
 from nemo_rl_lite.models.known import KNOWN_MODELS
 from nemo_rl_lite.models.shape import model_shape
-from nemo_rl_lite.offload.residency import Phase
+from nemo_rl_lite.offload.residency import Component, Phase
 from nemo_rl_lite.planning.alternatives import largest_micro_batch, preset_budgets
-from nemo_rl_lite.planning.budget import OVERHEAD_ALONE, OVERHEAD_APART, OVERHEAD_SHARED, budget, engines_copy
+from nemo_rl_lite.planning.budget import (
+    OVERHEAD_ALONE,
+    OVERHEAD_APART,
+    OVERHEAD_SHARED,
+    budget,
+    engines_copy,
+    refit_bytes,
+)
+from nemo_rl_lite.planning.prediction import Bytes
 from nemo_rl_lite.rules.compose import compose_config
 
 ROOT = Path(__file__).parents[3]
@@ -51,6 +59,19 @@ def test_an_engine_that_copies_has_one_bucket_in_the_refit():
     one = planned([*ONE, "refit.bucket_bytes=1000000000"])
     assert one.buffers == {Phase.GENERATE: 0, Phase.LOGPROB: 0, Phase.TRAIN: 0, Phase.REFIT: 1_000_000_000}
     assert one.policy_buffers == 0
+
+
+def test_an_engine_that_applies_adapters_has_them_next_to_its_weights():
+    lora = [*ONE, "policy.megatron_cfg.peft.enabled=true", "policy.megatron_cfg.peft.dim=16"]
+    merged, adapters = ([*lora, f"generation.vllm_cfg.lora={way}"] for way in ("merged", "adapters"))
+    # The inputs and outputs of a layer's seven projections, in bfloat16.
+    own = 28 * 16 * (3 * 2048 + 4096 + 2048 + 2048 + 2 * 2048 + 2 * 6144 + 6144 + 2048) * 2
+    assert refit_bytes(compose_config(adapters), MODEL) == own
+    held = [planned(way).prediction[Phase.GENERATE, Component.GENERATION_WEIGHTS].device for way in (merged, adapters)]
+    assert held[1] - held[0] == own and held[0] == refit_bytes(compose_config(merged), MODEL)
+    asleep = [planned(way).prediction[Phase.TRAIN, Component.GENERATION_WEIGHTS] for way in (merged, adapters)]
+    assert asleep == [Bytes(), Bytes(host=held[1])]
+    assert engines_copy(compose_config(adapters)) and not engines_copy(compose_config(merged))
 
 
 PARALLEL = "policy.megatron_cfg.{}_parallel_size"

@@ -47,6 +47,7 @@ ON_A_GPU = (
     "cluster.gpus_per_node=1 policy=megatron_gpu generation=vllm_gpu policy.max_total_sequence_length=64 "
     "generation.max_new_tokens=16"
 )
+SERVED = f"{ON_A_GPU} {PEFT}.enabled=true generation.vllm_cfg.lora=adapters"
 
 # Arguments -> what the message must say: the key first, then words of the rule or the fix.
 CASES = {
@@ -290,7 +291,7 @@ CASES = {
         "quantised experts",
     ],
     "+generation.vllm_kwargs.hf_overrides={a:1}": ["generation.vllm_kwargs.hf_overrides", "another model"],
-    "+generation.vllm_kwargs.enable_lora=true": ["generation.vllm_kwargs.enable_lora", "merged into them"],
+    "+generation.vllm_kwargs.enable_lora=true": ["generation.vllm_kwargs.enable_lora", "vllm_cfg.lora"],
     "+generation.vllm_kwargs.speculative_config=ngram": [
         "generation.vllm_kwargs.speculative_config",
         "must be a mapping",
@@ -988,6 +989,19 @@ CASES = {
         "split over tensor-parallel ranks (2)",
         f"{PEFT}.dim=4",
     ],
+    "generation.vllm_cfg.lora=adapters": ["generation.vllm_cfg.lora", f"{PEFT}.enabled=true"],
+    f"{PEFT}.enabled=true generation=transformers generation.vllm_cfg.lora=adapters": [
+        "generation.vllm_cfg.lora",
+        "has no effect without generation=vllm",
+    ],
+    f"{SERVED} {PEFT}.dim=513": [f"{PEFT}.dim", "at most 512", f"{PEFT}.dim=512"],
+    f"{SERVED} policy.precision=float32 policy.sequence_packing.enabled=false": ["policy.precision", "in bfloat16"],
+    f"{SERVED} policy.model_name=QWEN_MOE": ["generation.vllm_cfg.lora", "experts", "generation.vllm_cfg.lora=merged"],
+    f"{SERVED} +generation.vllm_kwargs.quantization=fp8_per_block": [
+        "generation.vllm_kwargs.quantization",
+        "next to quantised weights",
+    ],
+    f"{SERVED} +generation.vllm_kwargs.load_format=dummy": ["generation.vllm_kwargs.load_format", "adapters alone"],
     f"{PEFT}.target_modules=[q_proj]": [f"{PEFT}.target_modules", "'linear_qkv'"],
     f"{PEFT}.enabled=true {EXPERTS}=2 cluster.cpu_ranks=2": [f"{PEFT}.enabled", "would be exported wrongly"],
     f"{GPU} {PEFT}.enabled=true {ACTIVATIONS}=true {MODULES}=[core_attn]": [ACTIVATIONS, "weights that are frozen"],
