@@ -6,15 +6,15 @@ tokens a micro-batch has. Of the ways that are predicted to fit the GPU, the fir
     in addition, gradients, then weights, then optimizer states leave while the engines generate
 
 Engines stay awake only where micro-batches of `ENOUGH_TOKENS` fit in addition to them. Micro-batches are as large as
-the GPU holds, up to `MOST_TOKENS`.
+the GPU holds, up to `MOST_TOKENS`. Both are tokens of one GPU: context-parallel ranks share larger micro-batches.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from nemo_rl_lite.config.automatic import (
-    ENOUGH_TOKENS,
     engine_share,
+    enough_tokens,
     generates_ahead,
     leaving_for_generation,
     token_limits,
@@ -60,7 +60,7 @@ def settle(config: Config, shape: ModelShape | None, gpu_bytes: int | None) -> S
     less = None
     for way in (with_first_share(one, shape, gpu_bytes) for one in _ways(config)):
         tokens = _most_tokens(way, shape, gpu_bytes)
-        chosen, enough = _with_tokens(way, tokens), min(ENOUGH_TOKENS, _most_useful(way))
+        chosen, enough = _with_tokens(way, tokens), min(enough_tokens(way.policy), _most_useful(way))
         wanted = budget(_with_tokens(way, max(tokens, enough)), shape, gpu_bytes)
         if _fits(wanted, AROUND) and (engines_sleep(way) or _fits(wanted, WORK)):
             break
@@ -115,10 +115,12 @@ def _most_tokens(config: Config, shape: ModelShape, gpu_bytes: int) -> int:
 
 
 def _most_useful(config: Config) -> int:
-    """Tokens of everything that a replica trains on in an optimizer step, up to `MOST_TOKENS`."""
+    """Tokens of everything that a replica trains on in an optimizer step, up to `MOST_TOKENS` for each GPU that shares
+    them."""
     longest, together = config.policy.max_total_sequence_length, sequences_together(config)
-    share = -(-sequences_per_optimizer_step(config) // parallel_dims(config).dp)
-    return max(together * longest, min(MOST_TOKENS, share * longest))
+    dims = parallel_dims(config)
+    share = -(-sequences_per_optimizer_step(config) // dims.dp)
+    return max(together * longest, min(MOST_TOKENS * dims.cp, share * longest))
 
 
 def _with_tokens(config: Config, tokens: int) -> Config:

@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_rl_lite.rules.compose import compose_config
-from tests.gpu import test_checkpoints
+from tests.gpu import test_checkpoints, test_context
 
 
 @pytest.mark.parametrize("case", test_checkpoints.CASES)
@@ -15,3 +15,12 @@ def test_settings_of_a_gpu_test_are_no_configuration_error(case):
         ).cluster.gpus_per_node
         == 1
     )
+
+
+@pytest.mark.parametrize("layout", test_context.LAYOUTS)
+def test_settings_of_shared_sequences_are_no_configuration_error(layout):
+    ranks, overrides = test_context.LAYOUTS[layout]
+    model = "Qwen/Qwen3-30B-A3B" if layout.startswith(test_context.EXPERTS) else "Qwen/Qwen3-8B"
+    own = [f"cluster.gpus_per_node={ranks}", f"policy.model_name={model}", *overrides]
+    sharing = compose_config([*test_context.COMMON, *own]).policy.megatron_cfg.context_parallel_size
+    assert (sharing == 1) == (layout not in test_context.SHARED) and ranks % sharing == 0

@@ -14,6 +14,7 @@ from nemo_rl_lite.losses.mismatch import mismatch_metrics
 from nemo_rl_lite.observability import progress
 from nemo_rl_lite.observability.profiling import span
 from nemo_rl_lite.offload import activations
+from nemo_rl_lite.policy.megatron.context import Shard, shard
 from nemo_rl_lite.policy.megatron.micro_batches import Layout, ModelInput, cut
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 from nemo_rl_lite.policy.megatron.scores import scores_of
@@ -51,12 +52,12 @@ def forward_scores(
     model.train_mode(False)
     micro_batches = _agreed_cut(model, tokens_BT, lengths_B, layout)
 
-    def score(micro: ModelInput) -> Last:
+    def score(own: Shard) -> Last:
         def on_host(scores: dict[str, Tensor], non_loss_data: bool) -> dict[str, Tensor]:
             # `before` goes by the pace of the micro-batches, so that the host waits for each.
             return {name: values.to("cpu", non_blocking=before is None) for name, values in scores.items()}
 
-        return scores_of(micro, temperature, loss, model.gather.wait_for), on_host
+        return scores_of(own, temperature, loss, model.gather.wait_for), on_host
 
     with torch.no_grad(), activations.suspended(model.chunks):
         parts = _run(model, micro_batches, score, forward_only=True, before=before)
@@ -89,25 +90,26 @@ def forward_backward(
     that importance ratios are exactly 1 (`force_on_policy_ratio` of NeMo-RL), and the engines' are compared with them.
 
     megatron-core divides by the number of micro-batches and averages over data-parallel ranks. Here losses are
-    shares of the global loss, so both are multiplied back.
+    shares of the global loss, so both are multiplied back. It also averages over context-parallel ranks, each of which
+    has the gradient of its own positions, and multiplies that back itself.
     """
     model.train_mode(True)
     micro_batches = _agreed_cut(model, batch.tokens, batch.lengths, layout)
     scale = len(micro_batches) * model.place.data_size
 
-    def train(micro: ModelInput) -> Last:
-        own = batch.rows(micro.rows, micro.width).to(model.device)
+    def train(own: Shard) -> Last:
+        rows = batch.rows(own.micro.rows, own.micro.width).to(model.device)
 
         def scaled_loss(scores: dict[str, Tensor]) -> tuple[Tensor, Trained]:
             logprobs_BT = scores.pop("logprobs")
-            whole, mismatch = replace(own, **scores), {}
+            whole, mismatch = replace(rows, **scores), {}
             if mismatch_counts is not None:
                 whole = replace(whole, previous_logprobs=logprobs_BT.detach())
                 mismatch = mismatch_metrics(whole, mismatch_counts)
             value, metrics = loss_of(loss, logprobs_BT, whole, counts)
             return value * scale, Trained(metrics, mismatch)
 
-        return scores_of(micro, temperature, loss, model.gather.wait_for), scaled_loss
+        return scores_of(own, temperature, loss, model.gather.wait_for), scaled_loss
 
     with activations.training_pass(model.chunks, len(micro_batches)):
         return _run(model, micro_batches, train, forward_only=False)
@@ -130,7 +132,7 @@ def _agreed_cut(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layo
 def _run(
     model: MegatronModel,
     micro_batches: Sequence[ModelInput],
-    last: Callable[[ModelInput], Last],
+    last: Callable[[Shard], Last],
     forward_only: bool,
     before: Before = None,
 ) -> list[Any]:
@@ -141,11 +143,10 @@ def _run(
 
     def step(own: Iterator[ModelInput], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         host = next(own)
-        micro = host.to(model.device)
-        positions = sent(host.positions(), model.device)
-        scores, on_scores = last(micro)
-        inputs = {**options, "output_processor": scores, **_attention(host, model.device)}
-        return chunk(micro.tokens_nS, positions, **inputs), on_scores
+        part = shard(host, model.context, model.device)
+        scores, on_scores = last(part)
+        inputs = {**options, "output_processor": scores, **_attention(host, model.context.splits, model.device)}
+        return chunk(part.tokens, part.positions, **inputs), on_scores
 
     first = micro_batches[0].tokens_nS
     return get_forward_backward_func()(
@@ -170,9 +171,10 @@ def _announced(micro_batches: Sequence[ModelInput], before: Before) -> Iterator[
             yield micro
 
 
-def _attention(micro: ModelInput, device: torch.device) -> dict[str, Any]:
+def _attention(micro: ModelInput, shared: bool, device: torch.device) -> dict[str, Any]:
     """The arguments that say which tokens see which: a mask on a CPU, sequence boundaries for Transformer Engine, which
-    is causal by itself and needs nothing where right-padded sequences have a row each."""
+    is causal by itself and needs nothing where right-padded sequences have a row each. The boundaries are those of the
+    whole row, also where context-parallel ranks `shared` it."""
     if device.type == "cpu":
         return {"attention_mask": micro.hidden_from()}
     if not micro.packed:
@@ -180,11 +182,17 @@ def _attention(micro: ModelInput, device: torch.device) -> dict[str, Any]:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     boundaries, longest = sent(micro.boundaries(), device), max(micro.pieces)
+    # Transformer Engine asks for the boundaries with padding where ranks share sequences. Here a sequence's own padding
+    # is part of it; saying so saves a comparison on the GPU in each layer.
+    padded = boundaries if shared else None
     params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
         cu_seqlens_kv=boundaries,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        cu_seqlens_q_padded=padded,  # pyrefly: ignore
+        cu_seqlens_kv_padded=padded,  # pyrefly: ignore
+        pad_between_seqs=False,
     )
     return {"attention_mask": None, "packed_seq_params": params}

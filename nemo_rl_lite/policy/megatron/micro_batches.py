@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nemo_rl_lite.config.automatic import mb_tokens
 from nemo_rl_lite.config.schema import PolicyConfig
-from nemo_rl_lite.config.sizes import BatchMode, batch_mode
+from nemo_rl_lite.config.sizes import BatchMode, batch_mode, row_round
 from nemo_rl_lite.losses.batch import sent
 
 
@@ -29,18 +29,20 @@ class Layout:
     round_to: int
     together: int = 1
     """Neighbours that stay in one micro-batch. A fixed `size` counts such groups of neighbours."""
+    piece: int = 1
+    """Each packed sequence is padded to a multiple of this many tokens, in which context-parallel ranks share it."""
 
     @classmethod
     def configured(
         cls, config: PolicyConfig, purpose: Literal["train", "logprob"], on_gpu: bool, together: int = 1
     ) -> "Layout":
         """The configured layout for training or for logprobs."""
-        mode, training = batch_mode(config, on_gpu), purpose == "train"
+        mode, training, parallel = batch_mode(config, on_gpu), purpose == "train", config.megatron_cfg
         if mode == "fixed":
             size = config.train_micro_batch_size if training else config.logprob_batch_size
-            parallel = config.megatron_cfg
             return cls(mode, size, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1, together)
-        return cls(mode, mb_tokens(config, mode, training), config.sequence_length_round, together)
+        size, round_to, context = mb_tokens(config, mode, training), row_round(config), parallel.context_parallel_size
+        return cls(mode, size, round_to, together, piece=2 * context if context > 1 else 1)
 
     def groups(self, lengths: Sequence[int], at_least: int = 1) -> list[list[int]]:
         """Indices of the sequences of each micro-batch. There are at least `at_least` micro-batches, if there are
@@ -50,7 +52,7 @@ class Layout:
             starts = range(0, len(each), self.size)
             groups = [list(range(start, min(start + self.size, len(each)))) for start in starts]
         elif self.mode == "packed":
-            groups = _even_packs([sum(one) for one in each], self.size, at_least)
+            groups = _even_packs([sum(map(self.padded, one)) for one in each], self.size, at_least)
         else:
             # Each group of neighbours is padded to its longest.
             groups = _similar_lengths([len(one) * self.rounded(max(one)) for one in each], self.size, at_least)
@@ -58,6 +60,10 @@ class Layout:
 
     def rounded(self, length: int) -> int:
         return -(-length // self.round_to) * self.round_to
+
+    def padded(self, length: int) -> int:
+        """Tokens that a packed sequence takes."""
+        return -(-length // self.piece) * self.piece
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,8 @@ class ModelInput:
     """The index of each one's first token in `tokens_nS.flatten()`, [b]."""
     own_lengths: tuple[int, ...]
     """The same as `lengths`, on the host."""
+    padded_lengths: tuple[int, ...]
+    """Tokens of each with the padding that is its own: it attends to the sequence, and the sequence not to it."""
     packed: bool
 
     @property
@@ -81,15 +89,15 @@ class ModelInput:
         return max(self.own_lengths)
 
     def to(self, device: torch.device) -> "ModelInput":
-        """Copy all tensors but `rows` to `device`."""
-        names = ("tokens_nS", "lengths", "starts")
+        """Copy what `unpack` needs to `device`."""
+        names = ("lengths", "starts")
         return replace(self, **{name: sent(getattr(self, name), device) for name in names})
 
     @property
     def pieces(self) -> list[int]:
         """Tokens of the packed sequences, and of the padding that follows as one more."""
-        padding = self.tokens_nS.numel() - sum(self.own_lengths)
-        return [*self.own_lengths, padding] if padding else list(self.own_lengths)
+        padding = self.tokens_nS.numel() - sum(self.padded_lengths)
+        return [*self.padded_lengths, padding] if padding else list(self.padded_lengths)
 
     def boundaries(self) -> Tensor:
         """Cumulative lengths of the `pieces`, int32 [pieces + 1], on the host."""
@@ -138,15 +146,20 @@ def _pad(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout
     width = layout.rounded(longest)
     padded = torch.nn.functional.pad(tokens_BT[rows, :width], (0, max(width - tokens_BT.shape[1], 0)))
     own = tuple(lengths[row] for row in group)
-    return ModelInput(rows, padded, torch.tensor(own), torch.arange(len(group)) * width, own, packed=False)
+    starts = torch.arange(len(group)) * width
+    return ModelInput(rows, padded, torch.tensor(own), starts, own, (width,) * len(group), packed=False)
 
 
 def _pack(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> ModelInput:
     own = tuple(lengths[row] for row in group)
-    joined = torch.cat([tokens_BT[row, : lengths[row]] for row in group])
-    padded = torch.nn.functional.pad(joined, (0, layout.rounded(len(joined)) - len(joined)))
-    starts = torch.tensor([0, *accumulate(own[:-1])])
-    return ModelInput(torch.tensor(group), padded[None], torch.tensor(own), starts, own, packed=True)
+    pieces, pad = tuple(map(layout.padded, own)), torch.nn.functional.pad
+    each = [
+        pad(tokens_BT[row, :length], (0, piece - length)) for row, length, piece in zip(group, own, pieces, strict=True)
+    ]
+    joined = torch.cat(each)
+    row = pad(joined, (0, layout.rounded(len(joined)) - len(joined)))
+    starts = torch.tensor([0, *accumulate(pieces[:-1])])
+    return ModelInput(torch.tensor(group), row[None], torch.tensor(own), starts, own, pieces, packed=True)
 
 
 def _similar_lengths(lengths: Sequence[int], limit: int, at_least: int) -> list[list[int]]:

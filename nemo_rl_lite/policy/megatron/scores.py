@@ -1,7 +1,7 @@
 """What a loss reads of the model's last hidden states: logprobs, entropy, the largest logits.
 
-Shapes: b sequences of T tokens in n rows of S positions, N = n * S, H hidden, v entries of the vocabulary on this
-tensor-parallel rank. All values are float32 and, outside `no_grad`, carry a gradient.
+Shapes: b sequences of T tokens in n rows, N positions of them on this context-parallel rank, H hidden, v entries of the
+vocabulary on this tensor-parallel rank. All values are float32 and, outside `no_grad`, carry a gradient.
 """
 
 import inspect
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.losses.interface import Loss, needs_of
+from nemo_rl_lite.policy.megatron.context import Shard
 from nemo_rl_lite.policy.megatron.linear_scores import Head, LinearScores
-from nemo_rl_lite.policy.megatron.micro_batches import ModelInput
 
 
 def scores_of(
-    micro: ModelInput, temperature: float, loss: Loss | None, wait_for: Callable[[Tensor], None]
+    shard: Shard, temperature: float, loss: Loss | None, wait_for: Callable[[Tensor], None]
 ) -> Callable[..., dict[str, Tensor]]:
     """A function for megatron-core's `output_processor`, which takes the place of the model's last matrix: returns
     `logprobs` [b, T] of the micro-batch's tokens and, under the names of `Batch`'s fields, what `loss` needs besides.
@@ -36,10 +36,10 @@ def scores_of(
         if topk and dist.get_world_size(head.group) > 1:
             raise RuntimeError("topk_logits take the whole vocabulary, and tensor parallelism splits it")
         hidden_NH = _of_all_ranks(hidden_states, output_layer).transpose(0, 1).flatten(0, 1)
-        next_N = micro.tokens_nS.roll(-1, dims=1).flatten()
+        next_N = shard.next_tokens.flatten()
         logprobs_N, entropy_N, top_Nk, ids_Nk = LinearScores.apply(hidden_NH, weight_vH, next_N, head)
         found = {"logprobs": logprobs_N, "entropy": entropy_N, "topk_logits": top_Nk, "topk_ids": ids_Nk}
-        return {name: micro.unpack(values) for name, values in found.items() if values is not None}
+        return {name: shard.unpack(values) for name, values in found.items() if values is not None}
 
     return scores
 

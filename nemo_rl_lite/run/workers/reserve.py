@@ -32,8 +32,8 @@ POLICY_CLASS = "nemo_rl_lite.policy.megatron.worker.MegatronWorker"
 CPU_POLICY_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
 _SEGMENTS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # The number of hardware work queues of a process. With a single queue, a copy that waits for an earlier copy also
-# delays kernels that were launched after it. megatron-core's tensor parallelism needs that order to overlap
-# communication with computation; other layouts do not.
+# delays kernels that were launched after it. megatron-core's tensor and context parallelism need that order to
+# overlap communication with computation; other layouts do not.
 ONE_QUEUE, MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
@@ -100,10 +100,11 @@ def start_engines(config: Config, generation: WorkerGroup, model_path: Path) -> 
 
 
 def _policy_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
+    dims = parallel_dims(config)
     if not on_gpus(config):
         environment = CPU_POLICY_ENVIRONMENT | ON_CPUS
     else:
-        environment = ONE_QUEUE if parallel_dims(config).tp > 1 else MANY_QUEUES
+        environment = ONE_QUEUE if dims.tp * dims.cp > 1 else MANY_QUEUES
         environment = environment | _segments(config)
     environment = environment | {"OMP_NUM_THREADS": str(_threads(config, policy_ranks(config)))}
     environment |= _of_activations(config)
