@@ -1,7 +1,7 @@
 """One policy rank without Ray: two optimizer steps on long rows, in one layout after another.
 
 context_rank.py MODEL_FOLDER OUTPUT_FOLDER LAYOUTS, a JSON object of overrides by layout. Rank 0 writes for each: the
-logprobs before, the metrics and this rank's whole gradients of each step, and the exported weights after them.
+logprobs before, the metrics and this rank's gradients of each step, and what they have added to its weights.
 """
 
 import json
@@ -16,7 +16,6 @@ from nemo_rl_lite.config.schema import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.interface import combine_metrics
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss
-from nemo_rl_lite.policy.megatron.export_recipe import export_weights
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.reserve import policy_arguments
@@ -39,6 +38,7 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
     share = len(rows) // place.data_size
     worker.hold(rows[place.data_rank * share :][:share])
     counts = loss.counts(rows)
+    start = master_weights(worker)
     worker.prepare_for_logprob()
     worker.score(("previous", "reference"), counts)
     logprobs, steps = worker._held["train"].previous_logprobs, []
@@ -46,10 +46,15 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
         worker.prepare_for_training()
         trained = worker.train(loss, counts)
         named = [pair for chunk in worker._model.chunks for pair in chunk.named_parameters()]
-        steps.append((trained and trained[0], {name: own.main_grad.float().cpu() for name, own in named}))
+        steps.append(
+            (
+                trained and trained[0],
+                {name.removeprefix("module.module."): on_host(own.main_grad) for name, own in named},
+            )
+        )
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, (place, logprobs, [metrics for metrics, _ in steps]))
-    weights = {name: tensor.float().cpu() for name, tensor in export_weights(worker._model)}
+    moved = [weight - before for weight, before in zip(master_weights(worker), start, strict=True)]
     if os.environ["RANK"] == "0":
         replicas = sorted((one for one in found if one[0].reports), key=lambda one: one[0].data_rank)
         metrics = [
@@ -58,9 +63,18 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
         ]
         held = [row for _, own, _ in replicas for row in own]
         scored = [row[:length] for row, length in zip(held, LENGTHS, strict=True)]
-        saved = {"logprobs": scored, "metrics": metrics, "gradients": [own for _, own in steps], "weights": weights}
+        saved = {"logprobs": scored, "metrics": metrics, "gradients": [own for _, own in steps], "moved": moved}
         torch.save(saved, output)
     dist.barrier()
+
+
+def master_weights(worker: MegatronWorker) -> list[torch.Tensor]:
+    """Float32 weights as this rank's optimizer has them."""
+    return [on_host(own) for group in worker._optimizer.param_groups for own in group["params"]]
+
+
+def on_host(values: torch.Tensor) -> torch.Tensor:
+    return values.detach().to("cpu", torch.float32, copy=True)
 
 
 def sampled_rows() -> list[TokenRow]:
