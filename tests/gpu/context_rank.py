@@ -46,12 +46,7 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
         worker.prepare_for_training()
         trained = worker.train(loss, counts)
         named = [pair for chunk in worker._model.chunks for pair in chunk.named_parameters()]
-        steps.append(
-            (
-                trained and trained[0],
-                {name.removeprefix("module.module."): on_host(own.main_grad) for name, own in named},
-            )
-        )
+        steps.append((trained and trained[0], {name: on_host(own.main_grad) for name, own in named}))
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, (place, logprobs, [metrics for metrics, _ in steps]))
     moved = [weight - before for weight, before in zip(master_weights(worker), start, strict=True)]

@@ -1,7 +1,8 @@
 """Ranks that share each sequence train as one rank does, in bfloat16: with both ways to exchange keys and values, and
 together with the other ways to split a model.
 
-Attention over ranks rounds partial results that one rank keeps in float32, so that gradients differ by some per cent.
+Attention over ranks rounds partial results that one rank keeps in float32. The limits are wider than what bfloat16 makes
+of float32 with the same model on a CPU: gradients differ by 1.5 % (the median of parameters; at most 2.8 %) there.
 tests/functional/test_context.py compares to 1e-5, in float32 and without Transformer Engine. `-o log_cli_level=INFO`
 shows what is compared.
 """
@@ -29,7 +30,7 @@ COMMON = [
     "policy.sequence_packing.train_mb_tokens=1280",
     "algorithm.loss_fn.reference_policy_kl_penalty=0.1",
     f"{MEGATRON}.scheduler.lr_warmup_iters=0",
-    f"{MEGATRON}.optimizer.lr=1.0e-4",
+    f"{MEGATRON}.optimizer.lr=1.0e-5",
     "policy.max_grad_norm=1000000",
 ]
 # Whole gradients are on each rank, and stay as they are.
@@ -55,6 +56,10 @@ LAYOUTS = {
 }
 SHARED = [name for name in LAYOUTS if not name.endswith("alone")]
 CASES = [pytest.param(name, marks=pytest.mark.gpu(LAYOUTS[name][0])) for name in SHARED]
+
+# Layouts in which rank 0 has whole gradients of some parameters, and those in which it has all.
+WITH_GRADIENTS = [case for case in CASES if case.values[0] not in ("sharded optimizer", "tensor 2")]
+OF_WHOLE_MODELS = [case for case in WITH_GRADIENTS if case.values[0] not in ("pipeline 2", "experts 2")]
 
 
 @pytest.fixture(scope="module")
@@ -94,15 +99,15 @@ def test_logprobs_and_loss(layout, outcome):
     differences = torch.cat([(a - b).abs() for a, b in zip(ours["logprobs"], alone["logprobs"], strict=True)])
     log.info("%s: logprobs differ by %.2e on average, %.2e at most", layout, differences.mean(), differences.max())
     assert torch.cat(alone["logprobs"]).std() > 0.5
-    assert differences.mean() < 0.02 and differences.max() < 0.4
+    assert differences.mean() < 0.03 and differences.max() < 0.4
     for step, (found, expected) in enumerate(zip(ours["metrics"], alone["metrics"], strict=True)):
         for name in ("loss", "grad_norm"):
             log.info("%s, step %d: %s %.6f, alone %.6f", layout, step, name, found[name], expected[name])
-        assert found["loss"] == pytest.approx(expected["loss"], abs=5e-3)
-        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.03)
+        assert found["loss"] == pytest.approx(expected["loss"], abs=0.01)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.02)
 
 
-@pytest.mark.parametrize("layout", [case for case in CASES if case.values[0] not in ("sharded optimizer", "tensor 2")])
+@pytest.mark.parametrize("layout", WITH_GRADIENTS)
 def test_gradients_of_each_parameter(layout, outcome):
     """A pipeline stage has some of the parameters, an expert-parallel rank some of the experts."""
     ours, alone = both(layout, outcome)
@@ -114,16 +119,16 @@ def test_gradients_of_each_parameter(layout, outcome):
         middle = sorted(distances.values())[len(distances) // 2]
         log.info("%s, step %d: gradients differ by %.4f, of %s by %.4f", layout, step, middle, worst, distances[worst])
         # A wrong factor would be a difference of half or more. Tokens between two experts may go to the other one.
-        most, usual = (0.45, 0.2) if layout.startswith(EXPERTS) else (0.2, 0.05)
+        most, usual = (0.45, 0.2) if layout.startswith(EXPERTS) else (0.1, 0.04)
         assert distances[worst] < most and middle < usual
 
 
-@pytest.mark.parametrize("layout", CASES)
+@pytest.mark.parametrize("layout", OF_WHOLE_MODELS)
 def test_both_steps_move_the_weights_alike(layout, outcome):
-    """Adam moves a weight by its gradient's sign, which rounding decides where the gradient is small."""
+    """The optimizer's float32 weights. Adam moves each by its gradient's sign, which rounding decides where the gradient
+    is small."""
     ours, alone = both(layout, outcome)
-    assert ours["moved"].keys() == alone["moved"].keys()
-    found, expected = (torch.cat([own.flatten() for own in one["moved"].values()]) for one in (ours, alone))
+    found, expected = (torch.cat([own.flatten() for own in one["moved"]]) for one in (ours, alone))
     log.info("%s: the weights' changes differ by %.4f", layout, distance(found, expected))
     assert expected.norm() > 0
-    assert distance(found, expected) < (1 if layout.startswith(EXPERTS) else 0.7)
+    assert distance(found, expected) < 0.3
