@@ -162,7 +162,7 @@ EFFECTS = (
     Effect(
         (DATA_PARALLEL,),
         lambda config: parallel_dims(config).dense_dp != 1,
-        "several ranks with the same weights, which exchange gradients and weights",
+        "several data-parallel replicas or context-parallel ranks, which exchange gradients and weights",
     ),
     Effect(
         (f"{DATA_PARALLEL}.bucket_size",),

@@ -1,8 +1,8 @@
 """Ranks that share each sequence train as one rank does, in bfloat16: with both ways to exchange keys and values, and
 together with the other ways to split a model.
 
-Attention over ranks rounds partial results that one rank keeps in float32. The limits are wider than what bfloat16 makes
-of float32 with the same model on a CPU: gradients differ by 1.5 % (the median of parameters; at most 2.8 %) there.
+Attention over ranks rounds partial results that one rank keeps in float32. The limits are wider than what bfloat16
+makes of float32 with the same model on a CPU, where gradients differ by 1.5 % (the median of parameters) to 2.8 %.
 tests/functional/test_context.py compares to 1e-5, in float32 and without Transformer Engine. `-o log_cli_level=INFO`
 shows what is compared.
 """
@@ -125,8 +125,8 @@ def test_gradients_of_each_parameter(layout, outcome):
 
 @pytest.mark.parametrize("layout", OF_WHOLE_MODELS)
 def test_both_steps_move_the_weights_alike(layout, outcome):
-    """The optimizer's float32 weights. Adam moves each by its gradient's sign, which rounding decides where the gradient
-    is small."""
+    """The optimizer's float32 weights. Adam moves each by its gradient's sign, which rounding decides where the
+    gradient is small."""
     ours, alone = both(layout, outcome)
     found, expected = (torch.cat([own.flatten() for own in one["moved"]]) for one in (ours, alone))
     log.info("%s: the weights' changes differ by %.4f", layout, distance(found, expected))
