@@ -157,7 +157,7 @@ EFFECTS = (
     Effect(
         (f"{MEGATRON}.cp_comm_type",),
         lambda config: config.policy.megatron_cfg.context_parallel_size > 1,
-        f"{MEGATRON}.context_parallel_size=2, or more ranks that share each sequence",
+        f"{MEGATRON}.context_parallel_size=2 or more",
     ),
     Effect(
         (DATA_PARALLEL,),
