@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl_lite.errors import shown_as_message
+from nemo_rl_lite.errors import LauncherError, WorkerError, shown_as_message
 from nemo_rl_lite.host.paths import local_path
 
 INTERRUPTED = 130
@@ -42,8 +42,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             evaluate(evaluation, folder, console)
         except KeyboardInterrupt:
-            sys.stderr.write(f"interrupted: the same command continues with what is in {folder}\n")
+            sys.stderr.write(f"interrupted: {_continues(folder)}\n")
             sys.exit(INTERRUPTED)
+        except WorkerError as error:
+            raise _Ended(f"{error}; {_continues(folder)}") from error
+
+
+class _Ended(LauncherError):
+    """Engines have failed."""
+
+    exit_status = WorkerError.exit_status
+
+
+def _continues(folder: Path) -> str:
+    return f"the same command continues with what is in {folder}"
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ GROUPS = {
     # Policies run in this process.
     "test_sft": "here",
     "test_dpo": "here",
+    "test_kto_orpo": "here",
     "test_lora": "here",
     "test_judge": "here",
     "test_corrections": "here",

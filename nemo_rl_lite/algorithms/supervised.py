@@ -1,4 +1,5 @@
-"""Training on a data set, top to bottom: data -> (reference logprobs) -> train. SFT and DPO differ in the loss."""
+"""Training on a data set, top to bottom: data -> (reference logprobs) -> train. SFT, DPO, ORPO and KTO differ in the
+loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from nemo_rl_lite.config.schema import SupervisedConfig
 from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.losses.batch import TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Loss
+from nemo_rl_lite.losses.kto import MeanLogRatio, mismatched
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.policy.interface import HeldBatch, Policy, Scored
 
@@ -48,7 +50,7 @@ class Supervised:
 
     def step(self, step: int, total: int) -> None:
         """One optimizer step on one global batch."""
-        timer, scored = Timer(), self._scored
+        timer, scored, loss = Timer(), self._scored, self.loss
         with timer("total_step_time"):
             with timer("data_processing"):
                 rows = TokenRows.of(self.training.rows(step - 1))
@@ -58,10 +60,11 @@ class Supervised:
                     self.policy.prepare_for_logprob()
                 with timer("policy_and_reference_logprobs"):
                     self.policy.score(batch, scored)
+                    loss = self._compared(batch)
             with timer("training_prep"):
                 self.policy.prepare_for_training()
             with timer("policy_training"):
-                trained = self.policy.train(batch, self.loss)
+                trained = self.policy.train(batch, loss)
             with timer("checkpointing"):
                 self.steps.checkpoints.save_if_due(step, step == total)
         seconds, train = timer.take(), trained | _counts(rows) | {"epoch": self._epoch(step)}
@@ -79,11 +82,22 @@ class Supervised:
                 self.held_out = self.policy.hold(self.validation, "validation")
                 if self._scored:
                     self.policy.score(self.held_out, self._scored)
-            measured = self.policy.evaluate(self.held_out, self.loss)
+            measured = self.policy.evaluate(self.held_out, self._compared(self.held_out))
         values = {"val_loss" if name == "loss" else name: value for name, value in measured.items()}
         shown = {"loss": values["val_loss"]} | self._shown(values)
         self.report.validation(step, values, timer, ", ".join(f"{name} {value:.4f}" for name, value in shown.items()))
         return values
+
+    def _compared(self, batch: HeldBatch) -> Loss:
+        """The loss of a batch: where it compares with mismatched responses, with their KL to the reference under the
+        policy as it is now."""
+        with_mismatched_kl = getattr(self.loss, "with_mismatched_kl", None)
+        if with_mismatched_kl is None:
+            return self.loss
+        rows = mismatched(batch.rows, self.training.encoder.max_length)
+        others = self.policy.hold(rows, f"{batch.name} mismatched")
+        self.policy.score(others, self._scored)
+        return with_mismatched_kl(self.policy.evaluate(others, MeanLogRatio())["loss"])
 
     @property
     def _scored(self) -> Sequence[Scored]:

@@ -184,11 +184,13 @@ def _was_there(answer: Any) -> bool:
 async def result(call: Call) -> list[Any]:
     """Return what `wait` returns for one call, and raise what it raises, while other coroutines run."""
     futures = [asyncio.wrap_future(reference.future()) for reference in call.references]
+    for future in futures:
+        # `wait` raises the error, unless this is cancelled; asyncio would report it as one that nobody has seen.
+        future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     # At its limit the worker writes its stack to the log first.
-    done, late = await asyncio.wait(futures, timeout=None if call.limit_s is None else call.limit_s + GRACE_S)
-    for future in (*done, *late):
-        # `wait` raises the error; without this, asyncio would report it as one that nobody has seen.
-        future.cancel() or future.exception()
+    _, late = await asyncio.wait(futures, timeout=None if call.limit_s is None else call.limit_s + GRACE_S)
+    for future in late:
+        future.cancel()
     return wait(call, timeout_s=0 if late else None)
 
 

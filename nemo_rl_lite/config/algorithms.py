@@ -13,6 +13,8 @@ from nemo_rl_lite.config.schema import (
     Config,
     DPOConfig,
     GRPOConfig,
+    KTOConfig,
+    ORPOConfig,
     RolloutAlgorithmConfig,
     SFTConfig,
 )
@@ -65,6 +67,22 @@ ALGORITHMS: dict[str, Algorithm] = {
         loss="nemo_rl_lite.losses.dpo.DPOLoss",
         view="nemo_rl_lite.observability.views.PREFERENCE",
         sequences_together=2,
+        compares=lambda options: True,
+    ),
+    "orpo": Algorithm(
+        options=ORPOConfig,
+        data="nemo_rl_lite.data.kinds.PAIRS",
+        job="nemo_rl_lite.run.jobs.supervised.SupervisedJob",
+        loss="nemo_rl_lite.losses.orpo.ORPOLoss",
+        view="nemo_rl_lite.observability.views.PREFERENCE",
+        sequences_together=2,
+    ),
+    "kto": Algorithm(
+        options=KTOConfig,
+        data="nemo_rl_lite.data.kinds.UNPAIRED",
+        job="nemo_rl_lite.run.jobs.supervised.SupervisedJob",
+        loss="nemo_rl_lite.losses.kto.kto_loss",
+        view="nemo_rl_lite.observability.views.UNPAIRED",
         compares=lambda options: True,
     ),
 }

@@ -40,6 +40,11 @@ def enough_tokens(policy: PolicyConfig) -> int:
     return ENOUGH_TOKENS * policy.megatron_cfg.context_parallel_size
 
 
+def keeps_logits(policy: PolicyConfig) -> bool:
+    """Whether the backward pass finds the logits of the forward pass: not where that is not settled."""
+    return policy.megatron_cfg.keep_logits is True
+
+
 def leaving_for_generation(policy: PolicyConfig) -> Sequence[OffloadedComponent]:
     """The components that leave the GPU while engines generate: nothing where that is not settled."""
     return [] if policy.offload_for_generation == "auto" else policy.offload_for_generation

@@ -40,12 +40,19 @@ TokenLimit = PositiveInt | Auto
 
 @dataclass(frozen=True, config=STRICT)
 class LossConfig:
-    policy_loss: Literal["clip", "cispo", "sapo", "reinforce"]
+    policy_loss: Literal["clip", "clip_cov", "kl_cov", "cispo", "sapo", "reinforce"]
     ratio_clip_min: Annotated[float, Field(ge=0, le=1)]
     ratio_clip_max: NonNegativeFloat
     ratio_clip_c: Annotated[float, Field(gt=1)] | None
     sapo_temperature_pos: PositiveFloat
     sapo_temperature_neg: PositiveFloat
+    clip_cov_ratio: Fraction
+    clip_cov_lb: float
+    clip_cov_ub: float
+    kl_cov_ratio: Fraction
+    ppo_kl_coef: NonNegativeFloat
+    top_entropy_quantile: Fraction
+    positive_example_nll_weight: NonNegativeFloat
     entropy_coef: NonNegativeFloat
     reference_policy_kl_penalty: NonNegativeFloat
     reference_policy_kl_type: Literal["k1", "k2", "k3"]
@@ -124,7 +131,7 @@ class GRPOConfig(RolloutAlgorithmConfig):
     rollouts: RolloutsConfig
     overlong_filtering: bool
     reward_shaping: RewardShapingConfig
-    val_metric: Literal["accuracy", "avg_length"]
+    val_metric: Literal["accuracy", "pass_at_k", "avg_length"]
     use_leave_one_out_baseline: bool | Literal["batch"]
     normalize_rewards: bool | Literal["batch", "advantages", "parts"]
     advantage_clip_low: Annotated[float, Field(lt=0)] | None
@@ -163,6 +170,25 @@ class DPOConfig(SupervisedConfig):
     preference_loss_weight: PositiveFloat
     sft_loss_weight: NonNegativeFloat
     sft_average_log_probs: bool
+
+
+@dataclass(frozen=True, config=STRICT)
+class ORPOConfig(SupervisedConfig):
+    name: Literal["orpo"]
+    val_metric: Literal[
+        "val_loss", "accuracy", "sft_loss", "preference_loss", "rewards_margin_mean", "rewards_chosen_mean"
+    ]
+    preference_loss_weight: PositiveFloat
+
+
+@dataclass(frozen=True, config=STRICT)
+class KTOConfig(SupervisedConfig):
+    name: Literal["kto"]
+    val_metric: Literal["val_loss", "rewards_margin_mean", "rewards_chosen_mean"]
+    preference_loss: Literal["kto", "apo_zero_unpaired"]
+    reference_policy_kl_penalty: PositiveFloat
+    desirable_weight: PositiveFloat
+    undesirable_weight: PositiveFloat
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -216,10 +242,12 @@ class MegatronConfig:
     freeze_moe_router: bool
     moe_router_dtype: Literal["fp32", "fp64"] | None
     moe_router_bias_update_rate: NonNegativeFloat
+    cuda_graph_impl: Literal["none", "full_iteration"]
     activation_checkpointing: bool
     fine_grained_activation_offloading: bool
     offload_modules: list[OffloadModule] | None
     activation_offload_fraction: Fraction
+    keep_logits: bool | Auto
     peft: LoraConfig
     distributed_data_parallel_config: DataParallelConfig
     optimizer: OptimizerConfig
@@ -338,6 +366,7 @@ class DataConfig:
     train_on: Literal["all", "last"]
     chosen_column: str
     rejected_column: str
+    label_column: str
     system_prompt: str | None
     shuffle: bool
     too_long: Literal["error", "drop", "truncate"]
@@ -446,7 +475,7 @@ class CheckpointConfig:
 @dataclass(frozen=True, config=STRICT)
 class Config:
     run_name: Annotated[str, Field(pattern=RUN_NAME)]
-    algorithm: Annotated[GRPOConfig | SFTConfig | DPOConfig, Field(discriminator="name")]
+    algorithm: Annotated[GRPOConfig | SFTConfig | DPOConfig | ORPOConfig | KTOConfig, Field(discriminator="name")]
     policy: PolicyConfig
     generation: GenerationConfig
     refit: RefitConfig

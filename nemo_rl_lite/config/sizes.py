@@ -16,6 +16,11 @@ def on_gpus(config: Config) -> bool:
     return config.cluster.gpus_per_node > 0
 
 
+def records_training(config: Config) -> bool:
+    """Whether training passes are recorded as CUDA graphs."""
+    return on_gpus(config) and config.policy.megatron_cfg.cuda_graph_impl != "none"
+
+
 def has_endpoint(config: Config) -> bool:
     """Whether the engines also answer over HTTP."""
     return config.generation.serve.enabled or config.agent.name is not None

@@ -36,6 +36,8 @@ class Example:
     conversations: tuple[Conversation, ...]
     where: str
     unanswered: bool = False
+    label: bool | None = None
+    """Whether the response is desirable, where that is what the run trains on."""
 
     @property
     def messages(self) -> tuple[Message, ...]:

@@ -31,7 +31,11 @@ class Encoder:
         Raises:
             DataError: a chat is longer than `policy.max_total_sequence_length`, or has no place in the chat template.
         """
-        return [TokenRow(*self._encode(said)) for example in examples for said in example.conversations]
+        return [
+            TokenRow(*self._encode(said), reward=None if example.label is None else float(example.label))
+            for example in examples
+            for said in example.conversations
+        ]
 
     def fits(self, example: Example) -> bool:
         """Whether no conversation is too long or, where chats are truncated, a trained token is left in each."""

@@ -12,6 +12,7 @@ from nemo_rl_lite.data.pairs import pair_of, to_pair
 from nemo_rl_lite.data.problems import Asked, Problem
 from nemo_rl_lite.data.rows import Row
 from nemo_rl_lite.data.tools import Tool, callable_tools, row_tools
+from nemo_rl_lite.data.unpaired import labelled_of, to_labelled
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,9 @@ _CHAT_COLUMNS = ("messages_column", "tools_column")
 PROBLEMS = problems()
 CHATS = Kind[Example]("chats", to_chat, chat_of)
 PAIRS = Kind[Example]("pairs", to_pair, pair_of, unread=(*_CHAT_COLUMNS, "response_column", "prompt_template"))
+UNPAIRED = Kind[Example]("labelled responses", to_labelled, labelled_of, unread=(*_CHAT_COLUMNS, "prompt_template"))
+# Those that a task has only where it knows a wrong answer to each problem.
+OF_MISTAKES = (PAIRS, UNPAIRED)
 
 
 def kind_of(config: Config) -> Kind:

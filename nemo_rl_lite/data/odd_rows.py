@@ -55,7 +55,7 @@ def _of_the_system_prompt(config: DataConfig, rows: Sequence[tuple[str, Row]], k
 def _of_repetitions(config: DataConfig, kept: Sequence[Asked]) -> Iterator[str]:
     """Prompts or answers that say the same in many rows, which a wrong column does. Pairs are left out: several for a
     prompt, and the same response to several, are usual."""
-    if len(kept) < _FEW or _is_pair(kept[0]):
+    if len(kept) < _FEW or _is_compared(kept[0]):
         return
     answers = defaultdict[str, set[str]](set)
     for one in kept:
@@ -101,8 +101,9 @@ def _of_cut_numbers(config: DataConfig, rows: Sequence[tuple[str, Row]]) -> Iter
         yield f"{rule} {len(rows)} rows; [-\\d,.]+ takes all of it"
 
 
-def _is_pair(one: Asked) -> bool:
-    return isinstance(one, Example) and len(one.conversations) > 1
+def _is_compared(one: Asked) -> bool:
+    """Whether it is a pair, or a response with a label."""
+    return isinstance(one, Example) and (len(one.conversations) > 1 or one.label is not None)
 
 
 def _asked(one: Asked) -> str:

@@ -45,7 +45,9 @@ def to_pair(config: DataConfig, row: Row, where: str) -> Example | None:
             return None
         pair = _continued(chat(row["context"], where=where), two if preference < 0 else two[::-1], where)
     elif {"completion", "label"} <= row.keys():
-        raise DataError(f"{where}: has a completion and its label, as for KTO; a pair needs a better and a worse one")
+        raise DataError(
+            f"{where}: has a completion and its label, as for KTO (algorithm=kto); a pair has a better and a worse one"
+        )
     else:
         raise DataError(
             f"{where}: no columns of a preference pair (needed: '{chosen}' and '{rejected}', or context and "
@@ -74,7 +76,7 @@ def _continued(asked: tuple[Message, ...], two: tuple[object, object], where: st
         return pair
     if any(repeats):
         raise DataError(f"{where}: one of the two repeats the prompt, the other does not")
-    return [_ending_with_the_assistant((*asked, *one), len(asked), where) for one in said]
+    return [ending_with_the_assistant((*asked, *one), len(asked), where) for one in said]
 
 
 def _share_text(one: Message, other: Message) -> bool:
@@ -91,12 +93,15 @@ def _whole_chats(chosen: tuple[Message, ...], rejected: tuple[Message, ...], whe
         raise DataError(f"{where}: the two chats do not begin with the same message")
     if chosen != rejected and {one[common]["role"] for one in (chosen, rejected) if one[common:]} != {"assistant"}:
         raise DataError(f"{where}: the two chats answer different prompts: they part at message {common + 1}")
-    return [_ending_with_the_assistant(one, common, where) for one in (chosen, rejected)]
+    return [ending_with_the_assistant(one, common, where) for one in (chosen, rejected)]
 
 
-def _ending_with_the_assistant(messages: tuple[Message, ...], first: int, where: str) -> Conversation:
+def ending_with_the_assistant(messages: tuple[Message, ...], first: int, where: str) -> Conversation:
+    """Return the chat whose response begins at message `first`. Raises DataError: there is no response to compare."""
     if len(messages) <= first or not first or messages[-1]["role"] != "assistant":
-        raise DataError(f"{where}: each of the two must end with a message of the assistant after the common ones")
+        raise DataError(
+            f"{where}: a response must end with a message of the assistant, after the messages of the prompt"
+        )
     said = Conversation(messages, first)
     if not said.trained():
         raise DataError(f"{where}: a response has only messages of weight 0, and the two are compared")

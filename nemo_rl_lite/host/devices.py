@@ -1,5 +1,6 @@
 """Reads facts of GPUs without creating a CUDA context, and keeps processes away from them."""
 
+import os
 import subprocess
 
 MIB = 2**20
@@ -15,6 +16,13 @@ def gpu_bytes(command: str = "nvidia-smi") -> int | None:
         return min(int(line) for line in _of_gpus("memory.total", command)) * MIB
     except ValueError:
         return None
+
+
+def gpu_count(command: str = "nvidia-smi") -> int:
+    """The number of this machine's GPUs; of those that CUDA_VISIBLE_DEVICES names, where it is set."""
+    there = len(_of_gpus("name", command))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return there if visible is None else min(there, len([one for one in visible.split(",") if one.strip()]))
 
 
 def gpu_name(command: str = "nvidia-smi") -> str | None:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 # The arrays of `TokenRow` and `TokenRows` that have an entry for each token.
 OF_TOKENS = {"tokens": np.int32, "mask": np.bool_, "generation_logprobs": np.float32, "ages": np.int32}
+# The arrays of `TokenRows` that have an entry for each row, and the field of `TokenRow` that it comes from.
+OF_ROWS = {"advantages": "advantage", "rewards": "reward"}
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class TokenRow:
     advantage: float | None = None
     ages: Sequence[int] | np.ndarray | None = None
     """Optimizer steps from the weights that sampled the token to those that the step begins with; 0 for the others."""
+    reward: float | None = None
+    """That of the response; for KTO 1 where it is desirable, and 0 where it is not."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +47,8 @@ class TokenRows(Sequence[TokenRow]):
     advantages: np.ndarray | None
     """[B]."""
     ages: np.ndarray | None
+    rewards: np.ndarray | None = None
+    """[B]."""
 
     @classmethod
     def of(cls, rows: Sequence[TokenRow]) -> "TokenRows":
@@ -55,8 +61,10 @@ class TokenRows(Sequence[TokenRow]):
 
         present = [name for name in OF_TOKENS if rows and getattr(rows[0], name) is not None]
         own: dict[str, Any] = dict.fromkeys(OF_TOKENS) | {name: joined(name) for name in {*present, "tokens", "mask"}}
-        advantages = np.array([row.advantage for row in rows]) if rows and rows[0].advantage is not None else None
-        return cls(np.array([len(row.tokens) for row in rows], np.int64), advantages=advantages, **own)
+        for name, field in OF_ROWS.items():
+            there = rows and getattr(rows[0], field) is not None
+            own[name] = np.array([getattr(row, field) for row in rows], np.float64) if there else None
+        return cls(np.array([len(row.tokens) for row in rows], np.int64), **own)
 
     @property
     def ends(self) -> np.ndarray:
@@ -78,8 +86,8 @@ class TokenRows(Sequence[TokenRow]):
         place = range(len(self))[index]
         end = int(self.ends[place])
         own = slice(end - int(self.lengths[place]), end)
-        advantage = None if self.advantages is None else float(self.advantages[place])
-        return TokenRow(advantage=advantage, **{name: values[own] for name, values in self._of_tokens()})
+        found: dict[str, Any] = {OF_ROWS[name]: float(values[place]) for name, values in self._present(OF_ROWS)}
+        return TokenRow(**found, **{name: values[own] for name, values in self._present(OF_TOKENS)})
 
     def select(self, index: Sequence[int]) -> "TokenRows":
         """The rows at `index`, in its order; neighbours are a view."""
@@ -88,12 +96,12 @@ class TokenRows(Sequence[TokenRow]):
         places: Any = np.arange(lengths.sum()) + np.repeat(starts - (lengths.cumsum() - lengths), lengths)
         if len(rows) and (np.diff(rows) == 1).all():
             places = slice(int(starts[0]), int(starts[0] + lengths.sum()))
-        own = {name: values[places] for name, values in self._of_tokens()}
-        advantages = None if self.advantages is None else self.advantages[rows]
-        return replace(self, lengths=lengths, advantages=advantages, **own)
+        own = {name: values[places] for name, values in self._present(OF_TOKENS)}
+        own |= {name: values[rows] for name, values in self._present(OF_ROWS)}
+        return replace(self, lengths=lengths, **own)
 
-    def _of_tokens(self) -> Iterable[tuple[str, np.ndarray]]:
-        return ((name, getattr(self, name)) for name in OF_TOKENS if getattr(self, name) is not None)
+    def _present(self, names: Iterable[str]) -> Iterable[tuple[str, Any]]:
+        return ((name, getattr(self, name)) for name in names if getattr(self, name) is not None)
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
@@ -110,8 +118,9 @@ def _array(values: Any, name: str) -> np.ndarray:
 class Batch:
     """B sequences, right-padded to T tokens; a field that the run does not have is None.
 
-    Values outside the mask may be anything. `topk_logits`, `topk_ids` and `entropy` are those of the policy that is
-    trained, with gradient, and are there where the loss names them in `needs`.
+    Values outside the mask may be anything. A row of length 0 is no sequence and counts nowhere. `topk_logits`,
+    `topk_ids` and `entropy` are those of the policy that is trained, with gradient, and are there where the loss names
+    them in `needs`.
     """
 
     tokens: Tensor
@@ -136,6 +145,8 @@ class Batch:
     """[B, T, k]: the largest logits at the sampling temperature for token t, in descending order; entry 0 is 0."""
     topk_ids: Tensor | None = None
     """[B, T, k], int64: the tokens that have them."""
+    rewards: Tensor | None = None
+    """[B]: those of the responses; for KTO 1 where one is desirable, and 0 where it is not."""
 
     @classmethod
     def padded(cls, rows: Sequence[TokenRow]) -> "Batch":
@@ -150,19 +161,31 @@ class Batch:
             padded_BT[inside_BT] = values
             return torch.from_numpy(padded_BT)
 
-        advantages_B = None if joined.advantages is None else torch.tensor(joined.advantages, dtype=torch.float32)
+        def of_rows(values: np.ndarray | None) -> Tensor | None:
+            return None if values is None else torch.tensor(values, dtype=torch.float32)
+
         return cls(
             laid_out(joined.tokens, np.int64),  # pyrefly: ignore  # rows have tokens and a mask
             torch.tensor(joined.lengths),
             laid_out(joined.mask, np.float32),  # pyrefly: ignore
             laid_out(joined.generation_logprobs, np.float32),
-            advantages_B,
+            of_rows(joined.advantages),
             laid_out(joined.ages, np.int64),
+            rewards=of_rows(joined.rewards),
         )
 
     def rows(self, index: Tensor | slice, width: int | None = None) -> "Batch":
         """The rows at `index`, cut to `width` tokens."""
         return self._each(lambda values: values[index, :width] if values.dim() > 1 else values[index])
+
+    def padded_to(self, rows: int, width: int) -> "Batch":
+        """Add rows of length 0, and tokens, of zeros."""
+
+        def padded(values: Tensor) -> Tensor:
+            columns = (0, width - values.shape[1]) if values.dim() > 1 else ()
+            return torch.nn.functional.pad(values, (*(0, 0) * (values.dim() - 2), *columns, 0, rows - len(values)))
+
+        return self._each(padded)
 
     def to(self, device: torch.device) -> "Batch":
         """Begin to copy all fields to `device`: see `sent`."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nemo_rl_lite.config.schema import DPOConfig
 from nemo_rl_lite.losses.batch import Batch, TokenRow
-from nemo_rl_lite.losses.interface import Metrics, Normalizers, count_masked
+from nemo_rl_lite.losses.interface import Metrics, Normalizers, count_masked, masked_sums
 from nemo_rl_lite.losses.preferences import PREFERENCES, divergence_scores
 
 
@@ -32,8 +32,8 @@ class DPOLoss:
         `reference_logprobs`."""
         config, (reference_BT,) = self.config, batch.require("reference_logprobs")
         tokens_B = batch.mask.sum(dim=1).clamp(min=1)
-        sums_B = _masked_sums(logprobs_BT, batch.mask)
-        ratios_B = sums_B - _masked_sums(reference_BT, batch.mask)
+        sums_B = masked_sums(logprobs_BT, batch.mask)
+        ratios_B = sums_B - masked_sums(reference_BT, batch.mask)
         scores_B = divergence_scores(config, ratios_B)
         if config.preference_average_log_probs or config.preference_loss == "ipo":
             ratios_B, scores_B = ratios_B / tokens_B, scores_B / tokens_B
@@ -41,7 +41,9 @@ class DPOLoss:
         pairs_P = PREFERENCES[config.preference_loss](
             scores_B[::2], scores_B[1::2], config.reference_policy_kl_penalty, config.label_smoothing
         )
-        preference = pairs_P.sum() / counts.sequences
+        # Rows of length 0 are no pairs, though a loss of equal ratios is not 0.
+        present_P = batch.lengths[::2] > 0
+        preference = torch.where(present_P, pairs_P, 0.0).sum() / counts.sequences
         chosen_logprobs_P = sums_B[::2] / tokens_B[::2] if config.sft_average_log_probs else sums_B[::2]
         nll = -chosen_logprobs_P.sum() / counts.sequences
         total = config.preference_loss_weight * preference + config.sft_loss_weight * nll
@@ -52,14 +54,10 @@ class DPOLoss:
                 "preference_loss": preference.detach().clone(),
                 "sft_loss": nll.detach().clone(),
                 # A tie, such as before the first step, counts as half right.
-                "accuracy": ((chosen_P > rejected_P) + 0.5 * (chosen_P == rejected_P)).sum() / counts.sequences,
+                "accuracy": (present_P * ((chosen_P > rejected_P) + 0.5 * (chosen_P == rejected_P))).sum()
+                / counts.sequences,
                 "rewards_chosen_mean": beta * chosen_P.sum() / counts.sequences,
                 "rewards_rejected_mean": beta * rejected_P.sum() / counts.sequences,
                 "rewards_margin_mean": beta * (chosen_P - rejected_P).sum() / counts.sequences,
             }
         return total, metrics
-
-
-def _masked_sums(logprobs_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    # A selection, not a product: logprobs outside the mask may be infinite, and 0 * inf is NaN.
-    return torch.where(mask_BT > 0, logprobs_BT, 0.0).sum(dim=1)

@@ -29,6 +29,8 @@ class Normalizers:
     sequences: float
     tokens_by_age: Mapping[int, int] = field(default_factory=dict)
     """Of these tokens, how many have each age (`TokenRow.ages`); empty where the rows have none."""
+    own: Mapping[str, float] = field(default_factory=dict)
+    """What else a loss counts over the global batch, by names of its own."""
 
 
 def count_masked(rows: Sequence[TokenRow]) -> Normalizers:
@@ -45,10 +47,11 @@ def count_masked(rows: Sequence[TokenRow]) -> Normalizers:
 class Loss(Protocol):
     """What a policy trains with. It is pickled and sent to the workers.
 
-    Three attributes are optional. `needs`, a set of `Need`: what the loss reads of the policy besides the tokens'
+    Four attributes are optional. `needs`, a set of `Need`: what the loss reads of the policy besides the tokens'
     logprobs; `Batch` has a field for each. `topk`, an int: how many logits of each token `topk_logits` has.
     `summarize(metrics)`, a method: the metrics to log of a global batch, from those that its shares add up to; for
-    what does not add up, such as a quotient of two sums.
+    what does not add up, such as a quotient of two sums. `with_mismatched_kl(kl)`, a method: the loss of a batch whose
+    prompts with the responses of others have this KL to the reference, which supervised training then measures first.
     """
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
@@ -88,6 +91,11 @@ def needs_of(loss: Loss) -> frozenset[Need]:
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Sum over the positions where `mask` is not 0; whatever stands elsewhere (NaN included) does not enter."""
     return torch.where(mask > 0, values, 0.0).sum()
+
+
+def masked_sums(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """The same for each sequence, [B]. A selection, not a product: logprobs outside the mask may be infinite."""
+    return torch.where(mask_BT > 0, values_BT, 0.0).sum(dim=1)
 
 
 def mean_over_tokens(values: Tensor, mask_BT: Tensor, counts: Normalizers) -> Tensor:

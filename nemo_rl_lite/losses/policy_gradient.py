@@ -2,23 +2,30 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nemo_rl_lite.config.schema import GRPOConfig, LossConfig
-from nemo_rl_lite.losses.batch import Batch, TokenRow
+from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 from nemo_rl_lite.losses.correction import correction, corrects, summarize
+from nemo_rl_lite.losses.covariance import count_covariances
 from nemo_rl_lite.losses.interface import Metrics, Need, Normalizers, count_masked, masked_sum, mean_over_tokens
-from nemo_rl_lite.losses.policy_terms import POLICY_TERMS, importance_ratio
+from nemo_rl_lite.losses.policy_terms import CHOOSES_BY_COVARIANCE, POLICY_TERMS, Sampled, importance_ratio
+
+_POSITIVE = "positive_tokens"
 
 
 @dataclass(frozen=True)
 class GRPOLoss:
-    """A policy term for each token, a KL penalty and an entropy bonus, of one micro-batch's current logprobs.
+    """A policy term for each token, a KL penalty, an entropy bonus and the likelihood of good responses, of one
+    micro-batch's current logprobs.
 
-    Sources: GRPO (Shao et al. 2024), KL estimators (Schulman 2020); those of the policy terms are at `policy_terms`,
+    Sources: GRPO (Shao et al. 2024), KL estimators (Schulman 2020), likelihood of responses with a positive reward
+    (VAPO, Yue et al. 2025, arXiv:2504.05118, eq. 10), tokens of high entropy alone (Wang et al. 2025,
+    arXiv:2506.01939); those of the policy terms are at `policy_terms`,
     those of the correction for the engines and for older rollouts at `correction`.
     """
 
@@ -26,10 +33,17 @@ class GRPOLoss:
 
     @property
     def needs(self) -> frozenset[Need]:
-        return frozenset[Need](("entropy",) if self.config.entropy_coef else ())
+        asked = self.config.entropy_coef or self.config.top_entropy_quantile < 1
+        return frozenset[Need](("entropy",) if asked else ())
 
     def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
-        return count_masked(rows)
+        """Count tokens and sequences, tokens of responses with a positive reward, and covariances."""
+        own: dict[str, float] = {}
+        if self.config.policy_loss in CHOOSES_BY_COVARIANCE:
+            own |= count_covariances(self.config, rows)
+        if self.config.positive_example_nll_weight:
+            own[_POSITIVE] = _positive_tokens(TokenRows.of(rows))
+        return replace(count_masked(rows), own=own)
 
     def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
         """See `correction.summarize`."""
@@ -38,8 +52,8 @@ class GRPOLoss:
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
         """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value).
 
-        Reads `previous_logprobs`, `generation_logprobs`, `advantages`, `reference_logprobs` with a KL penalty, and
-        `entropy` with a bonus for it.
+        Reads `previous_logprobs`, `generation_logprobs`, `advantages`, `reference_logprobs` with a KL penalty,
+        `entropy` with a bonus for it or a mask by it, and `rewards` with the likelihood of good responses.
         """
         previous_BT, generation_BT, advantages_B = batch.require(
             "previous_logprobs", "generation_logprobs", "advantages"
@@ -50,11 +64,16 @@ class GRPOLoss:
             torch.where(mask_BT > 0, values, 0.0) for values in (logprobs_BT, previous_BT, generation_BT)
         )
         ratio = importance_ratio(self.config, logprobs_BT, previous_BT, mask_BT)
-        term = POLICY_TERMS[self.config.policy_loss](self.config, ratio, advantages_B1, logprobs_BT)
+        sampled = Sampled(ratio, advantages_B1, logprobs_BT, previous_BT, counts.own)
+        term = POLICY_TERMS[self.config.policy_loss](self.config, sampled)
         corrected = correction(self.config, previous_BT - generation_BT, mask_BT)
         loss_BT = (term.loss * corrected.weights).expand_as(mask_BT)
 
-        kl_BT = None
+        kl_BT, open_BT, nll = None, None, None
+        if self.config.top_entropy_quantile < 1:
+            (entropy_BT,) = batch.require("entropy")
+            open_BT = _of_high_entropy(entropy_BT, mask_BT, self.config.top_entropy_quantile)
+            loss_BT = torch.where(open_BT, loss_BT, 0.0)
         if self.config.reference_policy_kl_penalty > 0:
             (reference_BT,) = batch.require("reference_logprobs")
             kl_BT = self._kl(logprobs_BT, torch.where(mask_BT > 0, reference_BT, 0.0), previous_BT)
@@ -65,6 +84,10 @@ class GRPOLoss:
             (entropy_BT,) = batch.require("entropy")
             entropy = masked_sum(entropy_BT, mask_BT) / counts.tokens
             total = total - self.config.entropy_coef * entropy
+        if self.config.positive_example_nll_weight:
+            (rewards_B,) = batch.require("rewards")
+            nll = -masked_sum(logprobs_BT, mask_BT * (rewards_B > 0)[:, None]) / counts.own[_POSITIVE]
+            total = total + self.config.positive_example_nll_weight * nll
         with torch.no_grad():
             metrics = {
                 "sampling_importance_ratio": masked_sum((previous_BT - generation_BT).exp(), mask_BT) / counts.tokens,
@@ -80,6 +103,11 @@ class GRPOLoss:
                 metrics["kl_penalty"] = masked_sum(kl_BT, mask_BT) / counts.tokens
             if entropy is not None:
                 metrics["entropy"] = entropy.detach().clone()
+            if nll is not None:
+                metrics["positive_nll"] = nll.detach().clone()
+            for name, tokens_BT in (("high_entropy_share", open_BT), ("covariance_share", term.chosen)):
+                if tokens_BT is not None:
+                    metrics[name] = mean_over_tokens(tokens_BT, mask_BT, counts)
             metrics["loss"] = total.detach().clone()
         return total, metrics
 
@@ -106,6 +134,21 @@ class GRPOLoss:
 
 def grpo_loss(options: GRPOConfig) -> GRPOLoss:
     return GRPOLoss(options.loss_fn)
+
+
+def _positive_tokens(rows: TokenRows) -> float:
+    """Tokens that have a loss in rows with a positive reward, at least 1."""
+    if rows.rewards is None:
+        raise ValueError("positive_example_nll_weight needs rows with rewards")
+    return max(float((np.repeat(rows.rewards > 0, rows.lengths) & rows.mask).sum()), 1.0)
+
+
+@torch.no_grad()
+def _of_high_entropy(entropy_BT: Tensor, mask_BT: Tensor, share: float) -> Tensor:
+    """Whether a token is of this share of the micro-batch's tokens, those with the highest entropy: at or above the
+    quantile, as TRL has it. The entropy is known in the training pass alone, which sees one micro-batch at a time."""
+    least = torch.where(mask_BT > 0, entropy_BT.float(), math.nan).nanquantile(1 - share)
+    return (entropy_BT >= least) & (mask_BT > 0)
 
 
 def _spread(name: str, values: Tensor, mask_BT: Tensor, counts: Normalizers) -> Metrics:

@@ -52,6 +52,7 @@ PREFERENCE: View = (
     Panel("loss", _LOSSES),
     Panel("reward margin", (_MARGIN,)),
 )
+UNPAIRED: View = (Panel("loss", _LOSSES), Panel("reward margin", (_MARGIN,)))
 LOSS: View = (Panel("loss (nats a response token)", _LOSSES), Panel("gradient norm", (_GRADIENT_NORM,)))
 
 

@@ -88,6 +88,11 @@ class Movable:
         return self._flight is not None
 
     @property
+    def returning(self) -> bool:
+        """True where a move to the device has begun and not settled."""
+        return self._flight is not None and not self._flight.to_host
+
+    @property
     def moved(self) -> bool:
         """True where a move has begun and `settle` would not wait."""
         return self._flight is not None and self._flight.copies.done()

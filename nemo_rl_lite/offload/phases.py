@@ -1,7 +1,7 @@
 """`PhaseMemory` moves parameters, gradients and optimizer states to their places in the residency table."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -60,10 +60,11 @@ class PhaseMemory:
         self.gradients = gradients
         self._refused: set[str] = set()
 
-    def enter(self, phase: Phase, working_bytes: int | None = None) -> None:
+    def enter(self, phase: Phase, working_bytes: int | None = None, later: Collection[Component] = ()) -> None:
         """Move components to their places in `phase`. With `working_bytes`, moves to the host may still run when this
         returns, if that many bytes of the device are free meanwhile: for the engine, where the phase makes room for it,
-        and otherwise for this process. The next `enter` waits for them.
+        and otherwise for this process. The next `enter` waits for them. Components in `later` may still be coming back
+        when this returns, where moves overlap with work: `arrive` waits for them.
 
         Raises:
             ValueError: no such phase in this run.
@@ -71,22 +72,28 @@ class PhaseMemory:
             HostMemoryError, torch.OutOfMemoryError: memory is short; a component that could not move is where it was.
         """
         places = self._residency.policy_places(Phase(phase))
-        self.settle()
+        waiting = [self._movable[component] for component in later] if self._overlap else []
+        leaving, returning = self._going_to(Place.HOST, phase), self._going_to(Place.DEVICE, phase)
+        coming = [own for own in returning if own in waiting and own.returning]
+        for own in self._movable.values():
+            if own not in coming:
+                own.settle()
         if places[Component.GRADIENTS] is not Place.DEVICE:
             self.gradients.drop()
         makes_room = self._residency.engines_sleep and phase in (Phase.GENERATE, Phase.REFIT)
         if makes_room:
             # Trim before copies are in flight, because trimming would wait for them.
             self._device.trim()
-        leaving, returning = self._going_to(Place.HOST, phase), self._going_to(Place.DEVICE, phase)
         in_background = False
         if leaving and self._overlap and working_bytes is not None:
             in_background = self._fits(phase, working_bytes, returning, makes_room)
         for own in leaving:
             own.leave()
         if not in_background:
-            self.settle()
-        self._bring_back(returning)
+            for own in leaving:
+                own.settle()
+        self._bring_back([own for own in returning if own not in waiting])
+        self._begin_to_return([own for own in returning if own in waiting and own not in coming])
         if places[Component.GRADIENTS] is Place.DEVICE:
             self.gradients.bring_back()
         if makes_room and leaving and not in_background:
@@ -135,6 +142,16 @@ class PhaseMemory:
                     f"{component.value} are not on the device in this phase: a prepare_for_... is missing"
                 )
 
+    def expect(self, component: Component) -> None:
+        """Check that the component is on the device or on its way there. Raises RuntimeError: it is not."""
+        if not self._movable[component].returning:
+            self.require(component)
+
+    def arrive(self, component: Component) -> None:
+        """Wait until the component is on the device. Raises RuntimeError: it is not on its way there."""
+        self._movable[component].settle()
+        self.require(component)
+
     def recount(self) -> None:
         """Count bytes again, because the optimizer may have made states."""
         for own in self._movable.values():
@@ -159,6 +176,11 @@ class PhaseMemory:
         return [own for part, own in self._movable.items() if places[part] is place and part not in self._stays]
 
     def _bring_back(self, returning: list[Movable]) -> None:
+        self._begin_to_return(returning)
+        for own in returning:
+            own.settle()
+
+    def _begin_to_return(self, returning: list[Movable]) -> None:
         for own in returning:
             try:
                 own.come_back()
@@ -168,8 +190,6 @@ class PhaseMemory:
                 # Components that are still leaving take the memory.
                 self.settle()
                 own.come_back()
-        for own in returning:
-            own.settle()
 
     def _fits(self, phase: Phase, working_bytes: int, returning: list[Movable], for_others: bool) -> bool:
         """Return whether work that takes `working_bytes` can overlap with a move, with `returning` coming back."""

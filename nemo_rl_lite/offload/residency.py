@@ -9,6 +9,7 @@ from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.automatic import leaving_for_generation
 from nemo_rl_lite.config.engines import engines_sleep
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import records_training
 
 
 class Phase(StrEnum):
@@ -95,12 +96,14 @@ class Residency:
 def _policy(config: Config, phase: Phase, shared: bool) -> dict[Component, Place]:
     # Engines with their own devices do not need the memory, so offloading for generation has no effect.
     leaves = frozenset(leaving_for_generation(config.policy) if shared else ())
+    # The memory of a recorded training pass stays with its graph.
+    graphs = records_training(config)
     return {
         Component.PARAMETERS: _leaving(Place.HOST, phase is Phase.GENERATE and Component.PARAMETERS in leaves),
         # Gradients hold nothing between an optimizer step and the next training phase, which allocates them again.
         Component.GRADIENTS: _leaving(Place.RELEASED, phase is not Phase.TRAIN and Component.GRADIENTS in leaves),
         Component.OPTIMIZER_STATES: _leaving(Place.HOST, _states_away(config, phase, leaves)),
-        Component.ACTIVATIONS: _leaving(Place.RELEASED, phase not in (Phase.LOGPROB, Phase.TRAIN)),
+        Component.ACTIVATIONS: _leaving(Place.RELEASED, phase not in (Phase.LOGPROB, Phase.TRAIN) and not graphs),
     }
 
 

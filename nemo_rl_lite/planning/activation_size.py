@@ -18,7 +18,7 @@ latter within 1 % (docs/benchmarks). Experts, pipeline stages and CPUs were not 
 from dataclasses import dataclass, replace
 
 from nemo_rl_lite.config.algorithms import generates
-from nemo_rl_lite.config.automatic import mb_tokens
+from nemo_rl_lite.config.automatic import keeps_logits, mb_tokens
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import (
     VOCABULARY_SLICE,
@@ -154,7 +154,13 @@ def slice_logits(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
 
 def head_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
     """Bytes at the start of the backward pass: a slice's logits in float32 and their gradient in the model's precision,
-    the float32 gradient of the hidden states, and that of the last matrix."""
+    the float32 gradient of the hidden states, that of the last matrix, and the logits that are kept."""
     item = item_bytes(config)
     matrix = item * shape.hidden * shape.vocabulary / parallel_dims(config).tp
-    return slice_logits(config, shape, batch) * (4 + item) + batch.tokens * shape.hidden * 4 + matrix
+    kept = kept_logits(config, shape, batch) if keeps_logits(config.policy) else 0.0
+    return slice_logits(config, shape, batch) * (4 + item) + batch.tokens * shape.hidden * 4 + matrix + kept
+
+
+def kept_logits(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
+    """Bytes of a micro-batch's logits on one rank, where they are kept for the backward pass."""
+    return batch.tokens * item_bytes(config) * shape.vocabulary / parallel_dims(config).tp

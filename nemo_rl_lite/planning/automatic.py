@@ -1,5 +1,6 @@
-"""Settle what a configuration leaves to `auto`: whether engines sleep, what leaves the GPU for them, and how many
-tokens a micro-batch has. Of the ways that are predicted to fit the GPU, the first of this order is taken:
+"""Settle what a configuration leaves to `auto`: whether engines sleep, what leaves the GPU for them, how many tokens a
+micro-batch has, and whether its logits are kept. Of the ways that are predicted to fit the GPU, the first of this order
+is taken:
 
     engines stay awake, and nothing moves
     engines sleep while the policy works
@@ -7,6 +8,7 @@ tokens a micro-batch has. Of the ways that are predicted to fit the GPU, the fir
 
 Engines stay awake only where micro-batches of `ENOUGH_TOKENS` fit in addition to them. Micro-batches are as large as
 the GPU holds, up to `MOST_TOKENS`. Both are tokens of one GPU: context-parallel ranks share larger micro-batches.
+Logits are kept where there is room for them in addition.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,11 +27,13 @@ from nemo_rl_lite.config.sizes import (
     batch_mode,
     on_gpus,
     parallel_dims,
+    records_training,
     sequences_per_optimizer_step,
     sequences_together,
 )
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.offload.residency import Phase, Residency
+from nemo_rl_lite.planning.activation_size import kept_logits, own_part
 from nemo_rl_lite.planning.budget import Budget, budget
 from nemo_rl_lite.planning.engine_room import chooses_share, with_first_share, with_more_share
 from nemo_rl_lite.planning.memory_table import size
@@ -67,7 +71,11 @@ def settle(config: Config, shape: ModelShape | None, gpu_bytes: int | None) -> S
         less = less or wanted
     if chooses_share(config):
         chosen = with_more_share(chosen, shape, gpu_bytes, USED)
-    return Settled(chosen, [*_of_moves(config, chosen, less), *_of_share(config, chosen), *_of_tokens(config, chosen)])
+    reasons = [*_of_moves(config, chosen, less), *_of_share(config, chosen), *_of_tokens(config, chosen)]
+    if config.policy.megatron_cfg.keep_logits != "auto":
+        return Settled(chosen, reasons)
+    chosen, reason = _with_kept_logits(chosen, shape, gpu_bytes)
+    return Settled(chosen, [*reasons, reason])
 
 
 def _ways(config: Config) -> Iterator[Config]:
@@ -78,11 +86,10 @@ def _ways(config: Config) -> Iterator[Config]:
     if colocated.sleep == "auto":
         can_sleep = shared and engine_of(config).can_sleep
         sleeps = [False] if not can_sleep or generates_ahead(config) else [False, True]
-    movable = [
-        part
-        for part in CHEAPEST_FIRST
-        if part != "optimizer_states" or not policy.megatron_cfg.optimizer.optimizer_cpu_offload
-    ]
+    away = ("optimizer_states",) if policy.megatron_cfg.optimizer.optimizer_cpu_offload else ()
+    # Recorded passes hold the addresses of weights and gradients.
+    away += ("gradients", "parameters") if records_training(config) else ()
+    movable = [part for part in CHEAPEST_FIRST if part not in away]
     for sleep in sleeps:
         leaving = [leaving_for_generation(policy)]
         if policy.offload_for_generation == "auto" and shared and sleep:
@@ -108,8 +115,10 @@ def _most_tokens(config: Config, shape: ModelShape, gpu_bytes: int) -> int:
     least = sequences_together(config) * config.policy.max_total_sequence_length
     most = _most_useful(config)
     values = [*range(least, most, GRAIN), most]
+    # A recorded training pass keeps its memory in all phases.
+    phases = (*WORK, *AROUND) if records_training(config) else WORK
     best = last_that(
-        lambda at: _fits(budget(_with_tokens(config, values[at]), shape, gpu_bytes), WORK), len(values) - 1
+        lambda at: _fits(budget(_with_tokens(config, values[at]), shape, gpu_bytes), phases), len(values) - 1
     )
     return values[best or 0]
 
@@ -132,6 +141,21 @@ def _with_tokens(config: Config, tokens: int) -> Config:
     wanted = {key: tokens for key in ("train_mb_tokens", "logprob_mb_tokens") if getattr(limits, key) == "auto"}
     section = "sequence_packing" if mode == "packed" else "dynamic_batching"
     return replace(config, policy=replace(policy, **{section: replace(limits, **wanted)}))
+
+
+def _with_kept_logits(config: Config, shape: ModelShape, gpu_bytes: int) -> tuple[Config, str]:
+    """`config` with its logits kept for the backward pass if they fit in addition to all else, and why."""
+    policy, parallel = config.policy, config.policy.megatron_cfg
+    kept, again = (
+        replace(config, policy=replace(policy, megatron_cfg=replace(parallel, keep_logits=keep)))
+        for keep in (True, False)
+    )
+    nbytes = size(int(kept_logits(config, shape, own_part(config, training=True))))
+    planned = budget(kept, shape, gpu_bytes)
+    if _fits(planned, (Phase.TRAIN,)):
+        return kept, f"logits ({nbytes} of a micro-batch) are kept for the backward pass, because they fit"
+    needed = f"{size(planned.device[Phase.TRAIN])}, above {USED:.0%} of {size(gpu_bytes)}"
+    return again, f"logits are computed twice, because training that keeps {nbytes} of them needs {needed}"
 
 
 def _of_moves(config: Config, settled: Config, less: Budget | None) -> Iterator[str]:

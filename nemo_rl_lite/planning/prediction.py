@@ -6,7 +6,7 @@ from math import ceil
 
 from nemo_rl_lite.config.engines import CacheFacts, engine_of
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import engine_ranks, on_gpus, parallel_dims
+from nemo_rl_lite.config.sizes import engine_ranks, on_gpus, parallel_dims, records_training
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
 from nemo_rl_lite.planning.activation_size import item_bytes, logprob_activations, training_activations
@@ -102,9 +102,12 @@ def _at(place: Place, nbytes: int) -> Bytes:
 
 
 def _activations(config: Config, shape: ModelShape, phase: Phase, stage: int) -> Bytes:
+    training = Bytes(*training_activations(config, shape, stage))
     if phase is Phase.TRAIN:
-        return Bytes(*training_activations(config, shape, stage))
-    return Bytes(logprob_activations(config, shape, stage)) if phase is Phase.LOGPROB else Bytes()
+        return training
+    # A recorded training pass keeps its memory in all phases.
+    kept = training if records_training(config) else Bytes()
+    return kept + (Bytes(logprob_activations(config, shape, stage)) if phase is Phase.LOGPROB else Bytes())
 
 
 def _optimizer_states(config: Config, parameters: Parameters, place: Place) -> Bytes:

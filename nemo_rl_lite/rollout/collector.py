@@ -118,13 +118,17 @@ class RolloutCollector:
                 environments or agents fail on too many samples.
             EngineError, WorkerError: see `RequestQueue.sample`.
         """
-        return asyncio.run(self._collect(gathering, show))
+        found: list[Rollout] = []
+        # The task itself returns nothing: asyncio writes its result out as text where it gives SIGINT back, which takes
+        # a part of a second for a rollout.
+        asyncio.run(self._collect(gathering, show, found))
+        return found[0]
 
-    async def _collect(self, gathering: Gathering, show: Show) -> Rollout:
+    async def _collect(self, gathering: Gathering, show: Show, found: list[Rollout]) -> None:
         alive = asyncio.create_task(_show_life(gathering, show))
         try:
             async with self.serving() as requests:
-                return await self.gather(gathering, requests)
+                found.append(await self.gather(gathering, requests))
         finally:
             alive.cancel()
             await asyncio.gather(alive, return_exceptions=True)

@@ -125,4 +125,5 @@ class Episode:
             mask[own], logprobs[own] = self.is_trained, completion.logprobs
             ages[own] = version - np.asarray(completion.versions, OF_TOKENS["ages"])
         tokens = np.asarray(self.tokens, OF_TOKENS["tokens"])
-        return TokenRow(tokens, mask, logprobs, 0.0 if self.reward is None else advantage, ages)
+        reward, own = (0.0, 0.0) if self.reward is None else (self.reward, advantage)
+        return TokenRow(tokens, mask, logprobs, own, ages, reward)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from nemo_rl_lite.config.engines import engines_sleep
-from nemo_rl_lite.config.schema import Config, DPOConfig, GRPOConfig, SupervisedConfig
-from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
+from nemo_rl_lite.config.schema import Config, DPOConfig, GRPOConfig, KTOConfig, SupervisedConfig
+from nemo_rl_lite.data.kinds import CHATS, OF_MISTAKES, PROBLEMS, UNPAIRED, kind_of
 from nemo_rl_lite.data.sources import TASKS
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rules.base import rule
@@ -77,18 +77,27 @@ def training_ends(config: Config) -> Iterator[Violation]:
 @rule("algorithm.val_metric", "algorithm.higher_is_better")
 def better_is_what_the_metric_means(config: Config) -> Iterator[Violation]:
     metric, key = config.algorithm.val_metric, "algorithm.higher_is_better"
-    more = metric in ("accuracy", "rewards_margin_mean", "rewards_chosen_mean")
+    more = metric in ("accuracy", "pass_at_k", "rewards_margin_mean", "rewards_chosen_mean")
     # Longer and shorter responses can both be a goal.
     if metric != "avg_length" and config.algorithm.higher_is_better != more:
         rule_text = f"would keep the checkpoints with the worst {metric}"
         yield Violation(key, config.algorithm.higher_is_better, rule_text, f"{key}={str(more).lower()}")
 
 
+@rule("algorithm.val_metric", "algorithm.val_samples_per_problem", options=GRPOConfig)
+def several_samples_measure_pass_at_k(config: Config) -> Iterator[Violation]:
+    options, key = config.options(GRPOConfig), "algorithm.val_metric"
+    if options.val_metric == "pass_at_k" and options.val_samples_per_problem == 1:
+        rule_text = "is measured with several responses to a problem, and algorithm.val_samples_per_problem is 1"
+        yield Violation(key, "pass_at_k", rule_text, f"algorithm.val_samples_per_problem=4, or {key}=accuracy")
+
+
 @rule("data.name")
 def tasks_know_mistakes(config: Config) -> Iterator[Violation]:
-    if config.data.name == "reasoning_gym" and kind_of(config) is PAIRS:
-        rule_text = "has right answers only, and a preference pair needs a wrong one as well"
-        yield Violation("data.name", config.data.name, rule_text, "data=file or data=hub, with pairs")
+    kind = kind_of(config)
+    if config.data.name == "reasoning_gym" and kind in OF_MISTAKES:
+        rule_text = f"has right answers only, and {kind.name} need wrong ones as well"
+        yield Violation("data.name", config.data.name, rule_text, f"data=file or data=hub, with {kind.name}")
 
 
 @rule("data.too_long")
@@ -150,6 +159,14 @@ def smoothing_is_of_the_sigmoid(config: Config) -> Iterator[Violation]:
         yield Violation(key, smoothing, rule_text, f"{key}=1e-3")
 
 
+@rule("policy.train_global_batch_size", "algorithm.preference_loss", options=KTOConfig)
+def a_batch_has_mismatched_responses(config: Config) -> Iterator[Violation]:
+    key, size = "policy.train_global_batch_size", config.policy.train_global_batch_size
+    if size < 2 and config.options(KTOConfig).preference_loss != "apo_zero_unpaired":
+        rule_text = "leaves no other response of the batch, by which KTO estimates its KL"
+        yield Violation(key, size, rule_text, f"{key}=64, or algorithm.preference_loss=apo_zero_unpaired")
+
+
 @rule("algorithm.preference_loss", "algorithm.f_divergence", options=DPOConfig)
 def divergences_are_of_a_difference(config: Config) -> Iterator[Violation]:
     options, key = config.options(DPOConfig), "algorithm.f_divergence"
@@ -192,6 +209,6 @@ def dynamic_sampling_knows_what_teaches(config: Config) -> Iterator[Violation]:
 @rule("data.name", "data.response_column")
 def responses_are_in_rows(config: Config) -> Iterator[Violation]:
     data = config.data
-    if kind_of(config) is CHATS and data.name in TASKS and data.response_column is not None:
+    if kind_of(config) in (CHATS, UNPAIRED) and data.name in TASKS and data.response_column is not None:
         key, rule_text = "data.response_column", f"{data.name} has no such columns; its answers are the responses"
         yield Violation(key, data.response_column, rule_text, f"{key}=null")

@@ -7,7 +7,7 @@ from nemo_rl_lite.config.automatic import generates_ahead
 from nemo_rl_lite.config.engines import ENGINES, engine_of
 from nemo_rl_lite.config.schema import AgentConfig, Config, EnvironmentConfig, GRPOConfig
 from nemo_rl_lite.config.sizes import batch_mode, has_endpoint, on_gpus, parallel_dims
-from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
+from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, UNPAIRED, kind_of
 from nemo_rl_lite.data.sources import ROWS, TASKS
 from nemo_rl_lite.environments import registry as environments
 from nemo_rl_lite.rewards.registry import INSTANT
@@ -214,7 +214,10 @@ EFFECTS = (
     ),
     Effect(("data.task",), lambda config: config.data.name == "reasoning_gym", "data=reasoning_gym"),
     Effect(
-        tuple(f"data.{name}" for name in ("shuffle", "answer_column", "chosen_column", "rejected_column", "train_on")),
+        (
+            *("data.shuffle", "data.answer_column", "data.chosen_column", "data.rejected_column"),
+            *("data.label_column", "data.train_on"),
+        ),
         lambda config: config.data.name in ROWS,
         "data=file or data=hub",
     ),
@@ -223,8 +226,17 @@ EFFECTS = (
         lambda config: config.data.name != "reverse_digits" and config.data.prompt_template is None,
         "data with such columns and data.prompt_template=null",
     ),
-    Effect(("data.chosen_column", "data.rejected_column"), lambda config: kind_of(config) is PAIRS, "algorithm=dpo"),
-    Effect(("data.answer_column",), lambda config: kind_of(config) is not PAIRS, "algorithm=grpo or algorithm=sft"),
+    Effect(
+        ("data.chosen_column", "data.rejected_column"),
+        lambda config: kind_of(config) is PAIRS,
+        "algorithm=dpo or algorithm=orpo",
+    ),
+    Effect(("data.label_column",), lambda config: kind_of(config) is UNPAIRED, "algorithm=kto"),
+    Effect(
+        ("data.answer_column",),
+        lambda config: kind_of(config) is CHATS or kind_of(config) is PROBLEMS,
+        "algorithm=grpo or algorithm=sft",
+    ),
     Effect(
         ("data.prompt_column", "data.answer_column"),
         lambda config: kind_of(config) is not CHATS or config.data.messages_column is None,

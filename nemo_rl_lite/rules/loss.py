@@ -39,6 +39,14 @@ def loss_options_agree(config: Config) -> Iterator[Violation]:
         yield Violation(key, loss.ratio_clip_c, f"must exceed 1 + ratio_clip_max = {limit:g}", f"{key}=3.0")
 
 
+@rule(_LOSS, options=GRPOConfig)
+def covariances_have_a_range(config: Config) -> Iterator[Violation]:
+    loss = config.options(GRPOConfig).loss_fn
+    if loss.clip_cov_lb >= loss.clip_cov_ub:
+        key, rule_text = f"{_LOSS}.clip_cov_lb", f"must be smaller than clip_cov_ub = {loss.clip_cov_ub:g}"
+        yield Violation(key, loss.clip_cov_lb, rule_text, f"{key}=1.0 {_LOSS}.clip_cov_ub=5.0")
+
+
 @rule(f"{_LOSS}.force_on_policy_ratio", _BATCH, options=GRPOConfig)
 def forced_ratios_are_true(config: Config) -> Iterator[Violation]:
     steps = optimizer_steps(config)

@@ -14,10 +14,24 @@ def _loss(config: Config) -> LossConfig:
 LOSS_EFFECTS = (
     Effect(
         (f"{_LOSS}.ratio_clip_min", f"{_LOSS}.ratio_clip_max"),
-        lambda config: _loss(config).policy_loss in ("clip", "cispo"),
-        f"{_LOSS}.policy_loss=clip or {_LOSS}.policy_loss=cispo",
+        lambda config: _loss(config).policy_loss in ("clip", "clip_cov", "cispo"),
+        f"{_LOSS}.policy_loss=clip, clip_cov or cispo",
     ),
-    Effect((f"{_LOSS}.ratio_clip_c",), lambda config: _loss(config).policy_loss == "clip", f"{_LOSS}.policy_loss=clip"),
+    Effect(
+        (f"{_LOSS}.ratio_clip_c",),
+        lambda config: _loss(config).policy_loss in ("clip", "clip_cov"),
+        f"{_LOSS}.policy_loss=clip or clip_cov",
+    ),
+    Effect(
+        (f"{_LOSS}.clip_cov_ratio", f"{_LOSS}.clip_cov_lb", f"{_LOSS}.clip_cov_ub"),
+        lambda config: _loss(config).policy_loss == "clip_cov",
+        f"{_LOSS}.policy_loss=clip_cov",
+    ),
+    Effect(
+        (f"{_LOSS}.kl_cov_ratio", f"{_LOSS}.ppo_kl_coef"),
+        lambda config: _loss(config).policy_loss == "kl_cov",
+        f"{_LOSS}.policy_loss=kl_cov",
+    ),
     Effect(
         (f"{_LOSS}.sapo_temperature_pos", f"{_LOSS}.sapo_temperature_neg"),
         lambda config: _loss(config).policy_loss == "sapo",

@@ -23,6 +23,7 @@ ON_GPUS = (
     "generation.vllm_cfg.gpu_memory_utilization",
     "generation.vllm_cfg.enforce_eager",
     "cluster.numa_binding",
+    "policy.megatron_cfg.cuda_graph_impl",
 )
 
 

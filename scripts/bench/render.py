@@ -23,6 +23,7 @@ REFIT = record.ROOT / "docs" / "refit.md"
 SUPERVISED = record.ROOT / "docs" / "supervised.md"
 RELIABILITY = record.ROOT / "docs" / "reliability.md"
 ROLLOUTS = record.ROOT / "docs" / "rollouts.md"
+EVALUATION = record.ROOT / "docs" / "evaluation.md"
 ASYNC = record.ROOT / "docs" / "async.md"
 PERFORMANCE = record.ROOT / "docs" / "performance.md"
 PHASES = ("generation", "logprob", "train", "refit", "whole step")
@@ -180,6 +181,7 @@ TABLES = {
     ),
     "async learning table": Table(ASYNC, "async-learning", "1x-h100"),
     "async learning table, one step off": Table(ASYNC, "async-learning-one-step-off", "1x-h100"),
+    "agreement table": Table(EVALUATION, "evaluation-agreement", "cpu-2cores"),
     "tools table": Table(ROLLOUTS, "rollouts-tools", "cpu-2cores"),
     "largest table": Table(
         MEMORY,

@@ -46,6 +46,7 @@ CHANGES = {
         "packs of 65,536": [f"{PACKS}.train_mb_tokens=65536", f"{PACKS}.logprob_mb_tokens=65536"],
         "auto: the engine stays awake": [*AUTO, "generation.colocated.sleep=auto"],
         "a short way through the scheduler": [OURS],
+        "CUDA graphs of the training step": ["policy.megatron_cfg.cuda_graph_impl=full_iteration"],
     },
     "large": {
         "a pass for logprobs, packs of 8,192": [

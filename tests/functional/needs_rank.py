@@ -20,7 +20,7 @@ from nemo_rl_lite.losses.batch import Batch, TokenRow  # noqa: E402
 from nemo_rl_lite.losses.interface import count_masked, masked_sum  # noqa: E402
 from nemo_rl_lite.losses.sft import SFTLoss  # noqa: E402
 from nemo_rl_lite.policy.megatron import linear_scores  # noqa: E402
-from nemo_rl_lite.policy.megatron.context import ContextRanks, shard  # noqa: E402
+from nemo_rl_lite.policy.megatron.context import Shard  # noqa: E402
 from nemo_rl_lite.policy.megatron.micro_batches import Layout, cut  # noqa: E402
 from nemo_rl_lite.policy.megatron.scores import scores_of  # noqa: E402
 
@@ -96,8 +96,9 @@ def compare(batch: Batch, logits_BTV: torch.Tensor, rows: list[TokenRow], layout
 
 
 def scores(micro, hidden_nSV: torch.Tensor, layer, loss) -> dict[str, torch.Tensor]:
-    whole = shard(micro, ContextRanks(), torch.device("cpu"))
-    return scores_of(whole, TEMPERATURE, loss, lambda weight: None)(hidden_nSV.transpose(0, 1), layer, None)
+    return scores_of(Shard.whole(micro), TEMPERATURE, loss, lambda weight: None)(
+        hidden_nSV.transpose(0, 1), layer, None
+    )
 
 
 def own_part():

@@ -23,12 +23,15 @@ PROBLEMS, SAMPLES = 6, 3
 ROWS = "rollouts/step-00000000-validation.parquet"
 # The untrained model knows no answer; this is right now and then, and tells of each response that it judges.
 REWARD = """
-import os, signal
+import os, re, signal
 def even(response, answer):
     judged = open(os.environ["JUDGED"], "a+")
     judged.seek(0)
-    if len(judged.read().split()) + 1 == int(os.environ.get("CUT_AT", 0)):
+    place = len(judged.read().split()) + 1
+    if place == int(os.environ.get("CUT_AT", 0)):
         signal.raise_signal(signal.SIGINT)
+    for log in os.environ.get("KILLED", "").split() if place == 6 else ():
+        os.kill(int(re.findall(r"process (\\d+)", open(log).read())[-1]), signal.SIGKILL)
     judged.write(answer + "\\n")
     judged.close()
     return float(sum(response.encode()) % 3 == 0)
@@ -134,16 +137,55 @@ def test_a_cut_evaluation_continues_and_is_the_same(tmp_path, model_folder, caps
     assert rows(cut / "out") == rows(whole / "out")
 
 
+def itself(folder: Path, *given: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    command = [sys.executable, "-m", "nemo_rl_lite.evaluate", *given]
+    environ = os.environ | {"PYTHONPATH": PYTHONPATH} | environment
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environ)
+
+
+def on_two(tmp_path: Path, model: Path, killed: int, *more: str) -> subprocess.CompletedProcess[str]:
+    """Evaluate with two engines, of which the first ones are killed while they have requests."""
+    logs = [str(tmp_path / "out" / "logs" / f"generation-{rank}.log") for rank in range(killed)]
+    return itself(tmp_path, *command(tmp_path, model, "generation.data_parallel_size=2", *more), KILLED=" ".join(logs))
+
+
+def test_two_engines_sample_what_one_samples_and_one_takes_over_from_the_other(tmp_path, model_folder):
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir(), two.mkdir()
+    assert status(*command(one, model_folder)) == 0
+    (tmp_path / "judged").unlink()
+    done = on_two(two, model_folder, 1)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 engines" in done.stdout and "the other engines take over its requests" in done.stdout
+    assert rows(two / "out") == rows(one / "out")
+    places = {span["place"] for row in read_rollout(two / "out" / ROWS) for span in row["spans"]}
+    assert {0, 1} <= places
+    # The folder's own files are those of one engine.
+    assert status(*command(two, model_folder)) == 0
+
+
+def test_without_an_engine_all_start_again_or_the_command_ends_and_continues(tmp_path, model_folder):
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir(), two.mkdir()
+    assert status(*command(one, model_folder)) == 0
+    (tmp_path / "judged").unlink()
+    done = on_two(two, model_folder, 2, "cluster.max_restarts=0")
+    assert done.returncode == 3, done.stderr[-3000:]
+    error = done.stderr.splitlines()[-1]
+    assert "never retrieved" not in done.stderr
+    assert "generation rank" in error and "the process died" in error and "the same command continues" in error
+    assert not (two / "out" / "summary.json").exists()
+    (tmp_path / "judged").unlink()
+    done = on_two(two, model_folder, 2, "cluster.max_restarts=1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "no engine is left: starting again (0 more restarts" in done.stdout
+    assert rows(two / "out") == rows(one / "out")
+
+
 def test_greedy_with_the_command_itself(tmp_path, model_folder):
     given = [str(model_folder), "--problems=2", "--temperature=0", "generation=transformers"]
-    done = subprocess.run(
-        [sys.executable, "-m", "nemo_rl_lite.evaluate", *given],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": PYTHONPATH},
-    )
+    done = itself(tmp_path, *given)
     assert done.returncode == 0, done.stderr[-3000:]
     (folder,) = (tmp_path / "outputs" / "evaluations").iterdir()
     assert folder.name.startswith(f"{model_folder.name}-reverse_digits-")

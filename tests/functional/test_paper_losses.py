@@ -52,3 +52,27 @@ def test_each_part_of_a_reward_has_its_own_standard_deviation(tmp_path, model_fo
     assert len(found) == 2 and all(line["train/grad_norm"] > 0 for line in found)
     assert all(line["train/advantages/min"] < 0 < line["train/advantages/max"] <= 1.5 for line in found)
     assert all("train/kl_penalty" in line for line in found)
+
+
+COVARIANCE = "algorithm.loss_fn.policy_loss="
+PAPERS = {
+    "dapo": ["algorithm=dapo"],
+    "drgrpo": ["algorithm=drgrpo"],
+    "gspo": ["algorithm=gspo"],
+    "sapo": ["algorithm=sapo"],
+    "clip-cov of high entropy": [f"{COVARIANCE}clip_cov", "algorithm.loss_fn.top_entropy_quantile=0.5"],
+    "kl-cov with good responses": [f"{COVARIANCE}kl_cov", "algorithm.loss_fn.positive_example_nll_weight=0.1"],
+}
+# What each of these logs besides.
+LOGS = {
+    "clip-cov of high entropy": ("train/covariance_share", "train/high_entropy_share"),
+    "kl-cov with good responses": ("train/covariance_share", "train/positive_nll"),
+}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_papers_setting_trains(tmp_path, model_folder, name):
+    found = steps(tmp_path, model_folder, *PAPERS[name])
+    assert len(found) == 2 and all(line["train/grad_norm"] > 0 for line in found)
+    assert all(math.isfinite(line["train/loss"]) for line in found)
+    assert all(line[metric] >= 0 for line in found for metric in LOGS.get(name, ()))

@@ -1,7 +1,10 @@
 """Runs with and without a pass of its own for the policy's previous logprobs."""
 
 import pytest
+from torch import Tensor
 
+from nemo_rl_lite.policy.megatron import linear_scores
+from nemo_rl_lite.policy.megatron.slice_scores import Head
 from tests.functional.here import train_here
 
 pytestmark = pytest.mark.functional
@@ -39,3 +42,22 @@ def test_a_pass_that_repeats_changes_nothing(tmp_path, model_folder, batch, pena
     assert found == pytest.approx(repeated, rel=1e-6, abs=1e-9)
     if not batch:
         assert found["train/probs_ratio_min"] == found["train/probs_ratio_max"] == 1
+
+
+def test_kept_logits_change_nothing(tmp_path, model_folder, monkeypatch):
+    """They are kept in training passes only, and what comes of them is what comes of logits that are computed twice."""
+    kept, ways = [], linear_scores._ways
+
+    def note(hidden: Tensor, head: Head) -> object:
+        kept.append(head.keep)
+        return ways(hidden, head)
+
+    monkeypatch.setattr(linear_scores, "_ways", note)
+    key = "policy.megatron_cfg.keep_logits"
+    found, expected = (
+        trained(tmp_path / name, model_folder, f"{KEY}=false", f"{key}={name}") for name in ("true", "false")
+    )
+    found.pop(PASS), expected.pop(PASS)
+    assert found == expected
+    # Two steps of four micro-batches, each with a forward and a backward pass. Passes for logprobs keep nothing.
+    assert kept.count(True) == 2 * 4 * 2 < len(kept)

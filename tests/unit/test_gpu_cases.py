@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_rl_lite.rules.compose import compose_config
-from tests.gpu import test_checkpoints, test_context
+from tests.gpu import test_checkpoints, test_context, test_graphs
 
 
 @pytest.mark.parametrize("case", test_checkpoints.CASES)
@@ -15,6 +15,12 @@ def test_settings_of_a_gpu_test_are_no_configuration_error(case):
         ).cluster.gpus_per_node
         == 1
     )
+
+
+@pytest.mark.parametrize("graphs", ["none", "full_iteration"])
+def test_settings_of_the_test_of_graphs_are_no_configuration_error(graphs):
+    config = compose_config([*test_graphs.OVERRIDES, f"policy.megatron_cfg.cuda_graph_impl={graphs}"])
+    assert config.policy.megatron_cfg.cuda_graph_impl == graphs
 
 
 @pytest.mark.parametrize("layout", test_context.LAYOUTS)

@@ -100,9 +100,12 @@ class RefitExtension:
         puts back the old values of weights that did not arrive."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+        # Each matrix once: the reload makes two of one that the embedding and the last layer share.
+        own = {name for name, _ in model.named_parameters()}
         with self.device:
             initialize_layerwise_reload(model)
-        wanted = {name for name, _ in model.named_parameters()}
+        # Without what vLLM derives, such as scales.
+        wanted = {name for name, _ in model.named_parameters() if name in own}
         report = self._receiver.receive(loader)
         with self.device:
             finalize_layerwise_reload(model, self.model_runner.model_config)

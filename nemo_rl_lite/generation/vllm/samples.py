@@ -147,8 +147,7 @@ def _drafts(statistics: Any) -> Drafts:
 
 
 def _parameters(request: Request) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     sampling = request.sampling
     return SamplingParams(

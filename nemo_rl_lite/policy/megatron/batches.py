@@ -1,37 +1,33 @@
 """Forward and backward passes over micro-batches through megatron-core's schedules (pipelined or not)."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_rl_lite.losses.batch import Batch, sent
-from nemo_rl_lite.losses.interface import Loss, Metrics, Normalizers, loss_of
-from nemo_rl_lite.losses.mismatch import mismatch_metrics
-from nemo_rl_lite.observability import progress
-from nemo_rl_lite.observability.profiling import span
+from nemo_rl_lite.losses.batch import Batch
+from nemo_rl_lite.losses.interface import Loss, Normalizers
 from nemo_rl_lite.offload import activations
-from nemo_rl_lite.policy.megatron.context import Shard, shard
+from nemo_rl_lite.policy.megatron.context import Shard
+from nemo_rl_lite.policy.megatron.graphs import MicroBatchGraphs
 from nemo_rl_lite.policy.megatron.micro_batches import Layout, ModelInput, cut
 from nemo_rl_lite.policy.megatron.model import MegatronModel
+from nemo_rl_lite.policy.megatron.one_pass import (
+    Before,
+    Trained,
+    announced,
+    forward,
+    rows_of,
+    sent_all,
+    trained_on,
+    view_of,
+)
 from nemo_rl_lite.policy.megatron.scores import scores_of
 
-Before = Callable[[int], None] | None
 Last = tuple[Callable[..., dict[str, Tensor]], Callable[..., Any]]
 """What the last stage does with a micro-batch: see `scores_of`; what is made of these scores."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a training pass measured, each its share of the global batch's."""
-
-    metrics: Metrics
-    """Those of the loss."""
-    mismatch: Metrics
-    """The `mismatch_metrics`, where the pass compares with the engines."""
 
 
 def forward_scores(
@@ -52,12 +48,12 @@ def forward_scores(
     model.train_mode(False)
     micro_batches = _agreed_cut(model, tokens_BT, lengths_B, layout)
 
-    def score(own: Shard) -> Last:
+    def score(shard: Shard) -> Last:
         def on_host(scores: dict[str, Tensor], non_loss_data: bool) -> dict[str, Tensor]:
             # `before` goes by the pace of the micro-batches, so that the host waits for each.
             return {name: values.to("cpu", non_blocking=before is None) for name, values in scores.items()}
 
-        return scores_of(own, temperature, loss, model.gather.wait_for), on_host
+        return scores_of(shard, temperature, loss, model.gather.wait_for), on_host
 
     with torch.no_grad(), activations.suspended(model.chunks):
         parts = _run(model, micro_batches, score, forward_only=True, before=before)
@@ -71,7 +67,8 @@ def forward_scores(
     }
     for micro, part in zip(micro_batches, parts, strict=True):
         for name, values in part.items():
-            whole[name][micro.rows, : micro.width] = values
+            # A bucket has rows and columns that the batch does not have.
+            whole[name][micro.rows, : micro.width] = values[: len(micro.rows), : tokens_BT.shape[1]]
     return whole
 
 
@@ -83,6 +80,7 @@ def forward_backward(
     loss: Loss,
     counts: Normalizers,
     mismatch_counts: Normalizers | None = None,
+    graphs: MicroBatchGraphs | None = None,
 ) -> list[Trained]:
     """Accumulate the gradient of the summed micro-batch losses over all data-parallel ranks; returns what was measured.
 
@@ -91,25 +89,23 @@ def forward_backward(
 
     megatron-core divides by the number of micro-batches and averages over data-parallel ranks. Here losses are
     shares of the global loss, so both are multiplied back. It also averages over context-parallel ranks, each of which
-    has the gradient of its own positions, and multiplies that back itself.
+    has the gradient of its own positions, and multiplies that back itself. `graphs` run the micro-batches where there
+    are any.
     """
     model.train_mode(True)
     micro_batches = _agreed_cut(model, batch.tokens, batch.lengths, layout)
+    if graphs is not None:
+        return graphs.forward_backward(micro_batches, batch, temperature, loss, counts, mismatch_counts)
     scale = len(micro_batches) * model.place.data_size
 
-    def train(own: Shard) -> Last:
-        rows = batch.rows(own.micro.rows, own.micro.width).to(model.device)
+    def train(shard: Shard) -> Last:
+        own = rows_of(shard.micro, batch).to(model.device)
 
         def scaled_loss(scores: dict[str, Tensor]) -> tuple[Tensor, Trained]:
-            logprobs_BT = scores.pop("logprobs")
-            whole, mismatch = replace(rows, **scores), {}
-            if mismatch_counts is not None:
-                whole = replace(whole, previous_logprobs=logprobs_BT.detach())
-                mismatch = mismatch_metrics(whole, mismatch_counts)
-            value, metrics = loss_of(loss, logprobs_BT, whole, counts)
-            return value * scale, Trained(metrics, mismatch)
+            value, trained = trained_on(scores, own, loss, counts, mismatch_counts)
+            return value * scale, trained
 
-        return scores_of(own, temperature, loss, model.gather.wait_for), scaled_loss
+        return scores_of(shard, temperature, loss, model.gather.wait_for, model.keep_logits), scaled_loss
 
     with activations.training_pass(model.chunks, len(micro_batches)):
         return _run(model, micro_batches, train, forward_only=False)
@@ -138,20 +134,17 @@ def _run(
 ) -> list[Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    # megatron-core would make a stage's output float32.
-    options = {"fp32_output": False} if model.half_precision else {}
-
     def step(own: Iterator[ModelInput], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         host = next(own)
-        part = shard(host, model.context, model.device)
-        scores, on_scores = last(part)
-        inputs = {**options, "output_processor": scores, **_attention(host, model.context.splits, model.device)}
-        return chunk(part.tokens, part.positions, **inputs), on_scores
+        shard = Shard.of(host, model.context, model.device)
+        seen = sent_all(view_of(host, model.device, model.context), model.device)
+        scores, on_scores = last(shard)
+        return forward(model, chunk, shard.tokens_nS, seen, host.longest, scores), on_scores
 
     first = micro_batches[0].tokens_nS
     return get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=_announced(micro_batches, before),
+        data_iterator=announced(micro_batches, before),
         model=model.chunks,
         num_microbatches=len(micro_batches),
         seq_length=first.shape[1],
@@ -159,40 +152,3 @@ def _run(
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
-
-
-def _announced(micro_batches: Sequence[ModelInput], before: Before) -> Iterator[ModelInput]:
-    for index, micro in enumerate(micro_batches):
-        progress.note(micro_batch=index + 1)
-        if before is not None:
-            before(len(micro_batches) - index)
-        # The span lasts until the schedule asks for the next micro-batch; with pipelining it covers other work too.
-        with span(f"micro-batch {index + 1}"):
-            yield micro
-
-
-def _attention(micro: ModelInput, shared: bool, device: torch.device) -> dict[str, Any]:
-    """The arguments that say which tokens see which: a mask on a CPU, sequence boundaries for Transformer Engine, which
-    is causal by itself and needs nothing where right-padded sequences have a row each. The boundaries are those of the
-    whole row, also where context-parallel ranks `shared` it."""
-    if device.type == "cpu":
-        return {"attention_mask": micro.hidden_from()}
-    if not micro.packed:
-        return {"attention_mask": None}
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    boundaries, longest = sent(micro.boundaries(), device), max(micro.pieces)
-    # Transformer Engine asks for the boundaries with padding where ranks share sequences. Here a sequence's own padding
-    # is part of it; saying so saves a comparison on the GPU in each layer.
-    padded = boundaries if shared else None
-    params = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=boundaries,
-        cu_seqlens_kv=boundaries,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        cu_seqlens_q_padded=padded,  # pyrefly: ignore
-        cu_seqlens_kv_padded=padded,  # pyrefly: ignore
-        pad_between_seqs=False,
-    )
-    return {"attention_mask": None, "packed_seq_params": params}

@@ -6,7 +6,7 @@ about a rank's own positions is gathered with its gradient, so that a loss sees 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -32,21 +32,38 @@ class ContextRanks:
         """Whether a rank has only a part of each sequence."""
         return self.size > 1
 
+    def own(self, values_nS: Tensor, micro: ModelInput) -> Tensor:
+        """This rank's part of values by position in a micro-batch, on the host: [n, S] -> [n, S / c]."""
+        return values_nS[:, own_places(micro.pieces, self.rank, self.size)] if self.splits else values_nS
+
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank's model reads of a micro-batch: n rows of S / c tokens."""
+    """What one rank's model has of a micro-batch: n rows of S / c tokens, on the model's device."""
 
-    tokens: Tensor
-    positions: Tensor
-    """Each token's place in its whole sequence."""
-    next_tokens: Tensor
+    tokens_nS: Tensor
+    next_tokens_nS: Tensor
     """The token that follows each in its sequence, which another rank may have."""
     micro: ModelInput
-    """The whole micro-batch; what `unpack` needs of it is on the model's device."""
-    context: ContextRanks
-    order: Tensor | None
+    """The whole micro-batch."""
+    context: ContextRanks = field(default_factory=ContextRanks)
+    order: Tensor | None = None
     """The place of each position of the whole row in what is gathered of all ranks, [N]; None for one rank."""
+
+    @classmethod
+    def of(cls, micro: ModelInput, context: ContextRanks, device: torch.device) -> "Shard":
+        """This rank's part of a micro-batch that is on the host. Several ranks share packed micro-batches alone."""
+        if not context.splits:
+            return cls.whole(micro.to(device))
+        following = context.own(micro.tokens_nS.roll(-1, dims=1), micro)
+        own, following = (sent(values, device) for values in (context.own(micro.tokens_nS, micro), following))
+        places = torch.cat([own_places(micro.pieces, rank, context.size) for rank in range(context.size)])
+        return cls(own, following, micro.to(device), context, sent(places.argsort(), device))
+
+    @classmethod
+    def whole(cls, micro: ModelInput) -> "Shard":
+        """All of a micro-batch."""
+        return cls(micro.tokens_nS, micro.tokens_nS.roll(-1, dims=1), micro)
 
     def unpack(self, of_next_M: Tensor) -> Tensor:
         """Values [M, ...] about the following token at each of this rank's positions -> [b, width, ...] of the whole
@@ -58,22 +75,6 @@ class Shard:
         if self.order is None:
             return self.micro.unpack(of_next_M)
         return self.micro.unpack(_Gathered.apply(of_next_M, self.context)[self.order])
-
-
-def shard(micro: ModelInput, context: ContextRanks, device: torch.device) -> Shard:
-    """This rank's part of a micro-batch, moved to `device`. Several ranks share packed micro-batches alone.
-
-    Raises:
-        ValueError: a sequence is no multiple of 2 c tokens.
-    """
-    whole = (micro.tokens_nS, micro.positions(), micro.tokens_nS.roll(-1, dims=1))
-    order = None
-    if context.splits:
-        each = [own_places(micro.pieces, rank, context.size) for rank in range(context.size)]
-        order = sent(torch.cat(each).argsort(), device)
-        whole = tuple(values[:, each[context.rank]] for values in whole)
-    tokens, positions, next_tokens = (sent(values, device) for values in whole)
-    return Shard(tokens, positions, next_tokens, micro.to(device), context, order)
 
 
 def own_places(pieces: Sequence[int], rank: int, size: int) -> Tensor:

@@ -1,12 +1,12 @@
-"""The model's last matrix and what is read of its logits in one, so that the logits never exist as a whole.
+"""The model's last matrix and what is read of its logits in one, so that no float32 logits exist as a whole.
 
 Shapes: N positions, H hidden, v entries of the vocabulary on this tensor-parallel rank, s of them in a slice, k of the
-largest. The idea is that of cut cross-entropy (Wijmans et al. 2025, arXiv:2411.09009), in torch and for a split
-vocabulary: a slice of the vocabulary at a time, whose logits are computed a second time for the backward pass.
+largest. The idea is that of cut cross-entropy (Wijmans et al. 2025, arXiv:2411.09009), for a split vocabulary: a slice
+of the vocabulary at a time, whose logits are computed a second time for the backward pass, or kept for it in the
+model's precision.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,20 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_lite.config.sizes import VOCABULARY_SLICE
-
-
-@dataclass(frozen=True)
-class Head:
-    """What is computed of the logits, and how these are made."""
-
-    temperature: float
-    soft_cap: float | None
-    """Logits are `soft_cap * tanh(logits / soft_cap)`, before the temperature (Gemma 2)."""
-    entropy: bool
-    topk: int
-    """How many of the largest logits are wanted; 0 for none."""
-    group: dist.ProcessGroup
-    """The ranks that have a part of the vocabulary each."""
+from nemo_rl_lite.policy.megatron import slice_scores
+from nemo_rl_lite.policy.megatron.slice_scores import Head, Totals, joined
 
 
 class LinearScores(torch.autograd.Function):
@@ -41,58 +29,49 @@ class LinearScores(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_vH: Tensor, next_N: Tensor, head: Head
     ) -> tuple[Tensor | None, ...]:
-        own_N, parts, tops = next_N - dist.get_rank(head.group) * len(weight_vH), [], []
+        own_N = next_N - dist.get_rank(head.group) * len(weight_vH)
+        reader = _ways(hidden_NH, head).Reader(own_N, head)
+        kept: list[Tensor] = []
         for start, slice_sH in _slices(weight_vH):
-            logits_Ns = _logits(hidden_NH, slice_sH, head)
-            if head.topk:
-                values, ids = logits_Ns.topk(min(head.topk, logits_Ns.shape[1]), dim=1)
-                tops.append((values.float(), ids + start))
-            index_N, inside_N = _places(own_N, start, len(slice_sH))
-            chosen_N = torch.where(inside_N, logits_Ns.gather(1, index_N[:, None])[:, 0].float(), 0.0)
-            first_N, logprobs_Ns = logits_Ns[:, 0].float(), logits_Ns.log_softmax(dim=1, dtype=torch.float32)
-            parts.append(torch.stack([first_N - logprobs_Ns[:, 0], chosen_N, _entropy(logprobs_Ns, head)]))
-        log_total_N, chosen_N, entropy_N = _joined(torch.stack(parts))
-        if (ranks := dist.get_world_size(head.group)) > 1:
-            gathered = torch.empty(ranks, 3, len(hidden_NH), device=hidden_NH.device)
-            dist.all_gather(list(gathered), torch.stack([log_total_N, chosen_N, entropy_N]), head.group)
-            log_total_N, chosen_N, entropy_N = _joined(gathered)
-        top_Nk = ids_Nk = None
-        if head.topk:
-            values, ids = (torch.cat(parts, dim=1) for parts in zip(*tops, strict=True))
-            top_Nk, places_Nk = values.topk(head.topk, dim=1)
-            ids_Nk = ids.gather(1, places_Nk)
+            logits_Ns = hidden_NH @ slice_sH.T
+            reader.read(logits_Ns, start)
+            if head.keep:
+                kept.append(logits_Ns)
+        log_total_N, chosen_N, entropy_N = _of_all_ranks(reader.totals(), head)
+        top_Nk, ids_Nk = reader.largest()
+        if ids_Nk is not None:
             ctx.mark_non_differentiable(ids_Nk)
-        ctx.head, logprob_N = head, chosen_N - log_total_N
+        ctx.head, ctx.kept, logprob_N = head, kept, chosen_N - log_total_N
         ctx.save_for_backward(hidden_NH, weight_vH, own_N, log_total_N, logprob_N, entropy_N, ids_Nk)
-        return logprob_N.clone(), entropy_N if head.entropy else None, top_Nk, ids_Nk
+        return logprob_N.clone(), entropy_N.clone() if head.entropy else None, top_Nk, ids_Nk
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        head, (hidden_NH, weight_vH, own_N, log_total_N, logprob_N, *others) = ctx.head, ctx.saved_tensors
+        head, (hidden_NH, weight_vH, own_N, *totals) = ctx.head, ctx.saved_tensors
+        scaled = [None if one is None else one / head.temperature for one in gradients[:3]]
+        gradient = _ways(hidden_NH, head).Gradient(own_N, head, Totals(*totals), scaled)
+        factor_N1 = gradient.factor_N1
+        scaled_NH = hidden_NH if factor_N1 is None else (hidden_NH * factor_N1).to(hidden_NH.dtype)
         of_hidden_NH = torch.zeros_like(hidden_NH, dtype=torch.float32)
         of_weight_vH = torch.empty_like(weight_vH) if ctx.needs_input_grad[1] else None
-        # Whatever follows the logits divides their gradient by the temperature.
-        scaled: list[Any] = [None if one is None else one / head.temperature for one in gradients[:3]]
-        simple = head.soft_cap is None and not head.entropy and not head.topk
-        # A row of the simple gradient has the same factor everywhere, which is cheaper where it meets H values.
-        factor_N1 = -scaled[0][:, None] if simple else torch.ones_like(log_total_N)[:, None]
-        scaled_NH = (hidden_NH * factor_N1).to(hidden_NH.dtype) if simple else hidden_NH
+        # A gradient may take the place of its logits, so that these serve once.
+        kept, ctx.kept = ctx.kept[::-1], []
         for start, slice_sH in _slices(weight_vH):
-            logits_Ns = _logits(hidden_NH, slice_sH, head)
-            if simple:
-                of_logits_Ns = torch.empty_like(logits_Ns, dtype=hidden_NH.dtype)
-                torch.exp(logits_Ns - log_total_N[:, None], out=of_logits_Ns)
-                index_N1, inside_N1 = _places(own_N[:, None], start, len(slice_sH))
-                kept_N1 = of_logits_Ns.gather(1, index_N1)
-                less_N1 = logprob_N.expm1()[:, None].to(of_logits_Ns.dtype)
-                of_logits_Ns.scatter_(1, index_N1, torch.where(inside_N1, less_N1, kept_N1))
-            else:
-                found_Ns = _of_logits(logits_Ns, start, head, scaled, own_N, log_total_N, *others)
-                of_logits_Ns = found_Ns.to(hidden_NH.dtype)
-            of_hidden_NH += of_logits_Ns @ slice_sH
+            of_logits_Ns = gradient.of(kept.pop() if kept else hidden_NH @ slice_sH.T, start)
+            _add_product(of_hidden_NH, of_logits_Ns, slice_sH)
             if of_weight_vH is not None:
                 torch.mm(of_logits_Ns.T, scaled_NH, out=of_weight_vH[start : start + len(slice_sH)])
-        return (of_hidden_NH * factor_N1).to(hidden_NH.dtype), of_weight_vH, None, None
+        whole_NH = of_hidden_NH if factor_N1 is None else of_hidden_NH * factor_N1
+        return whole_NH.to(hidden_NH.dtype), of_weight_vH, None, None
+
+
+def _ways(hidden_NH: Tensor, head: Head) -> Any:
+    """The module that has `Reader` and `Gradient` for these logits."""
+    if not hidden_NH.is_cuda or head.soft_cap is not None or head.topk:
+        return slice_scores
+    from nemo_rl_lite.policy.megatron import slice_scores_kernel
+
+    return slice_scores_kernel
 
 
 def _slices(weight_vH: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -101,56 +80,19 @@ def _slices(weight_vH: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield start, weight_vH[start : start + VOCABULARY_SLICE]
 
 
-def _logits(hidden_NH: Tensor, slice_sH: Tensor, head: Head) -> Tensor:
-    """The slice's logits [N, s] as the model's matrix product rounds them; float32 where they are computed with."""
-    logits_Ns = hidden_NH @ slice_sH.T
-    if head.soft_cap is not None:
-        logits_Ns = logits_Ns.float().div_(head.soft_cap).tanh_().mul_(head.soft_cap)
-    return logits_Ns.float().div_(head.temperature) if head.temperature != 1 else logits_Ns
+def _of_all_ranks(totals_3N: Tensor, head: Head) -> Tensor:
+    """The totals [3, N] of the vocabulary of all ranks from those of this rank's part."""
+    ranks = dist.get_world_size(head.group)
+    if ranks == 1:
+        return totals_3N
+    gathered = torch.empty(ranks, *totals_3N.shape, device=totals_3N.device)
+    dist.all_gather(list(gathered), totals_3N, head.group)
+    return joined(gathered)
 
 
-def _entropy(logprobs_Ns: Tensor, head: Head) -> Tensor:
-    """Entropy [N] of a slice by itself; 0 where nobody asks."""
-    return -(logprobs_Ns.exp().mul_(logprobs_Ns)).sum(dim=1) if head.entropy else torch.zeros_like(logprobs_Ns[:, 0])
-
-
-def _joined(parts_k3N: Tensor) -> Tensor:
-    """The log of the sum of exp(logits), the next token's logit (0 where it is not) and the entropy: [3, N] of all of
-    the vocabulary from [k, 3, N] of its k parts."""
-    log_totals_kN, chosen_kN, entropies_kN = parts_k3N.unbind(1)
-    log_total_N = log_totals_kN.logsumexp(dim=0)
-    log_shares_kN = log_totals_kN - log_total_N
-    entropy_N = (log_shares_kN.exp() * (entropies_kN - log_shares_kN)).sum(dim=0)
-    return torch.stack([log_total_N, chosen_kN.sum(dim=0), entropy_N])
-
-
-def _of_logits(
-    logits_Ns: Tensor,
-    start: int,
-    head: Head,
-    gradients: Sequence[Tensor | None],
-    own_N: Tensor,
-    log_total_N: Tensor,
-    entropy_N: Tensor,
-    ids_Nk: Tensor | None,
-) -> Tensor:
-    """The gradient of a slice's logits [N, s]. With p the probabilities and E the entropy, that of a token's logprob is
-    (1 for the token) - p, that of the entropy -p (log p + E), that of a large logit 1."""
-    of_logprob_N, of_entropy_N, of_top_Nk = gradients
-    logprobs_Ns, factor_Ns = logits_Ns - log_total_N[:, None], of_logprob_N[:, None]  # pyrefly: ignore
-    if of_entropy_N is not None:
-        factor_Ns = factor_Ns + (logprobs_Ns + entropy_N[:, None]) * of_entropy_N[:, None]
-    found_Ns = logprobs_Ns.exp_().mul_(factor_Ns).neg_()
-    for ids, gradient in ((own_N[:, None], of_logprob_N[:, None]), (ids_Nk, of_top_Nk)):  # pyrefly: ignore
-        if ids is not None and gradient is not None:
-            index, inside = _places(ids, start, logits_Ns.shape[1])
-            found_Ns.scatter_add_(1, index, torch.where(inside, gradient, 0.0))
-    if head.soft_cap is None:
-        return found_Ns
-    return found_Ns.mul_(1 - (logits_Ns * (head.temperature / head.soft_cap)).square_())
-
-
-def _places(ids: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Places of entries of the vocabulary in a slice, 0 for others, and whether they are in it."""
-    inside = (ids >= start) & (ids < start + width)
-    return torch.where(inside, ids - start, 0), inside
+def _add_product(sum_NH: Tensor, left_Ns: Tensor, right_sH: Tensor) -> None:
+    """Add a matrix product to a float32 sum; on GPUs in one kernel, which does not round the product first."""
+    if sum_NH.is_cuda:
+        torch.addmm(sum_NH, left_Ns, right_sH, out_dtype=torch.float32, out=sum_NH)
+    else:
+        sum_NH += left_Ns @ right_sH

@@ -17,6 +17,7 @@ from nemo_rl_lite.config.automatic import mb_tokens
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.config.sizes import BatchMode, batch_mode, row_round
 from nemo_rl_lite.losses.batch import sent
+from nemo_rl_lite.policy.megatron.buckets import Bucket
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,10 @@ class Layout:
     round_to: int
     together: int = 1
     """Neighbours that stay in one micro-batch. A fixed `size` counts such groups of neighbours."""
+    in_buckets: bool = False
+    """Whether packs are padded to few shapes: see `Bucket`."""
     piece: int = 1
-    """Each packed sequence is padded to a multiple of this many tokens, in which context-parallel ranks share it."""
+    """Each packed sequence is padded to a multiple of this many tokens, so that context-parallel ranks can share it."""
 
     @classmethod
     def configured(
@@ -41,8 +44,9 @@ class Layout:
         if mode == "fixed":
             size = config.train_micro_batch_size if training else config.logprob_batch_size
             return cls(mode, size, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1, together)
-        size, round_to, context = mb_tokens(config, mode, training), row_round(config), parallel.context_parallel_size
-        return cls(mode, size, round_to, together, piece=2 * context if context > 1 else 1)
+        in_buckets, context = training and on_gpu and parallel.cuda_graph_impl != "none", parallel.context_parallel_size
+        piece = 2 * context if context > 1 else 1
+        return cls(mode, mb_tokens(config, mode, training), row_round(config), together, in_buckets, piece)
 
     def groups(self, lengths: Sequence[int], at_least: int = 1) -> list[list[int]]:
         """Indices of the sequences of each micro-batch. There are at least `at_least` micro-batches, if there are
@@ -52,26 +56,23 @@ class Layout:
             starts = range(0, len(each), self.size)
             groups = [list(range(start, min(start + self.size, len(each)))) for start in starts]
         elif self.mode == "packed":
-            groups = _even_packs([sum(map(self.padded, one)) for one in each], self.size, at_least)
+            groups = _even_packs([sum(_up(length, self.piece) for length in one) for one in each], self.size, at_least)
         else:
             # Each group of neighbours is padded to its longest.
             groups = _similar_lengths([len(one) * self.rounded(max(one)) for one in each], self.size, at_least)
         return [[item * self.together + place for item in group for place in range(self.together)] for group in groups]
 
     def rounded(self, length: int) -> int:
-        return -(-length // self.round_to) * self.round_to
-
-    def padded(self, length: int) -> int:
-        """Tokens that a packed sequence takes."""
-        return -(-length // self.piece) * self.piece
+        return _up(length, self.round_to)
 
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A micro-batch as the model reads it: b sequences in n rows of S tokens."""
+    """A micro-batch as the model reads it: b sequences in n rows of S tokens. In a bucket, the last of the sequences
+    may have length 0: these are in no batch."""
 
     rows: Tensor
-    """Their indices in the batch they come from, [b]."""
+    """The indices in the batch of those that come from it."""
     tokens_nS: Tensor
     lengths: Tensor
     """Tokens of each, [b]."""
@@ -79,25 +80,35 @@ class ModelInput:
     """The index of each one's first token in `tokens_nS.flatten()`, [b]."""
     own_lengths: tuple[int, ...]
     """The same as `lengths`, on the host."""
-    padded_lengths: tuple[int, ...]
-    """Tokens of each with the padding that is its own: it attends to the sequence, and the sequence not to it."""
     packed: bool
+    bucket: Bucket | None = None
+    piece: int = 1
+    """Behind each packed sequence is padding, up to a multiple of this many tokens. It attends to the sequence, and the
+    sequence not to it."""
 
     @property
     def width(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(self.own_lengths)
+        """Tokens of the longest sequence, or of the longest that the bucket has room for."""
+        return max(self.own_lengths) if self.bucket is None else self.bucket.width
 
     def to(self, device: torch.device) -> "ModelInput":
-        """Copy what `unpack` needs to `device`."""
-        names = ("lengths", "starts")
+        """Copy all tensors but `rows` to `device`."""
+        names = ("tokens_nS", "lengths", "starts")
         return replace(self, **{name: sent(getattr(self, name), device) for name in names})
 
     @property
     def pieces(self) -> list[int]:
-        """Tokens of the packed sequences, and of the padding that follows as one more."""
-        padding = self.tokens_nS.numel() - sum(self.padded_lengths)
-        return [*self.padded_lengths, padding] if padding else list(self.padded_lengths)
+        """Tokens of the packed sequences, and of the padding that follows as one more, or several in a bucket."""
+        if self.bucket is not None:
+            return self.bucket.pieces_of(self.own_lengths)
+        padded = [_up(length, self.piece) for length in self.own_lengths]
+        padding = self.tokens_nS.numel() - sum(padded)
+        return [*padded, padding] if padding else padded
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest of the `pieces`, or of the longest that the bucket has room for."""
+        return max(self.pieces) if self.bucket is None else self.bucket.width
 
     def boundaries(self) -> Tensor:
         """Cumulative lengths of the `pieces`, int32 [pieces + 1], on the host."""
@@ -108,7 +119,8 @@ class ModelInput:
         count = torch.arange(self.tokens_nS.shape[1])
         if not self.packed:
             return count.expand_as(self.tokens_nS)
-        return torch.cat([count[:length] for length in self.pieces])[None]
+        pieces = torch.tensor(self.pieces)
+        return (count - (pieces.cumsum(0) - pieces).repeat_interleave(pieces))[None]
 
     def hidden_from(self) -> Tensor:
         """The attention mask: bool [1, 1, S, S], true (hidden) above the diagonal and between packed sequences."""
@@ -146,20 +158,26 @@ def _pad(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout
     width = layout.rounded(longest)
     padded = torch.nn.functional.pad(tokens_BT[rows, :width], (0, max(width - tokens_BT.shape[1], 0)))
     own = tuple(lengths[row] for row in group)
-    starts = torch.arange(len(group)) * width
-    return ModelInput(rows, padded, torch.tensor(own), starts, own, (width,) * len(group), packed=False)
+    return ModelInput(rows, padded, torch.tensor(own), torch.arange(len(group)) * width, own, packed=False)
 
 
 def _pack(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> ModelInput:
-    own = tuple(lengths[row] for row in group)
-    pieces, pad = tuple(map(layout.padded, own)), torch.nn.functional.pad
-    each = [
-        pad(tokens_BT[row, :length], (0, piece - length)) for row, length, piece in zip(group, own, pieces, strict=True)
-    ]
-    joined = torch.cat(each)
-    row = pad(joined, (0, layout.rounded(len(joined)) - len(joined)))
-    starts = torch.tensor([0, *accumulate(pieces[:-1])])
-    return ModelInput(torch.tensor(group), row[None], torch.tensor(own), starts, own, pieces, packed=True)
+    rows, own = torch.tensor(group), tuple(lengths[row] for row in group)
+    each, pieces = torch.tensor(own), torch.tensor([_up(length, layout.piece) for length in own])
+    starts = pieces.cumsum(0) - pieces
+    place = torch.arange(sum(own)) - (each.cumsum(0) - each).repeat_interleave(each)
+    bucket = Bucket.of(own, layout.round_to, layout.size) if layout.in_buckets else None
+    tokens = layout.rounded(int(pieces.sum())) if bucket is None else bucket.tokens
+    row = tokens_BT.new_zeros(tokens)
+    row[starts.repeat_interleave(each) + place] = tokens_BT[rows.repeat_interleave(each), place]
+    missing = 0 if bucket is None else bucket.rows - len(own)
+    starts, each = (torch.nn.functional.pad(values, (0, missing)) for values in (starts, each))
+    own += (0,) * missing
+    return ModelInput(rows, row[None], each, starts, own, packed=True, bucket=bucket, piece=layout.piece)
+
+
+def _up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
 
 
 def _similar_lengths(lengths: Sequence[int], limit: int, at_least: int) -> list[list[int]]:

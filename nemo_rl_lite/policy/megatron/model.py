@@ -12,10 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_rl_lite.config.automatic import keeps_logits
 from nemo_rl_lite.config.parallel import ParallelDims
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.offload import activations
-from nemo_rl_lite.policy.megatron import lora, routers
+from nemo_rl_lite.policy.megatron import lora, recordable, routers
 from nemo_rl_lite.policy.megatron.context import ContextRanks, check_shareable
 from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
 from nemo_rl_lite.policy.megatron.overlap import Gather, ddp_config
@@ -64,6 +65,8 @@ class MegatronModel:
     place: ParallelPlace
     device: torch.device
     half_precision: bool
+    keep_logits: bool = False
+    """Whether a backward pass finds the logits of its forward pass."""
     lora: Any = None
     """megatron-bridge's description of the adapters, where there are any."""
     trains: bool = True
@@ -124,20 +127,27 @@ def build_model(
     check_shareable(provider)
     provider.initialize_model_parallel(seed=seed, distributed_timeout_minutes=math.ceil(timeout_s / 60))
     adapted: Any = lora.adapters(parallel.peft) if parallel.peft.enabled else None
+    in_graphs = on_gpu and parallel.cuda_graph_impl != "none"
 
     def before_wrapping(bare: list[Any]) -> list[Any]:
-        """Add adapters and freeze weights before gradient buffers are made, so that frozen weights get none."""
+        """Add adapters and freeze weights before gradient buffers are made, so that frozen weights get none. The stream
+        of these buffers is chosen then, too."""
         if adapted is not None:
             bridge.load_hf_weights(bare)
             bare = adapted(bare)
+        if in_graphs:
+            bare = recordable.accumulate_where_recorded(bare)
         return routers.freeze(bare) if parallel.freeze_moe_router else bare
 
     chunks = provider.provide_distributed_model(
         ddp_config=ddp_config(parallel, parallel_state.get_data_parallel_world_size(with_context_parallel=True)),
         wrap_with_ddp=trains,
         use_cpu_initialization=not on_gpu,
-        pre_wrap_hook=before_wrapping if adapted is not None or parallel.freeze_moe_router else None,
+        pre_wrap_hook=before_wrapping if adapted is not None or parallel.freeze_moe_router or in_graphs else None,
     )
+    recordable.leave_random_state(chunks)
+    if in_graphs:
+        recordable.check_recordable(chunks)
     routers.keep_biases_in_float32(chunks)
     if adapted is None:
         bridge.load_hf_weights(chunks)
@@ -159,6 +169,7 @@ def build_model(
         place,
         device,
         half_precision=config.precision != "float32",
+        keep_logits=keeps_logits(config),
         lora=adapted,
         trains=trains,
         context=context_ranks(),

@@ -18,11 +18,12 @@ from nemo_rl_lite.policy.megatron.linear_scores import Head, LinearScores
 
 
 def scores_of(
-    shard: Shard, temperature: float, loss: Loss | None, wait_for: Callable[[Tensor], None]
+    shard: Shard, temperature: float, loss: Loss | None, wait_for: Callable[[Tensor], None], keep: bool = False
 ) -> Callable[..., dict[str, Tensor]]:
     """A function for megatron-core's `output_processor`, which takes the place of the model's last matrix: returns
     `logprobs` [b, T] of the micro-batch's tokens and, under the names of `Batch`'s fields, what `loss` needs besides.
     `wait_for` is called with the matrix before it is used, because the forward pass of its module does not run.
+    `keep`: a backward pass follows, and the logits are kept for it.
     """
     needs = frozenset() if loss is None else needs_of(loss)
     topk = loss.topk if "topk_logits" in needs else 0  # pyrefly: ignore  # a loss with this need has it
@@ -32,11 +33,11 @@ def scores_of(
     ) -> dict[str, Tensor]:
         weight_vH = output_layer.weight if output_weight is None else output_weight
         wait_for(weight_vH)
-        head = Head(temperature, soft_cap_of(output_layer), "entropy" in needs, topk, _vocabulary_group())
+        head = Head(temperature, soft_cap_of(output_layer), "entropy" in needs, topk, _vocabulary_group(), keep)
         if topk and dist.get_world_size(head.group) > 1:
             raise RuntimeError("topk_logits take the whole vocabulary, and tensor parallelism splits it")
         hidden_NH = _of_all_ranks(hidden_states, output_layer).transpose(0, 1).flatten(0, 1)
-        next_N = shard.next_tokens.flatten()
+        next_N = shard.next_tokens_nS.flatten()
         logprobs_N, entropy_N, top_Nk, ids_Nk = LinearScores.apply(hidden_NH, weight_vH, next_N, head)
         found = {"logprobs": logprobs_N, "entropy": entropy_N, "topk_logits": top_Nk, "topk_ids": ids_Nk}
         return {name: shard.unpack(values) for name, values in found.items() if values is not None}

@@ -28,6 +28,7 @@ from nemo_rl_lite.policy.megatron.batches import forward_backward, forward_score
 from nemo_rl_lite.policy.megatron.checkpoint import PolicyState
 from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
 from nemo_rl_lite.policy.megatron.export_recipe import export_weights
+from nemo_rl_lite.policy.megatron.graphs import CudaRecorder, MicroBatchGraphs
 from nemo_rl_lite.policy.megatron.lora import WithoutAdapters
 from nemo_rl_lite.policy.megatron.memory import host_registrar, phase_memory
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
@@ -90,6 +91,7 @@ class MegatronWorker:
         self._reference = self._kept_reference() if keep_reference else None
         self._train_layout = Layout.configured(policy, "train", on_gpu, sequences_together)
         self._logprob_layout = Layout.configured(policy, "logprob", on_gpu)
+        self._graphs = MicroBatchGraphs(self._model, CudaRecorder()) if self._train_layout.in_buckets else None
         log.info("micro-batches: %s for training, %s for logprobs", self._train_layout, self._logprob_layout)
         self._phases = phase_memory(policy, self._model, self._optimizer, residency)
         self._memory = MemoryMeter(self._phases.device_bytes)
@@ -104,8 +106,9 @@ class MegatronWorker:
         self._leave_training(Phase.LOGPROB, working_bytes=self._memory.working_bytes("logprob"))
 
     def prepare_for_training(self) -> None:
-        """Enter the training phase: everything that training needs is on the device."""
-        self._phases.enter(Phase.TRAIN)
+        """Enter the training phase: everything that training needs is on the device, but for the optimizer's states,
+        which may still be on their way until the optimizer steps."""
+        self._phases.enter(Phase.TRAIN, later=[Component.OPTIMIZER_STATES])
 
     def prepare_for_refit(self, engine_bytes: int) -> None:
         """Enter the refit phase. Moves to the host may overlap with an engine on this device that takes `engine_bytes`
@@ -182,7 +185,8 @@ class MegatronWorker:
         `forward_backward`. Returns the metrics of the step, and of the mismatch. These are this replica's
         share, except `grad_norm`, `lr`, `wd` and `skipped_steps`, which are whole on every replica. Where a gradient is
         not finite, weights, optimizer and schedule stay as they are, `skipped_steps` is 1 and `grad_norm` is NaN."""
-        self._phases.require(Component.PARAMETERS, Component.OPTIMIZER_STATES)
+        self._phases.require(Component.PARAMETERS)
+        self._phases.expect(Component.OPTIMIZER_STATES)
         self._seed_step()
         with self._memory.phase("train"), self._phases.gradients.accumulating():
             for chunk in self._model.chunks:
@@ -191,7 +195,10 @@ class MegatronWorker:
             biases = expert_biases(self._model.chunks)
             before = [bias.clone() for bias in biases]
             own, layout = self._held[name].rows(rows), self._train_layout
-            parts = forward_backward(self._model, own, layout, self._temperature, loss, counts, mismatch_counts)
+            parts = forward_backward(
+                self._model, own, layout, self._temperature, loss, counts, mismatch_counts, self._graphs
+            )
+            self._phases.arrive(Component.OPTIMIZER_STATES)
             self._model.gather.fall_behind()
             learning_rate = self._optimizer.param_groups[0]["lr"]
             finite, grad_norm = gradients_are_finite(self._model), math.nan
@@ -238,7 +245,8 @@ class MegatronWorker:
 
     def begin_save(self, folder: str) -> None:
         """See `PolicyState.begin_save`."""
-        self._require_whole(Component.PARAMETERS, Component.OPTIMIZER_STATES)
+        self._phases.arrive(Component.OPTIMIZER_STATES)
+        self._require_whole(Component.PARAMETERS)
         self._state.begin_save(Path(folder))
 
     def save_is_written(self) -> bool:

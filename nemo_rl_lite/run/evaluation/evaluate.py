@@ -3,18 +3,17 @@
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_lite.config.sizes import engines
 from nemo_rl_lite.data.kinds import problems
 from nemo_rl_lite.data.odd_texts import check_stop_strings
 from nemo_rl_lite.data.problems import FileSet, Problem
 from nemo_rl_lite.data.sources import TASKS, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
-from nemo_rl_lite.generation.interface import Requests
-from nemo_rl_lite.generation.request_queue import RequestQueue
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.redaction import described
 from nemo_rl_lite.rewards.judge import Judge, make_judge, try_reward
@@ -24,27 +23,14 @@ from nemo_rl_lite.rollout.files import RolloutFiles
 from nemo_rl_lite.rollout.groups import Wanted
 from nemo_rl_lite.rollout.prompts import fitting_prompts
 from nemo_rl_lite.rollout.rollout import Rollout
+from nemo_rl_lite.run.evaluation.engines import running_engines
 from nemo_rl_lite.run.evaluation.folder import OUTPUT, Journal, claim, write_json
 from nemo_rl_lite.run.evaluation.summary import show, summarize
 from nemo_rl_lite.run.evaluation.task import Evaluation
 from nemo_rl_lite.run.folder import locked
 from nemo_rl_lite.run.jobs.playing import Playing
-from nemo_rl_lite.run.serving import start_engine
 
 SUMMARY_FILE = "summary.json"
-
-
-@dataclass(frozen=True)
-class _OneEngine:
-    """`Generation` by an engine that nobody shares a device with."""
-
-    queue: RequestQueue
-
-    def serving(self) -> AbstractAsyncContextManager[Requests]:
-        return self.queue.serving()
-
-    def finish_generation(self) -> dict[str, float]:
-        return {}
 
 
 def evaluate(evaluation: Evaluation, folder: Path, console: RunConsole) -> dict[str, Any]:
@@ -68,7 +54,7 @@ def evaluate(evaluation: Evaluation, folder: Path, console: RunConsole) -> dict[
             episodes = [episode for number in range(len(asked)) for episode in journal.done[number]]
             rollout = Rollout(episodes, evaluation.options.samples, reward_errors=0)
         else:
-            rollout = _sampled(evaluation, asked, journal, playing, judge, folder, console)
+            rollout = _sampled(evaluation, asked, journal, playing, judge, tokenizer, folder, console)
         RolloutFiles(folder, None, 0).write(0, "validation", rollout)
         found = summarize(rollout, evaluation.options.pass_reward)
         sampling = asdict(evaluation.sampling(tokenizer.end_tokens))
@@ -109,17 +95,17 @@ def _sampled(
     journal: Journal,
     playing: Playing,
     judge: Judge,
+    tokenizer: ChatTokenizer,
     folder: Path,
     console: RunConsole,
 ) -> Rollout:
-    config, samples = evaluation.config, evaluation.options.samples
-    with console.busy(f"starting {evaluation.served}"):
-        queue, speaker = start_engine(evaluation.served)
-    tokenizer = speaker.tokenizer
-    sampling = evaluation.sampling(tokenizer.end_tokens)
+    config, samples, count = evaluation.config, evaluation.options.samples, engines(evaluation.config)
     wanted = Wanted(asked.__getitem__, len(asked), samples)
-    gathering = Gathering(wanted, sampling, config.algorithm.seed, journal.done)
-    with playing.through(_OneEngine(queue), tokenizer, folder, console.say) as (generation, play):
+    gathering = Gathering(wanted, evaluation.sampling(tokenizer.end_tokens), config.algorithm.seed, journal.done)
+    with ExitStack() as stack:
+        with console.busy(f"starting {evaluation.served}" + (f", {count} engines" if count > 1 else "")):
+            started = stack.enter_context(running_engines(evaluation.served, folder, console.say))
+        generation, play = stack.enter_context(playing.through(started, tokenizer, folder, console.say))
         part = config.agent if play.section == "agent" else config.environment
         shares = ErrorShares(config.reward.max_error_share, part.max_error_share)
         longest = config.policy.max_total_sequence_length

@@ -15,17 +15,24 @@ from nemo_rl_lite.config.keys import compose_files, lay_over
 from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.config.overrides import check_overrides, given_keys
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import on_gpus
+from nemo_rl_lite.config.sizes import engines, on_gpus
 from nemo_rl_lite.data.sources import validation_source
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.host.devices import gpu_count
 from nemo_rl_lite.observability.redaction import HIDDEN, described
 from nemo_rl_lite.rules.compose import resolve
 from nemo_rl_lite.run.serving import Served, alone
 
 SECTIONS = ("data", "reward", "environment", "agent", "generation")
-_KEYS = ("algorithm.seed", "policy.max_total_sequence_length", "policy.precision")
-_ENGINES = "generation.data_parallel_size"
+_KEYS = (
+    *("algorithm.seed", "policy.max_total_sequence_length", "policy.precision"),
+    *(f"cluster.{name}" for name in ("gpus_per_node", "num_nodes", "threads_per_worker")),
+    *(f"cluster.{name}" for name in ("start_timeout_s", "phase_timeout_s", "max_restarts")),
+)
+_GPUS = "cluster.gpus_per_node"
+# Of generation: where engines run, and how many. Each response has a seed of its own.
+_PLACES = ("data_parallel_size", "colocated", "serve")
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,7 @@ class Evaluation:
             "algorithm": {"seed": self.config.algorithm.seed},
             "policy": {name: whole["policy"][name] for name in ("max_total_sequence_length", "precision")},
             **{section: whole[section] for section in SECTIONS},
+            "generation": {name: value for name, value in whole["generation"].items() if name not in _PLACES},
         }
         return json.loads(json.dumps(known))
 
@@ -94,8 +102,8 @@ def compose(model: Served, arguments: Sequence[str], options: Options) -> Evalua
     if violations:
         raise ConfigError(violations)
     config = _resolved(lay_over(_base(model), overrides), given)
-    evaluation = Evaluation(replace(model, config=_with_one_engine(config)), options)
-    if violations := [*_wrong_engines(config), *_held_out(config), *_missing(config), *_wrong_options(evaluation)]:
+    evaluation = Evaluation(replace(model, config=_with_own_engines(config)), options)
+    if violations := [*_held_out(config), *_missing(config), *_wrong_options(evaluation)]:
         raise ConfigError(violations)
     return evaluation
 
@@ -107,10 +115,14 @@ def _base(model: Served) -> DictConfig:
     base = compose_files(gpus)
     # The texts of a configuration are whole: nothing in them is filled in a second time.
     own = json.loads(json.dumps(asdict(config)).replace("${", "\\\\${"))
-    shared = base.generation.colocated
+    shared, gpus_here = base.generation.colocated, gpu_count()
     for section in SECTIONS:
         base[section] = OmegaConf.create(own[section])
-    base.generation.colocated, base.generation.data_parallel_size = shared, None
+    base.generation.colocated = shared
+    if on_gpus(config):
+        # All that the run had on a node, as far as they are here.
+        base.generation.data_parallel_size = None
+        base.cluster.gpus_per_node = min(config.cluster.gpus_per_node, gpus_here or config.cluster.gpus_per_node)
     for key in ("max_total_sequence_length", "precision"):
         base.policy[key] = own["policy"][key]
     base.policy.model_name = str(model.folder)
@@ -129,8 +141,9 @@ def _without_effect(given: Sequence[str]) -> Iterator[Violation]:
 
 
 def _resolved(composed: DictConfig, given: Sequence[str]) -> Config:
-    if composed.cluster.gpus_per_node:
-        composed.cluster.gpus_per_node = composed.generation.vllm_cfg.tensor_parallel_size
+    if composed.cluster.gpus_per_node and _GPUS not in given:
+        size, wanted = composed.generation.vllm_cfg.tensor_parallel_size, composed.generation.data_parallel_size
+        composed.cluster.gpus_per_node = size * (wanted or max(1, composed.cluster.gpus_per_node // size))
 
     def matters(broken: Violation) -> bool:
         # The training file is not read, unless problems are held out of it.
@@ -140,15 +153,21 @@ def _resolved(composed: DictConfig, given: Sequence[str]) -> Config:
     return resolve(composed, matters=matters)
 
 
-def _with_one_engine(config: Config) -> Config:
-    generation = alone(config).generation
-    return replace(config, generation=replace(generation, serve=replace(generation.serve, enabled=False)))
-
-
-def _wrong_engines(config: Config) -> Iterator[Violation]:
-    if (wanted := config.generation.data_parallel_size) is not None and wanted > 1:
-        rule = "an evaluation has one engine, which takes generation.vllm_cfg.tensor_parallel_size GPUs"
-        yield Violation(_ENGINES, wanted, rule, f"leave {_ENGINES} out")
+def _with_own_engines(config: Config) -> Config:
+    """All GPUs are the engines'; on CPUs the engines are spread over the nodes as policy ranks would be."""
+    generation, cluster = alone(config).generation, config.cluster
+    one_node = cluster.num_nodes == 1
+    resources = replace(
+        generation.colocated.resources,
+        num_nodes=None if one_node else cluster.num_nodes,
+        gpus_per_node=(cluster.gpus_per_node or None) if one_node else None,
+    )
+    generation = replace(
+        generation,
+        colocated=replace(generation.colocated, resources=resources),
+        serve=replace(generation.serve, enabled=False),
+    )
+    return replace(config, generation=generation, cluster=replace(cluster, cpu_ranks=engines(config)))
 
 
 def _held_out(config: Config) -> Iterator[Violation]:

@@ -1,4 +1,4 @@
-"""A run of SFT or DPO: its data, its policy, the loop."""
+"""A run of SFT, DPO, ORPO or KTO: its data, its policy, the loop."""
 
 from pathlib import Path
 

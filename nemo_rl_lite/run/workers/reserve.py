@@ -65,7 +65,7 @@ def reserve(config: Config, run_folder: Path) -> Reserved:
     """
     placement = place(config, engines(config) if generates(config) else 0)
     policy = _policy_group(config, placement, run_folder)
-    generation = _generation_group(config, placement, run_folder) if generates(config) else None
+    generation = generation_group(config, placement, run_folder) if generates(config) else None
     imports = [_load_policy(config, policy)]
     if generation is not None:
         imports.append(load_generation(config, generation))
@@ -131,7 +131,8 @@ def _segments(config: Config) -> dict[str, str]:
     return dict.fromkeys(_SEGMENTS, "expandable_segments:False") if config.generation.colocated.enabled else {}
 
 
-def _generation_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
+def generation_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
+    """Start an empty process for every engine; their logs are in the folder."""
     environment = engine_of(config).environment(config.generation, on_gpus(config))
     environment |= _segments(config) if on_gpus(config) else ON_CPUS
     environment |= {"OMP_NUM_THREADS": str(_threads(config, engines(config)))}

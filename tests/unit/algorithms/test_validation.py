@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from nemo_rl_lite.algorithms.grpo import GRPO
+from nemo_rl_lite.checkpoint.resume import checkpoint_store
 from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.rules.compose import compose_config
 from tests.unit.rollout.fleet import Fleet, sampler
 
 
@@ -34,6 +36,17 @@ def test_with_several_there_is_the_share_of_problems_that_one_of_them_solves():
     assert said == "accuracy 0.333, pass@2 0.667"
     measured, _ = validated([math.nan, 1.0, math.nan, 0.0], 2)
     assert measured == pytest.approx({"accuracy": 0.5, "avg_length": 3.0, "pass_at_k": 0.5})
+
+
+@pytest.mark.parametrize(("metric", "best"), [("accuracy", 1), ("pass_at_k", 2)])
+def test_the_best_checkpoint_is_the_best_by_the_metric_that_is_named(metric, best, tmp_path):
+    given = [f"algorithm.val_metric={metric}", "algorithm.val_samples_per_problem=2"]
+    store = checkpoint_store(compose_config(given), tmp_path)
+    # The first step's model solves two problems always, the second's each problem now and then.
+    for step, rewards in ((1, [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]), (2, [1.0, 0.0, 0.0, 1.0, 0.0, 1.0]), (3, [0.0] * 6)):
+        store.begin(step)
+        store.finish(step, validated(rewards, 2)[0], {})
+    assert [one.step for one in store.best()] == [best]
 
 
 def held_out(samples: int) -> list[list[int]]:

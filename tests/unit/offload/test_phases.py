@@ -243,6 +243,52 @@ def test_nothing_is_done_between_micro_batches_where_moves_come_one_after_the_ot
     )
 
 
+def test_states_may_come_back_while_training_has_begun():
+    """What training needs at once is there, and the states when somebody waits for them."""
+    policy = Policy("offload=pinned")
+    policy.memory.enter(Phase.GENERATE)
+    with pytest.raises(RuntimeError, match="optimizer_states are not on the device"):
+        policy.memory.expect(Component.OPTIMIZER_STATES)
+    policy.memory.enter(Phase.TRAIN, later=[Component.OPTIMIZER_STATES])
+    policy.memory.require(Component.PARAMETERS)
+    policy.memory.expect(Component.OPTIMIZER_STATES)
+    with pytest.raises(RuntimeError, match="optimizer_states are not on the device"):
+        policy.memory.require(Component.OPTIMIZER_STATES)
+    # Whoever enters the phase again does not wait for them either.
+    policy.memory.enter(Phase.TRAIN, later=[Component.OPTIMIZER_STATES])
+    assert policy.memory._movable[Component.OPTIMIZER_STATES].moving
+    # Their memory is taken, so that the work that overlaps cannot take it.
+    assert policy.held() == (400, 400, 800)
+    policy.memory.arrive(Component.OPTIMIZER_STATES)
+    policy.memory.require(Component.OPTIMIZER_STATES)
+    assert torch.equal(policy.states, torch.arange(200.0))
+
+
+def test_states_that_are_leaving_do_not_arrive():
+    policy = Policy("offload=logprob", "policy.overlap_offload=true")
+    policy.enter_with_copies_done(Phase.LOGPROB)
+    for wait in (policy.memory.expect, policy.memory.arrive):
+        with pytest.raises(RuntimeError, match="optimizer_states are not on the device"):
+            wait(Component.OPTIMIZER_STATES)
+
+
+def test_a_phase_without_them_waits_for_states_that_are_coming_back():
+    policy = Policy("offload=pinned")
+    policy.memory.enter(Phase.GENERATE)
+    for phase, held in ((Phase.GENERATE, (0, 0, 0)), (Phase.TRAIN, (400, 400, 800))):
+        policy.memory.enter(Phase.TRAIN, later=[Component.OPTIMIZER_STATES])
+        policy.memory.enter(phase)
+        assert policy.held() == held and not policy.memory._movable[Component.OPTIMIZER_STATES].moving
+    assert torch.equal(policy.states, torch.arange(200.0))
+
+
+def test_states_come_back_before_training_begins_where_moves_do_not_overlap():
+    policy = Policy("offload=pinned", "policy.overlap_offload=false")
+    policy.memory.enter(Phase.GENERATE)
+    policy.memory.enter(Phase.TRAIN, later=[Component.OPTIMIZER_STATES])
+    policy.memory.require(Component.OPTIMIZER_STATES)
+
+
 def test_what_has_one_place_throughout_never_moves():
     policy = Policy(
         "cluster.gpus_per_node=1",

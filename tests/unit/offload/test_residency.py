@@ -43,6 +43,12 @@ def test_what_the_policy_holds_where(overrides, parameters, gradients, optimizer
     assert row(table, Component.ACTIVATIONS) == (R, D, D, R)
 
 
+def test_a_recorded_training_pass_keeps_its_memory():
+    graphs = "policy.megatron_cfg.cuda_graph_impl=full_iteration"
+    assert row(residency(*GPU, graphs), Component.ACTIVATIONS) == (D, D, D, D)
+    assert row(residency(graphs), Component.ACTIVATIONS) == (R, D, D, R)
+
+
 def test_engines_sleep_where_they_share_a_gpu():
     table = residency(*GPU)
     assert table.engines_share_device

@@ -6,7 +6,7 @@ from nemo_rl_lite.config.automatic import engine_share
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.models.known import KNOWN_MODELS
 from nemo_rl_lite.models.shape import model_shape
-from nemo_rl_lite.offload.residency import Phase
+from nemo_rl_lite.offload.residency import Component, Phase
 from nemo_rl_lite.planning.automatic import MOST_TOKENS, USED, settle
 from nemo_rl_lite.planning.budget import budget
 from nemo_rl_lite.rules.compose import compose_config
@@ -22,6 +22,7 @@ CORRECTED = [
 SHARE = ["generation.vllm_cfg.gpu_memory_utilization=0.4"]
 ASLEEP = "generation.colocated.sleep=true"
 SHORT = ["policy.max_total_sequence_length=128"]
+KEEP = "policy.megatron_cfg.keep_logits"
 SMALL, MIDDLE, LARGE = "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B"
 
 
@@ -36,12 +37,13 @@ def share(model: str, config: Config, phase: Phase) -> float:
 
 
 def test_engines_of_a_small_model_stay_awake():
-    config, (moves, share_of_it, tokens) = settled(SMALL, "offload=auto")
+    config, (moves, share_of_it, tokens, logits) = settled(SMALL, "offload=auto")
     assert isinstance(config.generation.vllm_cfg.gpu_memory_utilization, float) and "of its GPU" in share_of_it
     assert config.generation.colocated.sleep is False and config.policy.offload_for_generation == []
     packing = config.policy.sequence_packing
     assert packing.train_mb_tokens == packing.logprob_mb_tokens and 16384 < packing.train_mb_tokens <= MOST_TOKENS
     assert "awake" in moves and "fit a GPU together" in moves and f"{packing.train_mb_tokens:,}" in tokens
+    assert config.policy.megatron_cfg.keep_logits is True and "are kept for the backward pass" in logits
 
 
 def test_the_largest_micro_batch_is_the_largest_that_fits():
@@ -54,6 +56,22 @@ def test_the_largest_micro_batch_is_the_largest_that_fits():
     assert share(MIDDLE, config, Phase.TRAIN) <= USED < share(MIDDLE, larger, Phase.TRAIN)
 
 
+def test_logits_are_kept_only_where_micro_batches_stay_as_large():
+    """Micro-batches that fill the GPU leave no room for them; smaller ones do, until they take more than is left."""
+    full, reasons = settled(MIDDLE)
+    assert full.policy.megatron_cfg.keep_logits is False and "logits are computed twice" in reasons[-1]
+    tokens = full.policy.sequence_packing.train_mb_tokens
+    recomputed, _ = settled(MIDDLE, f"{KEEP}=false")
+    assert recomputed.policy.sequence_packing.train_mb_tokens == tokens
+    # Who asks for them gets them, with smaller micro-batches.
+    asked, reasons = settled(MIDDLE, f"{KEEP}=true")
+    most = asked.policy.sequence_packing.train_mb_tokens
+    assert most < tokens and "logits" not in "".join(reasons) and share(MIDDLE, asked, Phase.TRAIN) <= USED
+    for given, kept in ((most, True), (most + 1024, False)):
+        config, reasons = settled(MIDDLE, f"policy.sequence_packing.train_mb_tokens={given}")
+        assert config.policy.megatron_cfg.keep_logits is kept and "GiB" in reasons[-1]
+
+
 def test_no_more_leaves_than_what_makes_room():
     middle, (moves, *_) = settled(MIDDLE, "offload=auto")
     assert middle.policy.offload_for_generation == ["gradients"]
@@ -64,6 +82,18 @@ def test_no_more_leaves_than_what_makes_room():
     roomy, _ = settled(MIDDLE, "offload=auto", gpu_bytes=600 * 2**30)
     assert roomy.generation.colocated.sleep is False
     assert roomy.policy.sequence_packing.train_mb_tokens == MOST_TOKENS
+
+
+def test_recorded_training_passes_have_room_in_all_phases_and_what_they_use_stays():
+    graphs, plain = "policy.megatron_cfg.cuda_graph_impl=full_iteration", settled(MIDDLE, "offload=auto", ASLEEP)[0]
+    config, _ = settled(MIDDLE, "offload=auto", ASLEEP, graphs)
+    assert set(config.policy.offload_for_generation) <= {"optimizer_states"}
+    own, others = (one.policy.sequence_packing.train_mb_tokens for one in (config, plain))
+    assert 1024 <= own < others
+    assert all(share(MIDDLE, config, phase) <= USED for phase in Phase)
+    bytes_of = budget(config, model_shape(KNOWN_MODELS[MIDDLE]), GPU).prediction
+    assert bytes_of[Phase.GENERATE, Component.ACTIVATIONS] == bytes_of[Phase.TRAIN, Component.ACTIVATIONS]
+    assert bytes_of[Phase.LOGPROB, Component.ACTIVATIONS].device > bytes_of[Phase.TRAIN, Component.ACTIVATIONS].device
 
 
 @pytest.mark.parametrize("model", [SMALL, LARGE])
@@ -79,6 +109,7 @@ def test_what_a_command_says_stays():
         SMALL,
         *SHARE,
         "generation.colocated.sleep=true",
+        f"{KEEP}=false",
         f"{packs}.train_mb_tokens=4096",
         f"{packs}.logprob_mb_tokens=8192",
     )
@@ -112,14 +143,14 @@ def test_states_of_an_optimizer_on_the_cpu_are_left_there():
 
 def test_without_engines_on_the_gpu_only_micro_batches_are_chosen():
     apart = ["cluster.gpus_per_node=2", "generation.colocated.enabled=false"]
-    config, (tokens,) = settled(SMALL, *apart, "generation.colocated.resources.gpus_per_node=1", "offload=auto")
+    config, (tokens, _) = settled(SMALL, *apart, "generation.colocated.resources.gpus_per_node=1", "offload=auto")
     assert config.policy.offload_for_generation == [] and "65,536" in tokens
     assert engine_share(config.generation) == 0.9
     supervised = compose_config(
         ["algorithm=sft", "cluster.gpus_per_node=1", "policy=megatron_gpu", "offload=auto", *SHORT]
     )
     found = settle(supervised, model_shape(KNOWN_MODELS[SMALL]), GPU)
-    assert len(found.reasons) == 1 and isinstance(found.config.policy.sequence_packing.train_mb_tokens, int)
+    assert len(found.reasons) == 2 and isinstance(found.config.policy.sequence_packing.train_mb_tokens, int)
 
 
 def test_an_engine_that_cannot_sleep_leaves_the_command_as_it_is():

@@ -228,6 +228,19 @@ def test_recomputation_and_offloading_keep_less_on_the_device():
     assert offloaded.host > 0 and offloaded.device + offloaded.host == plain.device
 
 
+def test_logits_that_are_kept_add_their_bytes():
+    recomputed = [*ONE_GPU, *BATCH, "policy.max_total_sequence_length=128", f"{MEGATRON}.activation_checkpointing=true"]
+    for overrides, ranks in ((recomputed, 1), ([*recomputed, "cluster.gpus_per_node=2", f"{TENSOR}=2"], 2)):
+        again, undecided, kept = (
+            predict(compose_config([*overrides, f"{MEGATRON}.keep_logits={keep}"]), SMOLLM2, H100)
+            for keep in ("false", "auto", "true")
+        )
+        training = Phase.TRAIN, Component.ACTIVATIONS
+        assert undecided == again
+        assert kept[training].device - again[training].device == 16384 * 49152 * 2 // ranks
+        assert again == kept | {training: again[training]}
+
+
 # offload-activations-1x-h100: one sequence of 8192 tokens a micro-batch; GiB of the peak that a set of modules saves.
 SAVED = {"core_attn,attn_proj": 2.53, "mlp": 9.27, "qkv_linear,core_attn,attn_proj,mlp": 14.75}
 

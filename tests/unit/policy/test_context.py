@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_rl_lite.errors import TrainingError
-from nemo_rl_lite.policy.megatron.context import ContextRanks, check_shareable, own_places, shard
+from nemo_rl_lite.policy.megatron.context import ContextRanks, Shard, check_shareable, own_places
 from nemo_rl_lite.policy.megatron.micro_batches import Layout, cut
 from nemo_rl_lite.rules.compose import compose_config
 
@@ -38,24 +38,22 @@ def test_ranks_have_the_positions_that_megatron_core_rotates(size):
     micro = packed(size)
     places = torch.arange(64)
     for rank in range(size):
-        own, rotated, start = shard(micro, ContextRanks(rank, size), CPU), [], 0
+        context, rotated = ContextRanks(rank, size), []
         for piece in micro.pieces:
             of_piece = torch.zeros(piece // size)
             rotated.append(_get_thd_freqs_on_this_cp_rank(rank, size, of_piece, places))
-            start += piece // size
-        assert own.positions.tolist() == [torch.cat(rotated).tolist()]
-        assert own.tokens.shape[1] == start
+        assert context.own(micro.positions(), micro).tolist() == [torch.cat(rotated).tolist()]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_token_is_with_one_rank_that_knows_the_next(size):
     micro = packed(size)
-    shards = [shard(micro, ContextRanks(rank, size), CPU) for rank in range(size)]
-    assert {own.tokens.shape for own in shards} == {(1, micro.tokens_nS.shape[1] // size)}
-    gathered = torch.cat([own.tokens for own in shards], dim=1)[0]
+    shards = [Shard.of(micro, ContextRanks(rank, size), CPU) for rank in range(size)]
+    assert {own.tokens_nS.shape for own in shards} == {(1, micro.tokens_nS.shape[1] // size)}
+    gathered = torch.cat([own.tokens_nS for own in shards], dim=1)[0]
     order = torch.arange(len(gathered)) if size == 1 else shards[0].order
     assert torch.equal(gathered[order], micro.tokens_nS[0])
-    following = torch.cat([own.next_tokens for own in shards], dim=1)[0][order]
+    following = torch.cat([own.next_tokens_nS for own in shards], dim=1)[0][order]
     found = micro.unpack(following)
     for row, length in enumerate((11, 3, 16, 8)):
         first = 1 + 20 * row
@@ -64,7 +62,7 @@ def test_every_token_is_with_one_rank_that_knows_the_next(size):
 
 def test_sequences_are_padded_to_equal_chunks():
     micro = packed(2)
-    assert micro.own_lengths == (11, 3, 16, 8) and micro.padded_lengths == (12, 4, 16, 8)
+    assert micro.own_lengths == (11, 3, 16, 8) and micro.starts.tolist() == [0, 12, 16, 32]
     assert micro.pieces == [12, 4, 16, 8, 8] and micro.boundaries().tolist() == [0, 12, 16, 32, 40, 48]
     # A sequence's own padding is behind it, where causal attention does not look.
     assert micro.tokens_nS[0, 11] == 0 and micro.positions()[0, 11] == 11

@@ -34,6 +34,7 @@ PEFT, EXPERTS = "policy.megatron_cfg.peft", "policy.megatron_cfg.expert_model_pa
 ACTIVATIONS = "policy.megatron_cfg.fine_grained_activation_offloading"
 MODULES = "policy.megatron_cfg.offload_modules"
 SHARE = "policy.megatron_cfg.activation_offload_fraction"
+GRAPHS = "policy.megatron_cfg.cuda_graph_impl"
 JUDGE = "reward=judge reward.kwargs.base_url=http://localhost:8000/v1 reward.kwargs.model=m"
 FILES = "data=file data.train_path=DATA data.validation_path=DATA"
 OFF = "algorithm.val_at_start=false algorithm.val_at_end=false algorithm.val_period=0"
@@ -359,12 +360,19 @@ CASES = {
     "algorithm.num_prompts_per_step=null": ["algorithm.num_prompts_per_step", "must be an integer"],
     "algorithm.val_temperature=-1": ["algorithm.val_temperature", "greater than or equal to 0"],
     f"{LOSS}.ratio_clip_min=1.5": [f"{LOSS}.ratio_clip_min", "less than or equal to 1"],
-    f"{LOSS}.policy_loss=ppo": [f"{LOSS}.policy_loss", "'clip', 'cispo', 'sapo' or 'reinforce'"],
+    f"{LOSS}.policy_loss=ppo": [f"{LOSS}.policy_loss", "'cispo', 'sapo' or 'reinforce'"],
+    f"{LOSS}.clip_cov_ratio=0.1": [f"{LOSS}.clip_cov_ratio", f"{LOSS}.policy_loss=clip_cov"],
+    f"{LOSS}.policy_loss=clip_cov {LOSS}.ppo_kl_coef=0.5": [f"{LOSS}.ppo_kl_coef", f"{LOSS}.policy_loss=kl_cov"],
+    f"{LOSS}.policy_loss=clip_cov {LOSS}.clip_cov_lb=5": [f"{LOSS}.clip_cov_lb", "smaller than clip_cov_ub = 5"],
+    f"{LOSS}.policy_loss=kl_cov {LOSS}.kl_cov_ratio=0": [f"{LOSS}.kl_cov_ratio", "greater than 0"],
+    f"{LOSS}.policy_loss=kl_cov {LOSS}.ratio_clip_max=0.1": [f"{LOSS}.ratio_clip_max", f"{LOSS}.policy_loss=clip"],
+    f"{LOSS}.top_entropy_quantile=1.5": [f"{LOSS}.top_entropy_quantile", "less than or equal to 1"],
+    f"{LOSS}.positive_example_nll_weight=-1": [f"{LOSS}.positive_example_nll_weight", "greater than or equal to 0"],
     f"{LOSS}.token_level_loss=sum": [f"{LOSS}.token_level_loss", "constant"],
     f"{LOSS}.constant_length=1": [f"{LOSS}.constant_length", f"{LOSS}.token_level_loss=constant"],
     f"{LOSS}.token_level_loss=constant {LOSS}.constant_length=0": [f"{LOSS}.constant_length", "greater than 0"],
     f"{LOSS}.policy_loss=cispo {LOSS}.ratio_clip_c=3": [f"{LOSS}.ratio_clip_c", f"{LOSS}.policy_loss=clip"],
-    f"{LOSS}.policy_loss=sapo {LOSS}.ratio_clip_max=0.1": [f"{LOSS}.ratio_clip_max", f"{LOSS}.policy_loss=cispo"],
+    f"{LOSS}.policy_loss=sapo {LOSS}.ratio_clip_max=0.1": [f"{LOSS}.ratio_clip_max", f"{LOSS}.policy_loss=clip"],
     f"{LOSS}.sapo_temperature_neg=2": [f"{LOSS}.sapo_temperature_neg", f"{LOSS}.policy_loss=sapo"],
     f"{LOSS}.policy_loss=sapo {LOSS}.sapo_temperature_pos=0": [f"{LOSS}.sapo_temperature_pos", "greater than 0"],
     f"{LOSS}.policy_loss=reinforce {LOSS}.sequence_level_importance_ratios=token": [
@@ -392,12 +400,26 @@ CASES = {
         "algorithm.f_divergence",
         "algorithm.f_divergence=reverse_kl, or algorithm.preference_loss=dpo",
     ],
+    "algorithm=kto policy.train_global_batch_size=1": ["policy.train_global_batch_size", "no other response"],
+    "algorithm=kto algorithm.desirable_weight=0": ["algorithm.desirable_weight", "greater than 0"],
+    "algorithm=kto algorithm.val_metric=accuracy": ["algorithm.val_metric", "'rewards_margin_mean'"],
+    "algorithm=kto data=reasoning_gym data.task=chain_sum data.validation_fraction=0.1": [
+        "data.name",
+        "labelled responses need wrong ones",
+    ],
+    "algorithm=kto data.response_column=x": ["data.response_column", "has no such columns"],
+    "algorithm=kto data=file data.train_path=x.jsonl data.chosen_column=x": ["data.chosen_column", "algorithm=orpo"],
+    "algorithm=orpo data=file data.train_path=x.jsonl data.label_column=x": ["data.label_column", "algorithm=kto"],
+    "algorithm=orpo algorithm.beta=0.1": ["algorithm.beta"],
+    "algorithm=orpo algorithm.preference_loss_weight=0": ["algorithm.preference_loss_weight", "greater than 0"],
     "algorithm=dpo algorithm.f_alpha_divergence_coef=0.2": ["algorithm.f_divergence=alpha_divergence"],
     "algorithm=dpo algorithm.f_divergence=alpha_divergence algorithm.f_alpha_divergence_coef=2": [
         "algorithm.f_alpha_divergence_coef",
         "less than or equal to 1",
     ],
-    "algorithm=dapo algorithm.max_num_epochs=2": ["is a key of algorithm=dpo and algorithm=sft only"],
+    "algorithm=dapo algorithm.max_num_epochs=2": [
+        "is a key of algorithm=dpo and algorithm=kto and algorithm=orpo and algorithm=sft only"
+    ],
     f"{LOSS}.ratio_clip_max=-0.1": [f"{LOSS}.ratio_clip_max", "greater than or equal to 0"],
     f"{LOSS}.reference_policy_kl_type=k4": [f"{LOSS}.reference_policy_kl_type", "'k1', 'k2' or 'k3'"],
     f"{LOSS}.reference_policy_kl_type=k1 {LOSS}.use_bias_correction_kl=false": [
@@ -677,6 +699,47 @@ CASES = {
         "nothing to offload",
         "1 problem found",
     ],
+    # What CUDA graphs of training do not hold.
+    f"{GRAPHS}=local": [GRAPHS, "full_iteration"],
+    f"{GPU} cluster.gpus_per_node=2 {GRAPHS}=full_iteration {TP}=2": [
+        f"{TP} = 2",
+        "CUDA graphs do not hold a pass that exchanges tensors with ranks",
+        f"{TP}=1, or {GRAPHS}=none",
+        "1 problem found",
+    ],
+    f"{GPU} {GRAPHS}=full_iteration policy.megatron_cfg.activation_checkpointing=true {PEFT}.enabled=true": [
+        "policy.megatron_cfg.activation_checkpointing = True",
+        f"{PEFT}.enabled = True",
+        "2 problems found",
+    ],
+    f"{GPU} {GRAPHS}=full_iteration {ACTIVATIONS}=true {MODULES}=[core_attn]": [
+        f"{ACTIVATIONS} = True",
+        "CUDA graphs do not hold copies to host memory",
+        "1 problem found",
+    ],
+    f"{GPU} cluster.gpus_per_node=2 {GRAPHS}=full_iteration {DDP}.overlap_grad_reduce=true": [
+        f"{DDP}.overlap_grad_reduce = True",
+        "reduced during the backward pass",
+        "1 problem found",
+    ],
+    f"{GPU} {GRAPHS}=full_iteration policy.sequence_packing.enabled=false": [
+        f"{GRAPHS} = 'full_iteration'",
+        "batches are fixed",
+        "policy.sequence_packing.enabled=true",
+        "1 problem found",
+    ],
+    f"{ON_A_GPU} {GRAPHS}=full_iteration policy.offload_for_generation=[gradients,optimizer_states] "
+    "generation.colocated.sleep=true": [
+        "policy.offload_for_generation = ['gradients', 'optimizer_states']",
+        "gradients come back to other ones",
+        "'policy.offload_for_generation=[optimizer_states]'",
+        "1 problem found",
+    ],
+    f"{GPU} {GRAPHS}=full_iteration policy.model_name=MOE": [
+        f"{GRAPHS} = 'full_iteration'",
+        "counts the tokens of each expert",
+        "1 problem found",
+    ],
     # Models, data and rewards that are not there or not usable.
     "policy.model_name=./no/such/model": ["policy.model_name", "no such folder"],
     "policy.model_name=models/mine": [
@@ -778,7 +841,10 @@ CASES = {
     # Algorithms: each has its own keys and rules, and only those of the chosen one are checked.
     "algorithm=sftt": ["algorithm", "did you mean algorithm=sft", "cispo, dapo, dpo"],
     "algorithm.name=sft": ["algorithm.name", "is set by the algorithm's file", "algorithm=sft"],
-    "algorithm.max_num_epochs=2": ["algorithm.max_num_epochs", "is a key of algorithm=dpo and algorithm=sft only"],
+    "algorithm.max_num_epochs=2": [
+        "algorithm.max_num_epochs",
+        "is a key of algorithm=dpo and algorithm=kto and algorithm=orpo and algorithm=sft only",
+    ],
     "algorithm=sft algorithm.num_prompts_per_step=4": [
         "algorithm.num_prompts_per_step",
         "is a key of algorithm=grpo only",
@@ -919,7 +985,7 @@ CASES = {
     "-m algorithm.seed=range(1,4) policy.logprob_batch_size=48": ["policy.logprob_batch_size", "512 samples"],
     "-m algorithm=grpo,sft algorithm.max_num_epochs=2": [
         "algorithm.max_num_epochs",
-        "is a key of algorithm=dpo and algorithm=sft only",
+        "is a key of algorithm=dpo and algorithm=kto and algorithm=orpo and algorithm=sft only",
     ],
     "--dry-run -m algorithm.seed=1,2 hydra.sweep.dir=a,b": ["hydra.sweep.dir", "several folders", "hydra.sweep.dir=a"],
     f"{SCHEDULER}.lr_decay_iters=120": [f"{SCHEDULER}.lr_decay_iters", "has no effect", "lr_decay_style=cosine"],
@@ -972,7 +1038,15 @@ CASES = {
     "algorithm=sft data.messages_column=chat": ["data.messages_column", "has no such columns"],
     "algorithm=sft algorithm.early_stop_patience=0": ["algorithm.early_stop_patience", "greater than 0"],
     "algorithm=sft algorithm.val_metric=accuracy": ["algorithm.val_metric", "'val_loss'"],
-    "algorithm.val_metric=loss": ["algorithm.val_metric", "'accuracy' or 'avg_length'"],
+    "algorithm.val_metric=loss": ["algorithm.val_metric", "'accuracy', 'pass_at_k' or 'avg_length'"],
+    "algorithm.val_metric=pass_at_k": [
+        "algorithm.val_metric",
+        "algorithm.val_samples_per_problem=4",
+        "1 problem found",
+    ],
+    "algorithm.val_metric=pass_at_k algorithm.val_samples_per_problem=2 algorithm.higher_is_better=false": [
+        *("algorithm.higher_is_better", "worst pass_at_k", "1 problem found"),
+    ],
     f"{GPU} offload=cpu_optimizer policy.precision=float32": ["policy.precision", "bfloat16"],
     "checkpoint.save_period=-1": ["checkpoint.save_period", "greater than or equal to 0"],
     "checkpoint.resume_layouts=tensor": ["checkpoint.resume_layouts", "'any' or 'data_parallel'"],

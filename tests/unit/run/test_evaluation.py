@@ -9,12 +9,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_rl_lite.config.keys import compose_files
-from nemo_rl_lite.config.sizes import on_gpus
+from nemo_rl_lite.config.sizes import engines, policy_ranks
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import CheckpointError, ConfigError
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.groups import Group
 from nemo_rl_lite.rules.compose import compose_config, restore
+from nemo_rl_lite.run.evaluation import task
 from nemo_rl_lite.run.evaluation.folder import Journal, claim
 from nemo_rl_lite.run.evaluation.task import Evaluation, Options, compose
 from nemo_rl_lite.run.serving import Served
@@ -68,13 +69,41 @@ def test_overrides_lie_over_it(model, file):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "gpus"), [("grpo-qwen3-30b-a3b-2n8g-ep8", 4), ("grpo-qwen3-8b-2n8g-noncolocated", 1)]
+    ("there", "overrides", "expected"),
+    [
+        (8, [], (8, 2)),
+        (0, [], (8, 2)),
+        (4, [], (4, 1)),
+        (7, [], (4, 1)),
+        (2, [], (4, 1)),
+        (8, ["cluster.gpus_per_node=4"], (4, 1)),
+        (8, ["generation.data_parallel_size=1"], (4, 1)),
+        (8, ["generation.vllm_cfg.tensor_parallel_size=1"], (8, 8)),
+        (8, ["cluster.num_nodes=2"], (8, 4)),
+    ],
 )
-def test_a_run_on_many_gpus_is_evaluated_by_one_engine(model, recipe, gpus):
-    composed = OmegaConf.to_container(compose_files([f"recipes={recipe}"]), resolve=True)
-    config = compose(replace(model, config=restore(json.dumps(composed))), [], ONE).config
-    assert (config.cluster.gpus_per_node, config.generation.vllm_cfg.tensor_parallel_size) == (gpus, gpus)
-    assert on_gpus(config) and config.generation.max_new_tokens == composed["generation"]["max_new_tokens"]  # pyrefly: ignore
+def test_a_run_on_gpus_is_evaluated_on_all_that_it_had_on_a_node_and_that_are_here(
+    model, monkeypatch, there, overrides, expected
+):
+    monkeypatch.setattr(task, "gpu_count", lambda: there)
+    composed = OmegaConf.to_container(compose_files(["recipes=grpo-qwen3-30b-a3b-2n8g-ep8"]), resolve=True)
+    evaluation = compose(replace(model, config=restore(json.dumps(composed))), overrides, ONE)
+    config, tokens = evaluation.config, composed["generation"]["max_new_tokens"]  # pyrefly: ignore
+    assert (config.cluster.gpus_per_node, engines(config)) == expected
+    assert policy_ranks(config) == 0 and config.generation.max_new_tokens == tokens
+    # The number of engines decides nothing that is sampled.
+    if not any("tensor_parallel" in one for one in overrides):
+        assert evaluation.identity()["generation"]["vllm_cfg"]["tensor_parallel_size"] == 4
+    assert not {"data_parallel_size", "colocated"} & set(evaluation.identity()["generation"])
+
+
+def test_engines_on_cpus_are_those_that_the_configuration_names(model):
+    assert engines(compose(model, [], ONE).config) == 1
+    two = replace(model.config, generation=replace(model.config.generation, data_parallel_size=2))
+    evaluation = compose(replace(model, config=two), [], ONE)
+    assert engines(evaluation.config) == 2
+    assert evaluation.usual_folder() == compose(model, [], ONE).usual_folder()
+    assert engines(compose(model, ["generation.data_parallel_size=2"], ONE).config) == 2
 
 
 def test_arguments_of_a_users_reward_are_taken(model, tmp_path):
@@ -123,7 +152,8 @@ def test_tasks_of_the_hub_compose(model, task):
         (["data=file", "data.validation_path=missing.jsonl"], "data.validation_path = 'missing.jsonl'"),
         (["generation.temperature=9"], "generation.temperature = 9"),
         (["generation.max_new_tokens=4000"], "generation.max_new_tokens = 4000"),
-        (["generation.data_parallel_size=2"], "leave generation.data_parallel_size out"),
+        (["generation.data_parallel_size=900"], "generation.data_parallel_size = 900"),
+        (["cluster.cpu_ranks=2"], "cluster.cpu_ranks\n      changes nothing here"),
         (["policy.precision=float8"], "policy.precision"),
     ],
 )

@@ -1,0 +1,104 @@
+"""What a forward and backward pass over one micro-batch is made of, however the micro-batches follow one another."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl_lite.losses.batch import Batch, sent
+from nemo_rl_lite.losses.interface import Loss, Metrics, Normalizers, loss_of
+from nemo_rl_lite.losses.mismatch import mismatch_metrics
+from nemo_rl_lite.observability import progress
+from nemo_rl_lite.observability.profiling import span
+from nemo_rl_lite.policy.megatron.context import ContextRanks
+from nemo_rl_lite.policy.megatron.micro_batches import ModelInput
+from nemo_rl_lite.policy.megatron.model import MegatronModel
+
+Before = Callable[[int], None] | None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training pass measured, each its share of the global batch's."""
+
+    metrics: Metrics
+    """Those of the loss."""
+    mismatch: Metrics
+    """The `mismatch_metrics`, where the pass compares with the engines."""
+
+
+def announced(micro_batches: Sequence[ModelInput], before: Before = None) -> Iterator[ModelInput]:
+    for index, micro in enumerate(micro_batches):
+        progress.note(micro_batch=index + 1)
+        if before is not None:
+            before(len(micro_batches) - index)
+        # The span lasts until the schedule asks for the next micro-batch; with pipelining it covers other work too.
+        with span(f"micro-batch {index + 1}"):
+            yield micro
+
+
+def rows_of(micro: ModelInput, batch: Batch) -> Batch:
+    """The rows of a batch that a micro-batch has, as wide as its longest; in a bucket, as many and as wide as that."""
+    own = batch.rows(micro.rows, micro.width)
+    return own if micro.bucket is None else own.padded_to(micro.bucket.rows, micro.bucket.width)
+
+
+def trained_on(
+    scores: dict[str, Tensor], own: Batch, loss: Loss, counts: Normalizers, mismatch_counts: Normalizers | None
+) -> tuple[Tensor, Trained]:
+    """The loss of a micro-batch, with gradient, from what `scores_of` gives, and what was measured."""
+    logprobs_BT = scores.pop("logprobs")
+    whole, mismatch = replace(own, **scores), {}
+    if mismatch_counts is not None:
+        whole = replace(whole, previous_logprobs=logprobs_BT.detach())
+        mismatch = mismatch_metrics(whole, mismatch_counts)
+    value, metrics = loss_of(loss, logprobs_BT, whole, counts)
+    return value, Trained(metrics, mismatch)
+
+
+def view_of(micro: ModelInput, device: torch.device, context: ContextRanks) -> dict[str, Tensor]:
+    """Host tensors that say where each token is and which tokens it sees: `positions`, and a mask on a CPU or sequence
+    boundaries for Transformer Engine, which is causal by itself and needs nothing where right-padded sequences have a
+    row each. The mask and the boundaries are those of the whole row, of which this rank may have a part."""
+    seen = {"positions": context.own(micro.positions(), micro)}
+    if device.type == "cpu":
+        return seen | {"attention_mask": micro.hidden_from()}
+    return seen | ({"boundaries": micro.boundaries()} if micro.packed else {})
+
+
+def sent_all(values: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """See `sent`."""
+    return {name: sent(one, device) for name, one in values.items()}
+
+
+def forward(
+    model: MegatronModel,
+    chunk: Any,
+    tokens_nS: Tensor,
+    seen: dict[str, Tensor],
+    longest: int,
+    scores: Callable[..., dict[str, Tensor]],
+) -> Any:
+    """The output of a stage; `seen` is a `view_of` the micro-batch, whose longest sequence has `longest` tokens."""
+    # megatron-core would make a stage's output float32.
+    options: dict[str, Any] = {"fp32_output": False} if model.half_precision else {}
+    if "boundaries" in seen:
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        padded = seen["boundaries"] if model.context.splits else None
+        options["packed_seq_params"] = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=seen["boundaries"],
+            cu_seqlens_kv=seen["boundaries"],
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            # Asked for where ranks share sequences. A sequence's own padding is part of it here, and saying so saves a
+            # comparison on the GPU in each layer.
+            cu_seqlens_q_padded=padded,  # pyrefly: ignore
+            cu_seqlens_kv_padded=padded,  # pyrefly: ignore
+            pad_between_seqs=False,
+        )
+    mask = seen.get("attention_mask")
+    return chunk(tokens_nS, seen["positions"], attention_mask=mask, output_processor=scores, **options)

@@ -1,0 +1,168 @@
+"""One policy rank without Ray that trains with several losses: as without graphs (`plain`), in the shapes of graphs
+(`again`), and with CUDA graphs (`graphs`).
+
+graphs_rank.py MODEL_FOLDER OUTPUT_FILE OVERRIDES WAYS, two JSON lists. Writes what each way measured, step by step, and
+its weights.
+"""
+
+import json
+import pickle
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl_lite.config.schema import DPOConfig, GRPOConfig
+from nemo_rl_lite.errors import TrainingError
+from nemo_rl_lite.losses.batch import TokenRow
+from nemo_rl_lite.losses.dpo import DPOLoss
+from nemo_rl_lite.losses.interface import Loss
+from nemo_rl_lite.losses.policy_gradient import GRPOLoss
+from nemo_rl_lite.losses.sft import SFTLoss
+from nemo_rl_lite.policy.megatron.graphs import KEY, MicroBatchGraphs
+from nemo_rl_lite.policy.megatron.memory import gradient_buffers
+from nemo_rl_lite.policy.megatron.worker import MegatronWorker
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run.workers.reserve import policy_arguments
+from tests.functional.policy_rank import forget_layout
+from tests.functional.sync_rank import Copies, Reads
+
+STEPS, ROWS, LONGEST = 4, 12, 12
+
+
+class Again:
+    """Records a function by keeping it: a replay runs it on what its tensors hold then. Counts reads of tensors, for
+    which a graph has no place; on a GPU it leaves that to CUDA."""
+
+    def __init__(self) -> None:
+        self.reads: dict[str, int] = {}
+
+    def stream(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        def replay() -> Tensor:
+            if torch.cuda.is_available():
+                return function()
+            reads = Reads()
+            with reads, Copies(reads):
+                result = function()
+            self.reads |= reads.found
+            return result.clone()
+
+        return replay
+
+    def forget(self) -> None:
+        """Do nothing: functions need no memory."""
+
+
+class Refusing(Again):
+    """Fails as CUDA does where a function waits for the device."""
+
+    def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def main(model_folder: str, output_file: str, overrides: str, ways: str) -> None:
+    own, found = [*json.loads(overrides), f"policy.model_name={model_folder}"], {}
+    for way in json.loads(ways):
+        found[way] = run(own, way)
+        forget_layout()
+    torch.save(found, output_file)
+
+
+def run(overrides: list[str], way: str) -> dict[str, Any]:
+    """Four steps with each loss, on other rows each time, one more after gradients have moved, and one that fails."""
+    config = compose_config([*overrides, f"{KEY}={'none' if way == 'plain' else 'full_iteration'}"])
+    changed = {"temperature": 0.7, "keep_reference": False, "threads": 1}
+    worker = MegatronWorker(**policy_arguments(config, Path(config.policy.model_name)) | changed)
+    recorder = Again()
+    worker._train_layout = replace(worker._train_layout, together=2, in_buckets=way != "plain")
+    if way == "again":
+        worker._graphs = MicroBatchGraphs(worker._model, recorder)
+    losses, measured, recorded = losses_of(config), [], []
+    initial = weights_of(worker)
+    for name, loss in losses.items():
+        for step in range(STEPS):
+            measured.append((name, train(worker, loss, step, first_pass=name == "first pass")))
+        recorded.append(worker._graphs.recorded if worker._graphs else 0)
+    before = [one.data_ptr() for one in gradient_buffers(worker._model)]
+    worker._phases.gradients.drop()
+    in_the_way = [torch.empty_like(one) if one.numel() else torch.empty(0) for one in gradient_buffers(worker._model)]
+    worker._phases.gradients.bring_back()
+    after = [one.data_ptr() for one in gradient_buffers(worker._model)]
+    assert before != after and in_the_way
+    measured.append(("moved", train(worker, losses["sft"], 5, first_pass=False)))
+    recorded.append(worker._graphs.recorded if worker._graphs else 0)
+    found = {"measured": measured, "recorded": recorded, "reads": recorder.reads, "initial": initial}
+    found["weights"] = weights_of(worker)
+    if way == "again":
+        worker._graphs = MicroBatchGraphs(worker._model, Refusing())
+        try:
+            train(worker, losses["sft"], 0, first_pass=False)
+        except TrainingError as error:
+            found["refused"] = str(error)
+    return found
+
+
+def weights_of(worker: MegatronWorker) -> dict[str, Tensor]:
+    return {name: one.detach().cpu().clone() for name, one in worker._model.bare_chunks[0].named_parameters()}
+
+
+def losses_of(config: Any) -> dict[str, Loss]:
+    options = config.options(GRPOConfig).loss_fn
+    corrected = replace(
+        options, use_importance_sampling_correction=True, token_veto_ratio=1e-4, sequence_rejection_ratio=100.0
+    )
+    return {
+        "grpo": GRPOLoss(replace(options, reference_policy_kl_penalty=0.1)),
+        "first pass": GRPOLoss(options),
+        "corrected": GRPOLoss(corrected),
+        "a mean of sequences": GRPOLoss(replace(options, token_level_loss=False)),
+        "entropy": GRPOLoss(replace(options, entropy_coef=0.3)),
+        "sft": SFTLoss(),
+        "dpo": DPOLoss(compose_config(["algorithm=dpo"]).options(DPOConfig)),
+    }
+
+
+def train(worker: MegatronWorker, loss: Loss, step: int, first_pass: bool) -> dict[str, float]:
+    """One optimizer step; the loss comes as a copy, as it comes to a worker."""
+    rows = rows_of(step)
+    loss = pickle.loads(pickle.dumps(loss))
+    counts = loss.counts(rows)
+    worker.prepare_for_training()
+    worker.hold(rows)
+    held, source = worker._held["train"], torch.Generator().manual_seed(100 + step)
+    scored = {
+        name: -4 + 0.3 * torch.randn(held.tokens.shape, generator=source)
+        for name in ("previous_logprobs", "reference_logprobs")
+        if name == "reference_logprobs" or not first_pass
+    }
+    worker._held["train"] = replace(held, **scored)
+    trained, mismatch = worker.train(loss, counts, mismatch_counts=counts if first_pass else None)
+    return trained | {f"mismatch/{name}": value for name, value in mismatch.items()}
+
+
+def rows_of(step: int) -> list[TokenRow]:
+    """Rows of other lengths, tokens and masks in each step; ages as an asynchronous run has them."""
+    source = torch.Generator().manual_seed(step)
+    lengths = torch.randint(7, LONGEST + 1, (ROWS,), generator=source).tolist()
+    return [
+        TokenRow(
+            torch.randint(4, 30, (own,), generator=source).tolist(),
+            [place >= 4 + step % 2 for place in range(own)],
+            (-4 + 0.3 * torch.randn(own, generator=source)).tolist(),
+            torch.randn((), generator=source).item(),
+            [int(place >= 4) * (row % 2) for place in range(own)],
+        )
+        for row, own in enumerate(lengths)
+    ]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

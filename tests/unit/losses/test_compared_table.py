@@ -1,0 +1,47 @@
+"""The table in docs/algorithms.md of what is compared with what has every loss, and its tests are there."""
+
+import re
+import typing
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_lite.config.algorithms import ALGORITHMS
+from nemo_rl_lite.config.schema import DPOConfig, KTOConfig, LossConfig
+from nemo_rl_lite.losses.policy_terms import POLICY_TERMS
+from nemo_rl_lite.losses.preferences import PREFERENCES
+from tests.unit.pages import DOCS
+
+TITLE = "## What the losses are checked against"
+# Parts of a GRPO loss that are switched on by a key.
+PARTS = ("token_level_loss", "top_entropy_quantile", "positive_example_nll_weight")
+
+
+def table() -> str:
+    return (DOCS / "algorithms.md").read_text().split(TITLE)[1].split("\n## ")[0]
+
+
+def choices(options: type, key: str) -> tuple[str, ...]:
+    return typing.get_args({one.name: one.type for one in fields(options)}[key])
+
+
+def test_the_registries_are_what_the_schema_allows():
+    assert set(choices(LossConfig, "policy_loss")) == POLICY_TERMS.keys()
+    assert set(choices(DPOConfig, "preference_loss")) == PREFERENCES.keys()
+
+
+@pytest.mark.parametrize("name", [*POLICY_TERMS, *PREFERENCES, *choices(KTOConfig, "preference_loss"), *PARTS])
+def test_every_term_is_in_the_table(name):
+    assert re.search(rf"`(\w+=)?{name}(=\w+)?`", table()), f"a row for {name}, in docs/algorithms.md: {TITLE}"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_is_in_the_table(name):
+    assert re.search(rf"{name.upper()}", table()), f"a row for {name}, in docs/algorithms.md: {TITLE}"
+
+
+def test_the_tests_of_the_table_are_there():
+    named = re.findall(r"`(test_\w+\.py)`", table())
+    assert len(named) >= 8
+    assert [name for name in named if not Path(__file__).with_name(name).is_file()] == []
