@@ -722,6 +722,7 @@ CASES = {
         "reduced during the backward pass",
         "1 problem found",
     ],
+    f"{GPU} cluster.gpus_per_node=2 {GRAPHS}=full_iteration {CP}=2": [f"{CP} = 2", f"{CP}=1, or {GRAPHS}=none"],
     f"{GPU} {GRAPHS}=full_iteration policy.sequence_packing.enabled=false": [
         f"{GRAPHS} = 'full_iteration'",
         "batches are fixed",
