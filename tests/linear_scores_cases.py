@@ -57,7 +57,7 @@ def check_slice(kernels: ModuleType, inputs: Inputs, head: Head, width: int) -> 
     """One slice: what is read of it, and each entry of its gradient to the rounding of its precision."""
     hidden, weight, own = inputs
     logits = (hidden @ weight.T)[:, :width].contiguous()
-    start = 40
+    start = width + 8
     readers = [module.Reader(own, head) for module in (kernels, slice_scores)]
     for reader in readers:
         # The same slice in two places: the second joins the first.

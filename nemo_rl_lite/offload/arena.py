@@ -7,6 +7,7 @@ the driver registers them.
 
 import logging
 import mmap
+import os
 import resource
 import sys
 from contextlib import suppress
@@ -129,11 +130,16 @@ def _check_free(purpose: str, nbytes: int) -> None:
 
 
 def _touched(nbytes: int) -> Tensor:
-    """Allocate memory of exactly this size, with its pages written by all of torch's threads."""
+    """Allocate memory of exactly this size, with its pages written by as many threads as the process has CPUs."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         # Huge pages are faster to touch, where the kernel has them.
         pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8).zero_()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        return torch.frombuffer(pages, dtype=torch.uint8).zero_()
+    finally:
+        torch.set_num_threads(threads)

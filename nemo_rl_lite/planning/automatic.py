@@ -8,11 +8,13 @@ is taken:
 
 Engines stay awake only where micro-batches of `ENOUGH_TOKENS` fit in addition to them. Micro-batches are as large as
 the GPU holds, up to `MOST_TOKENS`. Both are tokens of one GPU: context-parallel ranks share larger micro-batches.
-Logits are kept where there is room for them in addition.
+Logits are kept where there is room for them in addition, or where micro-batches that leave them room are at least
+`KEEPING_SHARE` as large.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nemo_rl_lite.config.automatic import (
     engine_share,
@@ -33,7 +35,7 @@ from nemo_rl_lite.config.sizes import (
 )
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.offload.residency import Phase, Residency
-from nemo_rl_lite.planning.activation_size import kept_logits, own_part
+from nemo_rl_lite.planning.activation_size import kept_logits, micro_batch, own_part
 from nemo_rl_lite.planning.budget import Budget, budget
 from nemo_rl_lite.planning.engine_room import chooses_share, with_first_share, with_more_share
 from nemo_rl_lite.planning.memory_table import size
@@ -44,6 +46,8 @@ CHEAPEST_FIRST: tuple[OffloadedComponent, ...] = ("gradients", "parameters", "op
 MOST_TOKENS, GRAIN = 65536, 1024
 # Predictions of a GPU's memory were up to 9 % too small (docs/benchmarks, plan-against-measured).
 USED = 0.9
+# Micro-batches of 0.88 of the tokens with kept logits took 4 % less time (docs/performance.md).
+KEEPING_SHARE = 0.8
 # The phases whose bytes depend on the micro-batch, and the others.
 WORK, AROUND = (Phase.LOGPROB, Phase.TRAIN), (Phase.GENERATE, Phase.REFIT)
 
@@ -71,11 +75,12 @@ def settle(config: Config, shape: ModelShape | None, gpu_bytes: int | None) -> S
         less = less or wanted
     if chooses_share(config):
         chosen = with_more_share(chosen, shape, gpu_bytes, USED)
-    reasons = [*_of_moves(config, chosen, less), *_of_share(config, chosen), *_of_tokens(config, chosen)]
-    if config.policy.megatron_cfg.keep_logits != "auto":
-        return Settled(chosen, reasons)
-    chosen, reason = _with_kept_logits(chosen, shape, gpu_bytes)
-    return Settled(chosen, [*reasons, reason])
+    of_logits = []
+    if config.policy.megatron_cfg.keep_logits == "auto":
+        chosen, reason = _with_kept_logits(chosen, config, shape, gpu_bytes)
+        of_logits = [reason]
+    of_memory = [*_of_moves(config, chosen, less), *_of_share(config, chosen)]
+    return Settled(chosen, [*of_memory, *_of_tokens(config, chosen), *of_logits])
 
 
 def _ways(config: Config) -> Iterator[Config]:
@@ -143,19 +148,29 @@ def _with_tokens(config: Config, tokens: int) -> Config:
     return replace(config, policy=replace(policy, **{section: replace(limits, **wanted)}))
 
 
-def _with_kept_logits(config: Config, shape: ModelShape, gpu_bytes: int) -> tuple[Config, str]:
-    """`config` with its logits kept for the backward pass if they fit in addition to all else, and why."""
-    policy, parallel = config.policy, config.policy.megatron_cfg
-    kept, again = (
-        replace(config, policy=replace(policy, megatron_cfg=replace(parallel, keep_logits=keep)))
-        for keep in (True, False)
-    )
-    nbytes = size(int(kept_logits(config, shape, own_part(config, training=True))))
+def _with_kept_logits(chosen: Config, config: Config, shape: ModelShape, gpu_bytes: int) -> tuple[Config, str]:
+    """`chosen` with its logits kept for the backward pass, and why, or why not: they fit in addition to all else, or
+    fit in micro-batches that are not much smaller, where `config` leaves these to `auto`."""
+    parallel = chosen.policy.megatron_cfg
+    kept, again = (_with_policy(chosen, megatron_cfg=replace(parallel, keep_logits=keep)) for keep in (True, False))
+    nbytes = size(int(kept_logits(chosen, shape, own_part(chosen, training=True))))
     planned = budget(kept, shape, gpu_bytes)
-    if _fits(planned, (Phase.TRAIN,)):
+    # A recorded training pass keeps its memory in all phases.
+    phases = tuple(planned.device) if records_training(chosen) else (Phase.TRAIN,)
+    if _fits(planned, phases):
         return kept, f"logits ({nbytes} of a micro-batch) are kept for the backward pass, because they fit"
-    needed = f"{size(planned.device[Phase.TRAIN])}, above {USED:.0%} of {size(gpu_bytes)}"
+    limits = {name: getattr(config.policy, name) for name in ("sequence_packing", "dynamic_batching")}
+    undecided = _with_policy(kept, **limits)
+    tokens = _most_tokens(undecided, shape, gpu_bytes)
+    smaller = _with_tokens(undecided, tokens)
+    if smaller != kept and tokens >= KEEPING_SHARE * micro_batch(chosen, training=True).tokens:
+        return smaller, f"logits are kept for the backward pass, for which micro-batches have {tokens:,} tokens"
+    needed = f"{size(max(planned.device[phase] for phase in phases))}, above {USED:.0%} of {size(gpu_bytes)}"
     return again, f"logits are computed twice, because training that keeps {nbytes} of them needs {needed}"
+
+
+def _with_policy(config: Config, **values: Any) -> Config:
+    return replace(config, policy=replace(config.policy, **values))
 
 
 def _of_moves(config: Config, settled: Config, less: Budget | None) -> Iterator[str]:

@@ -58,6 +58,9 @@ LEARNED = (
 STAGES = ("seconds", "pack", "transfer", "load", "weights of a refit")
 # The key is the mark around the table.
 ABLATION = ("whole step", "generation", "logprob", "train", "policy's memory in training", "command to first step")
+SHARES = ("MFU of training", "bandwidth share of decoding")
+WITH_SHARES = (*ABLATION, *SHARES)
+BUSY = ("seconds", "GPU busy for generation-0", "GPU busy for policy-0")
 TABLES = {
     "quickstart table": Table(
         QUICKSTART,
@@ -158,7 +161,15 @@ TABLES = {
     "small auto table": Table(PERFORMANCE, "speed-ablation-small-auto", "1x-h100", columns=ABLATION),
     "packs table": Table(PERFORMANCE, "speed-ablation-large-packs", "1x-h100", columns=ABLATION),
     "small ablation table": Table(PERFORMANCE, "speed-ablation-small", "1x-h100", columns=ABLATION),
-    "small TRL table": Table(PERFORMANCE, "speed-trl-small", "1x-h100"),
+    "large scheduler table": Table(PERFORMANCE, "speed-ablation-large-scheduler", "1x-h100", columns=WITH_SHARES),
+    "large kept table": Table(PERFORMANCE, "speed-ablation-large-kept", "1x-h100", columns=WITH_SHARES),
+    "small graphs table": Table(PERFORMANCE, "speed-ablation-small-graphs", "1x-h100", columns=WITH_SHARES),
+    "large over TRL table": Table(PERFORMANCE, "speed-over-trl-large", "1x-h100"),
+    "small over TRL table": Table(PERFORMANCE, "speed-over-trl-small", "1x-h100"),
+    "busy table": Table(PERFORMANCE, "busy-by-phase-small", "1x-h100", columns=BUSY),
+    "busy with graphs table": Table(PERFORMANCE, "busy-by-phase-small-graphs", "1x-h100", columns=BUSY),
+    "scheduler table": Table(PERFORMANCE, "speed-engine-scheduler", "cpu-2cores"),
+    "context table": Table(PERFORMANCE, "context-rate-qwen3-0.6b", "1x-h100"),
     "shares table": Table(GPUS, "speed-balance", "cpu-2cores"),
     "dynamic sampling table": Table(ROLLOUTS, "rollouts-dynamic-sampling", "cpu-2cores"),
     "plan time table": Table(

@@ -57,6 +57,7 @@ CHANGES = {
         "packs of 16,384": [f"{PACKS}.train_mb_tokens=16384"],
         "auto, and half of the GPU for the engine": [*AUTO, "generation.vllm_cfg.gpu_memory_utilization=0.5"],
         "a short way through the scheduler": [OURS],
+        "logits kept": ["policy.megatron_cfg.keep_logits=true"],
     },
 }
 SECONDS = {

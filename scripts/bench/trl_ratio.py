@@ -1,13 +1,14 @@
-"""Seconds of a step over TRL's: of a line of speed_ablation.py and of trl_step.py, which ran in one lease.
+"""Seconds of a step over TRL's: of lines of speed_ablation.py and of trl_step.py, which ran in one lease.
 
-trl_ratio.py {small|large} LINE [FOLDER]
+trl_ratio.py {small|large} LINE ... [--folder FOLDER]
 
 FOLDER has both records (default: docs/benchmarks).
 """
 
+import argparse
 import json
+import shlex
 import statistics
-import sys
 from pathlib import Path
 
 import record
@@ -16,23 +17,25 @@ TARGETS = {"small": 0.45, "large": 0.36}
 
 
 def main() -> None:
-    if len(sys.argv) not in (3, 4) or sys.argv[1] not in TARGETS:
-        sys.exit(__doc__)
-    task, line = sys.argv[1:3]
-    folder = Path(sys.argv[3]) if len(sys.argv) == 4 else record.FOLDER
-    ours, trl = (_newest(folder, f"speed-{kind}-{task}-") for kind in ("ablation", "trl"))
-    mine, theirs = _steps(ours, line), _steps(trl, f"TRL, {task}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=TARGETS)
+    parser.add_argument("lines", nargs="+", metavar="LINE")
+    parser.add_argument("--folder", type=Path, default=record.FOLDER)
+    given = parser.parse_args()
+    ours, trl = (_newest(given.folder, f"speed-{kind}-{given.task}-") for kind in ("ablation", "trl"))
+    theirs = _steps(trl, f"TRL, {given.task}")
+    results, bars = [record.result("whole step", f"TRL, {given.task}", "s", theirs)], []
+    for line in given.lines:
+        mine = _steps(ours, line)
+        pairs = [statistics.median(mine) / one for one in theirs]
+        results.append(record.result("whole step", line, "s", mine))
+        results.append(record.result("our median over each of TRL's steps", line, "", pairs))
+        ratio = statistics.median(mine) / statistics.median(theirs)
+        bars.append(record.bar(f"step, ours over TRL, medians: {line}", ratio, TARGETS[given.task], False))
     origin = {name: ours[name] for name in ("date", "commit", "hardware", "versions")}
-    origin |= {"command": f"python scripts/bench/trl_ratio.py {task} '{line}'", "note": trl["note"]}
-    pairs = [statistics.median(mine) / one for one in theirs]
-    results = [
-        record.result("whole step", line, "s", mine),
-        record.result("whole step", f"TRL, {task}", "s", theirs),
-        record.result("our median over each of TRL's steps", line, "", pairs),
-    ]
-    ratio = statistics.median(mine) / statistics.median(theirs)
-    bars = [record.bar("step, ours over TRL, medians", ratio, TARGETS[task], False)]
-    print(record.save(f"speed-over-trl-{task}", origin, results, bars), ratio)
+    command = shlex.join(["python", "scripts/bench/trl_ratio.py", given.task, *given.lines])
+    origin |= {"command": command, "note": f"{ours['note']}. TRL: {trl['note']}."}
+    print(record.save(f"speed-over-trl-{given.task}", origin, results, bars), [bar["value"] for bar in bars])
 
 
 def _newest(folder: Path, begins: str) -> dict:

@@ -190,7 +190,11 @@ def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
 
 
 def _threads(config: Config, workers: int) -> int:
-    """CPU threads of each of `workers` workers, which share the cores of their machines. A worker with more than two
-    cores leaves one to other processes: all its threads wait for one that has to share its core."""
+    """CPU threads of each of `workers` workers. On GPUs it is one: what is left to the CPU is small, and waking threads
+    takes longer than the work (the CPU optimizer takes more by itself). Otherwise they share the cores of their
+    machines; a worker with more than two leaves one to other processes, because all its threads wait for one that has
+    to share its core."""
+    if on_gpus(config):
+        return config.cluster.threads_per_worker or 1
     cores = available_cores() // -(-workers // config.cluster.num_nodes)
     return config.cluster.threads_per_worker or max(1, cores - (cores > 2))

@@ -7,7 +7,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.models.known import KNOWN_MODELS
 from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.offload.residency import Component, Phase
-from nemo_rl_lite.planning.automatic import MOST_TOKENS, USED, settle
+from nemo_rl_lite.planning.automatic import KEEPING_SHARE, MOST_TOKENS, USED, settle
 from nemo_rl_lite.planning.budget import budget
 from nemo_rl_lite.rules.compose import compose_config
 
@@ -47,26 +47,26 @@ def test_engines_of_a_small_model_stay_awake():
 
 
 def test_the_largest_micro_batch_is_the_largest_that_fits():
-    config, _ = settled(MIDDLE)
+    config, _ = settled(MIDDLE, f"{KEEP}=false")
     assert config.generation.colocated.sleep is True
     packing = config.policy.sequence_packing
     assert isinstance(packing.train_mb_tokens, int) and packing.train_mb_tokens < MOST_TOKENS
-    larger, _ = settled(MIDDLE, f"policy.sequence_packing.train_mb_tokens={packing.train_mb_tokens + 1024}")
+    more = f"policy.sequence_packing.train_mb_tokens={packing.train_mb_tokens + 1024}"
+    larger, _ = settled(MIDDLE, f"{KEEP}=false", more)
     assert config.generation.vllm_cfg.gpu_memory_utilization == 0.5
     assert share(MIDDLE, config, Phase.TRAIN) <= USED < share(MIDDLE, larger, Phase.TRAIN)
 
 
-def test_logits_are_kept_only_where_micro_batches_stay_as_large():
-    """Micro-batches that fill the GPU leave no room for them; smaller ones do, until they take more than is left."""
-    full, reasons = settled(MIDDLE)
-    assert full.policy.megatron_cfg.keep_logits is False and "logits are computed twice" in reasons[-1]
-    tokens = full.policy.sequence_packing.train_mb_tokens
+def test_logits_are_kept_where_micro_batches_stay_nearly_as_large():
+    """Micro-batches that fill the GPU leave no room for them, so these shrink a little; given ones do not."""
     recomputed, _ = settled(MIDDLE, f"{KEEP}=false")
-    assert recomputed.policy.sequence_packing.train_mb_tokens == tokens
-    # Who asks for them gets them, with smaller micro-batches.
+    tokens = recomputed.policy.sequence_packing.train_mb_tokens
+    config, reasons = settled(MIDDLE)
+    most = config.policy.sequence_packing.train_mb_tokens
+    assert config.policy.megatron_cfg.keep_logits is True and KEEPING_SHARE * tokens <= most < tokens
+    assert f"{most:,} tokens" in reasons[-1] and share(MIDDLE, config, Phase.TRAIN) <= USED
     asked, reasons = settled(MIDDLE, f"{KEEP}=true")
-    most = asked.policy.sequence_packing.train_mb_tokens
-    assert most < tokens and "logits" not in "".join(reasons) and share(MIDDLE, asked, Phase.TRAIN) <= USED
+    assert asked.policy.sequence_packing == config.policy.sequence_packing and "logits" not in "".join(reasons)
     for given, kept in ((most, True), (most + 1024, False)):
         config, reasons = settled(MIDDLE, f"policy.sequence_packing.train_mb_tokens={given}")
         assert config.policy.megatron_cfg.keep_logits is kept and "GiB" in reasons[-1]

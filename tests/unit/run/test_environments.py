@@ -49,3 +49,9 @@ def test_of_more_than_two_cores_a_worker_leaves_one(cores, workers, threads, mon
     monkeypatch.setattr(reserve, "available_cores", lambda: cores)
     assert reserve._threads(compose_config(), workers) == threads
     assert reserve._threads(compose_config(["cluster.threads_per_worker=4"]), workers) == 4
+
+
+def test_a_worker_on_a_gpu_has_one_thread():
+    on_gpus = ["recipes=grpo-smollm2-135m-1n1g"]
+    assert reserve._threads(compose_config(on_gpus), 1) == 1
+    assert reserve._threads(compose_config([*on_gpus, "cluster.threads_per_worker=4"]), 1) == 4
