@@ -32,7 +32,12 @@ def mb_tokens(policy: PolicyConfig, mode: Literal["packed", "dynamic"], training
     """Most tokens of a micro-batch of training, or of logprob inference."""
     limits = token_limits(policy, mode)
     limit = limits.train_mb_tokens if training else limits.logprob_mb_tokens
-    return max(ENOUGH_TOKENS, policy.max_total_sequence_length) if limit == "auto" else limit
+    return max(enough_tokens(policy), policy.max_total_sequence_length) if limit == "auto" else limit
+
+
+def enough_tokens(policy: PolicyConfig) -> int:
+    """Tokens of a micro-batch that keep the GPUs busy that share it."""
+    return ENOUGH_TOKENS * policy.megatron_cfg.context_parallel_size
 
 
 def keeps_logits(policy: PolicyConfig) -> bool:

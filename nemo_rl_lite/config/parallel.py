@@ -22,11 +22,11 @@ class ParallelDims:
 
     @classmethod
     def of(cls, parallel: MegatronConfig, world: int) -> "ParallelDims":
-        """How `world` ranks are split. No key asks for context parallelism yet."""
+        """How `world` ranks are split."""
         return cls(
             tp=parallel.tensor_model_parallel_size,
             pp=parallel.pipeline_model_parallel_size,
-            cp=1,
+            cp=parallel.context_parallel_size,
             ep=parallel.expert_model_parallel_size,
             world=world,
         )
@@ -40,6 +40,11 @@ class ParallelDims:
     def dp(self) -> int:
         """Data-parallel replicas; 0 where the ranks are too few for one."""
         return self.world // self.replica
+
+    @property
+    def dense_dp(self) -> int:
+        """Ranks of a stage that have the same weights outside experts, and average their gradients; at least 1."""
+        return max(1, self.dp * self.cp)
 
     @property
     def stage(self) -> int:

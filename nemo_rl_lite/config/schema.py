@@ -254,6 +254,8 @@ class DataParallelConfig:
 class MegatronConfig:
     tensor_model_parallel_size: PositiveInt
     pipeline_model_parallel_size: PositiveInt
+    context_parallel_size: PositiveInt
+    cp_comm_type: Literal["p2p", "a2a"]
     expert_model_parallel_size: PositiveInt
     sequence_parallel: bool
     freeze_moe_router: bool

@@ -1,5 +1,6 @@
 """Numbers that follow from a configuration: ranks, engines, replicas, samples."""
 
+from math import lcm
 from typing import Literal
 
 from nemo_rl_lite.config.algorithms import algorithm_of, generates
@@ -70,6 +71,13 @@ def batch_mode(policy: PolicyConfig, on_gpu: bool) -> BatchMode:
     if packs == "auto":
         packs = on_gpu and policy.precision == "bfloat16" and not policy.dynamic_batching.enabled
     return "packed" if packs else "dynamic" if policy.dynamic_batching.enabled else "fixed"
+
+
+def row_round(policy: PolicyConfig) -> int:
+    """Packed and dynamic rows are rounded up to a multiple of this many tokens. Context-parallel ranks share a row:
+    each has a multiple of `sequence_length_round`, in two halves of equal length."""
+    context, own = policy.megatron_cfg.context_parallel_size, policy.sequence_length_round
+    return own if context == 1 else context * lcm(own, 2)
 
 
 def sequences_together(config: Config) -> int:

@@ -15,7 +15,7 @@ Measured activations of SmolLM2-135M and of a 1.7 B Qwen3 are within 3 % of this
 latter within 1 % (docs/benchmarks). Experts, pipeline stages and CPUs were not measured.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.automatic import keeps_logits, mb_tokens
@@ -26,6 +26,7 @@ from nemo_rl_lite.config.sizes import (
     micro_batch_sizes,
     on_gpus,
     parallel_dims,
+    row_round,
     samples_per_step,
     sequences_per_optimizer_step,
     sequences_together,
@@ -35,14 +36,14 @@ from nemo_rl_lite.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """`tokens` of the model's input on one rank, in rows of `row` tokens."""
+    """`tokens` of the model's input, in rows of `row` tokens."""
 
     tokens: int
     row: int
 
 
 def micro_batch(config: Config, training: bool) -> MicroBatch:
-    """The largest micro-batch of training, or of logprob inference."""
+    """The largest micro-batch of training, or of logprob inference. Context-parallel ranks share it."""
     policy = config.policy
     longest, mode = policy.max_total_sequence_length, batch_mode(policy, on_gpus(config))
     together = sequences_together(config) if training else 1
@@ -54,8 +55,15 @@ def micro_batch(config: Config, training: bool) -> MicroBatch:
     share = _sequences(config, training)
     if share is not None:
         tokens = min(tokens, share * longest)
-    tokens = -(-tokens // policy.sequence_length_round) * policy.sequence_length_round
+    round_to = row_round(policy)
+    tokens = -(-tokens // round_to) * round_to
     return MicroBatch(tokens, tokens if mode == "packed" else longest)
+
+
+def own_part(config: Config, training: bool) -> MicroBatch:
+    """What one rank has of the largest micro-batch."""
+    whole = micro_batch(config, training)
+    return replace(whole, tokens=-(-whole.tokens // parallel_dims(config).cp))
 
 
 def _sequences(config: Config, training: bool) -> int | None:
@@ -111,7 +119,7 @@ def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple
 
     Stage s of p holds the activations of p - s micro-batches.
     """
-    parallel, batch = config.policy.megatron_cfg, micro_batch(config, training=True)
+    parallel, batch = config.policy.megatron_cfg, own_part(config, training=True)
     pipeline = parallel_dims(config).pp
     layer = layer_bytes(config, shape, batch)
     layers, in_flight = shape.layers // pipeline, pipeline - stage
@@ -132,7 +140,7 @@ def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple
 
 def logprob_activations(config: Config, shape: ModelShape, stage: int) -> int:
     """Peak bytes of logprob inference on pipeline stage `stage`: in a layer, or for logits."""
-    batch = micro_batch(config, training=False)
+    batch = own_part(config, training=False)
     working = sum(layer_bytes(config, shape, batch).values())
     if stage < parallel_dims(config).pp - 1:
         return int(working)

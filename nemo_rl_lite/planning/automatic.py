@@ -7,8 +7,9 @@ is taken:
     in addition, gradients, then weights, then optimizer states leave while the engines generate
 
 Engines stay awake only where micro-batches of `ENOUGH_TOKENS` fit in addition to them. Micro-batches are as large as
-the GPU holds, up to `MOST_TOKENS`. Logits are kept where there is room for them in addition, or where micro-batches
-that leave them room are at least `KEEPING_SHARE` as large.
+the GPU holds, up to `MOST_TOKENS`. Both are tokens of one GPU: context-parallel ranks share larger micro-batches.
+Logits are kept where there is room for them in addition, or where micro-batches that leave them room are at least
+`KEEPING_SHARE` as large.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_rl_lite.config.automatic import (
-    ENOUGH_TOKENS,
     engine_share,
+    enough_tokens,
     generates_ahead,
     leaving_for_generation,
     token_limits,
@@ -34,7 +35,7 @@ from nemo_rl_lite.config.sizes import (
 )
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.offload.residency import Phase, Residency
-from nemo_rl_lite.planning.activation_size import kept_logits, micro_batch
+from nemo_rl_lite.planning.activation_size import kept_logits, micro_batch, own_part
 from nemo_rl_lite.planning.budget import Budget, budget
 from nemo_rl_lite.planning.engine_room import chooses_share, with_first_share, with_more_share
 from nemo_rl_lite.planning.memory_table import size
@@ -67,7 +68,7 @@ def settle(config: Config, shape: ModelShape | None, gpu_bytes: int | None) -> S
     less = None
     for way in (with_first_share(one, shape, gpu_bytes) for one in _ways(config)):
         tokens = _most_tokens(way, shape, gpu_bytes)
-        chosen, enough = _with_tokens(way, tokens), min(ENOUGH_TOKENS, _most_useful(way))
+        chosen, enough = _with_tokens(way, tokens), min(enough_tokens(way.policy), _most_useful(way))
         wanted = budget(_with_tokens(way, max(tokens, enough)), shape, gpu_bytes)
         if _fits(wanted, AROUND) and (engines_sleep(way) or _fits(wanted, WORK)):
             break
@@ -128,10 +129,12 @@ def _most_tokens(config: Config, shape: ModelShape, gpu_bytes: int) -> int:
 
 
 def _most_useful(config: Config) -> int:
-    """Tokens of everything that a replica trains on in an optimizer step, up to `MOST_TOKENS`."""
+    """Tokens of everything that a replica trains on in an optimizer step, up to `MOST_TOKENS` for each GPU that shares
+    them."""
     longest, together = config.policy.max_total_sequence_length, sequences_together(config)
-    share = -(-sequences_per_optimizer_step(config) // parallel_dims(config).dp)
-    return max(together * longest, min(MOST_TOKENS, share * longest))
+    dims = parallel_dims(config)
+    share = -(-sequences_per_optimizer_step(config) // dims.dp)
+    return max(together * longest, min(MOST_TOKENS * dims.cp, share * longest))
 
 
 def _with_tokens(config: Config, tokens: int) -> Config:
@@ -150,7 +153,7 @@ def _with_kept_logits(chosen: Config, config: Config, shape: ModelShape, gpu_byt
     fit in micro-batches that are not much smaller, where `config` leaves these to `auto`."""
     parallel = chosen.policy.megatron_cfg
     kept, again = (_with_policy(chosen, megatron_cfg=replace(parallel, keep_logits=keep)) for keep in (True, False))
-    nbytes = size(int(kept_logits(chosen, shape, micro_batch(chosen, training=True))))
+    nbytes = size(int(kept_logits(chosen, shape, own_part(chosen, training=True))))
     planned = budget(kept, shape, gpu_bytes)
     # A recorded training pass keeps its memory in all phases.
     phases = tuple(planned.device) if records_training(chosen) else (Phase.TRAIN,)

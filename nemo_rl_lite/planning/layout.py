@@ -26,7 +26,8 @@ Row = tuple[str, str]
 def parallel_rows(config: Config, shape: ModelShape) -> Iterator[Row]:
     """Yield rows about the policy's ranks, the layers of each stage, and the engines."""
     dims = parallel_dims(config)
-    sizes = f"tensor {dims.tp} x pipeline {dims.pp} x data {dims.dp}"
+    context = f"context {dims.cp} x " if dims.cp > 1 else ""
+    sizes = f"tensor {dims.tp} x pipeline {dims.pp} x {context}data {dims.dp}"
     if shape.experts:
         sizes += f", experts over {dims.ep}"
     yield "policy", f"{dims.world} rank{'s' * (dims.world > 1)}: {sizes}"
@@ -84,7 +85,9 @@ def batch_rows(config: Config, kv_bytes: int, shape: ModelShape) -> Iterator[Row
     together, share = sequences_together(config), -(-batch // replicas)
     count = -(-share // (together * max(1, tokens.tokens // (together * longest))))
     kind = {"packed": "packed into one row", "dynamic": "padded, of like length", "fixed": "padded"}[mode]
-    yield "a micro-batch", f"at most {tokens.tokens} tokens, {kind}; at most {count} a rank and optimizer step"
+    ranks = parallel_dims(config).cp
+    split = f", which {ranks} context-parallel ranks share" if ranks > 1 else ""
+    yield "a micro-batch", f"at most {tokens.tokens} tokens, {kind}{split}; at most {count} a rank and optimizer step"
 
 
 def _kv(config: Config, kv_bytes: int, shape: ModelShape) -> str:

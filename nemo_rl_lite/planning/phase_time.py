@@ -60,7 +60,7 @@ def optimizer_step_seconds(config: Config, shape: ModelShape, gpu: Gpu, lengths:
     parallel, dims = config.policy.megatron_cfg, parallel_dims(config)
     if parallel.optimizer.optimizer_cpu_offload:
         trained = trained_parameters(shape, dims, parallel.peft, 0, on_gpus(config)).total
-        seconds += parallel.optimizer.optimizer_offload_fraction * trained / dims.dp * CPU_OPTIMIZER_S
+        seconds += parallel.optimizer.optimizer_offload_fraction * trained / dims.dense_dp * CPU_OPTIMIZER_S
     return seconds
 
 

@@ -132,7 +132,7 @@ def _optimizer_states(config: Config, parameters: Parameters, place: Place) -> B
     settings, dims = config.policy.megatron_cfg.optimizer, parallel_dims(config)
     held = parameters.total
     if settings.use_distributed_optimizer:
-        held = ceil(parameters.dense / dims.dp) + ceil(parameters.experts / dims.expert_dp)
+        held = ceil(parameters.dense / dims.dense_dp) + ceil(parameters.experts / dims.expert_dp)
     masters = 4 if config.policy.precision == "bfloat16" else 0
     past = 8 if settings.optimizer == "adam" else 4 if settings.sgd_momentum > 0 else 0
     whole = held * (masters + past)

@@ -173,9 +173,14 @@ EFFECTS = (
         f"{MEGATRON}.fine_grained_activation_offloading=true",
     ),
     Effect(
+        (f"{MEGATRON}.cp_comm_type",),
+        lambda config: config.policy.megatron_cfg.context_parallel_size > 1,
+        f"{MEGATRON}.context_parallel_size=2 or more",
+    ),
+    Effect(
         (DATA_PARALLEL,),
-        lambda config: parallel_dims(config).dp != 1,
-        "several data-parallel replicas, which exchange gradients and weights",
+        lambda config: parallel_dims(config).dense_dp != 1,
+        "several data-parallel replicas or context-parallel ranks, which exchange gradients and weights",
     ),
     Effect(
         (f"{DATA_PARALLEL}.bucket_size",),

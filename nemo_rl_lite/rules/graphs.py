@@ -21,7 +21,8 @@ def graphs_hold_the_whole_pass(config: Config) -> Iterator[Violation]:
     if not records_training(config):
         return
     parallel = config.policy.megatron_cfg
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    kinds = ("tensor_model", "pipeline_model", "context", "expert_model")
+    sizes = [f"{kind}_parallel_size" for kind in kinds]
     for name in (name for name in sizes if getattr(parallel, name) > 1):
         yield _excluded(f"{MEGATRON}.{name}", getattr(parallel, name), "a pass that exchanges tensors with ranks", "1")
     switches = {

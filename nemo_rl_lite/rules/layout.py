@@ -11,6 +11,7 @@ from nemo_rl_lite.config.sizes import (
     micro_batch_sizes,
     on_gpus,
     parallel_dims,
+    row_round,
     samples_per_step,
     sequences_together,
 )
@@ -27,6 +28,7 @@ PARALLEL = (
     *CLUSTER,
     "policy.megatron_cfg.tensor_model_parallel_size",
     "policy.megatron_cfg.pipeline_model_parallel_size",
+    "policy.megatron_cfg.context_parallel_size",
 )
 _BATCHING = ("policy.precision", "policy.sequence_packing", "policy.dynamic_batching")
 MEGATRON = "policy.megatron_cfg"
@@ -69,10 +71,12 @@ def ranks_fill_parallel_groups(config: Config) -> Iterator[Violation]:
     # Without a rank, the rule above has spoken.
     if dims.world and not dims.fills_world:
         more = "more GPUs" if on_gpus(config) else f"cluster.cpu_ranks={dims.replica}"
+        sizes = f"tensor ({dims.tp}) x pipeline ({dims.pp})" + (f" x context ({dims.cp})" if dims.cp > 1 else "")
+        only_context = dims.cp > 1 and dims.tp * dims.pp == 1
         yield Violation(
-            f"{MEGATRON}.tensor_model_parallel_size",
-            dims.tp,
-            f"tensor ({dims.tp}) x pipeline ({dims.pp}) parallel size must divide the {dims.world} policy ranks",
+            f"{MEGATRON}.{'context_parallel_size' if only_context else 'tensor_model_parallel_size'}",
+            dims.cp if only_context else dims.tp,
+            f"{sizes} parallel size must divide the {dims.world} policy ranks",
             f"{more}, or smaller parallel sizes",
         )
     elif dims.stage % dims.ep:
@@ -96,9 +100,24 @@ def gpu_only_layouts(config: Config) -> Iterator[Violation]:
         yield Violation(key, True, "splits over tensor-parallel ranks, and there is one", f"{key}=false")
 
 
+@rule(*CLUSTER, *_BATCHING, f"{MEGATRON}.context_parallel_size")
+def sequences_can_be_shared(config: Config) -> Iterator[Violation]:
+    size, key = config.policy.megatron_cfg.context_parallel_size, f"{MEGATRON}.context_parallel_size"
+    if size == 1:
+        return
+    if not on_gpus(config):
+        rule_text = "needs Transformer Engine's attention, which runs on GPUs"
+        yield Violation(key, size, rule_text, f"{key}=1, or cluster.gpus_per_node={size} on a machine with GPUs")
+    elif batch_mode(config.policy, on_gpu=True) != "packed":
+        rule_text = "splits packed sequences only, and policy.sequence_packing is off"
+        fix = "policy.sequence_packing.enabled=true policy.dynamic_batching.enabled=false policy.precision=bfloat16"
+        yield Violation(key, size, rule_text, f"{fix}, or {key}=1")
+
+
 @rule(
     *CLUSTER,
     *_BATCHING,
+    f"{MEGATRON}.context_parallel_size",
     "policy.max_total_sequence_length",
     "policy.sequence_length_round",
     f"{MEGATRON}.sequence_parallel",
@@ -125,7 +144,7 @@ def token_batches_hold_a_sequence(config: Config) -> Iterator[Violation]:
             held = "one sequence" if together == 1 else "a pair of sequences"
             rule_text = f"must hold {held} of policy.max_total_sequence_length = {longest // together} tokens"
             yield Violation(f"policy.{name}.{key}", tokens, rule_text, f"policy.{name}.{key}={longest}")
-    if policy.sequence_length_round > min(limits.values()):
+    if row_round(policy) > min(limits.values()):
         key, most = "policy.sequence_length_round", min(limits.values())
         yield Violation(key, policy.sequence_length_round, f"rounds up to more than {most} tokens", f"{key}=64")
     tensor = policy.megatron_cfg.tensor_model_parallel_size

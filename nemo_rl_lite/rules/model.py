@@ -22,6 +22,7 @@ _OF_ROUTERS = ("freeze_moe_router", "moe_router_dtype", "moe_router_bias_update_
     "generation.backend",
     f"{MEGATRON}.expert_model_parallel_size",
     f"{MEGATRON}.sequence_parallel",
+    f"{MEGATRON}.cp_comm_type",
     *(f"{MEGATRON}.{name}" for name in _OF_ROUTERS),
     f"{MEGATRON}.peft",
     "generation.vllm_cfg.tensor_parallel_size",
@@ -68,6 +69,7 @@ def shape_fits_the_layout(config: Config, model: ModelShape) -> Iterator[Violati
     if model.layers % pipeline:
         key = f"{MEGATRON}.pipeline_model_parallel_size"
         yield Violation(key, pipeline, f"must divide the model's {model.layers} layers", f"{key}=1")
+    yield from _exchanged_heads(config, model)
     yield from _experts(config, model)
     yield from _sizes_in_the_model(config, model)
     length = config.policy.max_total_sequence_length
@@ -94,6 +96,15 @@ def _sizes_in_the_model(config: Config, model: ModelShape) -> Iterator[Violation
     if generates(config) and unknown:
         key, rule_text = "generation.stop_token_ids", f"the model has {model.vocabulary} tokens, from 0 on"
         yield Violation(key, config.generation.stop_token_ids, rule_text, f"{key} without {unknown[0]}")
+
+
+def _exchanged_heads(config: Config, model: ModelShape) -> Iterator[Violation]:
+    parallel = config.policy.megatron_cfg
+    size, own = parallel.context_parallel_size, model.kv_heads // parallel.tensor_model_parallel_size
+    if size > 1 and parallel.cp_comm_type == "a2a" and own % size:
+        key = f"{MEGATRON}.cp_comm_type"
+        rule_text = f"gives each of {size} ranks some heads, and a tensor-parallel rank has {own} key/value heads"
+        yield Violation(key, "a2a", rule_text, f"{key}=p2p, or {MEGATRON}.context_parallel_size=1")
 
 
 def _experts(config: Config, model: ModelShape) -> Iterator[Violation]:

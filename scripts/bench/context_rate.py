@@ -1,9 +1,10 @@
-"""Tokens a second of training on single long sequences, by their length, on one GPU: context_rate.py MODEL
+"""Tokens a second and GPU of training on single long sequences, by their length: context_rate.py MODEL
 
-context_rate.py MODEL [--tokens 16384 65536] [--steps 7] [-- OVERRIDE ...]
+context_rate.py MODEL [--tokens 16384 65536] [--steps 7] [--context 1] [-- OVERRIDE ...]
 
 Each optimizer step trains all weights on one chat of so many tokens, in bfloat16 with recomputed layers, as the rows
-"RL full, recompute" of prime-rl's table of its trainer do. The first three steps do not count.
+"RL full, recompute" of prime-rl's table of its trainer do, on one GPU or on `--context` GPUs that share each sequence.
+The first three steps do not count.
 """
 
 import argparse
@@ -30,22 +31,25 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536])
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--context", type=int, default=1)
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args()
-    results, bars = [], []
+    results, bars, shared = [], [], given.context > 1
     for tokens in given.tokens:
-        steps = train(given.model, tokens, given.steps, given.overrides)
+        case = f"{tokens} tokens" + (f", shared by {given.context} GPUs" if shared else "")
+        steps = train(given.model, tokens, given.steps, given.context, given.overrides)
         for what, unit, metric, by in METRICS:
             if found := [step[metric] / by for step in steps if metric in step]:
-                results.append(record.result(what, f"{tokens} tokens", unit, found))
+                results.append(record.result(what, case, unit, found))
                 print(tokens, what, results[-1]["median"], flush=True)
-        rate = next(one["median"] for one in results if one["config"] == f"{tokens} tokens")
-        if target := TARGETS.get(given.model.name, {}).get(tokens):
+        rate = next(one["median"] for one in results if one["config"] == case)
+        if not shared and (target := TARGETS.get(given.model.name, {}).get(tokens)):
             bars.append(record.bar(f"tokens a second, {tokens} tokens", rate, target, at_least=True))
-        record.write(f"context-rate-{given.model.name}", results, bars)
+        name = f"context-rate-{given.model.name}" + (f"-context-{given.context}" if shared else "")
+        record.write(name, results, bars)
 
 
-def train(model: Path, tokens: int, steps: int, overrides: list[str]) -> list[dict[str, float]]:
+def train(model: Path, tokens: int, steps: int, context: int, overrides: list[str]) -> list[dict[str, float]]:
     """The metrics of the steps that count."""
     with tempfile.TemporaryDirectory() as folder:
         # Every " a" is a token; the chat template takes some more.
@@ -54,7 +58,8 @@ def train(model: Path, tokens: int, steps: int, overrides: list[str]) -> list[di
         chats.write_text("\n".join([row] * (steps + 2)) + "\n")
         own = [
             *("algorithm=sft", "data=file", f"data.train_path={chats}", "data.validation_fraction=0"),
-            *("policy=megatron_gpu", "cluster.gpus_per_node=1", f"policy.model_name={model.resolve()}"),
+            *("policy=megatron_gpu", f"cluster.gpus_per_node={context}", f"policy.model_name={model.resolve()}"),
+            *([f"policy.megatron_cfg.context_parallel_size={context}"] if context > 1 else []),
             *(f"policy.max_total_sequence_length={tokens}", "policy.train_global_batch_size=1"),
             *(f"policy.sequence_packing.train_mb_tokens={tokens}", "policy.megatron_cfg.activation_checkpointing=true"),
             *("algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0"),

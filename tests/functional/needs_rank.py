@@ -20,6 +20,7 @@ from nemo_rl_lite.losses.batch import Batch, TokenRow  # noqa: E402
 from nemo_rl_lite.losses.interface import count_masked, masked_sum  # noqa: E402
 from nemo_rl_lite.losses.sft import SFTLoss  # noqa: E402
 from nemo_rl_lite.policy.megatron import linear_scores  # noqa: E402
+from nemo_rl_lite.policy.megatron.context import Shard  # noqa: E402
 from nemo_rl_lite.policy.megatron.micro_batches import Layout, cut  # noqa: E402
 from nemo_rl_lite.policy.megatron.scores import scores_of  # noqa: E402
 
@@ -98,7 +99,7 @@ def compare(batch: Batch, logits_BTV: torch.Tensor, rows: list[TokenRow], layout
 
 
 def scores(micro, hidden_nSV: torch.Tensor, layer, loss, ids_bTk=None, keep=False) -> dict[str, torch.Tensor]:
-    found = scores_of(micro, TEMPERATURE, loss, lambda weight: None, ids_bTk, keep)
+    found = scores_of(Shard.whole(micro), TEMPERATURE, loss, lambda weight: None, ids_bTk, keep)
     return found(hidden_nSV.transpose(0, 1), layer, None)
 
 

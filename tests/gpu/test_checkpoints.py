@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nemo_rl_lite.losses.interface import combine_metrics
 from tests.functional.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -32,6 +33,15 @@ CASES = {name: [[*GPU, *own], None] for name, own in SETTINGS.items()}
 CASES |= {f"{name} again": [[*GPU, *own], name] for name, own in SETTINGS.items()}
 CASES["fused from on the host"] = [GPU, "on the host"]
 CASES["half on the host from fused"] = [[*GPU, *SETTINGS["half on the host"]], "fused"]
+TWO, SHARED = ["cluster.gpus_per_node=2"], "policy.megatron_cfg.context_parallel_size=2"
+CONTEXT = {
+    "context": [[*GPU, *TWO, SHARED], None],
+    "context again": [[*GPU, *TWO, SHARED], "context"],
+    "data from context": [[*GPU, *TWO], "context"],
+    "context shares": [[*GPU, *TWO, SHARED, *SETTINGS["shares"]], None],
+    "data from context shares": [[*GPU, *TWO, *SETTINGS["shares"]], "context shares"],
+}
+ALONE = {"one from context": [GPU, "context"]}
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +51,40 @@ def folder(tmp_path_factory, gpu_model):
     return output
 
 
+@pytest.fixture(scope="module")
+def context_folder(tmp_path_factory, gpu_model):
+    output = tmp_path_factory.mktemp("context")
+    for cases, ranks in ((CONTEXT, 2), (ALONE, 1)):
+        run_ranks(SCRIPT, [str(gpu_model), str(output), json.dumps(cases)], ranks, fresh=True, timeout_s=500)
+    return output
+
+
 @pytest.mark.parametrize("case", [name for name, (_, saved_by) in CASES.items() if saved_by])
 def test_it_goes_on_as_it_would_have(folder, case):
     """Up to what attention's backward pass on a GPU adds up in one order or another."""
-    saved_by = CASES[case][1]
-    first, second = (json.loads((folder / f"{name}.json").read_text())[0]["steps"] for name in (saved_by, case))
+    check(folder, case, CASES[case][1])
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("case", [name for name, (_, saved_by) in {**CONTEXT, **ALONE}.items() if saved_by])
+def test_context_parallel_ranks_save_as_replicas_do(context_folder, case):
+    """What they have saved is read by them, by replicas, and by a rank alone."""
+    check(context_folder, case, {**CONTEXT, **ALONE}[case][1])
+
+
+def check(folder: Path, case: str, saved_by: str) -> None:
+    first, second = (steps_of(json.loads((folder / f"{name}.json").read_text())) for name in (saved_by, case))
     for one, other in zip(first, second, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=2e-3)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-2)
     own, expected = (load_file(folder / f"{name}.hf" / "model.safetensors") for name in (case, saved_by))
     assert all(torch.allclose(own[name], expected[name], atol=2e-3, rtol=2e-2) for name in expected)
+
+
+def steps_of(replicas: list[dict]) -> list[dict[str, float]]:
+    """The metrics of each step, from each replica's share."""
+    steps = zip(*(own["steps"] for own in replicas), strict=True)
+    return [combine_metrics(shares) | {"grad_norm": shares[0]["grad_norm"]} for shares in steps]
 
 
 @pytest.mark.parametrize("case", SETTINGS)

@@ -44,7 +44,21 @@ LAYOUTS = {
         2,
         [*PACKED, "policy.megatron_cfg.tensor_model_parallel_size=2", "policy.megatron_cfg.sequence_parallel=true"],
     ),
+    "context 2": (2, [*PACKED, "policy.megatron_cfg.context_parallel_size=2"]),
+    "context 2, by heads": (
+        2,
+        [*PACKED, "policy.megatron_cfg.context_parallel_size=2", "policy.megatron_cfg.cp_comm_type=a2a"],
+    ),
     "pipeline 2": (2, [*PACKED, "policy.megatron_cfg.pipeline_model_parallel_size=2"]),
+    "context 2, tensor 2, sequence parallel": (
+        4,
+        [
+            *PACKED,
+            "policy.megatron_cfg.context_parallel_size=2",
+            "policy.megatron_cfg.tensor_model_parallel_size=2",
+            "policy.megatron_cfg.sequence_parallel=true",
+        ],
+    ),
     "pipeline 2, tensor 2": (
         4,
         [

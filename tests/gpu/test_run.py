@@ -109,6 +109,7 @@ PARALLEL = "policy.megatron_cfg.{}_parallel_size=2"
 LAYOUTS = {
     "TP 2": [PARALLEL.format("tensor_model")],
     "PP 2": [PARALLEL.format("pipeline_model")],
+    "CP 2": [PARALLEL.format("context")],
     "DP 2": [],
 }
 

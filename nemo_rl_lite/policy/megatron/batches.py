@@ -10,6 +10,7 @@ from torch import Tensor
 from nemo_rl_lite.losses.batch import Batch, sent
 from nemo_rl_lite.losses.interface import Loss, Normalizers
 from nemo_rl_lite.offload import activations
+from nemo_rl_lite.policy.megatron.context import Shard
 from nemo_rl_lite.policy.megatron.graphs import MicroBatchGraphs
 from nemo_rl_lite.policy.megatron.micro_batches import Layout, ModelInput, cut
 from nemo_rl_lite.policy.megatron.model import MegatronModel
@@ -49,13 +50,14 @@ def forward_scores(
     model.train_mode(False)
     micro_batches = _agreed_cut(model, tokens_BT, lengths_B, layout)
 
-    def score(micro: ModelInput) -> Last:
+    def score(shard: Shard) -> Last:
         def on_host(scores: dict[str, Tensor], non_loss_data: bool) -> dict[str, Tensor]:
             # `before` goes by the pace of the micro-batches, so that the host waits for each.
             return {name: values.to("cpu", non_blocking=before is None) for name, values in scores.items()}
 
+        micro = shard.micro
         ids = None if teacher_ids_BTk is None else sent(teacher_ids_BTk[micro.rows, : micro.width], model.device)
-        return scores_of(micro, temperature, loss, model.gather.wait_for, ids), on_host
+        return scores_of(shard, temperature, loss, model.gather.wait_for, ids), on_host
 
     with torch.no_grad(), activations.suspended(model.chunks):
         parts = _run(model, micro_batches, score, forward_only=True, before=before)
@@ -90,7 +92,9 @@ def forward_backward(
     that importance ratios are exactly 1 (`force_on_policy_ratio` of NeMo-RL), and the engines' are compared with them.
 
     megatron-core divides by the number of micro-batches and averages over data-parallel ranks. Here losses are
-    shares of the global loss, so both are multiplied back. `graphs` run the micro-batches where there are any.
+    shares of the global loss, so both are multiplied back. It also averages over context-parallel ranks, each of which
+    has the gradient of its own positions, and multiplies that back itself. `graphs` run the micro-batches where there
+    are any.
     """
     model.train_mode(True)
     micro_batches = _agreed_cut(model, batch.tokens, batch.lengths, layout)
@@ -98,15 +102,15 @@ def forward_backward(
         return graphs.forward_backward(micro_batches, batch, temperature, loss, counts, mismatch_counts)
     scale = len(micro_batches) * model.place.data_size
 
-    def train(micro: ModelInput) -> Last:
-        own = rows_of(micro, batch).to(model.device)
+    def train(shard: Shard) -> Last:
+        own = rows_of(shard.micro, batch).to(model.device)
 
         def scaled_loss(scores: dict[str, Tensor]) -> tuple[Tensor, Trained]:
             value, trained = trained_on(scores, own, loss, counts, mismatch_counts)
             return value * scale, trained
 
         wait_for, ids = model.gather.wait_for, own.teacher_topk_ids
-        return scores_of(micro, temperature, loss, wait_for, ids, model.keep_logits), scaled_loss
+        return scores_of(shard, temperature, loss, wait_for, ids, model.keep_logits), scaled_loss
 
     with activations.training_pass(model.chunks, len(micro_batches)):
         return _run(model, micro_batches, train, forward_only=False)
@@ -129,7 +133,7 @@ def _agreed_cut(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layo
 def _run(
     model: MegatronModel,
     micro_batches: Sequence[ModelInput],
-    last: Callable[[ModelInput], Last],
+    last: Callable[[Shard], Last],
     forward_only: bool,
     before: Before = None,
 ) -> list[Any]:
@@ -137,9 +141,10 @@ def _run(
 
     def step(own: Iterator[ModelInput], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         host = next(own)
-        micro, seen = host.to(model.device), sent_all(view_of(host, model.device), model.device)
-        scores, on_scores = last(micro)
-        return forward(model, chunk, micro.tokens_nS, seen, host.longest, scores), on_scores
+        shard = Shard.of(host, model.context, model.device)
+        seen = sent_all(view_of(host, model.device, model.context), model.device)
+        scores, on_scores = last(shard)
+        return forward(model, chunk, shard.tokens_nS, seen, host.longest, scores), on_scores
 
     first = micro_batches[0].tokens_nS
     return get_forward_backward_func()(

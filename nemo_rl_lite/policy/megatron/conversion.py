@@ -70,6 +70,7 @@ def _in_one_process(policy: PolicyConfig) -> PolicyConfig:
         policy.megatron_cfg,
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
+        context_parallel_size=1,
         expert_model_parallel_size=1,
         sequence_parallel=False,
         fine_grained_activation_offloading=False,

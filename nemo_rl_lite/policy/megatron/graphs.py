@@ -20,6 +20,7 @@ from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.losses.batch import Batch
 from nemo_rl_lite.losses.interface import Loss, Normalizers
 from nemo_rl_lite.policy.megatron.buckets import Bucket
+from nemo_rl_lite.policy.megatron.context import ContextRanks, Shard
 from nemo_rl_lite.policy.megatron.memory import gradient_buffers
 from nemo_rl_lite.policy.megatron.micro_batches import ModelInput
 from nemo_rl_lite.policy.megatron.model import MegatronModel
@@ -76,7 +77,7 @@ class Work:
         own = Batch(**{one.name: given.get(f"batch.{one.name}") for one in fields(Batch)})  # pyrefly: ignore
         counts, mismatch = (_as_counts(given, *one) for one in zip(_COUNTS, self._of_counts, strict=True))
         wait_for, ids = self._model.gather.wait_for, own.teacher_topk_ids
-        scores = scores_of(micro, self._temperature, self._loss, wait_for, ids, self._model.keep_logits)
+        scores = scores_of(Shard.whole(micro), self._temperature, self._loss, wait_for, ids, self._model.keep_logits)
         found = forward(self._model, chunk, micro.tokens_nS, given, self._bucket.width, scores)
         value, trained = trained_on(found, own, self._loss, counts, mismatch)  # pyrefly: ignore  # counts are there
         # megatron-core averages over data-parallel ranks, and losses are shares of a sum.
@@ -249,7 +250,7 @@ def _arguments(micro: ModelInput, batch: Batch, device: torch.device) -> Argumen
     of_batch = {f"batch.{one.name}": getattr(own, one.name) for one in fields(own)}
     inputs = {name: getattr(micro, name) for name in _INPUTS}
     present = {name: values for name, values in of_batch.items() if values is not None}
-    return {**inputs, **view_of(micro, device), **present}
+    return {**inputs, **view_of(micro, device, ContextRanks()), **present}
 
 
 def _names(counts: Normalizers) -> tuple[tuple[int, ...], tuple[str, ...]]:

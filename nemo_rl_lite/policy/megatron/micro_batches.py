@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nemo_rl_lite.config.automatic import mb_tokens
 from nemo_rl_lite.config.schema import PolicyConfig
-from nemo_rl_lite.config.sizes import BatchMode, batch_mode
+from nemo_rl_lite.config.sizes import BatchMode, batch_mode, row_round
 from nemo_rl_lite.losses.batch import sent
 from nemo_rl_lite.policy.megatron.buckets import Bucket
 
@@ -32,19 +32,21 @@ class Layout:
     """Neighbours that stay in one micro-batch. A fixed `size` counts such groups of neighbours."""
     in_buckets: bool = False
     """Whether packs are padded to few shapes: see `Bucket`."""
+    piece: int = 1
+    """Each packed sequence is padded to a multiple of this many tokens, so that context-parallel ranks can share it."""
 
     @classmethod
     def configured(
         cls, config: PolicyConfig, purpose: Literal["train", "logprob"], on_gpu: bool, together: int = 1
     ) -> "Layout":
         """The configured layout for training or for logprobs."""
-        mode, training = batch_mode(config, on_gpu), purpose == "train"
+        mode, training, parallel = batch_mode(config, on_gpu), purpose == "train", config.megatron_cfg
         if mode == "fixed":
             size = config.train_micro_batch_size if training else config.logprob_batch_size
-            parallel = config.megatron_cfg
             return cls(mode, size, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1, together)
-        in_buckets = training and on_gpu and config.megatron_cfg.cuda_graph_impl != "none"
-        return cls(mode, mb_tokens(config, mode, training), config.sequence_length_round, together, in_buckets)
+        in_buckets, context = training and on_gpu and parallel.cuda_graph_impl != "none", parallel.context_parallel_size
+        piece = 2 * context if context > 1 else 1
+        return cls(mode, mb_tokens(config, mode, training), row_round(config), together, in_buckets, piece)
 
     def groups(self, lengths: Sequence[int], at_least: int = 1) -> list[list[int]]:
         """Indices of the sequences of each micro-batch. There are at least `at_least` micro-batches, if there are
@@ -54,14 +56,14 @@ class Layout:
             starts = range(0, len(each), self.size)
             groups = [list(range(start, min(start + self.size, len(each)))) for start in starts]
         elif self.mode == "packed":
-            groups = _even_packs([sum(one) for one in each], self.size, at_least)
+            groups = _even_packs([sum(_up(length, self.piece) for length in one) for one in each], self.size, at_least)
         else:
             # Each group of neighbours is padded to its longest.
             groups = _similar_lengths([len(one) * self.rounded(max(one)) for one in each], self.size, at_least)
         return [[item * self.together + place for item in group for place in range(self.together)] for group in groups]
 
     def rounded(self, length: int) -> int:
-        return -(-length // self.round_to) * self.round_to
+        return _up(length, self.round_to)
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,9 @@ class ModelInput:
     """The same as `lengths`, on the host."""
     packed: bool
     bucket: Bucket | None = None
+    piece: int = 1
+    """Behind each packed sequence is padding, up to a multiple of this many tokens. It attends to the sequence, and the
+    sequence not to it."""
 
     @property
     def width(self) -> int:
@@ -96,8 +101,9 @@ class ModelInput:
         """Tokens of the packed sequences, and of the padding that follows as one more, or several in a bucket."""
         if self.bucket is not None:
             return self.bucket.pieces_of(self.own_lengths)
-        padding = self.tokens_nS.numel() - sum(self.own_lengths)
-        return [*self.own_lengths, padding] if padding else list(self.own_lengths)
+        padded = [_up(length, self.piece) for length in self.own_lengths]
+        padding = self.tokens_nS.numel() - sum(padded)
+        return [*padded, padding] if padding else padded
 
     @property
     def longest(self) -> int:
@@ -168,16 +174,21 @@ def _pad(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout
 
 def _pack(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> ModelInput:
     rows, own = torch.tensor(group), tuple(lengths[row] for row in group)
-    each = torch.tensor(own)
-    starts = each.cumsum(0) - each
-    place = torch.arange(sum(own)) - starts.repeat_interleave(each)
-    joined = tokens_BT[rows.repeat_interleave(each), place]
+    each, pieces = torch.tensor(own), torch.tensor([_up(length, layout.piece) for length in own])
+    starts = pieces.cumsum(0) - pieces
+    place = torch.arange(sum(own)) - (each.cumsum(0) - each).repeat_interleave(each)
     bucket = Bucket.of(own, layout.round_to, layout.size) if layout.in_buckets else None
-    tokens = layout.rounded(len(joined)) if bucket is None else bucket.tokens
-    padded = torch.nn.functional.pad(joined, (0, tokens - len(joined)))
+    tokens = layout.rounded(int(pieces.sum())) if bucket is None else bucket.tokens
+    row = tokens_BT.new_zeros(tokens)
+    row[starts.repeat_interleave(each) + place] = tokens_BT[rows.repeat_interleave(each), place]
     missing = 0 if bucket is None else bucket.rows - len(own)
     starts, each = (torch.nn.functional.pad(values, (0, missing)) for values in (starts, each))
-    return ModelInput(rows, padded[None], each, starts, own + (0,) * missing, packed=True, bucket=bucket)
+    own += (0,) * missing
+    return ModelInput(rows, row[None], each, starts, own, packed=True, bucket=bucket, piece=layout.piece)
+
+
+def _up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
 
 
 def _similar_lengths(lengths: Sequence[int], limit: int, at_least: int) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from nemo_rl_lite.config.parallel import ParallelDims
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.policy.megatron import lora, recordable, routers
+from nemo_rl_lite.policy.megatron.context import ContextRanks, check_shareable
 from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
 from nemo_rl_lite.policy.megatron.overlap import Gather, ddp_config
 from nemo_rl_lite.policy.megatron.scores import check_scorable
@@ -47,11 +48,12 @@ class ParallelPlace:
     pipeline_rank: int
     has_logits: bool
     is_whole: bool
+    context_rank: int = 0
 
     @property
     def reports(self) -> bool:
         """Whether this rank's results stand for its data-parallel replica."""
-        return self.has_logits and self.tensor_rank == 0
+        return self.has_logits and self.tensor_rank == 0 and self.context_rank == 0
 
 
 @dataclass
@@ -69,6 +71,7 @@ class MegatronModel:
     """megatron-bridge's description of the adapters, where there are any."""
     trains: bool = True
     """Whether chunks are wrapped, for their gradients (megatron-core's DistributedDataParallel)."""
+    context: ContextRanks = field(default_factory=ContextRanks)
 
     @cached_property
     def gather(self) -> Gather:
@@ -121,6 +124,7 @@ def build_model(
     else:
         _set_cpu_kernels(provider)
     provider.finalize()
+    check_shareable(provider)
     provider.initialize_model_parallel(seed=seed, distributed_timeout_minutes=math.ceil(timeout_s / 60))
     adapted: Any = lora.adapters(parallel.peft) if parallel.peft.enabled else None
     in_graphs = on_gpu and parallel.cuda_graph_impl != "none"
@@ -136,7 +140,7 @@ def build_model(
         return routers.freeze(bare) if parallel.freeze_moe_router else bare
 
     chunks = provider.provide_distributed_model(
-        ddp_config=ddp_config(parallel, parallel_state.get_data_parallel_world_size()),
+        ddp_config=ddp_config(parallel, parallel_state.get_data_parallel_world_size(with_context_parallel=True)),
         wrap_with_ddp=trains,
         use_cpu_initialization=not on_gpu,
         pre_wrap_hook=before_wrapping if adapted is not None or parallel.freeze_moe_router or in_graphs else None,
@@ -157,6 +161,7 @@ def build_model(
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         has_logits=parallel_state.is_pipeline_last_stage(),
         is_whole=not ParallelDims.of(parallel, dist.get_world_size()).splits_weights,
+        context_rank=parallel_state.get_context_parallel_rank(),
     )
     model = MegatronModel(
         bridge,
@@ -167,16 +172,26 @@ def build_model(
         keep_logits=keeps_logits(config),
         lora=adapted,
         trains=trains,
+        context=context_ranks(),
     )
     if place.has_logits:
         check_scorable(unwrap_model(chunks[-1]))
     return model
 
 
+def context_ranks() -> ContextRanks:
+    """This rank's place among those that share each sequence."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_context_parallel_group()
+    return ContextRanks(dist.get_rank(group), dist.get_world_size(group), group)
+
+
 def _set_layout(provider: Any, config: PolicyConfig) -> None:
     parallel, dtype = config.megatron_cfg, torch_dtype(config.precision)
     provider.tensor_model_parallel_size = parallel.tensor_model_parallel_size
     provider.pipeline_model_parallel_size = parallel.pipeline_model_parallel_size
+    provider.context_parallel_size, provider.cp_comm_type = parallel.context_parallel_size, parallel.cp_comm_type
     provider.expert_model_parallel_size = parallel.expert_model_parallel_size
     provider.sequence_parallel = parallel.sequence_parallel
     provider.params_dtype = provider.pipeline_dtype = dtype

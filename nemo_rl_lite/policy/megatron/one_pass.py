@@ -12,6 +12,7 @@ from nemo_rl_lite.losses.interface import Loss, Metrics, Normalizers, loss_of
 from nemo_rl_lite.losses.mismatch import mismatch_metrics
 from nemo_rl_lite.observability import progress
 from nemo_rl_lite.observability.profiling import span
+from nemo_rl_lite.policy.megatron.context import ContextRanks
 from nemo_rl_lite.policy.megatron.micro_batches import ModelInput
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 
@@ -57,11 +58,11 @@ def trained_on(
     return value, Trained(metrics, mismatch)
 
 
-def view_of(micro: ModelInput, device: torch.device) -> dict[str, Tensor]:
+def view_of(micro: ModelInput, device: torch.device, context: ContextRanks) -> dict[str, Tensor]:
     """Host tensors that say where each token is and which tokens it sees: `positions`, and a mask on a CPU or sequence
     boundaries for Transformer Engine, which is causal by itself and needs nothing where right-padded sequences have a
-    row each."""
-    seen = {"positions": micro.positions()}
+    row each. The mask and the boundaries are those of the whole row, of which this rank may have a part."""
+    seen = {"positions": context.own(micro.positions(), micro)}
     if device.type == "cpu":
         return seen | {"attention_mask": micro.hidden_from()}
     return seen | ({"boundaries": micro.boundaries()} if micro.packed else {})
@@ -86,12 +87,18 @@ def forward(
     if "boundaries" in seen:
         from megatron.core.packed_seq_params import PackedSeqParams
 
+        padded = seen["boundaries"] if model.context.splits else None
         options["packed_seq_params"] = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=seen["boundaries"],
             cu_seqlens_kv=seen["boundaries"],
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
+            # Asked for where ranks share sequences. A sequence's own padding is part of it here, and saying so saves a
+            # comparison on the GPU in each layer.
+            cu_seqlens_q_padded=padded,  # pyrefly: ignore
+            cu_seqlens_kv_padded=padded,  # pyrefly: ignore
+            pad_between_seqs=False,
         )
     mask = seen.get("attention_mask")
     return chunk(tokens_nS, seen["positions"], attention_mask=mask, output_processor=scores, **options)

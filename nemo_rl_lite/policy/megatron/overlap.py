@@ -10,7 +10,7 @@ from nemo_rl_lite.config.schema import MegatronConfig
 
 
 def ddp_config(parallel: MegatronConfig, replicas: int) -> Any:
-    """The options of megatron-core's DistributedDataParallel."""
+    """The options of megatron-core's DistributedDataParallel. `replicas`: ranks that average their gradients."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     options = parallel.distributed_data_parallel_config

@@ -1,7 +1,7 @@
 """What a loss reads of the model's last hidden states: logprobs, entropy, the largest logits.
 
-Shapes: b sequences of T tokens in n rows of S positions, N = n * S, H hidden, v entries of the vocabulary on this
-tensor-parallel rank. All values are float32 and, outside `no_grad`, carry a gradient.
+Shapes: b sequences of T tokens in n rows, N positions of them on this context-parallel rank, H hidden, v entries of the
+vocabulary on this tensor-parallel rank. All values are float32 and, outside `no_grad`, carry a gradient.
 """
 
 import inspect
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.losses.interface import Loss, Need, needs_of
+from nemo_rl_lite.policy.megatron.context import Shard
 from nemo_rl_lite.policy.megatron.linear_scores import Head, LinearScores
-from nemo_rl_lite.policy.megatron.micro_batches import ModelInput
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class TopLogits:
 
 
 def scores_of(
-    micro: ModelInput,
+    shard: Shard,
     temperature: float,
     loss: Loss | TopLogits | None,
     wait_for: Callable[[Tensor], None],
@@ -52,11 +52,11 @@ def scores_of(
         cap, group = soft_cap_of(output_layer), _vocabulary_group()
         head = Head(temperature, cap, "entropy" in needs, topk, group, keep, others=of_teacher)
         hidden_NH = _of_all_ranks(hidden_states, output_layer).transpose(0, 1).flatten(0, 1)
-        next_N = micro.tokens_nS.roll(-1, dims=1).flatten()
-        others_Nk = micro.pack(teacher_ids_bTk) if of_teacher and teacher_ids_bTk is not None else None
+        next_N = shard.next_tokens_nS.flatten()
+        others_Nk = shard.pack(teacher_ids_bTk) if of_teacher and teacher_ids_bTk is not None else None
         names = ("logprobs", "entropy", "topk_logits", "topk_ids", "student_topk_logprobs")
         found = dict(zip(names, LinearScores.apply(hidden_NH, weight_vH, next_N, others_Nk, head), strict=True))
-        return {name: micro.unpack(values) for name, values in found.items() if values is not None}
+        return {name: shard.unpack(values) for name, values in found.items() if values is not None}
 
     return scores
 

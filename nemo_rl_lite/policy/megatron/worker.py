@@ -290,8 +290,10 @@ class MegatronWorker:
         self._model.gather.complete()
 
     def _seed_step(self) -> None:
-        """Seed the random numbers of a step, such as dropout's, from run, step and replica alone."""
-        steps, replica = self._scheduler.num_steps, self._model.place.data_rank
+        """Seed the random numbers of a step, such as dropout's, from run, step and place alone. Context-parallel ranks
+        have other tokens of the replica's sequences."""
+        steps, context = self._scheduler.num_steps, self._model.context
+        replica = self._model.place.data_rank * context.size + context.rank
         progress.note(optimizer_step=steps + 1, micro_batch=0)
         torch.manual_seed((self._seed * 1_000_003 + steps) * 65_537 + replica)
 

@@ -35,8 +35,8 @@ TEACHER_CLASS = "nemo_rl_lite.policy.megatron.teacher.TeacherWorker"
 CPU_POLICY_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
 _SEGMENTS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # The number of hardware work queues of a process. With a single queue, a copy that waits for an earlier copy also
-# delays kernels that were launched after it. megatron-core's tensor parallelism needs that order to overlap
-# communication with computation; other layouts do not.
+# delays kernels that were launched after it. megatron-core's tensor and context parallelism need that order to
+# overlap communication with computation; other layouts do not.
 ONE_QUEUE, MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
@@ -127,10 +127,11 @@ def _teacher_group(config: Config, placement: Placement, run_folder: Path) -> Wo
 
 def _ranks(name: str, config: Config, slots: Sequence[Slot], run_folder: Path) -> WorkerGroup:
     """Processes of megatron-core, whose environment depends on the layout of the policy in `config`."""
+    dims = parallel_dims(config)
     if not on_gpus(config):
         environment = CPU_POLICY_ENVIRONMENT | ON_CPUS
     else:
-        environment = ONE_QUEUE if parallel_dims(config).tp > 1 else MANY_QUEUES
+        environment = ONE_QUEUE if dims.tp * dims.cp > 1 else MANY_QUEUES
         environment = environment | _segments(config)
     environment = environment | {"OMP_NUM_THREADS": str(_threads(config, policy_ranks(config)))}
     environment |= _of_activations(config)

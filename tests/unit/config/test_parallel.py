@@ -30,11 +30,13 @@ def test_ranks_are_those_of_megatron_core(dims):
     experts = RankGenerator(tp=1, ep=dims.ep, dp=dims.expert_dp, pp=dims.pp, cp=1, order="tp-cp-ep-dp-pp")
     assert {len(group) for group in experts.get_ranks("dp")} == {dims.expert_dp}
     assert dims.fills_world and dims.world == dims.replica * dims.dp == dims.stage * dims.pp
+    assert {len(group) for group in ranks.get_ranks("dp-cp")} == {dims.dense_dp}
     assert dims.splits_weights == (dims.tp * dims.pp * dims.ep > 1)
 
 
 def test_too_few_ranks_fill_nothing():
     assert not ParallelDims(tp=4, pp=1, cp=1, ep=1, world=2).fills_world
     assert ParallelDims(tp=4, pp=1, cp=1, ep=1, world=2).dp == 0
+    assert ParallelDims(tp=4, pp=1, cp=1, ep=1, world=2).dense_dp == 1
     assert not ParallelDims(tp=2, pp=1, cp=1, ep=1, world=3).fills_world
     assert not ParallelDims(tp=1, pp=1, cp=1, ep=1, world=0).fills_world

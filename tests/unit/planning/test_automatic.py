@@ -170,3 +170,14 @@ def test_nothing_is_settled_without_facts():
     assert settle(config, None, GPU).config == settle(config, shape, None).config == config
     on_cpus = compose_config(["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=auto"])
     assert settle(on_cpus, shape, None).config == on_cpus
+
+
+def test_ranks_that_share_sequences_have_larger_micro_batches():
+    two = ["cluster.gpus_per_node=2", "policy.max_total_sequence_length=1024"]
+    tokens = [
+        settled(SMALL, *two, f"policy.megatron_cfg.context_parallel_size={ranks}")[
+            0
+        ].policy.sequence_packing.train_mb_tokens
+        for ranks in (1, 2)
+    ]
+    assert tokens[0] <= MOST_TOKENS < tokens[1] <= 2 * MOST_TOKENS

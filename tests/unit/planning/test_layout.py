@@ -36,6 +36,16 @@ def test_engines_on_gpus_of_their_own_come_after_the_policys():
     ]
 
 
+def test_context_parallel_ranks_share_a_replica():
+    config = compose_config([*GPUS, f"{PARALLEL}.context_parallel_size=4", "cluster.gpus_per_node=8"])
+    assert dict(parallel_rows(config, SHAPE))["policy"] == "8 ranks: tensor 1 x pipeline 1 x context 4 x data 2"
+    assert {tuple(row[1:3]) for row in rank_rows(config)} >= {
+        ("GPU 0", "stage 0, replica 0"),
+        ("GPU 7", "stage 0, replica 1"),
+    }
+    assert "which 4 context-parallel ranks share" in dict(batch_rows(config, 0, SHAPE))["a micro-batch"]
+
+
 def test_batches_add_up():
     sizes = ["algorithm.num_prompts_per_step=32", "algorithm.num_generations_per_prompt=8"]
     sizes += ["policy.train_global_batch_size=128", "policy.max_total_sequence_length=1024"]

@@ -81,6 +81,15 @@ def test_a_pipeline_fills_and_drains():
     assert logprob_seconds(config, SHAPE, SLOW_TO_READ, LENGTHS) == pytest.approx(5 * LAYERS / 2 * LAUNCH_S)
 
 
+def test_context_parallel_ranks_share_the_work_of_a_replica():
+    """Two ranks of one replica compute as much as two replicas."""
+    share = "policy.megatron_cfg.context_parallel_size=2"
+    apart, shared = (
+        logprob_seconds(compose_config([*GPUS, *own]), SHAPE, SLOW_TO_COMPUTE, LENGTHS) for own in ((), (share,))
+    )
+    assert shared == pytest.approx(apart, rel=1e-6)
+
+
 def test_the_cpu_optimizer_takes_its_parameters():
     config = compose_config([*GPUS, "offload=cpu_optimizer"])
     without = optimizer_step_seconds(compose_config(GPUS), SHAPE, SLOW_TO_READ, LENGTHS)

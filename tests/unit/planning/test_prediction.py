@@ -303,3 +303,19 @@ def test_the_table_fits_a_hundred_columns():
     assert max(map(len, lines)) <= 100
     # Nothing is broken over lines but what is in two places: title, three rules, headers, eight rows, one more line.
     assert len(lines) == 14
+
+
+def test_context_parallel_ranks_share_activations_and_optimizer_states():
+    batch = [*BATCH, "policy.max_total_sequence_length=32768"]
+    limits = [f"policy.sequence_packing.{phase}_mb_tokens=32768" for phase in ("train", "logprob")]
+    two = ["cluster.gpus_per_node=2", *limits]
+    alone, shared = (
+        predict(compose_config([*ONE_GPU, *batch, *two, *own]), replace(QWEN3, max_positions=40960), H100)
+        for own in ([], [f"{MEGATRON}.context_parallel_size=2"])
+    )
+    for phase in (Phase.TRAIN, Phase.LOGPROB):
+        ours, whole = (one[phase, Component.ACTIVATIONS].device for one in (shared, alone))
+        # The gradient of the last matrix is not shared.
+        assert 0.49 * whole < ours < 0.53 * whole
+    for component in (Component.PARAMETERS, Component.GRADIENTS, Component.OPTIMIZER_STATES):
+        assert shared[Phase.TRAIN, component] == alone[Phase.TRAIN, component]

@@ -24,6 +24,7 @@ MODEL = {
 OPTIMIZER, SCHEDULER = "policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler"
 TP, PP = "policy.megatron_cfg.tensor_model_parallel_size", "policy.megatron_cfg.pipeline_model_parallel_size"
 DDP = "policy.megatron_cfg.distributed_data_parallel_config"
+CP, CP_TYPE = "policy.megatron_cfg.context_parallel_size", "policy.megatron_cfg.cp_comm_type"
 LOSS = "algorithm.loss_fn"
 IS, TYPE = f"{LOSS}.use_importance_sampling_correction=true", f"{LOSS}.truncated_importance_sampling_type"
 RATIO, LEVEL = f"{LOSS}.truncated_importance_sampling_ratio", f"{LOSS}.importance_sampling_correction_level"
@@ -551,6 +552,30 @@ CASES = {
         "cluster.collective_timeout_s = 300",
         "refit.timeout_s=150",
     ],
+    # Ranks that share each sequence.
+    f"{CP}=0": [CP, "greater than 0"],
+    f"cluster.cpu_ranks=2 {CP}=2": [f"{CP} = 2", "runs on GPUs", "cluster.gpus_per_node=2", "1 problem found"],
+    f"cluster.gpus_per_node=2 policy=megatron_gpu {CP}=2 policy.sequence_packing.enabled=false "
+    "policy.train_micro_batch_size=16": [f"{CP} = 2", "packed sequences only", "policy.sequence_packing.enabled=true"],
+    f"cluster.gpus_per_node=2 policy=megatron_gpu {CP}=2 policy.dynamic_batching.enabled=true": [
+        f"{CP} = 2",
+        "packed sequences only",
+    ],
+    f"cluster.gpus_per_node=3 policy=megatron_gpu {CP}=2": [f"{CP} = 2", "context (2)", "the 3 policy ranks"],
+    f"cluster.gpus_per_node=4 policy=megatron_gpu {CP}=4 {TP}=2": [f"{TP} = 2", "context (4)", "the 4 policy ranks"],
+    f"cluster.gpus_per_node=2 {CP_TYPE}=ring policy=megatron_gpu {CP}=2": [CP_TYPE, "'p2p' or 'a2a'"],
+    f"cluster.gpus_per_node=2 {CP_TYPE}=a2a policy=megatron_gpu": [CP_TYPE, f"or {CP}=2 or more"],
+    f"policy.model_name=MOE cluster.gpus_per_node=8 policy=megatron_gpu {CP}=8 {CP_TYPE}=a2a "
+    "policy.max_total_sequence_length=64 generation.max_new_tokens=16": [
+        f"{CP_TYPE} = 'a2a'",
+        "4 key/value heads",
+        f"{CP_TYPE}=p2p",
+    ],
+    f"cluster.gpus_per_node=2 policy=megatron_gpu {CP}=2 policy.sequence_length_round=9000 "
+    "policy.sequence_packing.train_mb_tokens=16384 policy.sequence_packing.logprob_mb_tokens=16384": [
+        "policy.sequence_length_round = 9000",
+        "rounds up to more than 16384 tokens",
+    ],
     "policy.megatron_cfg.sequence_parallel=true": ["policy.megatron_cfg.sequence_parallel", "on a CPU"],
     "cluster.gpus_per_node=1 policy.megatron_cfg.sequence_parallel=true": ["sequence_parallel", "there is one"],
     "policy.megatron_cfg.expert_model_parallel_size=2": ["expert_model_parallel_size", "must divide the 1 ranks"],
@@ -699,6 +724,7 @@ CASES = {
         "reduced during the backward pass",
         "1 problem found",
     ],
+    f"{GPU} cluster.gpus_per_node=2 {GRAPHS}=full_iteration {CP}=2": [f"{CP} = 2", f"{CP}=1, or {GRAPHS}=none"],
     f"{GPU} {GRAPHS}=full_iteration policy.sequence_packing.enabled=false": [
         f"{GRAPHS} = 'full_iteration'",
         "batches are fixed",

@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +19,8 @@ from nemo_rl_lite.run.workers.remote_policy import RemotePolicy
 class Worker:
     """One rank: keeps what it is given, and gives every token the logprob -0.5."""
 
-    def __init__(self, data_rank, data_size, tensor_rank):
-        self.own = ParallelPlace(data_rank, data_size, tensor_rank, 0, True, True)
+    def __init__(self, data_rank, data_size, tensor_rank, context_rank):
+        self.own = ParallelPlace(data_rank, data_size, tensor_rank, 0, True, True, context_rank)
         self.held, self.steps = {}, []
 
     def place(self):
@@ -51,8 +52,9 @@ class Worker:
 class Group:
     """The workers of a policy, called one after the other; `stored` has what was put."""
 
-    def __init__(self, replicas, tensor=2):
-        self.workers = [Worker(data, replicas, rank) for data in range(replicas) for rank in range(tensor)]
+    def __init__(self, replicas, tensor=2, context=1):
+        places = product(range(replicas), range(context), range(tensor))
+        self.workers = [Worker(data, replicas, rank, part) for data, part, rank in places]
         self.stored = []
 
     def put(self, value):
@@ -115,6 +117,15 @@ def test_each_optimizer_step_is_split_over_the_replicas():
     assert first.steps == [([0, 2], 12.0), ([4, 6], 12.0)] and second.steps == [([1, 3], 12.0), ([5, 7], 12.0)]
     # Shares add up over the replicas; averages are over the steps.
     assert metrics == {"loss": 2.0, "grad_norm": 2.0, "lr": 0.1, "wd": 0.0, "skipped_steps": 0.0}
+
+
+def test_ranks_that_share_sequences_have_the_rows_of_their_replica_and_one_reports():
+    group = Group(replicas=2, tensor=1, context=2)
+    batch = RemotePolicy(group, global_batch=4).hold(rows(3, 4, 5, 6))
+    held = [[row.tokens[0] for row in worker.held["train"]] for worker in group.workers]
+    assert held[0] == held[1] and held[2] == held[3] and sorted(held[0] + held[2]) == [0, 1, 2, 3]
+    assert [worker.own.reports for worker in group.workers] == [True, False, True, False]
+    assert len(batch.rows) == 4
 
 
 def test_long_rows_of_an_optimizer_step_are_spread_over_the_replicas():

@@ -1,0 +1,105 @@
+"""How context-parallel ranks share packed sequences."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_rl_lite.errors import TrainingError
+from nemo_rl_lite.policy.megatron.context import ContextRanks, Shard, check_shareable, own_places
+from nemo_rl_lite.policy.megatron.micro_batches import Layout, cut
+from nemo_rl_lite.rules.compose import compose_config
+
+CPU = torch.device("cpu")
+MEGATRON = "policy.megatron_cfg"
+
+
+def packed(size: int, lengths: tuple[int, ...] = (11, 3, 16, 8)):
+    layout = Layout("packed", 64, 8 * size, piece=2 * size)
+    tokens = torch.arange(1, 1 + len(lengths) * 20).view(len(lengths), 20)
+    (micro,) = cut(tokens, torch.tensor(lengths), layout)
+    return micro
+
+
+def test_the_order_is_transformer_engines():
+    """The example in the docstring of its `attn_forward_func_with_cp`."""
+    assert own_places([8, 4], 0, 2).tolist() == [0, 1, 6, 7, 8, 11]
+    assert own_places([8, 4], 1, 2).tolist() == [2, 3, 4, 5, 9, 10]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_have_the_positions_that_megatron_core_rotates(size):
+    """Against the rotary frequencies that megatron-core picks for a rank's tokens of a packed row."""
+    from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
+
+    prepare_import()
+    from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
+
+    micro = packed(size)
+    places = torch.arange(64)
+    for rank in range(size):
+        context, rotated = ContextRanks(rank, size), []
+        for piece in micro.pieces:
+            of_piece = torch.zeros(piece // size)
+            rotated.append(_get_thd_freqs_on_this_cp_rank(rank, size, of_piece, places))
+        assert context.own(micro.positions(), micro).tolist() == [torch.cat(rotated).tolist()]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_token_is_with_one_rank_that_knows_the_next(size):
+    micro = packed(size)
+    shards = [Shard.of(micro, ContextRanks(rank, size), CPU) for rank in range(size)]
+    assert {own.tokens_nS.shape for own in shards} == {(1, micro.tokens_nS.shape[1] // size)}
+    gathered = torch.cat([own.tokens_nS for own in shards], dim=1)[0]
+    order = torch.arange(len(gathered)) if size == 1 else shards[0].order
+    assert torch.equal(gathered[order], micro.tokens_nS[0])
+    following = torch.cat([own.next_tokens_nS for own in shards], dim=1)[0][order]
+    found = micro.unpack(following)
+    for row, length in enumerate((11, 3, 16, 8)):
+        first = 1 + 20 * row
+        assert found[row, 1:length].tolist() == list(range(first + 1, first + length))
+
+
+def test_sequences_are_padded_to_equal_chunks():
+    micro = packed(2)
+    assert micro.own_lengths == (11, 3, 16, 8) and micro.starts.tolist() == [0, 12, 16, 32]
+    assert micro.pieces == [12, 4, 16, 8, 8] and micro.boundaries().tolist() == [0, 12, 16, 32, 40, 48]
+    # A sequence's own padding is behind it, where causal attention does not look.
+    assert micro.tokens_nS[0, 11] == 0 and micro.positions()[0, 11] == 11
+    with pytest.raises(ValueError, match="cannot share sequences of"):
+        own_places([12, 6], 0, 2)
+
+
+def test_packs_hold_the_padding_of_each_sequence():
+    layout = Layout("packed", 16, 8, piece=8)
+    # 4 x 8 tokens, where the sequences alone would fit one row.
+    assert len(layout.groups([3, 3, 3, 3])) == 2
+    assert len(Layout("packed", 16, 8).groups([3, 3, 3, 3])) == 1
+
+
+@pytest.mark.parametrize(("size", "round_to"), [(1, 5), (2, 20), (4, 40)])
+def test_the_configured_layout_gives_each_rank_halves_of_whole_tokens(size, round_to):
+    own = [
+        "policy=megatron_gpu",
+        "policy.max_total_sequence_length=128",
+        f"cluster.gpus_per_node={size}",
+        "policy.sequence_length_round=5",
+    ]
+    config = compose_config([*own, f"{MEGATRON}.context_parallel_size={size}"])
+    layout = Layout.configured(config.policy, "train", on_gpu=True)
+    assert (layout.mode, layout.round_to, layout.piece) == ("packed", round_to, 2 * size if size > 1 else 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "way", "fix"),
+    [
+        ({"window_size": (128, 0)}, "p2p", "cp_comm_type=a2a"),
+        ({"multi_latent_attention": True}, "a2a", "cp_comm_type=p2p"),
+    ],
+)
+def test_attention_that_ranks_cannot_share_is_an_error(model, way, fix):
+    plain = {"window_size": None, "multi_latent_attention": False}
+    check_shareable(SimpleNamespace(context_parallel_size=2, cp_comm_type=way, **plain))
+    check_shareable(SimpleNamespace(context_parallel_size=1, cp_comm_type=way, **plain | model))
+    with pytest.raises(TrainingError, match=fix):
+        check_shareable(SimpleNamespace(context_parallel_size=2, cp_comm_type=way, **plain | model))
