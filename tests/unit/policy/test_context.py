@@ -60,6 +60,18 @@ def test_every_token_is_with_one_rank_that_knows_the_next(size):
         assert found[row, 1:length].tolist() == list(range(first + 1, first + length))
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_values_about_tokens_go_to_the_rank_that_computes_them(size):
+    """What a teacher says of each token: unpacking what all ranks have packed gives it back."""
+    micro = packed(size)
+    shards = [Shard.of(micro, ContextRanks(rank, size), CPU) for rank in range(size)]
+    values_bTk = torch.arange(4 * micro.width * 2).view(4, micro.width, 2) + 1
+    gathered = torch.cat([own.pack(values_bTk) for own in shards])
+    found = micro.unpack(gathered if size == 1 else gathered[shards[0].order])
+    for row, length in enumerate((11, 3, 16, 8)):
+        assert torch.equal(found[row, 1:length], values_bTk[row, 1:length])
+
+
 def test_sequences_are_padded_to_equal_chunks():
     micro = packed(2)
     assert micro.own_lengths == (11, 3, 16, 8) and micro.starts.tolist() == [0, 12, 16, 32]
