@@ -52,7 +52,8 @@ def hub_rows(config: DataConfig, split: str, key: str) -> Iterator[tuple[str, Ro
         loaded = datasets.load_dataset(str(config.path), config.subset)
     except Exception as error:  # huggingface_hub, requests and datasets raise a dozen kinds
         cause = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DataError(f"data.path = {name}: cannot be loaded from the hub: {cause}") from None
+        fix = "without the hub, use data=file with the rows as JSON lines or Parquet"
+        raise DataError(f"data.path = {name}: cannot be loaded from the hub: {cause}; {fix}") from None
     if split not in loaded:
         raise DataError(f"{key} = {split}: {name} has no such split (splits: {', '.join(map(str, loaded))})")
     for number, row in enumerate(loaded[split], start=1):
