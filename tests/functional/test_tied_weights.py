@@ -1,0 +1,44 @@
+"""A model whose embedding and last layer share a matrix: engines compute with what each refit brings of it."""
+
+import pytest
+import torch
+
+from tests.functional.conftest import train
+
+pytestmark = pytest.mark.functional
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def test_the_probe_agrees_after_every_refit(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from nemo_rl_lite.models.embedded.build import build_tokenizer
+
+    torch.manual_seed(0)
+    folder, run = tmp_path / "model", tmp_path / "run"
+    tied = AutoConfig.for_model("qwen3", **SIZES, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(tied).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    _, metrics = train(
+        run,
+        folder,
+        *("algorithm.max_num_steps=3", "algorithm.num_prompts_per_step=4", "policy.train_global_batch_size=32"),
+        *("algorithm.val_at_start=false", "algorithm.val_at_end=false", "checkpoint.export_hf_at_end=false"),
+        # The reward of random responses teaches little; the decay alone moves every weight.
+        *("policy.megatron_cfg.optimizer.lr=0.01", "policy.megatron_cfg.optimizer.weight_decay=10"),
+        *("policy.megatron_cfg.scheduler.lr_warmup_iters=0", "generation=vllm"),
+    )
+    differences = [line["refit/probe_logprob_diff"] for line in metrics if "refit/probe_logprob_diff" in line]
+    assert len(differences) == 4 and max(differences) < 1e-4
