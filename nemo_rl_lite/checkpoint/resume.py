@@ -8,6 +8,7 @@ from typing import Any
 
 from nemo_rl_lite.checkpoint.checkpoints import POLICY
 from nemo_rl_lite.checkpoint.store import RECORD, Checkpoint, CheckpointStore, Retention, has_any, verified
+from nemo_rl_lite.config.algorithms import has_teacher
 from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, Violation
@@ -88,7 +89,9 @@ def find_start(
     if found is None:
         return Start()
     saved = found.record.get("config", {})
-    changes = changed(saved, whole_config)
+    # Without a teacher its keys, which follow the policy's, change nothing.
+    free = _FREE if has_teacher(config) else (*_FREE, "teacher")
+    changes = changed(saved, whole_config, free)
     before_all = dict(leaves(saved))
     fixed = _fixed(before_all, dict(leaves(whole_config)))
     wrong = [

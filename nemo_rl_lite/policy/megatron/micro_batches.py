@@ -174,11 +174,12 @@ def _pad(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout
 
 def _pack(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> ModelInput:
     rows, own = torch.tensor(group), tuple(lengths[row] for row in group)
-    each, pieces = torch.tensor(own), torch.tensor([_up(length, layout.piece) for length in own])
+    wide = [_up(length, layout.piece) for length in own]
+    each, pieces = torch.tensor(own), torch.tensor(wide)
     starts = pieces.cumsum(0) - pieces
     place = torch.arange(sum(own)) - (each.cumsum(0) - each).repeat_interleave(each)
     bucket = Bucket.of(own, layout.round_to, layout.size) if layout.in_buckets else None
-    tokens = layout.rounded(int(pieces.sum())) if bucket is None else bucket.tokens
+    tokens = layout.rounded(sum(wide)) if bucket is None else bucket.tokens
     row = tokens_BT.new_zeros(tokens)
     row[starts.repeat_interleave(each) + place] = tokens_BT[rows.repeat_interleave(each), place]
     missing = 0 if bucket is None else bucket.rows - len(own)

@@ -2,6 +2,8 @@
 
 from contextlib import asynccontextmanager, contextmanager
 
+import numpy as np
+
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.losses.batch import OF_TOKENS
 from nemo_rl_lite.rewards.judge import Judge, sum_of
@@ -11,9 +13,9 @@ from nemo_rl_lite.rewards.terms import RewardCalls, Term
 END = 0
 
 
-def plain(rows) -> list[tuple]:
-    """Rows as tuples of lists, which compare by value."""
-    return [(*(getattr(row, name).tolist() for name in OF_TOKENS), row.advantage) for row in rows]
+def plain(rows) -> list[dict]:
+    """Rows as dictionaries of lists, which compare by value."""
+    return [{name: np.asarray(getattr(row, name)).tolist() for name in (*OF_TOKENS, "advantage")} for row in rows]
 
 
 class Letters:

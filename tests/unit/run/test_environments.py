@@ -52,6 +52,6 @@ def test_of_more_than_two_cores_a_worker_leaves_one(cores, workers, threads, mon
 
 
 def test_a_worker_on_a_gpu_has_one_thread():
-    on_gpus = ["recipes=grpo-smollm2-135m-1n1g"]
+    on_gpus = ["policy=megatron_gpu", "cluster.gpus_per_node=1", "policy.max_total_sequence_length=64"]
     assert reserve._threads(compose_config(on_gpus), 1) == 1
     assert reserve._threads(compose_config([*on_gpus, "cluster.threads_per_worker=4"]), 1) == 4

@@ -52,7 +52,8 @@ def test_runs_share_a_gpu_and_end_at_the_limit(scripts, tmp_path, monkeypatch):
     jobs = [together.Job("short", []), together.Job("bad", ["broken"]), together.Job("long", ["forever"])]
     began, ended = time.monotonic(), []
     together.run_together(jobs, 2, 1, tmp_path / "runs", 3.0, ended.append)
-    assert time.monotonic() - began < 15
+    # The limit is 3 s, and the long one takes 60.
+    assert time.monotonic() - began < 45
     statuses = {one.job.name: one.status for one in ended}
     assert statuses["short"] == 0 and statuses["bad"] == 3 and statuses["long"] not in (0, 3)
     assert all(one.lines == [{"step": 1, "train/reward": 0.5}] for one in ended)
