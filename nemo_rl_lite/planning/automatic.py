@@ -46,7 +46,7 @@ CHEAPEST_FIRST: tuple[OffloadedComponent, ...] = ("gradients", "parameters", "op
 MOST_TOKENS, GRAIN = 65536, 1024
 # Predictions of a GPU's memory were up to 9 % too small (docs/benchmarks, plan-against-measured).
 USED = 0.9
-# Micro-batches of 0.88 of the tokens with kept logits took 4 % less time (docs/performance.md).
+# With kept logits and somewhat smaller micro-batches training took 4 % less time (docs/performance.md).
 KEEPING_SHARE = 0.8
 # The phases whose bytes depend on the micro-batch, and the others.
 WORK, AROUND = (Phase.LOGPROB, Phase.TRAIN), (Phase.GENERATE, Phase.REFIT)

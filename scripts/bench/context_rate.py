@@ -2,7 +2,7 @@
 
 context_rate.py MODEL [--tokens 16384 65536] [--steps 7] [--context 1] [-- OVERRIDE ...]
 
-Each optimizer step trains all weights on one chat of so many tokens, in bfloat16 with recomputed layers, as the rows
+Each optimizer step trains all weights on one chat of that many tokens, in bfloat16 with recomputed layers, as the rows
 "RL full, recompute" of prime-rl's table of its trainer do, on one GPU or on `--context` GPUs that share each sequence.
 The first three steps do not count.
 """

@@ -4,21 +4,9 @@ import pytest
 import torch
 
 from tests.functional.conftest import train
+from tests.functional.test_vllm_loader import SIZES
 
 pytestmark = pytest.mark.functional
-
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 def test_the_probe_agrees_after_every_refit(tmp_path):

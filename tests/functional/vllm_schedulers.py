@@ -1,4 +1,4 @@
-"""vLLM's asynchronous scheduler beside ours on the same requests, with no model: vllm_schedulers.py MODEL
+"""vLLM's asynchronous scheduler and ours on the same requests, with no model: vllm_schedulers.py MODEL
 
 Every step of both must compute the same tokens in the same blocks, and say the same of them, while requests come, are
 aborted, find the cache full, stop at a token, and while weights are replaced. Exits 0 where it is so.

@@ -61,7 +61,8 @@ class DecodeScheduler(AsyncScheduler):
         new_blocks: list[tuple[list[int], ...] | None] = [None] * len(scheduled)
         for place in without_room:
             blocks = manager.allocate_slots(scheduled[place], 1)
-            assert blocks is not None
+            if blocks is None:
+                raise RuntimeError("vLLM's cache has fewer free blocks than it says")
             new_blocks[place] = blocks.get_block_ids(allow_none=True)
         for request in scheduled:
             request.num_computed_tokens += 1
@@ -146,9 +147,9 @@ class DecodeScheduler(AsyncScheduler):
     def _may_stop(self, request: Request, token: int) -> bool:
         """Whether `check_stop` has to look at the request; it would return False otherwise."""
         parameters = request.sampling_params
-        assert parameters is not None
         return (
-            token == parameters.eos_token_id
+            parameters is None
+            or token == parameters.eos_token_id
             or token in (parameters.stop_token_ids or ())
             or len(request._output_token_ids) >= request.max_tokens
             or len(request._all_token_ids) >= self.max_model_len

@@ -59,7 +59,7 @@ class Adapters:
             replace(adapter, linear_in_task=first, linear_out_task=second)
             for adapter, (first, second) in zip(self._adapters, pairs, strict=True)
         ]
-        # The bridge takes no tasks from its caller here, but makes them anew in an object of its own.
+        # The bridge takes no tasks here: it makes new ones, in an object of its own.
         bridge = self._model.bridge._model_bridge
         bridge.build_adapter_conversion_tasks = lambda *_, **__: {"": adapters}
         on_cpu = self._model.device.type == "cpu"
