@@ -126,8 +126,6 @@ class MicroBatchGraphs:
         mismatch_counts: Normalizers | None,
     ) -> list[Trained]:
         """See `batches.forward_backward`; the micro-batches are in buckets."""
-        from megatron.core.distributed import finalize_model_grads
-
         self._drop_useless()
         both, parts, kind = (counts, mismatch_counts), [], (pickle.dumps(loss), temperature)
         of_counts: Arguments = {}
@@ -141,7 +139,7 @@ class MicroBatchGraphs:
                 if key not in self._shapes:
                     self._shapes[key] = _Shape(Work(self._model, micro.bucket, temperature, loss, names))
                 parts.append(self._shapes[key].work.trained(self._run(self._shapes[key], given)))
-            finalize_model_grads(self._model.chunks)
+            self._model.finish_gradients(self._model.chunks)
         return parts
 
     def forget(self, reason: str) -> None:
