@@ -99,7 +99,7 @@ class Policy(Protocol):
 
     def take_waits(self) -> dict[str, float]:
         """How data-parallel replicas have waited for each other since the last call: `<phase>`, the seconds of the
-        slowest replica's own part of its passes, and `<phase>_idle_share`, the share of the replicas' time in which
+        slowest replica's own part of its passes, and `idle_share/<phase>`, the share of the replicas' time in which
         they waited for the slowest one. Empty where there is one replica."""
         ...
 

@@ -78,7 +78,7 @@ def main() -> None:
         lengths = [lengths_of(one) for one in rollout_files(run)][WARM:]
     results, bars = [], []
     for phase, what in PHASES.items():
-        found = [line[f"timing/replicas/{phase}_idle_share"] for line in steps]
+        found = [line[f"timing/replicas/idle_share/{phase}"] for line in steps]
         seconds = [line[f"timing/replicas/{phase}"] for line in steps]
         results.append(record.result(f"idle share of {RANKS} ranks, {what}", "balanced, measured", "share", found))
         results.append(record.result(f"the slower rank's {what}", "balanced, measured", "s", seconds))

@@ -238,7 +238,7 @@ def idle_shares(replicas: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, 
     for phase in replicas[0]:
         passes = list(zip(*(own[phase] for own in replicas), strict=True))
         slowest = sum(map(max, passes))
-        found |= {phase: slowest, f"{phase}_idle_share": 1 - sum(map(sum, passes)) / len(replicas) / slowest}
+        found |= {phase: slowest, f"idle_share/{phase}": 1 - sum(map(sum, passes)) / len(replicas) / slowest}
     return found
 
 

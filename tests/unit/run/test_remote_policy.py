@@ -85,7 +85,7 @@ def policy(replicas: int, global_batch: int, together: int = 1) -> tuple[RemoteP
 
 def test_the_slowest_replica_of_each_pass_is_waited_for():
     own = [{"train": [3.0, 1.0], "logprob": [2.0]}, {"train": [1.0, 2.0], "logprob": [2.0]}]
-    expected = {"train": 5.0, "train_idle_share": 0.3, "logprob": 2.0, "logprob_idle_share": 0.0}
+    expected = {"train": 5.0, "idle_share/train": 0.3, "logprob": 2.0, "idle_share/logprob": 0.0}
     assert idle_shares(own) == pytest.approx(expected)
 
 
@@ -95,7 +95,7 @@ def test_replicas_tell_of_their_passes_and_one_alone_has_nobody_to_wait_for():
         # Ranks that do not report are not counted.
         seconds = 2.0 + 2 * worker.own.data_rank if worker.own.reports else 100.0
         worker.take_passes = lambda seconds=seconds: {"train": [seconds]}
-    assert remote.take_waits() == {"train": 4.0, "train_idle_share": 0.25}
+    assert remote.take_waits() == {"train": 4.0, "idle_share/train": 0.25}
     assert policy(replicas=1, global_batch=4)[0].take_waits() == {}
 
 
