@@ -51,6 +51,7 @@ class Report:
             step,
             under("train", train)
             | under("timing/train", seconds)
+            | under("timing/replicas", self.policy.take_waits())
             | under("performance", speed | self._utilization(work, seconds))
             | dict(others or {})
             | under("offload", move_metrics(self.policy.take_moves()))

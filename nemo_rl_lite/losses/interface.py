@@ -30,7 +30,8 @@ class Normalizers:
     tokens_by_age: Mapping[int, int] = field(default_factory=dict)
     """Of these tokens, how many have each age (`TokenRow.ages`); empty where the rows have none."""
     own: Mapping[str, float] = field(default_factory=dict)
-    """What else a loss counts over the global batch, by names of its own."""
+    """What else a loss counts over the global batch, by names of its own, and numbers of the optimizer step that it
+    reads: the rest of a loss should be the same in each step, because CUDA graphs are recorded for one."""
 
 
 def count_masked(rows: Sequence[TokenRow]) -> Normalizers:

@@ -2,8 +2,8 @@
 
 KTO compares the logprob ratio of a response with a baseline: the KL of the policy to the reference, which is estimated
 on mismatched responses, each prompt with the response of another one. These are scored in a pass of their own, without
-a gradient, and their mean over the whole optimizer step comes to the loss as a number, so that it does not depend on
-micro-batches and replicas.
+a gradient, and their mean over the whole optimizer step comes to the loss with its counts, so that it does not depend
+on micro-batches and replicas.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,8 @@ from nemo_rl_lite.config.schema import KTOConfig
 from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Metrics, Normalizers, count_masked, masked_sums
 
-_DESIRABLE, _UNDESIRABLE = "desirable", "undesirable"
+# What the loss counts of its own.
+_DESIRABLE, _UNDESIRABLE, _BASELINE = "desirable", "undesirable", "baseline"
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,20 @@ class UnpairedLoss:
 
     config: KTOConfig
     baseline: float = 0.0
+    """The workers read it from the counts."""
+
+    def __getstate__(self) -> dict[str, KTOConfig]:
+        """A worker's copy has no baseline: it differs in each step, and passes are recorded for one loss."""
+        return {"config": self.config}
 
     def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
-        """Count all responses, and those of each kind."""
+        """Count all responses, and those of each kind; the baseline comes with the counts."""
         rewards_B = TokenRows.of(rows).rewards
         if rewards_B is None:
             raise ValueError("KTO needs rows with a label")
         desirable = int((rewards_B > 0).sum())
         kinds = {_DESIRABLE: max(desirable, 1), _UNDESIRABLE: max(len(rows) - desirable, 1)}
-        return replace(count_masked(rows), sequences=float(len(rows)), own=kinds)
+        return replace(count_masked(rows), sequences=float(len(rows)), own=kinds | {_BASELINE: self.baseline})
 
     def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
         """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value). Reads
@@ -44,9 +50,11 @@ class UnpairedLoss:
         config, (reference_BT, rewards_B) = self.config, batch.require("reference_logprobs", "rewards")
         beta, is_desirable_B = config.reference_policy_kl_penalty, rewards_B > 0
         ratios_B = masked_sums(logprobs_BT, batch.mask) - masked_sums(reference_BT, batch.mask)
-        above_B = ratios_B - self.baseline
+        above_B = ratios_B - counts.own[_BASELINE]
         losses_B = 1 - torch.sigmoid(beta * torch.where(is_desirable_B, above_B, -above_B))
         weights_B = torch.where(is_desirable_B, config.desirable_weight, config.undesirable_weight)
+        # Rows of length 0 fill up a bucket.
+        weights_B = torch.where(batch.lengths > 0, weights_B, 0.0)
         total = (weights_B * losses_B).sum() / counts.sequences
         with torch.no_grad():
             chosen = beta * torch.where(is_desirable_B, ratios_B, 0.0).sum() / counts.own[_DESIRABLE]

@@ -34,7 +34,9 @@ class ORPOLoss:
         means_B = masked_sums(logprobs_BT, mask_BT) / mask_BT.sum(dim=1).clamp(min=1)
         chosen_P, rejected_P = means_B[::2], means_B[1::2]
         log_odds_P = chosen_P - rejected_P - _log_one_minus_exp(chosen_P) + _log_one_minus_exp(rejected_P)
-        preference = -F.logsigmoid(log_odds_P).sum() / counts.sequences
+        # Rows of length 0, which fill up a bucket, are no pairs.
+        present_P = batch.lengths[::2] > 0
+        preference = -torch.where(present_P, F.logsigmoid(log_odds_P), 0.0).sum() / counts.sequences
         nll = -masked_sum(logprobs_BT[::2], mask_BT[::2]) / counts.tokens
         total = nll + beta * preference
         with torch.no_grad():
@@ -42,7 +44,8 @@ class ORPOLoss:
                 "loss": total.detach().clone(),
                 "preference_loss": preference.detach().clone(),
                 "sft_loss": nll.detach().clone(),
-                "accuracy": ((chosen_P > rejected_P) + 0.5 * (chosen_P == rejected_P)).sum() / counts.sequences,
+                "accuracy": (present_P * ((chosen_P > rejected_P) + 0.5 * (chosen_P == rejected_P))).sum()
+                / counts.sequences,
                 "rewards_chosen_mean": beta * chosen_P.sum() / counts.sequences,
                 "rewards_rejected_mean": beta * rejected_P.sum() / counts.sequences,
                 "rewards_margin_mean": beta * (chosen_P - rejected_P).sum() / counts.sequences,

@@ -31,11 +31,11 @@ from nemo_rl_lite.planning.model_size import parameter_count, trained_parameters
 from nemo_rl_lite.planning.prediction import token_cache_bytes
 
 # Shares of the peak FLOP/s and of the memory's bandwidth that are reached.
-MFU, READS = 0.37, 0.78
+MFU, READS = 0.5, 0.78
 # The least seconds of a layer for a forward pass over a micro-batch, and as many for a backward pass.
 LAUNCH_S = 4.5e-3
 # Seconds that an engine works by itself: in each of its steps, and for each request.
-ENGINE_STEP_S, REQUEST_S = 7e-3, 3.5e-4
+ENGINE_STEP_S, REQUEST_S = 7e-3, 5e-4
 # Seconds that an optimizer on the CPU takes for each parameter of a rank.
 CPU_OPTIMIZER_S = 8e-10
 

@@ -3,6 +3,7 @@
 from dataclasses import astuple, dataclass
 
 from nemo_rl_lite.config.algorithms import compares
+from nemo_rl_lite.config.engines import engines_sleep
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import optimizer_steps, previous_passes
 from nemo_rl_lite.config.teacher import as_teacher
@@ -12,8 +13,9 @@ from nemo_rl_lite.planning.gpus import speed_of
 from nemo_rl_lite.planning.phase_time import Lengths, generation_seconds, logprob_seconds, optimizer_step_seconds
 from nemo_rl_lite.planning.teacher import teacher_shape
 
-# Seconds of a refit besides its bytes, with the check that follows: engines on their own GPUs, engines that wake up.
-REFIT_APART_S, REFIT_SHARED_S = 0.2, 0.35
+# Seconds of a refit besides its bytes, with the check that follows: engines on their own GPUs, engines that wake up,
+# and engines that stay awake on the policy's GPUs.
+REFIT_APART_S, REFIT_WAKING_S, REFIT_AWAKE_S = 0.2, 0.35, 0.1
 # Bytes/s of a refit: on one machine, and over a link of 400 Gb/s between machines.
 RATE_INSIDE, RATE_BETWEEN = 1e11, 5e10
 
@@ -66,10 +68,11 @@ def predict_step(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Len
     teacher = teacher_shape(config)
     of_teacher = 0.0 if teacher is None else logprob_seconds(as_teacher(config), teacher, gpu, lengths)
     apart = not config.generation.colocated.enabled
+    shared_s = REFIT_WAKING_S if engines_sleep(config) else REFIT_AWAKE_S
     rate = RATE_BETWEEN if apart and config.cluster.num_nodes > 1 else RATE_INSIDE
     return StepTime(
         generation_seconds(config, shape, gpu, gpu_bytes, lengths),
         (previous_passes(config) + compares(config)) * logprob_seconds(config, shape, gpu, lengths) + of_teacher,
         optimizer_steps(config) * optimizer_step_seconds(config, shape, gpu, lengths),
-        (REFIT_APART_S if apart else REFIT_SHARED_S) + refit_bytes(config, shape) / rate,
+        (REFIT_APART_S if apart else shared_s) + refit_bytes(config, shape) / rate,
     )

@@ -97,6 +97,12 @@ class Policy(Protocol):
         rank's."""
         ...
 
+    def take_waits(self) -> dict[str, float]:
+        """How data-parallel replicas have waited for each other since the last call: `<phase>`, the seconds of the
+        slowest replica's own part of its passes, and `idle_share/<phase>`, the share of the replicas' time in which
+        they waited for the slowest one. Empty where there is one replica."""
+        ...
+
     def begin_save(self, folder: str) -> None:
         """From the training phase, begin to write weights, optimizer and schedule to an empty folder that all ranks
         see; later steps may change them meanwhile."""

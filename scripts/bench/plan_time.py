@@ -1,20 +1,22 @@
 """Compare the seconds that `nrl-lite plan` predicts for a step with those of recorded runs: plan_time.py
 
 The runs are those of gpu_run.py in docs/benchmarks/runs/ with three steps or more, of which the first is left out. Each
-is predicted from its configuration and from the lengths that its sequences had. Two records without phases are added:
-the tokens a second of rollouts-rate and rollouts-engine-paths, on the sequences of the run with the same sizes, and the
-tokens a second of sft-throughput, with chats as long as in the SFT runs.
+is predicted from its configuration and from the lengths that its sequences had. The newest lines of speed-ablation are
+added, and three records without phases: the tokens a second of rollouts-rate and rollouts-engine-paths, on the
+sequences of the run with the same sizes, those of sft-throughput, with chats as long as in the SFT runs, and those of
+context-rate.
 """
 
 import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import record
 from plan_check import GPU_MIB, RUNS, config_of, shape_of
+from speed_ablation import LARGE, PACKS, SECONDS, SMALL
 
 from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.schema import Config
@@ -22,6 +24,7 @@ from nemo_rl_lite.config.sizes import samples_per_step, sequences_per_optimizer_
 from nemo_rl_lite.planning.gpus import speed_of
 from nemo_rl_lite.planning.phase_time import Lengths, optimizer_step_seconds
 from nemo_rl_lite.planning.step_time import predict_step
+from nemo_rl_lite.rules.compose import compose_config
 
 PHASES = {
     "generation": ("generation",),
@@ -35,12 +38,26 @@ FACTOR, WANTED = 1.5, 0.9
 SAME_SIZES, RATES = "qwen3-1.7b-colocated", {"rollouts-rate": "generation, now", "rollouts-engine-paths": "stepped"}
 # sft_throughput.py's chats of a step, and the tokens of a micro-batch.
 CHATS, THROUGHPUT = 128, {"qwen3-1.7b": 4096, "smollm2-135m-instruct": 16384}
+# Lines of speed-ablation by the end of their record's name: the shape of the model, what `auto` had settled or the line
+# sets, on top of the task, and lengths.
+_LARGE = [*LARGE, f"{PACKS}.train_mb_tokens=18048", "generation.vllm_cfg.gpu_memory_utilization=0.5"]
+_SMALL = [*SMALL, f"{PACKS}.train_mb_tokens=65536", "generation.colocated.sleep=false"]
+_OF_LARGE, _OF_SMALL = ("qwen3-1.7b", Lengths(34, 512, 512)), ("smollm2-135m-instruct", Lengths(46, 22, 32))
+ABLATIONS = {
+    ("large-scheduler", "a short way through the scheduler"): (*_OF_LARGE, _LARGE),
+    ("large-kept", "logits kept"): (*_OF_LARGE, _LARGE),
+    ("small-graphs", "a short way through the scheduler"): (*_OF_SMALL, _SMALL),
+    ("small-graphs", "CUDA graphs of the training step"): (*_OF_SMALL, _SMALL),
+}
+# context_rate.py's lengths, and its model.
+CONTEXT, CONTEXT_MODEL = (16384, 65536), "qwen3-0.6b"
 Compared = tuple[str, str, float, float]
 """Phase, run, predicted and measured seconds."""
 
 
 def main() -> None:
     found = [*(row for run in runs() for row in of_run(run)), *of_rollout_rates(), *of_supervised_rates()]
+    found += [*of_ablations(), *of_context_rates()]
     results, bars = [], []
     for phase in PHASES:
         rows = [row for row in found if row[0] == phase]
@@ -106,6 +123,43 @@ def of_supervised_rates() -> Iterator[Compared]:
             one,
             CHATS * chat / rate_of(f"sft-throughput-{model}-1x-h100", "tokens a second and device"),
         )
+
+
+def of_ablations() -> Iterator[Compared]:
+    """Yield the phases of the lines of speed-ablation."""
+    gpu = GPU_MIB["h100"] * 2**20
+    for (bench, line), (model, lengths, overrides) in ABLATIONS.items():
+        config = composed(overrides)
+        time = predict_step(config, shape_of(model), gpu, lengths)
+        predicted = dataclasses.asdict(time) | {"whole step": time.in_turn}
+        rows = json.loads((record.FOLDER / f"speed-ablation-{bench}-1x-h100.json").read_text())["results"]
+        measured = {row["name"]: row["median"] for row in rows if row["config"] == line}
+        for phase in SECONDS:
+            # A logprob phase without a pass sends rows to the workers.
+            if predicted[phase]:
+                yield phase, f"speed-ablation-{bench}, {line}", predicted[phase], measured[phase]
+
+
+def of_context_rates() -> Iterator[Compared]:
+    """Yield the training on single long sequences."""
+    rows = json.loads((record.FOLDER / f"context-rate-{CONTEXT_MODEL}-1x-h100.json").read_text())["results"]
+    for tokens in CONTEXT:
+        rate = next(row["median"] for row in rows if row["config"] == f"{tokens} tokens")
+        config = composed(
+            [
+                *("algorithm=sft", "policy=megatron_gpu", "cluster.gpus_per_node=1"),
+                *("policy.train_global_batch_size=1", f"policy.max_total_sequence_length={tokens}"),
+                *(f"{PACKS}.train_mb_tokens={tokens}", "policy.megatron_cfg.activation_checkpointing=true"),
+            ]
+        )
+        gpu = speed_of(GPU_MIB["h100"] * 2**20)[1]
+        seconds = optimizer_step_seconds(config, shape_of(CONTEXT_MODEL), gpu, Lengths(0, tokens, tokens))
+        yield "train", f"context-rate-{CONTEXT_MODEL}, {tokens} tokens", seconds, tokens / rate
+
+
+def composed(overrides: Sequence[str]) -> Config:
+    """Return the configuration for a model of the hub, whose shape is given otherwise."""
+    return compose_config([*overrides, "policy.model_name=organisation/model"])
 
 
 def with_batch(config: Config, tokens: int) -> Config:

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.config.schema import DistillationConfig, DPOConfig, GRPOConfig
+from nemo_rl_lite.config.schema import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, ORPOConfig
 from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.distillation import SampledKLLoss, TopkKLLoss
 from nemo_rl_lite.losses.dpo import DPOLoss
 from nemo_rl_lite.losses.interface import Loss
+from nemo_rl_lite.losses.kto import KTOLoss
+from nemo_rl_lite.losses.orpo import ORPOLoss
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from nemo_rl_lite.losses.sft import SFTLoss
 from nemo_rl_lite.policy.megatron.graphs import KEY, MicroBatchGraphs
@@ -34,6 +36,8 @@ from tests.functional.policy_rank import forget_layout
 from tests.functional.sync_rank import Copies, Reads
 
 STEPS, ROWS, LONGEST, TOPK = 4, 12, 12, 5
+# KTO's baseline in each step: a number of the step that the loss brings.
+KL = [0.2, 0.1, 0.4, 0.3]
 
 
 class Again:
@@ -130,6 +134,8 @@ def losses_of(config: Any) -> dict[str, Loss]:
         "entropy": GRPOLoss(replace(options, entropy_coef=0.3)),
         "sft": SFTLoss(),
         "dpo": DPOLoss(compose_config(["algorithm=dpo"]).options(DPOConfig)),
+        "orpo": ORPOLoss(compose_config(["algorithm=orpo"]).options(ORPOConfig)),
+        "kto": KTOLoss(compose_config(["algorithm=kto"]).options(KTOConfig)),
         "good responses": GRPOLoss(replace(options, positive_example_nll_weight=0.1)),
         "a teacher's logprobs": SampledKLLoss(of_teacher),
         "a teacher's largest logits": TopkKLLoss(of_teacher),
@@ -139,8 +145,8 @@ def losses_of(config: Any) -> dict[str, Loss]:
 def train(worker: MegatronWorker, loss: Loss, step: int, first_pass: bool) -> dict[str, float]:
     """One optimizer step; the loss comes as a copy, as it comes to a worker."""
     rows = rows_of(step)
-    loss = pickle.loads(pickle.dumps(loss))
-    counts = loss.counts(rows)
+    loss = loss.with_mismatched_kl(KL[step]) if isinstance(loss, KTOLoss) else loss
+    counts, loss = loss.counts(rows), pickle.loads(pickle.dumps(loss))
     worker.prepare_for_training()
     worker.hold(rows)
     held, source = worker._held["train"], torch.Generator().manual_seed(100 + step)

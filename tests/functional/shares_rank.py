@@ -1,7 +1,7 @@
 """One data-parallel rank without Ray: an optimizer step on neighbouring rows, and one on its balanced share.
 
 shares_rank.py MODEL_FOLDER OUTPUT_FOLDER LAYOUTS, a JSON object of overrides by layout. Rank 0 writes for each layout
-and way: the metrics of the step, whole gradients by name, and both ranks' rows.
+and way: the metrics of the step, whole gradients by name, both ranks' rows, and the seconds of rank 0's passes.
 """
 
 import json
@@ -36,7 +36,9 @@ def main(model_folder: str, output_folder: str, layouts: str) -> None:
             torch.save(found, Path(output_folder) / name)
 
 
-def step(model_folder: str, overrides: list[str], way: str) -> tuple[dict[str, float], dict, list[list[int]]]:
+def step(
+    model_folder: str, overrides: list[str], way: str
+) -> tuple[dict[str, float], dict, list[list[int]], dict[str, list[float]]]:
     config = compose_config([f"policy.model_name={model_folder}", *overrides])
     worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | {"threads": 1})
     rows, loss = sampled_rows(), GRPOLoss(config.options(GRPOConfig).loss_fn)
@@ -55,7 +57,8 @@ def step(model_folder: str, overrides: list[str], way: str) -> tuple[dict[str, f
         for chunk in worker._model.chunks
         for name, parameter in chunk.named_parameters()
     }
-    return combine_metrics(replicas) | {"grad_norm": replicas[0]["grad_norm"]}, gradients, shares
+    metrics = combine_metrics(replicas) | {"grad_norm": replicas[0]["grad_norm"]}
+    return metrics, gradients, shares, worker.take_passes()
 
 
 def sampled_rows() -> list[TokenRow]:

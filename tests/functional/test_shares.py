@@ -38,7 +38,8 @@ def steps(model_folder, tmp_path_factory):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loss_and_gradient_are_those_of_neighbouring_shares(steps, layout):
     found = steps(layout)
-    (metrics, gradients, shares), (expected, expected_gradients, neighbours) = found["balanced"], found["neighbours"]
+    metrics, gradients, shares, _ = found["balanced"]
+    expected, expected_gradients, neighbours, _ = found["neighbours"]
     assert set(map(tuple, shares)) != set(map(tuple, neighbours)), "the two ways must differ"
     assert metrics.keys() == expected.keys() and abs(expected["loss"]) > 1e-3
     for name in metrics:
@@ -48,3 +49,9 @@ def test_loss_and_gradient_are_those_of_neighbouring_shares(steps, layout):
     for name, gradient in expected_gradients.items():
         assert gradient.abs().max() > 0, name
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_each_pass_is_measured(steps):
+    passes = steps("packed")["balanced"][3]
+    assert {phase: len(seconds) for phase, seconds in passes.items()} == {"logprob": 2, "train": 1}
+    assert all(seconds > 0 for own in passes.values() for seconds in own)

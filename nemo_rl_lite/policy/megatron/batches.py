@@ -49,6 +49,7 @@ def forward_scores(
     """
     model.train_mode(False)
     micro_batches = _agreed_cut(model, tokens_BT, lengths_B, layout)
+    model.clock.begin()
 
     def score(shard: Shard) -> Last:
         def on_host(scores: dict[str, Tensor], non_loss_data: bool) -> dict[str, Tensor]:
@@ -61,6 +62,7 @@ def forward_scores(
 
     with torch.no_grad(), activations.suspended(model.chunks):
         parts = _run(model, micro_batches, score, forward_only=True, before=before)
+    model.clock.end()
     if not model.place.has_logits:
         return None
     if model.device.type == "cuda":
@@ -98,6 +100,7 @@ def forward_backward(
     """
     model.train_mode(True)
     micro_batches = _agreed_cut(model, batch.tokens, batch.lengths, layout)
+    model.clock.begin()
     if graphs is not None:
         return graphs.forward_backward(micro_batches, batch, temperature, loss, counts, mismatch_counts)
     scale = len(micro_batches) * model.place.data_size

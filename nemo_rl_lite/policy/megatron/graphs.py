@@ -10,7 +10,7 @@ import logging
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,13 +19,11 @@ from torch import Tensor
 from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.losses.batch import Batch
 from nemo_rl_lite.losses.interface import Loss, Normalizers
-from nemo_rl_lite.policy.megatron.buckets import Bucket
-from nemo_rl_lite.policy.megatron.context import ContextRanks, Shard
 from nemo_rl_lite.policy.megatron.memory import gradient_buffers
 from nemo_rl_lite.policy.megatron.micro_batches import ModelInput
 from nemo_rl_lite.policy.megatron.model import MegatronModel
-from nemo_rl_lite.policy.megatron.one_pass import Trained, announced, forward, rows_of, sent_all, trained_on, view_of
-from nemo_rl_lite.policy.megatron.scores import scores_of
+from nemo_rl_lite.policy.megatron.one_pass import Trained, announced, sent_all
+from nemo_rl_lite.policy.megatron.recorded_pass import COUNTS, Arguments, Work, arguments_of, as_tensors, names_of
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +31,6 @@ KEY = "policy.megatron_cfg.cuda_graph_impl"
 # Passes of a shape before it is recorded: libraries choose and compile their kernels in the first.
 WARM_UPS = 2
 MOST_GRAPHS = 32
-Arguments = dict[str, Tensor]
 
 
 class Recorder(Protocol):
@@ -50,47 +47,6 @@ class Recorder(Protocol):
     def forget(self) -> None:
         """Prepare for nothing that was recorded being run again."""
         ...
-
-
-class Work:
-    """The pass over a micro-batch as a function of tensors alone, so that it can be recorded."""
-
-    def __init__(
-        self, model: MegatronModel, bucket: Bucket | None, temperature: float, loss: Loss, names: Sequence[Any]
-    ):
-        """`names`: the `_names` of the loss's counts and of the mismatch's, or None without a mismatch.
-
-        Raises:
-            ValueError: there is no bucket.
-        """
-        if bucket is None:
-            raise ValueError("only packs in buckets can be recorded: see Layout.in_buckets")
-        self._model, self._bucket, self._temperature, self._loss = model, bucket, temperature, loss
-        self._of_counts, self._names = names, []
-
-    def __call__(self, given: Arguments) -> Tensor:
-        """Add to the gradients; returns the values of all metrics, float64, for `trained`."""
-        from megatron.core.utils import get_model_config
-
-        (chunk,), inputs = self._model.chunks, (given[name] for name in _INPUTS)
-        micro = ModelInput(torch.empty(0), *inputs, own_lengths=(), packed=True, bucket=self._bucket)
-        own = Batch(**{one.name: given.get(f"batch.{one.name}") for one in fields(Batch)})  # pyrefly: ignore
-        counts, mismatch = (_as_counts(given, *one) for one in zip(_COUNTS, self._of_counts, strict=True))
-        wait_for, ids = self._model.gather.wait_for, own.teacher_topk_ids
-        scores = scores_of(Shard.whole(micro), self._temperature, self._loss, wait_for, ids, self._model.keep_logits)
-        found = forward(self._model, chunk, micro.tokens_nS, given, self._bucket.width, scores)
-        value, trained = trained_on(found, own, self._loss, counts, mismatch)  # pyrefly: ignore  # counts are there
-        # megatron-core averages over data-parallel ranks, and losses are shares of a sum.
-        scaled = get_model_config(chunk).grad_scale_func(value * self._model.place.data_size)
-        torch.autograd.backward(scaled)
-        self._names = [list(trained.metrics), list(trained.mismatch)]
-        measured = (*trained.metrics.values(), *trained.mismatch.values())
-        return torch.stack([one.detach().reshape(()).to(scaled.device, torch.float64) for one in measured])
-
-    def trained(self, values: Tensor) -> Trained:
-        """The metrics by their names."""
-        each = iter(values.unbind())
-        return Trained(*({name: next(each) for name in names} for names in self._names))
 
 
 @dataclass
@@ -126,22 +82,20 @@ class MicroBatchGraphs:
         mismatch_counts: Normalizers | None,
     ) -> list[Trained]:
         """See `batches.forward_backward`; the micro-batches are in buckets."""
-        from megatron.core.distributed import finalize_model_grads
-
         self._drop_useless()
         both, parts, kind = (counts, mismatch_counts), [], (pickle.dumps(loss), temperature)
         of_counts: Arguments = {}
-        for name, own in zip(_COUNTS, both, strict=True):
-            of_counts |= {} if own is None else _as_tensors(name, own)
-        names = [None if own is None else _names(own) for own in both]
+        for name, own in zip(COUNTS, both, strict=True):
+            of_counts |= {} if own is None else as_tensors(name, own)
+        names = [None if own is None else names_of(own) for own in both]
         with self._recorder.stream():
             for micro in announced(micro_batches):
-                given = of_counts | _arguments(micro, batch, self._model.device)
+                given = of_counts | arguments_of(micro, batch, self._model.device)
                 key = (micro.bucket, kind, *names, *((name, one.shape, one.dtype) for name, one in given.items()))
                 if key not in self._shapes:
                     self._shapes[key] = _Shape(Work(self._model, micro.bucket, temperature, loss, names))
                 parts.append(self._shapes[key].work.trained(self._run(self._shapes[key], given)))
-            finalize_model_grads(self._model.chunks)
+            self._model.finish_gradients(self._model.chunks)
         return parts
 
     def forget(self, reason: str) -> None:
@@ -239,41 +193,6 @@ class _OnStream:
     def __exit__(self, *error: Any) -> None:
         self._block.__exit__(*error)
         torch.cuda.current_stream().wait_stream(self._stream)
-
-
-_COUNTS, _INPUTS = ("counts", "mismatch_counts"), ("tokens_nS", "lengths", "starts")
-
-
-def _arguments(micro: ModelInput, batch: Batch, device: torch.device) -> Arguments:
-    """All tensors of a pass but the counts, on the host."""
-    own = rows_of(micro, batch)
-    of_batch = {f"batch.{one.name}": getattr(own, one.name) for one in fields(own)}
-    inputs = {name: getattr(micro, name) for name in _INPUTS}
-    present = {name: values for name, values in of_batch.items() if values is not None}
-    return {**inputs, **view_of(micro, device, ContextRanks()), **present}
-
-
-def _names(counts: Normalizers) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """What is counted besides tokens and sequences: ages, and what the loss counts itself."""
-    return tuple(counts.tokens_by_age), tuple(counts.own)
-
-
-def _as_tensors(name: str, counts: Normalizers) -> Arguments:
-    """Counts by the name of their argument. Those of the loss are float64, because values are compared with them."""
-    whole = [counts.tokens, counts.sequences, *counts.tokens_by_age.values()]
-    found = {name: torch.tensor(whole, dtype=torch.float32)}
-    own = {f"{name}.own": torch.tensor(list(counts.own.values()), dtype=torch.float64)}
-    return found | (own if counts.own else {})
-
-
-def _as_counts(given: Arguments, name: str, names: Any) -> Normalizers | None:
-    """Counts that are scalars on the device."""
-    if names is None:
-        return None
-    (tokens, sequences, *by_age), (ages, of_loss) = given[name].unbind(), names
-    own = given[f"{name}.own"].unbind() if of_loss else ()
-    by_age, by_name = (dict(zip(keys, values, strict=True)) for keys, values in ((ages, by_age), (of_loss, own)))
-    return Normalizers(tokens, sequences, by_age, by_name)  # pyrefly: ignore
 
 
 def _forget_cached_tensors(model: MegatronModel) -> None:

@@ -20,6 +20,7 @@ from nemo_rl_lite.policy.megatron import lora, recordable, routers
 from nemo_rl_lite.policy.megatron.context import ContextRanks, check_shareable
 from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
 from nemo_rl_lite.policy.megatron.overlap import Gather, ddp_config
+from nemo_rl_lite.policy.megatron.pass_clock import PassClock
 from nemo_rl_lite.policy.megatron.scores import check_scorable
 
 # Fused kernels of Apex and Transformer Engine, which the local layer spec replaces by plain torch.
@@ -77,6 +78,18 @@ class MegatronModel:
     def gather(self) -> Gather:
         """What completes the weights after an optimizer step."""
         return Gather(self.chunks)
+
+    @cached_property
+    def clock(self) -> PassClock:
+        """What measures this rank's passes."""
+        return PassClock(self.device)
+
+    def finish_gradients(self, *arguments: Any, **options: Any) -> None:
+        """megatron-core's `finalize_model_grads`, which ends this rank's own part of a training pass."""
+        from megatron.core.distributed import finalize_model_grads
+
+        self.clock.end()
+        finalize_model_grads(*arguments, **options)
 
     @property
     def bare_chunks(self) -> list[Any]:

@@ -19,7 +19,6 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
     The gradient's norm is computed and reported also where `max_grad_norm` is null. Float32 master weights are copies
     of the model's weights as they are now, so those are loaded before.
     """
-    from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.utils import get_model_config
@@ -67,7 +66,7 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
     )
     for chunk in model.chunks:
         model_config = get_model_config(chunk)
-        model_config.finalize_model_grads_func = finalize_model_grads
+        model_config.finalize_model_grads_func = model.finish_gradients
         model_config.grad_scale_func = optimizer.scale_loss
         connect_schedules(model.chunks, model_config)
     return optimizer, scheduler

@@ -129,6 +129,10 @@ class MegatronWorker:
         """Moves between device and host since the last call, by "<component>/to_host" or "/to_device"."""
         return self._phases.take_moves()
 
+    def take_passes(self) -> dict[str, list[float]]:
+        """Seconds of this rank's own part of each pass since the last call, by phase; empty without other replicas."""
+        return self._model.clock.take()
+
     def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> np.ndarray | None:
         """Logprobs [B, T] of a few sequences at the sampling temperature; entry t belongs to token t, entry 0 is 0."""
         scored = self._score(tokens_BT, lengths_B, phase)
@@ -198,6 +202,7 @@ class MegatronWorker:
             parts = forward_backward(
                 self._model, own, layout, self._temperature, loss, counts, mismatch_counts, self._graphs
             )
+            self._keep_pass("train")
             self._phases.arrive(Component.OPTIMIZER_STATES)
             self._model.gather.fall_behind()
             learning_rate = self._optimizer.param_groups[0]["lr"]
@@ -302,8 +307,14 @@ class MegatronWorker:
             return WithoutAdapters(self._model.chunks, self._model.lora)
         return ReferenceWeights(self._model, host_registrar(self._policy, self._model))
 
+    def _keep_pass(self, phase: str) -> None:
+        """Keep how long the last pass took, where there are replicas to compare it with."""
+        if self._model.place.data_size > 1:
+            self._model.clock.keep(phase)
+
     def _logprobs(self, batch: Batch, then_train: bool) -> Tensor | None:
         scored = self._score(batch.tokens, batch.lengths, then_train=then_train)
+        self._keep_pass("logprob")
         return None if scored is None else scored["logprobs"]
 
     def _score(

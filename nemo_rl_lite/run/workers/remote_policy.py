@@ -1,6 +1,6 @@
 """The policy in Ray actors: splits batches over data-parallel replicas and combines their results."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -153,6 +153,9 @@ class RemotePolicy:
     def take_moves(self) -> dict[str, Move]:
         return combine_moves(wait(self.group.call("take_moves")))
 
+    def take_waits(self) -> dict[str, float]:
+        return idle_shares(self._reported(wait(self.group.call("take_passes")))) if self._replicas > 1 else {}
+
     @property
     def ranks(self) -> int:
         return len(self.group)
@@ -226,6 +229,17 @@ class RemotePolicy:
         """The results of the ranks that stand for a data-parallel replica, in the replicas' order."""
         reporting = {p.data_rank: result for p, result in zip(self._places, results, strict=True) if p.reports}
         return [reporting[replica] for replica in range(self._replicas)]
+
+
+def idle_shares(replicas: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """See `Policy.take_waits`; from the seconds of each replica's passes, by phase. Replicas begin each pass at the
+    same time."""
+    found: dict[str, float] = {}
+    for phase in replicas[0]:
+        passes = list(zip(*(own[phase] for own in replicas), strict=True))
+        slowest = sum(map(max, passes))
+        found |= {phase: slowest, f"idle_share/{phase}": 1 - sum(map(sum, passes)) / len(replicas) / slowest}
+    return found
 
 
 def combine_moves(ranks: Sequence[Sequence[tuple[str, Move]]]) -> dict[str, Move]:

@@ -60,6 +60,9 @@ class RecordingPolicy:
     def take_moves(self):
         return {"parameters/to_host": Move(8, 1.0, 0.5)}
 
+    def take_waits(self):
+        return {}
+
     def hold(self, rows, name="train"):
         self.calls.append(f"hold {name}")
         return HeldBatch(name, TokenRows.of(rows))

@@ -13,7 +13,7 @@ from nemo_rl_lite.losses.sft import SFTLoss
 from nemo_rl_lite.policy.interface import Work
 from nemo_rl_lite.policy.megatron.model import ParallelPlace
 from nemo_rl_lite.run.workers import remote_policy
-from nemo_rl_lite.run.workers.remote_policy import RemotePolicy
+from nemo_rl_lite.run.workers.remote_policy import RemotePolicy, idle_shares
 
 
 class Worker:
@@ -81,6 +81,22 @@ def rows(*lengths: int) -> list[TokenRow]:
 def policy(replicas: int, global_batch: int, together: int = 1) -> tuple[RemotePolicy, Group]:
     group = Group(replicas)
     return RemotePolicy(group, global_batch, together), group  # pyrefly: ignore
+
+
+def test_the_slowest_replica_of_each_pass_is_waited_for():
+    own = [{"train": [3.0, 1.0], "logprob": [2.0]}, {"train": [1.0, 2.0], "logprob": [2.0]}]
+    expected = {"train": 5.0, "idle_share/train": 0.3, "logprob": 2.0, "idle_share/logprob": 0.0}
+    assert idle_shares(own) == pytest.approx(expected)
+
+
+def test_replicas_tell_of_their_passes_and_one_alone_has_nobody_to_wait_for():
+    remote, group = policy(replicas=2, global_batch=4)
+    for worker in group.workers:
+        # Ranks that do not report are not counted.
+        seconds = 2.0 + 2 * worker.own.data_rank if worker.own.reports else 100.0
+        worker.take_passes = lambda seconds=seconds: {"train": [seconds]}
+    assert remote.take_waits() == {"train": 4.0, "idle_share/train": 0.25}
+    assert policy(replicas=1, global_batch=4)[0].take_waits() == {}
 
 
 @pytest.mark.parametrize(
