@@ -18,6 +18,9 @@ from nemo_rl_lite.host.ports import free_port
 from nemo_rl_lite.observability import profiling
 from nemo_rl_lite.observability.timer import SETUP, seconds_since_start
 
+# Of every worker: no hub, no tokenizer threads, no output that is held back by processes which it starts.
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+
 
 @contextmanager
 def errors_that_travel() -> Iterator[None]:
@@ -35,10 +38,14 @@ def errors_that_travel() -> Iterator[None]:
 
 @ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
 class WorkerActor:
-    """A process for one worker. Its output goes to `log_file`, and its heartbeats report what `worker` does."""
+    """A process for one worker. Its output goes to `log_file`, and its heartbeats report what `worker` does.
 
-    def __init__(self, worker: str, log_file: str):
+    `environment` is set here, before anything that reads it is imported: as a runtime environment of Ray, it would be
+    made by a process that Ray starts first, which takes longer than the start of this one."""
+
+    def __init__(self, worker: str, log_file: str, environment: dict[str, str]):
         SETUP.add("process", seconds_since_start())
+        os.environ.update(ENVIRONMENT | environment)
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(log_file, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
         for stream in (sys.stdout, sys.stderr):

@@ -13,15 +13,11 @@ from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.host.ray_address import FIX, OWN, VARIABLE, ray_address
 from nemo_rl_lite.host.stopping import SIGNALS, interrupt
 
-# The environment of every process that Ray starts: no usage report, no idle worker for each core, no hub, no tokenizer
-# threads.
+# The environment of Ray's own processes: no usage report, no idle worker for each core.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_prestart_worker_first_driver": "0",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONUNBUFFERED": "1",
 }
 
 _NEEDED = ("gcs_server", "raylet")
@@ -34,7 +30,7 @@ def ray_runtime() -> Iterator[None]:
     SIGTERM and SIGUSR1 end the block like Ctrl-C does, so that no worker outlives the run.
     """
     previous = {number: signal.signal(number, interrupt) for number in SIGNALS}
-    os.environ.update({name: value for name, value in ENVIRONMENT.items() if name.startswith("RAY_")})
+    os.environ.update(ENVIRONMENT)
     _leave_the_launchers_session()
     _start_no_api_server()
     try:
@@ -65,7 +61,6 @@ def _start_or_join() -> None:
             log_to_driver=False,
             logging_level=logging.ERROR,
             configure_logging=False,
-            runtime_env={"env_vars": ENVIRONMENT},
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
         if address in OWN:

@@ -98,12 +98,11 @@ class WorkerGroup:
 
     def _new_place(self, rank: int) -> list[Any]:
         actor: Any = WorkerActor
-        runtime = {"runtime_env": {"env_vars": self._environment}}
         processes = []
         for index, slot in enumerate(self._slots[rank]):
             worker = _name(self.name, rank, index)
             log_file = f"{self._log_folder}/{self.name}-{rank}{f'-slot-{index}' if index else ''}.log"
-            processes.append(actor.options(**runtime, **slot).remote(worker, log_file))
+            processes.append(actor.options(**slot).remote(worker, log_file, self._environment))
         return processes
 
     def load(self, class_path: str, environments: Sequence[dict[str, str]]) -> Call:

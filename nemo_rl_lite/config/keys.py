@@ -3,7 +3,7 @@
 import copy
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -11,9 +11,10 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import run_and_report
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -22,6 +23,7 @@ from nemo_rl_lite.errors import ConfigError, Violation
 
 CONFIG_NAME = "train"
 HYDRA_PACKAGE = "hydra"
+RUN_FOLDER, SWEEP_FOLDER = "hydra.run.dir", "hydra.sweep.dir"
 # What other launchers call some keys.
 _OTHER_NAMES = {
     "learning_rate": ("lr",),
@@ -68,7 +70,8 @@ def config_dir() -> Path:
 def compose_files(overrides: Sequence[str]) -> DictConfig:
     """Return what Hydra composes of `configs/` and `overrides`, neither resolved nor validated.
 
-    Hydra reads the files once for each set of them, and sets plain values in a copy.
+    Hydra reads the files once for each set of them, and sets plain values in a copy. The folder of a run is no part of
+    its configuration.
 
     Raises:
         ConfigError: Hydra cannot; with its reason.
@@ -80,7 +83,7 @@ def compose_files(overrides: Sequence[str]) -> DictConfig:
             choices.append(argument)
         elif override is not None and _is_plain(override):
             values.append(override)
-        else:
+        elif override is None or not _names_folder(override):
             return compose_with_hydra(overrides)
     composed = copy.deepcopy(_composed_files(config_dir(), tuple(choices)))
     with _readable_errors():
@@ -112,6 +115,16 @@ def compose_with_hydra(overrides: Sequence[str]) -> DictConfig:
         return compose(CONFIG_NAME, overrides=list(overrides))
 
 
+def run_with_hydra(task: Callable[[DictConfig], None], overrides: Sequence[str], sweeps: bool) -> None:
+    """Make the folder of a run, or of each run of a sweep, and call `task` there, as `hydra.main` does. That composes
+    the configuration once more, to find out whether it sweeps."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
+        hydra = GlobalHydra.instance().hydra
+        begin, mode = (hydra.multirun, "MULTIRUN") if sweeps else (hydra.run, "RUN")  # pyrefly: ignore
+        run_and_report(lambda: begin(CONFIG_NAME, task, [*overrides, f"{HYDRA_PACKAGE}.mode={mode}"]))
+
+
 @cache
 def parse_override(argument: str) -> Override | None:
     """Parse one override as Hydra does; None where it is not one."""
@@ -133,9 +146,18 @@ def _names_file(override: Override) -> bool:
 
 def _is_plain(override: Override) -> bool:
     """Whether an override only sets a value of the run's configuration, whatever else that contains."""
-    sets = not (override.is_delete() or override.is_add() or override.is_sweep_override())
     key = override.key_or_group
-    return sets and override.package is None and "/" not in key and key.split(".")[0] != HYDRA_PACKAGE
+    return _only_sets(override) and "/" not in key and key.split(".")[0] != HYDRA_PACKAGE
+
+
+def _names_folder(override: Override) -> bool:
+    """Whether an override only tells Hydra the folder of a run or a sweep."""
+    is_text = isinstance(override.value(), str | QuotedString)
+    return _only_sets(override) and override.key_or_group in (RUN_FOLDER, SWEEP_FOLDER) and is_text
+
+
+def _only_sets(override: Override) -> bool:
+    return override.package is None and not (override.is_delete() or override.is_add() or override.is_sweep_override())
 
 
 @contextmanager

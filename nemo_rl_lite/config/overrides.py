@@ -8,6 +8,8 @@ from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 
 from nemo_rl_lite.config.keys import (
     HYDRA_PACKAGE,
+    RUN_FOLDER,
+    SWEEP_FOLDER,
     chooses_file,
     groups,
     is_open,
@@ -17,8 +19,6 @@ from nemo_rl_lite.config.keys import (
     unknown_key,
 )
 from nemo_rl_lite.errors import ConfigError, Violation
-
-RUN_FOLDER, SWEEP_FOLDER = "hydra.run.dir", "hydra.sweep.dir"
 
 
 def check_overrides(arguments: Sequence[str], sweeps: bool = False) -> tuple[list[str], list[Violation]]:

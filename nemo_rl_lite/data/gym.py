@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from nemo_rl_lite.config.schema import DataConfig
 from nemo_rl_lite.data.columns import to_problem
-from nemo_rl_lite.data.gym_package import import_reasoning_gym
+from nemo_rl_lite.data.gym_package import import_task
 from nemo_rl_lite.data.problems import Problem, is_held_out
 from nemo_rl_lite.errors import DataError
 
@@ -80,8 +80,8 @@ def draw_entry(task: str, arguments: Mapping[str, Any], seed: int) -> dict[str, 
     Raises:
         DataError: the task does not take the arguments, or fails.
     """
-    import_reasoning_gym()
-    from reasoning_gym import create_dataset
+    import_task(task)
+    from reasoning_gym.factory import create_dataset
 
     try:
         return create_dataset(task, **arguments, seed=seed, size=1)[0]
@@ -92,7 +92,7 @@ def draw_entry(task: str, arguments: Mapping[str, Any], seed: int) -> dict[str, 
 
 def nearest_task(name: str) -> str | None:
     """Return None where the task exists, else a hint at similar names."""
-    import_reasoning_gym()
+    import_task(name)
     from reasoning_gym.factory import DATASETS
 
     return None if name in DATASETS else _hint(name, list(DATASETS))
@@ -100,7 +100,7 @@ def nearest_task(name: str) -> str | None:
 
 def unknown_arguments(task: str, arguments: Mapping[str, Any]) -> dict[str, str]:
     """Return a hint for each name in `arguments` that the task does not take."""
-    import_reasoning_gym()
+    import_task(task)
     from reasoning_gym.factory import DATASETS
 
     known = [field.name for field in fields(DATASETS[task][1]) if field.name not in _OWNED]

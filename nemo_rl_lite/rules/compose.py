@@ -75,9 +75,13 @@ def resolve(
         config, _ = _validate(_with_defaults(values, unusable))
     if config is not None:
         violations += filter(matters, check_rules(config, unusable))
-        defaults, reported = _defaults(_algorithm_file(values)), {violation.key for violation in violations}
-        changing = [key for key in given if key not in reported and _at(values, key) != _at(defaults, key)]
-        violations += keys_without_effect(config, changing)
+        reported = {violation.key for violation in violations}
+        # A key that this algorithm does not have is refused elsewhere.
+        usable = [key for key in given if key not in reported and _is_there(values, key)]
+        without = [*keys_without_effect(config, usable)]
+        # A key may be given its default. What that is, is composed only where it matters.
+        defaults = _defaults(_algorithm_file(values)) if without else {}
+        violations += [one for one in without if _at(values, one.key) != _at(defaults, one.key)]
     if violations or config is None:
         raise ConfigError(violations)
     return config
@@ -186,3 +190,9 @@ def _at(node: Any, path: str) -> Any:
     for name in path.split(".") if path else ():
         node = node.get(name) if isinstance(node, dict) else None
     return node
+
+
+def _is_there(node: Any, path: str) -> bool:
+    section, _, name = path.rpartition(".")
+    parent = _at(node, section)
+    return isinstance(parent, dict) and name in parent

@@ -12,7 +12,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from nemo_rl_lite.config.keys import CONFIG_NAME, config_dir
+from nemo_rl_lite.config.keys import CONFIG_NAME, config_dir, run_with_hydra
 from nemo_rl_lite.config.overrides import RUN_FOLDER, SWEEP_FOLDER, check_overrides, given_keys, named_run_folder
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
 from nemo_rl_lite.host.copies import check_single_launcher
@@ -67,8 +67,11 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
         if flags.dry_run:
             _dry_run(overrides, flags.sweeps)
             return []
-        sys.argv = [sys.argv[0], *flags.given, *accepted]
-        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=CONFIG_NAME)(task)()
+        if flags.only_informs:
+            sys.argv = [sys.argv[0], *flags.given, *accepted]
+            hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=CONFIG_NAME)(task)()
+        else:
+            run_with_hydra(task, accepted, flags.sweeps)
     except ConfigError as error:
         fail(error)
     if flags.sweeps:

@@ -39,8 +39,7 @@ def test_ranks_of_an_engine_ask_ray_for_nothing(model_folder, tmp_path):
             WorkerActor.options(
                 resources={"seat": 1},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=seat),
-                runtime_env={"env_vars": environment},
-            ).remote("", str(tmp_path / f"{seat}.log"))
+            ).remote("", str(tmp_path / f"{seat}.log"), environment)
             for seat in range(2)
         )
         ray.get(engine.load.remote(ENGINES["vllm"].worker, {}), timeout=6000)

@@ -3,10 +3,12 @@
 import ctypes
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 from nemo_rl_lite.observability.timer import SETUP
@@ -18,6 +20,8 @@ _ENDS = {
     "Graph capturing finished": "cuda_graphs",
 }
 _REST = "warm_up"
+# vLLM's configuration imports a class from here to annotate an argument, and with it the package openai (560 modules).
+_TOOL_SERVER = "vllm.entrypoints.mcp.tool_server"
 # Options of vLLM with which the sizes of its graphs follow rules of their own.
 _OWN_RULES = ("performance_mode", "speculative_config")
 
@@ -68,6 +72,20 @@ class _Parts(logging.Handler):
         now = time.perf_counter()
         SETUP.add(part, now - self._began)
         self._began = now
+
+
+@contextmanager
+def without_tool_servers() -> Iterator[None]:
+    """Within the block, which imports vLLM, an empty class stands for its tool servers. No engine here has one."""
+    if _TOOL_SERVER in sys.modules:
+        yield
+        return
+    placeholder = sys.modules[_TOOL_SERVER] = ModuleType(_TOOL_SERVER)
+    vars(placeholder)["ToolServer"] = type("ToolServer", (), {})
+    try:
+        yield
+    finally:
+        del sys.modules[_TOOL_SERVER]
 
 
 def open_device() -> None:

@@ -14,7 +14,7 @@ from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.generation.interface import Completion, Decoded, Request
 from nemo_rl_lite.generation.vllm import adapters, cpu_speculation
 from nemo_rl_lite.generation.vllm.samples import Samples
-from nemo_rl_lite.generation.vllm.start import open_device, timed_parts, with_graph_sizes
+from nemo_rl_lite.generation.vllm.start import open_device, timed_parts, with_graph_sizes, without_tool_servers
 from nemo_rl_lite.refit.engine.connection import Source, WeightsState
 from nemo_rl_lite.refit.transport.report import RefitReport
 
@@ -30,8 +30,9 @@ _NOW = -1
 def preload() -> None:
     """Import what takes long to import. vLLM's front end `LLM` would import its servers too."""
     open_device()
-    from vllm.engine.arg_utils import EngineArgs  # noqa: F401
-    from vllm.v1.engine.llm_engine import LLMEngine  # noqa: F401
+    with without_tool_servers():
+        from vllm.engine.arg_utils import EngineArgs  # noqa: F401
+        from vllm.v1.engine.llm_engine import LLMEngine  # noqa: F401
 
 
 class VLLMEngine:

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from nemo_rl_lite.config.parallel import ParallelDims
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.policy.megatron import lora, recordable, routers
+from nemo_rl_lite.policy.megatron.bridges import bridge_of
 from nemo_rl_lite.policy.megatron.context import ContextRanks, check_shareable
-from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
 from nemo_rl_lite.policy.megatron.overlap import Gather, ddp_config
 from nemo_rl_lite.policy.megatron.pass_clock import PassClock
 from nemo_rl_lite.policy.megatron.scores import check_scorable
@@ -124,12 +125,10 @@ def build_model(
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
-    prepare_import()
-    from megatron.bridge import AutoBridge
+    bridge = bridge_of(Path(path))
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
-    bridge = AutoBridge.from_hf_pretrained(path)
     provider = bridge.to_megatron_provider(load_weights=False)
     _set_layout(provider, config)
     if on_gpu:

@@ -25,8 +25,8 @@ from nemo_rl_lite.offload.cpu_optimizer import stays_on_host, step_threads
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.policy.megatron.batches import forward_backward, forward_scores
+from nemo_rl_lite.policy.megatron.bridges import import_bridge
 from nemo_rl_lite.policy.megatron.checkpoint import PolicyState
-from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
 from nemo_rl_lite.policy.megatron.export_recipe import export_weights
 from nemo_rl_lite.policy.megatron.graphs import CudaRecorder, MicroBatchGraphs
 from nemo_rl_lite.policy.megatron.lora import WithoutAdapters
@@ -48,8 +48,7 @@ def preload() -> None:
     """Import the modules that take long to import."""
     # Hidden from this process: megatron-core would import it, for seconds, for logs that nobody reads.
     sys.modules["wandb"] = None  # pyrefly: ignore
-    prepare_import()
-    import megatron.bridge  # noqa: F401
+    import_bridge()
 
 
 class MegatronWorker:

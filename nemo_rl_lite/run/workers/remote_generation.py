@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nemo_rl_lite.cluster.workers import Call, WorkerGroup, result, wait
-from nemo_rl_lite.errors import EngineError
+from nemo_rl_lite.errors import EngineError, WorkerError
 from nemo_rl_lite.generation.interface import Completion, Decoded, Request
 from nemo_rl_lite.refit.engine.connection import Source
 
@@ -63,16 +63,29 @@ class RemoteGeneration:
     def replicas(self) -> list[RemoteReplica]:
         return [RemoteReplica(self.group, rank) for rank in range(self.engines)]
 
-    def sample_on_each(self, request: Request) -> list[Completion]:
-        """Let every engine sample the same request, with a seed of its own; returns their responses.
+    def begin_on_each(self, request: Request) -> list[Call]:
+        """Let every engine sample the same request, with a seed of its own, before what it is asked for next."""
+        seeds = range(request.seed, request.seed + self.engines)
+        asked = [[("sample_now", (replace(request, seed=seed),))] for seed in seeds]
+        return [self.group.call_one(rank, own, "generate") for rank, own in enumerate(asked)]
+
+    def sampled_on_each(self, begun: Sequence[Call]) -> dict[int, Completion]:
+        """The responses to what `begin_on_each` has begun, by engine; none of an engine that has died since, which
+        every other call to it tells.
 
         Raises:
             EngineError: an engine gives a sampled token a logprob that is not finite.
+            WorkerError: an engine failed or hangs.
         """
-        own = [(replace(request, seed=request.seed + rank),) for rank in range(self.engines)]
-        found: list[Completion] = wait(self.group.call_each("sample_now", own, "generate"))
-        for rank, completion in enumerate(found):
-            _require_finite(rank, completion)
+        found: dict[int, Completion] = {}
+        for rank, call in enumerate(begun):
+            try:
+                [found[rank]] = wait(call)
+            except WorkerError as error:
+                if not error.lost:
+                    raise
+                continue
+            _require_finite(rank, found[rank])
         return found
 
     def finish_generation(self) -> dict[str, float]:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl_lite.cluster.workers import wait
+from nemo_rl_lite.cluster.workers import Call, wait
 from nemo_rl_lite.config.engines import engines_serve_adapters
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.generation.interface import Completion, Request, Sampling
+from nemo_rl_lite.generation.interface import Request, Sampling
 from nemo_rl_lite.refit.engine.connection import Source
 from nemo_rl_lite.refit.transport.group import Meeting
 from nemo_rl_lite.refit.transport.report import PROBE_TOLERANCE, RefitReport, compare_checksums
@@ -50,7 +50,7 @@ class WeightSync:
     def __init__(self, policy: RemotePolicy, generation: RemoteGeneration, config: Config, probe: ProbeSettings):
         self._policy, self._generation, self._probe = policy, generation, probe
         self._config = config.refit
-        self._probed: list[Completion] = []
+        self._probing: list[Call] = []
         self.version = 0
         self._limit_s = config.cluster.start_timeout_s
         self._ranks_per_engine = config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1
@@ -115,7 +115,7 @@ class WeightSync:
             "wake_s": woken,
         }
         if self._config.verify != "off":
-            self._sample_probe()
+            self._begin_probe()
         return metrics
 
     def check(self) -> dict[str, float]:
@@ -123,19 +123,20 @@ class WeightSync:
         agree. Returns metrics, none if nothing was sampled.
 
         Raises:
+            EngineError, WorkerError: see `RemoteGeneration.sampled_on_each`.
             RefitError: naming the engine and the difference.
         """
-        if not self._probed:
-            return {}
         started = time.perf_counter()
-        prompt, completions = self._probe.prompt, self._probed
-        self._probed = []
-        sequences = torch.tensor([[*prompt, *completion.tokens] for completion in completions])
-        lengths = torch.full((len(completions),), sequences.shape[1])
+        begun, self._probing = self._probing, []
+        prompt, probed = self._probe.prompt, self._generation.sampled_on_each(begun)
+        if not probed:
+            return {}
+        sequences = torch.tensor([[*prompt, *completion.tokens] for completion in probed.values()])
+        lengths = torch.full((len(probed),), sequences.shape[1])
         scored = self._policy.logprobs(sequences, lengths, phase="probe")[:, len(prompt) :]
-        sampled = torch.tensor([completion.logprobs for completion in completions])
+        sampled = torch.tensor([completion.logprobs for completion in probed.values()])
         differences = (scored - sampled).abs().mean(dim=1).tolist()
-        for engine, difference in enumerate(differences):
+        for engine, difference in zip(probed, differences, strict=True):
             # A NaN compares as false, whatever the limit.
             if not difference <= self._probe.tolerance:
                 raise RefitError(
@@ -145,12 +146,12 @@ class WeightSync:
                 )
         return {"probe_logprob_diff": max(differences), "probe_s": time.perf_counter() - started}
 
-    def _sample_probe(self) -> None:
-        """Let every engine sample a short sequence with its new weights. The policy's weights may be on the host by
-        now, so the policy scores the sequences later, in `check`."""
+    def _begin_probe(self) -> None:
+        """Let every engine sample a short sequence with its new weights, before its next requests and while those are
+        prepared. The policy's weights may be on the host by now, so it scores the sequences later, in `check`."""
         probe = self._probe
         sampling = Sampling(probe.temperature, 1.0, None, probe.tokens, stop_token_ids=(), stop_strings=())
-        self._probed = self._generation.sample_on_each(Request(tuple(probe.prompt), sampling, seed=1))
+        self._probing = self._generation.begin_on_each(Request(tuple(probe.prompt), sampling, seed=1))
 
 
 def producers(policy_ranks: int, consumers: int, shared_device: bool) -> list[int]:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from nemo_rl_lite.config.schema import GRPOConfig
-from nemo_rl_lite.errors import EngineError, RefitError
+from nemo_rl_lite.errors import EngineError, RefitError, WorkerError
 from nemo_rl_lite.generation.interface import Completion, Request, Sampling
 from nemo_rl_lite.rollout.order import PromptOrder
 from nemo_rl_lite.rollout.resting import Resting
@@ -28,28 +28,32 @@ def sync_with(engine_logprobs: list[list[float]]) -> WeightSync:
         assert lengths_B.tolist() == [len(PROMPT) + tokens] * len(engine_logprobs)
         return torch.full(tokens_BT.shape, -1.0)
 
-    def sample_on_each(request):
+    def begin_on_each(request):
         assert request.prompt == tuple(PROMPT)
         sampling = request.sampling
         assert sampling.top_p == 1 and sampling.top_k is None and sampling.max_new_tokens == tokens
-        return [Completion((7,) * tokens, tuple(values), "length", (1,) * tokens) for values in engine_logprobs]
+        return engine_logprobs
 
-    sync._probed = []
+    def sampled_on_each(begun):
+        answers = (Completion((7,) * tokens, tuple(values), "length", (1,) * tokens) for values in begun)
+        return dict(enumerate(answers))
+
+    sync._probing = []
     sync._policy = SimpleNamespace(logprobs=logprobs)
-    sync._generation = SimpleNamespace(engines=len(engine_logprobs), sample_on_each=sample_on_each)
+    sync._generation = SimpleNamespace(begin_on_each=begin_on_each, sampled_on_each=sampled_on_each)
     return sync
 
 
 def test_a_probe_that_agrees_reports_the_mean_difference_once():
     sync = sync_with([[-1.0, -1.0], [-1.0005, -0.9995], [-1.0, -1.0015]])
-    sync._sample_probe()
+    sync._begin_probe()
     assert sync.check()["probe_logprob_diff"] == pytest.approx(7.5e-4, rel=1e-3)
     assert sync.check() == {}
 
 
 def test_a_probe_that_disagrees_names_the_engine():
     sync = sync_with([[-1.0, -1.0], [-1.01, -0.99]])
-    sync._sample_probe()
+    sync._begin_probe()
     with pytest.raises(RefitError, match=r"generation rank 1 .* differ by 0.0100 nats on average"):
         sync.check()
 
@@ -57,21 +61,55 @@ def test_a_probe_that_disagrees_names_the_engine():
 def test_a_policy_that_computes_nan_does_not_agree():
     sync = sync_with([[-1.0, -1.0], [-1.0, -1.0]])
     sync._policy = SimpleNamespace(logprobs=lambda tokens, *_, **__: torch.full(tokens.shape, math.nan))
-    sync._sample_probe()
+    sync._begin_probe()
     with pytest.raises(RefitError, match=r"generation rank 0 .* differ by nan nats"):
         sync.check()
 
 
-def engines(monkeypatch, *logprobs: float) -> RemoteGeneration:
-    """An engine for each of the numbers, which gives the second of three tokens this logprob."""
-    monkeypatch.setattr(remote_generation, "wait", lambda answers: answers)
+def test_only_engines_that_still_live_are_compared():
+    sync = sync_with([[-1.0, -1.0], [-1.01, -0.99]])
+    both = sync._generation.sampled_on_each  # pyrefly: ignore
+    sync._generation.sampled_on_each = lambda begun: {1: both(begun)[1]}  # pyrefly: ignore
+    sync._policy = SimpleNamespace(logprobs=lambda tokens, *_, **__: torch.full(tokens.shape, -1.0))
+    sync._begin_probe()
+    with pytest.raises(RefitError, match=r"generation rank 1 "):
+        sync.check()
+
+
+DIED, FAILED = WorkerError("generation rank 1", "generate", "died", lost=True), WorkerError("", "generate", "failed")
+
+
+def engines(monkeypatch, *logprobs: float | WorkerError) -> RemoteGeneration:
+    """An engine for each of the numbers, which gives the second of three tokens this logprob, or raises the error when
+    somebody waits for it."""
+
+    def wait(answer):
+        if isinstance(answer, WorkerError):
+            raise answer
+        return [Completion((3, 4, 5), (-1.0, answer, -1.0), "stop", (0, 0, 0))]
 
     class Group(list):
-        def call_each(self, method, arguments, phase):
-            assert method == "sample_now" and [asked.seed for (asked,) in arguments] == [*range(1, 1 + len(self))]
-            return [Completion((3, 4, 5), (-1.0, one, -1.0), "stop", (0, 0, 0)) for one in self]
+        def call_one(self, place, methods, phase):
+            [(method, (asked,))] = methods
+            assert method == "sample_now" and asked.seed == 1 + place
+            return self[place]
 
+    monkeypatch.setattr(remote_generation, "wait", wait)
     return RemoteGeneration(Group(logprobs), shares_device=False)  # pyrefly: ignore
+
+
+def sampled(generation: RemoteGeneration, request: Request) -> dict[int, Completion]:
+    return generation.sampled_on_each(generation.begin_on_each(request))
+
+
+def test_an_engine_that_died_gives_no_probe_and_one_that_fails_ends_the_run(monkeypatch):
+    request = Request((1,), Sampling(1.0, 1.0, None, 3, (), ()), seed=1)
+    # Nothing is waited for until somebody asks for the samples.
+    failing = engines(monkeypatch, -1.0, FAILED)
+    begun = failing.begin_on_each(request)
+    with pytest.raises(WorkerError, match="failed"):
+        failing.sampled_on_each(begun)
+    assert [*sampled(engines(monkeypatch, -1.0, DIED, -2.0), request)] == [0, 2]
 
 
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf])
@@ -79,9 +117,10 @@ def test_an_engine_that_computes_no_numbers_is_named_with_its_step(monkeypatch, 
     generation, sampling = engines(monkeypatch, -1.0, logprob), Sampling(1.0, 1.0, None, 3, (), ())
     request = Request((1,), sampling, seed=1)
     with pytest.raises(EngineError, match=rf"generation rank 1 sampled token 4 \(number 2 .* logprob {logprob}"):
-        generation.sample_on_each(request)
-    assert len(engines(monkeypatch, -1.0, -2.0).sample_on_each(request)) == 2
-    collect = SimpleNamespace(collect=lambda *_: generation.sample_on_each(request))
+        sampled(generation, request)
+    assert len(sampled(engines(monkeypatch, -1.0, -2.0), request)) == 2
+    generation = engines(monkeypatch, -1.0, logprob)
+    collect = SimpleNamespace(collect=lambda *_: sampled(generation, request))
     config = compose_config().options(GRPOConfig)
     order = PromptOrder(None, Resting(0, 0), {"position": 0})  # pyrefly: ignore
     source = Sampler(config, collect, sampling, [], order)  # pyrefly: ignore
