@@ -163,11 +163,13 @@ def lengths(
     try:
         for process in ranks:
             process.start()
+        found: dict[int, list[dict[str, list[float]] | None]] = {tokens: [] for tokens in tried}
         for tokens in tried:
-            found: list[dict[str, list[float]] | None] = []
-            while len(found) < gpus and None not in found:
+            # A rank may be ahead of the others.
+            while len(found[tokens]) < gpus and None not in found[tokens]:
                 try:
-                    found.append(answers.get(timeout=1))
+                    answered, answer = answers.get(timeout=1)
+                    found[answered].append(answer)
                 except queue.Empty:
                     if any(process.exitcode for process in ranks):
                         yield tokens, "a process ended, see its output"
@@ -175,7 +177,7 @@ def lengths(
                     if time.time() > max(ends, started + START_S):
                         yield tokens, "the time was over"
                         return
-            whole = [one for one in found if one is not None]
+            whole = [one for one in found[tokens] if one is not None]
             if len(whole) < gpus:
                 yield tokens, "does not fit"
                 return
@@ -197,16 +199,17 @@ def train(
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
     from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 
+    tokens = tried[0]
     try:
         worker = MegatronWorker(**policy_arguments(config, model))
         for tokens in tried:
-            answers.put(one_length(worker, find_shape(str(model)).vocabulary, tokens, steps))
+            answers.put((tokens, one_length(worker, find_shape(str(model)).vocabulary, tokens, steps)))
     except RuntimeError as error:
         # Those of libraries have no class of their own.
         if "out of memory" not in str(error).lower():
             raise
-        print(f"{tried}: {str(error).splitlines()[0]}", flush=True)
-        answers.put(None)
+        print(f"{tokens} tokens: {str(error).splitlines()[0]}", flush=True)
+        answers.put((tokens, None))
 
 
 def one_length(worker: Any, vocabulary: int, tokens: int, steps: int) -> dict[str, list[float]]:
