@@ -1,10 +1,10 @@
-"""Tokens a second and GPU of training on single long sequences, by their length: context_rate.py MODEL
+"""Tokens a second of training on single long sequences, by their length: context_rate.py MODEL
 
 context_rate.py MODEL [--tokens 16384 65536] [--steps 7] [--context 1] [-- OVERRIDE ...]
 
 Each optimizer step trains all weights on one chat of that many tokens, in bfloat16 with recomputed layers, as the rows
-"RL full, recompute" of prime-rl's table of its trainer do, on one GPU or on `--context` GPUs that share each sequence.
-The first three steps do not count.
+"RL full, recompute" of prime-rl's table of its trainer do, on one GPU; with `--context` 2 or more then on that many
+GPUs that share each sequence, too. The first three steps do not count.
 """
 
 import argparse
@@ -19,8 +19,11 @@ import record
 WARM = 3
 # prime-rl's tokens a second for the shape of Qwen3-0.6B on one H100 (benchmarks/results/BENCHMARKS.md), by length.
 TARGETS = {"qwen3-0.6b": {16384: 11_900, 65536: 10_200}}
+# The share of N times one GPU's tokens a second that N GPUs are to reach.
+PARALLEL = 0.85
+RATE = "tokens a second"
 METRICS = [
-    ("tokens a second", "1/s", "performance/tokens_per_sec", 1),
+    (RATE, "1/s", "performance/tokens_per_sec", 1),
     ("MFU", "share", "performance/train_fp_utilization", 1),
     ("memory at its peak", "GiB", "memory/policy_peak_bytes/train", 2**30),
 ]
@@ -34,18 +37,26 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1)
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args()
-    results, bars, shared = [], [], given.context > 1
+    shared = given.context > 1
+    name = f"context-rate-{given.model.name}" + (f"-context-{given.context}" if shared else "")
+    results, bars = [], []
     for tokens in given.tokens:
-        case = f"{tokens} tokens" + (f", shared by {given.context} GPUs" if shared else "")
-        steps = train(given.model, tokens, given.steps, given.context, given.overrides)
-        for what, unit, metric, by in METRICS:
-            if found := [step[metric] / by for step in steps if metric in step]:
-                results.append(record.result(what, case, unit, found))
-                print(tokens, what, results[-1]["median"], flush=True)
-        rate = next(one["median"] for one in results if one["config"] == case)
-        if not shared and (target := TARGETS.get(given.model.name, {}).get(tokens)):
-            bars.append(record.bar(f"tokens a second, {tokens} tokens", rate, target, at_least=True))
-        name = f"context-rate-{given.model.name}" + (f"-context-{given.context}" if shared else "")
+        rates = {}
+        for gpus in sorted({1, given.context}):
+            case = f"{tokens} tokens" + (f", {gpus} GPU{'s' * (gpus > 1)}" if shared else "")
+            steps = train(given.model, tokens, given.steps, gpus, given.overrides)
+            for what, unit, metric, by in METRICS:
+                if found := [step[metric] / by for step in steps if metric in step]:
+                    results.append(record.result(what, case, unit, found))
+                    print(case, what, results[-1]["median"], flush=True)
+            rates[gpus] = next(one["median"] for one in results if (one["name"], one["config"]) == (RATE, case))
+            record.write(name, results, bars)
+        if shared:
+            times, target = rates[given.context] / rates[1], PARALLEL * given.context
+            what = f"times the tokens a second of one GPU, {tokens} tokens shared by {given.context}"
+            bars.append(record.bar(what, times, target, at_least=True))
+        elif target := TARGETS.get(given.model.name, {}).get(tokens):
+            bars.append(record.bar(f"tokens a second, {tokens} tokens", rates[1], target, at_least=True))
         record.write(name, results, bars)
 
 

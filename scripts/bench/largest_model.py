@@ -1,13 +1,15 @@
 """Find the largest model of a family that trains colocated on one GPU, by offload preset.
 
-largest_model.py predict                     predict how many layers fit; write a record
-largest_model.py run PRESET LAYERS TOKENIZER  try it: a random model, two GRPO steps through the launcher (gpu_run.py)
+largest_model.py predict [lora]                     predict how many layers fit; write a record
+largest_model.py run PRESET LAYERS TOKENIZER [lora]  try it: a random model, two GRPO steps by gpu_run.py
 
-The family is Qwen3-4B's width with more or fewer layers. The engine gets its weights and `CACHE` for its KV cache.
+The family is Qwen3-4B's width with more or fewer layers. With `lora` it is Qwen3-8B's, layers are recomputed, and the
+engine applies the adapters itself. The engine gets its weights and `CACHE` for its KV cache.
 """
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import random_model
@@ -16,9 +18,9 @@ import record
 from nemo_rl_lite.models.shape import ModelShape, model_shape
 from nemo_rl_lite.planning.budget import budget
 from nemo_rl_lite.planning.model_size import parameter_count
+from nemo_rl_lite.planning.prediction import engine_weights
 from nemo_rl_lite.rules.compose import compose_config
 
-FAMILY = "qwen3-4b"
 COMMON_LAYERS = 24
 GPU_BYTES = int(79.2 * 2**30)
 CACHE = 6 * 2**30
@@ -35,73 +37,101 @@ RUN = [
     "algorithm.val_at_end=false",
     "checkpoint.export_hf_at_end=false",
 ]
+LORA = [
+    "policy.megatron_cfg.peft.enabled=true",
+    "policy.megatron_cfg.activation_checkpointing=true",
+    "generation.vllm_cfg.lora=adapters",
+]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is trained: a family of `random_model.py`, the presets that the rules accept, and the names of records."""
+
+    family: str
+    presets: tuple[str, ...]
+    overrides: tuple[str, ...]
+    record: str
+    run: str
+
+
+KINDS = {
+    "weights": Kind("qwen3-4b", PRESETS, (), "largest-model-predicted", "largest"),
+    "lora": Kind("qwen3-8b", ("none", "pinned"), tuple(LORA), "largest-model-lora-predicted", "lora-largest"),
+}
 
 
 def main() -> None:
     match sys.argv[1:]:
         case ["predict"]:
-            write_prediction()
+            write_prediction(KINDS["weights"])
+        case ["predict", "lora"]:
+            write_prediction(KINDS["lora"])
         case ["run", preset, layers, tokenizer]:
-            run(preset, int(layers), tokenizer)
+            run(KINDS["weights"], preset, int(layers), tokenizer)
+        case ["run", preset, layers, tokenizer, "lora"]:
+            run(KINDS["lora"], preset, int(layers), tokenizer)
         case _:
             sys.exit(__doc__)
 
 
-def write_prediction() -> None:
+def write_prediction(kind: Kind) -> None:
     results = []
-    for preset in PRESETS:
-        layers = largest(preset)
-        billions = parameter_count(shape_of(layers)) / 1e9
+    for preset in kind.presets:
+        layers = largest(kind, preset)
+        billions = parameter_count(shape_of(kind, layers)) / 1e9
         results.append(record.result("largest model, predicted", preset, "B parameters", [billions]))
         results.append(record.result("its layers", preset, "", [layers]))
-        share = largest_share(preset)
+        share = largest_share(kind, preset)
         what = f"largest gpu_memory_utilization with {COMMON_LAYERS} layers"
         results.append(record.result(what, preset, "", [share]))
-    print(record.write("largest-model-predicted", results, []).read_text())
+    print(record.write(kind.record, results, []).read_text())
 
 
-def largest(preset: str) -> int:
+def largest(kind: Kind, preset: str) -> int:
     """Return the number of layers of the largest model with all phases fitting."""
     layers = 1
-    while peak(preset, layers + 1) <= GPU_BYTES:
+    while peak(kind, preset, layers + 1) <= GPU_BYTES:
         layers += 1
     return layers
 
 
-def largest_share(preset: str) -> float:
+def largest_share(kind: Kind, preset: str) -> float:
     """Return the largest share of the GPU for the engine, next to a model that every preset can train."""
     percent = 99
-    while percent and peak(preset, COMMON_LAYERS, percent / 100) > GPU_BYTES:
+    while percent and peak(kind, preset, COMMON_LAYERS, percent / 100) > GPU_BYTES:
         percent -= 1
     return percent / 100
 
 
-def peak(preset: str, layers: int, share: float | None = None) -> int:
+def peak(kind: Kind, preset: str, layers: int, share: float | None = None) -> int:
     """Return the predicted bytes of the fullest phase, with the refit's buffers, contexts and captured graphs."""
-    overrides = [*settings(preset, layers), "policy.model_name=a/model", "checkpoint.save_period=0"]
+    overrides = [*settings(kind, preset, layers), "policy.model_name=a/model", "checkpoint.save_period=0"]
     overrides += [f"generation.vllm_cfg.gpu_memory_utilization={share}"] if share else []
     config = compose_config(overrides)
-    planned = budget(config, shape_of(layers), GPU_BYTES)
+    planned = budget(config, shape_of(kind, layers), GPU_BYTES)
     return planned.device[planned.fullest]
 
 
-def settings(preset: str, layers: int) -> list[str]:
-    share = (2 * parameter_count(shape_of(layers)) + CACHE) / GPU_BYTES
-    return [*RUN, f"offload={preset}", f"generation.vllm_cfg.gpu_memory_utilization={min(share, 1):.3f}"]
+def settings(kind: Kind, preset: str, layers: int) -> list[str]:
+    own = [*RUN, *kind.overrides, f"offload={preset}"]
+    weights = engine_weights(compose_config([*own, "policy.model_name=a/model"]), shape_of(kind, layers))
+    share = min((weights + CACHE) / GPU_BYTES, 1)
+    return [*own, f"generation.vllm_cfg.gpu_memory_utilization={share:.3f}"]
 
 
-def shape_of(layers: int) -> ModelShape:
-    return model_shape(random_model.model_config(f"{FAMILY}:{layers}").to_dict())
+def shape_of(kind: Kind, layers: int) -> ModelShape:
+    return model_shape(random_model.model_config(f"{kind.family}:{layers}").to_dict())
 
 
-def run(preset: str, layers: int, tokenizer: str) -> None:
-    folder = f"models/{FAMILY}-{layers}-layers"
+def run(kind: Kind, preset: str, layers: int, tokenizer: str) -> None:
+    folder = f"models/{kind.family}-{layers}-layers"
     here = Path(__file__).parent
     if not Path(folder).exists():
-        command = [sys.executable, str(here / "random_model.py"), f"{FAMILY}:{layers}", tokenizer, folder]
+        command = [sys.executable, str(here / "random_model.py"), f"{kind.family}:{layers}", tokenizer, folder]
         subprocess.run(command, check=True)
-    name = f"largest-{preset}-{layers}-layers"
-    overrides = [*settings(preset, layers), f"policy.model_name={folder}"]
+    name = f"{kind.run}-{preset}-{layers}-layers"
+    overrides = [*settings(kind, preset, layers), f"policy.model_name={folder}"]
     sys.exit(subprocess.run([sys.executable, str(here / "gpu_run.py"), name, *overrides], check=False).returncode)
 
 

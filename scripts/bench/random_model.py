@@ -1,6 +1,7 @@
-"""Write a model of a known shape with random weights: random_model.py SHAPE[:LAYERS] TOKENIZER_FOLDER TARGET
+"""Write a model of a known shape with random weights: random_model.py SHAPE[:LAYERS] TOKENIZER TARGET [POSITIONS]
 
-Such a model is for measuring speed and memory without real weights. The tokenizer may have fewer tokens than the model.
+Such a model is for measuring speed and memory without real weights. The tokenizer is a model's folder, and may have
+fewer tokens than the model, which has 40960 positions unless the command gives another number.
 """
 
 import sys
@@ -61,28 +62,28 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def model_config(shape: str, **tokens: Any) -> PretrainedConfig:
-    """Return the Hugging Face configuration of SHAPE or SHAPE:LAYERS. Raises KeyError: no such shape."""
+def model_config(shape: str, **own: Any) -> PretrainedConfig:
+    """Return the Hugging Face configuration of SHAPE or SHAPE:LAYERS with its `own` fields. Raises KeyError: no such
+    shape."""
     name, _, layers = shape.partition(":")
     sizes = {"tie_word_embeddings": True} | SHAPES[name] | ({"num_hidden_layers": int(layers)} if layers else {})
     return AutoConfig.for_model(
         vocab_size=VOCABULARY,
         head_dim=128,
-        max_position_embeddings=40960,
         rope_theta=1_000_000.0,
-        **sizes,
-        **tokens,
+        **{"max_position_embeddings": 40960} | sizes | own,
     )
 
 
 def main() -> None:
-    shape, tokenizer_folder, target = sys.argv[1:]
+    shape, tokenizer_folder, target, *positions = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(Path(tokenizer_folder))
     config = model_config(
         shape,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **({"max_position_embeddings": int(positions[0])} if positions else {}),
     )
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

@@ -64,6 +64,7 @@ def main() -> None:
         "refit-layouts": (tuple(refit_runs.LAYOUTS), refit_runs.layouts),
         "refit-verified": (tuple(refit_runs.VERIFIED), refit_runs.verified),
         "largest-model": (tuple(run["name"] for run in runs if run["name"].startswith("largest-")), largest),
+        "largest-model-lora": (tuple(run["name"] for run in runs if run["name"].startswith("lora-largest-")), largest),
     }
     for bench, (names, measure) in benches.items():
         write(bench, [run for run in runs if run["name"] in names and run["exit_status"] == 0], measure)
@@ -180,8 +181,9 @@ def _moves(run: Run, ending: str) -> list[float]:
 def largest(runs: list[Run]) -> tuple[list, list]:
     results = []
     for run in runs:
-        _, preset, layers, _ = run["name"].split("-")
-        family = random_model.model_config(f"qwen3-4b:{layers}").to_dict()
+        preset, layers, _ = run["name"].split("-")[-3:]
+        name = Path(run["config"]["policy"]["model_name"]).name.removesuffix(f"-{layers}-layers")
+        family = random_model.model_config(f"{name}:{layers}").to_dict()
         billions = parameter_count(model_shape(family)) / 1e9
         results.append(record.result("model that trained", preset, "B parameters", [billions]))
         results.append(record.result("its layers", preset, "", [int(layers)]))

@@ -126,17 +126,20 @@ def _teacher_group(config: Config, placement: Placement, run_folder: Path) -> Wo
 
 
 def _ranks(name: str, config: Config, slots: Sequence[Slot], run_folder: Path) -> WorkerGroup:
-    """Processes of megatron-core, whose environment depends on the layout of the policy in `config`."""
+    environment = policy_environment(config)
+    log.info("environment of the %s: %s", name, environment)
+    return WorkerGroup(name, slots, str(run_folder / "logs"), environment, limit_s=config.cluster.phase_timeout_s)
+
+
+def policy_environment(config: Config) -> dict[str, str]:
+    """Return the environment of a process of megatron-core, which depends on the layout of the policy in `config`."""
     dims = parallel_dims(config)
     if not on_gpus(config):
         environment = CPU_POLICY_ENVIRONMENT | ON_CPUS
     else:
         environment = ONE_QUEUE if dims.tp * dims.cp > 1 else MANY_QUEUES
         environment = environment | _segments(config)
-    environment = environment | {"OMP_NUM_THREADS": str(_threads(config, policy_ranks(config)))}
-    environment |= _of_activations(config)
-    log.info("environment of the %s: %s", name, environment)
-    return WorkerGroup(name, slots, str(run_folder / "logs"), environment, limit_s=config.cluster.phase_timeout_s)
+    return environment | {"OMP_NUM_THREADS": str(_threads(config, policy_ranks(config)))} | _of_activations(config)
 
 
 def _of_activations(config: Config) -> dict[str, str]:
