@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
-VOCABULARY = 151936
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": True,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
         "model_type": "qwen3",
@@ -46,6 +52,31 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": False,
     },
+    # Without the scaling of Llama 3.1's rotary embeddings, which is for longer sequences.
+    "llama3.1-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500_000.0,
+    },
+    # For trials on a CPU: 15 M parameters.
+    "llama-tiny": {
+        "model_type": "llama",
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "tie_word_embeddings": False,
+        "vocab_size": 49152,
+    },
     # 1.5 B parameters, of which 0.5 B are active for a token.
     "qwen3-moe-1.5b": {
         "model_type": "qwen3_moe",
@@ -66,13 +97,8 @@ def model_config(shape: str, **own: Any) -> PretrainedConfig:
     """Return the Hugging Face configuration of SHAPE or SHAPE:LAYERS with its `own` fields. Raises KeyError: no such
     shape."""
     name, _, layers = shape.partition(":")
-    sizes = {"tie_word_embeddings": True} | SHAPES[name] | ({"num_hidden_layers": int(layers)} if layers else {})
-    return AutoConfig.for_model(
-        vocab_size=VOCABULARY,
-        head_dim=128,
-        rope_theta=1_000_000.0,
-        **{"max_position_embeddings": 40960} | sizes | own,
-    )
+    sizes = DEFAULTS | SHAPES[name] | ({"num_hidden_layers": int(layers)} if layers else {})
+    return AutoConfig.for_model(**sizes | own)
 
 
 def main() -> None:

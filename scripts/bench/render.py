@@ -60,6 +60,8 @@ STAGES = ("seconds", "pack", "transfer", "load", "weights of a refit")
 ABLATION = ("whole step", "generation", "logprob", "train", "policy's memory in training", "command to first step")
 SHARES = ("MFU of training", "bandwidth share of decoding")
 WITH_SHARES = (*ABLATION, *SHARES)
+# Of NeMo-RL's published step.
+PUBLISHED = ("whole step", "generation", "logprob", "train", "refit", "tokens a second and GPU")
 BUSY = ("seconds", "GPU busy for generation-0", "GPU busy for policy-0")
 TABLES = {
     "quickstart table": Table(
@@ -170,6 +172,29 @@ TABLES = {
     "busy with graphs table": Table(PERFORMANCE, "busy-by-phase-small-graphs", "1x-h100", columns=BUSY),
     "scheduler table": Table(PERFORMANCE, "speed-engine-scheduler", "cpu-2cores"),
     "context table": Table(PERFORMANCE, "context-rate-qwen3-0.6b", "1x-h100"),
+    "published simulated table": Table(
+        PERFORMANCE,
+        "published-row-simulated",
+        "cpu-2cores",
+        columns=(
+            *PUBLISHED,
+            "of it with a quarter of the responses or fewer",
+            "engines wait",
+            "stages idle",
+            "replicas wait",
+            "of it exchanged between replicas",
+        ),
+    ),
+    "published predicted table": Table(
+        PERFORMANCE, "published-row-predicted", "cpu-2cores", columns=(*PUBLISHED, "fullest GPU")
+    ),
+    "published measured table": Table(
+        PERFORMANCE,
+        "published-row-2-512",
+        "2x-h100",
+        columns=(*PUBLISHED, *SHARES, "policy's peak in training", "GPU in use while generating"),
+        optional=True,
+    ),
     "shares table": Table(GPUS, "speed-balance", "cpu-2cores"),
     "dynamic sampling table": Table(ROLLOUTS, "rollouts-dynamic-sampling", "cpu-2cores"),
     "plan time table": Table(

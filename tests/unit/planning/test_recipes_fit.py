@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_lite.models.known import find_shape
+from nemo_rl_lite.planning.automatic import settle
 from nemo_rl_lite.planning.budget import budget
 from nemo_rl_lite.rules.compose import compose_config
 
@@ -20,9 +21,10 @@ NAMES = [
 
 
 def fullest(recipe: str, *overrides: str) -> int:
-    """Predicted bytes of the recipe's fullest phase, contexts and graphs included."""
+    """Predicted bytes of the recipe's fullest phase, contexts and graphs included, with `auto` settled as in a run."""
     config = compose_config([f"recipes={recipe}", *overrides])
-    planned = budget(config, find_shape(config.policy.model_name), GPU_BYTES)
+    shape = find_shape(config.policy.model_name)
+    planned = budget(settle(config, shape, GPU_BYTES).config, shape, GPU_BYTES)
     return planned.device[planned.fullest]
 
 

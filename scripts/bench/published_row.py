@@ -1,0 +1,220 @@
+"""NeMo-RL's published step of an 8 B model on 8 H100 GPUs, with random weights: what our step takes, or should take.
+
+published_row.py MODEL [--gpus 8] [--batch 512] [--apart] [--steps 3] [--dry-run] [-- OVERRIDE ...]
+published_row.py --predict
+
+The row, of NeMo-RL 0.3: Llama-3.1-8B-Instruct, 64 prompts x 32 samples, batches of 512, sequences and packs of 4,096
+tokens, pipeline parallel 2, KL penalty 0.01, 795 generated tokens a sample: 112 s = training 28, refit 5, generation
+58, logprobs 18. How lengths are distributed is not published: here they are lognormal with sigma 1, cut at 3,840 tokens
+(forced_lengths.py). Neither are the prompts' lengths; here they have about 130 tokens.
+
+MODEL: a folder with random weights, random_model.py llama3.1-8b[:LAYERS]. With weights, gradients and optimizer states,
+80 GB hold 32 layers on four policy GPUs or more, 16 on two, 8 on one. Fewer GPUs than eight have a share of the prompts
+and of the batch, so that a colocated engine always has 256 responses. `--apart`: half of the GPUs are for engines,
+which are one step ahead. Trials on CPUs: `--gpus 0` with the model llama-tiny. The first step of a run does not count;
+where rollouts are made ahead, neither do the second and the last.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any
+
+import record
+
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import all_gpus, on_gpus, samples_per_step
+from nemo_rl_lite.models.known import find_shape
+from nemo_rl_lite.models.shape import ModelShape
+from nemo_rl_lite.offload.residency import Phase
+from nemo_rl_lite.planning.automatic import settle
+from nemo_rl_lite.planning.budget import Budget, budget
+from nemo_rl_lite.planning.gpus import size_of
+from nemo_rl_lite.planning.phase_time import Lengths
+from nemo_rl_lite.planning.step_time import StepTime, predict_step
+from nemo_rl_lite.rules.compose import compose_command
+
+RECIPE, PUBLISHED = "grpo-llama3.1-8b-1n8g-pp2", "meta-llama/Llama-3.1-8B-Instruct"
+PROMPT, MEAN, SIGMA, GPUS = 130, 795, 1.0, 8
+LAYERS = {1: 8, 2: 16}
+"""By the policy's GPUs; else all."""
+PHASES = {
+    "generation": ("timing/train/generation",),
+    "logprob": ("timing/train/policy_and_reference_logprobs",),
+    "train": ("timing/train/policy_training",),
+    "refit": ("timing/train/prepare_for_generation/transfer_and_update_weights", "timing/train/refit_check"),
+}
+SHARES = {
+    "MFU of training": "performance/train_fp_utilization",
+    "MFU of logprobs": "performance/policy_and_reference_logprobs_fp_utilization",
+    "bandwidth share of decoding": "performance/generation_bandwidth_share",
+}
+MEMORY = {
+    "policy's peak in training": "memory/policy_peak_bytes/train",
+    "policy's peak in logprob": "memory/policy_peak_bytes/logprob",
+    "GPU in use while generating": "memory/device_bytes/generate",
+    "GPU in use after training": "memory/device_bytes/train",
+}
+LENGTHS = {
+    "mean prompt": "train/mean_prompt_length",
+    "mean response": "train/mean_gen_tokens_per_sample",
+    "longest response": "train/max_gen_tokens_per_sample",
+}
+STEP = "timing/train/total_step_time"
+ONE_STEP_OFF = [
+    *("algorithm.rollouts.source=one_step_off", "algorithm.loss_fn.use_importance_sampling_correction=true"),
+    *("algorithm.loss_fn.truncated_importance_sampling_ratio=2", "generation.colocated.enabled=false"),
+]
+OFF = [
+    *("algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0", "logger.plots=false"),
+    *("checkpoint.export_hf_at_end=false", "checkpoint.save_period=0"),
+    # Some responses of a prompt end with a vowel, so that there are advantages and gradients.
+    *("reward=format", "reward.kwargs.pattern='.*[aeiou]'"),
+]
+# A trial of everything on two cores; what it measures means nothing.
+ON_CPUS = [
+    *("cluster.gpus_per_node=0", "policy=megatron", "generation=vllm", "cluster.cpu_ranks=2"),
+    *("policy.max_total_sequence_length=256", "generation.max_new_tokens=96", "generation.vllm_cfg.enforce_eager=true"),
+    *("algorithm.num_prompts_per_step=4", "algorithm.num_generations_per_prompt=4"),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--gpus", type=int, default=GPUS, choices=(0, 1, 2, 4, 8))
+    parser.add_argument("--batch", type=int, default=512, choices=(512, 2048), help="that of eight GPUs")
+    parser.add_argument("--apart", action="store_true")
+    parser.add_argument("--steps", type=int, default=3, help="that count")
+    parser.add_argument("--dry-run", action="store_true", help="do everything up to the first process")
+    parser.add_argument("--predict", action="store_true", help="write what nrl-lite plan's rules say of all variants")
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_intermixed_args()
+    if given.predict:
+        print(predict())
+    elif given.model is None:
+        parser.error("a run needs the folder of a model; see random_model.py")
+    else:
+        measure(given)
+
+
+def settings(gpus: int, batch: int, apart: bool) -> list[str]:
+    """The overrides of a variant."""
+    if not gpus:
+        own = [f"policy.train_global_batch_size={16 * batch // 2048}", *(ONE_STEP_OFF if apart else [])]
+        return [f"recipes={RECIPE}", *ON_CPUS, *own, *OFF]
+    policy = gpus // 2 if apart else gpus
+    own = [f"cluster.gpus_per_node={gpus}", f"algorithm.num_prompts_per_step={64 * gpus // GPUS}"]
+    own += [f"policy.train_global_batch_size={batch * gpus // GPUS}"]
+    own += [f"policy.megatron_cfg.pipeline_model_parallel_size={min(2, policy)}"]
+    own += [*ONE_STEP_OFF, f"generation.colocated.resources.gpus_per_node={gpus - policy}"] if apart else []
+    return [f"recipes={RECIPE}", *own, *OFF]
+
+
+def planned(overrides: list[str], shape: ModelShape, gpu_bytes: int) -> tuple[Config, Budget, StepTime]:
+    """The settled configuration, and what the plan says of its memory and its seconds."""
+    config = settle(compose_command(overrides), shape, gpu_bytes).config
+    lengths = Lengths(PROMPT, MEAN, config.generation.max_new_tokens)
+    return config, budget(config, shape, gpu_bytes), predict_step(config, shape, gpu_bytes, lengths)
+
+
+def predicted_rows(gpu: str, gpus: int, batch: int, apart: bool) -> Iterator[dict[str, Any]]:
+    """The plan of a variant on GPUs of this name."""
+    layers = LAYERS.get(gpus // 2 if apart else gpus, 32)
+    shape = replace(find_shape(PUBLISHED), layers=layers, dense_layers=layers)
+    config, memory, time = planned(
+        [*settings(gpus, batch, apart), f"policy.model_name={PUBLISHED}"], shape, size_of(gpu)[1]
+    )
+    name = f"{gpus} x {gpu}{', one step off' if apart else ''}, batches of {batch * gpus // GPUS}"
+    name += f", {layers} layers" if layers < 32 else ""
+    step = time.overlapped if apart else time.in_turn
+    for phase, seconds in zip(PHASES, astuple(time), strict=True):
+        yield record.result(phase, name, "s", [seconds])
+    yield record.result("whole step", name, "s", [step])
+    rate = samples_per_step(config) * (PROMPT + MEAN) / step / gpus
+    yield record.result("tokens a second and GPU", name, "1/s", [rate])
+    yield record.result("fullest GPU", name, "GiB", [memory.device[memory.fullest] / 2**30])
+
+
+def predict() -> Path:
+    """Write the record of the predictions."""
+    variants = [(gpus, batch, apart) for batch in (512, 2048) for gpus, apart in ((8, False), (8, True))]
+    variants += [(4, 512, False), (4, 512, True), (2, 512, False), (2, 512, True), (1, 512, False)]
+    results = [one for gpu in ("H100", "H200") for variant in variants for one in predicted_rows(gpu, *variant)]
+    note = f"Predicted for prompts of {PROMPT} tokens and responses of {MEAN}, the longest of 3840."
+    return record.write("published-row-predicted", results, [], note)
+
+
+def measure(given: argparse.Namespace) -> None:
+    """Run the variant and write its record, after which the machine is named."""
+    model = given.model.resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        questions = Path(folder) / "questions.jsonl"
+        questions.write_text("".join(f"{json.dumps(row)}\n" for row in rows()))
+        warm, drained = (2, 1) if given.apart else (1, 0)
+        overrides = settings(given.gpus, given.batch, given.apart)
+        overrides += [f"policy.model_name={model}", "data.name=file", f"data.train_path={questions}"]
+        overrides += [f"algorithm.max_num_steps={warm + given.steps + drained}", *given.overrides]
+        config, mean = compose_command(overrides), MEAN if given.gpus else 40
+        command = [sys.executable, str(Path(__file__).with_name("forced_lengths.py")), str(mean), str(SIGMA)]
+        command += [*overrides, *(["--dry-run"] if given.dry_run else []), f"hydra.run.dir={folder}/run"]
+        if status := subprocess.run(command, cwd=record.ROOT).returncode:
+            sys.exit(f"status {status}: {' '.join(command)}")
+        if given.dry_run:
+            return
+        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+    by_step: dict[int, dict[str, float]] = {}
+    for line in lines:
+        by_step.setdefault(line["step"], {}).update(line)
+    steps = [by_step[step] for step in range(warm + 1, warm + given.steps + 1)]
+    print(write(given, config, overrides, steps))
+
+
+def rows() -> Iterator[dict[str, str]]:
+    """Questions of about `PROMPT` tokens, system prompt and chat template included."""
+    for first in range(1000, 2000):
+        numbers = range(first, first + 15)
+        yield {"question": f"What is the sum of {', '.join(map(str, numbers))}?", "answer": f"#### {sum(numbers)}"}
+
+
+def write(given: argparse.Namespace, config: Config, overrides: list[str], steps: list[dict[str, float]]) -> Path:
+    """Write the record of the steps that count, beside the plan where the run is on GPUs."""
+
+    def measured(what: str, unit: str, values: list[float]) -> dict[str, Any]:
+        return record.result(what, "measured", unit, values)
+
+    step = [one[STEP] for one in steps]
+    results = [measured("whole step", "s", step)]
+    for phase, names in PHASES.items():
+        what = "policy waits for a rollout" if given.apart and phase == "generation" else phase
+        results.append(measured(what, "s", [sum(one[name] for name in names) for one in steps]))
+    rates = [one["train/total_num_tokens"] / one[STEP] / max(1, all_gpus(config)) for one in steps]
+    results.append(measured("tokens a second and GPU", "1/s", rates))
+    for names, unit, by in ((SHARES, "share", 1), (MEMORY, "GiB", 2**30), (LENGTHS, "tokens", 1)):
+        for what, name in names.items():
+            results += [measured(what, unit, [one[name] / by for one in steps])] if name in steps[0] else []
+    if on_gpus(config):
+        results += beside(overrides, find_shape(config.policy.model_name), given.apart)
+    name = f"published-row-{given.gpus}{'-one-step-off' if given.apart else ''}-{given.batch}"
+    return record.write(name, results, [], f"model: {given.model.name}, random weights")
+
+
+def beside(overrides: list[str], shape: ModelShape, apart: bool) -> Iterator[dict[str, Any]]:
+    """What the plan says of this machine."""
+    _, memory, time = planned(overrides, shape, size_of(None)[1])
+    yield record.result("whole step", "planned", "s", [time.overlapped if apart else time.in_turn])
+    for phase, seconds in zip(PHASES, astuple(time), strict=True):
+        yield record.result(phase, "planned", "s", [seconds])
+    nbytes = [memory.policy[Phase.TRAIN], memory.policy[Phase.LOGPROB]]
+    nbytes += [memory.device[Phase.GENERATE], memory.device[Phase.TRAIN]]
+    for what, most in zip(MEMORY, nbytes, strict=True):
+        yield record.result(what, "planned", "GiB", [most / 2**30])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The scripts about NeMo-RL's published step: forced lengths, variants that compose, a simulated pipeline."""
+
+import asyncio
+import importlib
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
+
+import pytest
+
+from nemo_rl_lite.config.parallel import ParallelDims
+from nemo_rl_lite.config.sizes import engines, optimizer_steps, parallel_dims, samples_per_step
+from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.models.known import find_shape
+from nemo_rl_lite.models.shape import model_shape
+from nemo_rl_lite.rollout.playing import SingleTurn
+from nemo_rl_lite.rules.compose import compose_command
+
+ROOT = Path(__file__).parents[3]
+MODEL = "policy.model_name=a/model"
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """Import modules of scripts/bench by name."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
+    return importlib.import_module
+
+
+def test_forced_lengths_have_their_mean_and_their_tail(scripts):
+    lengths = scripts("forced_lengths").quantiles(2048, 795, 1.0, 3840)
+    assert fmean(lengths) == pytest.approx(795, abs=0.5)
+    assert lengths[1024] < 600
+    assert lengths[-1] == lengths[-20] == 3840
+    with pytest.raises(ValueError, match="is not possible"):
+        scripts("forced_lengths").quantiles(8, 200, 1.0, 100)
+
+
+def test_each_step_deals_the_same_lengths_to_other_responses(scripts, monkeypatch):
+    forced = scripts("forced_lengths")
+    monkeypatch.setattr(SingleTurn, "play", SingleTurn.play)
+    forced.force(30, 1.0, samples=4, count=32)
+    sampling = Sampling(1.0, 1.0, None, 128, stop_token_ids=(2,), stop_strings=())
+
+    def asked(seed: int) -> list[int]:
+        given: list[Sampling] = []
+
+        async def respond(sampling: Sampling) -> None:
+            given.append(sampling)
+
+        for place in range(32):
+            one = SimpleNamespace(seeds=(seed, place // 4, place % 4), sampling=sampling, respond=respond)
+            asyncio.run(SingleTurn().play(None, one))
+        assert not any(one.stop_token_ids for one in given)
+        return [one.max_new_tokens for one in given]
+
+    first, again, second = asked(1), asked(1), asked(2)
+    assert first == again != second
+    assert Counter(first) == Counter(second) == Counter(forced.quantiles(32, 30, 1.0, 128))
+
+
+@pytest.mark.parametrize("batch", [512, 2048])
+@pytest.mark.parametrize(
+    ("gpus", "apart"), [(8, False), (8, True), (4, False), (4, True), (2, False), (2, True), (1, False)]
+)
+def test_every_variant_composes_with_its_share_of_the_batch(scripts, gpus, apart, batch):
+    config = compose_command([*scripts("published_row").settings(gpus, batch, apart), MODEL])
+    assert samples_per_step(config) == 256 * gpus
+    assert optimizer_steps(config) == 2048 // batch
+    policy = gpus // 2 if apart else gpus
+    assert engines(config) == (gpus - policy or gpus)
+    stages = min(2, policy)
+    assert parallel_dims(config) == ParallelDims(tp=1, pp=stages, cp=1, ep=1, world=policy)
+
+
+def test_two_even_stages_are_idle_for_one_micro_batch(scripts, monkeypatch):
+    simulated = scripts("published_row_simulated")
+    monkeypatch.setattr(simulated, "LAUNCH_S", 1.0)
+    # Far more FLOP/s than needed: a layer takes what it takes to launch, in both stages and both passes.
+    variant = simulated.Variant("H100")
+    stage_s, packs = variant.shape.layers / 2, [[100]] * 5
+    assert simulated.pipeline(packs, variant, True, rate=1e30) == (12 * stage_s, 2 * stage_s)
+    assert simulated.pipeline(packs, variant, False, rate=1e30) == (6 * stage_s, stage_s)
+    alone = replace(variant, stages=1)
+    assert simulated.pipeline(packs, alone, True, rate=1e30) == (10 * 2 * stage_s, 0.0)
+
+
+def test_the_random_model_has_the_published_shape(scripts):
+    made = scripts("random_model").model_config("llama3.1-8b").to_dict()
+    assert model_shape(made) == find_shape(scripts("published_row").PUBLISHED)
