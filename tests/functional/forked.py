@@ -1,10 +1,12 @@
-"""What a process imports before ranks are forked from it: megatron-core takes ten seconds."""
+"""What a process imports before ranks and engines are forked from it: megatron-core and vLLM take many seconds."""
 
 import os
 
-# As on the policy's ranks.
+# As on the policy's ranks, and in vLLM's engines on CPUs.
 os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
-from nemo_rl_lite.policy.megatron.worker import preload
+from nemo_rl_lite.generation.vllm import worker as engine
+from nemo_rl_lite.policy.megatron import worker as policy
 
-preload()
+policy.preload()
+engine.preload()

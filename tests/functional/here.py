@@ -105,8 +105,9 @@ class Elsewhere:
         return answer
 
 
-def serve(connection: Connection) -> None:
+def serve(connection: Connection, environment: Mapping[str, str] | None = None) -> None:
     """Do what an `Elsewhere` at the other end asks for, until that is closed."""
+    os.environ.update(environment or {})
     worker = Worker()
     while True:
         try:
@@ -121,11 +122,12 @@ def serve(connection: Connection) -> None:
         connection.send_bytes(pickle.dumps((answer, error)))
 
 
-def connection_to_a_new_process() -> Connection:
-    """A process that serves a worker until this end of the connection is closed; it has imported megatron-core."""
+def connection_to_a_new_process(environment: Mapping[str, str]) -> Connection:
+    """A process that serves a worker until this end of the connection is closed; it has imported megatron-core and
+    vLLM."""
     here, there = Pipe()
     context = preloaded()
-    context.Process(target=serve, args=(there,), daemon=True).start()
+    context.Process(target=serve, args=(there, dict(environment)), daemon=True).start()
     there.close()
     return here
 
@@ -135,8 +137,8 @@ class GroupHere:
 
     peers: Mapping[str, Sequence[Connection]] = {}
     """By the name of a group."""
-    elsewhere = ("teacher",)
-    """Groups with a parallel layout of their own, of which a process has one: their workers are in new processes."""
+    elsewhere: Sequence[str] = ("teacher",)
+    """Groups whose workers are in new processes, because a process has one group of torch.distributed's ranks."""
 
     def __init__(
         self,
@@ -151,7 +153,7 @@ class GroupHere:
         self.processes = [f"{name} rank {rank}" for rank in range(len(slots))]
         others = [Elsewhere(connection) for connection in self.peers.get(name, ())[: len(slots) - 1]]
         if name in self.elsewhere:
-            self.workers = [Elsewhere(connection_to_a_new_process()) for _ in slots]
+            self.workers = [Elsewhere(connection_to_a_new_process(environment)) for _ in slots]
         else:
             self.workers = [Worker(), *others]
         assert len(self.workers) == len(slots), f"there are no processes for {len(slots)} ranks"
@@ -171,7 +173,8 @@ class GroupHere:
 
     def load(self, class_path: str, environments: Sequence[dict[str, str]]) -> Call:
         # Two threads that import transformers at once can leave it half-imported.
-        import_class(class_path)
+        if isinstance(self.workers[0], Worker):
+            import_class(class_path)
         return self._each("load", [(class_path, own) for own in environments], "start")
 
     def start(self, arguments: Sequence[dict[str, Any]]) -> Call:
@@ -262,8 +265,9 @@ class Heartbeats:
 
 
 @contextmanager
-def without_ray() -> Iterator[None]:
-    """Within the block, a run's workers are those of this process. Its environment and logging are as before then."""
+def without_ray(elsewhere: Sequence[str] = ()) -> Iterator[None]:
+    """Within the block, a run's workers are those of this process, but for the groups `elsewhere`. Its environment and
+    logging are as before then."""
     root, environ = logging.getLogger(), dict(os.environ)
     handlers, level, argv = root.handlers[:], root.level, sys.argv
     with pytest.MonkeyPatch.context() as patch, ExitStack() as ends:
@@ -279,6 +283,7 @@ def without_ray() -> Iterator[None]:
         patch.setattr(run_module, "ray_runtime", nullcontext)
         patch.setattr(run_module, "lost_process", str)
         patch.setattr(reserve_module, "WorkerGroup", GroupHere)
+        patch.setattr(GroupHere, "elsewhere", (*GroupHere.elsewhere, *elsewhere))
         patch.setattr(workers, "ray", SimpleNamespace(wait=_wait, get=_get))
         # Signals of one run are not those of the next.
         patch.setattr(stopping, "_received", [])
@@ -286,11 +291,12 @@ def without_ray() -> Iterator[None]:
         yield
 
 
-def run_here(folder: Path, model: Path, *overrides: str) -> CompletedProcess:
-    """What `conftest.run_command` would do: exit status, standard output, standard error."""
+def run_here(folder: Path, model: Path, *overrides: str, elsewhere: Sequence[str] = ()) -> CompletedProcess:
+    """What `conftest.run_command` would do: exit status, standard output, standard error. Workers of the groups
+    `elsewhere` are in processes of their own, as those of vLLM must be."""
     own = [f"hydra.run.dir={folder}", f"policy.model_name={model}", "cluster.threads_per_worker=1"]
     output, errors, status = io.StringIO(), io.StringIO(), 0
-    with redirect_stdout(output), redirect_stderr(errors), without_ray():
+    with redirect_stdout(output), redirect_stderr(errors), without_ray(elsewhere):
         try:
             launch([*own, *overrides])
         except SystemExit as end:
@@ -298,8 +304,10 @@ def run_here(folder: Path, model: Path, *overrides: str) -> CompletedProcess:
     return CompletedProcess([*own, *overrides], status, output.getvalue(), errors.getvalue())
 
 
-def train_here(folder: Path, model: Path, *overrides: str, plots: bool = False) -> tuple[str, list[dict]]:
+def train_here(
+    folder: Path, model: Path, *overrides: str, plots: bool = False, elsewhere: Sequence[str] = ()
+) -> tuple[str, list[dict]]:
     """What `conftest.train` would do: the console's text and the metrics, line by line."""
-    done = run_here(folder, model, f"logger.plots={str(plots).lower()}", *overrides)
+    done = run_here(folder, model, f"logger.plots={str(plots).lower()}", *overrides, elsewhere=elsewhere)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

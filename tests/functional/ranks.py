@@ -1,4 +1,4 @@
-"""Scripts as ranks: processes that meet in torch.distributed."""
+"""Scripts in processes that are forked: ranks, which meet in torch.distributed, and single ones."""
 
 import multiprocessing
 import os
@@ -8,10 +8,11 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 _FORKED, _FRESH = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
@@ -39,8 +40,7 @@ def run_ranks(
 
     Ranks are forked from one process, which has imported megatron-core; `fresh` ones import it themselves.
     """
-    port, context = free_ports(), _FRESH if fresh else preloaded()
-    processes, folder = [], Path(tempfile.mkdtemp())
+    port, processes, folder = free_ports(), [], Path(tempfile.mkdtemp())
     try:
         for rank in range(ranks):
             place = {
@@ -52,9 +52,7 @@ def run_ranks(
             }
             own = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
             environ = dict(os.environ) | own | {"TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-            own_arguments = (str(script), list(arguments), environ, str(folder / str(rank)))
-            processes.append(context.Process(target=_run, args=own_arguments))
-            processes[-1].start()
+            processes.append(start_script(script, arguments, environ, folder / str(rank), fresh))
         deadline = time.monotonic() + timeout_s
         while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
             if any(process.exitcode for process in processes):
@@ -71,10 +69,32 @@ def run_ranks(
     return outputs
 
 
+def start_script(
+    script: Path, arguments: Sequence[str | Path], environ: Mapping[str, str], log: Path, fresh: bool = False
+) -> BaseProcess:
+    """Start what `python script arguments` would do in this environment, with its output in the file `log`. The process
+    is forked from one that has imported megatron-core and vLLM, unless it is to be a `fresh` one."""
+    context = _FRESH if fresh else preloaded()
+    process = context.Process(target=_run, args=(str(script), list(map(str, arguments)), dict(environ), str(log)))
+    process.start()
+    return process
+
+
+def run_script(
+    script: Path, arguments: Sequence[str | Path], environ: Mapping[str, str], log: Path, timeout_s: float = 600
+) -> None:
+    """Run `script` in a forked process (see `start_script`). Fails with its output where its status is not 0."""
+    process = start_script(script, arguments, environ, log)
+    process.join(timeout_s)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0, log.read_text()[-4000:] if log.exists() else "it has said nothing"
+
+
 @cache
 def preloaded() -> multiprocessing.context.ForkServerContext:
-    """The context whose server has imported megatron-core. A process has one server, which other tests may have
-    started."""
+    """The context whose server has imported what `forked.py` imports. A process has one server, which other tests may
+    have started."""
     forkserver._forkserver._stop()
     _FORKED.set_forkserver_preload(["tests.functional.forked"])
     return _FORKED

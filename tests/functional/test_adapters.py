@@ -12,6 +12,7 @@ from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
 from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.model_size import served_adapters
 from tests.functional.conftest import train
+from tests.functional.here import train_here
 from tests.functional.ranks import run_ranks
 from tests.functional.test_sft import series
 
@@ -79,9 +80,20 @@ def test_plans_know_how_many_elements_a_refit_brings(exported, layout):
     assert served_adapters(model_shape(MODEL_CONFIG), config) == elements
 
 
-@pytest.mark.parametrize("overrides", [[], ["cluster.cpu_ranks=2", TENSOR, f"{PEFT}.target_modules=[linear_fc1]"]])
-def test_engines_that_apply_adapters_agree_with_the_policy(tmp_path, model_folder, overrides):
-    _, metrics = train(tmp_path / "run", model_folder, *SMALL, *LORA, *overrides, "generation.vllm_cfg.lora=adapters")
+def test_engines_that_apply_adapters_agree_with_the_policy(tmp_path, model_folder):
+    engine = ["generation.vllm_cfg.lora=adapters"]
+    _, metrics = train_here(tmp_path / "run", model_folder, *SMALL, *LORA, *engine, elsewhere=["generation"])
+    check(metrics, model_folder)
+
+
+def test_so_do_they_with_shards_of_some_adapters(tmp_path, model_folder):
+    """With real Ray, and layers of which the engine has no adapters."""
+    some = ["cluster.cpu_ranks=2", TENSOR, f"{PEFT}.target_modules=[linear_fc1]"]
+    _, metrics = train(tmp_path / "run", model_folder, *SMALL, *LORA, *some, "generation.vllm_cfg.lora=adapters")
+    check(metrics, model_folder)
+
+
+def check(metrics: list[dict], model_folder: Path) -> None:
     penalties = series(metrics, "train/kl_penalty")
     # A KL of 1e-4 is a difference of about 0.01 of logprobs, which an engine without the adapters would have.
     assert penalties[0] == pytest.approx(0, abs=1e-7) and penalties[-1] > 1e-4

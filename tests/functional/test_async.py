@@ -16,6 +16,7 @@ from nemo_rl_lite.data.sources import training_set
 from nemo_rl_lite.rollout.files import read_rollout, rollout_files, step_of
 from nemo_rl_lite.rules.compose import compose_config
 from tests.functional.conftest import run_command
+from tests.functional.here import run_here
 from tests.functional.rewards import Gate
 from tests.functional.test_failures import Run
 
@@ -36,19 +37,23 @@ QUEUE = [
 
 
 @pytest.fixture
-def start(tmp_path, model_folder):
-    """Begins the command in the same folder each time; nothing of it outlives the test."""
-    runs, gate = [], Gate(tmp_path / "run")
-
-    def begin() -> tuple[Run, Gate]:
-        command = run_command(tmp_path / "run", model_folder, *QUEUE, *gate.overrides)
-        runs.append(Run(tmp_path / "run", command, **gate.environment))
-        return runs[-1], gate
-
-    yield begin
-    for process in (process for run in runs for process in run.processes()):
+def run(tmp_path, model_folder, gate):
+    """The command, which has begun; nothing of it outlives the test."""
+    run = Run(tmp_path / "run", run_command(tmp_path / "run", model_folder, *QUEUE, *gate.overrides))
+    yield run
+    for process in run.processes():
         with suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+@pytest.fixture
+def gate(tmp_path, monkeypatch):
+    """Rewards of later steps wait until the run has been asked to end, so that it cannot be done before."""
+    gate = Gate(tmp_path / "run")
+    for name, value in gate.environment.items():
+        monkeypatch.setenv(name, value)
+    gate.passed(STOPPED_IN)
+    return gate
 
 
 def trained(folder: Path) -> dict[int, list[str]]:
@@ -63,10 +68,7 @@ def first_of_the_data(count: int) -> list[str]:
     return [data.problem(position).messages[0]["content"] for position in range(count)]
 
 
-def test_an_engine_dies_and_the_run_is_stopped_and_every_prompt_is_trained_once(start):
-    run, gate = start()
-    # Rewards of later steps wait until the run has been asked to end, so that it cannot be done before.
-    gate.passed(STOPPED_IN)
+def test_an_engine_dies_and_the_run_is_stopped_and_every_prompt_is_trained_once(run, gate, model_folder):
     run.wait_for(rf"^step +1/{STEPS}")
     os.kill(run.worker("generation-1"), signal.SIGKILL)
     run.wait_for("the engine is back")
@@ -82,12 +84,11 @@ def test_an_engine_dies_and_the_run_is_stopped_and_every_prompt_is_trained_once(
     assert len(ahead) in (MAX_AGE * PROMPTS, (1 + MAX_AGE) * PROMPTS)
     assert len(ahead) == len(list(saved.glob("rollout-*.parquet"))) * PROMPTS
     assert list(trained(run.folder)) == list(range(1, stopped + 1))
+    assert run.survivors() == []
 
-    resumed, _ = start()
-    resumed.wait_for(f"resuming after step {stopped}")
-    errors = resumed.end()
-    assert resumed.process.returncode == 0 and (run.folder / "hf").is_dir(), errors[-3000:]
-    assert "is sampled again" not in errors
+    resumed = run_here(run.folder, model_folder, *QUEUE, *gate.overrides, elsewhere=["generation"])
+    assert resumed.returncode == 0 and (run.folder / "hf").is_dir(), resumed.stderr[-3000:]
+    assert f"resuming after step {stopped}" in resumed.stdout and "is sampled again" not in resumed.stderr
     found, wanted = trained(run.folder), first_of_the_data(STEPS * PROMPTS)
     assert list(found) == list(range(1, STEPS + 1))
     assert sorted(prompt for own in found.values() for prompt in own) == sorted(wanted)
@@ -97,4 +98,3 @@ def test_an_engine_dies_and_the_run_is_stopped_and_every_prompt_is_trained_once(
     assert all(math.isfinite(one["train/loss"]) and one["train/grad_norm"] > 0 for one in measured.values())
     assert all(0 <= one["train/trajectory_age_max"] <= MAX_AGE for one in measured.values())
     assert measured[1]["train/trajectory_age_max"] == 0, "the first rollout has the first weights"
-    assert resumed.survivors() == []

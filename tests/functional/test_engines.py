@@ -3,8 +3,7 @@
 import json
 import pickle
 import shutil
-import subprocess
-import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from nemo_rl_lite.refit.transport.group import Meeting
 from nemo_rl_lite.refit.transport.report import RefitReport
 from nemo_rl_lite.refit.transport.shared import SharedBuffer
 from nemo_rl_lite.rules.compose import compose_config
+from tests.functional.ranks import run_script, start_script
 
 pytestmark = pytest.mark.functional
 
@@ -77,17 +77,22 @@ def seen(request, model_folder, new_model, engine_environment, tmp_path_factory)
         (folder / f"source{producer.name}").write_bytes(pickle.dumps(producer.source))
     script = Path(__file__).with_name("engine_process.py")
     arguments = [backend, model_folder, folder / "source", folder / "seen", *options]
-    command = [sys.executable, str(script), *map(str, arguments)]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, env=engine_environment, stdout=log, stderr=subprocess.STDOUT)
+    sent = refitted(script, arguments, engine_environment, folder / "log", refits)
+    return pickle.loads((folder / "seen").read_bytes()) | sent
+
+
+def refitted(script: Path, arguments: Sequence, environ: dict[str, str], log: Path, refits: list) -> dict:
+    """Run an engine's script to its end, and take part in its refits; the report of each."""
+    process = start_script(script, arguments, environ, log)
     try:
         sent = {f"sent{producer.name}": producer.send() for producer in refits}
-        assert process.wait(LIMIT_S) == 0
-    except (AssertionError, RuntimeError, RefitError, subprocess.TimeoutExpired) as error:
-        raise AssertionError((folder / "log").read_text()[-4000:]) from error
+        process.join(LIMIT_S)
+        assert process.exitcode == 0
+    except (AssertionError, RuntimeError, RefitError) as error:
+        raise AssertionError(log.read_text()[-4000:]) from error
     finally:
         process.kill()
-    return pickle.loads((folder / "seen").read_bytes()) | sent
+    return sent
 
 
 class Producer:
@@ -315,8 +320,7 @@ assert arguments.compilation_config.cudagraph_capture_sizes == [1, 2]
 """
 
 
-def test_options_that_are_dictionaries_become_vllms_own_objects(model_folder):
+def test_options_that_are_dictionaries_become_vllms_own_objects(model_folder, engine_environment, tmp_path):
     """As `vllm.LLM` would make them."""
-    command = [sys.executable, "-c", OPTIONS, str(model_folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stderr[-3000:]
+    (tmp_path / "options.py").write_text(OPTIONS)
+    run_script(tmp_path / "options.py", [model_folder], engine_environment, tmp_path / "log")

@@ -30,7 +30,7 @@ def even(response, answer):
     place = len(judged.read().split()) + 1
     if place == int(os.environ.get("CUT_AT", 0)):
         signal.raise_signal(signal.SIGINT)
-    for log in os.environ.get("KILLED", "").split() if place == 6 else ():
+    for log in os.environ["KILLED"].split() if str(place) in os.environ.get("KILLED_AT", "").split() else ():
         os.kill(int(re.findall(r"process (\\d+)", open(log).read())[-1]), signal.SIGKILL)
     judged.write(answer + "\\n")
     judged.close()
@@ -71,6 +71,16 @@ def command(tmp_path: Path, model: Path, *more: str) -> list[str]:
         *reward,
         *more,
     ]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, model_folder) -> list[dict]:
+    """The samples of an evaluation with one engine that nothing cuts."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", os.environ | {"JUDGED": str(folder / "judged")})
+        assert status(*command(folder, model_folder)) == 0
+    return rows(folder / "out")
 
 
 def status(*arguments: str) -> int:
@@ -116,78 +126,61 @@ def test_a_table_numbers_and_every_response(tmp_path, model_folder, capsys):
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_cut_evaluation_continues_and_is_the_same(tmp_path, model_folder, capsys, monkeypatch):
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    whole.mkdir(), cut.mkdir()
-    assert status(*command(whole, model_folder)) == 0
-    (tmp_path / "judged").unlink()
+def test_a_cut_evaluation_continues_and_is_the_same(whole, tmp_path, model_folder, capsys, monkeypatch):
     monkeypatch.setattr(folder_module, "_EVERY_S", 0.0)
     os.environ["CUT_AT"] = "12"
-    assert status(*command(cut, model_folder)) == evaluate.INTERRUPTED
+    assert status(*command(tmp_path, model_folder)) == evaluate.INTERRUPTED
     assert "the same command continues" in capsys.readouterr().err
-    assert not (cut / "out" / "summary.json").exists()
-    kept = [file for file in (cut / "out" / "groups").iterdir() if file.suffix == ".parquet"]
+    assert not (tmp_path / "out" / "summary.json").exists()
+    kept = [file for file in (tmp_path / "out" / "groups").iterdir() if file.suffix == ".parquet"]
     assert kept, "nothing was kept of what was sampled before the cut"
     del os.environ["CUT_AT"]
     (tmp_path / "judged").unlink()
-    assert status(*command(cut, model_folder)) == 0
+    assert status(*command(tmp_path, model_folder)) == 0
     assert "problems are in" in capsys.readouterr().out
     # One more than the missing samples, for the trial call.
     assert 1 < len(judged(tmp_path)) < PROBLEMS * SAMPLES + 1 and len(judged(tmp_path)) % SAMPLES == 1
-    assert rows(cut / "out") == rows(whole / "out")
+    assert rows(tmp_path / "out") == whole
 
 
-def itself(folder: Path, *given: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own."""
-    command = [sys.executable, "-m", "nemo_rl_lite.evaluate", *given]
-    environ = os.environ | {"PYTHONPATH": PYTHONPATH} | environment
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environ)
-
-
-def on_two(tmp_path: Path, model: Path, killed: int, *more: str) -> subprocess.CompletedProcess[str]:
-    """Evaluate with two engines, of which the first ones are killed while they have requests."""
+def on_two(tmp_path: Path, model: Path, killed: int, places: str, *more: str) -> subprocess.CompletedProcess[str]:
+    """Evaluate in a process of its own with two engines, of which the first ones are killed when so many responses are
+    judged, while they have requests."""
     logs = [str(tmp_path / "out" / "logs" / f"generation-{rank}.log") for rank in range(killed)]
-    return itself(tmp_path, *command(tmp_path, model, "generation.data_parallel_size=2", *more), KILLED=" ".join(logs))
+    given = [sys.executable, "-m", "nemo_rl_lite.evaluate", *command(tmp_path, model, *more)]
+    given.append("generation.data_parallel_size=2")
+    environ = os.environ | {"PYTHONPATH": PYTHONPATH, "KILLED": " ".join(logs), "KILLED_AT": places}
+    return subprocess.run(given, capture_output=True, text=True, check=False, cwd=tmp_path, env=environ)
 
 
-def test_two_engines_sample_what_one_samples_and_one_takes_over_from_the_other(tmp_path, model_folder):
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir(), two.mkdir()
-    assert status(*command(one, model_folder)) == 0
-    (tmp_path / "judged").unlink()
-    done = on_two(two, model_folder, 1)
+def test_two_engines_sample_what_one_samples_and_one_takes_over_from_the_other(whole, tmp_path, model_folder):
+    done = on_two(tmp_path, model_folder, 1, "6")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "2 engines" in done.stdout and "the other engines take over its requests" in done.stdout
-    assert rows(two / "out") == rows(one / "out")
-    places = {span["place"] for row in read_rollout(two / "out" / ROWS) for span in row["spans"]}
+    assert rows(tmp_path / "out") == whole
+    places = {span["place"] for row in read_rollout(tmp_path / "out" / ROWS) for span in row["spans"]}
     assert {0, 1} <= places
     # The folder's own files are those of one engine.
-    assert status(*command(two, model_folder)) == 0
+    assert status(*command(tmp_path, model_folder)) == 0
 
 
-def test_without_an_engine_all_start_again_or_the_command_ends_and_continues(tmp_path, model_folder):
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir(), two.mkdir()
-    assert status(*command(one, model_folder)) == 0
-    (tmp_path / "judged").unlink()
-    done = on_two(two, model_folder, 2, "cluster.max_restarts=0")
+def test_without_an_engine_all_start_again_or_the_command_ends_and_continues(whole, tmp_path, model_folder):
+    done = on_two(tmp_path, model_folder, 2, "6 12", "cluster.max_restarts=1")
+    assert "no engine is left: starting again (0 more restarts" in done.stdout
     assert done.returncode == 3, done.stderr[-3000:]
     error = done.stderr.splitlines()[-1]
     assert "never retrieved" not in done.stderr
     assert "generation rank" in error and "the process died" in error and "the same command continues" in error
-    assert not (two / "out" / "summary.json").exists()
-    (tmp_path / "judged").unlink()
-    done = on_two(two, model_folder, 2, "cluster.max_restarts=1")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "no engine is left: starting again (0 more restarts" in done.stdout
-    assert rows(two / "out") == rows(one / "out")
+    assert not (tmp_path / "out" / "summary.json").exists()
+    # With one engine it is the same evaluation.
+    assert status(*command(tmp_path, model_folder)) == 0
+    assert rows(tmp_path / "out") == whole
 
 
-def test_greedy_with_the_command_itself(tmp_path, model_folder):
-    given = [str(model_folder), "--problems=2", "--temperature=0", "generation=transformers"]
-    done = itself(tmp_path, *given)
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_greedy_in_a_folder_of_its_own(tmp_path, model_folder, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert status(str(model_folder), "--problems=2", "--temperature=0", "generation=transformers") == 0
     (folder,) = (tmp_path / "outputs" / "evaluations").iterdir()
     assert folder.name.startswith(f"{model_folder.name}-reverse_digits-")
     assert json.loads((folder / "summary.json").read_text())["sampling"]["temperature"] == 0
-    assert "pass@1" in done.stdout
+    assert "pass@1" in capsys.readouterr().out

@@ -1,16 +1,13 @@
 """An engine with FP8 weights: what a refit brings is quantised as the first weights were, in the same memory."""
 
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.errors import RefitError
-from tests.functional.test_engines import LEFT_OUT, LIMIT_S, Producer, load
+from tests.functional.test_engines import LEFT_OUT, Producer, load, refitted
 
 pytestmark = pytest.mark.functional
 
@@ -36,16 +33,9 @@ def seen(model_folder, engine_environment, tmp_path_factory):
     for producer in refits:
         (folder / f"source{producer.name}").write_bytes(pickle.dumps(producer.source))
     script = Path(__file__).with_name("quantized_process.py")
-    command = [sys.executable, *map(str, (script, model_folder, folder / "source", folder / "seen"))]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, env=engine_environment, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        sent = {f"sent{producer.name}": producer.send().checksums for producer in refits}
-        assert process.wait(LIMIT_S) == 0
-    except (AssertionError, RuntimeError, RefitError, subprocess.TimeoutExpired) as error:
-        raise AssertionError((folder / "log").read_text()[-6000:]) from error
-    finally:
-        process.kill()
+    arguments = [model_folder, folder / "source", folder / "seen"]
+    reports = refitted(script, arguments, engine_environment, folder / "log", refits)
+    sent = {name: report.checksums for name, report in reports.items()}
     return torch.load(folder / "seen", weights_only=False) | sent | {"old": old, "new": new}
 
 

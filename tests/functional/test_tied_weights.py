@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.functional.conftest import train
+from tests.functional.here import train_here
 from tests.functional.test_vllm_loader import SIZES
 
 pytestmark = pytest.mark.functional
@@ -19,7 +19,7 @@ def test_the_probe_agrees_after_every_refit(tmp_path):
     tied = AutoConfig.for_model("qwen3", **SIZES, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(tied).save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
-    _, metrics = train(
+    _, metrics = train_here(
         run,
         folder,
         *("algorithm.max_num_steps=3", "algorithm.num_prompts_per_step=4", "policy.train_global_batch_size=32"),
@@ -27,6 +27,7 @@ def test_the_probe_agrees_after_every_refit(tmp_path):
         # The reward of random responses teaches little; the decay alone moves every weight.
         *("policy.megatron_cfg.optimizer.lr=0.01", "policy.megatron_cfg.optimizer.weight_decay=10"),
         *("policy.megatron_cfg.scheduler.lr_warmup_iters=0", "generation=vllm"),
+        elsewhere=["generation"],
     )
     differences = [line["refit/probe_logprob_diff"] for line in metrics if "refit/probe_logprob_diff" in line]
     assert len(differences) == 4 and max(differences) < 1e-4

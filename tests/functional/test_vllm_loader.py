@@ -1,11 +1,11 @@
 """Watched copies bring weights where vLLM's own loader brings them: fused projections, padded vocabulary, experts."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.functional.ranks import run_script
 
 pytestmark = pytest.mark.functional
 
@@ -41,6 +41,4 @@ def test_a_second_refit_without_the_loader_gives_what_the_loader_gives(engine_en
         AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **MODELS[kind])).save_pretrained(folder)
         build_tokenizer().save_pretrained(folder)
     script = Path(__file__).with_name("vllm_loader.py")
-    command = [sys.executable, str(script), *(str(folder) for _, _, folder in folders)]
-    done = subprocess.run(command, env=engine_environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_script(script, [folder for _, _, folder in folders], engine_environment, tmp_path / "log")

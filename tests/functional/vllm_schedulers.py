@@ -8,6 +8,7 @@ import random
 import sys
 from collections import deque
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from nemo_rl_lite.generation.vllm import scheduler as ours
+from nemo_rl_lite.generation.vllm.worker import _import_model_class
 
 BLOCK, STOP, LONGEST = 16, 3, 128
 
@@ -129,6 +131,7 @@ def _request(name: str, prompt: list[int], longest: int) -> Request:
 
 
 def main(model: str) -> None:
+    _import_model_class(Path(model))
     init_none_hash(sha256)
     # In the small cache requests lose their blocks and begin again.
     counts = [compare(model, seed, blocks) for seed in range(6) for blocks in (2000, 60)]

@@ -53,6 +53,8 @@ class Endpoint:
         mode = self.mode(prompt) if callable(self.mode) else self.mode
         if mode == "hang":
             self._ended.wait(600)
+            # Otherwise the connection would stay, and its client would wait on.
+            handler.close_connection = True
             return
         if mode in ("fail", "refuse"):
             handler.send_error(500 if mode == "fail" else 401)

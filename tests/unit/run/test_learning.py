@@ -49,6 +49,8 @@ def test_runs_share_a_gpu_and_end_at_the_limit(scripts, tmp_path, monkeypatch):
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fake))
     monkeypatch.setattr(together, "STAGGER_S", 0.0)
+    # Where the tests run in the background, a process that they start ignores the interrupt.
+    monkeypatch.setattr(together, "GRACE_S", 1.0)
     jobs = [together.Job("short", []), together.Job("bad", ["broken"]), together.Job("long", ["forever"])]
     began, ended = time.monotonic(), []
     together.run_together(jobs, 2, 1, tmp_path / "runs", 3.0, ended.append)
