@@ -48,6 +48,8 @@ class Engine:
     """Whether one engine can use several GPUs."""
     serves_adapters: bool = False
     """Whether it can apply LoRA adapters itself."""
+    records_experts: bool = False
+    """Whether it tells which experts it chose for each token."""
     least_cpu_head_dim: int = 1
     """The smallest head dimension that it computes on a CPU."""
     temperatures: tuple[float, float] = (0.0, math.inf)
@@ -107,6 +109,7 @@ ENGINES: dict[str, Engine] = {
         takes_share=True,
         spans_gpus=True,
         serves_adapters=True,
+        records_experts=True,
         least_cpu_head_dim=32,
         # It refuses more, and makes less 0.01, at which the policy's logprobs would be others.
         temperatures=(0.01, 2.0),

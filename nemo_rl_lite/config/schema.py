@@ -288,6 +288,11 @@ class DynamicBatchingConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class RouterReplayConfig:
+    enabled: bool
+
+
+@dataclass(frozen=True, config=STRICT)
 class PolicyConfig:
     model_name: Annotated[str, Field(min_length=1)]
     precision: Precision
@@ -298,6 +303,7 @@ class PolicyConfig:
     dynamic_batching: DynamicBatchingConfig
     sequence_length_round: PositiveInt
     max_total_sequence_length: PositiveInt
+    router_replay: RouterReplayConfig
     max_grad_norm: PositiveFloat | None
     max_skipped_steps: PositiveInt
     offload_optimizer_states_for_logprob: bool

@@ -19,6 +19,7 @@ def as_teacher(config: Config) -> Config:
         logprob_batch_size=teacher.logprob_batch_size,
         sequence_packing=replace(policy.sequence_packing, **limit),
         dynamic_batching=replace(policy.dynamic_batching, **limit),
+        router_replay=replace(policy.router_replay, enabled=False),
         megatron_cfg=replace(
             policy.megatron_cfg,
             **asdict(teacher.megatron_cfg),

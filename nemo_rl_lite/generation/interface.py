@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
+
+import numpy as np
 
 from nemo_rl_lite.config.schema import GenerationConfig
 from nemo_rl_lite.refit.engine.connection import Source
@@ -58,6 +60,9 @@ class Completion:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     versions: tuple[int, ...]
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
+    """The experts that the engine chose for each token of prompt and response in each layer, [tokens - 1, layers, k]:
+    no forward pass has seen the last token. None where the engine does not tell."""
 
 
 @dataclass(frozen=True)

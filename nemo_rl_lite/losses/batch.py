@@ -20,7 +20,10 @@ OF_TOKENS = {
     "teacher_logprobs": np.float32,
     "teacher_topk_logits": np.float32,
     "teacher_topk_ids": np.int32,
+    "routed_experts": np.int16,
 }
+# In the place of an expert where no engine has told which one it chose.
+NO_EXPERT = -1
 # The arrays of `TokenRows` that have an entry for each row, and the field of `TokenRow` that it comes from.
 OF_ROWS = {"advantages": "advantage", "rewards": "reward"}
 
@@ -45,6 +48,9 @@ class TokenRow:
     """For each token, the teacher's k largest logits in its place; 0 for the first."""
     teacher_topk_ids: Sequence[Sequence[int]] | np.ndarray | None = None
     """The tokens that have them."""
+    routed_experts: np.ndarray | None = None
+    """For each token and layer, the k experts that the engine chose; `NO_EXPERT` where it has not told. In a layer
+    without experts they may be anything."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +61,8 @@ class TokenRows(Sequence[TokenRow]):
     lengths: np.ndarray
     """Tokens of each row, [B]."""
     tokens: np.ndarray
-    """[N], as are the other fields of `OF_TOKENS`, but for the teacher's largest logits and their tokens: [N, k]."""
+    """[N], as are the other fields of `OF_TOKENS`, but for the teacher's largest logits and their tokens: [N, k]; and
+    for the experts: [N, layers, k]."""
     mask: np.ndarray
     generation_logprobs: np.ndarray | None
     advantages: np.ndarray | None
@@ -66,6 +73,7 @@ class TokenRows(Sequence[TokenRow]):
     teacher_logprobs: np.ndarray | None = None
     teacher_topk_logits: np.ndarray | None = None
     teacher_topk_ids: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
 
     @classmethod
     def of(cls, rows: Sequence[TokenRow]) -> "TokenRows":
@@ -171,6 +179,8 @@ class Batch:
     """[B, T, k]: the teacher's largest logits at the sampling temperature for token t, in descending order."""
     teacher_topk_ids: Tensor | None = None
     """[B, T, k], int64: the tokens that have them."""
+    routed_experts: Tensor | None = None
+    """[B, T, layers, k], int16: the experts that the engine chose for token t, or `NO_EXPERT`; on the host."""
     student_topk_logprobs: Tensor | None = None
     """[B, T, k]: the trained policy's logprobs of `teacher_topk_ids` in the place of token t; entry 0 is 0."""
 
@@ -201,6 +211,7 @@ class Batch:
             teacher_logprobs=laid_out(joined.teacher_logprobs, np.float32),
             teacher_topk_logits=laid_out(joined.teacher_topk_logits, np.float32),
             teacher_topk_ids=laid_out(joined.teacher_topk_ids, np.int64),
+            routed_experts=laid_out(joined.routed_experts, np.int16),
         )
 
     def rows(self, index: Tensor | slice, width: int | None = None) -> "Batch":

@@ -10,7 +10,7 @@ import numpy as np
 
 from nemo_rl_lite.data.problems import Message, Problem
 from nemo_rl_lite.generation.interface import Completion
-from nemo_rl_lite.losses.batch import OF_TOKENS, TokenRow
+from nemo_rl_lite.losses.batch import NO_EXPERT, OF_TOKENS, TokenRow
 
 Ending = Literal["stop", "length", "turns", "error"]
 """The policy, the environment or the agent ended it; it was cut for lack of room; no turn is left; its environment or
@@ -115,9 +115,10 @@ class Episode:
         """Whether the loss is over the episode."""
         return self.reward is not None and not self.is_left_out
 
-    def row(self, advantage: float, version: int) -> TokenRow:
+    def row(self, advantage: float, version: int, experts: tuple[int, ...] | None = None) -> TokenRow:
         """The episode to train on, by a policy of this version: the loss is on the tokens that were sampled, or on none
-        where the episode is left out or has no reward."""
+        where the episode is left out or has no reward. `experts`: of how many layers, and how many of each, the engines
+        tell for a token."""
         length = len(self.tokens)
         mask, logprobs, ages = (np.zeros(length, OF_TOKENS[name]) for name in ("mask", "generation_logprobs", "ages"))
         for start, completion in self.turns:
@@ -126,4 +127,16 @@ class Episode:
             ages[own] = version - np.asarray(completion.versions, OF_TOKENS["ages"])
         tokens = np.asarray(self.tokens, OF_TOKENS["tokens"])
         reward, own = (0.0, 0.0) if self.reward is None else (self.reward, advantage)
-        return TokenRow(tokens, mask, logprobs, own, ages, reward)
+        return TokenRow(tokens, mask, logprobs, own, ages, reward, routed_experts=self._experts(experts))
+
+    def _experts(self, shape: tuple[int, ...] | None) -> np.ndarray | None:
+        """The experts of each token, [tokens, *shape]: those of the turn that met it first, whose logprobs are trained
+        on. `NO_EXPERT` for the last token, which no engine has read."""
+        if shape is None:
+            return None
+        found, known = np.full((len(self.tokens), *shape), NO_EXPERT, OF_TOKENS["routed_experts"]), 0
+        for _, completion in self.turns:
+            if completion.routed_experts is not None:
+                found[known : len(completion.routed_experts)] = completion.routed_experts[known:]
+                known = len(completion.routed_experts)
+        return found

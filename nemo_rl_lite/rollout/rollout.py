@@ -68,7 +68,9 @@ class Rollout:
         """The episodes to train on, with an advantage each, by a policy of this version. Those whose reward failed have
         no token with a loss."""
         each = zip(self.episodes, advantages, strict=True)
-        return TokenRows.of([episode.row(advantage, version) for episode, advantage in each])
+        turns = (turn for one in self.episodes for _, turn in one.turns)
+        experts = next((turn.routed_experts.shape[1:] for turn in turns if turn.routed_experts is not None), None)
+        return TokenRows.of([episode.row(advantage, version, experts) for episode, advantage in each])
 
     def metrics(self) -> dict[str, float]:
         """Rollout metrics under NeMo-RL's names."""

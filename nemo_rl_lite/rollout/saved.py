@@ -1,11 +1,13 @@
 """Rollouts of coming steps in a checkpoint: everything that training on them needs, to the bit."""
 
+import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
@@ -21,6 +23,8 @@ _TURN = pa.struct(
         ("logprobs", pa.list_(pa.float64())),
         ("finish_reason", pa.string()),
         ("versions", pa.list_(pa.int64())),
+        # A file of numpy's.
+        ("routed_experts", pa.binary()),
     ]
 )
 _SCHEMA = pa.schema(
@@ -125,6 +129,7 @@ def _rows(episodes: Iterable[Episode], prompt: int | None, dropped: bool) -> lis
                     "logprobs": turn.logprobs,
                     "finish_reason": turn.finish_reason,
                     "versions": turn.versions,
+                    "routed_experts": _written(turn.routed_experts),
                 }
                 for start, turn in one.turns
             ],
@@ -136,6 +141,18 @@ def _rows(episodes: Iterable[Episode], prompt: int | None, dropped: bool) -> lis
         }
         for one in episodes
     ]
+
+
+def _written(array: np.ndarray | None) -> bytes | None:
+    if array is None:
+        return None
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def _read(file: bytes | None) -> np.ndarray | None:
+    return None if file is None else np.load(io.BytesIO(file))
 
 
 def _problem(episode: Episode) -> str:
@@ -154,6 +171,7 @@ def _episode(row: dict[str, Any]) -> Episode:
                 tuple(turn["logprobs"]),
                 turn["finish_reason"],
                 tuple(turn["versions"]),
+                _read(turn.get("routed_experts")),
             ),
         )
         for turn in row["turns"]

@@ -162,6 +162,7 @@ EFFECTS = (
         lambda config: config.policy.offload_optimizer_states_for_logprob or bool(config.policy.offload_for_generation),
         "something to move: offload=logprob or offload=colocated",
     ),
+    Effect(("policy.router_replay",), generates, "engines, whose experts it replays: algorithm=grpo"),
     Effect(
         (f"{MEGATRON}.peft", "generation.vllm_cfg.lora"),
         lambda config: config.policy.megatron_cfg.peft.enabled,

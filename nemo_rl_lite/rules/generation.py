@@ -56,6 +56,14 @@ def engine_is_installed(config: Config) -> Iterator[Violation]:
         yield Violation("cluster.gpus_per_node", 0, "what is installed here (install.sh gpu) runs on GPUs only", fix)
 
 
+@rule("policy.router_replay", "generation.backend", options=RolloutAlgorithmConfig)
+def engine_tells_which_experts_it_chose(config: Config) -> Iterator[Violation]:
+    key = "policy.router_replay.enabled"
+    if config.policy.router_replay.enabled and not engine_of(config).records_experts:
+        rule_text = f"the {config.generation.backend} engine does not record which experts it chooses"
+        yield Violation(key, True, rule_text, f"{key}=false, or generation=vllm")
+
+
 @rule("generation.serve", "agent.name", options=RolloutAlgorithmConfig)
 def endpoint_is_installed(config: Config) -> Iterator[Violation]:
     missing = [package for package in _ENDPOINT if importlib.util.find_spec(package) is None]

@@ -12,6 +12,7 @@ from nemo_rl_lite.models.shape import ModelShape, NoModelError, read_model_shape
 from nemo_rl_lite.rules.base import rule
 from nemo_rl_lite.rules.layout import MEGATRON, PARALLEL
 
+REPLAY = "policy.router_replay.enabled"
 _OF_ROUTERS = ("freeze_moe_router", "moe_router_dtype", "moe_router_bias_update_rate")
 
 
@@ -25,6 +26,7 @@ _OF_ROUTERS = ("freeze_moe_router", "moe_router_dtype", "moe_router_bias_update_
     f"{MEGATRON}.cp_comm_type",
     *(f"{MEGATRON}.{name}" for name in _OF_ROUTERS),
     f"{MEGATRON}.peft",
+    REPLAY,
     "generation.vllm_cfg.tensor_parallel_size",
     "generation.stop_token_ids",
 )
@@ -119,6 +121,8 @@ def _experts(config: Config, model: ModelShape) -> Iterator[Violation]:
         if not model.experts and (value := getattr(parallel, name)):
             fix = f"{MEGATRON}.{name}={str(type(value)()).lower() if name != 'moe_router_dtype' else 'null'}"
             yield Violation(f"{MEGATRON}.{name}", value, "the model has no experts, and so no router", fix)
+    if config.policy.router_replay.enabled and not model.experts:
+        yield Violation(REPLAY, True, "the model has no experts, and so no router", f"{REPLAY}=false")
     rate = f"{MEGATRON}.moe_router_bias_update_rate"
     if parallel.moe_router_bias_update_rate and model.experts and not model.expert_biases:
         rule_text = "has no effect: the model's routers have no biases"

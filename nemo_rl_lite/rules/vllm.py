@@ -30,6 +30,7 @@ _OWNED = {
     "disable_log_stats": None,
     "skip_tokenizer_init": None,
     "enable_sleep_mode": "generation.colocated.enabled",
+    "enable_return_routed_experts": "policy.router_replay.enabled",
     "enable_lora": "generation.vllm_cfg.lora",
     "max_loras": "generation.vllm_cfg.lora",
     "max_lora_rank": "policy.megatron_cfg.peft.dim",

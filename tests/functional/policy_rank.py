@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_lite.config.schema import GRPOConfig
-from nemo_rl_lite.losses.batch import TokenRow
+from nemo_rl_lite.losses.batch import NO_EXPERT, TokenRow
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss
+from nemo_rl_lite.models.shape import read_model_shape
 from nemo_rl_lite.policy.megatron.export_recipe import export_weights, find_export
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.refit.layout.packing import same_bytes, view
@@ -57,12 +58,14 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
     lengths[1] = length
     advantages = torch.randn(rows, generator=source)
     generation = -4 + 0.3 * torch.randn(rows, length, generator=source)
+    experts = forged_experts(model_folder, rows, length) if config.policy.router_replay.enabled else None
     batch = [
         TokenRow(
             tokens[row, :own].tolist(),
             [place >= 5 for place in range(own)],
             generation[row, :own].tolist(),
             advantages[row].item(),
+            routed_experts=None if experts is None else experts[row, :own].numpy(),
         )
         for row, own in enumerate(lengths.tolist())
     ]
@@ -110,8 +113,20 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
     if os.environ["RANK"] == "0":
         replicas = sorted((entry for entry in gathered if entry[0].reports), key=lambda entry: entry[0].data_rank)
         saved = {"tokens": tokens, "lengths": lengths, "temperature": TEMPERATURE, "assembled": all_assembled}
+        saved["experts"] = experts
         torch.save(saved | {"replicas": [entry[1:] for entry in replicas]}, output)
     dist.barrier()
+
+
+def forged_experts(model_folder: str, rows: int, length: int) -> torch.Tensor:
+    """Experts [rows, length, layers, k] that no router chose; none for every fifth token."""
+    shape = read_model_shape(model_folder)
+    assert shape is not None
+    source = torch.Generator().manual_seed(2)
+    order = torch.rand(rows, length, shape.layers, shape.experts, generator=source).argsort(-1)
+    forged = order[..., : shape.experts_per_token].to(torch.int16)
+    forged[:, 4::5] = NO_EXPERT
+    return forged
 
 
 def assembled_is_the_export(worker: MegatronWorker, wanting: list[int]) -> tuple[bool, int, int]:

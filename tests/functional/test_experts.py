@@ -14,9 +14,19 @@ pytestmark = pytest.mark.functional
 
 SPREAD = ["cluster.cpu_ranks=2", "policy.megatron_cfg.expert_model_parallel_size=2"]
 STAGES = ["cluster.cpu_ranks=2", "policy.megatron_cfg.pipeline_model_parallel_size=2"]
+REPLAYED = [*BATCHES, "policy.router_replay.enabled=true"]
+RECOMPUTED = ["policy.megatron_cfg.activation_checkpointing=true"]
 LAYOUTS = {
-    1: {"one rank": BATCHES},
+    1: {
+        "one rank": BATCHES,
+        "replayed": REPLAYED,
+        "replayed, recomputed": REPLAYED + RECOMPUTED,
+        "replayed, packed": REPLAYED + PACKED,
+    },
     2: {
+        "replayed, data 2": [*REPLAYED, "cluster.cpu_ranks=2"],
+        "replayed, experts 2, packed": REPLAYED + SPREAD + PACKED,
+        "replayed, pipeline 2, recomputed": REPLAYED + STAGES + RECOMPUTED,
         "experts 2": BATCHES + SPREAD,
         "experts 2, packed": BATCHES + SPREAD + PACKED,
         "pipeline 2": BATCHES + STAGES,
@@ -65,16 +75,57 @@ def outcomes(model, tmp_path_factory) -> dict[str, Outcome]:
     return {name: read(folder / name.replace(" ", "-")) for layouts in LAYOUTS.values() for name in layouts}
 
 
-def test_logprobs_are_those_of_transformers(outcomes, model):
+@pytest.mark.parametrize("layout", ["one rank", "replayed"])
+def test_logprobs_are_those_of_transformers(layout, outcomes, model):
+    """Where experts are replayed, with a router that chose the same."""
     from transformers import AutoModelForCausalLM
 
-    outcome = outcomes["one rank"]
+    outcome = outcomes[layout]
     with torch.no_grad():
         reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        for layer, block in enumerate(reference.model.layers) if outcome.experts is not None else ():
+            block.mlp.gate.register_forward_hook(Choosing(outcome.experts[:, :, layer].flatten(0, 1).long()))
         logits = reference(outcome.tokens).logits / outcome.temperature
     expected = logits.log_softmax(-1)[:, :-1].gather(-1, outcome.tokens[:, 1:, None]).squeeze(-1)
     inside = torch.arange(1, outcome.tokens.shape[1]) < outcome.lengths[:, None]
     np.testing.assert_allclose(outcome.logprobs[:, 1:], torch.where(inside, expected, 0.0).numpy(), atol=1e-5)
+
+
+class Choosing:
+    """A hook that lets a router of transformers choose the given experts [tokens, k], where they are given."""
+
+    def __init__(self, experts: torch.Tensor):
+        self.experts = experts
+
+    def __call__(self, router: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, ...]) -> tuple:
+        logits, _, own = output
+        chosen = torch.where(self.experts < 0, own, self.experts)
+        return logits, logits.gather(-1, chosen).softmax(-1), chosen
+
+
+def test_forged_experts_are_others_than_the_routers_choose(outcomes):
+    assert np.abs(outcomes["replayed"].logprobs - outcomes["one rank"].logprobs).max() > 0.1
+
+
+@pytest.mark.parametrize("layout", [name for layouts in LAYOUTS.values() for name in layouts if "replayed," in name])
+def test_replayed_experts_do_not_depend_on_the_layout(outcomes, layout):
+    """Nor on recomputation. After two steps all weights agree: the routers got the same gradient, too."""
+    whole, own = outcomes["replayed"], outcomes[layout]
+    assert np.array_equal(own.reference, own.logprobs)
+    np.testing.assert_allclose(own.logprobs, whole.logprobs, atol=1e-5)
+    np.testing.assert_allclose(own.after, whole.after, atol=1e-4)
+    for ours, theirs in zip(own.metrics, whole.metrics, strict=True):
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    for name, weight in whole.weights.items():
+        np.testing.assert_allclose(own.weights[name], weight, atol=1e-4, err_msg=name)
+
+
+def test_the_routers_learn_from_replayed_experts(outcomes, model):
+    from safetensors.torch import load_file
+
+    started, after = load_file(model / "model.safetensors"), outcomes["replayed"].weights
+    gates = [name for name in after if name.endswith("mlp.gate.weight")]
+    assert len(gates) == 2 and all((after[name] - started[name]).abs().max() > 1e-5 for name in gates)
 
 
 @pytest.mark.parametrize("layout", ["experts 2", "experts 2, packed"])
@@ -90,7 +141,7 @@ def test_experts_on_two_ranks_train_as_on_one(outcomes, layout):
         np.testing.assert_allclose(two.weights[name], weight, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("layout", [name for layouts in LAYOUTS.values() for name in layouts])
+@pytest.mark.parametrize("layout", [name for layouts in LAYOUTS.values() for name in layouts if "replayed" not in name])
 def test_what_a_refit_sends_is_what_the_bridge_exports(outcomes, layout):
     everyones = outcomes[layout].assembled
     assert all(same for own in everyones for same, _, _ in own)

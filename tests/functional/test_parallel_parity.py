@@ -84,6 +84,8 @@ class Outcome:
     assembled: list[list[tuple[bool, int, int]]]
     """By rank, and by who wants the weights (all ranks, the first, the last): whether what was put together is what is
     exported, the buckets, and the collectives they take."""
+    experts: torch.Tensor | None
+    """The experts that the policy was told to take, [B, T, layers, k]."""
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +120,7 @@ def read(output: Path) -> Outcome:
         saved["lengths"],
         saved["temperature"],
         saved["assembled"],
+        saved["experts"],
     )
 
 

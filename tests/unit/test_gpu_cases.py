@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_rl_lite.rules.compose import compose_config
-from tests.gpu import test_checkpoints, test_context, test_graphs
+from tests.gpu import test_checkpoints, test_context, test_graphs, test_router_replay, test_run
 
 
 @pytest.mark.parametrize("case", test_checkpoints.CASES)
@@ -30,3 +30,11 @@ def test_settings_of_shared_sequences_are_no_configuration_error(layout):
     own = [f"cluster.gpus_per_node={ranks}", f"policy.model_name={model}", *overrides]
     sharing = compose_config([*test_context.COMMON, *own]).policy.megatron_cfg.context_parallel_size
     assert (sharing == 1) == (layout not in test_context.SHARED) and ranks % sharing == 0
+
+
+@pytest.mark.parametrize("layout", test_router_replay.LAYOUTS)
+def test_settings_of_router_replay_are_no_configuration_error(layout):
+    gpus, own = test_router_replay.LAYOUTS[layout]
+    named = [f"cluster.gpus_per_node={gpus}", "policy.model_name=Qwen/Qwen3-30B-A3B"]
+    overrides = [*test_run.SMALL, *test_router_replay.OVERRIDES, *own, *named, "policy.router_replay.enabled=true"]
+    assert compose_config(overrides).policy.router_replay.enabled

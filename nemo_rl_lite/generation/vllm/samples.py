@@ -8,6 +8,9 @@ response ends.
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
+from nemo_rl_lite.errors import EngineError
 from nemo_rl_lite.generation.interface import Completion, Decoded, Drafts, Request
 
 
@@ -21,6 +24,8 @@ class _Sample:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: tuple[int, ...] = ()
+        self.routed_experts: list[np.ndarray] = []
+        """Those of the prompt's tokens, then those of the tokens that each step has seen."""
         # vLLM's own incremental detokenizer, where stop strings end the response; else None.
         self.detokenizer = detokenizer
 
@@ -47,7 +52,19 @@ class _Sample:
             raise RuntimeError(f"vLLM gave {len(self.logprobs)} logprobs for {len(self.tokens)} tokens")
         self.note_version(version)
         reason = "stop" if finish_reason == "stop" else "length"
-        return Completion(tuple(self.tokens), tuple(self.logprobs), reason, self.versions)
+        return Completion(tuple(self.tokens), tuple(self.logprobs), reason, self.versions, self._experts())
+
+    def _experts(self) -> np.ndarray | None:
+        if not self.routed_experts:
+            return None
+        # Tokens after a stop string are dropped, and no step has seen the last token.
+        seen = np.concatenate(self.routed_experts)[: self.prompt + len(self.tokens) - 1]
+        if not seen.any():
+            raise EngineError(
+                "vLLM chose experts inside of a kernel that does not record them: set "
+                "+generation.vllm_kwargs.moe_backend=triton, or policy.router_replay.enabled=false"
+            )
+        return seen
 
 
 class Samples:
@@ -93,6 +110,8 @@ class Samples:
                 continue
             if sample.tokens:
                 cached += sample.prompt + len(sample.tokens)
+            if output.routed_experts is not None:
+                sample.routed_experts.append(output.routed_experts)
             reason = None if output.finish_reason is None else str(output.finish_reason)
             if sample.add(output.new_token_ids, _logprobs(output.new_logprobs), reason == "stop"):
                 if reason is None:

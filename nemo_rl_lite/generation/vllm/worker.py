@@ -12,7 +12,7 @@ from nemo_rl_lite.config.automatic import engine_share
 from nemo_rl_lite.config.engines import engines_serve_adapters
 from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.generation.interface import Completion, Decoded, Request
-from nemo_rl_lite.generation.vllm import adapters, cpu_speculation
+from nemo_rl_lite.generation.vllm import adapters, cpu_experts, cpu_speculation
 from nemo_rl_lite.generation.vllm.samples import Samples
 from nemo_rl_lite.generation.vllm.start import open_device, timed_parts, with_graph_sizes, without_tool_servers
 from nemo_rl_lite.refit.engine.connection import Source, WeightsState
@@ -92,11 +92,14 @@ class VLLMEngine:
             skip_tokenizer_init=not generation.stop_strings,
             # vLLM counts accepted tokens among its statistics.
             disable_log_stats=not speculates,
+            enable_return_routed_experts=policy.router_replay.enabled,
             **own,
         )
         with timed_parts():
             # Stepped in this thread: an engine core in a process of its own is slower (docs/benchmarks/).
             self._engine: Any = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+        if policy.router_replay.enabled and not on_gpu:
+            self._engine.apply_model(cpu_experts.record)
         self._version = 0
         self._recomputes = settings.recompute_kv_cache_after_weight_updates
         adapter = None if self._lora is None else adapters.adapter_request()

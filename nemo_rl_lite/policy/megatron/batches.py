@@ -1,6 +1,7 @@
 """Forward and backward passes over micro-batches through megatron-core's schedules (pipelined or not)."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,13 +40,14 @@ def forward_scores(
     before: Before = None,
     loss: Loss | TopLogits | None = None,
     teacher_ids_BTk: Tensor | None = None,
+    experts_BTLk: Tensor | None = None,
 ) -> dict[str, Tensor] | None:
     """`logprobs` [B, T] of the tokens under the model at `temperature` and, under the names of `Batch`'s fields, what
     `loss` needs besides, of the tokens `teacher_ids_BTk` where it compares those; all on the CPU. None on ranks without
     logits.
 
     Entry t is log p(token t | tokens before t); entry 0 and those beyond a sequence's end are 0. `before` is called
-    before each micro-batch with the number of those that have not run.
+    before each micro-batch with the number of those that have not run. `experts_BTLk`: see `Batch.routed_experts`.
     """
     model.train_mode(False)
     micro_batches = _agreed_cut(model, tokens_BT, lengths_B, layout)
@@ -61,7 +63,7 @@ def forward_scores(
         return scores_of(shard, temperature, loss, model.gather.wait_for, ids), on_host
 
     with torch.no_grad(), activations.suspended(model.chunks):
-        parts = _run(model, micro_batches, score, forward_only=True, before=before)
+        parts = _run(model, micro_batches, score, experts_BTLk, forward_only=True, before=before)
     model.clock.end()
     if not model.place.has_logits:
         return None
@@ -99,6 +101,7 @@ def forward_backward(
     are any.
     """
     model.train_mode(True)
+    experts_BTLk, batch = batch.routed_experts, replace(batch, routed_experts=None)
     micro_batches = _agreed_cut(model, batch.tokens, batch.lengths, layout)
     model.clock.begin()
     if graphs is not None:
@@ -116,7 +119,7 @@ def forward_backward(
         return scores_of(shard, temperature, loss, wait_for, ids, model.keep_logits), scaled_loss
 
     with activations.training_pass(model.chunks, len(micro_batches)):
-        return _run(model, micro_batches, train, forward_only=False)
+        return _run(model, micro_batches, train, experts_BTLk, forward_only=False)
 
 
 def _agreed_cut(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layout: Layout) -> list[ModelInput]:
@@ -137,6 +140,7 @@ def _run(
     model: MegatronModel,
     micro_batches: Sequence[ModelInput],
     last: Callable[[Shard], Last],
+    experts_BTLk: Tensor | None,
     forward_only: bool,
     before: Before = None,
 ) -> list[Any]:
@@ -144,6 +148,8 @@ def _run(
 
     def step(own: Iterator[ModelInput], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         host = next(own)
+        if model.replay is not None:
+            model.replay.begin(host, experts_BTLk, trains=not forward_only)
         shard = Shard.of(host, model.context, model.device)
         seen = sent_all(view_of(host, model.device, model.context), model.device)
         scores, on_scores = last(shard)

@@ -131,6 +131,14 @@ class ModelInput:
             hidden |= sequence[:, None] != sequence[None, :]
         return hidden[None, None]
 
+    def lay(self, of_token_bT: Tensor, outside: int) -> Tensor:
+        """Values [b, width, ...] of each token -> [n, S, ...], where the input has it; `outside` elsewhere."""
+        place = torch.arange(self.width)
+        index = (self.starts[:, None] + place)[inside := place < self.lengths[:, None]]
+        laid = of_token_bT.new_full((self.tokens_nS.numel(), *of_token_bT.shape[2:]), outside)
+        laid[index] = of_token_bT[:, : self.width][inside]
+        return laid.view(*self.tokens_nS.shape, *of_token_bT.shape[2:])
+
     def pack(self, of_token_bTk: Tensor) -> Tensor:
         """The opposite of `unpack`: values [b, width, k] about each token -> [N, k], where the input has the token
         before it; 0 elsewhere."""

@@ -22,6 +22,7 @@ from nemo_rl_lite.policy.megatron.bridges import bridge_of
 from nemo_rl_lite.policy.megatron.context import ContextRanks, check_shareable
 from nemo_rl_lite.policy.megatron.overlap import Gather, ddp_config
 from nemo_rl_lite.policy.megatron.pass_clock import PassClock
+from nemo_rl_lite.policy.megatron.replay import RouterReplay
 from nemo_rl_lite.policy.megatron.scores import check_scorable
 
 # Fused kernels of Apex and Transformer Engine, which the local layer spec replaces by plain torch.
@@ -74,6 +75,8 @@ class MegatronModel:
     trains: bool = True
     """Whether chunks are wrapped, for their gradients (megatron-core's DistributedDataParallel)."""
     context: ContextRanks = field(default_factory=ContextRanks)
+    replay: RouterReplay | None = None
+    """What tells the routers which experts to take, in a run with router replay."""
 
     @cached_property
     def gather(self) -> Gather:
@@ -186,6 +189,8 @@ def build_model(
         trains=trains,
         context=context_ranks(),
     )
+    if config.router_replay.enabled:
+        model.replay = routers.replaying(chunks, parallel, model.context, device)
     if place.has_logits:
         check_scorable(unwrap_model(chunks[-1]))
     return model

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.config.schema import MegatronConfig
+from nemo_rl_lite.policy.megatron.context import ContextRanks
+from nemo_rl_lite.policy.megatron.replay import ReplayedRouter, RouterReplay
 
 
 def set_fields(provider: Any, options: MegatronConfig) -> None:
@@ -39,6 +41,25 @@ def expert_biases(chunks: list[Any]) -> list[Tensor]:
     megatron-core's `finalize_model_grads` does, at a rate above 0."""
     biases = (getattr(router, "expert_bias", None) for router in _routers(chunks))
     return [bias for bias in biases if bias is not None]
+
+
+def replaying(chunks: list[Any], options: MegatronConfig, context: ContextRanks, device: torch.device) -> RouterReplay:
+    """Let the routers take the experts that they are told."""
+    from megatron.core import parallel_state
+
+    splits, recomputes = options.sequence_parallel, options.activation_checkpointing
+    routers: list[Any] = list(_routers(chunks))
+    for router in routers:
+        router.router_replay = ReplayedRouter(router.layer_number - 1, recomputes)
+        # A fused kernel would not ask.
+        router.config.moe_router_fusion = False
+    return RouterReplay(
+        [router.router_replay for router in routers],
+        context,
+        sequence_rank=parallel_state.get_tensor_model_parallel_rank() if splits else 0,
+        sequence_size=parallel_state.get_tensor_model_parallel_world_size() if splits else 1,
+        device=device,
+    )
 
 
 def _routers(chunks: list[Any]) -> Iterator[torch.nn.Module]:

@@ -312,7 +312,7 @@ class MegatronWorker:
             self._model.clock.keep(phase)
 
     def _logprobs(self, batch: Batch, then_train: bool) -> Tensor | None:
-        scored = self._score(batch.tokens, batch.lengths, then_train=then_train)
+        scored = self._score(batch.tokens, batch.lengths, then_train=then_train, experts_BTLk=batch.routed_experts)
         self._keep_pass("logprob")
         return None if scored is None else scored["logprobs"]
 
@@ -323,6 +323,7 @@ class MegatronWorker:
         phase: str = "logprob",
         then_train: bool = False,
         loss: Loss | None = None,
+        experts_BTLk: Tensor | None = None,
     ) -> dict[str, Tensor] | None:
         """See `forward_scores`. `then_train`: training follows, so what it needs may move to the device meanwhile."""
         self._require_whole(Component.PARAMETERS)
@@ -330,5 +331,12 @@ class MegatronWorker:
         between = self._phases.between_micro_batches(Phase.TRAIN, working_bytes, self._memory.moving)
         with self._memory.phase(phase):
             return forward_scores(
-                self._model, tokens_BT, lengths_B, self._logprob_layout, self._temperature, between, loss
+                self._model,
+                tokens_BT,
+                lengths_B,
+                self._logprob_layout,
+                self._temperature,
+                between,
+                loss,
+                experts_BTLk=experts_BTLk,
             )

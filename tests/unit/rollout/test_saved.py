@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from nemo_rl_lite.data.problems import Problem, chat
@@ -36,6 +37,17 @@ def test_a_saved_rollout_is_the_same_to_the_bit(tmp_path):
     found = load_rollouts(tmp_path)
     assert [dataclasses.asdict(one) for one in found] == [dataclasses.asdict(one) for one in saved]
     assert [one.oldest for one in found] == [2, 1, 11]
+
+
+def test_routed_experts_are_saved(tmp_path):
+    rollout, experts = make_rollout(), np.arange(16, dtype=np.uint8).reshape(4, 2, 2)
+    place, turn = rollout.episodes[0].turns[0]
+    rollout.episodes[0].turns[0] = place, dataclasses.replace(turn, routed_experts=experts)
+    save_rollouts([SavedRollout(3, [6], 0, rollout, {})], tmp_path)
+    (found,) = load_rollouts(tmp_path)
+    (_, first), (_, second) = found.rollout.episodes[0].turns
+    assert np.array_equal(first.routed_experts, experts) and first.routed_experts.dtype == np.uint8
+    assert second.routed_experts is None
 
 
 def test_a_rollout_that_is_not_json_is_not_saved(tmp_path):

@@ -439,6 +439,17 @@ CASES = {
     ],
     f"{PEFT}.enabled=true {PEFT}.dropout=0.1": [f"{PEFT}.dropout", "computed without dropout"],
     "policy.megatron_cfg.freeze_moe_router=true": ["policy.megatron_cfg.freeze_moe_router", "no experts"],
+    "policy.router_replay.enabled=true": ["policy.router_replay.enabled", "no experts", "enabled=false"],
+    "policy.model_name=MOE policy.router_replay.enabled=true generation=transformers": [
+        "policy.router_replay.enabled",
+        "the transformers engine does not record",
+        "generation=vllm",
+    ],
+    "policy.model_name=MOE algorithm=sft policy.router_replay.enabled=true": ["has no effect", "algorithm=grpo"],
+    "policy.model_name=MOE +generation.vllm_kwargs.enable_return_routed_experts=true": [
+        "is set by the launcher",
+        "policy.router_replay.enabled",
+    ],
     "policy.megatron_cfg.moe_router_dtype=fp64": ["moe_router_dtype", "no experts", "moe_router_dtype=null"],
     "policy.megatron_cfg.moe_router_bias_update_rate=0.1": ["moe_router_bias_update_rate", "rate=0.0"],
     "policy.megatron_cfg.moe_router_dtype=fp16": ["moe_router_dtype", "'fp32' or 'fp64'"],

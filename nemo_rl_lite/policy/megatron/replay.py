@@ -1,0 +1,88 @@
+"""Router replay: the policy computes with the experts that the engine chose for each token.
+
+Engine and policy round differently. Where two experts are nearly as good, their routers choose different ones, and the
+token's logprobs differ by far more than by rounding. With the engine's choice they do not (Ma et al., "Stabilizing MoE
+reinforcement learning by aligning training and inference routers", arXiv:2510.11370). Only the choice is replayed: the
+experts' weights are the probabilities that the policy's own router gives them, with gradient.
+
+megatron-core's routers ask the object in their field `router_replay` for the experts to take. The one here knows two
+things that megatron-core's does not: tokens without a choice, for which the router chooses, and micro-batches of a
+pipeline, whose layers may be computed again after later micro-batches have begun.
+
+Shapes: n rows of S positions, M of which this rank's routers see; L layers of the model; E experts, k of which are
+chosen; b sequences of up to `width` tokens.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl_lite.losses.batch import NO_EXPERT, sent
+from nemo_rl_lite.policy.megatron.context import ContextRanks
+from nemo_rl_lite.policy.megatron.micro_batches import ModelInput
+
+
+@dataclass(eq=False)
+class ReplayedRouter:
+    """What a layer's router takes instead of its own choice."""
+
+    layer: int
+    """The layer's index in the whole model."""
+    recomputes: bool
+    """Whether a training pass computes the layer without gradients first, and again with them in the backward pass."""
+    _now: Tensor | None = None
+    _again: deque[Tensor | None] = field(default_factory=deque)
+
+    def begin(self, experts_Mk: Tensor | None, trains: bool) -> None:
+        """The next forward pass is over a micro-batch with these experts; with None the router chooses."""
+        self._now = experts_Mk
+        if trains and self.recomputes:
+            self._again.append(experts_Mk)
+
+    def get_replay_topk(
+        self,
+        scores_ME: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The scores of the experts to take, and these, [M, k] each; called by megatron-core."""
+        scores_Mk, own_Mk = default_compute_topk(scores_ME, topk, num_groups, group_topk)
+        # Backward passes come in the order of the forward passes.
+        is_again = self.recomputes and torch.is_grad_enabled() and self._again
+        told_Mk = self._again.popleft() if is_again else self._now
+        if told_Mk is None:
+            return scores_Mk, own_Mk
+        chosen_Mk = torch.where(told_Mk == NO_EXPERT, own_Mk, told_Mk.long())
+        return scores_ME.gather(1, chosen_Mk), chosen_Mk
+
+
+@dataclass(frozen=True)
+class RouterReplay:
+    """The routers of this rank's layers."""
+
+    routers: Sequence[ReplayedRouter]
+    context: ContextRanks
+    sequence_rank: int
+    sequence_size: int
+    """The tensor-parallel ranks that have a part of each sequence each."""
+    device: torch.device
+
+    def begin(self, micro: ModelInput, experts_BTLk: Tensor | None, trains: bool) -> None:
+        """The next forward pass is over `micro`, whose rows come from a batch with these experts, on the host."""
+        told = self._own(micro, experts_BTLk) if experts_BTLk is not None else [None] * len(self.routers)
+        for router, own in zip(self.routers, told, strict=True):
+            router.begin(own, trains)
+
+    def _own(self, micro: ModelInput, experts_BTLk: Tensor) -> Sequence[Tensor]:
+        """For each router, the experts [M, k] at the positions that it sees, in its order: position by position."""
+        layers = torch.tensor([router.layer for router in self.routers], dtype=torch.long)
+        experts_bTLk = experts_BTLk[micro.rows, : micro.width][:, :, layers]
+        laid_nSLk = self.context.own(micro.lay(experts_bTLk, NO_EXPERT), micro)
+        laid_SnLk = laid_nSLk.transpose(0, 1).chunk(self.sequence_size)[self.sequence_rank]
+        return sent(laid_SnLk.flatten(0, 1).transpose(0, 1).contiguous(), self.device).unbind()

@@ -1,0 +1,74 @@
+"""What router replay does to the mismatch between policy and engines, and what it costs, in GRPO runs of one model.
+
+router_replay.py MODEL [--steps 5] [--small] [-- OVERRIDE ...]
+
+MODEL is the folder of a mixture of experts; with random weights (random_model.py) responses are long. A step has 16
+prompts x 8 samples x 256 tokens on one GPU, or with `--small` a few short responses on CPUs. The first step of a run
+does not count. The record is written after each of the two runs.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import record
+from engine_precision import OFF, one_run
+
+WAYS = {"without replay": "false", "with replay": "true"}
+ON_A_GPU = [
+    *("policy=megatron_gpu", "generation=vllm_gpu", "cluster.gpus_per_node=1", "policy.max_total_sequence_length=384"),
+    *("generation.max_new_tokens=256", "algorithm.num_prompts_per_step=16", "algorithm.num_generations_per_prompt=8"),
+    *("policy.train_global_batch_size=128", "generation.vllm_cfg.max_num_seqs=128"),
+    *("generation.vllm_cfg.gpu_memory_utilization=0.4", "+generation.vllm_kwargs.moe_backend=triton"),
+]
+SMALL = [
+    *("policy.precision=bfloat16", "cluster.threads_per_worker=1", "algorithm.num_prompts_per_step=4"),
+    *("algorithm.num_generations_per_prompt=8", "policy.train_global_batch_size=32"),
+]
+# What is measured: the metric and its unit. The first is what replay is for.
+MISMATCH = "mean absolute logprob difference"
+MEASURED = {
+    MISMATCH: ("train/logprob_abs_diff_mean", "nats"),
+    "largest logprob difference": ("train/logprob_abs_diff_max", "nats"),
+    "token_mult_prob_error": ("train/token_mult_prob_error", "factor"),
+    "gen_kl_error": ("train/gen_kl_error", "nats"),
+    "generation": ("timing/train/generation", "s"),
+    "logprob": ("timing/train/policy_and_reference_logprobs", "s"),
+    "train": ("timing/train/policy_training", "s"),
+    "whole step": ("timing/train/total_step_time", "s"),
+}
+MOST_MISMATCH = 0.5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="a few short responses, for CPUs")
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_intermixed_args()
+    own = [*(SMALL if given.small else ON_A_GPU), *OFF, f"policy.model_name={given.model.resolve()}"]
+    own += [f"algorithm.max_num_steps={given.steps}", *given.overrides]
+    results: list[dict[str, Any]] = []
+    for way, value in WAYS.items():
+        steps = one_run([*own, f"policy.router_replay.enabled={value}"])
+        results += [
+            record.result(what, way, unit, [line[metric] for line in steps if metric in line])
+            for what, (metric, unit) in MEASURED.items()
+            if metric in steps[0]
+        ]
+        print(way, {one["name"]: f"{one['median']:.4g}" for one in results if one["config"] == way}, flush=True)
+        print(record.write("experts-router-replay", results, bars(results), f"model: {given.model.name}"), flush=True)
+
+
+def bars(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How much of the mismatch is left, once both ways are measured."""
+    found = {one["config"]: one["median"] for one in results if one["name"] == MISMATCH}
+    if len(found) < len(WAYS):
+        return []
+    share = found["with replay"] / found["without replay"]
+    return [record.bar("mismatch with replay, of that without", share, MOST_MISMATCH, at_least=False)]
+
+
+if __name__ == "__main__":
+    main()

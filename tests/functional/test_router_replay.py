@@ -1,0 +1,70 @@
+"""Whole runs of a mixture of experts with vLLM: what the engine chose is what the policy computes with."""
+
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.functional.conftest import train
+
+pytestmark = pytest.mark.functional
+
+# In bfloat16 engine and policy round differently, so that their routers sometimes disagree.
+OVERRIDES = [
+    *("policy.precision=bfloat16", "algorithm.max_num_steps=2", "algorithm.num_prompts_per_step=4"),
+    *("policy.train_global_batch_size=32", "algorithm.val_at_start=false", "algorithm.val_at_end=false"),
+    *("checkpoint.export_hf_at_end=false", "algorithm.loss_fn.reference_policy_kl_penalty=0.1"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A small random Qwen3 with four layers of eight experts, two of them for each token."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from nemo_rl_lite.models.embedded.build import build_tokenizer
+
+    torch.manual_seed(0)
+    folder, tokenizer = tmp_path_factory.mktemp("experts"), build_tokenizer()
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=64,
+        moe_intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def steps(model, tmp_path_factory) -> dict[str, list[dict]]:
+    """The metrics of the steps, without replay and with it."""
+    folder, found = tmp_path_factory.mktemp("runs"), {}
+    for value in ("false", "true"):
+        _, metrics = train(folder / value, model, *OVERRIDES, f"policy.router_replay.enabled={value}")
+        found[value] = [line for line in metrics if "train/loss" in line]
+    return found
+
+
+def test_replay_takes_most_of_the_mismatch_away(steps):
+    def mismatch(value: str) -> float:
+        return statistics.mean(line["train/gen_kl_error"] for line in steps[value])
+
+    assert mismatch("true") < mismatch("false") / 4
+
+
+def test_the_reference_takes_the_same_experts(steps):
+    """Before the first optimizer step it is the policy."""
+    assert steps["true"][0]["train/kl_penalty"] == 0

@@ -1,0 +1,91 @@
+"""The experts that engines chose, from a vLLM step to a padded batch."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl_lite.data.problems import Problem, chat
+from nemo_rl_lite.errors import EngineError
+from nemo_rl_lite.generation.interface import Completion
+from nemo_rl_lite.generation.vllm.samples import Samples, _Sample
+from nemo_rl_lite.losses.batch import NO_EXPERT, Batch, TokenRows
+from nemo_rl_lite.rollout.episode import Episode
+from nemo_rl_lite.rollout.rollout import Rollout
+
+
+def experts(first: int, count: int) -> np.ndarray:
+    """Of `count` tokens in two layers: all from `first` on."""
+    return np.arange(first, first + count * 4, dtype=np.uint8).reshape(count, 2, 2)
+
+
+def episode(*turns: tuple[int, int]) -> Episode:
+    """A prompt of two tokens; before each further turn a message of one token. A turn has some tokens, and the experts
+    of all before its last, from a number on."""
+    own = Episode(Problem(chat("what?"), "7"), [1, 2], 2, reward=1.0)
+    for number, (length, first) in enumerate(turns):
+        if number:
+            own.add_messages([8], [{"role": "user", "content": "on"}])
+        told = experts(first, len(own.tokens) + length - 1)
+        own.add_turn(Completion((5,) * length, (-1.0,) * length, "stop", (0,) * length, told), "")
+    return own
+
+
+def test_a_token_has_the_experts_of_the_turn_that_met_it_first():
+    row = episode((2, 0), (3, 100)).row(1.0, 0, (2, 2))
+    # The first turn has read two tokens of the prompt and one of its own; the second its last one, and what follows.
+    assert np.array_equal(row.routed_experts[:3], experts(0, 3))
+    assert np.array_equal(row.routed_experts[3:7], experts(100, 7)[3:])
+    assert (row.routed_experts[7] == NO_EXPERT).all() and row.routed_experts.dtype == np.int16
+
+
+def test_an_episode_without_a_turn_has_no_experts_among_those_that_have():
+    rollout = Rollout([episode(), episode((2, 0))], 1, 0)
+    rows = rollout.rows([0.0, 1.0], 0)
+    assert rows.routed_experts.shape == (6, 2, 2)
+    assert (rows[0].routed_experts == NO_EXPERT).all() and (rows[1].routed_experts[:3] >= 0).all()
+    batch = Batch.padded(TokenRows.of(rows).select([1, 0]))
+    assert batch.routed_experts.shape == (2, 4, 2, 2) and batch.routed_experts.dtype == torch.int16
+    assert batch.rows(torch.tensor([0]), 3).routed_experts.tolist() == [experts(0, 3).tolist()]
+
+
+def test_where_engines_do_not_tell_rows_have_no_such_field():
+    own = Episode(Problem(chat("what?"), "7"), [1, 2], 2, reward=1.0)
+    own.add_turn(Completion((5,), (-1.0,), "stop", (0,)), "")
+    assert Rollout([own], 1, 0).rows([1.0], 0).routed_experts is None
+
+
+def completion(told: list[np.ndarray], tokens: list[int]) -> Completion:
+    """The response to a prompt of three tokens, when each step of vLLM gives a token, and tells some experts."""
+    given = [
+        SimpleNamespace(
+            request_id="0",
+            new_token_ids=[token],
+            new_logprobs=[-1.0],
+            finish_reason="length" if token == tokens[-1] else None,
+            routed_experts=own,
+        )
+        for token, own in zip(tokens, told, strict=True)
+    ]
+    core = SimpleNamespace(
+        get_output=lambda: SimpleNamespace(outputs=[given.pop(0)], scheduler_stats=None),
+        abort_requests=lambda names: None,
+    )
+    samples = Samples(SimpleNamespace(engine_core=core))
+    samples._under_way["0"] = _Sample(3, None)
+    while samples.unfinished:
+        samples.step(0)
+    return samples.take()[0]
+
+
+def test_the_experts_of_prompt_and_steps_are_joined():
+    found = completion([experts(0, 3), experts(50, 1), experts(70, 1)], [4, 5, 6])
+    assert np.array_equal(found.routed_experts, np.concatenate([experts(0, 3), experts(50, 1), experts(70, 1)]))
+    # Where a draft was accepted behind the end, there are more.
+    assert completion([experts(0, 5)], [4]).routed_experts.shape[0] == 3
+
+
+def test_an_engine_whose_kernels_record_nothing_is_an_error():
+    with pytest.raises(EngineError, match=r"moe_backend=triton, or policy\.router_replay\.enabled=false"):
+        completion([np.zeros((3, 2, 2), np.uint8)], [4])
