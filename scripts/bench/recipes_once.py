@@ -24,30 +24,31 @@ from together import Ended, Job, run_together
 GENERATING = ("grpo", "dapo", "drgrpo", "gspo", "cispo", "sapo", "reinforce_pp", "rloo", "distillation")
 SUPERVISED = ("dpo", "orpo", "kto", "sft")
 _LOSS = "algorithm.loss_fn"
+# Names are those of folders, so that they have no comma, which separates values in an override.
 VARIANTS = {
-    "distillation, 32 largest logits": ["algorithm=distillation", "algorithm.topk_logits_k=32"],
-    "GSPO-token": ["algorithm=gspo", f"{_LOSS}.sequence_level_importance_ratios=token"],
-    "Clip-Cov": ["algorithm=grpo", f"{_LOSS}.policy_loss=clip_cov"],
-    "KL-Cov": ["algorithm=grpo", f"{_LOSS}.policy_loss=kl_cov"],
-    "entropy bonus, top-entropy tokens": [
+    "distillation-32-logits": ["algorithm=distillation", "algorithm.topk_logits_k=32"],
+    "gspo-token": ["algorithm=gspo", f"{_LOSS}.sequence_level_importance_ratios=token"],
+    "clip-cov": ["algorithm=grpo", f"{_LOSS}.policy_loss=clip_cov"],
+    "kl-cov": ["algorithm=grpo", f"{_LOSS}.policy_loss=kl_cov"],
+    "entropy-bonus-and-mask": [
         *("algorithm=grpo", f"{_LOSS}.entropy_coef=0.001", f"{_LOSS}.top_entropy_quantile=0.2"),
     ],
-    "REINFORCE++, mean of the step": ["algorithm=reinforce_pp", "algorithm.use_leave_one_out_baseline=batch"],
-    "Lite PPO, likelihood of good responses": [
+    "reinforce-pp-mean-of-the-step": ["algorithm=reinforce_pp", "algorithm.use_leave_one_out_baseline=batch"],
+    "lite-ppo-and-positive-nll": [
         *("algorithm=grpo", "algorithm.normalize_rewards=batch", f"{_LOSS}.positive_example_nll_weight=0.1"),
     ],
-    "IPO": ["algorithm=dpo", "algorithm.preference_loss=ipo"],
+    "ipo": ["algorithm=dpo", "algorithm.preference_loss=ipo"],
     **{
-        f"DPO, {name}": ["algorithm=dpo", f"algorithm.preference_loss={name}"]
+        f"dpo-{name}": ["algorithm=dpo", f"algorithm.preference_loss={name}"]
         for name in ("hinge", "sppo_hard", "nca_pair", "bco_pair", "apo_zero", "apo_down")
     },
     **{
-        f"DPO, {name}": ["algorithm=dpo", f"algorithm.preference_loss={name}", "algorithm.label_smoothing=0.1"]
+        f"dpo-{name}": ["algorithm=dpo", f"algorithm.preference_loss={name}", "algorithm.label_smoothing=0.1"]
         for name in ("robust", "exo_pair")
     },
-    "DPO, Jensen-Shannon": ["algorithm=dpo", "algorithm.f_divergence=js_divergence"],
-    "RPO": ["algorithm=dpo", "algorithm.sft_loss_weight=1.0", "algorithm.sft_average_log_probs=true"],
-    "KTO, APO-zero": ["algorithm=kto", "algorithm.preference_loss=apo_zero_unpaired"],
+    "dpo-js_divergence": ["algorithm=dpo", "algorithm.f_divergence=js_divergence"],
+    "rpo": ["algorithm=dpo", "algorithm.sft_loss_weight=1.0", "algorithm.sft_average_log_probs=true"],
+    "kto-apo_zero_unpaired": ["algorithm=kto", "algorithm.preference_loss=apo_zero_unpaired"],
 }
 EVERYWHERE = [
     *("logger.plots=false", "checkpoint.save_period=0", "checkpoint.export_hf_at_end=false"),
@@ -68,7 +69,7 @@ BATCH, SMALL_BATCH = ["policy.train_global_batch_size=64"], ["policy.train_globa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--variants", action="store_true", help=f"instead of the files: {'; '.join(VARIANTS)}")
+    parser.add_argument("--variants", action="store_true", help=f"instead of the files: {', '.join(VARIANTS)}")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--at-once", type=int, default=5, help="runs at a time")
@@ -79,7 +80,7 @@ def main() -> None:
     given = parser.parse_args()
     recipes = VARIANTS if given.variants else {name: [f"algorithm={name}"] for name in (*GENERATING, *SUPERVISED)}
     if unknown := set(given.only or ()) - set(recipes):
-        parser.error(f"--only {', '.join(sorted(unknown))}: there is {'; '.join(recipes)}")
+        parser.error(f"--only {', '.join(sorted(unknown))}: there is {', '.join(recipes)}")
     runs = {run["name"]: run for run in json.loads(given.earlier.read_text())["runs"]} if given.earlier else {}
     done = {name for name, run in runs.items() if run["status"] == 0}
     todo = {name: own for name, own in recipes.items() if name not in done and name in (given.only or recipes)}
@@ -93,7 +94,7 @@ def main() -> None:
         jobs = [Job(name, [*overrides(own, given), *given.override]) for name, own in todo.items()]
         run_together(jobs, given.at_once, 1, Path(folder), given.limit, keep)
     if wrong := [name for name in todo if name not in runs or not is_right(runs[name])]:
-        sys.exit(f"not as they should be: {'; '.join(wrong)}")
+        sys.exit(f"not as they should be: {', '.join(wrong)}")
 
 
 def overrides(own: list[str], given: argparse.Namespace) -> list[str]:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -52,7 +53,8 @@ def test_every_recipes_command_composes(scripts, small):
     assert set(named) == {file.stem for file in (ROOT / "configs" / "algorithm").glob("*.yaml")}
     given = SimpleNamespace(model=Path("embedded"), steps=3, small=small)
     few = {name: named[name] for name in ("grpo", "distillation", "sft")}
-    for own in (few if small else named | recipes.VARIANTS).values():
+    for name, own in (few if small else named | recipes.VARIANTS).items():
+        assert re.fullmatch(r"[\w-]+", name)
         overrides = recipes.overrides(own, given)
         asked = ["teacher.model_name=Qwen/Qwen3-1.7B"] if "algorithm=distillation" in own else []
         kept = [one for one in overrides if "model_name=" not in one]
