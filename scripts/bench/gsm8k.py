@@ -4,7 +4,8 @@ gsm8k.py MODEL --data FOLDER [--stages before sft between grpo after] [--steps 6
 
 FOLDER has train.jsonl and test.jsonl. Models and what was measured stay in `--folder`, so that several calls, with some
 of the stages each, make one record: each stage writes docs/benchmarks/learning-gsm8k-*.json with all that there is.
-Both trainings see the train split alone. `--small` is for CPUs.
+`--continue RECORD` takes over the stages that a record has, where the folder was lost. Both trainings see the train
+split alone. `--small` is for CPUs.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import record
+from together import STAGGER_S, end_with_the_script
 
 STAGES = ("before", "sft", "between", "grpo", "after")
 EVALUATED = {"before": "before", "between": "after SFT", "after": "after SFT and GRPO"}
@@ -35,7 +37,14 @@ GPU = {
         *("algorithm.num_generations_per_prompt=16", "policy.train_global_batch_size=256"),
         *("algorithm.loss_fn.reference_policy_kl_penalty=0.0", "policy.megatron_cfg.optimizer.lr=1.0e-5"),
     ],
-    "evaluate": ["generation=vllm_gpu", "policy.precision=bfloat16"],
+    "evaluate": [
+        *("generation=vllm_gpu", "policy.precision=bfloat16"),
+        # Two engines start on the GPU at the same time, so that neither can measure what is free.
+        *(
+            "generation.vllm_cfg.gpu_memory_utilization=0.2",
+            "+generation.vllm_kwargs.kv_cache_memory_bytes=10000000000",
+        ),
+    ],
 }
 _SMALL = ["policy=megatron", "cluster.gpus_per_node=0", "policy.train_global_batch_size=4"]
 _SHORT = ["generation=transformers", "generation.max_new_tokens=24"]
@@ -62,16 +71,24 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--greedy-problems", type=int, default=1319, help="test problems that are asked once, greedy")
     parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--continue", dest="earlier", type=Path, metavar="RECORD", help="a record to continue")
     parser.add_argument("--small", action="store_true", help="batches for CPUs")
     parser.add_argument("--sft-override", nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("--grpo-override", nargs="+", default=[], metavar="KEY=VALUE")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
+    earlier = json.loads(given.earlier.read_text())["stages"] if given.earlier else {}
+    for stage, found in earlier.items():
+        _keep(given, stage, found)
     for stage in given.stages:
         found = _evaluate(given, stage) if stage in EVALUATED else _train(given, stage)
-        (given.folder / f"{stage}.json").write_text(json.dumps(found) + "\n")
+        _keep(given, stage, found)
         print(stage, {name: value for name, value in found.items() if name != "rewards"}, flush=True)
         print(_write(given), flush=True)
+
+
+def _keep(given: argparse.Namespace, stage: str, found: dict[str, Any]) -> None:
+    (given.folder / f"{stage}.json").write_text(json.dumps(found) + "\n")
 
 
 def _train(given: argparse.Namespace, stage: str) -> dict[str, Any]:
@@ -92,7 +109,7 @@ def _train(given: argparse.Namespace, stage: str) -> dict[str, Any]:
     }[stage]
     data = ["data.name=file", f"data.train_path={_file(given, 'train')}"]
     overrides = [*(SMALL if given.small else GPU)[stage], *KEPT, *data, f"algorithm.seed={given.seed}", *own]
-    seconds = _command(["nemo_rl_lite.train", *overrides, f"hydra.run.dir={run}"])
+    seconds = _commands(["nemo_rl_lite.train", *overrides, f"hydra.run.dir={run}"])
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rewards = [line["train/reward"] for line in lines if "train/reward" in line]
     return {"seconds": seconds, "rewards": [float(f"{one:.5g}") for one in rewards]}
@@ -105,33 +122,39 @@ def _evaluate(given: argparse.Namespace, stage: str) -> dict[str, Any]:
         "between": given.folder / "sft-run" / "hf",
         "after": given.folder / "grpo-run" / "hf",
     }
-    found = {}
-    for what, asked in (
-        ("sampled", ["--samples", str(given.samples), "--problems", str(given.problems)]),
-        ("greedy", ["--temperature", "0", "--problems", str(given.greedy_problems)]),
-    ):
-        output = given.folder / f"{stage}-{what}"
+    keys = [
+        *("data=gsm8k", "data.name=file", f"data.validation_path={_file(given, 'test')}", "data.too_long=drop"),
+        *("reward=last_number", "generation.max_new_tokens=300", "policy.max_total_sequence_length=640"),
+        *(SMALL if given.small else GPU)["evaluate"],
+    ]
+    asked = {
+        "sampled": ["--samples", str(given.samples), "--problems", str(given.problems)],
+        "greedy": ["--temperature", "0", "--problems", str(given.greedy_problems)],
+    }
+    outputs = {what: given.folder / f"{stage}-{what}" for what in asked}
+    for output in outputs.values():
         shutil.rmtree(output, ignore_errors=True)
-        keys = [
-            *("data=gsm8k", "data.name=file", f"data.validation_path={_file(given, 'test')}", "data.too_long=drop"),
-            *("reward=last_number", "generation.max_new_tokens=300", "policy.max_total_sequence_length=640"),
-            *(SMALL if given.small else GPU)["evaluate"],
-        ]
-        command = ["nemo_rl_lite.evaluate", str(model[stage]), *keys, *asked, "--output", str(output)]
-        seconds = _command(command)
-        summary = json.loads((output / "summary.json").read_text())
-        found[what] = {name: summary[name] for name in NUMBERS} | {"seconds": seconds}
-    return found
+    base = ["nemo_rl_lite.evaluate", str(model[stage]), *keys]
+    seconds = _commands(*([*base, *asked[what], "--output", str(outputs[what])] for what in asked))
+    summaries = {what: json.loads((output / "summary.json").read_text()) for what, output in outputs.items()}
+    found = {what: {name: summary[name] for name in NUMBERS} for what, summary in summaries.items()}
+    return found | {"seconds": seconds}
 
 
 def _file(given: argparse.Namespace, split: str) -> Path:
     return given.data.resolve() / f"{split}.jsonl"
 
 
-def _command(module: list[str]) -> float:
-    """Run a module of the package; returns its seconds."""
-    began = time.monotonic()
-    subprocess.run([sys.executable, "-m", *module], cwd=record.ROOT, check=True)
+def _commands(*modules: list[str]) -> float:
+    """Run modules of the package at the same time; returns the seconds until all have ended."""
+    began, running = time.monotonic(), list[subprocess.Popen]()
+    for module in modules:
+        time.sleep(STAGGER_S if running else 0)
+        command = [sys.executable, "-m", *module]
+        running.append(subprocess.Popen(command, cwd=record.ROOT, preexec_fn=end_with_the_script))
+    statuses = [one.wait() for one in running]
+    if any(statuses):
+        sys.exit(f"{' and '.join(module[0] for module in modules)} ended with status {statuses}")
     return round(time.monotonic() - began, 1)
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from nemo_rl_lite.rollout.files import read_rollout, rollout_files, step_of
 from nemo_rl_lite.rollout.pass_at_k import interval
 
 LAST = 10
+_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""Student's 97.5 % quantile by degrees of freedom, from 1; more have smaller ones."""
 
 
 def run_of(ended: Ended) -> dict[str, Any]:
@@ -110,6 +113,18 @@ def over_seeds(runs: Sequence[dict[str, Any]], place: int) -> tuple[float, float
     rights = [run["validation"][place]["right"] for run in runs]
     means = [sum(map(int, of_problem)) / len(rights) for of_problem in zip(*rights, strict=True)]
     return statistics.mean(means), *interval(means, [1] * len(means))
+
+
+def interval_of_seeds(runs: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
+    """Student's 95 % interval of the mean accuracy in the end, with a run as one observation; None with a single run.
+    It is wide where there are few."""
+    ends = [run["validation"][-1]["accuracy"] for run in runs]
+    if len(ends) == 1:
+        return None
+    quantile = _QUANTILES[min(len(ends) - 1, len(_QUANTILES)) - 1]
+    half = quantile * statistics.stdev(ends) / math.sqrt(len(ends))
+    mean = statistics.mean(ends)
+    return max(mean - half, 0.0), min(mean + half, 1.0)
 
 
 def _shown(one: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Several trainings at the same time on the GPUs of one machine, each a command with its own Ray."""
 
+import ctypes
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ STAGGER_S = 2.0
 """Between two starts, because two that search a free port at the same time may find the same one."""
 GRACE_S = 20.0
 """For a run that is interrupted at the limit to end."""
+_WHEN_THE_PARENT_DIES = 1
+"""Linux's number of PR_SET_PDEATHSIG."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,20 @@ def _start(job: Job, gpu: int, gpus: int, folder: Path) -> Running:
     command = [sys.executable, "-m", "nemo_rl_lite.train", *job.overrides, f"hydra.run.dir={folder / job.name}"]
     own = {"CUDA_VISIBLE_DEVICES": _visible(gpu)} if gpus > 1 else {}
     with _log(folder, job).open("w") as log:
-        process = subprocess.Popen(command, cwd=record.ROOT, stdout=log, stderr=subprocess.STDOUT, env=os.environ | own)
+        process = subprocess.Popen(
+            command,
+            cwd=record.ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | own,
+            preexec_fn=end_with_the_script,
+        )
     return Running(job, process, gpu, time.monotonic())
+
+
+def end_with_the_script() -> None:
+    """A script that is killed must leave no trainings behind, which would hold the GPUs."""
+    ctypes.CDLL(None).prctl(_WHEN_THE_PARENT_DIES, signal.SIGTERM)
 
 
 def _visible(gpu: int) -> str:

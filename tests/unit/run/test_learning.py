@@ -2,10 +2,14 @@
 
 import importlib
 import json
+import re
+import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from nemo_rl_lite.rules.compose import compose_command
@@ -40,6 +44,51 @@ def test_every_tasks_and_algorithms_command_composes(scripts, small):
         config = compose_command([*base, *task.overrides(), f"algorithm={name}"])
         assert (config.data.task, config.data.task_kwargs) == (task.task, task.arguments)
         assert config.algorithm.loss_fn.reference_policy_kl_penalty == 0
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["gpu", "small"])
+def test_every_recipes_command_composes(scripts, small):
+    recipes = scripts("recipes_once")
+    named = {name: [f"algorithm={name}"] for name in (*recipes.GENERATING, *recipes.SUPERVISED)}
+    assert set(named) == {file.stem for file in (ROOT / "configs" / "algorithm").glob("*.yaml")}
+    given = SimpleNamespace(model=Path("embedded"), steps=3, small=small)
+    few = {name: named[name] for name in ("grpo", "distillation", "sft")}
+    for name, own in (few if small else named | recipes.VARIANTS).items():
+        assert re.fullmatch(r"[\w-]+", name)
+        overrides = recipes.overrides(own, given)
+        asked = ["teacher.model_name=Qwen/Qwen3-1.7B"] if "algorithm=distillation" in own else []
+        kept = [one for one in overrides if "model_name=" not in one]
+        config = compose_command([*kept, "policy.model_name=Qwen/Qwen3-1.7B", *asked])
+        assert config.algorithm.max_num_steps == 3
+
+
+def test_a_recipe_is_right_with_a_finite_loss_in_each_step(scripts):
+    recipes, together = scripts("recipes_once"), scripts("together")
+    lines = [{"train/loss": loss, "timing/train/total_step_time": 1.0} for loss in (0.5, 0.25)]
+    job = together.Job("sft", [])
+    right = recipes.run_of(together.Ended(job, 0, 9.0, lines, Path()), 2)
+    assert recipes.is_right(right) and right["steps"] == [1.0, 1.0]
+    assert not recipes.is_right(recipes.run_of(together.Ended(job, 0, 9.0, lines, Path()), 3))
+    lines[1]["train/loss"] = float("nan")
+    assert not recipes.is_right(recipes.run_of(together.Ended(job, 0, 9.0, lines, Path()), 2))
+
+
+def test_a_killed_script_leaves_no_training_behind(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import subprocess, sys, time\n"
+        f"sys.path.insert(0, {str(ROOT / 'scripts' / 'bench')!r})\n"
+        "from together import end_with_the_script\n"
+        "child = subprocess.Popen(['sleep', '60'], preexec_fn=end_with_the_script)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    child = psutil.Process(int(process.stdout.readline()))
+    process.kill()
+    process.wait()
+    psutil.wait_procs([child], timeout=30)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
 def test_runs_share_a_gpu_and_end_at_the_limit(scripts, tmp_path, monkeypatch):
@@ -92,6 +141,16 @@ def test_the_table_has_a_row_for_each_algorithm_of_finished_runs(scripts):
     found |= {"bench": "learning-gcd", "runs": [run("grpo", 1), run("grpo", 2), unfinished]}
     rows = [line for line in scripts("learning_figure").table([found], "docs/") if line.startswith("| gcd")]
     assert len(rows) == 1 and "| GRPO | 2 | 0.500 | 0.500 (" in rows[0]
+
+
+def test_an_interval_over_seeds_is_that_of_student(scripts):
+    runs = [run("grpo", seed) for seed in (1, 2, 3)]
+    for one, accuracy in zip(runs, (0.4, 0.5, 0.6), strict=True):
+        one["validation"][-1]["accuracy"] = accuracy
+    interval_of_seeds = scripts("learning_record").interval_of_seeds
+    # 4.303 standard deviations of the mean, with two degrees of freedom.
+    assert interval_of_seeds(runs) == pytest.approx((0.5 - 0.2484, 0.5 + 0.2484), abs=1e-3)
+    assert interval_of_seeds(runs[:1]) is None
 
 
 def test_a_problem_is_one_observation_of_several_seeds(scripts):
