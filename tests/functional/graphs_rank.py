@@ -90,7 +90,7 @@ def run(overrides: list[str], way: str) -> dict[str, Any]:
     worker._train_layout = replace(worker._train_layout, together=2, in_buckets=way != "plain")
     if way == "again":
         worker._graphs = MicroBatchGraphs(worker._model, recorder)
-    losses, measured, recorded = losses_of(config), [], []
+    losses, measured, recorded = losses_of(config, overrides), [], []
     initial = weights_of(worker)
     for name, loss in losses.items():
         for step in range(STEPS):
@@ -119,9 +119,9 @@ def weights_of(worker: MegatronWorker) -> dict[str, Tensor]:
     return {name: one.detach().cpu().clone() for name, one in worker._model.bare_chunks[0].named_parameters()}
 
 
-def losses_of(config: Any) -> dict[str, Loss]:
+def losses_of(config: Any, overrides: list[str]) -> dict[str, Loss]:
     options = config.options(GRPOConfig).loss_fn
-    taught = compose_config(["algorithm=distillation", "teacher.model_name=embedded:reverse-digits"])
+    taught = compose_config([*overrides, "algorithm=distillation", "teacher.model_name=embedded:reverse-digits"])
     of_teacher = taught.options(DistillationConfig).loss_fn
     corrected = replace(
         options, use_importance_sampling_correction=True, token_veto_ratio=1e-4, sequence_rejection_ratio=100.0
