@@ -19,6 +19,7 @@ SECTIONS = (
     "timing/validation",
     "timing/setup",
     "timing/rollout",
+    "timing/replicas",
     "performance",
     "refit",
     "offload",
