@@ -22,11 +22,6 @@ import psutil
 import record
 
 WAYS = ("offline", "stepped", "stepped without logprobs", "stepped without seeds", "stepped, own process", "async")
-# Further settings, for a GPU: what would make the decoding itself faster.
-SETTINGS: dict[str, dict[str, Any]] = {
-    "stepped, fp8 cache": {"kv_cache_dtype": "fp8"},
-    "stepped, compiled": {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
-}
 PROMPT_TOKENS, TARGET = 46, 1.3
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
@@ -51,9 +46,7 @@ def main() -> None:
         rates = [numbers[0] * numbers[1] * numbers[2] / seconds for seconds in measured["seconds"]]
         results.append(record.result(way, shape, "tokens/s", rates))
         results.append(record.result(f"{way}: start", shape, "s", [measured["start"]]))
-    # Settings of one way are another record than the ways.
-    name = "rollouts-engine-settings" if SETTINGS.keys() & set(ways) else "rollouts-engine-paths"
-    record.write(name, results, bars(results), f"model: {Path(model).name}, random weights")
+    record.write("rollouts-engine-paths", results, bars(results), f"model: {Path(model).name}, random weights")
 
 
 def bars(results: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -34,7 +34,8 @@ def main() -> None:
         bars.append(record.bar(f"step, ours over TRL, medians: {line}", ratio, TARGETS[given.task], False))
     origin = {name: ours[name] for name in ("date", "commit", "hardware", "versions")}
     command = shlex.join(["python", "scripts/bench/trl_ratio.py", given.task, *given.lines])
-    origin |= {"command": command, "note": f"{ours['note']}. TRL: {trl['note']}."}
+    notes = [f"{who}: {one['note']}" for who, one in (("ours", ours), ("TRL", trl)) if one.get("note")]
+    origin |= {"command": command, "note": "; ".join(notes)}
     print(record.save(f"speed-over-trl-{given.task}", origin, results, bars), [bar["value"] for bar in bars])
 
 

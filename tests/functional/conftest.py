@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,3 +53,32 @@ def engine_environment() -> dict[str, str]:
     """The environment in which the launcher runs vLLM."""
     own = ENGINES["vllm"].environment(compose_config().generation, False)
     return dict(os.environ) | own | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+
+def random_experts(folder: Path, **own: Any) -> Path:
+    """Write a small random Qwen3 with experts, two of them for each token, and these fields of its configuration."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from nemo_rl_lite.models.embedded.build import build_tokenizer
+
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer()
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=64,
+        moe_intermediate_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **own,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.functional.conftest import random_experts
 from tests.functional.ranks import run_ranks
 from tests.functional.test_parallel_parity import BATCHES, PACKED, Outcome, read
 
@@ -37,33 +38,8 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """A small random Qwen3 with four experts, two of them for each token."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    from nemo_rl_lite.models.embedded.build import build_tokenizer
-
-    torch.manual_seed(0)
-    folder, tokenizer = tmp_path_factory.mktemp("experts"), build_tokenizer()
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    own = {"num_hidden_layers": 2, "num_experts": 4, "intermediate_size": 128, "tie_word_embeddings": False}
+    return random_experts(tmp_path_factory.mktemp("experts"), **own)
 
 
 @pytest.fixture(scope="module")

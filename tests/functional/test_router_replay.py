@@ -4,9 +4,8 @@ import statistics
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.functional.conftest import train
+from tests.functional.conftest import random_experts, train
 
 pytestmark = pytest.mark.functional
 
@@ -21,31 +20,7 @@ OVERRIDES = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """A small random Qwen3 with four layers of eight experts, two of them for each token."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    from nemo_rl_lite.models.embedded.build import build_tokenizer
-
-    torch.manual_seed(0)
-    folder, tokenizer = tmp_path_factory.mktemp("experts"), build_tokenizer()
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=64,
-        moe_intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=128,
-        initializer_range=0.1,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return random_experts(tmp_path_factory.mktemp("experts"), num_hidden_layers=4, num_experts=8)
 
 
 @pytest.fixture(scope="module")
