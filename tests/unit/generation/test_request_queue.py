@@ -268,7 +268,8 @@ def test_the_time_with_requests_is_counted_for_each_engine_unless_it_is_paused()
             began = time.perf_counter()
             await asyncio.sleep(0.004)
             await requests.pause()
-            before, least, most = requests.busy_s, 2 * 0.004, 2 * (time.perf_counter() - began)
+            # Requests begin a little later than the sleep; one engine alone is busy for half of `most`, or less.
+            before, least, most = requests.busy_s, 1.5 * 0.004, 2 * (time.perf_counter() - began)
             assert least < before < most
             await asyncio.sleep(0.02)
             assert requests.busy_s == before
