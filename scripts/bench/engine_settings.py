@@ -30,6 +30,7 @@ PROMPT_TOKENS, REPEATS, TARGET = 46, 4, 0.6
 KWARGS = "+generation.vllm_kwargs"
 COMPILED = "generation.vllm_kwargs.compilation_config.mode=3"
 BLOCKS = f"{KWARGS}.block_size=128"
+TRITON = f"{KWARGS}.attention_backend=TRITON_ATTN"
 ONE_SPLIT = f"{KWARGS}.attention_config={{flash_attn_max_num_splits_for_cuda_graph: 1}}"
 SETTINGS: dict[str, list[str]] = {
     "the launcher's": [],
@@ -37,7 +38,8 @@ SETTINGS: dict[str, list[str]] = {
     "blocks of 128 tokens": [BLOCKS],
     "compiled": [COMPILED],
     "compiled, one split, blocks of 128": [COMPILED, ONE_SPLIT, BLOCKS],
-    "Triton attention": [f"{KWARGS}.attention_backend=TRITON_ATTN"],
+    "Triton attention": [TRITON],
+    "compiled, Triton attention": [COMPILED, TRITON],
     "fp8 cache": [f"{KWARGS}.kv_cache_dtype=fp8"],
 }
 GPU = ["policy=megatron_gpu", "generation=vllm_gpu", "cluster.gpus_per_node=1", "policy.max_total_sequence_length=640"]
