@@ -56,6 +56,7 @@ class LossConfig:
     entropy_coef: NonNegativeFloat
     reference_policy_kl_penalty: NonNegativeFloat
     reference_policy_kl_type: Literal["k1", "k2", "k3"]
+    use_kl_in_reward: bool
     use_bias_correction_kl: bool
     kl_input_clamp_value: PositiveFloat | None
     kl_output_clamp_value: PositiveFloat | None

@@ -23,6 +23,8 @@ class GRPOLoss:
     """A policy term for each token, a KL penalty, an entropy bonus and the likelihood of good responses, of one
     micro-batch's current logprobs.
 
+    The KL penalty is a term of the loss or, with `use_kl_in_reward`, a part of the advantages (`less_kl_to_go`).
+
     Sources: GRPO (Shao et al. 2024), KL estimators (Schulman 2020), likelihood of responses with a positive reward
     (VAPO, Yue et al. 2025, arXiv:2504.05118, eq. 10), tokens of high entropy alone (Wang et al. 2025,
     arXiv:2506.01939); those of the policy terms are at `policy_terms`,
@@ -62,20 +64,26 @@ class GRPOLoss:
             torch.where(mask_BT > 0, values, 0.0) for values in (logprobs_BT, previous_BT, generation_BT)
         )
         ratio = importance_ratio(self.config, logprobs_BT, previous_BT, mask_BT)
-        sampled = Sampled(ratio, self.advantages(batch, previous_BT), logprobs_BT, previous_BT, counts.own)
+        advantages, kl_BT = self.advantages(batch, previous_BT), None
+        penalty, in_reward = self.config.reference_policy_kl_penalty, self.config.use_kl_in_reward
+        if penalty > 0:
+            (reference_BT,) = batch.require("reference_logprobs")
+            of_BT = previous_BT if in_reward else logprobs_BT
+            kl_BT = self._kl(of_BT, torch.where(mask_BT > 0, reference_BT, 0.0), previous_BT)
+            if in_reward:
+                advantages = less_kl_to_go(advantages, kl_BT, mask_BT, penalty)
+        sampled = Sampled(ratio, advantages, logprobs_BT, previous_BT, counts.own)
         term = POLICY_TERMS[self.config.policy_loss](self.config, sampled)
         corrected = correction(self.config, previous_BT - generation_BT, mask_BT)
         loss_BT = (term.loss * corrected.weights).expand_as(mask_BT)
 
-        kl_BT, open_BT, nll = None, None, None
+        open_BT, nll = None, None
         if self.config.top_entropy_quantile < 1:
             (entropy_BT,) = batch.require("entropy")
             open_BT = _of_high_entropy(entropy_BT, mask_BT, self.config.top_entropy_quantile)
             loss_BT = torch.where(open_BT, loss_BT, 0.0)
-        if self.config.reference_policy_kl_penalty > 0:
-            (reference_BT,) = batch.require("reference_logprobs")
-            kl_BT = self._kl(logprobs_BT, torch.where(mask_BT > 0, reference_BT, 0.0), previous_BT)
-            loss_BT = loss_BT + self.config.reference_policy_kl_penalty * kl_BT
+        if kl_BT is not None and not in_reward:
+            loss_BT = loss_BT + penalty * kl_BT
 
         total, entropy = self._mean(loss_BT, mask_BT, counts), None
         if self.config.entropy_coef:
@@ -164,6 +172,23 @@ def _spread(name: str, values: Tensor, mask_BT: Tensor, counts: Normalizers) -> 
         f"{name}_min": torch.where(kept_BT, values_BT, math.inf).min(),
         f"{name}_max": torch.where(kept_BT, values_BT, -math.inf).max(),
     }
+
+
+def less_kl_to_go(advantages: Tensor, kl_BT: Tensor, mask_BT: Tensor, penalty: float) -> Tensor:
+    """The advantages with a KL penalty in the reward, [B, T]: A_t - penalty (k_t + k_t+1 + ... + k_T), over the tokens
+    that have a loss. `advantages` broadcasts to [B, T]; `kl_BT` is in nats, of the policy at the start of the step,
+    without gradient.
+
+    A token answers for the KL of those that follow it, because it changes how likely they are. With k1 and on-policy
+    samples, the policy gradient of these advantages is that of the reward less `penalty` times the KL(policy ||
+    reference) of whole responses (k1 as a reward: Liu et al. 2025, arXiv:2510.01555).
+
+    Source: REINFORCE++ (Hu et al. 2025, arXiv:2501.03262), eq. 8, here with a baseline and before any normalisation of
+    the KL, so that `penalty` weights it as in the loss. verl's `use_kl_in_reward` with `reinforce_plus_plus` has this
+    sum, TRL's `RLOOTrainer` that of the whole response for each token, NeMo-RL's `use_kl_in_reward` k_t alone.
+    """
+    to_go_BT = torch.where(mask_BT > 0, kl_BT, 0.0).flip(1).cumsum(1).flip(1)
+    return advantages - penalty * to_go_BT
 
 
 def kl_estimate(

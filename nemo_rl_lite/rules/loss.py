@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from nemo_rl_lite.config.algorithms import compares
 from nemo_rl_lite.config.schema import Config, GRPOConfig, LossConfig
 from nemo_rl_lite.config.sizes import optimizer_steps, samples_per_step
 from nemo_rl_lite.errors import ConfigError, Violation
@@ -35,7 +36,7 @@ def loss_options_agree(config: Config) -> Iterator[Violation]:
         key = f"{_LOSS}.sequence_level_importance_ratios"
         yield Violation(key, True, "needs a sequence-level loss", f"{_LOSS}.token_level_loss=false")
     plain_k1 = loss.reference_policy_kl_type == "k1" and not loss.use_bias_correction_kl
-    if plain_k1 and loss.reference_policy_kl_penalty:
+    if plain_k1 and loss.reference_policy_kl_penalty and not loss.use_kl_in_reward:
         key = f"{_LOSS}.use_bias_correction_kl"
         fix = f"{key}=true, or {_LOSS}.reference_policy_kl_type=k2"
         yield Violation(key, False, "leaves k1 with a gradient that averages to zero", fix)
@@ -43,6 +44,35 @@ def loss_options_agree(config: Config) -> Iterator[Violation]:
         key = f"{_LOSS}.ratio_clip_c"
         limit = 1 + loss.ratio_clip_max
         yield Violation(key, loss.ratio_clip_c, f"must exceed 1 + ratio_clip_max = {limit:g}", f"{key}=3.0")
+
+
+@rule("algorithm", options=GRPOConfig)
+def tokens_may_differ_in_advantage(config: Config) -> Iterator[Violation]:
+    loss, key = config.options(GRPOConfig).loss_fn, f"{_LOSS}.use_kl_in_reward"
+    if not (loss.use_kl_in_reward and compares(config)):
+        return
+    why = "gives each token of a response an advantage of its own"
+    if loss.sequence_level_importance_ratios is True:
+        ratios = f"{_LOSS}.sequence_level_importance_ratios"
+        yield Violation(key, True, f"{why}, and {ratios}=true has one ratio for all", f"{ratios}=token, or {key}=false")
+    if loss.policy_loss in ("clip_cov", "kl_cov"):
+        term = f"{_LOSS}.policy_loss"
+        rule_text = f"{why} after the policy is asked, and {term}={loss.policy_loss} compares advantages before that"
+        yield Violation(key, True, rule_text, f"{term}=clip, or {key}=false")
+
+
+def estimate_as_a_reward(config: Config) -> str | None:
+    """What to say about an estimator of the KL whose value in the reward has another gradient than the KL's."""
+    loss = getattr(config.algorithm, "loss_fn", None)
+    if not isinstance(loss, LossConfig) or not (loss.use_kl_in_reward and compares(config)):
+        return None
+    kind = f"{_LOSS}.reference_policy_kl_type"
+    if loss.reference_policy_kl_type == "k1":
+        return None
+    return (
+        f"{kind} = {loss.reference_policy_kl_type}: with {_LOSS}.use_kl_in_reward it hardly holds the policy near the "
+        f"reference, because as a reward only k1 has the gradient of the KL ({kind}=k1)"
+    )
 
 
 @rule(_LOSS, options=GRPOConfig)

@@ -87,13 +87,19 @@ LOSS_EFFECTS = (
             f"{_LOSS}.{name}"
             for name in (
                 "reference_policy_kl_type",
-                "use_bias_correction_kl",
+                "use_kl_in_reward",
                 "kl_input_clamp_value",
                 "kl_output_clamp_value",
             )
         ),
         compares,
         f"{_LOSS}.reference_policy_kl_penalty=0.01",
+    ),
+    Effect(
+        (f"{_LOSS}.use_bias_correction_kl",),
+        lambda config: compares(config) and not _loss(config).use_kl_in_reward,
+        f"{_LOSS}.reference_policy_kl_penalty=0.01 and {_LOSS}.use_kl_in_reward=false, "
+        "because in the reward the KL has no gradient",
     ),
     Effect(
         tuple(

@@ -34,6 +34,10 @@ VARIANTS = {
         *("algorithm=grpo", f"{_LOSS}.entropy_coef=0.001", f"{_LOSS}.top_entropy_quantile=0.2"),
     ],
     "reinforce-pp-mean-of-the-step": ["algorithm=reinforce_pp", "algorithm.use_leave_one_out_baseline=batch"],
+    "reinforce-pp-kl-in-reward": [
+        *("algorithm=reinforce_pp", "algorithm.use_leave_one_out_baseline=batch"),
+        *(f"{_LOSS}.use_kl_in_reward=true", f"{_LOSS}.reference_policy_kl_type=k1"),
+    ],
     "lite-ppo-and-positive-nll": [
         *("algorithm=grpo", "algorithm.normalize_rewards=batch", f"{_LOSS}.positive_example_nll_weight=0.1"),
     ],

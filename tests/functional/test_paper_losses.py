@@ -54,6 +54,19 @@ def test_each_part_of_a_reward_has_its_own_standard_deviation(tmp_path, model_fo
     assert all("train/kl_penalty" in line for line in found)
 
 
+def test_the_kl_of_reinforce_pp_can_be_in_the_reward(tmp_path, model_folder):
+    loss = "algorithm.loss_fn"
+    found = steps(
+        tmp_path,
+        model_folder,
+        *("algorithm=reinforce_pp", "algorithm.use_leave_one_out_baseline=batch", f"{loss}.use_kl_in_reward=true"),
+        *(f"{loss}.reference_policy_kl_type=k1", f"{loss}.reference_policy_kl_penalty=0.05"),
+    )
+    assert len(found) == 2 and all(line["train/grad_norm"] > 0 for line in found)
+    first, second = (line["train/kl_penalty"] for line in found)
+    assert abs(first) < 1e-6 < abs(second)
+
+
 COVARIANCE = "algorithm.loss_fn.policy_loss="
 PAPERS = {
     "dapo": ["algorithm=dapo"],

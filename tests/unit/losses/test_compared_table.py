@@ -15,7 +15,7 @@ from tests.unit.pages import DOCS
 
 TITLE = "## What the losses are checked against"
 # Parts of a GRPO loss that are switched on by a key.
-PARTS = ("token_level_loss", "top_entropy_quantile", "positive_example_nll_weight")
+PARTS = ("token_level_loss", "use_kl_in_reward", "top_entropy_quantile", "positive_example_nll_weight")
 
 
 def table() -> str:

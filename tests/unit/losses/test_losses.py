@@ -19,9 +19,10 @@ EVERYTHING = {
 
 @pytest.mark.parametrize("pieces", [[6], [3, 3], [1, 5], [2, 2, 2], [1] * 6])
 @pytest.mark.parametrize("token_level", [True, False])
-def test_loss_does_not_depend_on_how_the_batch_is_split(pieces, token_level):
+@pytest.mark.parametrize("in_reward", [True, False])
+def test_loss_does_not_depend_on_how_the_batch_is_split(pieces, token_level, in_reward):
     inputs = random_inputs()
-    loss = GRPOLoss(loss_config(**EVERYTHING, token_level_loss=token_level))
+    loss = GRPOLoss(loss_config(**EVERYTHING, token_level_loss=token_level, use_kl_in_reward=in_reward))
     counts = count_masked(rows_of(inputs["mask"]))
     whole, whole_metrics = loss(inputs["logprobs"], batch_of(inputs), counts)
     parts, metrics, start = [], [], 0
@@ -117,7 +118,9 @@ def test_a_token_whose_log_ratio_is_clamped_has_no_gradient():
 
 
 @pytest.mark.parametrize("name", ["logprobs", "previous_logprobs", "generation_logprobs", "reference_logprobs"])
-@pytest.mark.parametrize("changes", [{}, {"sequence_level_importance_ratios": True, "token_level_loss": False}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"sequence_level_importance_ratios": True, "token_level_loss": False}, {"use_kl_in_reward": True}]
+)
 def test_an_infinite_logprob_outside_the_mask_changes_nothing(name, changes):
     config = loss_config(reference_policy_kl_penalty=0.1, use_importance_sampling_correction=True, **changes)
     inputs = random_inputs()

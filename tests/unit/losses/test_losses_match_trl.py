@@ -26,6 +26,7 @@ def loss_config(**changes) -> LossConfig:
         "ratio_clip_c": None,
         "reference_policy_kl_penalty": 0.0,
         "reference_policy_kl_type": "k3",
+        "use_kl_in_reward": False,
         "use_bias_correction_kl": True,
         "kl_input_clamp_value": None,
         "kl_output_clamp_value": None,

@@ -428,6 +428,26 @@ CASES = {
         f"{LOSS}.use_bias_correction_kl",
         "averages to zero",
     ],
+    f"{LOSS}.use_kl_in_reward=true {LOSS}.reference_policy_kl_penalty=0": [
+        f"{LOSS}.use_kl_in_reward",
+        "has no effect",
+        f"{LOSS}.reference_policy_kl_penalty=0.01",
+    ],
+    f"algorithm=gspo {LOSS}.use_kl_in_reward=true {LOSS}.reference_policy_kl_penalty=0.01": [
+        f"{LOSS}.use_kl_in_reward",
+        "an advantage of its own",
+        f"{LOSS}.sequence_level_importance_ratios=token",
+    ],
+    f"{LOSS}.policy_loss=kl_cov {LOSS}.use_kl_in_reward=true": [
+        f"{LOSS}.use_kl_in_reward",
+        "compares advantages before that",
+        f"{LOSS}.policy_loss=clip",
+    ],
+    f"{LOSS}.use_kl_in_reward=true {LOSS}.use_bias_correction_kl=false": [
+        f"{LOSS}.use_bias_correction_kl",
+        "has no effect",
+        "the KL has no gradient",
+    ],
     "generation.temperature=2.5": ["generation.temperature", "takes 0.01 to 2"],
     "generation.temperature=0.005": ["generation.temperature", "generation.temperature=0.01"],
     "algorithm.val_temperature=3.0": ["algorithm.val_temperature", "algorithm.val_temperature=2"],

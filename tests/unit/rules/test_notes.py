@@ -51,6 +51,17 @@ def test_notes(argument, words):
     assert words in found and bool(found) == bool(words)
 
 
+KL = "algorithm.loss_fn.use_kl_in_reward=true", "algorithm.loss_fn.reference_policy_kl_penalty=0.05"
+KL_TYPE = "algorithm.loss_fn.reference_policy_kl_type"
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp", "rloo"])
+def test_only_k1_has_the_gradient_of_the_kl_as_a_reward(algorithm):
+    # Without a reward's KL, k1 needs the correction, which reinforce_pp switches off.
+    assert told(f"algorithm={algorithm}", *KL, f"{KL_TYPE}=k1") == ""
+    assert told(f"algorithm={algorithm}", *KL, f"{KL_TYPE}=k3").startswith(f"{KL_TYPE} = k3: with algorithm.loss_fn")
+
+
 def test_variables_of_trackers_that_keys_replace(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://elsewhere:5000")
     monkeypatch.setenv("WANDB_PROJECT", "mine")
