@@ -262,6 +262,9 @@ class MegatronConfig:
     freeze_moe_router: bool
     moe_router_dtype: Literal["fp32", "fp64"] | None
     moe_router_bias_update_rate: NonNegativeFloat
+    moe_grouped_gemm: bool
+    moe_permute_fusion: bool
+    moe_router_fusion: bool
     cuda_graph_impl: Literal["none", "full_iteration"]
     activation_checkpointing: bool
     fine_grained_activation_offloading: bool

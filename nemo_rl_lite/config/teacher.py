@@ -26,6 +26,7 @@ def as_teacher(config: Config) -> Config:
             peft=replace(policy.megatron_cfg.peft, enabled=False),
             freeze_moe_router=False,
             moe_router_bias_update_rate=0.0,
+            moe_router_fusion=False,
             activation_checkpointing=False,
             fine_grained_activation_offloading=False,
             cuda_graph_impl="none",

@@ -283,6 +283,11 @@ EFFECTS = (
         "checkpoint.save_period=10",
     ),
     Effect(
+        tuple(f"{MEGATRON}.moe_{name}" for name in ("grouped_gemm", "permute_fusion", "router_fusion")),
+        on_gpus,
+        "cluster.gpus_per_node=1: these kernels are for GPUs",
+    ),
+    Effect(
         ("cluster.cpu_ranks", "generation.vllm_cfg.cpu_kv_cache_gib"),
         lambda config: not on_gpus(config),
         "cluster.gpus_per_node=0",

@@ -9,6 +9,7 @@ from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.models.shape import NoModelError, read_model_shape
 from nemo_rl_lite.rules.base import rule
 from nemo_rl_lite.rules.layout import CLUSTER, MEGATRON
+from nemo_rl_lite.rules.model import REPLAY
 from nemo_rl_lite.rules.policy import DATA_PARALLEL
 
 GRAPHS = f"{MEGATRON}.cuda_graph_impl"
@@ -68,6 +69,13 @@ def graphs_are_of_models_without_experts(config: Config) -> Iterator[Violation]:
     if shape is not None and shape.experts:
         rule_text = "the host counts the tokens of each expert during a pass, which CUDA graphs do not hold"
         yield Violation(GRAPHS, "full_iteration", rule_text, f"{GRAPHS}=none, or a model without experts")
+
+
+@rule(*CLUSTER, GRAPHS, REPLAY)
+def graphs_replay_no_experts(config: Config) -> Iterator[Violation]:
+    """The rule above needs the model's shape, which may be unknown; graphs would then leave out the experts."""
+    if records_training(config) and config.policy.router_replay.enabled:
+        yield _excluded(REPLAY, True, "the experts that the engines chose", "false")
 
 
 def _excluded(key: str, value: object, what: str, fix: str) -> Violation:

@@ -13,7 +13,8 @@ from nemo_rl_lite.rules.base import rule
 from nemo_rl_lite.rules.layout import MEGATRON, PARALLEL
 
 REPLAY = "policy.router_replay.enabled"
-_OF_ROUTERS = ("freeze_moe_router", "moe_router_dtype", "moe_router_bias_update_rate")
+_OF_ROUTERS = ("freeze_moe_router", "moe_router_dtype", "moe_router_bias_update_rate", "moe_router_fusion")
+_OF_EXPERTS = ("moe_grouped_gemm", "moe_permute_fusion")
 
 
 @rule(
@@ -121,6 +122,9 @@ def _experts(config: Config, model: ModelShape) -> Iterator[Violation]:
         if not model.experts and (value := getattr(parallel, name)):
             fix = f"{MEGATRON}.{name}={str(type(value)()).lower() if name != 'moe_router_dtype' else 'null'}"
             yield Violation(f"{MEGATRON}.{name}", value, "the model has no experts, and so no router", fix)
+    for name in _OF_EXPERTS:
+        if not model.experts and not getattr(parallel, name):
+            yield Violation(f"{MEGATRON}.{name}", False, "the model has no experts", f"{MEGATRON}.{name}=true")
     if config.policy.router_replay.enabled and not model.experts:
         yield Violation(REPLAY, True, "the model has no experts, and so no router", f"{REPLAY}=false")
     rate = f"{MEGATRON}.moe_router_bias_update_rate"

@@ -90,6 +90,35 @@ SHAPES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768,
         "norm_topk_prob": True,
     },
+    # Qwen3-30B-A3B: 0.62 B parameters a layer, of which 0.06 B are active for a token, and 0.62 B outside of layers.
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+    # For trials on a CPU: 3 M parameters.
+    "qwen3-moe-tiny": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 49152,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
 }
 
 

@@ -192,6 +192,17 @@ TABLES = {
         optional=True,
     ),
     "idle table": Table(GPUS, "dp-idle", "2x-h100"),
+    "experts rate table": Table(
+        GPUS,
+        "experts-rate",
+        "2x-h100",
+        columns=(
+            *("tokens a second, whole step", "generation", "logprob", "train", "MFU of training", "refit"),
+            *("bytes of a refit", "mean logprob difference", "policy's peak, train"),
+            "policy's peak, train, planned over measured",
+        ),
+        optional=True,
+    ),
     "shares table": Table(GPUS, "speed-balance", "cpu-2cores"),
     "dynamic sampling table": Table(ROLLOUTS, "rollouts-dynamic-sampling", "cpu-2cores"),
     "plan time table": Table(

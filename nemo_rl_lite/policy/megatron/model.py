@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nemo_rl_lite.config.automatic import keeps_logits
 from nemo_rl_lite.config.parallel import ParallelDims
-from nemo_rl_lite.config.schema import PolicyConfig
+from nemo_rl_lite.config.schema import MegatronConfig, PolicyConfig
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.policy.megatron import lora, recordable, routers
 from nemo_rl_lite.policy.megatron.bridges import bridge_of
@@ -35,6 +35,7 @@ _FUSIONS = (
     "persist_layer_norm",
     "moe_permute_fusion",
     "moe_grouped_gemm",
+    "moe_router_fusion",
 )
 
 
@@ -135,7 +136,7 @@ def build_model(
     provider = bridge.to_megatron_provider(load_weights=False)
     _set_layout(provider, config)
     if on_gpu:
-        _set_gpu_kernels(provider)
+        _set_gpu_kernels(provider, parallel)
     else:
         _set_cpu_kernels(provider)
     provider.finalize()
@@ -224,13 +225,30 @@ def _set_layout(provider: Any, config: PolicyConfig) -> None:
     activations.set_fields(provider, parallel)
 
 
-def _set_gpu_kernels(provider: Any) -> None:
+def _set_gpu_kernels(provider: Any, options: MegatronConfig) -> None:
     # Without fusion, packed sequences are rotated one by one, in Python.
     provider.apply_rope_fusion = True
     # megatron-bridge sets it for some models only; unfused, the MLP's activation keeps two more copies of its input.
     provider.bias_activation_fusion = provider.gated_linear_unit and provider.activation_func is F.silu
     # megatron-core's output layer needs Apex for it.
     provider.gradient_accumulation_fusion = False
+    if provider.num_moe_experts:
+        _set_expert_kernels(provider, options)
+
+
+def _set_expert_kernels(provider: Any, options: MegatronConfig) -> None:
+    """Set how the experts of each layer are reached and multiplied. Whether shared experts compute while tokens travel
+    is left to the bridge, which knows the model.
+
+    The all-to-all of routed experts is not overlapped with other work. megatron-core's
+    `overlap_moe_expert_parallel_comm` runs a forward pass next to the backward pass of the micro-batch before: two
+    micro-batches have activations at a time, and a schedule plan takes the place of the `forward` of `one_pass`. Its
+    `overlap_dispatch_backward_with_experts_wgrad` is for its FSDP: it computes gradients of experts after the hooks
+    that add them to the gradient buffers of its DistributedDataParallel.
+    """
+    provider.moe_grouped_gemm = options.moe_grouped_gemm
+    provider.moe_permute_fusion = options.moe_permute_fusion
+    provider.moe_router_fusion = options.moe_router_fusion
 
 
 def _set_cpu_kernels(provider: Any) -> None:

@@ -51,8 +51,6 @@ def replaying(chunks: list[Any], options: MegatronConfig, context: ContextRanks,
     routers: list[Any] = list(_routers(chunks))
     for router in routers:
         router.router_replay = ReplayedRouter(router.layer_number - 1, recomputes)
-        # A fused kernel would not ask.
-        router.config.moe_router_fusion = False
     return RouterReplay(
         [router.router_replay for router in routers],
         context,

@@ -35,6 +35,7 @@ ACTIVATIONS = "policy.megatron_cfg.fine_grained_activation_offloading"
 MODULES = "policy.megatron_cfg.offload_modules"
 SHARE = "policy.megatron_cfg.activation_offload_fraction"
 GRAPHS = "policy.megatron_cfg.cuda_graph_impl"
+ROUTER_FUSION = "policy.megatron_cfg.moe_router_fusion"
 JUDGE = "reward=judge reward.kwargs.base_url=http://localhost:8000/v1 reward.kwargs.model=m"
 FILES = "data=file data.train_path=DATA data.validation_path=DATA"
 OFF = "algorithm.val_at_start=false algorithm.val_at_end=false algorithm.val_period=0"
@@ -774,6 +775,23 @@ CASES = {
         "counts the tokens of each expert",
         "1 problem found",
     ],
+    f"{ON_A_GPU} {GRAPHS}=full_iteration policy.model_name=someone/unknown-experts policy.router_replay.enabled=true": [
+        "policy.router_replay.enabled = True",
+        "CUDA graphs do not hold the experts that the engines chose",
+        f"policy.router_replay.enabled=false, or {GRAPHS}=none",
+        "1 problem found",
+    ],
+    # Kernels of experts.
+    f"{GPU} policy.model_name=QWEN_MOE {ROUTER_FUSION}=true": [
+        f"{ROUTER_FUSION} = True",
+        "compute in float32",
+        "policy.megatron_cfg.moe_router_dtype=fp32",
+        "1 problem found",
+    ],
+    f"{ON_A_GPU} policy.model_name=QWEN_MOE {ROUTER_FUSION}=true policy.megatron_cfg.moe_router_dtype=fp32 "
+    "policy.router_replay.enabled=true": [f"{ROUTER_FUSION} = True", "router replay gives them", "1 problem found"],
+    f"policy.model_name=MOE {ROUTER_FUSION}=true policy.megatron_cfg.moe_router_dtype=fp32": ["kernels are for GPUs"],
+    f"{GPU} policy.megatron_cfg.moe_permute_fusion=false": ["moe_permute_fusion = False", "no experts"],
     # Models, data and rewards that are not there or not usable.
     "policy.model_name=./no/such/model": ["policy.model_name", "no such folder"],
     "policy.model_name=models/mine": [
