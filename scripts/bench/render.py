@@ -150,6 +150,7 @@ TABLES = {
     ),
     "engine paths table": Table(ROLLOUTS, "rollouts-engine-paths", "1x-h100", WAYS),
     "engine settings table": Table(ROLLOUTS, "engine-settings", "1x-h100"),
+    "compiled Triton table": Table(ROLLOUTS, "engine-settings-compiled-triton", "1x-h100"),
     "rate table": Table(ROLLOUTS, "rollouts-rate", "1x-h100", ("generation, before", "generation, now")),
     "balance table": Table(ROLLOUTS, "rollouts-balance", "cpu-2cores"),
     "linear scores table": Table(PERFORMANCE, "speed-linear-scores", "1x-h100"),
