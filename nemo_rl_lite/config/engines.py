@@ -133,6 +133,11 @@ def engines_sleep(config: Config) -> bool:
     return shares and engine_of(config).can_sleep and sleep_is_wanted(config)
 
 
+def engines_quantize(generation: GenerationConfig) -> bool:
+    """Whether engines compute with fewer bits than the weights that a refit brings."""
+    return generation.vllm_kwargs.get("quantization") in VLLM_QUANTIZATIONS
+
+
 def engines_serve_adapters(generation: GenerationConfig, policy: PolicyConfig) -> bool:
     """Whether refits bring the policy's LoRA adapters alone, which engines apply to weights of their own."""
     wanted = policy.megatron_cfg.peft.enabled and generation.vllm_cfg.lora == "adapters"

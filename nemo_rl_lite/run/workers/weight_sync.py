@@ -7,14 +7,19 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl_lite.cluster.workers import Call, wait
-from nemo_rl_lite.config.engines import engines_serve_adapters
+from nemo_rl_lite.config.engines import engines_quantize, engines_serve_adapters
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.interface import Request, Sampling
 from nemo_rl_lite.refit.engine.connection import Source
 from nemo_rl_lite.refit.transport.group import Meeting
-from nemo_rl_lite.refit.transport.report import PROBE_TOLERANCE, RefitReport, compare_checksums
+from nemo_rl_lite.refit.transport.report import (
+    PROBE_TOLERANCE,
+    PROBE_TOLERANCE_QUANTIZED,
+    RefitReport,
+    compare_checksums,
+)
 from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
 from nemo_rl_lite.run.workers.remote_policy import RemotePolicy
 
@@ -37,7 +42,11 @@ class ProbeSettings:
             prompt=list(prompt),
             tokens=min(PROBE_TOKENS, config.generation.max_new_tokens),
             temperature=config.generation.temperature,
-            tolerance=PROBE_TOLERANCE[config.policy.precision],
+            tolerance=(
+                PROBE_TOLERANCE_QUANTIZED
+                if engines_quantize(config.generation)
+                else PROBE_TOLERANCE[config.policy.precision]
+            ),
         )
 
 

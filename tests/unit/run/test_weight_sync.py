@@ -147,3 +147,10 @@ def test_consumers_get_their_weights_on_their_own_device_or_from_rank_0():
     # On a CPU the numbers need not match.
     assert producers(1, 3, shared_device=True) == [0, 0, 0]
     assert producers(2, 3, shared_device=True) == [0, 1, 0]
+
+
+def test_a_probe_tolerates_what_an_engine_of_eight_bits_rounds():
+    config = compose_config(["policy.precision=bfloat16"])
+    exact = ProbeSettings.of(config, PROMPT).tolerance
+    config.generation.vllm_kwargs["quantization"] = "fp8_per_block"
+    assert exact < ProbeSettings.of(config, PROMPT).tolerance < 1
