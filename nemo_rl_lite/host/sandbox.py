@@ -69,6 +69,9 @@ def run_python(*codes: str, stdin: str = "", limits: Limits | None = None) -> Ra
                 status = process.wait(limits.seconds)
             except subprocess.TimeoutExpired:
                 status = None
+            if status == -signal.SIGXCPU:
+                # Its processor time was over first.
+                status = None
             # What the code has started, too.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -18,8 +18,8 @@ def limit(asked: dict) -> None:
     libc.prctl(_PR_SET_PDEATHSIG, _KILL, 0, 0, 0)
     # Without privileges a network of its own needs users of its own; where neither is allowed, the network stays.
     libc.unshare(_NEW_USER | _NEW_NETWORK)
+    seconds = math.ceil(asked["seconds"])
     most = {
-        resource.RLIMIT_CPU: math.ceil(asked["seconds"]),
         resource.RLIMIT_AS: asked["memory"],
         resource.RLIMIT_FSIZE: max(asked["output"], 2**24),
         resource.RLIMIT_NOFILE: 64,
@@ -27,6 +27,8 @@ def limit(asked: dict) -> None:
     }
     for kind, value in most.items():
         resource.setrlimit(kind, (value, value))
+    # The first limit ends the code with SIGXCPU, which says why; the second is for code that ignores that.
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
 
 
 def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

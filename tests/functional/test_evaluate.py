@@ -19,7 +19,7 @@ from tests.functional.conftest import PYTHONPATH
 
 pytestmark = pytest.mark.functional
 
-PROBLEMS, SAMPLES = 6, 3
+PROBLEMS, SAMPLES = 10, 3
 ROWS = "rollouts/step-00000000-validation.parquet"
 # The untrained model knows no answer; this is right now and then, and tells of each response that it judges.
 REWARD = """
@@ -165,7 +165,8 @@ def test_two_engines_sample_what_one_samples_and_one_takes_over_from_the_other(w
 
 
 def test_without_an_engine_all_start_again_or_the_command_ends_and_continues(whole, tmp_path, model_folder):
-    done = on_two(tmp_path, model_folder, 2, "6 12", "cluster.max_restarts=1")
+    # More are missing at each place than two engines have at a time, so that there is still something to sample.
+    done = on_two(tmp_path, model_folder, 2, "6 14", "cluster.max_restarts=1")
     assert "no engine is left: starting again (0 more restarts" in done.stdout
     assert done.returncode == 3, done.stderr[-3000:]
     error = done.stderr.splitlines()[-1]

@@ -119,18 +119,18 @@ def test_what_a_tool_raises_is_told_to_the_model_and_once_to_people(capfd):
 
 
 def test_a_tool_that_hangs_or_ends_its_process_costs_its_episode():
-    environments = make_environments(functions("fail", "add", timeout_s=3, processes=2))
+    hurried, patient = (make_environments(functions("fail", "add", timeout_s=late, processes=2)) for late in (3, 300))
 
-    async def play(*sessions):
+    async def play(environments, *sessions):
         asked = (environments.step(session, PROBLEM, calls(call)) for session, call in sessions)
         return await asyncio.gather(*asked, return_exceptions=True)
 
-    late, fine = asyncio.run(play((0, ("fail", {"how": "hang"})), (1, ("add", {"a": 1}))))
+    late, fine = asyncio.run(play(hurried, (0, ("fail", {"how": "hang"})), (1, ("add", {"a": 1}))))
     assert isinstance(late, CallError) and "no answer within environment.timeout_s = 3" in str(late)
     assert fine.messages[0]["content"] == "2"
-    (died,) = asyncio.run(play((2, ("fail", {"how": "die"}))))
+    (died,) = asyncio.run(play(patient, (2, ("fail", {"how": "die"}))))
     assert str(died) == "the environment's process ended with status 7"
-    (again,) = asyncio.run(play((3, ("add", {"a": 5}))))
+    (again,) = asyncio.run(play(patient, (3, ("add", {"a": 5}))))
     assert again.messages[0]["content"] == "6"
 
 
@@ -168,6 +168,8 @@ def test_python_prints_or_says_what_went_wrong():
 
 def test_python_stops_what_hangs_prints_without_end_takes_memory_or_exits():
     assert run("while True: pass", seconds=1).endswith("error: the code took longer than 1 s")
+    # What the kernel sends where the processor time is over before the time.
+    assert run("import os, signal; os.kill(os.getpid(), signal.SIGXCPU)") == "error: the code took longer than 5 s"
     endless = run("while True: print('a' * 1000)")
     assert endless.startswith("a" * 200 + "\n[") and len(endless) < 400
     assert "MemoryError" in run("x = 'a' * 2**40")
