@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.automatic import engine_share, sleep_is_wanted
 from nemo_rl_lite.config.schema import Config, GenerationConfig, PolicyConfig
 from nemo_rl_lite.config.sizes import engines, on_gpus, samples_per_step
@@ -142,3 +143,11 @@ def engines_serve_adapters(generation: GenerationConfig, policy: PolicyConfig) -
     """Whether refits bring the policy's LoRA adapters alone, which engines apply to weights of their own."""
     wanted = policy.megatron_cfg.peft.enabled and generation.vllm_cfg.lora == "adapters"
     return wanted and ENGINES[generation.backend].serves_adapters
+
+
+def engines_lend_weights(config: Config) -> bool:
+    """Whether policy ranks keep the frozen weights of LoRA in the memory of the engine on their GPU: the engine applies
+    the adapters itself, never gives the memory of its weights away, and may share it (`refit.direct`)."""
+    shares = generates(config) and config.generation.colocated.enabled and on_gpus(config)
+    serves = engines_serve_adapters(config.generation, config.policy)
+    return shares and serves and config.refit.direct and not engines_sleep(config)

@@ -11,7 +11,14 @@ from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.planning.activation_size import item_bytes
 from nemo_rl_lite.planning.model_size import parameter_count, rank_parameters, served_adapters
-from nemo_rl_lite.planning.prediction import Prediction, engine_weights, predict, token_cache_bytes, totals
+from nemo_rl_lite.planning.prediction import (
+    Prediction,
+    engine_weights,
+    lent_weights,
+    predict,
+    token_cache_bytes,
+    totals,
+)
 from nemo_rl_lite.refit.layout.plan import bucket_size
 
 # The overhead of CUDA and NCCL contexts, captured graphs and torch's cached blocks as measured on H100s and H200s
@@ -28,7 +35,8 @@ class Budget:
 
     prediction: Prediction
     buffers: dict[Phase, int]
-    """Buffers of the refit, by phase."""
+    """Buffers of the refit, by phase. The phase of the refit also has the policy's own copies of weights that an engine
+    lends, which it gives away before the first."""
     overhead: int
     reference: int
     """Host memory of a rank's reference weights."""
@@ -83,10 +91,11 @@ def budget(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Budget:
     ranks = policy_ranks(config)
     prediction, copied = predict(config, shape, gpu_bytes), engines_copy(config)
     buffers, phases = _refit_buffers(config, shape, gpu_bytes), totals(prediction)
+    own = max(lent_weights(config, shape, stage) for stage in {0, parallel_dims(config).pp - 1})
     return Budget(
         prediction,
         # An engine that copies parameters needs a bucket only at the first refit.
-        {phase: 0 if copied and phase is not Phase.REFIT else buffers for phase in phases},
+        {phase: (0 if copied else buffers) if phase is not Phase.REFIT else buffers + own for phase in phases},
         _overhead(config),
         _reference(config, shape),
         min(-(-ranks // config.cluster.num_nodes), config.cluster.gpus_per_node or ranks),

@@ -44,6 +44,13 @@ def rank_parameters(shape: ModelShape, dims: ParallelDims, stage: int) -> Parame
     return Parameters(dense, experts)
 
 
+def unlike_the_engine(shape: ModelShape, dims: ParallelDims) -> int:
+    """Weights of a rank that an engine with the same tensor parallel size has in another order: Megatron has the
+    queries, keys and values of a group of heads together, vLLM all queries, all keys and all values."""
+    columns = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    return shape.layers * columns * (shape.hidden + (1 if shape.qkv_bias else 0)) // (dims.tp * dims.pp)
+
+
 def trained_parameters(
     shape: ModelShape, dims: ParallelDims, peft: LoraConfig, stage: int, grouped: bool
 ) -> Parameters:

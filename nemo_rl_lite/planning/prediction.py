@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from nemo_rl_lite.config.algorithms import has_teacher
-from nemo_rl_lite.config.engines import CacheFacts, engine_of, engines_serve_adapters
+from nemo_rl_lite.config.engines import CacheFacts, engine_of, engines_lend_weights, engines_serve_adapters
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import engine_ranks, on_gpus, parallel_dims, records_training
 from nemo_rl_lite.models.shape import ModelShape
@@ -18,6 +18,7 @@ from nemo_rl_lite.planning.model_size import (
     rank_parameters,
     served_adapters,
     trained_parameters,
+    unlike_the_engine,
 )
 
 # Gradients are summed, over micro-batches and ranks, in float32.
@@ -76,7 +77,7 @@ def _of_stage(
     trained = trained_parameters(shape, dims, peft, stage, grouped=on_gpus(config))
     held = rank_parameters(shape, dims, stage).total + (trained.total if peft.enabled else 0)
     sizes = {
-        Component.PARAMETERS: held * item_bytes(config),
+        Component.PARAMETERS: held * item_bytes(config) - lent_weights(config, shape, stage),
         Component.GRADIENTS: trained.total * GRADIENT_BYTES,
     }
     of_teacher = teacher.weight_bytes(config) if has_teacher(config) else 0
@@ -148,6 +149,15 @@ def engine_weights(config: Config, shape: ModelShape) -> int:
     serves = engines_serve_adapters(config.generation, config.policy)
     adapters = served_adapters(shape, config.policy.megatron_cfg.peft) if serves else 0
     return (parameter_count(shape) + adapters) * item_bytes(config) // engine_ranks(config)
+
+
+def lent_weights(config: Config, shape: ModelShape, stage: int) -> int:
+    """Bytes of a policy rank's frozen weights that are in the memory of the engine on its GPU. Of matrices that the two
+    split over other numbers of ranks, nothing is."""
+    dims = parallel_dims(config)
+    if not engines_lend_weights(config) or dims.tp != config.generation.vllm_cfg.tensor_parallel_size:
+        return 0
+    return (rank_parameters(shape, dims, stage).total - unlike_the_engine(shape, dims)) * item_bytes(config)
 
 
 def token_cache_bytes(config: Config, shape: ModelShape) -> int:

@@ -1,9 +1,12 @@
 """Refits of LoRA adapters against refits of merged weights, in whole GRPO runs on one GPU in one lease.
 
-lora_refit.py {small|large} MODEL [--dims 16 64] [--steps 11] [-- OVERRIDE ...]
+With the ways one_copy and two_copies, engines stay awake, and lend the policy the frozen weights or do not; compare
+them with micro-batches of one size (policy.sequence_packing.train_mb_tokens=16384).
+
+lora_refit.py {small|large} MODEL [--ways WAY ...] [--dims 16 64] [--steps 11] [-- OVERRIDE ...]
 
 The tasks are those of speed_ablation.py with all that it adds; trl_step.py --lora runs them with TRL and peft. The
-first three steps do not count. Writes lora-refit-{small|large}-<hardware>.json after each run.
+first three steps do not count. Writes lora-refit-{small|large}-<hardware>.json after each run, or another name.
 """
 
 import argparse
@@ -14,7 +17,12 @@ import record
 from speed_ablation import AUTO, OFF, SECONDS, TASKS, one_run
 
 PEFT = "policy.megatron_cfg.peft"
-WAYS = ("merged", "adapters")
+WAYS = {
+    "merged": ["generation.vllm_cfg.lora=merged"],
+    "adapters": ["generation.vllm_cfg.lora=adapters"],
+    "one_copy": ["generation.vllm_cfg.lora=adapters", "generation.colocated.sleep=false"],
+    "two_copies": ["generation.vllm_cfg.lora=adapters", "generation.colocated.sleep=false", "refit.direct=false"],
+}
 # Quantity, unit, metric, and what the metric is divided by.
 MORE = [
     ("refit, transfer and load", "s", "refit/seconds", 1),
@@ -34,7 +42,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("model", type=Path)
+    parser.add_argument("--ways", choices=WAYS, nargs="+", default=["merged", "adapters"])
     parser.add_argument("--dims", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--record", default="refit", help="what is measured, in the name of the record")
     parser.add_argument("--steps", type=int, default=11)
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args()
@@ -43,16 +53,18 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     bars: list[dict[str, Any]] = []
     for dim in given.dims:
-        found = {way: _measured(way, dim, own) for way in WAYS}
+        found = {way: _measured(way, dim, own) for way in given.ways}
         results += [result for of_way in found.values() for result in of_way]
-        bars += _bars(dim, *({one["name"]: one["median"] for one in found[way]} for way in WAYS))
-        print(record.write(f"lora-refit-{given.task}", results, bars), flush=True)
+        if {"merged", "adapters"} <= found.keys():
+            pair = (found["merged"], found["adapters"])
+            bars += _bars(dim, *({one["name"]: one["median"] for one in of_way} for of_way in pair))
+        print(record.write(f"lora-{given.record}-{given.task}", results, bars), flush=True)
 
 
 def _measured(way: str, dim: int, overrides: list[str]) -> list[dict[str, Any]]:
     """Run the task once; return the results of its steps."""
     config = f"{way}, {dim} dimensions"
-    own = [f"{PEFT}.dim={dim}", f"{PEFT}.alpha={2 * dim}", f"generation.vllm_cfg.lora={way}"]
+    own = [f"{PEFT}.dim={dim}", f"{PEFT}.alpha={2 * dim}", *WAYS[way]]
     steps, first_s = one_run([*overrides, *own])
     results = [record.result("command to first step", config, "s", [first_s])]
     for what, unit, metric, by in [*((what, "s", metric, 1) for what, metric in SECONDS.items()), *MORE]:

@@ -13,6 +13,7 @@ from nemo_rl_lite.host.logs import log_to_stderr
 from nemo_rl_lite.observability.memory import device_bytes
 from nemo_rl_lite.refit.engine.connection import Source, connect
 from nemo_rl_lite.refit.engine.destinations import Destinations, EngineLoader
+from nemo_rl_lite.refit.transport.lending import Loan, lend
 from nemo_rl_lite.refit.transport.report import RefitReport
 
 
@@ -93,6 +94,10 @@ class RefitExtension:
         if stale:
             raise RefitError(f"the refit left {len(stale)} weights of the engine as they were, such as {stale[0]}")
         return report
+
+    def lend_weights(self) -> Loan:
+        """Lend this rank's weights, which refits of adapters leave as they are; see `lend`."""
+        return lend(self.model_runner.get_model().parameters())
 
     def set_sampling_seed(self, seed: int) -> None:
         torch.manual_seed(seed)

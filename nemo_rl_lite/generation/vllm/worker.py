@@ -16,6 +16,7 @@ from nemo_rl_lite.generation.vllm import adapters, cpu_experts, cpu_speculation
 from nemo_rl_lite.generation.vllm.samples import Samples
 from nemo_rl_lite.generation.vllm.start import open_device, timed_parts, with_graph_sizes, without_tool_servers
 from nemo_rl_lite.refit.engine.connection import Source, WeightsState
+from nemo_rl_lite.refit.transport.lending import Loan
 from nemo_rl_lite.refit.transport.report import RefitReport
 
 EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
@@ -163,6 +164,10 @@ class VLLMEngine:
     def join_refit(self, sources: Sequence[Source]) -> None:
         scaling = None if self._lora is None else self._lora.alpha / self._lora.dim
         self._engine.collective_rpc("refit_join", args=(list(sources), scaling))
+
+    def lend_weights(self) -> list[Loan]:
+        """Each rank's weights; see `lend`."""
+        return self._engine.collective_rpc("lend_weights")
 
     def receive_weights(self, version: int) -> list[RefitReport]:
         started = time.perf_counter()

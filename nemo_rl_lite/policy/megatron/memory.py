@@ -27,7 +27,7 @@ def phase_memory(config: PolicyConfig, model: MegatronModel, optimizer: Any, res
 
     return PhaseMemory(
         residency,
-        Movable("parameters", model.parameters, HostArena("parameters", registrar), device),
+        Movable("parameters", model.own_parameters, HostArena("parameters", registrar), device),
         Movable("optimizer_states", states, HostArena("optimizer states", registrar), device),
         GradientBuffers(gradients),
         overlap=config.overlap_offload,

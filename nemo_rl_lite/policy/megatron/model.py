@@ -24,6 +24,7 @@ from nemo_rl_lite.policy.megatron.overlap import Gather, ddp_config
 from nemo_rl_lite.policy.megatron.pass_clock import PassClock
 from nemo_rl_lite.policy.megatron.replay import RouterReplay
 from nemo_rl_lite.policy.megatron.scores import check_scorable
+from nemo_rl_lite.refit.transport.lending import Borrowed
 
 # Fused kernels of Apex and Transformer Engine, which the local layer spec replaces by plain torch.
 _FUSIONS = (
@@ -78,6 +79,8 @@ class MegatronModel:
     context: ContextRanks = field(default_factory=ContextRanks)
     replay: RouterReplay | None = None
     """What tells the routers which experts to take, in a run with router replay."""
+    borrowed: Borrowed = field(default_factory=Borrowed)
+    """The frozen weights that are in the memory of the engine on this device."""
 
     @cached_property
     def gather(self) -> Gather:
@@ -102,6 +105,10 @@ class MegatronModel:
 
     def parameters(self) -> list[Tensor]:
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+
+    def own_parameters(self) -> list[Tensor]:
+        """The parameters without those in an engine's memory."""
+        return [parameter for parameter in self.parameters() if parameter not in self.borrowed]
 
     def state(self) -> list[Tensor]:
         """What a forward pass depends on: parameters, and buffers such as the biases that balance experts."""

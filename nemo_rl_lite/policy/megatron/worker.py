@@ -39,6 +39,7 @@ from nemo_rl_lite.policy.megatron.reference import ReferenceWeights
 from nemo_rl_lite.policy.megatron.routers import expert_biases
 from nemo_rl_lite.refit.layout.plan import RefitPlan
 from nemo_rl_lite.refit.transport.interface import Offer
+from nemo_rl_lite.refit.transport.lending import Lent, Loan
 from nemo_rl_lite.refit.transport.report import RefitReport
 
 log = logging.getLogger(__name__)
@@ -234,6 +235,20 @@ class MegatronWorker:
         self._producer = plan_refit(self._model, config, shared_device, consumers, adapters_alone)
         return None if self._rank else self._producer.plan
 
+    def borrow_weights(self, loan: Loan | None) -> Lent | None:
+        """Keep frozen weights in the memory of the engine on this rank's device, if there is one, and give this rank's
+        own copies back to the device; see `refit.transport.lending`."""
+        if loan is None:
+            return None
+        self._require_whole(Component.PARAMETERS)
+        lent = self._model.borrowed.take(loan, self._model.parameters())
+        self._phases.recount()
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        shared, twice = lent.shared / 2**20, lent.twice / 2**20
+        log.info("frozen weights: %.1f MiB are the engine's, %.1f MiB are here and in the engine", shared, twice)
+        return lent
+
     def open_refit(self, host: str) -> tuple[int, Offer | None]:
         """Open this rank's meeting point; returns its port, and the offer for consumers."""
         self._open_producer = self._producer.open(host)
@@ -253,6 +268,7 @@ class MegatronWorker:
         """See `PolicyState.begin_save`."""
         self._phases.arrive(Component.OPTIMIZER_STATES)
         self._require_whole(Component.PARAMETERS)
+        self._model.borrowed.check()
         self._state.begin_save(Path(folder))
 
     def save_is_written(self) -> bool:
@@ -273,6 +289,7 @@ class MegatronWorker:
     def export_hf(self, path: str) -> None:
         """Write the model with its configuration and tokenizer in Hugging Face format to the folder `path`."""
         self._require_whole(Component.PARAMETERS)
+        self._model.borrowed.check()
         weights = iter(export_weights(self._model))
         try:
             if self._rank == 0:

@@ -79,7 +79,9 @@ def launch(
         wait(load_generation(config, group), timeout_s=limit)
         wait(start_engines(config, group, begun.model_path), timeout_s=limit)
 
-    restarts, capacity = config.cluster.max_restarts, config.generation.vllm_cfg.max_num_seqs
+    # The memory of an engine that dies may have weights of the policy, which then has to start again, too.
+    restarts = 0 if weights.lends else config.cluster.max_restarts
+    capacity = config.generation.vllm_cfg.max_num_seqs
     policy_waits = not generates_ahead(config)
     recovering = RecoveringGeneration(
         remote_generation, weights, restart_engines, restarts, capacity, policy_waits, say
