@@ -1,7 +1,8 @@
 """A vLLM engine in a separate process that quantises its linear weights, and what it has of them after each refit.
 
 quantized_process.py MODEL_FOLDER SOURCE OUTPUT. vLLM's own kernels for FP8 weights need a GPU, or a CPU with AMX, so a
-plain one takes their place here; quantising and reloading are vLLM's.
+plain one takes their place here; quantising and reloading are vLLM's. As on a GPU, torch traces the functions that vLLM
+compiles, without a compiler behind it.
 """
 
 import pickle
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.model_executor.kernels import linear
+from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
 
 from nemo_rl_lite.errors import RefitError
@@ -40,6 +42,7 @@ class PlainKernel(linear.CPUFp8BlockScaledMMKernel):
 
 
 def main(model_folder: str, source_file: str, output: str) -> None:
+    torch._dynamo.config.disable, current_platform.simple_compile_backend = False, "eager"
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [PlainKernel]
     config = compose_config([f"policy.model_name={model_folder}", "policy.precision=bfloat16"])
     config.generation.vllm_kwargs["quantization"] = "fp8_per_block"

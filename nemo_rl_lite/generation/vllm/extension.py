@@ -1,6 +1,7 @@
 """The part that runs inside vLLM's own worker processes, as their `worker_extension_cls`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -121,12 +122,12 @@ class RefitExtension:
 
         # Each matrix once: the reload makes two of one that the embedding and the last layer share.
         own = {name for name, _ in model.named_parameters()}
-        with self.device:
+        with self._as_at_the_start():
             initialize_layerwise_reload(model)
         # Without what vLLM derives, such as scales.
         wanted = {name for name, _ in model.named_parameters() if name in own}
         report = self._receiver.receive(loader)
-        with self.device:
+        with self._as_at_the_start():
             finalize_layerwise_reload(model, self.model_runner.model_config)
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
@@ -135,9 +136,16 @@ class RefitExtension:
         return report, wanted
 
     def _load(self, model: Any, named: Sequence[tuple[str, Tensor]]) -> set[str] | None:
-        """Give tensors to the model's own loader, which makes a layer's memory on the default device."""
-        with self.device:
+        """Give tensors to the model's own loader."""
+        with self._as_at_the_start():
             return model.load_weights(named)
+
+    @contextmanager
+    def _as_at_the_start(self) -> Iterator[None]:
+        """Let vLLM make a layer's memory on this device. What it would compile runs as written: torch 2.11 never ends
+        to trace vLLM's kind of parameters while a default device is set."""
+        with self.device, torch.compiler.set_stance("force_eager"):
+            yield
 
 
 def _experts_backends(model: torch.nn.Module) -> set[str]:
