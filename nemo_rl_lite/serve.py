@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl_lite.config.schema import ServeConfig
+from nemo_rl_lite.config.sections.generation import ServeConfig
 from nemo_rl_lite.endpoint.anybody import Anybody, Speaker
 from nemo_rl_lite.endpoint.server import Endpoint
 from nemo_rl_lite.errors import shown_as_message

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl_lite.agents.interface import Agent, Endpoint
-from nemo_rl_lite.config.schema import AgentConfig
+from nemo_rl_lite.config.sections.data import AgentConfig
 from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, DataError, Violation

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nemo_rl_lite.algorithms.report import Report
 from nemo_rl_lite.algorithms.steps import Steps, ValidationTimes
-from nemo_rl_lite.config.schema import GRPOConfig
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.losses.advantages import baseline_metrics, clip_advantages, group_advantages, separate_advantages
 from nemo_rl_lite.losses.interface import Loss

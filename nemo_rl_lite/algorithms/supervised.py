@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from nemo_rl_lite.algorithms.report import Report
 from nemo_rl_lite.algorithms.steps import Steps, ValidationTimes
-from nemo_rl_lite.config.schema import SupervisedConfig
+from nemo_rl_lite.config.sections.algorithm import SupervisedConfig
 from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.losses.batch import TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Loss

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nemo_rl_lite.cluster.workers import WorkerGroup, wait
-from nemo_rl_lite.config.schema import ProfileConfig
+from nemo_rl_lite.config.sections.run import ProfileConfig
 from nemo_rl_lite.observability import profiling
 
 

@@ -1,6 +1,6 @@
 """The algorithms, one row each: what other rooms must know about an algorithm without asking for its name.
 
-A new algorithm is its options (`schema.py`), a loop (`algorithms/`) with its job (`run/jobs/`), a file in
+A new algorithm is its options (`sections/algorithm.py`), a loop (`algorithms/`) with its job (`run/jobs/`), a file in
 `configs/algorithm/`, and a row here. Imports nothing heavy: a row names code above this room by a dotted path.
 """
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl_lite.config.schema import (
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import (
     AlgorithmConfig,
-    Config,
     DistillationConfig,
     DPOConfig,
     GRPOConfig,

@@ -4,11 +4,11 @@ starts."""
 from collections.abc import Sequence
 from typing import Literal
 
-from nemo_rl_lite.config.schema import (
-    Config,
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig
+from nemo_rl_lite.config.sections.generation import GenerationConfig
+from nemo_rl_lite.config.sections.policy import (
     DynamicBatchingConfig,
-    GenerationConfig,
-    GRPOConfig,
     OffloadedComponent,
     PolicyConfig,
     SequencePackingConfig,

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.automatic import engine_share, sleep_is_wanted
-from nemo_rl_lite.config.schema import Config, GenerationConfig, PolicyConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.generation import GenerationConfig
+from nemo_rl_lite.config.sections.policy import PolicyConfig
 from nemo_rl_lite.config.sizes import engines, on_gpus, samples_per_step
 
 # Ways in which vLLM quantises the linear weights that a refit brings. All compute with dynamic scales of activations.

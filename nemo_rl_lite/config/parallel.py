@@ -7,7 +7,7 @@ split single experts.
 
 from dataclasses import dataclass
 
-from nemo_rl_lite.config.schema import MegatronConfig
+from nemo_rl_lite.config.sections.policy import MegatronConfig
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ from typing import Literal
 
 from nemo_rl_lite.config.algorithms import algorithm_of, generates
 from nemo_rl_lite.config.parallel import ParallelDims
-from nemo_rl_lite.config.schema import Config, GRPOConfig, PolicyConfig, RolloutAlgorithmConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig, RolloutAlgorithmConfig
+from nemo_rl_lite.config.sections.policy import PolicyConfig
 
 BatchMode = Literal["fixed", "dynamic", "packed"]
 # The policy computes the logits of this many entries of the vocabulary at a time.

@@ -3,7 +3,8 @@
 from dataclasses import asdict, replace
 from typing import Any
 
-from nemo_rl_lite.config.schema import Config, DistillationConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import DistillationConfig
 
 
 def as_teacher(config: Config) -> Config:

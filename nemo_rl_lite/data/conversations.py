@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nemo_rl_lite.config.schema import DataConfig
+from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data.columns import column, to_problem
 from nemo_rl_lite.data.messages import CHAT_COLUMNS, Message, read_messages
 from nemo_rl_lite.data.problems import Problem, with_system

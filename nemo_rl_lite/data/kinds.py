@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from nemo_rl_lite.config.algorithms import algorithm_of
-from nemo_rl_lite.config.schema import Config, DataConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.columns import to_problem
 from nemo_rl_lite.data.conversations import Example, chat_of, to_chat

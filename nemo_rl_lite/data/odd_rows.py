@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from nemo_rl_lite.config.schema import DataConfig
+from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data.columns import cut_number, is_number
 from nemo_rl_lite.data.conversations import Example
 from nemo_rl_lite.data.problems import Asked, Problem

@@ -10,7 +10,7 @@ The columns of a row decide which published layout it has:
 
 from collections.abc import Mapping, Sequence
 
-from nemo_rl_lite.config.schema import DataConfig
+from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data.columns import column, is_number, shown_columns
 from nemo_rl_lite.data.conversations import Conversation, Example, answered
 from nemo_rl_lite.data.messages import Message, read_messages

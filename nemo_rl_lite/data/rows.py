@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from nemo_rl_lite.config.schema import DataConfig
+from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data.files import PARQUET, check_beginning, files_of
 from nemo_rl_lite.errors import DataError
 

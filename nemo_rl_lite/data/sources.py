@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
-from nemo_rl_lite.config.schema import DataConfig
+from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data.columns import find_column
 from nemo_rl_lite.data.files import share_a_file
 from nemo_rl_lite.data.gym import ReasoningGym

@@ -6,7 +6,7 @@ A row has a prompt, a completion (each text or messages) and a label, true or fa
 import zlib
 from dataclasses import replace
 
-from nemo_rl_lite.config.schema import DataConfig
+from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data.columns import column, shown_columns
 from nemo_rl_lite.data.conversations import Example
 from nemo_rl_lite.data.messages import read_messages

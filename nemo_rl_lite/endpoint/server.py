@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from nemo_rl_lite.config.schema import ServeConfig
+from nemo_rl_lite.config.sections.generation import ServeConfig
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.endpoint.gate import ASLEEP, Gate
 from nemo_rl_lite.endpoint.protocol import RefusedError, Respondent, as_chunk, completion_body, read_request

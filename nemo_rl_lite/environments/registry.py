@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from nemo_rl_lite.config.schema import EnvironmentConfig
+from nemo_rl_lite.config.sections.data import EnvironmentConfig
 from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.tools import Tool, callable_tools
 from nemo_rl_lite.environments.interface import Environment

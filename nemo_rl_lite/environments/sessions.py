@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
-from nemo_rl_lite.config.schema import EnvironmentConfig
+from nemo_rl_lite.config.sections.data import EnvironmentConfig
 from nemo_rl_lite.data.problems import Message, Problem
 from nemo_rl_lite.environments.interface import Environment, Observation
 from nemo_rl_lite.environments.registry import INSTANT, find_environment

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
+from nemo_rl_lite.config.sections.generation import GenerationConfig
+from nemo_rl_lite.config.sections.policy import PolicyConfig
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.interface import Completion, Decoded, Request, Sampling
 from nemo_rl_lite.refit.engine.connection import Source, WeightsState, connect

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.config.schema import LossConfig
+from nemo_rl_lite.config.sections.algorithm import LossConfig
 from nemo_rl_lite.losses.interface import Metrics, Normalizers, mean_over_tokens
 
 _SQUARE = "correction/weight_square"

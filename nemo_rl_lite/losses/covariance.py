@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.config.schema import LossConfig
+from nemo_rl_lite.config.sections.algorithm import LossConfig
 from nemo_rl_lite.losses.batch import TokenRow, TokenRows
 
 _ADVANTAGE, _LOGPROB = "covariance/advantage", "covariance/logprob"

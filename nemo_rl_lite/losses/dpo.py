@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.config.schema import DPOConfig
+from nemo_rl_lite.config.sections.algorithm import DPOConfig
 from nemo_rl_lite.losses.batch import Batch, TokenRow
 from nemo_rl_lite.losses.interface import Metrics, Normalizers, count_masked, masked_sums
 from nemo_rl_lite.losses.preferences import PREFERENCES, divergence_scores

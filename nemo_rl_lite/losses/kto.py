@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.config.schema import KTOConfig
+from nemo_rl_lite.config.sections.algorithm import KTOConfig
 from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Metrics, Normalizers, count_masked, masked_sums
 

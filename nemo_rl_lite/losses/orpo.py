@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_rl_lite.config.schema import ORPOConfig
+from nemo_rl_lite.config.sections.algorithm import ORPOConfig
 from nemo_rl_lite.losses.batch import Batch, TokenRow
 from nemo_rl_lite.losses.interface import Metrics, Normalizers, count_masked, masked_sum, masked_sums
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.config.schema import GRPOConfig, LossConfig
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig, LossConfig
 from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 from nemo_rl_lite.losses.correction import correction, corrects, summarize
 from nemo_rl_lite.losses.covariance import count_covariances

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.config.schema import LossConfig
+from nemo_rl_lite.config.sections.algorithm import LossConfig
 from nemo_rl_lite.losses.covariance import are_chosen, are_largest, covariances
 
 

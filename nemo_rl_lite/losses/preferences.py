@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_rl_lite.config.schema import DPOConfig
+from nemo_rl_lite.config.sections.algorithm import DPOConfig
 
 # exp() of more than this is beyond float32.
 _LARGEST_EXPONENT = 80.0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nemo_rl_lite.config.schema import SFTConfig
+from nemo_rl_lite.config.sections.algorithm import SFTConfig
 from nemo_rl_lite.losses.batch import Batch, TokenRow
 from nemo_rl_lite.losses.interface import Metrics, Normalizers, count_masked, masked_sum
 

@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any
 
 from nemo_rl_lite.config.leaves import leaves
-from nemo_rl_lite.config.schema import MLflowConfig
+from nemo_rl_lite.config.sections.run import MLflowConfig
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.observability.environment import for_trackers
 from nemo_rl_lite.observability.samples import Sample

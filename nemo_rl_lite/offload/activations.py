@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.config.schema import MegatronConfig
+from nemo_rl_lite.config.sections.policy import MegatronConfig
 
 # Without this variable, Transformer Engine >= 2.10 would offload by itself, weights included. It reads the variable
 # while it is imported.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_rl_lite.config.schema import OptimizerConfig
+from nemo_rl_lite.config.sections.policy import OptimizerConfig
 
 
 def megatron_options(settings: OptimizerConfig) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from nemo_rl_lite.config.automatic import (
     token_limits,
 )
 from nemo_rl_lite.config.engines import engine_of, engines_sleep
-from nemo_rl_lite.config.schema import Config, OffloadedComponent
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.policy import OffloadedComponent
 from nemo_rl_lite.config.sizes import (
     batch_mode,
     on_gpus,

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from nemo_rl_lite.config.parallel import ParallelDims
-from nemo_rl_lite.config.schema import Config, LoraConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.policy import LoraConfig
 from nemo_rl_lite.config.sizes import engine_ranks
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.planning.activation_size import item_bytes

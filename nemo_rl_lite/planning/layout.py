@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from nemo_rl_lite.config.algorithms import generates
-from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import (
     batch_mode,
     engine_ranks,

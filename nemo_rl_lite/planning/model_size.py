@@ -7,7 +7,7 @@ RMSNorm, gated MLPs. Latent attention (DeepSeek) is counted as if it were groupe
 from dataclasses import dataclass
 
 from nemo_rl_lite.config.parallel import ParallelDims
-from nemo_rl_lite.config.schema import LoraConfig
+from nemo_rl_lite.config.sections.policy import LoraConfig
 from nemo_rl_lite.models.shape import ModelShape
 
 

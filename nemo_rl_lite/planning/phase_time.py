@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from nemo_rl_lite.config.engines import CacheFacts, engine_of
-from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import (
     batch_mode,
     engine_ranks,

@@ -7,7 +7,8 @@ from nemo_rl_lite.config.automatic import generates_ahead, leaving_for_generatio
 from nemo_rl_lite.config.keys import parse_override
 from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.config.overrides import given_keys
-from nemo_rl_lite.config.schema import Config, GRPOConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.config.sizes import all_gpus, generation_gpus, policy_ranks
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.planning.step_time import StepTime

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nemo_rl_lite.config.schema import RewardConfig
+from nemo_rl_lite.config.sections.data import RewardConfig
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
 from nemo_rl_lite.host.calls import CallError, CallPool, StartError, Target

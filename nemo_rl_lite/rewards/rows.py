@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-from nemo_rl_lite.config.schema import RewardConfig
+from nemo_rl_lite.config.sections.data import RewardConfig
 from nemo_rl_lite.data.problems import Problem, TrainingSet
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.rewards.program import passes_tests

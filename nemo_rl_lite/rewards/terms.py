@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl_lite.config.schema import RewardConfig
+from nemo_rl_lite.config.sections.data import RewardConfig
 from nemo_rl_lite.config.user_code import own_name
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.rewards.registry import find_batch_reward, find_reward

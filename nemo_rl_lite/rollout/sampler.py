@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from nemo_rl_lite.config.schema import GRPOConfig
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import EngineError
 from nemo_rl_lite.generation.interface import Requests, Sampling

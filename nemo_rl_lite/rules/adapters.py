@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from nemo_rl_lite.config.engines import VLLM_LORA_RANKS, engines_serve_adapters
-from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rules.base import rule

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from nemo_rl_lite.config.algorithms import has_teacher
 from nemo_rl_lite.config.engines import engines_sleep
-from nemo_rl_lite.config.schema import Config, DPOConfig, GRPOConfig, KTOConfig, SupervisedConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import DPOConfig, GRPOConfig, KTOConfig, SupervisedConfig
 from nemo_rl_lite.data.kinds import CHATS, OF_MISTAKES, PROBLEMS, UNPAIRED, kind_of
 from nemo_rl_lite.data.sources import TASKS
 from nemo_rl_lite.errors import Violation

@@ -7,7 +7,8 @@ options class of the algorithms that it is about, where other algorithms do not 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from nemo_rl_lite.config.schema import AlgorithmConfig, Config
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import AlgorithmConfig
 from nemo_rl_lite.errors import Violation
 
 Check = Callable[[Config], Iterator[Violation]]

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
-from nemo_rl_lite.config.schema import Config, DataConfig, RolloutAlgorithmConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
+from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data import gym
 from nemo_rl_lite.data.columns import template_columns
 from nemo_rl_lite.data.files import FileError

@@ -5,7 +5,9 @@ from dataclasses import fields
 from nemo_rl_lite.config.algorithms import ALGORITHMS, compares, generates, has_teacher
 from nemo_rl_lite.config.automatic import generates_ahead
 from nemo_rl_lite.config.engines import ENGINES, engine_of
-from nemo_rl_lite.config.schema import AgentConfig, Config, EnvironmentConfig, GRPOConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig
+from nemo_rl_lite.config.sections.data import AgentConfig, EnvironmentConfig
 from nemo_rl_lite.config.sizes import batch_mode, has_endpoint, on_gpus, parallel_dims
 from nemo_rl_lite.config.teacher import as_teacher
 from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, UNPAIRED, kind_of

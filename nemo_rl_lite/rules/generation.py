@@ -4,7 +4,8 @@ import importlib.util
 from collections.abc import Iterator
 
 from nemo_rl_lite.config.engines import engine_of, engines_serve_adapters
-from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import generation_gpus, has_endpoint, on_gpus, parallel_dims
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rules.base import rule

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS
-from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.user_code import own_name
 from nemo_rl_lite.data.columns import is_number
 from nemo_rl_lite.environments.registry import ENVIRONMENTS

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from nemo_rl_lite.config.automatic import mb_tokens
-from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import (
     all_gpus,
     batch_mode,

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from nemo_rl_lite.config.algorithms import compares
-from nemo_rl_lite.config.schema import Config, GRPOConfig, LossConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig, LossConfig
 from nemo_rl_lite.config.sizes import optimizer_steps, samples_per_step
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.rules.base import rule

@@ -3,7 +3,8 @@
 from dataclasses import fields
 
 from nemo_rl_lite.config.algorithms import compares
-from nemo_rl_lite.config.schema import Config, DistillationConfig, DPOConfig, GRPOConfig, LossConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import DistillationConfig, DPOConfig, GRPOConfig, LossConfig
 from nemo_rl_lite.rules.loss import reads_ratios
 from nemo_rl_lite.rules.step_effects import Effect
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import psutil
 
 from nemo_rl_lite.config.engines import CacheFacts, engine_of
-from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import engines, on_gpus
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rules.base import rule

@@ -3,7 +3,8 @@
 import re
 from collections.abc import Iterator
 
-from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rewards.terms import terms_of
 from nemo_rl_lite.rules.base import rule

@@ -5,7 +5,8 @@ import importlib.util
 from collections.abc import Iterator
 
 from nemo_rl_lite.config.algorithms import has_teacher
-from nemo_rl_lite.config.schema import Config, GRPOConfig, RolloutAlgorithmConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig, RolloutAlgorithmConfig
 from nemo_rl_lite.data.sources import ROWS
 from nemo_rl_lite.environments.registry import ENVIRONMENTS
 from nemo_rl_lite.errors import Violation

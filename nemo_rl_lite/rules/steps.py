@@ -4,7 +4,8 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 
-from nemo_rl_lite.config.schema import Config, GRPOConfig, RolloutAlgorithmConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig, RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import samples_per_step
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.rules.algorithm import patience_has_validations

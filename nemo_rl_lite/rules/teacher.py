@@ -4,7 +4,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from nemo_rl_lite.config.schema import Config, DistillationConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import DistillationConfig
 from nemo_rl_lite.config.teacher import as_teacher
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.models.shape import ModelShape, NoModelError, read_model_shape

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pydantic_core import ErrorDetails
 
 from nemo_rl_lite.config.keys import groups, unknown_key
-from nemo_rl_lite.config.schema import DURATION, RUN_NAME, USER_CODE
+from nemo_rl_lite.config.sections.types import DURATION, RUN_NAME, USER_CODE
 from nemo_rl_lite.errors import Violation
 
 _EXPECTED = {

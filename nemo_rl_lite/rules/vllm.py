@@ -4,7 +4,8 @@ import difflib
 from collections.abc import Iterator
 
 from nemo_rl_lite.config.engines import VLLM_QUANTIZATIONS
-from nemo_rl_lite.config.schema import Config, RolloutAlgorithmConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.models.shape import NoModelError, read_model_shape

@@ -19,7 +19,7 @@ from pathlib import Path
 import record
 from soak import Soak
 
-from nemo_rl_lite.config.schema import GRPOConfig
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.data.kinds import problems
 from nemo_rl_lite.data.sources import training_set
 from nemo_rl_lite.rollout.files import ROLLOUTS, read_rollout, step_of

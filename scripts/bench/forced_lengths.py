@@ -14,7 +14,7 @@ from math import exp
 from statistics import NormalDist, fmean
 
 from nemo_rl_lite import train
-from nemo_rl_lite.config.schema import RolloutAlgorithmConfig
+from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import samples_per_step
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.playing import Assistant, SingleTurn

@@ -18,7 +18,7 @@ import record
 import torch
 import torch.distributed as dist
 
-from nemo_rl_lite.config.schema import GRPOConfig
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.host.ports import free_port
 from nemo_rl_lite.losses.batch import TokenRow

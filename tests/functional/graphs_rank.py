@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.config.schema import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, ORPOConfig
+from nemo_rl_lite.config.sections.algorithm import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, ORPOConfig
 from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.distillation import SampledKLLoss, TopkKLLoss

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nemo_rl_lite.config.schema import GRPOConfig
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nemo_rl_lite.config.schema import GRPOConfig
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import NO_EXPERT, TokenRow
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from nemo_rl_lite.models.shape import read_model_shape

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl_lite.config.schema import GRPOConfig
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from nemo_rl_lite.policy.megatron import routers

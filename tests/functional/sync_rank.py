@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_rl_lite.config.schema import GRPOConfig
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker

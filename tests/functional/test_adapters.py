@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_rl_lite.config.schema import LoraConfig
+from nemo_rl_lite.config.sections.policy import LoraConfig
 from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
 from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.model_size import served_adapters

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_rl_lite.config.schema import GRPOConfig
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.data.kinds import problems
 from nemo_rl_lite.data.sources import training_set
 from nemo_rl_lite.rollout.files import read_rollout, rollout_files, step_of

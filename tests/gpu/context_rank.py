@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nemo_rl_lite.config.schema import GRPOConfig
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.interface import combine_metrics
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss

@@ -9,7 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from nemo_rl_lite.config.schema import EnvironmentConfig, GRPOConfig
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig
+from nemo_rl_lite.config.sections.data import EnvironmentConfig
 from nemo_rl_lite.data import sources
 from nemo_rl_lite.data.kinds import CHATS, PROBLEMS
 from nemo_rl_lite.data.problems import Problem

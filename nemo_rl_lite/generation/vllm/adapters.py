@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.config.engines import VLLM_LORA_RANKS
-from nemo_rl_lite.config.schema import LoraConfig
+from nemo_rl_lite.config.sections.policy import LoraConfig
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.refit.layout.packing import Named
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from nemo_rl_lite.config.automatic import engine_share
 from nemo_rl_lite.config.engines import engines_serve_adapters
-from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
+from nemo_rl_lite.config.sections.generation import GenerationConfig
+from nemo_rl_lite.config.sections.policy import PolicyConfig
 from nemo_rl_lite.generation.interface import Completion, Decoded, Request
 from nemo_rl_lite.generation.vllm import adapters, cpu_experts, cpu_speculation
 from nemo_rl_lite.generation.vllm.samples import Samples

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.config.schema import Config, PolicyConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.policy import PolicyConfig
 from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.models.hf_folder import on_host, write_hf_folder
 from nemo_rl_lite.policy.megatron.batches import forward_scores

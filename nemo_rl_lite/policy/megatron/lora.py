@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nemo_rl_lite.config.schema import LoraConfig
+from nemo_rl_lite.config.sections.policy import LoraConfig
 
 
 def adapters(config: LoraConfig) -> Any:

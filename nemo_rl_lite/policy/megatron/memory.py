@@ -6,7 +6,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.config.schema import PolicyConfig
+from nemo_rl_lite.config.sections.policy import PolicyConfig
 from nemo_rl_lite.offload.arena import CudaRegistrar, HostArena, Registrar
 from nemo_rl_lite.offload.gradients import GradientBuffers
 from nemo_rl_lite.offload.mover import Movable

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.config.automatic import mb_tokens
-from nemo_rl_lite.config.schema import PolicyConfig
+from nemo_rl_lite.config.sections.policy import PolicyConfig
 from nemo_rl_lite.config.sizes import BatchMode, batch_mode, row_round
 from nemo_rl_lite.losses.batch import sent
 from nemo_rl_lite.policy.megatron.buckets import Bucket

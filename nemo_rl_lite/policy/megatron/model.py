@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nemo_rl_lite.config.automatic import keeps_logits
 from nemo_rl_lite.config.parallel import ParallelDims
-from nemo_rl_lite.config.schema import MegatronConfig, PolicyConfig
+from nemo_rl_lite.config.sections.policy import MegatronConfig, PolicyConfig
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.policy.megatron import lora, recordable, routers
 from nemo_rl_lite.policy.megatron.bridges import bridge_of

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_rl_lite.config.schema import PolicyConfig
+from nemo_rl_lite.config.sections.policy import PolicyConfig
 from nemo_rl_lite.offload import cpu_optimizer
 from nemo_rl_lite.policy.megatron.memory import gradient_buffers, torch_optimizers
 from nemo_rl_lite.policy.megatron.model import MegatronModel, torch_dtype

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.config.schema import MegatronConfig
+from nemo_rl_lite.config.sections.policy import MegatronConfig
 
 
 def ddp_config(parallel: MegatronConfig, replicas: int) -> Any:

@@ -15,7 +15,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from nemo_rl_lite.config.schema import RefitConfig
+from nemo_rl_lite.config.sections.generation import RefitConfig
 from nemo_rl_lite.policy.megatron.export_recipe import FoundExport, find_export, first_differing
 from nemo_rl_lite.policy.megatron.exports import Adapters, Weights
 from nemo_rl_lite.policy.megatron.model import MegatronModel

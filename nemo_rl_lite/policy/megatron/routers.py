@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.config.schema import MegatronConfig
+from nemo_rl_lite.config.sections.policy import MegatronConfig
 from nemo_rl_lite.policy.megatron.context import ContextRanks
 from nemo_rl_lite.policy.megatron.replay import ReplayedRouter, RouterReplay
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nemo_rl_lite.config.schema import ClusterConfig, PolicyConfig
+from nemo_rl_lite.config.sections.policy import PolicyConfig
+from nemo_rl_lite.config.sections.run import ClusterConfig
 from nemo_rl_lite.host import numa
 from nemo_rl_lite.losses.batch import Batch, TokenRow
 from nemo_rl_lite.observability.memory import MemoryMeter, Peaks

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.config.schema import ClusterConfig, PolicyConfig, RefitConfig
+from nemo_rl_lite.config.sections.generation import RefitConfig
+from nemo_rl_lite.config.sections.policy import PolicyConfig
+from nemo_rl_lite.config.sections.run import ClusterConfig
 from nemo_rl_lite.host import numa
 from nemo_rl_lite.losses.batch import Batch, TokenRow
 from nemo_rl_lite.losses.interface import Loss, Normalizers, combine_metrics, floats, loss_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl_lite.config.schema import RefitConfig
+from nemo_rl_lite.config.sections.generation import RefitConfig
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.refit.layout.plan import RefitPlan
 from nemo_rl_lite.refit.transport.group import Meeting, join_at

@@ -10,7 +10,8 @@ from nemo_rl_lite.algorithms.report import Report
 from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.cluster.system_usage import SystemUsage
 from nemo_rl_lite.config.algorithms import compares, has_teacher
-from nemo_rl_lite.config.schema import Config, GRPOConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.config.sizes import all_gpus, policy_ranks, previous_passes, repeats_first_pass
 from nemo_rl_lite.data.kinds import problems
 from nemo_rl_lite.data.odd_texts import check_stop_strings, check_texts

@@ -7,7 +7,8 @@ from nemo_rl_lite.algorithms.supervised import Supervised, shown_limits, total_s
 from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.cluster.system_usage import SystemUsage
 from nemo_rl_lite.config.algorithms import compares
-from nemo_rl_lite.config.schema import Config, SupervisedConfig
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import SupervisedConfig
 from nemo_rl_lite.config.sizes import policy_ranks
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
 from nemo_rl_lite.data.odd_texts import check_texts

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.cluster.workers import Call, WorkerGroup, wait
-from nemo_rl_lite.config.schema import RefitConfig
+from nemo_rl_lite.config.sections.generation import RefitConfig
 from nemo_rl_lite.errors import CheckpointError, WorkerError
 from nemo_rl_lite.losses.batch import TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, summary

@@ -13,7 +13,7 @@ from nemo_rl_lite.algorithms.steps import Steps
 from nemo_rl_lite.algorithms.supervised import Supervised
 from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
 from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention
-from nemo_rl_lite.config.schema import SFTConfig
+from nemo_rl_lite.config.sections.algorithm import SFTConfig
 from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.host.stopping import Stopping

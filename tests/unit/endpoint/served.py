@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import httpx
 
-from nemo_rl_lite.config.schema import ServeConfig
+from nemo_rl_lite.config.sections.generation import ServeConfig
 from nemo_rl_lite.endpoint.anybody import Anybody, Speaker
 from nemo_rl_lite.endpoint.server import Endpoint
 from nemo_rl_lite.generation.interface import Sampling

@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 
-from nemo_rl_lite.config.schema import ServeConfig
+from nemo_rl_lite.config.sections.generation import ServeConfig
 from nemo_rl_lite.endpoint.server import Endpoint
 from nemo_rl_lite.errors import ConfigError
 from tests.unit.endpoint.served import LOCAL, SAMPLING, Client, Echo, answering, leaving_client

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from nemo_rl_lite.config.schema import EnvironmentConfig
+from nemo_rl_lite.config.sections.data import EnvironmentConfig
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.environments.calculator import Calculator, calculate
 from nemo_rl_lite.environments.interface import Observation

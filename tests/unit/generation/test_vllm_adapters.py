@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_rl_lite.config.schema import LoraConfig
+from nemo_rl_lite.config.sections.policy import LoraConfig
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.vllm.adapters import AdapterSlot, engine_options
 from nemo_rl_lite.refit.engine.destinations import Destinations

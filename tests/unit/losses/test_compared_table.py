@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS
-from nemo_rl_lite.config.schema import DistillationLossConfig, DPOConfig, KTOConfig, LossConfig
+from nemo_rl_lite.config.sections.algorithm import DistillationLossConfig, DPOConfig, KTOConfig, LossConfig
 from nemo_rl_lite.losses.policy_terms import POLICY_TERMS
 from nemo_rl_lite.losses.preferences import PREFERENCES
 from tests.unit.pages import DOCS

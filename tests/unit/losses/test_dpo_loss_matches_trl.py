@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_rl_lite.config.schema import DPOConfig
+from nemo_rl_lite.config.sections.algorithm import DPOConfig
 from nemo_rl_lite.losses.dpo import DPOLoss
 from tests.unit.losses.batches import batch_of, rows_of
 

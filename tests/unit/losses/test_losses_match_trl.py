@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_rl_lite.config.schema import LossConfig
+from nemo_rl_lite.config.sections.algorithm import LossConfig
 from nemo_rl_lite.losses.interface import count_masked
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from tests.unit.losses.batches import batch_of, rows_of

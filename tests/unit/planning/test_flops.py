@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from nemo_rl_lite.config.schema import LoraConfig
+from nemo_rl_lite.config.sections.policy import LoraConfig
 from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
 from nemo_rl_lite.models.known import KNOWN_MODELS
 from nemo_rl_lite.models.shape import ModelShape, model_shape

@@ -10,7 +10,7 @@ from multiprocessing import Pipe
 import psutil
 import pytest
 
-from nemo_rl_lite.config.schema import RewardConfig, RewardTerm
+from nemo_rl_lite.config.sections.data import RewardConfig, RewardTerm
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import ConfigError, DataError
 from nemo_rl_lite.host import calls

@@ -4,7 +4,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from nemo_rl_lite.config.schema import GRPOConfig
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.generation.interface import Completion, Sampling

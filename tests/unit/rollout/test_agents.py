@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, nullcontext
 import pytest
 
 from nemo_rl_lite.agents.calls import Agents, check_agent
-from nemo_rl_lite.config.schema import AgentConfig
+from nemo_rl_lite.config.sections.data import AgentConfig
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.endpoint.served import ServedGeneration
 from nemo_rl_lite.endpoint.server import Endpoint

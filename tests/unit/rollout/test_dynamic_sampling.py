@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_rl_lite.config.schema import GRPOConfig
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.losses.advantages import differ, overlong_penalty

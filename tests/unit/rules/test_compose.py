@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from nemo_rl_lite.config import keys
-from nemo_rl_lite.config.schema import GRPOConfig, SupervisedConfig
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import micro_batch_sizes
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.rules.compose import compose_command, compose_config, resolve

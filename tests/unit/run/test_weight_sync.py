@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_rl_lite.config.schema import GRPOConfig
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.errors import EngineError, RefitError, WorkerError
 from nemo_rl_lite.generation.interface import Completion, Request, Sampling
 from nemo_rl_lite.rollout.order import PromptOrder
