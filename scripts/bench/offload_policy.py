@@ -200,7 +200,7 @@ def empty(worker: Any) -> None:
 
     gradients = [buffer.grad_data for chunk in worker._model.chunks for buffer in chunk.expert_parallel_buffers]
     gradients += [buffer.grad_data for chunk in worker._model.chunks for buffer in chunk.buffers]
-    states = optimizer_tensors(torch_optimizers(worker._optimizer), [])
+    states = optimizer_tensors(torch_optimizers(worker._training.optimizer), [])
     for tensor in [*gradients, *states, *worker._model.parameters()]:
         if tensor.is_cuda:
             tensor.untyped_storage().resize_(0)

@@ -87,15 +87,16 @@ def run(overrides: list[str], way: str) -> dict[str, Any]:
     changed = {"temperature": 0.7, "keep_reference": False, "threads": 1}
     worker = MegatronWorker(**policy_arguments(config, Path(config.policy.model_name)) | changed)
     recorder = Again()
-    worker._train_layout = replace(worker._train_layout, together=2, in_buckets=way != "plain")
+    layout = replace(worker._training.layout, together=2, in_buckets=way != "plain")
+    worker._training = replace(worker._training, layout=layout)
     if way == "again":
-        worker._graphs = MicroBatchGraphs(worker._model, recorder)
+        worker._training = replace(worker._training, graphs=MicroBatchGraphs(worker._model, recorder))
     losses, measured, recorded = losses_of(config, overrides), [], []
     initial = weights_of(worker)
     for name, loss in losses.items():
         for step in range(STEPS):
             measured.append((name, train(worker, loss, step, first_pass=name == "first pass")))
-        recorded.append(worker._graphs.recorded if worker._graphs else 0)
+        recorded.append(recorded_by(worker))
     before = [one.data_ptr() for one in gradient_buffers(worker._model)]
     worker._phases.gradients.drop()
     in_the_way = [torch.empty_like(one) if one.numel() else torch.empty(0) for one in gradient_buffers(worker._model)]
@@ -103,16 +104,21 @@ def run(overrides: list[str], way: str) -> dict[str, Any]:
     after = [one.data_ptr() for one in gradient_buffers(worker._model)]
     assert before != after and in_the_way
     measured.append(("moved", train(worker, losses["sft"], 5, first_pass=False)))
-    recorded.append(worker._graphs.recorded if worker._graphs else 0)
+    recorded.append(recorded_by(worker))
     found = {"measured": measured, "recorded": recorded, "reads": recorder.reads, "initial": initial}
     found["weights"] = weights_of(worker)
     if way == "again":
-        worker._graphs = MicroBatchGraphs(worker._model, Refusing())
+        worker._training = replace(worker._training, graphs=MicroBatchGraphs(worker._model, Refusing()))
         try:
             train(worker, losses["sft"], 0, first_pass=False)
         except TrainingError as error:
             found["refused"] = str(error)
     return found
+
+
+def recorded_by(worker: MegatronWorker) -> int:
+    graphs = worker._training.graphs
+    return graphs.recorded if graphs else 0
 
 
 def weights_of(worker: MegatronWorker) -> dict[str, Tensor]:

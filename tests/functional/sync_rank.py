@@ -107,14 +107,14 @@ def reads_of(model_folder: str, overrides: list[str]) -> dict[str, int]:
     worker.hold(rows)
     worker.prepare_for_training()
     counts, reads = loss.counts(rows), Reads()
-    step = worker._optimizer.step
+    step = worker._training.optimizer.step
 
     def paused() -> Any:
         with reads.pausing():
             return step()
 
     # On a CPU megatron-core steps with torch's optimizer, which reads the number of steps of each parameter.
-    worker._optimizer.step = paused
+    worker._training.optimizer.step = paused
     for _ in range(2):
         reads.found.clear()
         with Copies(reads), reads:

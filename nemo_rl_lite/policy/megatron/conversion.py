@@ -1,4 +1,4 @@
-"""A checkpoint -> a Hugging Face folder, in this process, without Ray or an optimizer."""
+"""Weights -> a Hugging Face folder: those of a run's ranks, or of a checkpoint, in this process without Ray."""
 
 import dataclasses
 import gc
@@ -16,10 +16,23 @@ from nemo_rl_lite.policy.megatron.batches import forward_scores
 from nemo_rl_lite.policy.megatron.checkpoint import PolicyState
 from nemo_rl_lite.policy.megatron.export_recipe import export_weights
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
-from nemo_rl_lite.policy.megatron.model import build_model, torch_dtype
+from nemo_rl_lite.policy.megatron.model import MegatronModel, build_model, torch_dtype
 from nemo_rl_lite.refit.transport.report import PROBE_TOLERANCE
 
 _PROBE_TOKENS = 32
+
+
+def export_folder(model: MegatronModel, rank: int, source: Path, target: Path) -> None:
+    """Write the model to the folder `target`, with the configuration and tokenizer of the folder `source`. Collective;
+    rank 0 writes."""
+    weights = iter(export_weights(model))
+    try:
+        if rank == 0:
+            write_hf_folder(on_host(weights), source, target)
+    finally:
+        # The other ranks take part in the gathers, and keep nothing.
+        for _ in weights:
+            pass
 
 
 def convert(config: Config, model_path: Path, saved: Path, target: Path, say: Callable[[str], None]) -> float:

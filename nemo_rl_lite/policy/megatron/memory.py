@@ -12,7 +12,7 @@ from nemo_rl_lite.offload.gradients import GradientBuffers
 from nemo_rl_lite.offload.mover import Movable
 from nemo_rl_lite.offload.optimizer_states import optimizer_tensors
 from nemo_rl_lite.offload.phases import PhaseMemory
-from nemo_rl_lite.offload.residency import Residency
+from nemo_rl_lite.offload.residency import Component, Residency
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 
 
@@ -38,6 +38,13 @@ def phase_memory(config: PolicyConfig, model: MegatronModel, optimizer: Any, res
 def host_registrar(config: PolicyConfig, model: MegatronModel) -> Registrar | None:
     """The registrar that page-locks host memory for copies to the model's device; None where it is off, or on a CPU."""
     return CudaRegistrar() if config.use_pinned_optimizer_offload and model.device.type == "cuda" else None
+
+
+def require_weights(model: MegatronModel, phases: PhaseMemory) -> None:
+    """Check that the parameters are on the device, and complete them, since other ranks may have new values of them.
+    Collective. Raises RuntimeError: they are not on the device."""
+    phases.require(Component.PARAMETERS)
+    model.gather.complete()
 
 
 def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

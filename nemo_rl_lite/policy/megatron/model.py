@@ -90,7 +90,7 @@ class MegatronModel:
     @cached_property
     def clock(self) -> PassClock:
         """What measures this rank's passes."""
-        return PassClock(self.device)
+        return PassClock(self.device, compared=self.place.data_size > 1)
 
     def finish_gradients(self, *arguments: Any, **options: Any) -> None:
         """megatron-core's `finalize_model_grads`, which ends this rank's own part of a training pass."""

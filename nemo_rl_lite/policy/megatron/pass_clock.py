@@ -13,10 +13,10 @@ Mark = torch.cuda.Event | float
 
 class PassClock:
     """Marks the beginning and the end of passes. On a GPU these are places in its stream, so that the host does not
-    wait until they are read."""
+    wait until they are read. Passes are kept where they are `compared` with those of other replicas."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, device: torch.device, compared: bool):
+        self._device, self._compared = device, compared
         self._marks: list[Mark] = []
         self._kept: dict[str, list[Sequence[Mark]]] = {}
 
@@ -28,7 +28,8 @@ class PassClock:
 
     def keep(self, name: str) -> None:
         """Keep the pass that has just ended, until `take`."""
-        self._kept.setdefault(name, []).append(self._marks)
+        if self._compared:
+            self._kept.setdefault(name, []).append(self._marks)
 
     def take(self) -> dict[str, list[float]]:
         """The seconds of the passes that were kept since the last call, by name."""

@@ -1,10 +1,14 @@
-"""The reference policy: the starting weights, kept in host memory and swapped into the model for a forward pass."""
+"""The reference policy: the starting weights, kept in host memory and swapped into the model for a forward pass; or
+the model without its adapters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from nemo_rl_lite.config.sections.policy import PolicyConfig
 from nemo_rl_lite.offload.arena import HostArena, Registrar
 from nemo_rl_lite.offload.host_copy import HostCopy
+from nemo_rl_lite.policy.megatron.lora import WithoutAdapters
+from nemo_rl_lite.policy.megatron.memory import host_registrar
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 
 
@@ -27,3 +31,13 @@ class ReferenceWeights:
             yield
         finally:
             self._own.put()
+
+
+Reference = ReferenceWeights | WithoutAdapters
+
+
+def kept_reference(config: PolicyConfig, model: MegatronModel) -> Reference:
+    """The reference policy of a model that has the starting weights now."""
+    if model.lora is not None:
+        return WithoutAdapters(model.chunks, model.lora)
+    return ReferenceWeights(model, host_registrar(config, model))

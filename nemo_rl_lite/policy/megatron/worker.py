@@ -1,11 +1,10 @@
-"""One policy rank: logprobs, training steps, weights for a refit. A plain class; `cluster/` runs it in an actor."""
+"""One policy rank: its phases, batches, refits and saves. A plain class; `cluster/` runs it in an actor. `scoring.py`
+and `training.py` have its passes."""
 
 import logging
-import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,28 +16,24 @@ from nemo_rl_lite.config.sections.policy import PolicyConfig
 from nemo_rl_lite.config.sections.run import ClusterConfig
 from nemo_rl_lite.host import numa
 from nemo_rl_lite.losses.batch import Batch, TokenRow
-from nemo_rl_lite.losses.interface import Loss, Normalizers, combine_metrics, floats, loss_of
-from nemo_rl_lite.losses.mismatch import mismatch_metrics
-from nemo_rl_lite.models.hf_folder import on_host, write_hf_folder
-from nemo_rl_lite.observability import progress
+from nemo_rl_lite.losses.interface import Loss, Normalizers
 from nemo_rl_lite.observability.memory import MemoryMeter, Peaks
 from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.offload.cpu_optimizer import stays_on_host, step_threads
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
-from nemo_rl_lite.policy.megatron.batches import forward_backward, forward_scores
 from nemo_rl_lite.policy.megatron.bridges import import_bridge
 from nemo_rl_lite.policy.megatron.checkpoint import PolicyState
-from nemo_rl_lite.policy.megatron.export_recipe import export_weights
+from nemo_rl_lite.policy.megatron.conversion import export_folder
 from nemo_rl_lite.policy.megatron.graphs import CudaRecorder, MicroBatchGraphs
-from nemo_rl_lite.policy.megatron.lora import WithoutAdapters
-from nemo_rl_lite.policy.megatron.memory import host_registrar, phase_memory
+from nemo_rl_lite.policy.megatron.memory import phase_memory, require_weights
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.policy.megatron.model import ParallelPlace, build_model
-from nemo_rl_lite.policy.megatron.optimizer import build_optimizer, gradients_are_finite
+from nemo_rl_lite.policy.megatron.optimizer import build_optimizer
 from nemo_rl_lite.policy.megatron.producer import plan_refit
-from nemo_rl_lite.policy.megatron.reference import ReferenceWeights
-from nemo_rl_lite.policy.megatron.routers import expert_biases
+from nemo_rl_lite.policy.megatron.reference import kept_reference
+from nemo_rl_lite.policy.megatron.scoring import Scoring
+from nemo_rl_lite.policy.megatron.training import Training
 from nemo_rl_lite.refit.layout.plan import RefitPlan
 from nemo_rl_lite.refit.transport.interface import Offer
 from nemo_rl_lite.refit.transport.lending import Lent, Loan
@@ -81,24 +76,34 @@ class MegatronWorker:
             log.info("%s", numa.bind(numa.gpu_address()).describe())
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
-        self._policy, self._temperature, self._seed = policy, temperature, seed
-        self._model_path = Path(model_path)
-        self._rank = int(os.environ["RANK"])
+        self._model_path, self._rank = Path(model_path), int(os.environ["RANK"])
         with SETUP("model"):
             self._model = build_model(policy, model_path, on_gpu, cluster.collective_timeout_s, seed)
         with SETUP("optimizer"):
-            self._optimizer, self._scheduler = build_optimizer(policy, self._model)
+            optimizer, scheduler = build_optimizer(policy, self._model)
         if stays_on_host(policy.megatron_cfg.optimizer) and cluster.threads_per_worker is None:
             torch.set_num_threads(step_threads())
-        self._reference = self._kept_reference() if keep_reference else None
-        self._train_layout = Layout.configured(policy, "train", on_gpu, sequences_together)
-        self._logprob_layout = Layout.configured(policy, "logprob", on_gpu)
-        self._graphs = MicroBatchGraphs(self._model, CudaRecorder()) if self._train_layout.in_buckets else None
-        log.info("micro-batches: %s for training, %s for logprobs", self._train_layout, self._logprob_layout)
-        self._phases = phase_memory(policy, self._model, self._optimizer, residency)
+        reference = kept_reference(policy, self._model) if keep_reference else None
+        training = Layout.configured(policy, "train", on_gpu, sequences_together)
+        logprobs = Layout.configured(policy, "logprob", on_gpu)
+        log.info("micro-batches: %s for training, %s for logprobs", training, logprobs)
+        self._phases = phase_memory(policy, self._model, optimizer, residency)
         self._memory = MemoryMeter(self._phases.device_bytes)
+        self._scoring = Scoring(self._model, reference, logprobs, temperature, self._phases, self._memory)
+        self._training = Training(
+            self._model,
+            optimizer,
+            scheduler,
+            training,
+            graphs=MicroBatchGraphs(self._model, CudaRecorder()) if training.in_buckets else None,
+            temperature=temperature,
+            weight_decay=policy.megatron_cfg.optimizer.weight_decay,
+            seed=seed,
+            phases=self._phases,
+            memory=self._memory,
+        )
         self._held: dict[str, Batch] = {}
-        self._state = PolicyState(self._model, self._optimizer, self._scheduler, resume_layouts)
+        self._state = PolicyState(self._model, optimizer, scheduler, resume_layouts)
 
     def place(self) -> ParallelPlace:
         return self._model.place
@@ -137,7 +142,7 @@ class MegatronWorker:
 
     def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> np.ndarray | None:
         """Logprobs [B, T] of a few sequences at the sampling temperature; entry t belongs to token t, entry 0 is 0."""
-        scored = self._score(tokens_BT, lengths_B, phase)
+        scored = self._scoring.scores(tokens_BT, lengths_B, phase)
         return scored["logprobs"].numpy() if scored is not None and self._model.place.reports else None
 
     def hold(self, rows: Sequence[TokenRow], name: str = "train") -> None:
@@ -150,34 +155,12 @@ class MegatronWorker:
         """Add `previous` or `reference` logprobs to a held batch, or both; previous ones from the row `first` on.
         Returns this replica's share of the `mismatch_metrics` of a global batch with these counts, if engines sampled
         its rows and they now have previous logprobs."""
-        batch, measured = self._held[name], {}
-        if "previous" in which:
-            later, previous_BT = batch.rows(slice(first, None)), torch.zeros(batch.tokens.shape)
-            scored_BT = self._logprobs(later, then_train="reference" not in which)
-            if scored_BT is not None:
-                previous_BT[first:] = scored_BT
-                batch = replace(batch, previous_logprobs=previous_BT)
-                if batch.generation_logprobs is not None:
-                    measured = mismatch_metrics(batch.rows(slice(first, None)), counts)
-        if "reference" in which:
-            if self._reference is None:
-                raise RuntimeError("the worker was started without reference weights (keep_reference)")
-            self._require_whole(Component.PARAMETERS)
-            with self._reference.in_place():
-                batch = replace(batch, reference_logprobs=self._logprobs(batch, then_train=True))
-        self._held[name] = batch
-        return floats([measured])[0] if self._model.place.reports else None
+        self._held[name], measured = self._scoring.score(self._held[name], which, counts, first)
+        return measured
 
     def evaluate(self, rows: int, loss: Loss, counts: Normalizers, name: str = "train") -> dict[str, float] | None:
         """The loss and its metrics of the first `rows` rows of a held batch; None where there are none."""
-        batch = self._held[name]
-        scored = self._score(batch.tokens, batch.lengths, then_train=self._reference is None, loss=loss)
-        if scored is None or not rows or not self._model.place.reports:
-            return None
-        logprobs_BT = scored.pop("logprobs")
-        with torch.no_grad():
-            _, metrics = loss_of(loss, logprobs_BT[:rows], replace(batch, **scored).rows(slice(rows)), counts)
-        return floats([metrics])[0]
+        return self._scoring.evaluate(self._held[name], rows, loss, counts)
 
     def train(
         self,
@@ -191,39 +174,7 @@ class MegatronWorker:
         `forward_backward`. Returns the metrics of the step, and of the mismatch. These are this replica's
         share, except `grad_norm`, `lr`, `wd` and `skipped_steps`, which are whole on every replica. Where a gradient is
         not finite, weights, optimizer and schedule stay as they are, `skipped_steps` is 1 and `grad_norm` is NaN."""
-        self._phases.require(Component.PARAMETERS)
-        self._phases.expect(Component.OPTIMIZER_STATES)
-        self._seed_step()
-        with self._memory.phase("train"), self._phases.gradients.accumulating():
-            for chunk in self._model.chunks:
-                chunk.zero_grad_buffer()
-            self._optimizer.zero_grad()
-            biases = expert_biases(self._model.chunks)
-            before = [bias.clone() for bias in biases]
-            own, layout = self._held[name].rows(rows), self._train_layout
-            parts = forward_backward(
-                self._model, own, layout, self._temperature, loss, counts, mismatch_counts, self._graphs
-            )
-            self._keep_pass("train")
-            self._phases.arrive(Component.OPTIMIZER_STATES)
-            self._model.gather.fall_behind()
-            learning_rate = self._optimizer.param_groups[0]["lr"]
-            finite, grad_norm = gradients_are_finite(self._model), math.nan
-            if finite:
-                _, grad_norm, _ = self._optimizer.step()
-                self._scheduler.step(increment=1)
-            else:
-                # megatron-core has moved them already, with the gradients.
-                for bias, value in zip(biases, before, strict=True):
-                    bias.copy_(value)
-            self._phases.recount()
-        if not self._model.place.reports:
-            return None
-        measured = [{"grad_norm": torch.as_tensor(grad_norm)}, *(part.metrics for part in parts)]
-        norm, *each = floats([*measured, *(part.mismatch for part in parts)])
-        shares, mismatch = combine_metrics(each[: len(parts)]), combine_metrics(each[len(parts) :])
-        weight_decay = self._policy.megatron_cfg.optimizer.weight_decay
-        return shares | norm | {"lr": learning_rate, "wd": weight_decay, "skipped_steps": float(not finite)}, mismatch
+        return self._training.step(self._held[name].rows(rows), loss, counts, mismatch_counts)
 
     def take_memory(self) -> Peaks:
         """Peak memory of the phases since the last call; empty on a CPU."""
@@ -233,7 +184,7 @@ class MegatronWorker:
         self, config: RefitConfig, shared_device: bool, consumers: int, adapters_alone: bool = False
     ) -> RefitPlan | None:
         """See `producer.plan_refit`; rank 0 returns the plan."""
-        self._require_whole(Component.PARAMETERS)
+        require_weights(self._model, self._phases)
         self._producer = plan_refit(self._model, config, shared_device, consumers, adapters_alone)
         return None if self._rank else self._producer.plan
 
@@ -242,7 +193,7 @@ class MegatronWorker:
         own copies back to the device; see `refit.transport.lending`."""
         if loan is None:
             return None
-        self._require_whole(Component.PARAMETERS)
+        require_weights(self._model, self._phases)
         lent = self._model.borrowed.take(loan, self._model.parameters())
         self._phases.recount()
         if self._model.device.type == "cuda":
@@ -263,13 +214,13 @@ class MegatronWorker:
     def send_weights(self) -> RefitReport | None:
         """Send the current weights to this rank's consumers, if it has any."""
         with self._memory.phase("refit"):
-            self._require_whole(Component.PARAMETERS)
+            require_weights(self._model, self._phases)
             return self._sender.send()
 
     def begin_save(self, folder: str) -> None:
         """See `PolicyState.begin_save`."""
         self._phases.arrive(Component.OPTIMIZER_STATES)
-        self._require_whole(Component.PARAMETERS)
+        require_weights(self._model, self._phases)
         self._model.borrowed.check()
         self._state.begin_save(Path(folder))
 
@@ -290,72 +241,11 @@ class MegatronWorker:
 
     def export_hf(self, path: str) -> None:
         """Write the model with its configuration and tokenizer in Hugging Face format to the folder `path`."""
-        self._require_whole(Component.PARAMETERS)
+        require_weights(self._model, self._phases)
         self._model.borrowed.check()
-        weights = iter(export_weights(self._model))
-        try:
-            if self._rank == 0:
-                write_hf_folder(on_host(weights), self._model_path, Path(path))
-        finally:
-            # The other ranks take part in the gathers, and keep nothing.
-            for _ in weights:
-                pass
+        export_folder(self._model, self._rank, self._model_path, Path(path))
 
     def _leave_training(self, phase: Phase, working_bytes: int | None = None) -> None:
         """Enter another phase, with whole weights, because they may move."""
         self._model.gather.complete()
         self._phases.enter(phase, working_bytes)
-
-    def _require_whole(self, *components: Component) -> None:
-        """Check that the components are on the device, and complete the weights, of which other ranks may have new
-        values. Raises RuntimeError: a component is not on the device."""
-        self._phases.require(*components)
-        self._model.gather.complete()
-
-    def _seed_step(self) -> None:
-        """Seed the random numbers of a step, such as dropout's, from run, step and place alone. Context-parallel ranks
-        have other tokens of the replica's sequences."""
-        steps, context = self._scheduler.num_steps, self._model.context
-        replica = self._model.place.data_rank * context.size + context.rank
-        progress.note(optimizer_step=steps + 1, micro_batch=0)
-        torch.manual_seed((self._seed * 1_000_003 + steps) * 65_537 + replica)
-
-    def _kept_reference(self) -> ReferenceWeights | WithoutAdapters:
-        if self._model.lora is not None:
-            return WithoutAdapters(self._model.chunks, self._model.lora)
-        return ReferenceWeights(self._model, host_registrar(self._policy, self._model))
-
-    def _keep_pass(self, phase: str) -> None:
-        """Keep how long the last pass took, where there are replicas to compare it with."""
-        if self._model.place.data_size > 1:
-            self._model.clock.keep(phase)
-
-    def _logprobs(self, batch: Batch, then_train: bool) -> Tensor | None:
-        scored = self._score(batch.tokens, batch.lengths, then_train=then_train, experts_BTLk=batch.routed_experts)
-        self._keep_pass("logprob")
-        return None if scored is None else scored["logprobs"]
-
-    def _score(
-        self,
-        tokens_BT: Tensor,
-        lengths_B: Tensor,
-        phase: str = "logprob",
-        then_train: bool = False,
-        loss: Loss | None = None,
-        experts_BTLk: Tensor | None = None,
-    ) -> dict[str, Tensor] | None:
-        """See `forward_scores`. `then_train`: training follows, so what it needs may move to the device meanwhile."""
-        self._require_whole(Component.PARAMETERS)
-        working_bytes = self._memory.working_bytes(phase) if then_train else None
-        between = self._phases.between_micro_batches(Phase.TRAIN, working_bytes, self._memory.moving)
-        with self._memory.phase(phase):
-            return forward_scores(
-                self._model,
-                tokens_BT,
-                lengths_B,
-                self._logprob_layout,
-                self._temperature,
-                between,
-                loss,
-                experts_BTLk=experts_BTLk,
-            )

@@ -1,52 +1,42 @@
 """Weights in Hugging Face format: gathered by all ranks, kept by one."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from nemo_rl_lite.policy.megatron import worker
-from nemo_rl_lite.policy.megatron.worker import MegatronWorker
+from nemo_rl_lite.policy.megatron import conversion
+from nemo_rl_lite.policy.megatron.conversion import export_folder
 
 
 @pytest.fixture
-def rank(tmp_path, monkeypatch):
-    """A worker of some rank, as far as an export needs one; `gathered` has the tensors that it gathered."""
+def gathered(tmp_path, monkeypatch):
+    """The tensors that an export has gathered; there is a folder to export from."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    names = []
 
-    def make(number: int):
-        gathered = []
+    def export(model):
+        assert model == "model"
+        for name in "abc":
+            names.append(name)
+            yield name, torch.ones(2)
 
-        def export(model):
-            assert model == "model"
-            for name in "abc":
-                gathered.append(name)
-                yield name, torch.ones(2)
-
-        monkeypatch.setattr(worker, "export_weights", export)
-        made = SimpleNamespace(_require_whole=lambda *_: None, _model="model", _rank=number)
-        made._model_path, made.gathered = tmp_path / "model", gathered
-        return made
-
-    return make
+    monkeypatch.setattr(conversion, "export_weights", export)
+    return names
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_one_rank_writes_what_all_gather(rank, number, tmp_path):
-    own = rank(number)
-    MegatronWorker.export_hf(own, str(tmp_path / "hf"))
-    assert own.gathered == list("abc")
+def test_one_rank_writes_what_all_gather(gathered, number, tmp_path):
+    export_folder("model", number, tmp_path / "model", tmp_path / "hf")
+    assert gathered == list("abc")
     assert (tmp_path / "hf" / "model.safetensors").exists() == (number == 0)
 
 
-def test_a_rank_that_cannot_keep_them_still_gathers(rank, tmp_path, monkeypatch):
+def test_a_rank_that_cannot_keep_them_still_gathers(gathered, tmp_path, monkeypatch):
     def too_little_memory(weights):
         next(weights)
         raise MemoryError
 
-    monkeypatch.setattr(worker, "on_host", too_little_memory)
-    own = rank(0)
+    monkeypatch.setattr(conversion, "on_host", too_little_memory)
     with pytest.raises(MemoryError):
-        MegatronWorker.export_hf(own, str(tmp_path / "hf"))
-    assert own.gathered == list("abc")
+        export_folder("model", 0, tmp_path / "model", tmp_path / "hf")
+    assert gathered == list("abc")
