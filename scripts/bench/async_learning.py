@@ -18,8 +18,9 @@ import time
 from pathlib import Path
 
 import record
-from async_rate import ONE_STEP_OFF, QUEUE, TASK
+from async_rate import ONE_STEP_OFF, QUEUE
 from series import values
+from whole_runs import UNKEPT
 
 SOURCES = {"on policy": [], "one step off": ONE_STEP_OFF, "queue, age 2, in flight": QUEUE}
 LAST = 10
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="the quickstart's task, for CPUs")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args()
-    own = [*(SMALL if given.small else TOGETHER), *TASK, *given.overrides]
+    own = [*(SMALL if given.small else TOGETHER), *UNKEPT, *given.overrides]
     own += [f"policy.model_name={given.model.resolve()}", f"algorithm.max_num_steps={given.steps}"]
     jobs = {(source, seed): [*own, *SOURCES[source]] for source in given.sources for seed in given.seeds}
     found = run_all(jobs, given.together or (1 if given.small else len(given.seeds)))

@@ -21,12 +21,11 @@ import tempfile
 from pathlib import Path
 
 import record
+from whole_runs import STEPS_ALONE
 
 MEAN = 200
 # Steps that do not count, at the start and at the end: in turn, and where rollouts are made ahead.
 IN_TURN, AHEAD = (2, 0), (4, 2)
-OFF = ["algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0", "logger.plots=false"]
-TASK = ["checkpoint.export_hf_at_end=false", "checkpoint.save_period=0"]
 SIZES = [
     *("policy=megatron_gpu", "generation=vllm_gpu"),
     *("algorithm.num_prompts_per_step=64", "algorithm.num_generations_per_prompt=8"),
@@ -92,7 +91,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="these ways alone")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args()
-    own = [*([*SIZES, _stops(given.model)] if given.gpus else []), *TASK, *OFF, *given.overrides]
+    own = [*([*SIZES, _stops(given.model)] if given.gpus else []), *STEPS_ALONE, *given.overrides]
     own.append(f"policy.model_name={given.model.resolve()}")
     ways = {name: way for name, way in WAYS[given.gpus].items() if not given.only or name in given.only}
     found: Found = {name: [] for name in ways}

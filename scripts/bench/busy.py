@@ -16,14 +16,11 @@ import tempfile
 from pathlib import Path
 
 import record
+from whole_runs import STEPS_ALONE
 
 STEPS, WARM_UP = 8, 2
 TARGET_BUSY, TARGET_CORES = 1.5, 1.0
-OFF = [f"algorithm.{name}" for name in ("val_at_start=false", "val_at_end=false", "val_period=0")]
-COMMAND = [
-    *("-m", "nemo_rl_lite.train", f"algorithm.max_num_steps={STEPS}", *OFF),
-    *("checkpoint.save_period=0", "checkpoint.export_hf_at_end=false", "logger.plots=false"),
-]
+COMMAND = ["-m", "nemo_rl_lite.train", f"algorithm.max_num_steps={STEPS}", *STEPS_ALONE]
 TIMERS = {"step": "total_step_time", "generate": "generation", "train": "policy_training"}
 
 

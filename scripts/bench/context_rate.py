@@ -9,12 +9,11 @@ GPUs that share each sequence, too. The first three steps do not count.
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import record
+from whole_runs import STEPS_ALONE, one_run, results_of
 
 WARM = 3
 # prime-rl's tokens a second for the shape of Qwen3-0.6B on one H100 (benchmarks/results/BENCHMARKS.md), by length.
@@ -45,11 +44,11 @@ def main() -> None:
         for gpus in sorted({1, given.context}):
             case = f"{tokens} tokens" + (f", {gpus} GPU{'s' * (gpus > 1)}" if shared else "")
             steps = train(given.model, tokens, given.steps, gpus, given.overrides)
-            for what, unit, metric, by in METRICS:
-                if found := [step[metric] / by for step in steps if metric in step]:
-                    results.append(record.result(what, case, unit, found))
-                    print(case, what, results[-1]["median"], flush=True)
-            rates[gpus] = next(one["median"] for one in results if (one["name"], one["config"]) == (RATE, case))
+            found = results_of(steps, case, METRICS)
+            medians = {one["name"]: one["median"] for one in found}
+            print(case, medians, flush=True)
+            results += found
+            rates[gpus] = medians[RATE]
             record.write(name, results, bars)
         if shared:
             times, target = rates[given.context] / rates[1], PARALLEL * given.context
@@ -73,14 +72,9 @@ def train(model: Path, tokens: int, steps: int, context: int, overrides: list[st
             *([f"policy.megatron_cfg.context_parallel_size={context}"] if context > 1 else []),
             *(f"policy.max_total_sequence_length={tokens}", "policy.train_global_batch_size=1"),
             *(f"policy.sequence_packing.train_mb_tokens={tokens}", "policy.megatron_cfg.activation_checkpointing=true"),
-            *("algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0"),
-            *("algorithm.max_num_epochs=null", f"algorithm.max_num_steps={steps}", "logger.plots=false"),
-            *("checkpoint.export_hf_at_end=false", "checkpoint.save_period=0"),
+            *("algorithm.max_num_epochs=null", f"algorithm.max_num_steps={steps}", *STEPS_ALONE),
         ]
-        command = [sys.executable, "-m", "nemo_rl_lite.train", *own, *overrides, f"hydra.run.dir={folder}/run"]
-        subprocess.run(command, cwd=record.ROOT, check=True, stdout=sys.stderr)
-        lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "timing/train/total_step_time" in line][WARM:]
+        return one_run([*own, *overrides], WARM)[0]
 
 
 if __name__ == "__main__":

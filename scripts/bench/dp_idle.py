@@ -13,14 +13,13 @@ three steps do not count. `--gpus 0` shows on two CPU ranks that the script work
 import argparse
 import json
 import random
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from itertools import batched
 from pathlib import Path
 
 import record
+from whole_runs import STEPS_ALONE, run_in
 
 from nemo_rl_lite.models.shape import read_model_shape
 from nemo_rl_lite.planning.flops import forward_flops
@@ -29,10 +28,6 @@ from nemo_rl_lite.policy.megatron.shares import balanced_shares
 from nemo_rl_lite.rollout.files import read_rollout, rollout_files
 
 WARM, RANKS, MEAN, TARGET = 3, 2, 100, 0.05
-OFF = [
-    *("algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0", "logger.plots=false"),
-    *("checkpoint.export_hf_at_end=false", "checkpoint.save_period=0"),
-]
 TASK = [
     *("data=file", "data.answer_column=null", "reward=format", "reward.kwargs.pattern=.*a.*"),
     *("algorithm.loss_fn.reference_policy_kl_penalty=0", "policy.sequence_packing.enabled=true"),
@@ -64,7 +59,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args()
     own, (prompts, samples, batch), (median, most) = SIZES[given.gpus]
-    own = [*own, *TASK, *OFF, *given.overrides, f"policy.model_name={given.model.resolve()}"]
+    own = [*own, *TASK, *STEPS_ALONE, *given.overrides, f"policy.model_name={given.model.resolve()}"]
     vocabulary = json.loads((given.model / "config.json").read_text())["vocab_size"]
     own.append(f"generation.stop_token_ids={list(range(1000, 1000 + vocabulary // MEAN))}".replace(" ", ""))
     own += [f"algorithm.num_prompts_per_step={prompts}", f"algorithm.num_generations_per_prompt={samples}"]
@@ -74,7 +69,7 @@ def main() -> None:
         source = random.Random(1)
         rows = [prompt(source, row, median, most) for row in range(prompts * (WARM + given.steps))]
         file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in rows))
-        steps = one_run([*own, f"data.train_path={file}"], run)
+        steps = run_in(run, [*own, f"data.train_path={file}"])[WARM:]
         lengths = [lengths_of(one) for one in rollout_files(run)][WARM:]
     results, bars = [], []
     for phase, what in PHASES.items():
@@ -105,16 +100,6 @@ def prompt(source: random.Random, row: int, median: int, most: int) -> str:
     """A prompt that no other row has, with a lognormal number of words."""
     words = min(most, max(1, int(median * source.lognormvariate(0, 1))))
     return " ".join([str(row), *source.choices(WORDS, k=words)])
-
-
-def one_run(overrides: list[str], folder: Path) -> list[dict[str, float]]:
-    """Run the command; returns the metrics of the steps that count."""
-    command = [sys.executable, "-m", "nemo_rl_lite.train", *overrides, f"hydra.run.dir={folder}"]
-    done = subprocess.run(command, cwd=record.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        raise SystemExit(f"status {done.returncode} of {overrides}\n{done.stdout[-4000:]}")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "timing/train/total_step_time" in line][WARM:]
 
 
 def lengths_of(rollout: Path) -> list[int]:

@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import record
+from whole_runs import STEPS_ALONE
 
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 
@@ -26,8 +27,7 @@ TASK = [
     *("data=file", "reward.name=partly_solved.partly_solved"),
     *("algorithm.num_prompts_per_step=16", "policy.train_global_batch_size=128"),
     *("algorithm.use_dynamic_sampling=true", "algorithm.dynamic_sampling_max_gen_batches=40"),
-    *("algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0"),
-    *("checkpoint.export_hf_at_end=false", "checkpoint.save_period=0", "logger.plots=false"),
+    *STEPS_ALONE,
 ]
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import record
-from engine_precision import LARGE, OFF, one_run
 from plan_check import fullest_pack
+from whole_runs import LARGE, PHASES, STEPS_ALONE, one_run, results_of
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.host.devices import gpu_bytes
@@ -56,11 +56,7 @@ MEASURED = [
     ("tokens a second, whole step", "tokens/s", "performance/tokens_per_sec", 1),
     ("generated tokens a second", "tokens/s", "performance/generation_tokens_per_sec", 1),
     ("trained tokens a second", "tokens/s", "performance/policy_training_tokens_per_sec", 1),
-    ("whole step", "s", "timing/train/total_step_time", 1),
-    ("generation", "s", "timing/train/generation", 1),
-    ("logprob", "s", "timing/train/policy_and_reference_logprobs", 1),
-    ("train", "s", "timing/train/policy_training", 1),
-    ("refit", "s", "timing/train/prepare_for_generation/transfer_and_update_weights", 1),
+    *PHASES,
     ("refit, transfer and load", "s", "refit/seconds", 1),
     ("bytes of a refit", "GB", "refit/bytes", 1e9),
     ("bandwidth of a refit", "GB/s", "refit/gb_per_s", 1),
@@ -82,19 +78,15 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args()
     ranks = "cluster.cpu_ranks=2" if given.small else f"cluster.gpus_per_node={given.gpus}"
-    own = [*(SMALL if given.small else ON_GPUS), *OFF, ranks, f"policy.model_name={given.model.resolve()}"]
+    own = [*(SMALL if given.small else ON_GPUS), *STEPS_ALONE, ranks, f"policy.model_name={given.model.resolve()}"]
     own += [f"algorithm.max_num_steps={given.steps}", f"{SPREAD}={2 if given.small else given.gpus}", *given.overrides]
     results: list[dict[str, Any]] = []
     bars: list[dict[str, Any]] = []
     for name in given.only or (ON_CPUS if given.small else SETTINGS):
         overrides = [*own, *SETTINGS[name]]
         config = compose_config(overrides)
-        steps = one_run(overrides)
-        results += [
-            record.result(what, name, unit, [line[metric] / by for line in steps if metric in line])
-            for what, unit, metric, by in MEASURED
-            if any(metric in line for line in steps)
-        ]
+        steps, _ = one_run(overrides, warm=1)
+        results += results_of(steps, name, MEASURED)
         memory, error = of_memory(name, config, steps)
         results += memory
         if error is not None:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import record
-from speed_ablation import AUTO, OFF, SECONDS, TASKS, one_run
+from speed_ablation import AUTO, TASKS, WARM
+from whole_runs import PHASES, STEPS_ALONE, one_run, results_of
 
 PEFT = "policy.megatron_cfg.peft"
 WAYS = {
@@ -48,8 +49,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=11)
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args()
-    own = [*TASKS[given.task], *OFF, *AUTO, f"policy.model_name={given.model.resolve()}", f"{PEFT}.enabled=true"]
-    own += [f"algorithm.max_num_steps={given.steps}", "policy.megatron_cfg.optimizer.lr=1e-4", *given.overrides]
+    own = [*TASKS[given.task], *STEPS_ALONE, *AUTO, f"policy.model_name={given.model.resolve()}"]
+    own += [f"algorithm.max_num_steps={given.steps}", f"{PEFT}.enabled=true"]
+    own += ["policy.megatron_cfg.optimizer.lr=1e-4", *given.overrides]
     results: list[dict[str, Any]] = []
     bars: list[dict[str, Any]] = []
     for dim in given.dims:
@@ -65,11 +67,9 @@ def _measured(way: str, dim: int, overrides: list[str]) -> list[dict[str, Any]]:
     """Run the task once; return the results of its steps."""
     config = f"{way}, {dim} dimensions"
     own = [f"{PEFT}.dim={dim}", f"{PEFT}.alpha={2 * dim}", *WAYS[way]]
-    steps, first_s = one_run([*overrides, *own])
+    steps, first_s = one_run([*overrides, *own], WARM)
     results = [record.result("command to first step", config, "s", [first_s])]
-    for what, unit, metric, by in [*((what, "s", metric, 1) for what, metric in SECONDS.items()), *MORE]:
-        found = [line[metric] / by for line in steps if metric in line]
-        results += [record.result(what, config, unit, found)] if found else []
+    results += results_of(steps, config, [*PHASES, *MORE])
     print(config, {one["name"]: round(one["median"], 4) for one in results}, flush=True)
     return results
 

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import record
+import whole_runs
 from plan_check import GPU_MIB, RUNS, config_of, shape_of
-from speed_ablation import LARGE, PACKS, SECONDS, SMALL
+from speed_ablation import PACKS, SMALL
 
 from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.schema import Config
@@ -40,7 +41,7 @@ SAME_SIZES, RATES = "qwen3-1.7b-colocated", {"rollouts-rate": "generation, now",
 CHATS, THROUGHPUT = 128, {"qwen3-1.7b": 4096, "smollm2-135m-instruct": 16384}
 # Lines of speed-ablation by the end of their record's name: the shape of the model, what `auto` had settled or the line
 # sets, on top of the task, and lengths.
-_LARGE = [*LARGE, f"{PACKS}.train_mb_tokens=18048", "generation.vllm_cfg.gpu_memory_utilization=0.5"]
+_LARGE = [*whole_runs.LARGE, f"{PACKS}.train_mb_tokens=18048", "generation.vllm_cfg.gpu_memory_utilization=0.5"]
 _SMALL = [*SMALL, f"{PACKS}.train_mb_tokens=65536", "generation.colocated.sleep=false"]
 _OF_LARGE, _OF_SMALL = ("qwen3-1.7b", Lengths(34, 512, 512)), ("smollm2-135m-instruct", Lengths(46, 22, 32))
 ABLATIONS = {
@@ -134,7 +135,7 @@ def of_ablations() -> Iterator[Compared]:
         predicted = dataclasses.asdict(time) | {"whole step": time.in_turn}
         rows = json.loads((record.FOLDER / f"speed-ablation-{bench}-1x-h100.json").read_text())["results"]
         measured = {row["name"]: row["median"] for row in rows if row["config"] == line}
-        for phase in SECONDS:
+        for phase, *_ in whole_runs.PHASES:
             # A logprob phase without a pass sends rows to the workers.
             if predicted[phase]:
                 yield phase, f"speed-ablation-{bench}, {line}", predicted[phase], measured[phase]

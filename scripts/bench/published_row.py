@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import record
+from whole_runs import STEPS_ALONE
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import all_gpus, on_gpus, samples_per_step
@@ -70,12 +71,8 @@ ONE_STEP_OFF = [
     *("algorithm.rollouts.source=one_step_off", "algorithm.loss_fn.use_importance_sampling_correction=true"),
     *("algorithm.loss_fn.truncated_importance_sampling_ratio=2", "generation.colocated.enabled=false"),
 ]
-OFF = [
-    *("algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0", "logger.plots=false"),
-    *("checkpoint.export_hf_at_end=false", "checkpoint.save_period=0"),
-    # Some responses of a prompt end with a vowel, so that there are advantages and gradients.
-    *("reward=format", "reward.kwargs.pattern='.*[aeiou]'"),
-]
+# Some responses of a prompt end with a vowel, so that there are advantages and gradients.
+REWARD = ["reward=format", "reward.kwargs.pattern='.*[aeiou]'"]
 # A trial of everything on two cores; what it measures means nothing.
 ON_CPUS = [
     *("cluster.gpus_per_node=0", "policy=megatron", "generation=vllm", "cluster.cpu_ranks=2"),
@@ -107,13 +104,13 @@ def settings(gpus: int, batch: int, apart: bool) -> list[str]:
     """The overrides of a variant."""
     if not gpus:
         own = [f"policy.train_global_batch_size={16 * batch // 2048}", *(ONE_STEP_OFF if apart else [])]
-        return [f"recipes={RECIPE}", *ON_CPUS, *own, *OFF]
+        return [f"recipes={RECIPE}", *ON_CPUS, *own, *REWARD, *STEPS_ALONE]
     policy = gpus // 2 if apart else gpus
     own = [f"cluster.gpus_per_node={gpus}", f"algorithm.num_prompts_per_step={64 * gpus // GPUS}"]
     own += [f"policy.train_global_batch_size={batch * gpus // GPUS}"]
     own += [f"policy.megatron_cfg.pipeline_model_parallel_size={min(2, policy)}"]
     own += [*ONE_STEP_OFF, f"generation.colocated.resources.gpus_per_node={gpus - policy}"] if apart else []
-    return [f"recipes={RECIPE}", *own, *OFF]
+    return [f"recipes={RECIPE}", *own, *REWARD, *STEPS_ALONE]
 
 
 def planned(overrides: list[str], shape: ModelShape, gpu_bytes: int) -> tuple[Config, Budget, StepTime]:

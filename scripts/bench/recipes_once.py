@@ -20,6 +20,7 @@ from typing import Any
 import record
 from learning_tasks import TASKS
 from together import Ended, Job, run_together
+from whole_runs import STEPS_ALONE
 
 GENERATING = ("grpo", "dapo", "drgrpo", "gspo", "cispo", "sapo", "reinforce_pp", "rloo", "distillation")
 SUPERVISED = ("dpo", "orpo", "kto", "sft")
@@ -54,10 +55,6 @@ VARIANTS = {
     "rpo": ["algorithm=dpo", "algorithm.sft_loss_weight=1.0", "algorithm.sft_average_log_probs=true"],
     "kto-apo_zero_unpaired": ["algorithm=kto", "algorithm.preference_loss=apo_zero_unpaired"],
 }
-EVERYWHERE = [
-    *("logger.plots=false", "checkpoint.save_period=0", "checkpoint.export_hf_at_end=false"),
-    *("algorithm.val_period=0", "algorithm.val_at_start=false", "algorithm.val_at_end=false"),
-]
 GPU = ["policy=megatron_gpu", "cluster.gpus_per_node=1", "cluster.threads_per_worker=2"]
 ENGINE = [
     *("generation=vllm_gpu", "generation.colocated.sleep=false"),
@@ -104,7 +101,7 @@ def main() -> None:
 def overrides(own: list[str], given: argparse.Namespace) -> list[str]:
     """The overrides of the train command for a recipe."""
     name = own[0].removeprefix("algorithm=")
-    base = [*own, *EVERYWHERE, *(SMALL_BATCH if given.small else BATCH), f"policy.model_name={given.model.resolve()}"]
+    base = [*own, *STEPS_ALONE, *(SMALL_BATCH if given.small else BATCH), f"policy.model_name={given.model.resolve()}"]
     base += [f"algorithm.max_num_steps={given.steps}", *([] if given.small else GPU)]
     if name in SUPERVISED:
         # Answers and mistakes are generated.

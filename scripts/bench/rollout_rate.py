@@ -16,10 +16,9 @@ import tempfile
 from pathlib import Path
 
 import record
+from whole_runs import STEPS_ALONE
 
 TARGET = 1.3
-OFF = ["algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0", "logger.plots=false"]
-TASK = ["checkpoint.export_hf_at_end=false", "checkpoint.save_period=0"]
 SIZES = [
     *("cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gpu", "offload=logprob"),
     *("algorithm.num_prompts_per_step=64", "algorithm.num_generations_per_prompt=8"),
@@ -38,8 +37,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--small", action="store_true", help="the quickstart's sizes, for CPUs")
     parser.add_argument("overrides", nargs="*")
-    given = parser.parse_args()
-    own = [*([] if given.small else SIZES), *TASK, *given.overrides, f"policy.model_name={given.model.resolve()}"]
+    given = parser.parse_intermixed_args()
+    own = [*([] if given.small else SIZES), *given.overrides, f"policy.model_name={given.model.resolve()}"]
     rates: dict[str, list[float]] = {"before": [], "now": []}
     for _ in range(given.repeats):
         for name, checkout in (("before", given.before.resolve()), ("now", record.ROOT)):
@@ -56,7 +55,7 @@ def main() -> None:
 
 def one_run(checkout: Path, overrides: list[str]) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "nemo_rl_lite.train", f"hydra.run.dir={folder}/run", *OFF, *overrides]
+        command = [sys.executable, "-m", "nemo_rl_lite.train", f"hydra.run.dir={folder}/run", *STEPS_ALONE, *overrides]
         path = os.pathsep.join([str(checkout), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
         done = subprocess.run(command, cwd=checkout, env=os.environ | {"PYTHONPATH": path})
         if done.returncode:

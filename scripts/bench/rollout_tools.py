@@ -7,16 +7,11 @@ the embedded model on this machine's CPUs: with an `async def` step, and with a 
 """
 
 import argparse
-import json
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import record
+from whole_runs import STEPS_ALONE, one_run
 
 SAMPLES, TARGET_S = 8, 5.0
-NONE_HELD_OUT = ["algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0"]
 
 
 def main() -> None:
@@ -27,7 +22,7 @@ def main() -> None:
     given = parser.parse_args()
     results, turns = [], {}
     for name in ("AsyncTool", "PlainTool"):
-        runs = [one_run(name, given.episodes, given.concurrency) for _ in range(given.repeats)]
+        runs = [tool_times(name, given.episodes, given.concurrency) for _ in range(given.repeats)]
         shape = f"{name}, {given.episodes} episodes x 2 turns, {given.concurrency} at a time"
         for what in runs[0]:
             results.append(record.result(what, shape, "s", [run[what] for run in runs]))
@@ -36,19 +31,14 @@ def main() -> None:
     print(record.write("rollouts-tools", results, bars))
 
 
-def one_run(name: str, episodes: int, concurrency: int) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            *(sys.executable, "-m", "nemo_rl_lite.train", f"hydra.run.dir={folder}/run", *NONE_HELD_OUT),
-            *(f"environment.name=scripts.bench.slow_tools.{name}", "environment.max_turns=2"),
-            *(f"environment.concurrency={concurrency}", f"algorithm.num_prompts_per_step={episodes // SAMPLES}"),
-            *(f"algorithm.num_generations_per_prompt={SAMPLES}", f"policy.train_global_batch_size={episodes}"),
-            *("algorithm.max_num_steps=1", "checkpoint.save_period=0", "checkpoint.export_hf_at_end=false"),
-            *("policy.max_total_sequence_length=64", "logger.plots=false"),
-        ]
-        subprocess.run(command, check=True, cwd=record.ROOT, stdout=subprocess.DEVNULL)
-        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
-    step = next(line for line in lines if line["step"] == 1)
+def tool_times(name: str, episodes: int, concurrency: int) -> dict[str, float]:
+    overrides = [
+        *(f"environment.name=scripts.bench.slow_tools.{name}", "environment.max_turns=2"),
+        *(f"environment.concurrency={concurrency}", f"algorithm.num_prompts_per_step={episodes // SAMPLES}"),
+        *(f"algorithm.num_generations_per_prompt={SAMPLES}", f"policy.train_global_batch_size={episodes}"),
+        *("algorithm.max_num_steps=1", "policy.max_total_sequence_length=64", *STEPS_ALONE),
+    ]
+    (step,), _ = one_run(overrides, warm=0)
     found = {
         "a turn's tool, the slowest episode": step["timing/rollout/environment_max"] / 2,
         "a turn's tool, mean": step["timing/rollout/environment_mean"] / 2,

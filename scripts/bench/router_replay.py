@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import record
-from engine_precision import OFF, one_run
+from whole_runs import STEPS_ALONE, one_run, results_of
 
 WAYS = {"without replay": "false", "with replay": "true"}
 ON_A_GPU = [
@@ -25,18 +25,18 @@ SMALL = [
     *("policy.precision=bfloat16", "cluster.threads_per_worker=1", "algorithm.num_prompts_per_step=4"),
     *("algorithm.num_generations_per_prompt=8", "policy.train_global_batch_size=32"),
 ]
-# What is measured: the metric and its unit. The first is what replay is for.
+# Quantity, unit, metric, and what the metric is divided by. The first is what replay is for.
 MISMATCH = "mean absolute logprob difference"
-MEASURED = {
-    MISMATCH: ("train/logprob_abs_diff_mean", "nats"),
-    "largest logprob difference": ("train/logprob_abs_diff_max", "nats"),
-    "token_mult_prob_error": ("train/token_mult_prob_error", "factor"),
-    "gen_kl_error": ("train/gen_kl_error", "nats"),
-    "generation": ("timing/train/generation", "s"),
-    "logprob": ("timing/train/policy_and_reference_logprobs", "s"),
-    "train": ("timing/train/policy_training", "s"),
-    "whole step": ("timing/train/total_step_time", "s"),
-}
+MEASURED = [
+    (MISMATCH, "nats", "train/logprob_abs_diff_mean", 1),
+    ("largest logprob difference", "nats", "train/logprob_abs_diff_max", 1),
+    ("token_mult_prob_error", "factor", "train/token_mult_prob_error", 1),
+    ("gen_kl_error", "nats", "train/gen_kl_error", 1),
+    ("generation", "s", "timing/train/generation", 1),
+    ("logprob", "s", "timing/train/policy_and_reference_logprobs", 1),
+    ("train", "s", "timing/train/policy_training", 1),
+    ("whole step", "s", "timing/train/total_step_time", 1),
+]
 MOST_MISMATCH = 0.5
 
 
@@ -47,16 +47,12 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a few short responses, for CPUs")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args()
-    own = [*(SMALL if given.small else ON_A_GPU), *OFF, f"policy.model_name={given.model.resolve()}"]
+    own = [*(SMALL if given.small else ON_A_GPU), *STEPS_ALONE, f"policy.model_name={given.model.resolve()}"]
     own += [f"algorithm.max_num_steps={given.steps}", *given.overrides]
     results: list[dict[str, Any]] = []
     for way, value in WAYS.items():
-        steps = one_run([*own, f"policy.router_replay.enabled={value}"])
-        results += [
-            record.result(what, way, unit, [line[metric] for line in steps if metric in line])
-            for what, (metric, unit) in MEASURED.items()
-            if metric in steps[0]
-        ]
+        steps, _ = one_run([*own, f"policy.router_replay.enabled={value}"], warm=1)
+        results += results_of(steps, way, MEASURED)
         print(way, {one["name"]: f"{one['median']:.4g}" for one in results if one["config"] == way}, flush=True)
         print(record.write("experts-router-replay", results, bars(results), f"model: {given.model.name}"), flush=True)
 

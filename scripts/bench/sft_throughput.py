@@ -18,6 +18,7 @@ from typing import Any
 
 import record
 import torch
+from whole_runs import STEPS_ALONE, one_run
 
 ON_GPU = torch.cuda.is_available()
 WARM_UP = 3
@@ -52,21 +53,15 @@ def main() -> None:
 def train_with_ours(model: str, chats: str, steps: int, tokens: int) -> list[float]:
     """Return the tokens a second of each step that counts, without padding."""
     layout = ["policy=megatron_gpu", "cluster.gpus_per_node=1"] if ON_GPU else []
-    with tempfile.TemporaryDirectory() as folder:
-        overrides = [
-            *("algorithm=sft", "data=file", f"data.train_path={chats}", "data.too_long=drop", *layout),
-            *("algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0"),
-            *("algorithm.max_num_epochs=null", f"algorithm.max_num_steps={steps}", f"policy.model_name={model}"),
-            *(f"policy.max_total_sequence_length={LONGEST}", f"policy.train_global_batch_size={BATCH}"),
-            "policy.sequence_packing.enabled=true",
-            f"policy.sequence_packing.train_mb_tokens={tokens}",
-            "policy.megatron_cfg.optimizer.lr=1e-5",
-            *("checkpoint.export_hf_at_end=false", "checkpoint.save_period=0", f"hydra.run.dir={folder}/run"),
-        ]
-        subprocess.run([sys.executable, "-m", "nemo_rl_lite.train", *overrides], check=True, stdout=sys.stderr)
-        lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
-    name = "performance/tokens_per_sec"
-    return [line[name] for line in lines if name in line][WARM_UP:]
+    overrides = [
+        *("algorithm=sft", "data=file", f"data.train_path={chats}", "data.too_long=drop", *layout, *STEPS_ALONE),
+        *("algorithm.max_num_epochs=null", f"algorithm.max_num_steps={steps}", f"policy.model_name={model}"),
+        *(f"policy.max_total_sequence_length={LONGEST}", f"policy.train_global_batch_size={BATCH}"),
+        "policy.sequence_packing.enabled=true",
+        f"policy.sequence_packing.train_mb_tokens={tokens}",
+        "policy.megatron_cfg.optimizer.lr=1e-5",
+    ]
+    return [step["performance/tokens_per_sec"] for step in one_run(overrides, WARM_UP)[0]]
 
 
 def _in_a_process_of_its_own(model: str, chats: str, steps: int, tokens: int) -> list[float]:
