@@ -137,19 +137,21 @@ class RolloutCollector:
         """Sample and judge the wanted episodes, while the engines serve. Raises what `collect` raises."""
         rewards = _Failures("the reward", "reward.max_error_share", self._shares.reward)
         section, wanted, groups = self._play.section, gathering.wanted, gathering.groups
+        ended: asyncio.Queue[asyncio.Future] = asyncio.Queue()
         environments = _Failures(f"the {section}", f"{section}.max_error_share", self._shares.environment)
         try:
             while missing := max(wanted.missing(groups), gathering.begun - len(groups)):
                 # The engines form the same batches every time.
                 with requests.together():
                     for number in range(len(groups), len(groups) + missing):
-                        groups.append(self._begin(number, gathering, requests, environments, rewards))
+                        group = self._begin(number, gathering, requests, environments, rewards)
+                        group.played.add_done_callback(ended.put_nowait)
+                        groups.append(group)
                     await asyncio.sleep(0)
                 while not wanted.missing(groups) and not wanted.is_settled(groups):
-                    under_way = [group.played for group in groups if not group.played.done()]
-                    done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
-                    for played in done:
-                        played.result()
+                    (await ended.get()).result()
+                    while not ended.empty():
+                        ended.get_nowait().result()
         finally:
             for group in groups:
                 group.played.cancel()

@@ -4,12 +4,15 @@ import asyncio
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.losses.advantages import differ
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.rollout import Rollout
+
+# So that at most so many times the missing prompts are under way where next to none is useful.
+_LEAST_SHARE = 1 / 8
 
 
 @dataclass(eq=False)
@@ -18,6 +21,7 @@ class Group:
 
     episodes: list[Episode]
     played: asyncio.Future
+    _useful: bool | None = field(default=None, init=False)
 
     @property
     def is_done(self) -> bool:
@@ -27,24 +31,28 @@ class Group:
     @property
     def is_useful(self) -> bool:
         """Whether it is done and its rewards differ."""
-        return self.is_done and differ([math.nan if one.reward is None else one.reward for one in self.episodes])
+        if self._useful is None and self.is_done:
+            self._useful = differ([math.nan if one.reward is None else one.reward for one in self.episodes])
+        return bool(self._useful)
 
 
 @dataclass(frozen=True)
 class Wanted:
     """The prompts that a rollout shall have: `count` of them, with `samples` episodes each.
 
-    Where they shall be `useful`, those whose rewards are all the same are replaced by the next ones of `problem`, and
-    `oversample` times as many as are missing are under way. What is kept are the first `count` useful ones in the order
-    of the data, so neither the lengths of responses nor time choose. At most `most` are sampled; then those that are
-    not useful fill the rollout.
+    Where they shall be `useful`, those whose rewards are all the same are replaced by the next ones of `problem`.
+    `oversample` times `count`, without those that are useful already, are under way; by default as many as it probably
+    takes: `share` is the share of useful ones that is expected, until this rollout's own tell. What is kept are the
+    first `count` useful ones in the order of the data. Neither the lengths of responses nor time choose, nor how many
+    are under way. At most `most` are sampled; then those that are not useful fill the rollout.
     """
 
     problem: Callable[[int], Problem]
     count: int
     samples: int
     useful: bool = False
-    oversample: float = 1.0
+    oversample: float | None = None
+    share: float = 1.0
     most: int = sys.maxsize
 
     def missing(self, groups: Sequence[Group]) -> int:
@@ -53,8 +61,9 @@ class Wanted:
             return self.count - len(groups)
         if self._kept(groups) is not None:
             return 0
-        left = sum(not group.is_done or group.is_useful for group in groups)
-        return max(min(math.ceil(self.count * self.oversample) - left, self.most - len(groups)), 0)
+        useful, ended = sum(group.is_useful for group in groups), sum(group.is_done for group in groups)
+        under_way = len(groups) - ended
+        return max(min(self._at_a_time(useful, ended) - under_way, self.most - len(groups)), 0)
 
     def is_settled(self, groups: Sequence[Group]) -> bool:
         """Whether what is done decides what is kept."""
@@ -73,6 +82,14 @@ class Wanted:
             tuple(group.is_useful for group in groups[: last + 1]),
             dropped=tuple(episode for group in dropped for episode in group.episodes),
         )
+
+    def _at_a_time(self, useful: int, ended: int) -> int:
+        """How many prompts shall be under way, where so many of those that have ended are useful."""
+        if self.oversample is not None:
+            return math.ceil(self.count * self.oversample) - useful
+        # What was expected counts like `count` prompts of this rollout.
+        share = (self.share * self.count + useful) / (self.count + ended)
+        return math.ceil((self.count - useful) / max(share, _LEAST_SHARE))
 
     def _kept(self, groups: Sequence[Group]) -> list[Group] | None:
         """The groups to keep, in the order of the data; None while that is open."""

@@ -37,6 +37,8 @@ class Sampler:
     sampling: Sampling
     validation: Sequence[Problem]
     order: PromptOrder
+    _useful_share: float = field(default=1.0, init=False)
+    """Of the prompts of the newest rollout. It decides how soon others begin, never which of them are kept."""
 
     def rollout(self, step: int, show: Show = lambda _: None) -> Rollout:
         """Sample the rollout of a step; see `RolloutCollector.collect` for `show`."""
@@ -71,7 +73,8 @@ class Sampler:
             options.num_prompts_per_step,
             options.num_generations_per_prompt,
             options.use_dynamic_sampling,
-            options.oversample,
+            None if options.oversample == "auto" else options.oversample,
+            self._useful_share,
             int(options.num_prompts_per_step * options.dynamic_sampling_max_gen_batches),
         )
         return Gathering(wanted, self.sampling, self._seed(draft.step), done or {}, len(draft.positions))
@@ -86,6 +89,7 @@ class Sampler:
     def finish(self, draft: Draft, rollout: Rollout) -> Rollout:
         """Note what the rollout, which is complete, tells about its prompts, and shape its rewards."""
         sampled = len(rollout.taught)
+        self._useful_share = sum(rollout.taught) / sampled
         self.order.give_back(draft.positions[sampled:])
         del draft.positions[sampled:]
         for position, taught in zip(draft.positions, rollout.taught, strict=True):

@@ -40,10 +40,10 @@ def lengths_and_tries_can_be_met(config: Config) -> Iterator[Violation]:
     if options.use_dynamic_sampling and int(prompts * batches) <= prompts:
         rule_text = f"lets a step sample {int(prompts * batches)} prompts in all, and so replace none of its {prompts}"
         yield Violation(key, batches, rule_text, f"{key}=3, or algorithm.use_dynamic_sampling=false")
-    elif options.use_dynamic_sampling and options.oversample > batches:
+    elif options.use_dynamic_sampling and options.oversample != "auto" and options.oversample > batches:
         key = "algorithm.oversample"
         rule_text = f"exceeds algorithm.dynamic_sampling_max_gen_batches = {batches:g}, what a step may sample in all"
-        yield Violation(key, options.oversample, rule_text, f"{key}={batches:g} or less")
+        yield Violation(key, options.oversample, rule_text, f"{key}={batches:g} or less, or {key}=auto")
 
 
 @rule("algorithm.rollouts", "algorithm.loss_fn", "algorithm.loss", "generation.colocated", options=GRPOConfig)

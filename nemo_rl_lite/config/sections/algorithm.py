@@ -7,6 +7,7 @@ from pydantic.dataclasses import dataclass
 
 from nemo_rl_lite.config.sections.types import (
     STRICT,
+    Auto,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -105,7 +106,7 @@ class RolloutsConfig:
 class GRPOConfig(RolloutAlgorithmConfig):
     name: Literal["grpo"]
     use_dynamic_sampling: bool
-    oversample: Annotated[float, Field(ge=1, le=8)]
+    oversample: Annotated[float, Field(ge=1, le=8)] | Auto
     dynamic_sampling_max_gen_batches: Annotated[float, Field(ge=1)]
     rest_epochs: Annotated[int, Field(ge=0, le=1024)]
     rollouts: RolloutsConfig

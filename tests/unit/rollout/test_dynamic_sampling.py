@@ -12,6 +12,7 @@ from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.losses.advantages import differ, overlong_penalty
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
+from nemo_rl_lite.rollout.groups import Wanted
 from nemo_rl_lite.rollout.order import PromptOrder
 from nemo_rl_lite.rollout.resting import Resting
 from nemo_rl_lite.rollout.sampler import Sampler
@@ -72,7 +73,7 @@ def kept(rollout):
 
 
 def test_every_prompt_of_a_step_teaches_and_the_next_step_begins_behind_it():
-    own, engine = source(["m", "x", "x", "m slow", "m"])
+    own, engine = source(["m", "x", "x", "m slow", "m"], oversample=1.0)
     rollout = own.rollout(1)
     assert kept(rollout) == ["m 0", "m slow 3", "m 4"] and own.order.state()["position"] == 5
     metrics = rollout.metrics()
@@ -83,11 +84,48 @@ def test_every_prompt_of_a_step_teaches_and_the_next_step_begins_behind_it():
 
 def test_what_is_kept_depends_neither_on_time_nor_on_oversampling():
     texts = ["m slow", "x slow", "m", "m", "m", "x", "m"]
-    for oversample in (1.0, 2.0):
+    for oversample in (1.0, "auto", 2.0):
         own, engine = source(texts, oversample=oversample)
         assert kept(own.rollout(1)) == ["m slow 0", "m 2", "m 3"] and own.order.state()["position"] == 4
         # With oversampling the replacement has begun from the start.
-        assert (len(engine.begun) // SAMPLES > 4) == (oversample > 1)
+        assert (len(engine.begun) // SAMPLES > 4) == (oversample != 1)
+
+
+class Ended:
+    """Prompts of which some have ended, some of these with rewards that differ."""
+
+    def __init__(self, ended, useful):
+        self.is_done, self.is_useful = ended, useful
+
+
+def begun_beside(ended=0, useful=0, under_way=0, **own):
+    groups = [Ended(True, place < useful) for place in range(ended)] + [Ended(False, False)] * under_way
+    return Wanted(Data(["m"]).problem, count=10, samples=SAMPLES, useful=True, **own).missing(groups)
+
+
+def test_so_many_are_under_way_as_the_missing_ones_probably_take():
+    assert begun_beside() == 10 and begun_beside(share=0.5) == 20
+    # What this rollout tells counts as much as what was expected, when as many prompts have ended.
+    assert begun_beside(share=0.5, ended=10, useful=1, under_way=20) == math.ceil(9 / 0.3) - 20
+    # The last one: it probably takes four more.
+    assert begun_beside(share=0.25, ended=38, useful=9) == math.ceil(1 / (11.5 / 48))
+    assert begun_beside(share=0.0) == 80 and begun_beside(share=0.0, most=30) == 30
+    assert begun_beside(oversample=1.5, ended=5, useful=2, under_way=3) == 15 - 2 - 3
+
+
+def test_a_rollout_begins_with_what_the_last_one_tells():
+    own, engine = source(["m", "x", "x"])
+    assert own.rollout(1).taught == (True, False, False, True, False, False, True)
+    engine.begun, sample, seen = [], engine.sample, []
+
+    async def noted(request, near=None):
+        completion = await sample(request, near)
+        seen.append(len(engine.begun) // SAMPLES)
+        return completion
+
+    engine.sample = noted
+    own.rollout(2)
+    assert seen[0] == 7
 
 
 def test_what_is_not_needed_any_more_is_aborted_and_comes_again():

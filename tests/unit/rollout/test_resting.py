@@ -49,7 +49,7 @@ def test_other_data_or_no_resting_lets_nobody_rest_too_long():
 
 def test_a_source_passes_over_them_and_says_how_many():
     rows = FileSet(tuple(Problem(chat(text), "1") for text in ("m a", "x b", "m c", "m d", "x e", "m f")), 0, False)
-    own, engine = source([], resting=Resting(1, 6))
+    own, engine = source([], resting=Resting(1, 6), oversample=1.0)
     own.order._training = rows
     assert kept(own.rollout(1)) == ["m a", "m c", "m d"] and own.order.state()["position"] == 4
     first = own.rollout(2)
