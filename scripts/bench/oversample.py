@@ -68,20 +68,20 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
-    shape = f"{given.prompts} prompts x {given.samples} samples"
     results = []
     for share in SHARES:
         kept = set()
         for name, oversample in WAYS.items():
             seconds, begun, positions = rollouts(share, oversample, given)
             kept.add(positions)
-            setting = f"oversample={name}, {share:.0%} of the prompts teach"
+            setting = f"{share:.0%} of the prompts teach, oversample={name}"
             print(f"{setting}: {seconds} s, begun for each looked at {begun}", flush=True)
-            results.append(record.result(f"a rollout, {setting}", shape, "s", seconds))
-            results.append(record.result(f"prompts begun for each looked at, {setting}", shape, "", begun))
+            results.append(record.result("a rollout", setting, "s", seconds))
+            results.append(record.result("prompts begun for each looked at", setting, "", begun))
         if len(kept) != 1:
             raise SystemExit(f"at {share:.0%} the settings kept different prompts")
-    print(record.write("rollouts-oversample", results, [], "An engine that computes nothing answers after 0.1 s."))
+    note = f"{given.prompts} prompts x {given.samples} samples; an engine that computes nothing answers after 0.1 s."
+    print(record.write("rollouts-oversample", results, [], note))
 
 
 def rollouts(

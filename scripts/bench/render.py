@@ -206,6 +206,9 @@ TABLES = {
     ),
     "shares table": Table(GPUS, "speed-balance", "cpu-2cores"),
     "dynamic sampling table": Table(ROLLOUTS, "rollouts-dynamic-sampling", "cpu-2cores"),
+    "oversample table": Table(
+        ROLLOUTS, "rollouts-oversample", "cpu-2cores", columns=("a rollout", "prompts begun for each looked at")
+    ),
     "plan time table": Table(
         ASYNC,
         "plan-time-against-measured",
