@@ -62,6 +62,10 @@ SHARES = ("MFU of training", "bandwidth share of decoding")
 WITH_SHARES = (*ABLATION, *SHARES)
 # Of NeMo-RL's published step.
 PUBLISHED = ("whole step", "generation", "logprob", "train", "refit", "tokens a second and GPU")
+AGREEMENT = (
+    *("nrl-lite evaluate, its rule", "lm-evaluation-harness, its rule", "difference of the accuracies"),
+    *("its 95 % interval, low", "its 95 % interval, high", "same greedy response"),
+)
 BUSY = ("seconds", "GPU busy for generation-0", "GPU busy for policy-0")
 TABLES = {
     "quickstart table": Table(
@@ -229,7 +233,7 @@ TABLES = {
     ),
     "async learning table": Table(ASYNC, "async-learning", "1x-h100"),
     "async learning table, one step off": Table(ASYNC, "async-learning-one-step-off", "1x-h100"),
-    "agreement table": Table(EVALUATION, "evaluation-agreement", "cpu-2cores"),
+    "agreement table": Table(EVALUATION, "evaluation-agreement", "cpu-2cores", columns=AGREEMENT),
     "tools table": Table(ROLLOUTS, "rollouts-tools", "cpu-2cores"),
     "largest table": Table(
         MEMORY,
