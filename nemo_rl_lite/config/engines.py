@@ -147,7 +147,7 @@ def engines_serve_adapters(generation: GenerationConfig, policy: PolicyConfig) -
     return wanted and ENGINES[generation.backend].serves_adapters
 
 
-def engines_lend_weights(config: Config) -> bool:
+def engines_share_weights(config: Config) -> bool:
     """Whether policy ranks keep the frozen weights of LoRA in the memory of the engine on their GPU: the engine applies
     the adapters itself, never gives the memory of its weights away, and may share it (`refit.direct`)."""
     shares = generates(config) and config.generation.colocated.enabled and on_gpus(config)

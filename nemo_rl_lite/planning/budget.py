@@ -36,7 +36,7 @@ class Budget:
     prediction: Prediction
     buffers: dict[Phase, int]
     """Buffers of the refit, by phase. The phase of the refit also has the policy's own copies of weights that an engine
-    lends, which it gives away before the first."""
+    shares with it, which it frees before the first."""
     overhead: int
     reference: int
     """Host memory of a rank's reference weights."""

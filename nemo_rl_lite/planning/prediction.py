@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from nemo_rl_lite.config.algorithms import has_teacher
-from nemo_rl_lite.config.engines import CacheFacts, engine_of, engines_lend_weights, engines_serve_adapters
+from nemo_rl_lite.config.engines import CacheFacts, engine_of, engines_serve_adapters, engines_share_weights
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import engine_ranks, on_gpus, parallel_dims, records_training
 from nemo_rl_lite.models.shape import ModelShape
@@ -155,7 +155,7 @@ def lent_weights(config: Config, shape: ModelShape, stage: int) -> int:
     """Bytes of a policy rank's frozen weights that are in the memory of the engine on its GPU. Of matrices that the two
     split over other numbers of ranks, nothing is."""
     dims = parallel_dims(config)
-    if not engines_lend_weights(config) or dims.tp != config.generation.vllm_cfg.tensor_parallel_size:
+    if not engines_share_weights(config) or dims.tp != config.generation.vllm_cfg.tensor_parallel_size:
         return 0
     return (rank_parameters(shape, dims, stage).total - unlike_the_engine(shape, dims)) * item_bytes(config)
 

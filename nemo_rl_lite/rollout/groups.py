@@ -11,7 +11,7 @@ from nemo_rl_lite.losses.advantages import differ
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.rollout import Rollout
 
-# So that at most so many times the missing prompts are under way where next to none is useful.
+# At most eight times the missing prompts are under way, even if almost none is useful.
 _LEAST_SHARE = 1 / 8
 
 
@@ -42,9 +42,9 @@ class Wanted:
 
     Where they shall be `useful`, those whose rewards are all the same are replaced by the next ones of `problem`.
     `oversample` times `count`, without those that are useful already, are under way; by default as many as it probably
-    takes: `share` is the share of useful ones that is expected, until this rollout's own tell. What is kept are the
-    first `count` useful ones in the order of the data. Neither the lengths of responses nor time choose, nor how many
-    are under way. At most `most` are sampled; then those that are not useful fill the rollout.
+    takes: `share` is the share of useful ones that is expected before prompts of this rollout have ended. What is kept
+    are the first `count` useful ones in the order of `problem`. Neither the lengths of responses nor time choose, nor
+    how many are under way. At most `most` are sampled; then those that are not useful fill the rollout.
     """
 
     problem: Callable[[int], Problem]
@@ -84,7 +84,7 @@ class Wanted:
         )
 
     def _at_a_time(self, useful: int, ended: int) -> int:
-        """How many prompts shall be under way, where so many of those that have ended are useful."""
+        """How many prompts shall be under way, given how many have ended and how many of these are useful."""
         if self.oversample is not None:
             return math.ceil(self.count * self.oversample) - useful
         # What was expected counts like `count` prompts of this rollout.

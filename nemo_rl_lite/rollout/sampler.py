@@ -38,7 +38,7 @@ class Sampler:
     validation: Sequence[Problem]
     order: PromptOrder
     _useful_share: float = field(default=1.0, init=False)
-    """Of the prompts of the newest rollout. It decides how soon others begin, never which of them are kept."""
+    """The share of useful prompts in the newest rollout, which decides how many prompts of the next one begin at once."""
 
     def rollout(self, step: int, show: Show = lambda _: None) -> Rollout:
         """Sample the rollout of a step; see `RolloutCollector.collect` for `show`."""

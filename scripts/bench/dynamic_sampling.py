@@ -26,7 +26,7 @@ WAYS = {"as published": [], "resting": ["algorithm.rest_epochs=16"]}
 TASK = [
     *("data=file", "reward.name=partly_solved.partly_solved"),
     *("algorithm.num_prompts_per_step=16", "policy.train_global_batch_size=128"),
-    *("algorithm.use_dynamic_sampling=true", "algorithm.dynamic_sampling_max_gen_batches=40"),
+    *("algorithm.use_dynamic_sampling=true", "algorithm.dynamic_sampling_max_gen_batches=40", "algorithm.oversample=1"),
     *STEPS_ALONE,
 ]
 

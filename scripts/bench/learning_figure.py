@@ -61,11 +61,11 @@ def table(records: Sequence[Record], folder: str) -> list[str]:
     where = ", ".join(f"[{_title(one)}]({folder}benchmarks/README.md#{_anchor(one)})" for one in tasks)
     lines = [
         f"What {model} learns in {' or '.join(map(str, steps))} steps of each algorithm, with its file's settings but "
-        "one learning rate, no KL penalty and four optimizer steps a rollout, on tasks of reasoning-gym that it solves "
-        f"now and then ({where}). Curves are means over seeds, bands go from the least to the most; held-out problems "
+        "one learning rate, no KL penalty and four optimizer steps a rollout, on "
+        f"{'a task' if len(tasks) == 1 else 'tasks'} of reasoning-gym that it solves now and then ({where}). Curves are means over seeds, bands go from the least to the most; held-out problems "
         "are never trained on. The last interval is Student's, with each seed's accuracy as one observation:",
         "",
-        f"![held-out accuracy of five algorithms over the steps of training]({folder}images/learning.svg)",
+        f"![held-out accuracy by algorithm, over the steps of training]({folder}images/learning.svg)",
         "",
         "| task | algorithm | seeds | before | after (95 % interval over problems) | 95 % interval over seeds |",
         "|---|---|---:|---:|---:|---:|",

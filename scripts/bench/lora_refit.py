@@ -1,7 +1,7 @@
 """Refits of LoRA adapters against refits of merged weights, in whole GRPO runs on one GPU in one lease.
 
-With the ways one_copy and two_copies, engines stay awake, and lend the policy the frozen weights or do not; compare
-them with micro-batches of one size (policy.sequence_packing.train_mb_tokens=16384).
+With the ways one_copy and two_copies, engines stay awake, and share the frozen weights with the policy or do not;
+compare them with micro-batches of one size (policy.sequence_packing.train_mb_tokens=16384).
 
 lora_refit.py {small|large} MODEL [--ways WAY ...] [--dims 16 64] [--steps 11] [-- OVERRIDE ...]
 

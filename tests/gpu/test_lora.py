@@ -57,22 +57,22 @@ def test_adapters_are_copied_from_where_they_are(gpu_model, tmp_path):
 @pytest.mark.gpu
 def test_frozen_weights_are_in_one_copy_and_training_is_the_same(gpu_model, tmp_path):
     awake = "generation.colocated.sleep=false"
-    lent = run(tmp_path / "lent", gpu_model, "adapters", awake)
+    shares = run(tmp_path / "shared", gpu_model, "adapters", awake)
     apart = run(tmp_path / "apart", gpu_model, "adapters", awake, "refit.direct=false")
     (line,) = re.findall(
-        r"frozen weights: ([\d.]+) MiB are the engine's, ([\d.]+) MiB are here", logs(tmp_path / "lent")
+        r"frozen weights: ([\d.]+) MiB are the engine's, ([\d.]+) MiB are here", logs(tmp_path / "shared")
     )
     shared, twice = map(float, line)
     assert shared > 2 * twice
     assert "frozen weights:" not in logs(tmp_path / "apart")
-    for metrics in (lent, apart):
+    for metrics in (shares, apart):
         assert max(series(metrics, "refit/probe_logprob_diff")) < 0.2
         assert max(series(metrics, "train/logprob_abs_diff_mean")) < 0.05
     # The first step has the same rollouts, and the same weights at the same places of each matrix.
     for metric in ("train/loss", "train/grad_norm"):
-        assert series(lent, metric)[0] == pytest.approx(series(apart, metric)[0], rel=1e-3, abs=1e-6)
+        assert series(shares, metric)[0] == pytest.approx(series(apart, metric)[0], rel=1e-3, abs=1e-6)
     for kind in ("measured", "predicted"):
-        held = [series(metrics, f"memory/{kind}/train/parameters")[-1] for metrics in (lent, apart)]
+        held = [series(metrics, f"memory/{kind}/train/parameters")[-1] for metrics in (shares, apart)]
         assert held[1] - held[0] == pytest.approx(shared * 2**20, rel=0.05)
 
 

@@ -21,5 +21,6 @@ DURATION = r"^(\d+:){1,3}\d{1,2}$"
 # The name is part of a path, so it must not lead to another folder.
 RUN_NAME = r"^[^./\\\s][^/\\]{0,199}$"
 UserCode = Annotated[str, Field(pattern=USER_CODE)]
-# `auto`: what fits the GPUs decides when the run starts (`config.automatic`).
+# `auto`: what fits the GPUs decides when the run starts (`config.automatic`); for `algorithm.oversample`, see
+# `rollout.groups`.
 Auto = Literal["auto"]

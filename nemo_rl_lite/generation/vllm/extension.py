@@ -14,7 +14,7 @@ from nemo_rl_lite.host.logs import log_to_stderr
 from nemo_rl_lite.observability.memory import device_bytes
 from nemo_rl_lite.refit.engine.connection import Source, connect
 from nemo_rl_lite.refit.engine.destinations import Destinations, EngineLoader
-from nemo_rl_lite.refit.transport.lending import Loan, lend
+from nemo_rl_lite.refit.transport.one_copy import SharedWeights, share_weights
 from nemo_rl_lite.refit.transport.report import RefitReport
 
 
@@ -96,9 +96,9 @@ class RefitExtension:
             raise RefitError(f"the refit left {len(stale)} weights of the engine as they were, such as {stale[0]}")
         return report
 
-    def lend_weights(self) -> Loan:
-        """Lend this rank's weights, which refits of adapters leave as they are; see `lend`."""
-        return lend(self.model_runner.get_model().parameters())
+    def share_weights(self) -> SharedWeights:
+        """Share this rank's weights, which refits of adapters leave as they are; see `one_copy.share_weights`."""
+        return share_weights(self.model_runner.get_model().parameters())
 
     def set_sampling_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -142,8 +142,8 @@ class RefitExtension:
 
     @contextmanager
     def _as_at_the_start(self) -> Iterator[None]:
-        """Let vLLM make a layer's memory on this device. What it would compile runs as written: torch 2.11 never ends
-        to trace vLLM's kind of parameters while a default device is set."""
+        """Let vLLM make a layer's memory on this device. What it would compile runs as written: torch 2.11 never
+        finishes tracing vLLM's kind of parameters while a default device is set."""
         with self.device, torch.compiler.set_stance("force_eager"):
             yield
 

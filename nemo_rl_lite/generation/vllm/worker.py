@@ -17,7 +17,7 @@ from nemo_rl_lite.generation.vllm import adapters, cpu_experts, cpu_speculation
 from nemo_rl_lite.generation.vllm.samples import Samples
 from nemo_rl_lite.generation.vllm.start import open_device, timed_parts, with_graph_sizes, without_tool_servers
 from nemo_rl_lite.refit.engine.connection import Source, WeightsState
-from nemo_rl_lite.refit.transport.lending import Loan
+from nemo_rl_lite.refit.transport.one_copy import SharedWeights
 from nemo_rl_lite.refit.transport.report import RefitReport
 
 EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
@@ -166,9 +166,9 @@ class VLLMEngine:
         scaling = None if self._lora is None else self._lora.alpha / self._lora.dim
         self._engine.collective_rpc("refit_join", args=(list(sources), scaling))
 
-    def lend_weights(self) -> list[Loan]:
-        """Each rank's weights; see `lend`."""
-        return self._engine.collective_rpc("lend_weights")
+    def share_weights(self) -> list[SharedWeights]:
+        """Each rank's weights; see `one_copy.share_weights`."""
+        return self._engine.collective_rpc("share_weights")
 
     def receive_weights(self, version: int) -> list[RefitReport]:
         started = time.perf_counter()

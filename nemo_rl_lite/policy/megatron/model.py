@@ -24,7 +24,7 @@ from nemo_rl_lite.policy.megatron.overlap import Gather, ddp_config
 from nemo_rl_lite.policy.megatron.pass_clock import PassClock
 from nemo_rl_lite.policy.megatron.replay import RouterReplay
 from nemo_rl_lite.policy.megatron.scores import check_scorable
-from nemo_rl_lite.refit.transport.lending import Borrowed
+from nemo_rl_lite.refit.transport.one_copy import InEngine
 
 # Fused kernels of Apex and Transformer Engine, which the local layer spec replaces by plain torch.
 _FUSIONS = (
@@ -79,7 +79,7 @@ class MegatronModel:
     context: ContextRanks = field(default_factory=ContextRanks)
     replay: RouterReplay | None = None
     """What tells the routers which experts to take, in a run with router replay."""
-    borrowed: Borrowed = field(default_factory=Borrowed)
+    in_engine: InEngine = field(default_factory=InEngine)
     """The frozen weights that are in the memory of the engine on this device."""
 
     @cached_property
@@ -108,7 +108,7 @@ class MegatronModel:
 
     def own_parameters(self) -> list[Tensor]:
         """The parameters without those in an engine's memory."""
-        return [parameter for parameter in self.parameters() if parameter not in self.borrowed]
+        return [parameter for parameter in self.parameters() if parameter not in self.in_engine]
 
     def state(self) -> list[Tensor]:
         """What a forward pass depends on: parameters, and buffers such as the biases that balance experts."""

@@ -36,7 +36,7 @@ from nemo_rl_lite.policy.megatron.scoring import Scoring
 from nemo_rl_lite.policy.megatron.training import Training
 from nemo_rl_lite.refit.layout.plan import RefitPlan
 from nemo_rl_lite.refit.transport.interface import Offer
-from nemo_rl_lite.refit.transport.lending import Lent, Loan
+from nemo_rl_lite.refit.transport.one_copy import FrozenBytes, SharedWeights
 from nemo_rl_lite.refit.transport.report import RefitReport
 
 log = logging.getLogger(__name__)
@@ -188,19 +188,19 @@ class MegatronWorker:
         self._producer = plan_refit(self._model, config, shared_device, consumers, adapters_alone)
         return None if self._rank else self._producer.plan
 
-    def borrow_weights(self, loan: Loan | None) -> Lent | None:
+    def use_shared_weights(self, weights: SharedWeights | None) -> FrozenBytes | None:
         """Keep frozen weights in the memory of the engine on this rank's device, if there is one, and give this rank's
-        own copies back to the device; see `refit.transport.lending`."""
-        if loan is None:
+        own copies back to the device; see `refit.transport.one_copy`."""
+        if weights is None:
             return None
         require_weights(self._model, self._phases)
-        lent = self._model.borrowed.take(loan, self._model.parameters())
+        frozen = self._model.in_engine.take(weights, self._model.parameters())
         self._phases.recount()
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
-        shared, twice = lent.shared / 2**20, lent.twice / 2**20
+        shared, twice = frozen.shared / 2**20, frozen.twice / 2**20
         log.info("frozen weights: %.1f MiB are the engine's, %.1f MiB are here and in the engine", shared, twice)
-        return lent
+        return frozen
 
     def open_refit(self, host: str) -> tuple[int, Offer | None]:
         """Open this rank's meeting point; returns its port, and the offer for consumers."""
@@ -221,7 +221,7 @@ class MegatronWorker:
         """See `PolicyState.begin_save`."""
         self._phases.arrive(Component.OPTIMIZER_STATES)
         require_weights(self._model, self._phases)
-        self._model.borrowed.check()
+        self._model.in_engine.check()
         self._state.begin_save(Path(folder))
 
     def save_is_written(self) -> bool:
@@ -242,7 +242,7 @@ class MegatronWorker:
     def export_hf(self, path: str) -> None:
         """Write the model with its configuration and tokenizer in Hugging Face format to the folder `path`."""
         require_weights(self._model, self._phases)
-        self._model.borrowed.check()
+        self._model.in_engine.check()
         export_folder(self._model, self._rank, self._model_path, Path(path))
 
     def _leave_training(self, phase: Phase, working_bytes: int | None = None) -> None:

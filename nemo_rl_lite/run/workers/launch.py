@@ -80,7 +80,7 @@ def launch(
         wait(start_engines(config, group, begun.model_path), timeout_s=limit)
 
     # The memory of an engine that dies may have weights of the policy, which then has to start again, too.
-    restarts = 0 if weights.lends else config.cluster.max_restarts
+    restarts = 0 if weights.shares_weights else config.cluster.max_restarts
     capacity = config.generation.vllm_cfg.max_num_seqs
     policy_waits = not generates_ahead(config)
     recovering = RecoveringGeneration(

@@ -9,7 +9,7 @@ from nemo_rl_lite.cluster.workers import Call, WorkerGroup, result, wait
 from nemo_rl_lite.errors import EngineError, WorkerError
 from nemo_rl_lite.generation.interface import Completion, Decoded, Request
 from nemo_rl_lite.refit.engine.connection import Source
-from nemo_rl_lite.refit.transport.lending import Loan
+from nemo_rl_lite.refit.transport.one_copy import SharedWeights
 
 # Seconds that an engine works before it looks for new requests. On a GPU, between two such slices it already computes
 # the next tokens.
@@ -106,9 +106,9 @@ class RemoteGeneration:
         """Bytes of weights on the engines' fullest GPU; 0 on CPUs."""
         return max(held.get("generation_weights", 0) for held in wait(self.group.call("memory")))
 
-    def lend_weights(self) -> list[Loan]:
-        """The weights of each engine's ranks, one engine after the other; see `lend`."""
-        return [loan for engine in wait(self.group.call("lend_weights")) for loan in engine]
+    def share_weights(self) -> list[SharedWeights]:
+        """The weights of each engine's ranks, one engine after the other; see `one_copy.share_weights`."""
+        return [rank for engine in wait(self.group.call("share_weights")) for rank in engine]
 
     def wake_weights(self) -> None:
         wait(self.group.call("wake_weights"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl_lite.cluster.workers import Call, wait
-from nemo_rl_lite.config.engines import engines_lend_weights, engines_quantize, engines_serve_adapters
+from nemo_rl_lite.config.engines import engines_quantize, engines_serve_adapters, engines_share_weights
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import RefitError
@@ -76,11 +76,11 @@ class WeightSync:
             own = self._plan.nbytes // self._ranks_per_engine
             self._engine_bytes = generation.weight_bytes() if adapters_alone else own
         self.connect()
-        self.lends = engines_lend_weights(config)
+        self.shares_weights = engines_share_weights(config)
         """Whether policy ranks depend on the engines' memory."""
-        if self.lends:
-            engine_of = dict(zip(self._producers, generation.lend_weights(), strict=True))
-            policy.borrow_weights([engine_of.get(rank) for rank in range(policy.ranks)])
+        if self.shares_weights:
+            engine_of = dict(zip(self._producers, generation.share_weights(), strict=True))
+            policy.use_shared_weights([engine_of.get(rank) for rank in range(policy.ranks)])
 
     def connect(self) -> None:
         """Bring every engine rank together with its producer; called again when an engine was replaced."""

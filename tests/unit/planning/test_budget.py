@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_lite.config.engines import engines_lend_weights
+from nemo_rl_lite.config.engines import engines_share_weights
 from nemo_rl_lite.models.known import KNOWN_MODELS
 from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.offload.residency import Component, Phase
@@ -75,17 +75,17 @@ def test_an_engine_that_applies_adapters_has_them_next_to_its_weights():
     assert engines_copy(compose_config(adapters)) and not engines_copy(compose_config(merged))
 
 
-def test_an_engine_that_stays_awake_lends_the_frozen_weights_after_the_start():
+def test_an_engine_that_stays_awake_shares_the_frozen_weights_after_the_start():
     lora = [*ONE, "policy.megatron_cfg.peft.enabled=true", "generation.vllm_cfg.lora=adapters"]
     awake = [*lora, "generation.colocated.sleep=false"]
-    lends, keeps = planned(awake), planned([*awake, *THROUGH_A_BUFFER])
-    training = [one.prediction[Phase.TRAIN, Component.PARAMETERS].device for one in (lends, keeps)]
+    shares, keeps = planned(awake), planned([*awake, *THROUGH_A_BUFFER])
+    training = [one.prediction[Phase.TRAIN, Component.PARAMETERS].device for one in (shares, keeps)]
     attention = 28 * (16 + 2 * 8) * 128 * 2048 * 2
-    lent = refit_bytes(compose_config([*ONE, "policy.megatron_cfg.peft.enabled=true"]), MODEL) - attention
-    assert training[1] - training[0] == lent
+    shared = refit_bytes(compose_config([*ONE, "policy.megatron_cfg.peft.enabled=true"]), MODEL) - attention
+    assert training[1] - training[0] == shared
     # The start has both copies.
-    assert lends.buffers[Phase.TRAIN] == 0 and lends.buffers[Phase.REFIT] > lent
-    of_engine = [one.prediction[Phase.TRAIN, Component.GENERATION_WEIGHTS] for one in (lends, keeps)]
+    assert shares.buffers[Phase.TRAIN] == 0 and shares.buffers[Phase.REFIT] > shared
+    of_engine = [one.prediction[Phase.TRAIN, Component.GENERATION_WEIGHTS] for one in (shares, keeps)]
     assert of_engine[0] == of_engine[1]
 
 
@@ -101,11 +101,11 @@ def test_an_engine_that_stays_awake_lends_the_frozen_weights_after_the_start():
 )
 def test_other_engines_lend_nothing(overrides):
     lora = [*ONE, "policy.megatron_cfg.peft.enabled=true", "generation.vllm_cfg.lora=adapters"]
-    assert engines_lend_weights(compose_config([*lora, "generation.colocated.sleep=false"]))
-    assert not engines_lend_weights(compose_config([*lora, *overrides]))
+    assert engines_share_weights(compose_config([*lora, "generation.colocated.sleep=false"]))
+    assert not engines_share_weights(compose_config([*lora, *overrides]))
 
 
-def test_an_engine_that_splits_its_matrices_otherwise_lends_nothing():
+def test_an_engine_that_splits_its_matrices_otherwise_shares_nothing():
     two = [*ONE, "cluster.gpus_per_node=2", "policy.megatron_cfg.peft.enabled=true", "generation.colocated.sleep=false"]
     two += ["generation.vllm_cfg.lora=adapters", "policy.megatron_cfg.tensor_model_parallel_size=2"]
     budgets = [planned([*two, f"generation.vllm_cfg.tensor_parallel_size={ranks}"]) for ranks in (1, 2)]

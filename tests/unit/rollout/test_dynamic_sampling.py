@@ -87,7 +87,7 @@ def test_what_is_kept_depends_neither_on_time_nor_on_oversampling():
     for oversample in (1.0, "auto", 2.0):
         own, engine = source(texts, oversample=oversample)
         assert kept(own.rollout(1)) == ["m slow 0", "m 2", "m 3"] and own.order.state()["position"] == 4
-        # With oversampling the replacement has begun from the start.
+        # With oversampling more has begun than what is kept and replaced.
         assert (len(engine.begun) // SAMPLES > 4) == (oversample != 1)
 
 
@@ -98,19 +98,19 @@ class Ended:
         self.is_done, self.is_useful = ended, useful
 
 
-def begun_beside(ended=0, useful=0, under_way=0, **own):
+def missing_with(ended=0, useful=0, under_way=0, **own):
     groups = [Ended(True, place < useful) for place in range(ended)] + [Ended(False, False)] * under_way
     return Wanted(Data(["m"]).problem, count=10, samples=SAMPLES, useful=True, **own).missing(groups)
 
 
-def test_so_many_are_under_way_as_the_missing_ones_probably_take():
-    assert begun_beside() == 10 and begun_beside(share=0.5) == 20
+def test_as_many_are_under_way_as_the_missing_ones_probably_take():
+    assert missing_with() == 10 and missing_with(share=0.5) == 20
     # What this rollout tells counts as much as what was expected, when as many prompts have ended.
-    assert begun_beside(share=0.5, ended=10, useful=1, under_way=20) == math.ceil(9 / 0.3) - 20
+    assert missing_with(share=0.5, ended=10, useful=1, under_way=20) == math.ceil(9 / 0.3) - 20
     # The last one: it probably takes four more.
-    assert begun_beside(share=0.25, ended=38, useful=9) == math.ceil(1 / (11.5 / 48))
-    assert begun_beside(share=0.0) == 80 and begun_beside(share=0.0, most=30) == 30
-    assert begun_beside(oversample=1.5, ended=5, useful=2, under_way=3) == 15 - 2 - 3
+    assert missing_with(share=0.25, ended=38, useful=9) == math.ceil(1 / (11.5 / 48))
+    assert missing_with(share=0.0) == 80 and missing_with(share=0.0, most=30) == 30
+    assert missing_with(oversample=1.5, ended=5, useful=2, under_way=3) == 15 - 2 - 3
 
 
 def test_a_rollout_begins_with_what_the_last_one_tells():

@@ -1,6 +1,6 @@
-"""One policy rank with LoRA, without Ray, whose frozen weights are its own or those of an engine that lends them.
+"""One policy rank with LoRA, without Ray, whose frozen weights are its own or those of an engine that shares them.
 
-lending_rank.py MODEL_FOLDER OUTPUT_FOLDER. Writes a file for each of the two: logprobs, steps, adapters and weights.
+one_copy_rank.py MODEL_FOLDER OUTPUT_FOLDER. Writes a file for each of the two: logprobs, steps, adapters and weights.
 """
 
 import sys
@@ -15,7 +15,7 @@ from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
-from nemo_rl_lite.refit.transport.lending import Borrowed, lend
+from nemo_rl_lite.refit.transport.one_copy import InEngine, share_weights
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.reserve import policy_arguments
 from tests.functional.policy_rank import forget_layout
@@ -28,7 +28,7 @@ OVERRIDES = [
 
 
 def main(model_folder: str, output_folder: str) -> None:
-    for name in ("own", "lent"):
+    for name in ("own", "shared"):
         run(Path(model_folder), Path(output_folder), name)
         forget_layout()
 
@@ -37,13 +37,15 @@ def run(model_folder: Path, folder: Path, name: str) -> None:
     config = compose_config([f"policy.model_name={model_folder}", *OVERRIDES])
     worker = MegatronWorker(**policy_arguments(config, model_folder) | {"threads": 1, "keep_reference": True})
     worker.plan_refit(config.refit, shared_device=True, consumers=1, adapters_alone=True)
-    lent = None
-    if name == "lent":
+    frozen = None
+    if name == "shared":
         files = Files(folder / "memory")
         files.folder.mkdir()
-        worker._model.borrowed = Borrowed(files)
+        worker._model.in_engine = InEngine(files)
         weights = of_an_engine(load_file(model_folder / "model.safetensors"))
-        lent = worker.borrow_weights(lend([files.new(str(index), one) for index, one in enumerate(weights)], files))
+        frozen = worker.use_shared_weights(
+            share_weights([files.new(str(index), one) for index, one in enumerate(weights)], files)
+        )
     source = torch.Generator().manual_seed(1)
     tokens = torch.randint(4, 60, (8, 12), generator=source)
     advantages = torch.randn(8, generator=source)
@@ -67,7 +69,7 @@ def run(model_folder: Path, folder: Path, name: str) -> None:
     worker.finish_save()
     worker.export_hf(str(folder / f"{name}-hf"))
     own = sum(parameter.numel() * 4 for parameter in worker._model.own_parameters())
-    torch.save({"scored": scored, "steps": steps, "lent": lent, "moved": moved, "own": own}, folder / name)
+    torch.save({"scored": scored, "steps": steps, "shared": frozen, "moved": moved, "own": own}, folder / name)
 
 
 def checkpoint(folder: Path) -> Path:

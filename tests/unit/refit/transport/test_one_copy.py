@@ -1,11 +1,11 @@
-"""Weights that an engine lends, with files as the memory that two processes share."""
+"""Weights that an engine shares, with files as the memory that two processes share."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.refit.transport.lending import Borrowed, lend
+from nemo_rl_lite.refit.transport.one_copy import InEngine, share_weights
 from tests.unit.refit.transport.files import Files
 
 
@@ -23,7 +23,7 @@ def test_equal_weights_move_to_the_engine_and_others_stay(files):
     # Two of the engine's weights lie in one allocation, and its vocabulary is padded.
     both = files.new("both", torch.cat([matrix.flatten(), norm]), offset=512)
     padded = files.new("vocabulary", torch.cat([vocabulary, torch.zeros(2, 16)]))
-    loan = lend([both[:480].view(6, 80), both[480:], padded, torch.tensor(3.0)], files)
+    weights = share_weights([both[:480].view(6, 80), both[480:], padded, torch.tensor(3.0)], files)
     same = [frozen(matrix), frozen(norm), frozen(norm), frozen(vocabulary)]
     last_row_differs = matrix.clone()
     last_row_differs[5, 79] += 1
@@ -31,10 +31,10 @@ def test_equal_weights_move_to_the_engine_and_others_stay(files):
     unlike = [frozen(last_row_differs), frozen(matrix.flip(0)), frozen(matrix.view(12, 40)), frozen(norm.double())]
     unlike += [frozen(torch.cat([vocabulary, torch.zeros(3, 16)])), nn.Parameter(norm.clone())]
     values, places = [one.clone() for one in (*same, *unlike)], [one.data_ptr() for one in unlike]
-    borrowed = Borrowed(files)
-    lent = borrowed.take(loan, [*same, *unlike])
-    assert lent.shared == 4 * (480 + 16 + 16 + 160) and lent.twice == 4 * (3 * 480 + 2 * 16 + 13 * 16)
-    assert all(one in borrowed for one in same) and not any(one in borrowed for one in unlike)
+    in_engine = InEngine(files)
+    frozen_bytes = in_engine.take(weights, [*same, *unlike])
+    assert frozen_bytes.shared == 4 * (480 + 16 + 16 + 160) and frozen_bytes.twice == 4 * (3 * 480 + 2 * 16 + 13 * 16)
+    assert all(one in in_engine for one in same) and not any(one in in_engine for one in unlike)
     assert [one.data_ptr() for one in unlike] == places
     assert all(map(torch.equal, (*same, *unlike), values))
     # What they read now is the engine's memory.
@@ -45,10 +45,10 @@ def test_equal_weights_move_to_the_engine_and_others_stay(files):
 
 def test_memory_that_changes_is_noticed(files):
     weight = files.new("weight", torch.randn(4, 8))
-    borrowed = Borrowed(files)
-    borrowed.check()
-    borrowed.take(lend([weight], files), [frozen(weight)])
-    borrowed.check()
+    in_engine = InEngine(files)
+    in_engine.check()
+    in_engine.take(share_weights([weight], files), [frozen(weight)])
+    in_engine.check()
     weight[3, 7] = 0
-    with pytest.raises(RefitError, match="weights that an engine lends the policy have changed"):
-        borrowed.check()
+    with pytest.raises(RefitError, match="weights that an engine shares with the policy have changed"):
+        in_engine.check()

@@ -1,10 +1,10 @@
-"""Frozen weights in one copy: an engine lends its weights, and the policy rank on its device gives away its own memory
+"""Frozen weights in one copy: an engine shares its weights, and the policy rank on its device frees its own memory
 of the same bytes.
 
 Which weights these are is found by comparing bytes, so nothing depends on how either side names or fuses its weights: a
 frozen parameter of the policy becomes a view of the first rows of one of the engine's weights. The rows of a padded
 vocabulary come last. What the two sides lay out in other ways stays with the policy. Neither side writes to what is
-lent, and the engine's weights never move, because its CUDA graphs know their addresses.
+shared, and the engine's weights never move, because its CUDA graphs know their addresses.
 """
 
 from collections import defaultdict
@@ -29,7 +29,7 @@ _Head = tuple[torch.dtype, tuple[int, ...], bytes]
 
 
 @dataclass(frozen=True)
-class Loan:
+class SharedWeights:
     """The weights of one engine rank: where they are, and each one's dtype and shape. It is pickled."""
 
     addresses: bytes
@@ -37,25 +37,25 @@ class Loan:
 
 
 @dataclass(frozen=True)
-class Lent:
+class FrozenBytes:
     """Bytes of a policy rank's frozen weights that are an engine's, and that both sides hold."""
 
     shared: int
     twice: int
 
 
-def lend(weights: Iterable[Tensor], memory: Memory = device_memory) -> Loan:
-    """Lend an engine's weights, which nobody may write to, move or free from now on.
+def share_weights(weights: Iterable[Tensor], memory: Memory = device_memory) -> SharedWeights:
+    """Share an engine's weights, which nobody may write to, move or free from now on.
 
     Raises:
         RefitError: the memory cannot be shared.
     """
-    lent = [weight.detach() for weight in weights if weight.dim() and weight.numel() and weight.is_contiguous()]
-    addresses = Sharing(dict(enumerate(lent)), 0, [0], None, memory).addresses()
-    return Loan(addresses, [(dtype_name(weight.dtype), tuple(weight.shape)) for weight in lent])
+    shared = [weight.detach() for weight in weights if weight.dim() and weight.numel() and weight.is_contiguous()]
+    addresses = Sharing(dict(enumerate(shared)), 0, [0], None, memory).addresses()
+    return SharedWeights(addresses, [(dtype_name(weight.dtype), tuple(weight.shape)) for weight in shared])
 
 
-class Borrowed:
+class InEngine:
     """The parameters of a policy rank whose memory is an engine's, from `take` until this process ends."""
 
     def __init__(self, memory: Memory = device_memory):
@@ -67,7 +67,7 @@ class Borrowed:
         return id(parameter) in self._parameters
 
     @torch.no_grad()
-    def take(self, loan: Loan, parameters: Iterable[Tensor]) -> Lent:
+    def take(self, weights: SharedWeights, parameters: Iterable[Tensor]) -> FrozenBytes:
         """Let those of the `parameters` that are frozen be the engine's memory, as far as it has the same bytes. Their
         own memory is free where nothing else refers to it.
 
@@ -75,22 +75,22 @@ class Borrowed:
             RefitError: the engine's memory cannot be opened from here.
         """
         frozen = [one for one in parameters if not one.requires_grad and one.dim() and one.numel()]
-        begins = self._open.enter_context(opened(loan.addresses, self._memory))
-        lent = [
+        begins = self._open.enter_context(opened(weights.addresses, self._memory))
+        of_engine = [
             begins[0, number].view(getattr(torch, dtype)).view(shape)
-            for number, (dtype, shape) in enumerate(loan.weights)
+            for number, (dtype, shape) in enumerate(weights.weights)
         ]
-        for parameter, same in _equal(frozen, lent):
+        for parameter, same in _equal(frozen, of_engine):
             parameter.data = same
             self._parameters[id(parameter)] = parameter
         self._checksums = self._summed()
         shared = sum(map(_nbytes, self._parameters.values()))
-        return Lent(shared, sum(map(_nbytes, frozen)) - shared)
+        return FrozenBytes(shared, sum(map(_nbytes, frozen)) - shared)
 
     def check(self) -> None:
-        """Check that the lent memory is what it was. Raises RefitError: it is not, as after the engine's end."""
+        """Check that the shared memory is what it was. Raises RefitError: it is not, as after the engine's end."""
         if self._summed() != self._checksums:
-            raise RefitError("weights that an engine lends the policy have changed: its process may be gone")
+            raise RefitError("weights that an engine shares with the policy have changed: its process may be gone")
 
     def _summed(self) -> list[int]:
         sums = Checksums("full")
@@ -99,10 +99,10 @@ class Borrowed:
         return sums.values()
 
 
-def _equal(parameters: Iterable[Tensor], lent: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each parameter with the first rows of a lent weight that have the same bytes, if there are any."""
+def _equal(parameters: Iterable[Tensor], of_engine: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each parameter with the first rows of a weight of the engine that have the same bytes, if there are any."""
     candidates = defaultdict[_Head, list[Tensor]](list)
-    for weight in lent:
+    for weight in of_engine:
         candidates[_head(weight)].append(weight)
     for parameter in parameters:
         rows = len(parameter)
