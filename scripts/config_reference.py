@@ -186,7 +186,7 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 INTRODUCTION = """# Configuration reference
 
-<!-- Written by scripts/config_reference.py from configs/ and nemo_rl_lite/config/{schema.py,sections/}. Change those. -->
+<!-- Written by scripts/config_reference.py from configs/ and the schema in nemo_rl_lite/config/. Change those. -->
 
 Every key, its type and range, its default and what it does. Hydra composes one file of each group; the command line
 chooses files (`group=file`) and changes keys (`key.path=value`, with or without a `+` before it):

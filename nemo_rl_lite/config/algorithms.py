@@ -1,7 +1,8 @@
 """The algorithms, one row each: what other rooms must know about an algorithm without asking for its name.
 
-A new algorithm is its options (`sections/algorithm.py`, and the union in `schema.py`), a loop (`algorithms/`) with its job (`run/jobs/`), a file in
-`configs/algorithm/`, and a row here. Imports nothing heavy: a row names code above this room by a dotted path.
+A new algorithm is its options (`sections/algorithm.py`, and the union in `schema.py`), a loop (`algorithms/`) with its
+job (`run/jobs/`), a file in `configs/algorithm/`, and a row here. Imports nothing heavy: a row names code above this
+room by a dotted path.
 """
 
 from collections.abc import Callable

@@ -38,7 +38,7 @@ class Sampler:
     validation: Sequence[Problem]
     order: PromptOrder
     _useful_share: float = field(default=1.0, init=False)
-    """The share of useful prompts in the newest rollout, which decides how many prompts of the next one begin at once."""
+    """The share of useful prompts in the newest rollout: it decides how many of the next one begin at once."""
 
     def rollout(self, step: int, show: Show = lambda _: None) -> Rollout:
         """Sample the rollout of a step; see `RolloutCollector.collect` for `show`."""

@@ -62,8 +62,9 @@ def table(records: Sequence[Record], folder: str) -> list[str]:
     lines = [
         f"What {model} learns in {' or '.join(map(str, steps))} steps of each algorithm, with its file's settings but "
         "one learning rate, no KL penalty and four optimizer steps a rollout, on "
-        f"{'a task' if len(tasks) == 1 else 'tasks'} of reasoning-gym that it solves now and then ({where}). Curves are means over seeds, bands go from the least to the most; held-out problems "
-        "are never trained on. The last interval is Student's, with each seed's accuracy as one observation:",
+        f"{'a task' if len(tasks) == 1 else 'tasks'} of reasoning-gym that it solves now and then ({where}). Curves "
+        "are means over seeds, bands go from the least to the most; held-out problems are never trained on. The last "
+        "interval is Student's, with each seed's accuracy as one observation:",
         "",
         f"![held-out accuracy by algorithm, over the steps of training]({folder}images/learning.svg)",
         "",
