@@ -14,8 +14,8 @@ from nemo_rl_lite.planning.model_size import parameter_count, rank_parameters, s
 from nemo_rl_lite.planning.prediction import (
     Prediction,
     engine_weights,
-    lent_weights,
     predict,
+    shared_weights,
     token_cache_bytes,
     totals,
 )
@@ -91,7 +91,7 @@ def budget(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Budget:
     ranks = policy_ranks(config)
     prediction, copied = predict(config, shape, gpu_bytes), engines_copy(config)
     buffers, phases = _refit_buffers(config, shape, gpu_bytes), totals(prediction)
-    own = max(lent_weights(config, shape, stage) for stage in {0, parallel_dims(config).pp - 1})
+    own = max(shared_weights(config, shape, stage) for stage in {0, parallel_dims(config).pp - 1})
     return Budget(
         prediction,
         # An engine that copies parameters needs a bucket only at the first refit.

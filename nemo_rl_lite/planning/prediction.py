@@ -77,7 +77,7 @@ def _of_stage(
     trained = trained_parameters(shape, dims, peft, stage, grouped=on_gpus(config))
     held = rank_parameters(shape, dims, stage).total + (trained.total if peft.enabled else 0)
     sizes = {
-        Component.PARAMETERS: held * item_bytes(config) - lent_weights(config, shape, stage),
+        Component.PARAMETERS: held * item_bytes(config) - shared_weights(config, shape, stage),
         Component.GRADIENTS: trained.total * GRADIENT_BYTES,
     }
     of_teacher = teacher.weight_bytes(config) if has_teacher(config) else 0
@@ -151,7 +151,7 @@ def engine_weights(config: Config, shape: ModelShape) -> int:
     return (parameter_count(shape) + adapters) * item_bytes(config) // engine_ranks(config)
 
 
-def lent_weights(config: Config, shape: ModelShape, stage: int) -> int:
+def shared_weights(config: Config, shape: ModelShape, stage: int) -> int:
     """Bytes of a policy rank's frozen weights that are in the memory of the engine on its GPU. Of matrices that the two
     split over other numbers of ranks, nothing is."""
     dims = parallel_dims(config)

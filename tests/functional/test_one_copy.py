@@ -15,7 +15,7 @@ from tests.functional.ranks import run_ranks
 pytestmark = pytest.mark.functional
 
 
-def test_training_with_lent_weights_is_the_same_to_the_bit(tmp_path, model_folder):
+def test_training_with_shared_weights_is_the_same_to_the_bit(tmp_path, model_folder):
     run_ranks(Path(__file__).with_name("one_copy_rank.py"), [str(model_folder), str(tmp_path)], 1)
     own, shared = (torch.load(tmp_path / name, weights_only=False) for name in ("own", "shared"))
     assert (own["scored"] == shared["scored"]).all() and own["steps"] == shared["steps"]

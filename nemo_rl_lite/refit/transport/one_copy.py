@@ -9,7 +9,7 @@ shared, and the engine's weights never move, because its CUDA graphs know their 
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +51,8 @@ def share_weights(weights: Iterable[Tensor], memory: Memory = device_memory) -> 
         RefitError: the memory cannot be shared.
     """
     shared = [weight.detach() for weight in weights if weight.dim() and weight.numel() and weight.is_contiguous()]
-    addresses = Sharing(dict(enumerate(shared)), 0, [0], None, memory).addresses()
+    with _naming_the_key():
+        addresses = Sharing(dict(enumerate(shared)), 0, [0], None, memory).addresses()
     return SharedWeights(addresses, [(dtype_name(weight.dtype), tuple(weight.shape)) for weight in shared])
 
 
@@ -75,7 +76,8 @@ class InEngine:
             RefitError: the engine's memory cannot be opened from here.
         """
         frozen = [one for one in parameters if not one.requires_grad and one.dim() and one.numel()]
-        begins = self._open.enter_context(opened(weights.addresses, self._memory))
+        with _naming_the_key():
+            begins = self._open.enter_context(opened(weights.addresses, self._memory))
         of_engine = [
             begins[0, number].view(getattr(torch, dtype)).view(shape)
             for number, (dtype, shape) in enumerate(weights.weights)
@@ -97,6 +99,14 @@ class InEngine:
         for parameter in self._parameters.values():
             sums.add(parameter.detach().view(-1).view(torch.uint8))
         return sums.values()
+
+
+@contextmanager
+def _naming_the_key() -> Iterator[None]:
+    try:
+        yield
+    except RefitError as error:
+        raise RefitError(f"{error}; refit.direct=false keeps a copy of the frozen weights on each side") from error
 
 
 def _equal(parameters: Iterable[Tensor], of_engine: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -22,7 +22,7 @@ from nemo_rl_lite.policy.megatron.model import ParallelPlace
 from nemo_rl_lite.policy.megatron.shares import Cost, balanced_shares
 from nemo_rl_lite.refit.layout.plan import RefitPlan
 from nemo_rl_lite.refit.transport.interface import Offer
-from nemo_rl_lite.refit.transport.one_copy import FrozenBytes, SharedWeights
+from nemo_rl_lite.refit.transport.one_copy import SharedWeights
 
 # Metrics that are the same on every replica, so that they are not summed.
 WHOLE_METRICS = ("grad_norm", "lr", "wd", "skipped_steps")
@@ -173,11 +173,10 @@ class RemotePolicy:
         arguments = [(config, shared_device, count, adapters_alone) for count in consumers]
         return wait(self.group.call_each("plan_refit", arguments), timeout_s=timeout_s)[0]
 
-    def use_shared_weights(self, weights: Sequence[SharedWeights | None]) -> list[FrozenBytes]:
+    def use_shared_weights(self, weights: Sequence[SharedWeights | None]) -> None:
         """See `MegatronWorker.use_shared_weights`; `weights` has those of the engine on each rank's
         device, or None."""
-        frozen = wait(self.group.call_each("use_shared_weights", [(one,) for one in weights]))
-        return [one for one in frozen if one is not None]
+        wait(self.group.call_each("use_shared_weights", [(one,) for one in weights]))
 
     def open_refit(self, timeout_s: float) -> list[tuple[str, int, Offer | None]]:
         """Each rank's meeting point, as host and port, and its offer."""

@@ -99,7 +99,7 @@ def test_an_engine_that_stays_awake_shares_the_frozen_weights_after_the_start():
         ["policy.megatron_cfg.peft.enabled=false"],
     ],
 )
-def test_other_engines_lend_nothing(overrides):
+def test_other_engines_share_nothing(overrides):
     lora = [*ONE, "policy.megatron_cfg.peft.enabled=true", "generation.vllm_cfg.lora=adapters"]
     assert engines_share_weights(compose_config([*lora, "generation.colocated.sleep=false"]))
     assert not engines_share_weights(compose_config([*lora, *overrides]))
