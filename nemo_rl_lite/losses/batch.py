@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.losses.sending import sent_together
+
 # The arrays of `TokenRow` and `TokenRows` that have an entry for each token.
 OF_TOKENS = {
     "tokens": np.int32,
@@ -130,12 +132,6 @@ class TokenRows(Sequence[TokenRow]):
         return ((name, getattr(self, name)) for name in names if getattr(self, name) is not None)
 
 
-def sent(values: Tensor, device: torch.device) -> Tensor:
-    """Begin to copy `values` to `device`. Work there sees the copy; the host waits neither for it nor for work before
-    it, because a GPU reads from page-locked memory by itself."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
-
-
 def _array(values: Any, name: str) -> np.ndarray:
     return np.asarray(values, OF_TOKENS[name])
 
@@ -228,8 +224,8 @@ class Batch:
         return self._each(padded)
 
     def to(self, device: torch.device) -> "Batch":
-        """Begin to copy all fields to `device`: see `sent`."""
-        return self._each(lambda values: sent(values, device))
+        """Begin to copy all fields to `device`: see `sent_together`."""
+        return replace(self, **sent_together(self.present(), device))
 
     def require(self, *names: str) -> tuple[Tensor, ...]:
         """The fields of these names. Raises ValueError: one of them is None."""
@@ -237,6 +233,10 @@ class Batch:
             raise ValueError(f"the loss reads {', '.join(missing)}, which this run's batches do not have")
         return tuple(getattr(self, name) for name in names)
 
+    def present(self) -> dict[str, Tensor]:
+        """The fields that the run has, by name."""
+        both = ((one.name, getattr(self, one.name)) for one in fields(self))
+        return {name: values for name, values in both if values is not None}
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        present = ((one.name, getattr(self, one.name)) for one in fields(self))
-        return replace(self, **{name: change(values) for name, values in present if values is not None})
+        return replace(self, **{name: change(values) for name, values in self.present().items()})

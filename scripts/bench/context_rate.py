@@ -1,10 +1,10 @@
 """Tokens a second of training on single long sequences, by their length: context_rate.py MODEL
 
-context_rate.py MODEL [--tokens 16384 65536] [--steps 7] [--context 1] [-- OVERRIDE ...]
+context_rate.py MODEL [--tokens 16384 65536] [--steps 7] [--context 1] [--ways p2p a2a ...] [-- OVERRIDE ...]
 
 Each optimizer step trains all weights on one chat of that many tokens, in bfloat16 with recomputed layers, as the rows
 "RL full, recompute" of prime-rl's table of its trainer do, on one GPU; with `--context` 2 or more then on that many
-GPUs that share each sequence, too. The first three steps do not count.
+GPUs that share each sequence, too, in each of the `--ways`. The first three steps do not count.
 """
 
 import argparse
@@ -20,6 +20,16 @@ WARM = 3
 TARGETS = {"qwen3-0.6b": {16384: 11_900, 65536: 10_200}}
 # The share of N times one GPU's tokens a second that N GPUs are to reach.
 PARALLEL = 0.85
+OVERLAPPED = [
+    f"policy.megatron_cfg.distributed_data_parallel_config.{key}=true"
+    for key in ("overlap_grad_reduce", "overlap_param_gather")
+]
+WAYS = {
+    "p2p": [],
+    "a2a": ["policy.megatron_cfg.cp_comm_type=a2a"],
+    "p2p-overlapped": OVERLAPPED,
+    "a2a-overlapped": ["policy.megatron_cfg.cp_comm_type=a2a", *OVERLAPPED],
+}
 RATE = "tokens a second"
 METRICS = [
     (RATE, "1/s", "performance/tokens_per_sec", 1),
@@ -34,6 +44,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536])
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--context", type=int, default=1)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["p2p"], help="in which GPUs share a sequence")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args()
     shared = given.context > 1
@@ -41,22 +52,23 @@ def main() -> None:
     results, bars = [], []
     for tokens in given.tokens:
         rates = {}
-        for gpus in sorted({1, given.context}):
-            case = f"{tokens} tokens" + (f", {gpus} GPU{'s' * (gpus > 1)}" if shared else "")
-            steps = train(given.model, tokens, given.steps, gpus, given.overrides)
+        for way in ["one GPU", *(given.ways if shared else [])]:
+            gpus, own = (given.context, WAYS[way]) if way in WAYS else (1, [])
+            case = f"{tokens} tokens" + (f", {way}" if shared else "")
+            steps = train(given.model, tokens, given.steps, gpus, [*own, *given.overrides])
             found = results_of(steps, case, METRICS)
             medians = {one["name"]: one["median"] for one in found}
             print(case, medians, flush=True)
             results += found
-            rates[gpus] = medians[RATE]
+            rates[way] = medians[RATE]
+            if way in WAYS:
+                times, target = rates[way] / rates["one GPU"], PARALLEL * given.context
+                what = f"times the tokens a second of one GPU, {tokens} tokens shared by {given.context}, {way}"
+                bars.append(record.bar(what, times, target, at_least=True))
             record.write(name, results, bars)
-        if shared:
-            times, target = rates[given.context] / rates[1], PARALLEL * given.context
-            what = f"times the tokens a second of one GPU, {tokens} tokens shared by {given.context}"
-            bars.append(record.bar(what, times, target, at_least=True))
-        elif target := TARGETS.get(given.model.name, {}).get(tokens):
-            bars.append(record.bar(f"tokens a second, {tokens} tokens", rates[1], target, at_least=True))
-        record.write(name, results, bars)
+        if not shared and (target := TARGETS.get(given.model.name, {}).get(tokens)):
+            bars.append(record.bar(f"tokens a second, {tokens} tokens", rates["one GPU"], target, at_least=True))
+            record.write(name, results, bars)
 
 
 def train(model: Path, tokens: int, steps: int, context: int, overrides: list[str]) -> list[dict[str, float]]:

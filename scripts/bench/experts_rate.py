@@ -29,8 +29,10 @@ SPREAD = f"{MEGATRON}.expert_model_parallel_size"
 TOGETHER = "generation.vllm_cfg.tensor_parallel_size=2"
 ON_GPUS = [
     *(*LARGE, "algorithm.num_prompts_per_step=32", "policy.train_global_batch_size=256"),
-    *("generation.vllm_cfg.max_num_seqs=256", "algorithm.loss_fn.force_on_policy_ratio=false"),
-    *(f"{PACKING}.train_mb_tokens=16384", f"{PACKING}.logprob_mb_tokens=16384", "offload=pinned"),
+    *("generation.vllm_cfg.max_num_seqs=256", "generation.vllm_cfg.gpu_memory_utilization=0.25"),
+    "algorithm.loss_fn.force_on_policy_ratio=false",
+    # Nothing moves, so that each phase's memory can be compared with the plan's.
+    *("offload=none", f"{PACKING}.train_mb_tokens=16384", f"{PACKING}.logprob_mb_tokens=16384"),
     *(f"{MEGATRON}.keep_logits=false", "generation.colocated.sleep=true", "+generation.vllm_kwargs.moe_backend=triton"),
 ]
 SMALL = [

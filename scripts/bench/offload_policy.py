@@ -2,7 +2,8 @@
 
 This process is one policy rank, without an engine. Each setting goes through the phases of several GRPO steps on the
 same random sequences, 64 of 558 tokens, or 4 of 8192 for activations; the first step is left out. TABLEs: prepare,
-activations, cpu_optimizer (the default three) and, for a model with experts, activations_of_experts.
+activations, cpu_optimizer (the default three); pieces, of overlapped copies; and, for a model with experts,
+activations_of_experts.
 """
 
 import gc
@@ -23,6 +24,7 @@ from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.host.ports import free_port
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss
+from nemo_rl_lite.offload import copies
 from nemo_rl_lite.offload.mover import move_metrics
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.reserve import MANY_QUEUES, policy_arguments
@@ -41,6 +43,8 @@ LOGPROB = "policy.offload_optimizer_states_for_logprob=true"
 OPTIMIZER, ACTIVATIONS = "policy.megatron_cfg.optimizer", "policy.megatron_cfg"
 CPU_OPTIMIZER = f"{OPTIMIZER}.optimizer_cpu_offload=true"
 OVERLAPPED = f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=true"
+# Setting -> bytes that offload/copies.py gives to the copy engine at a time.
+PIECES = {f"overlapped, pieces of {mib} MiB": mib << 20 for mib in (64, 16, 4)}
 
 
 def modules(*names: str) -> list[str]:
@@ -61,6 +65,11 @@ TABLES: dict[str, dict[str, list[str]]] = {
         "states leave, page-locked, overlapped": [LOGPROB, "policy.overlap_offload=true"],
         "offload=pinned": ["offload=pinned"],
         "states leave, pageable": [LOGPROB, "policy.use_pinned_optimizer_offload=false"],
+    },
+    "pieces": {
+        "states stay": [],
+        "states leave, page-locked": [LOGPROB],
+        **{name: [LOGPROB, "policy.overlap_offload=true"] for name in PIECES},
     },
     "activations": {
         "none": [],
@@ -95,8 +104,9 @@ TABLES: dict[str, dict[str, list[str]]] = {
         "all": fraction(1.0, overlap=False),
     },
 }
-STEPS = {"prepare": 4, "activations": 3, "activations_of_experts": 3, "cpu_optimizer": 3}
+STEPS = {"prepare": 4, "pieces": 6, "activations": 3, "activations_of_experts": 3, "cpu_optimizer": 3}
 SHORT, LONG = (64, 558), (4, 8192)
+USUAL_PIECE = copies.PIECE_BYTES
 
 
 def main() -> None:
@@ -109,6 +119,7 @@ def main() -> None:
         sequences = LONG if table.startswith("activations") else SHORT
         for setting, overrides in TABLES[table].items():
             started = time.time()
+            copies.PIECE_BYTES = PIECES.get(setting, USUAL_PIECE)
             try:
                 measured = measure(model, overrides, STEPS[table], *sequences)
             except (RuntimeError, LauncherError) as error:
@@ -217,16 +228,28 @@ def random_rows(count: int, length: int) -> list[TokenRow]:
 
 
 def bars(table: str, medians: dict[str, dict[str, float]]) -> list[dict]:
-    if table == "prepare" and (overlapped := medians.get("states leave, page-locked, overlapped")):
-        moved = [name for name in overlapped if name.endswith("_exposed_s")]
-        exposed = sum(overlapped[name] for name in moved)
-        transfer = sum(overlapped[name.replace("_exposed_s", "_s")] for name in moved)
-        return [record.bar("page-locked, overlapped: exposed share", exposed / transfer, 0.25, at_least=False)]
+    if table in ("prepare", "pieces"):
+        return [bar for name in medians if "overlapped" in name for bar in hidden(name, medians)]
     if table.startswith("activations") and ON_GPU:
         both = {name: one for name, one in medians.items() if name.startswith("CPU optimizer")}
         alone = {name: one for name, one in medians.items() if name not in (*both, "recomputed instead")}
         return [saved_at_ten_percent(*sets) for sets in (("", alone), (", with a CPU optimizer", both)) if sets[1]]
     return []
+
+
+def hidden(name: str, medians: dict[str, dict[str, float]]) -> list[dict]:
+    """Return two bars of overlapped moves: the share of the copies' time that the rank waited for, and how much longer
+    a step is, as a share of that with moves that are waited for. The second one counts what copies slow down, too."""
+    overlapped, whole = medians[name], "whole step"
+    stays, waited = medians["states stay"][whole], medians["states leave, page-locked"][whole]
+    moved = [metric for metric in overlapped if metric.endswith("_exposed_s")]
+    exposed = sum(overlapped[metric] for metric in moved)
+    transfer = sum(overlapped[metric.replace("_exposed_s", "_s")] for metric in moved)
+    longer = (overlapped[whole] - stays) / (waited - stays)
+    return [
+        record.bar(f"{name}: exposed share", exposed / transfer, 0.25, at_least=False),
+        record.bar(f"{name}: what a step is longer by, of that without overlap", longer, 0.25, at_least=False),
+    ]
 
 
 def saved_at_ten_percent(where: str, sets: dict[str, dict[str, float]]) -> dict:

@@ -91,6 +91,15 @@ TABLES = {
         ),
     ),
     "copies table": Table(MEMORY, "offload-copies", "1x-h100"),
+    "overlapped moves table": Table(
+        MEMORY,
+        "offload-prepare",
+        "1x-h100",
+        columns=(
+            *("logprob preparation", "logprob", "training preparation", "train", "whole step"),
+            *("optimizer_states/to_host_exposed_s", "optimizer_states/to_device_exposed_s"),
+        ),
+    ),
     "presets table": Table(
         MEMORY,
         "offload-presets",
@@ -197,6 +206,7 @@ TABLES = {
         optional=True,
     ),
     "idle table": Table(GPUS, "dp-idle", "2x-h100"),
+    "shared sequence table": Table(GPUS, "context-rate-qwen3-1.7b-context-2", "2x-h100"),
     "experts rate table": Table(
         GPUS,
         "experts-rate",

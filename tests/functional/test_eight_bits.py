@@ -22,6 +22,12 @@ def rounded(values: Tensor, *shared: int) -> Tensor:
     return (values / scale).to(torch.float8_e4m3fn).float() * scale
 
 
+def rounded_to_powers(values: Tensor, *shared: int) -> Tensor:
+    """The same with scales that are powers of two."""
+    scale = (values.abs().amax(shared, keepdim=True).clamp_min(1e-12) / LARGEST).log2().ceil().exp2()
+    return (values / scale).to(torch.float8_e4m3fn).float() * scale
+
+
 def rounded_weight(weight: Tensor, way: str) -> Tensor:
     if way == "fp8_per_block":
         blocks = weight.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
@@ -43,11 +49,15 @@ def random_model(seed: int) -> Qwen3ForCausalLM:
 
 def in_eight_bits(model: Qwen3ForCausalLM, way: str) -> Qwen3ForCausalLM:
     model = copy.deepcopy(model)
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and name != "lm_head":
-            layer.weight.data = rounded_weight(layer.weight.data, way)
-            layer.register_forward_pre_hook(lambda _, given: (rounded_input(given[0], way),))
+    for layer in quantised(model):
+        layer.weight.data = rounded_weight(layer.weight.data, way)
+        layer.register_forward_pre_hook(lambda _, given: (rounded_input(given[0], way),))
     return model
+
+
+def quantised(model: Qwen3ForCausalLM) -> list[nn.Linear]:
+    named = model.named_modules()
+    return [layer for name, layer in named if isinstance(layer, nn.Linear) and name != "lm_head"]
 
 
 @torch.no_grad()
@@ -71,6 +81,17 @@ def test_rounding_passes_where_the_limit_of_bfloat16_would_end_a_run(way):
     assert PROBE_TOLERANCE["bfloat16"] < of_a_probe < PROBE_TOLERANCE_QUANTIZED
     # The GPU test of whole runs allows 1.45 of token_mult_prob_error.
     assert 1.25 < found.exp().mean().item() < 1.4
+
+
+def test_a_second_rounding_costs_more_than_scales_that_are_powers_of_two(monkeypatch):
+    """What generation/vllm/eight_bits.py avoids: weights that were rounded with scales of any value before."""
+    policy, blocks = random_model(0), "fp8_per_block"
+    before = copy.deepcopy(policy)
+    for layer in quantised(before):
+        layer.weight.data = rounded_weight(layer.weight.data, blocks)
+    monkeypatch.setattr(f"{__name__}.rounded", rounded_to_powers)
+    once, twice = (differences(in_eight_bits(model, blocks), policy).exp().mean() for model in (policy, before))
+    assert once < 1.4 < twice
 
 
 def test_other_weights_do_not_pass():

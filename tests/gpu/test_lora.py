@@ -88,7 +88,8 @@ def test_adapters_of_a_captured_engine_are_those_of_an_eager_one(gpu_model, tmp_
 
 @pytest.mark.gpu
 def test_preferences_are_learned_by_adapters(gpu_model, tmp_path):
-    own = [*test_dpo.SMALL, *test_dpo.write_pairs(tmp_path), "policy=megatron_gpu", "cluster.gpus_per_node=1"]
+    packed = [override for override in test_dpo.SMALL if "micro_batch_size" not in override]
+    own = [*packed, *test_dpo.write_pairs(tmp_path), "policy=megatron_gpu", "cluster.gpus_per_node=1"]
     own += [f"{PEFT}.enabled=true", "policy.max_total_sequence_length=64", "policy.megatron_cfg.optimizer.lr=1e-2"]
     _, metrics = train(tmp_path / "run", gpu_model, *own, timeout_s=400)
     losses = series(metrics, "validation/val_loss")

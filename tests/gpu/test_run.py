@@ -83,7 +83,7 @@ def test_an_engine_quantises_what_it_gets(way, gpu_model, tmp_path):
     probed = [line["refit/probe_logprob_diff"] for line in metrics if "refit/probe_logprob_diff" in line]
     assert len(probed) == 4 and max(probed) > 0
     # Rounding alone makes up to 1.4 of it in such a model: tests/functional/test_eight_bits.py.
-    assert all(line["train/token_mult_prob_error"] < 1.45 for line in metrics if "train/loss" in line)
+    assert max(line["train/token_mult_prob_error"] for line in metrics if "train/loss" in line) < 1.45
 
 
 @pytest.mark.gpu

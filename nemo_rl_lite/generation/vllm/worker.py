@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.config.automatic import engine_share
-from nemo_rl_lite.config.engines import engines_serve_adapters
+from nemo_rl_lite.config.engines import engines_quantize, engines_serve_adapters
 from nemo_rl_lite.config.sections.generation import GenerationConfig
 from nemo_rl_lite.config.sections.policy import PolicyConfig
 from nemo_rl_lite.generation.interface import Completion, Decoded, Request
-from nemo_rl_lite.generation.vllm import adapters, cpu_experts, cpu_speculation
+from nemo_rl_lite.generation.vllm import adapters, cpu_experts, cpu_speculation, eight_bits
 from nemo_rl_lite.generation.vllm.samples import Samples
 from nemo_rl_lite.generation.vllm.start import open_device, timed_parts, with_graph_sizes, without_tool_servers
 from nemo_rl_lite.refit.engine.connection import Source, WeightsState
@@ -74,6 +74,8 @@ class VLLMEngine:
         speculates = own.get("speculative_config") is not None
         if on_gpu and not speculates and own.get("async_scheduling") is not False:
             own.setdefault("scheduler_cls", SCHEDULER)
+        if on_gpu and engines_quantize(generation):
+            eight_bits.round_once()
         if speculates and not on_gpu:
             cpu_speculation.repair()
         self._weights = WeightsState(complete=own.get("load_format") != "dummy" and self._lora is None)

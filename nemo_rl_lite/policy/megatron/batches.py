@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_rl_lite.losses.batch import Batch, sent
+from nemo_rl_lite.losses.batch import Batch
 from nemo_rl_lite.losses.interface import Loss, Normalizers
+from nemo_rl_lite.losses.sending import sent, sent_together
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.policy.megatron.context import Shard
 from nemo_rl_lite.policy.megatron.graphs import MicroBatchGraphs
@@ -21,7 +22,6 @@ from nemo_rl_lite.policy.megatron.one_pass import (
     announced,
     forward,
     rows_of,
-    sent_all,
     trained_on,
     view_of,
 )
@@ -151,7 +151,7 @@ def _run(
         if model.replay is not None:
             model.replay.begin(host, experts_BTLk, trains=not forward_only)
         shard = Shard.of(host, model.context, model.device)
-        seen = sent_all(view_of(host, model.device, model.context), model.device)
+        seen = sent_together(view_of(host, model.device, model.context), model.device)
         scores, on_scores = last(shard)
         return forward(model, chunk, shard.tokens_nS, seen, host.longest, scores), on_scores
 

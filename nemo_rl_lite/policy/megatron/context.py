@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_lite.errors import TrainingError
-from nemo_rl_lite.losses.batch import sent
+from nemo_rl_lite.losses.sending import sent_together
 from nemo_rl_lite.policy.megatron.micro_batches import ModelInput
 
 
@@ -55,10 +55,13 @@ class Shard:
         """This rank's part of a micro-batch that is on the host. Several ranks share packed micro-batches alone."""
         if not context.splits:
             return cls.whole(micro.to(device))
-        following = context.own(micro.tokens_nS.roll(-1, dims=1), micro)
-        own, following = (sent(values, device) for values in (context.own(micro.tokens_nS, micro), following))
         places = torch.cat([own_places(micro.pieces, rank, context.size) for rank in range(context.size)])
-        return cls(own, following, micro.to(device), context, sent(places.argsort(), device))
+        own = {
+            "tokens_nS": context.own(micro.tokens_nS, micro),
+            "next_tokens_nS": context.own(micro.tokens_nS.roll(-1, dims=1), micro),
+            "order": places.argsort(),
+        }
+        return cls(micro=micro.to(device), context=context, **sent_together(own, device))
 
     @classmethod
     def whole(cls, micro: ModelInput) -> "Shard":

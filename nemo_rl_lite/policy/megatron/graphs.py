@@ -19,10 +19,11 @@ from torch import Tensor
 from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.losses.batch import Batch
 from nemo_rl_lite.losses.interface import Loss, Normalizers
+from nemo_rl_lite.losses.sending import packed, packed_bytes, sent_together, unpacked
 from nemo_rl_lite.policy.megatron.memory import gradient_buffers
 from nemo_rl_lite.policy.megatron.micro_batches import ModelInput
 from nemo_rl_lite.policy.megatron.model import MegatronModel
-from nemo_rl_lite.policy.megatron.one_pass import Trained, announced, sent_all
+from nemo_rl_lite.policy.megatron.one_pass import Trained, announced
 from nemo_rl_lite.policy.megatron.recorded_pass import COUNTS, Arguments, Work, arguments_of, as_tensors, names_of
 
 log = logging.getLogger(__name__)
@@ -53,8 +54,8 @@ class Recorder(Protocol):
 class _Shape:
     work: Work
     passes: int = 0
-    given: Arguments | None = None
-    """The tensors that the recorded pass reads."""
+    given: Tensor | None = None
+    """The arguments that the recorded pass reads, `packed`."""
     replay: Callable[[], Tensor] | None = None
 
 
@@ -112,14 +113,14 @@ class MicroBatchGraphs:
             if not self._is_full:
                 self._record(shape, given)
         if shape.replay is None or shape.given is None:
-            return shape.work(sent_all(given, self._model.device))
-        for name, values in given.items():
-            shape.given[name].copy_(values.pin_memory() if self._model.device.type == "cuda" else values, True)
+            return shape.work(sent_together(given, self._model.device))
+        shape.given.copy_(packed(given, pin=self._model.device.type == "cuda"), non_blocking=True)
         return shape.replay()
 
     def _record(self, shape: _Shape, given: Arguments) -> None:
         """Record the pass. Raises TrainingError: it does something that a graph cannot hold."""
-        own = {name: torch.empty_like(values, device=self._model.device) for name, values in given.items()}
+        whole = torch.zeros(packed_bytes(given), dtype=torch.uint8, device=self._model.device)
+        own = unpacked(whole, given)
         log.info(
             "%s: graph %d records %d tokens in up to %d sequences of up to %d",
             *(KEY, self.recorded + 1, own["tokens_nS"].numel(), *own["batch.tokens"].shape),
@@ -127,7 +128,7 @@ class MicroBatchGraphs:
         # What a recording would otherwise leave in the graphs' memory, where a later replay overwrites it.
         _forget_cached_tensors(self._model)
         try:
-            shape.replay, shape.given = self._recorder.record(lambda: shape.work(own)), own
+            shape.replay, shape.given = self._recorder.record(lambda: shape.work(own)), whole
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -16,7 +16,7 @@ from torch import Tensor
 from nemo_rl_lite.config.automatic import mb_tokens
 from nemo_rl_lite.config.sections.policy import PolicyConfig
 from nemo_rl_lite.config.sizes import BatchMode, batch_mode, row_round
-from nemo_rl_lite.losses.batch import sent
+from nemo_rl_lite.losses.sending import sent_together
 from nemo_rl_lite.policy.megatron.buckets import Bucket
 
 
@@ -94,7 +94,7 @@ class ModelInput:
     def to(self, device: torch.device) -> "ModelInput":
         """Copy all tensors but `rows` to `device`."""
         names = ("tokens_nS", "lengths", "starts")
-        return replace(self, **{name: sent(getattr(self, name), device) for name in names})
+        return replace(self, **sent_together({name: getattr(self, name) for name in names}, device))
 
     @property
     def pieces(self) -> list[int]:

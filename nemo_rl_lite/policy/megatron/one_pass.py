@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.losses.batch import Batch, sent
+from nemo_rl_lite.losses.batch import Batch
 from nemo_rl_lite.losses.interface import Loss, Metrics, Normalizers, loss_of
 from nemo_rl_lite.losses.mismatch import mismatch_metrics
 from nemo_rl_lite.observability import progress
@@ -66,11 +66,6 @@ def view_of(micro: ModelInput, device: torch.device, context: ContextRanks) -> d
     if device.type == "cpu":
         return seen | {"attention_mask": micro.hidden_from()}
     return seen | ({"boundaries": micro.boundaries()} if micro.packed else {})
-
-
-def sent_all(values: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """See `sent`."""
-    return {name: sent(one, device) for name, one in values.items()}
 
 
 def forward(

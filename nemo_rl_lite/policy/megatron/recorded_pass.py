@@ -66,11 +66,9 @@ class Work:
 
 def arguments_of(micro: ModelInput, batch: Batch, device: torch.device) -> Arguments:
     """All tensors of a pass but the counts, on the host."""
-    own = rows_of(micro, batch)
-    of_batch = {f"batch.{one.name}": getattr(own, one.name) for one in fields(own)}
+    of_batch = {f"batch.{name}": values for name, values in rows_of(micro, batch).present().items()}
     inputs = {name: getattr(micro, name) for name in _INPUTS}
-    present = {name: values for name, values in of_batch.items() if values is not None}
-    return {**inputs, **view_of(micro, device, ContextRanks()), **present}
+    return {**inputs, **view_of(micro, device, ContextRanks()), **of_batch}
 
 
 def names_of(counts: Normalizers) -> tuple[tuple[int, ...], tuple[str, ...]]:

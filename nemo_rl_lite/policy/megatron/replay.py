@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.losses.batch import NO_EXPERT, sent
+from nemo_rl_lite.losses.batch import NO_EXPERT
+from nemo_rl_lite.losses.sending import sent
 from nemo_rl_lite.policy.megatron.context import ContextRanks
 from nemo_rl_lite.policy.megatron.micro_batches import ModelInput
 
