@@ -1,9 +1,65 @@
 """The settings of the tests that need a GPU compose without one."""
 
+import inspect
+import itertools
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
 import pytest
 
-from nemo_rl_lite.rules.compose import compose_config
-from tests.gpu import test_checkpoints, test_context, test_graphs, test_router_replay, test_run
+from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.rules.compose import compose_command, compose_config
+from tests.gpu import test_async, test_checkpoints, test_context, test_graphs, test_lora, test_router_replay, test_run
+
+# A model of the same kind, whose shape is known, for each fixture.
+MODELS = {"gpu_model": "Qwen/Qwen3-8B", "gpu_experts_model": "Qwen/Qwen3-30B-A3B"}
+
+
+def whole_runs() -> Iterator[Any]:
+    """The tests of whole runs with each of their parameters: the module, the test, and its arguments."""
+    for module in (test_async, test_lora, test_run):
+        for name, function in vars(module).items():
+            if name.startswith("test_") and inspect.isfunction(function):
+                for given in parameters(function):
+                    yield pytest.param(module, function, given, id=f"{name} {' '.join(map(str, given.values()))}")
+
+
+def parameters(function: Any) -> list[dict[str, Any]]:
+    """The arguments that a test is parametrized with, in all combinations."""
+    lists = []
+    for mark in function.pytestmark:
+        if mark.name == "parametrize":
+            names, values = mark.args
+            names = [names] if isinstance(names, str) else names
+            lists.append([dict(zip(names, one if len(names) > 1 else [one], strict=True)) for one in values])
+    return [{name: value for one in both for name, value in one.items()} for both in itertools.product(*lists)]
+
+
+@pytest.mark.parametrize(("module", "function", "given"), whole_runs())
+def test_settings_of_a_whole_run_are_no_configuration_error(
+    module: ModuleType, function: Any, given: dict[str, Any], monkeypatch, tmp_path
+):
+    composed, errors = [], []
+
+    def compose(folder: Path, model: Path, *overrides: str, **_: Any) -> tuple[str, Any]:
+        try:
+            composed.append(compose_command([f"policy.model_name={model}", *overrides]))
+        except ConfigError as error:
+            errors.append(error)
+        return "", MagicMock()
+
+    # The runs of the tests start here, or in a function of test_run.py.
+    monkeypatch.setattr(module, "train", compose)
+    monkeypatch.setattr(test_run, "train", compose)
+    fixtures = {name: model for name, model in MODELS.items() if name in inspect.signature(function).parameters}
+    # What a test then looks at in the metrics is not there.
+    with suppress(Exception):
+        function(**fixtures, tmp_path=tmp_path, **given)
+    assert composed and not errors
 
 
 @pytest.mark.parametrize("case", test_checkpoints.CASES)
