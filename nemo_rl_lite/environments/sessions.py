@@ -13,7 +13,8 @@ from nemo_rl_lite.data.problems import Message, Problem
 from nemo_rl_lite.environments.interface import Environment, Observation
 from nemo_rl_lite.environments.registry import INSTANT, find_environment
 from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.host.calls import CallPool, StartError, Target, as_call_error
+from nemo_rl_lite.host.call import StartError, Target, as_call_error
+from nemo_rl_lite.host.calls import CallPool
 
 
 class Environments(Protocol):

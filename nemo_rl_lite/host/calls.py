@@ -6,103 +6,23 @@ process leads a session of its own, adopts what its children leave, and is ended
 
 import itertools
 import math
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
-import traceback
 import weakref
-from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import psutil
+from nemo_rl_lite.host.call import Call, CallError, StartError, Target, as_call_error
+from nemo_rl_lite.host.called_process import START_S, CalledProcess
 
-# A process may take this long, in seconds, to start and to import the user's code.
-START_S = 60.0
-_LONGEST_ERROR = 300
 # Seconds to wait for the processes to end.
 _STOP_S = 30.0
 # So many starts in a row may fail: one may have met a moment without memory.
 _MOST_STARTS = 3
-
-
-class CallError(Exception):
-    """A call has no result: the code raised (the message is its error, `details` its traceback), was late, or its
-    process ended."""
-
-    def __init__(self, message: str, details: str = ""):
-        super().__init__(message)
-        self.details = details
-
-
-class StartError(CallError):
-    """The processes do not start; the message says what they do instead."""
-
-
-def as_call_error(error: BaseException) -> CallError:
-    """Describe what a user's code raised in one readable line, since some errors quote a whole response."""
-    text = f"{type(error).__name__}: {error}"
-    short = text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
-    return CallError(short, "".join(traceback.format_exception(error)))
-
-
-@dataclass(frozen=True)
-class Target:
-    """What the processes hold: `path`, the dotted path of a class of this package, made with `arguments`. `title` names
-    a process and `limit` the time limit in messages."""
-
-    path: str
-    arguments: Mapping[str, Any]
-    title: str
-    limit: str
-
-
-@dataclass(eq=False)
-class _Call:
-    method: str
-    arguments: tuple[Any, ...]
-    session: int | None
-    future: Future
-
-
-@dataclass(eq=False)
-class _Process:
-    """A process, this end of its pipe, a descriptor that is readable once it has ended, and what it does. The process
-    ends when this end of the pipe is closed, even by a crash."""
-
-    process: subprocess.Popen
-    pipe: Connection
-    ended: int
-    started: float
-    is_ready: bool = False
-    is_retired: bool = False
-    """One of its calls was late and may still run there. It takes nothing new, and ends when the others are done."""
-    calls: dict[int, tuple[_Call, float]] = field(default_factory=dict)
-    """By number: the call, and when it is late."""
-    sessions: set[int] = field(default_factory=set)
-
-    def end(self) -> None:
-        """Kill the process and everything that it has started."""
-        with suppress(psutil.Error):
-            own = psutil.Process(self.process.pid)
-            own.suspend()
-            for one in [*own.children(recursive=True), own]:
-                with suppress(psutil.Error):
-                    one.kill()
-        # What a process that ended by itself has left is still in its group.
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.pipe.close()
-        os.close(self.ended)
 
 
 class CallPool:
@@ -120,7 +40,7 @@ class CallPool:
 
     def submit(self, method: str, *arguments: Any, session: int | None = None) -> Future:
         """Call a method of the target. The future's exception is a `CallError` where there is no result."""
-        call = _Call(method, arguments, session, Future())
+        call = Call(method, arguments, session)
         self._manager.post(call)
         return call.future
 
@@ -135,17 +55,17 @@ class _Manager:
     def __init__(self, target: Target, processes: int, at_once: int, timeout_s: float | None):
         self._target, self._most, self._at_once = target, processes, at_once
         self._timeout_s = math.inf if timeout_s is None else timeout_s
-        self._lock, self._posted = threading.Lock(), list[_Call | int]()
+        self._lock, self._posted = threading.Lock(), list[Call | int]()
         self._awake, self._wake = Pipe(duplex=False)
         self._stopping, self._stopped = False, threading.Event()
         self._numbers = itertools.count()
-        self._queue: list[_Call] = []
+        self._queue: list[Call] = []
         self._failed_starts = 0
         self._lost_sessions: set[int] = set()
         """Their process has ended, and with it what they had in it."""
-        self._processes = [self._start()]
+        self._processes = [CalledProcess.start(self._target, self._at_once)]
 
-    def post(self, item: _Call | int) -> None:
+    def post(self, item: Call | int) -> None:
         """Add a call, or the number of a session that ends."""
         with self._lock:
             self._posted.append(item)
@@ -161,8 +81,7 @@ class _Manager:
         while not self._stopping:
             self._take_posted()
             self._give_out()
-            deadlines = [late for one in self._processes for _, late in one.calls.values()]
-            deadlines += [one.started + START_S for one in self._processes if not one.is_ready]
+            deadlines = [late for one in self._processes for late in one.late_at]
             left = min(deadlines, default=math.inf) - time.monotonic()
             ends = [*(one.pipe for one in self._processes), *(one.ended for one in self._processes)]
             wait([self._awake, *ends], None if left == math.inf else max(left, 0))
@@ -178,7 +97,7 @@ class _Manager:
         with self._lock:
             posted, self._posted = self._posted, []
         for item in posted:
-            if isinstance(item, _Call):
+            if isinstance(item, Call):
                 self._queue.append(item)
                 continue
             self._lost_sessions.discard(item)
@@ -192,7 +111,7 @@ class _Manager:
         left = []
         for call in self._queue:
             if call.session in self._lost_sessions:
-                _settle(call, CallError(f"{self._target.title} has ended, and with it what this session had in it"))
+                call.settle(CallError(f"{self._target.title} has ended, and with it what this session had in it"))
                 continue
             process = None if call.future.cancelled() else self._place(call)
             if process is None:
@@ -210,11 +129,11 @@ class _Manager:
         missing = min(self._most - len(self._processes), len(left) - starting * self._at_once)
         try:
             for _ in range(missing):
-                self._processes.append(self._start())
+                self._processes.append(CalledProcess.start(self._target, self._at_once))
         except OSError as error:
             self._give_up(f"{self._target.title} cannot be started: {error}")
 
-    def _place(self, call: _Call) -> _Process | None:
+    def _place(self, call: Call) -> CalledProcess | None:
         """The process for a call: its session's, or else the one that has the least to do; None where there is no
         room."""
         own = [one for one in self._processes if call.session is not None and call.session in one.sessions]
@@ -222,17 +141,16 @@ class _Manager:
         able = [one for one in able if len(one.calls) < self._at_once]
         return min(able, key=lambda one: (len(one.calls), len(one.sessions)), default=None)
 
-    def _send(self, process: _Process, number: int | None, method: str, arguments: tuple[Any, ...]) -> None:
+    def _send(self, process: CalledProcess, number: int | None, method: str, arguments: tuple[Any, ...]) -> None:
         try:
             process.pipe.send((number, method, arguments))
         except OSError:
             # The process is dead; that will be seen.
             pass
         except Exception as error:  # a user's object may raise anything while it is pickled
-            call, _ = process.calls.pop(number, (None, 0.0)) if number is not None else (None, 0.0)
-            _settle(call, as_call_error(error))
+            process.settle(number, as_call_error(error))
 
-    def _look_at(self, process: _Process) -> None:
+    def _look_at(self, process: CalledProcess) -> None:
         """Take the results that a process has; end it where it is late and has nothing else to do, or has ended."""
         with suppress(EOFError, OSError):
             while process.pipe.poll():
@@ -240,21 +158,20 @@ class _Manager:
                 process.is_ready, self._failed_starts = True, 0
                 if said is not None:
                     number, content = said
-                    call, _ = process.calls.pop(number, (None, 0.0))
-                    _settle(call, _loaded(content))
+                    process.settle(number, _loaded(content))
         now, status = time.monotonic(), process.process.poll()
         for number, (call, late) in list(process.calls.items()):
             if late <= now:
                 process.is_retired = True
                 del process.calls[number]
-                _settle(call, CallError(f"no answer within {self._target.limit} = {self._timeout_s:g}"))
+                call.settle(CallError(f"no answer within {self._target.limit} = {self._timeout_s:g}"))
         starts_late = not process.is_ready and process.started + START_S <= now
         is_over = process.is_retired and not process.calls and not process.sessions
         if status is None and not starts_late and not is_over:
             return
         self._lost_sessions |= process.sessions
         for call, _ in process.calls.values():
-            _settle(call, CallError(f"{self._target.title} ended with status {status}"))
+            call.settle(CallError(f"{self._target.title} ended with status {status}"))
         self._processes.remove(process)
         process.end()
         if not process.is_ready:
@@ -269,20 +186,8 @@ class _Manager:
     def _give_up(self, why: str) -> None:
         """Nothing that waits for a process will be called."""
         for call in self._queue:
-            _settle(call, StartError(why))
+            call.settle(StartError(why))
         self._queue.clear()
-
-    def _start(self) -> _Process:
-        ours, theirs = Pipe()
-        command = [sys.executable, "-m", "nemo_rl_lite.host.call_process", str(theirs.fileno())]
-        process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        theirs.close()
-        with suppress(OSError):
-            # The user's code may be in a folder that only this process has on its path.
-            ours.send((sys.path, self._target.path, dict(self._target.arguments), self._at_once))
-        return _Process(process, ours, os.pidfd_open(process.pid), time.monotonic())
 
 
 def _loaded(content: bytes) -> Any:
@@ -290,12 +195,3 @@ def _loaded(content: bytes) -> Any:
         return ForkingPickler.loads(content)
     except Exception as error:  # a user's object may raise anything
         return as_call_error(error)
-
-
-def _settle(call: _Call | None, value: Any) -> None:
-    if call is None or call.future.done():
-        return
-    if isinstance(value, CallError):
-        call.future.set_exception(value)
-    else:
-        call.future.set_result(value)

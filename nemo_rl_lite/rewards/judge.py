@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from nemo_rl_lite.config.sections.data import RewardConfig
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
-from nemo_rl_lite.host.calls import CallError, CallPool, StartError, Target
+from nemo_rl_lite.host.call import CallError, StartError, Target
+from nemo_rl_lite.host.calls import CallPool
 from nemo_rl_lite.rewards.batches import Batches
 from nemo_rl_lite.rewards.registry import INSTANT
 from nemo_rl_lite.rewards.terms import Parts, RewardCalls, Term, terms_of

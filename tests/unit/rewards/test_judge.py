@@ -13,7 +13,7 @@ import pytest
 from nemo_rl_lite.config.sections.data import RewardConfig, RewardTerm
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import ConfigError, DataError
-from nemo_rl_lite.host import calls
+from nemo_rl_lite.host import called_process, calls
 from nemo_rl_lite.rewards import judge as judging
 from nemo_rl_lite.rewards.judge import Judged, make_judge, try_reward
 from nemo_rl_lite.rewards.terms import Term
@@ -146,7 +146,7 @@ def processes_of(mark: str) -> list[psutil.Process]:
 
 def test_a_judging_process_that_never_starts_ends_the_run(monkeypatch):
     real = subprocess.Popen
-    monkeypatch.setattr(calls.subprocess, "Popen", lambda *_, **__: real([sys.executable, "-c", "exit(3)"]))
+    monkeypatch.setattr(called_process.subprocess, "Popen", lambda *_, **__: real([sys.executable, "-c", "exit(3)"]))
     with pytest.raises(DataError, match=r"moody: the start of the judging process ended with status 3"):
         judge(f"{HERE}.moody", timeout_s=5.0)(["1"], problems("1"))
 
