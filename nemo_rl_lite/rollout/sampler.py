@@ -1,13 +1,13 @@
 """A step's rollout, from the data and the engines' present weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import EngineError
-from nemo_rl_lite.generation.interface import Requests, Sampling
+from nemo_rl_lite.generation.interface import Completion, Request, Requests, Sampling
 from nemo_rl_lite.losses.advantages import overlong_penalty
 from nemo_rl_lite.rollout.collector import Gathering, RolloutCollector, Show
 from nemo_rl_lite.rollout.episode import Episode
@@ -25,6 +25,20 @@ class Draft:
     """The positions of its prompts in the training set, by number."""
     passed_over: int = 0
     """Prompts of the training set that were not drawn because they rest."""
+
+
+@dataclass(frozen=True)
+class _OfStep:
+    """`Requests` of a rollout, which begin before those of later steps that wait already."""
+
+    requests: Requests
+    step: int
+
+    async def sample(self, request: Request, near: int | None = None) -> tuple[Completion, int]:
+        return await self.requests.sample(replace(request, step=self.step), near)
+
+    def together(self) -> AbstractContextManager[None]:
+        return self.requests.together()
 
 
 @dataclass
@@ -52,9 +66,9 @@ class Sampler:
             return self.collector.collect(self.held_out_gathering(step), show)
 
     async def gather(self, gathering: Gathering, step: int, requests: Requests) -> Rollout:
-        """Sample what belongs to a step while the engines serve."""
+        """Sample what belongs to a step while the engines serve, perhaps several steps at a time."""
         with _naming(step):
-            return await self.collector.gather(gathering, requests)
+            return await self.collector.gather(gathering, _OfStep(requests, step))
 
     def gathering(self, draft: Draft, done: Mapping[int, list[Episode]] | None = None) -> Gathering:
         """Return the rollout to sample. `done`: the episodes of its prompts, by number, that an earlier run has

@@ -284,6 +284,24 @@ def test_with_dynamic_sampling_no_prompt_is_trained_twice(tmp_path, begin, seed)
     assert all(rollout.metrics()["useful_tokens_share"] <= 1 for rollout in found)
 
 
+def test_replacements_begin_before_prompts_of_later_steps_that_wait(begin, monkeypatch):
+    """The engine has room for one step's samples, which all end at the same time; the queue gives it those of step 2
+    before step 1 asks for replacements."""
+    monkeypatch.setattr("tests.unit.rollout.fleet.length", lambda request: 5)
+    begun, fleet = [], Fleet(1, capacity=6)
+    work = fleet.replicas[0].work
+
+    def noted(submitted, aborted):
+        begun.extend("".join(map(chr, request.prompt))[:-1] for request in submitted.values())
+        return work(submitted, aborted)
+
+    fleet.replicas[0].work = noted
+    rollout = begin(fleet, IN_FLIGHT, use_dynamic_sampling=True).take(1, silent)
+    replacements = [prompt for prompt in asked(rollout) if prompt not in first(3)]
+    assert replacements and all(begun.index(prompt) < begun.index("p 6") for prompt in replacements)
+    assert begun.index("p 3") < begun.index(replacements[0])
+
+
 def test_when_all_engines_die_in_a_validation_it_ends_with_new_ones(begin):
     fleet = Fleet(2)
     source = begin(fleet, IN_FLIGHT)
