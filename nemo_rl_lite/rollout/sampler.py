@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem
@@ -21,10 +22,9 @@ class Draft:
     """The rollout of a step, from its first prompt on."""
 
     step: int
-    positions: list[int] = field(default_factory=list)
-    """The positions of its prompts in the training set, by number."""
-    passed_over: int = 0
-    """Prompts of the training set that were not drawn because they rest."""
+    draws: list[list[int]] = field(default_factory=list)
+    """The positions of its prompts in the training set, by number, each after those that were passed over on the way
+    to it; see `PromptOrder.draw`."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,9 @@ class Sampler:
         options = self.config
 
         def problem(number: int) -> Problem:
-            while len(draft.positions) <= number:
-                position, passed_over = self.order.draw()
-                draft.positions.append(position)
-                draft.passed_over += passed_over
-            return self.order.problem(draft.positions[number])
+            while len(draft.draws) <= number:
+                draft.draws.append(self.order.draw())
+            return self.order.problem(draft.draws[number][-1])
 
         wanted = Wanted(
             problem,
@@ -91,7 +89,7 @@ class Sampler:
             self._useful_share,
             int(options.num_prompts_per_step * options.dynamic_sampling_max_gen_batches),
         )
-        return Gathering(wanted, self.sampling, self._seed(draft.step), done or {}, len(draft.positions))
+        return Gathering(wanted, self.sampling, self._seed(draft.step), done or {}, len(draft.draws))
 
     def held_out_gathering(self, step: int) -> Gathering:
         """Return the validation to sample."""
@@ -104,11 +102,11 @@ class Sampler:
         """Note what the rollout, which is complete, tells about its prompts, and shape its rewards."""
         sampled = len(rollout.taught)
         self._useful_share = sum(rollout.taught) / sampled
-        self.order.give_back(draft.positions[sampled:])
-        del draft.positions[sampled:]
-        for position, taught in zip(draft.positions, rollout.taught, strict=True):
+        self.order.give_back(chain.from_iterable(draft.draws[sampled:]))
+        del draft.draws[sampled:]
+        for (*_, position), taught in zip(draft.draws, rollout.taught, strict=True):
             self.order.note(position, taught)
-        rollout.rested = draft.passed_over
+        rollout.rested = sum(len(draw) - 1 for draw in draft.draws)
         if self.config.overlong_filtering:
             rollout.leave_out_truncated()
         if self.config.reward_shaping.overlong_buffer_length is not None:
