@@ -49,6 +49,8 @@ class Request:
     prompt: tuple[int, ...]
     sampling: Sampling
     seed: int
+    step: int = 0
+    """The step that waits for it: of requests that wait for an engine, those of the earliest step begin first."""
 
 
 @dataclass(frozen=True)

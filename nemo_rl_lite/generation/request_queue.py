@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import time
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -32,6 +33,11 @@ class _Asked:
     answer: asyncio.Future[tuple[Completion, int]]
     near: int | None
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The lowest one begins first."""
+        return self.request.step, self.number
+
 
 @dataclass
 class _Stopwatch:
@@ -54,7 +60,8 @@ class RequestQueue:
     """Gives each request to the replica with the fewest unfinished ones.
 
     The samples of a prompt, asked for one after the other, so spread over all replicas, and none gets the long answers
-    alone. A replica holds at most `capacity` requests; the rest wait here for the first that has room.
+    alone. A replica holds at most `capacity` requests; the rest wait here for the first that has room, in the order of
+    their steps, and within a step in the order in which they were asked for.
     """
 
     def __init__(
@@ -70,7 +77,7 @@ class RequestQueue:
         self._replicas, self._capacity, self._on_loss, self._restore = replicas, capacity, on_loss, restore
         self._alive = set(range(len(replicas)))
         self._numbers = itertools.count()
-        self._waiting: deque[_Asked] = deque()
+        self._waiting: list[_Asked] = []
         # Of each replica: what it has not been told yet, what it works on, what it shall forget.
         self._assigned: list[dict[int, _Asked]] = [{} for _ in replicas]
         self._unfinished: list[dict[int, _Asked]] = [{} for _ in replicas]
@@ -115,7 +122,7 @@ class RequestQueue:
         if self._failure is not None:
             raise self._failure
         asked = _Asked(next(self._numbers), request, asyncio.get_running_loop().create_future(), near)
-        self._waiting.append(asked)
+        insort(self._waiting, asked, key=lambda one: one.place)
         self._changed.set()
         try:
             return await asked.answer
@@ -205,7 +212,7 @@ class RequestQueue:
     def _assign(self) -> None:
         """Give waiting requests to replicas, in their order, as long as one has room."""
         while self._waiting and self._alive and self._give(self._waiting[0]):
-            self._waiting.popleft()
+            self._waiting.pop(0)
 
     def _give(self, asked: _Asked) -> bool:
         loads = {replica: self._load(replica) for replica in self._alive}
@@ -270,7 +277,7 @@ class RequestQueue:
         """Let others, or a new engine in its place, do what an engine has not finished."""
         left = self._unfinished[replica] | self._assigned[replica]
         self._unfinished[replica], self._assigned[replica], self._aborted[replica] = {}, {}, []
-        self._waiting = deque(sorted([*left.values(), *self._waiting], key=lambda asked: asked.number))
+        self._waiting = sorted([*left.values(), *self._waiting], key=lambda asked: asked.place)
 
     def replaced(self, replicas: Sequence[int]) -> None:
         """New engines, which know no request, are in the places of these. May be called by another thread, while the

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -142,7 +143,7 @@ class Queue:
     def save(self, folder: Path) -> Mapping[str, Any]:
         state, rollouts = self._run(self._snapshot())
         save_rollouts(rollouts if self._saves_begun else [], folder)
-        return {**state, "ahead": [position for one in rollouts for position in one.positions]}
+        return {**state, "ahead": list(chain.from_iterable(draw for one in rollouts for draw in one.draws))}
 
     def close(self) -> None:
         """See `RolloutSource.close`. The thread's calls would go on after the end of the run."""
@@ -191,7 +192,7 @@ class Queue:
             groups = [] if one.gathering is None else one.gathering.groups
             done = {number: group.episodes for number, group in enumerate(groups) if group.is_done}
             rollout = None if one.is_under_way else one.rollout.result()
-            found.append(SavedRollout(step, list(one.draft.positions), one.draft.passed_over, rollout, done))
+            found.append(SavedRollout(step, list(one.draft.draws), rollout, done))
         return self._sampler.order.state(), [*found, *self._saved.values()]
 
     def _begin(self) -> None:
@@ -204,9 +205,9 @@ class Queue:
             if saved is not None and saved.rollout is not None:
                 ready = asyncio.get_running_loop().create_future()
                 ready.set_result(saved.rollout)
-                self._ahead[step] = _Ahead(Draft(step, saved.positions), None, ready)
+                self._ahead[step] = _Ahead(Draft(step, saved.draws), None, ready)
                 continue
-            draft = Draft(step) if saved is None else Draft(step, saved.positions, saved.passed_over)
+            draft = Draft(step) if saved is None else Draft(step, saved.draws)
             gathering = self._sampler.gathering(draft, saved.done if saved else None)
             task = asyncio.ensure_future(self._sample(draft, gathering))
             self._ahead[step] = _Ahead(draft, gathering, task)
@@ -229,7 +230,7 @@ class Queue:
                 kept[one.step] = one
                 continue
             log.warning("the rollout of step %d in the checkpoint is %d steps old: it is sampled again", one.step, age)
-            self._sampler.order.give_back(one.positions)
+            self._sampler.order.give_back(chain.from_iterable(one.draws))
         return kept
 
     def _under_way(self) -> list[_Ahead]:

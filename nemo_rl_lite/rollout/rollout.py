@@ -25,7 +25,8 @@ class Rollout:
     """Of each prompt up to the last one that is kept, in the order of the data, whether its rewards differ. The next
     rollout begins behind it."""
     rested: int = 0
-    """Prompts of the data that were passed over, because they taught nothing earlier."""
+    """Prompts of the data that were passed over on the way to those of `taught`, because they taught nothing
+    earlier."""
     took_s: float = 0.0
     """Seconds from its first request to its last reward."""
     engines_idle_s: float | None = None

@@ -1,13 +1,14 @@
 """A step's rollout, from the data and the engines' present weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import EngineError
-from nemo_rl_lite.generation.interface import Requests, Sampling
+from nemo_rl_lite.generation.interface import Completion, Request, Requests, Sampling
 from nemo_rl_lite.losses.advantages import overlong_penalty
 from nemo_rl_lite.rollout.collector import Gathering, RolloutCollector, Show
 from nemo_rl_lite.rollout.episode import Episode
@@ -21,10 +22,23 @@ class Draft:
     """The rollout of a step, from its first prompt on."""
 
     step: int
-    positions: list[int] = field(default_factory=list)
-    """The positions of its prompts in the training set, by number."""
-    passed_over: int = 0
-    """Prompts of the training set that were not drawn because they rest."""
+    draws: list[list[int]] = field(default_factory=list)
+    """The positions of its prompts in the training set, by number, each after those that were passed over on the way
+    to it; see `PromptOrder.draw`."""
+
+
+@dataclass(frozen=True)
+class _OfStep:
+    """`Requests` of a rollout, which begin before those of later steps that wait already."""
+
+    requests: Requests
+    step: int
+
+    async def sample(self, request: Request, near: int | None = None) -> tuple[Completion, int]:
+        return await self.requests.sample(replace(request, step=self.step), near)
+
+    def together(self) -> AbstractContextManager[None]:
+        return self.requests.together()
 
 
 @dataclass
@@ -52,9 +66,9 @@ class Sampler:
             return self.collector.collect(self.held_out_gathering(step), show)
 
     async def gather(self, gathering: Gathering, step: int, requests: Requests) -> Rollout:
-        """Sample what belongs to a step while the engines serve."""
+        """Sample what belongs to a step while the engines serve, perhaps several steps at a time."""
         with _naming(step):
-            return await self.collector.gather(gathering, requests)
+            return await self.collector.gather(gathering, _OfStep(requests, step))
 
     def gathering(self, draft: Draft, done: Mapping[int, list[Episode]] | None = None) -> Gathering:
         """Return the rollout to sample. `done`: the episodes of its prompts, by number, that an earlier run has
@@ -62,11 +76,9 @@ class Sampler:
         options = self.config
 
         def problem(number: int) -> Problem:
-            while len(draft.positions) <= number:
-                position, passed_over = self.order.draw()
-                draft.positions.append(position)
-                draft.passed_over += passed_over
-            return self.order.problem(draft.positions[number])
+            while len(draft.draws) <= number:
+                draft.draws.append(self.order.draw())
+            return self.order.problem(draft.draws[number][-1])
 
         wanted = Wanted(
             problem,
@@ -77,7 +89,7 @@ class Sampler:
             self._useful_share,
             int(options.num_prompts_per_step * options.dynamic_sampling_max_gen_batches),
         )
-        return Gathering(wanted, self.sampling, self._seed(draft.step), done or {}, len(draft.positions))
+        return Gathering(wanted, self.sampling, self._seed(draft.step), done or {}, len(draft.draws))
 
     def held_out_gathering(self, step: int) -> Gathering:
         """Return the validation to sample."""
@@ -90,11 +102,11 @@ class Sampler:
         """Note what the rollout, which is complete, tells about its prompts, and shape its rewards."""
         sampled = len(rollout.taught)
         self._useful_share = sum(rollout.taught) / sampled
-        self.order.give_back(draft.positions[sampled:])
-        del draft.positions[sampled:]
-        for position, taught in zip(draft.positions, rollout.taught, strict=True):
+        self.order.give_back(chain.from_iterable(draft.draws[sampled:]))
+        del draft.draws[sampled:]
+        for (*_, position), taught in zip(draft.draws, rollout.taught, strict=True):
             self.order.note(position, taught)
-        rollout.rested = draft.passed_over
+        rollout.rested = sum(len(draw) - 1 for draw in draft.draws)
         if self.config.overlong_filtering:
             rollout.leave_out_truncated()
         if self.config.reward_shaping.overlong_buffer_length is not None:

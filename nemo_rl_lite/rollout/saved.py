@@ -52,9 +52,7 @@ class SavedRollout:
     """The rollout of a step that was begun before a checkpoint, and is trained on after it."""
 
     step: int
-    positions: list[int]
-    """The positions of its prompts in the training set, by number."""
-    passed_over: int
+    draws: list[list[int]]
     """See `Draft`."""
     rollout: Rollout | None
     """None where it is not complete."""
@@ -78,7 +76,7 @@ def save_rollouts(rollouts: Sequence[SavedRollout], folder: Path) -> None:
             cause = f"its messages or rows are not JSON: {error}"
             raise OSError(f"the rollout of step {one.step} cannot be saved: {cause}") from error
         numbers = one.rollout and {name: getattr(one.rollout, name) for name in _NUMBERS}
-        known = {"step": one.step, "positions": one.positions, "passed_over": one.passed_over, "complete": numbers}
+        known = {"step": one.step, "draws": one.draws, "complete": numbers}
         schema = _SCHEMA.with_metadata({"rollout": json.dumps(known)})
         file = folder / f"rollout-{one.step:08d}.parquet"
         parquet.write_table(pa.Table.from_pylist(rows, schema), file, compression="zstd")
@@ -92,17 +90,19 @@ def load_rollouts(folder: Path) -> list[SavedRollout]:
 def _load(file: Path) -> SavedRollout:
     table = parquet.read_table(file)
     known = json.loads(table.schema.metadata[b"rollout"])
-    numbers = known.pop("complete")
+    step, numbers = known["step"], known["complete"]
+    # Files of earlier versions do not say which positions were passed over.
+    draws = known["draws"] if "draws" in known else [[position] for position in known["positions"]]
     episodes: dict[bool, list[Episode]] = {False: [], True: []}
     done: dict[int, list[Episode]] = {}
     for row in table.to_pylist():
         kept = episodes[row["is_dropped"]] if row["prompt"] is None else done.setdefault(row["prompt"], [])
         kept.append(_episode(row))
     if numbers is None:
-        return SavedRollout(**known, rollout=None, done=done)
+        return SavedRollout(step, draws, None, done)
     taught = tuple(numbers.pop("taught"))
     rollout = Rollout(episodes[False], taught=taught, dropped=tuple(episodes[True]), **numbers)
-    return SavedRollout(**known, rollout=rollout, done={})
+    return SavedRollout(step, draws, rollout, {})
 
 
 def _rows_of(saved: SavedRollout) -> Iterator[dict[str, Any]]:

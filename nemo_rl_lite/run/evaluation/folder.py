@@ -89,7 +89,7 @@ class Journal:
         """Readers of the folder see whole files alone."""
         partial, place = self._folder / ".partial", len(list(self._folder.glob("*.parquet")))
         partial.mkdir(exist_ok=True)
-        save_rollouts([SavedRollout(place, [], 0, None, new)], partial)
+        save_rollouts([SavedRollout(place, [], None, new)], partial)
         for file in partial.glob(f"*{place}.parquet"):
             file.replace(self._folder / file.name)
         self._kept |= set(new)

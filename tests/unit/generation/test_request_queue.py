@@ -15,9 +15,9 @@ SAMPLING = Sampling(1.0, 1.0, None, 100, (), ())
 LOST = WorkerError("generation rank 1", "generate", "the process died", lost=True)
 
 
-def request(length: int, prompt: int = 0) -> Request:
+def request(length: int, prompt: int = 0, step: int = 0) -> Request:
     """A response of N tokens; an engine samples one in each exchange."""
-    return Request((prompt, length), SAMPLING, seed=length)
+    return Request((prompt, length), SAMPLING, length, step)
 
 
 class Engine:
@@ -109,6 +109,22 @@ def test_an_engine_that_is_done_takes_the_next_request_and_none_holds_more_than_
 
 def test_a_request_goes_to_the_engine_that_knows_its_beginning_while_that_has_room():
     assert run(queue(Engine(2), Engine(2)), [5, 5, 5], near=1) == [1, 1, 0]
+
+
+@pytest.mark.parametrize("others", [[], [Engine(1, fails_at=2)]])
+def test_of_waiting_requests_those_of_the_earliest_step_begin_first(others):
+    """Also those of an engine that has died."""
+    engine = Engine(1)
+
+    async def serve() -> None:
+        async with queue(engine, *others).serving() as requests:
+            async with paused(requests):
+                steps = enumerate([3, 2, 1, 3, 1])
+                asked = [asyncio.create_task(requests.sample(request(20, prompt, step))) for prompt, step in steps]
+            await asyncio.gather(*asked)
+
+    asyncio.run(serve())
+    assert engine.prompts == [2, 4, 1, 0, 3]
 
 
 def test_nothing_works_while_paused_and_all_resumes_whole():

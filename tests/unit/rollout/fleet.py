@@ -89,21 +89,28 @@ class Fleet:
         return {"engine/kv_cache": 4.0}
 
 
-class Endless:
-    """Training data whose prompts are their positions."""
+class Repeating:
+    """Training data whose prompts are their positions; those of an epoch are those of the first, where it has an
+    end."""
+
+    def __init__(self, epoch: int):
+        self._epoch = epoch
 
     def problem(self, position):
-        return Problem(chat(f"p {position}"), "1")
+        return Problem(chat(f"p {position % self._epoch if self._epoch else position}"), "1")
 
 
-def sampler(fleet, state=None, prompts=3, samples=2, **options) -> Sampler:
+def sampler(fleet, state=None, prompts=3, samples=2, epoch=0, **options) -> Sampler:
+    """With an `epoch` of some prompts, those that teach nothing rest for up to four epochs."""
     config = compose_config([f"algorithm.num_generations_per_prompt={samples}"]).options(GRPOConfig)
     config = replace(config, num_prompts_per_step=prompts, **options)
     collector = RolloutCollector(
         fleet, Letters(), judged_by(lambda response, _: float(response[0] == "1")), 64, ErrorShares(0.0, 0.0)
     )
     held_out = [Problem(chat(f"held out {number}"), "1") for number in range(2)]
-    order = PromptOrder(Endless(), Resting(0, 0), {"position": 0, **(state or {})})  # pyrefly: ignore
+    state = {"position": 0, **(state or {})}
+    resting = Resting(4, epoch, state.get("resting"), state["position"])
+    order = PromptOrder(Repeating(epoch), resting, state)  # pyrefly: ignore
     return Sampler(config, collector, Sampling(1.0, 1.0, None, LONGEST, (0,), ()), held_out, order)
 
 

@@ -3,6 +3,7 @@
 import json
 
 from nemo_rl_lite.data.problems import FileSet, Problem, chat
+from nemo_rl_lite.rollout.order import PromptOrder
 from nemo_rl_lite.rollout.resting import Resting
 from tests.unit.rollout.test_dynamic_sampling import kept, source
 
@@ -64,6 +65,24 @@ def test_a_source_passes_over_them_and_says_how_many():
     again = own.rollout(4)
     assert kept(again) == ["m c", "m d", "m f"] and again.metrics()["filtered_prompts"] == 2
     assert own.order.state()["position"] == 18 and len(own.order.state()["resting"]["rests"]) == 2
+
+
+def test_those_that_a_step_passed_over_are_counted_alike_however_many_prompts_begin_in_vain():
+    """Each step resumes from what the one before it left."""
+    rows = FileSet(tuple(Problem(chat(text), "1") for text in ("m a", "x b", "x c", "m d", "x e", "m f")), 0, False)
+    found = []
+    for oversample in (1.0, "auto", 4.0):
+        steps, state = [], {"position": 0, "resting": {}}
+        for step in range(1, 9):
+            resting = Resting(4, 6, state["resting"], state["position"])
+            own, _ = source([], oversample=oversample)
+            own.order = PromptOrder(rows, resting, state)
+            rollout = own.rollout(step)
+            state = json.loads(json.dumps(own.order.state()))
+            steps.append((rollout.rested, kept(rollout), rollout.taught, state))
+        found.append(steps)
+    assert found[0] == found[1] == found[2]
+    assert [rested for rested, *_ in found[0]] == [0, 3, 3, 0, 3, 3, 3, 3]
 
 
 def test_prompts_rest_without_dynamic_sampling_too():

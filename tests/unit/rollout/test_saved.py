@@ -1,9 +1,11 @@
 """Rollouts in a checkpoint are the same to the bit."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
+from pyarrow import parquet
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.generation.interface import Completion
@@ -28,10 +30,10 @@ def test_a_saved_rollout_is_the_same_to_the_bit(tmp_path):
     assert load_rollouts(tmp_path) == []
     rollout = make_rollout()
     saved = [
-        SavedRollout(9, [4, 7], 1, rollout, {}),
+        SavedRollout(9, [[4], [6, 7]], rollout, {}),
         # Of this one, the prompt of number 1 is done, and number 0 is not.
-        SavedRollout(10, [8, 9], 0, None, {1: [*rollout.episodes, *rollout.dropped]}),
-        SavedRollout(11, [], 0, None, {}),
+        SavedRollout(10, [[8], [9]], None, {1: [*rollout.episodes, *rollout.dropped]}),
+        SavedRollout(11, [], None, {}),
     ]
     save_rollouts(saved, tmp_path)
     found = load_rollouts(tmp_path)
@@ -39,11 +41,23 @@ def test_a_saved_rollout_is_the_same_to_the_bit(tmp_path):
     assert [one.oldest for one in found] == [2, 1, 11]
 
 
+def test_a_file_of_an_earlier_version_has_the_positions_of_the_prompts_alone(tmp_path):
+    save_rollouts([SavedRollout(3, [[5, 6], [7]], make_rollout(), {})], tmp_path)
+    (file,) = tmp_path.iterdir()
+    table = parquet.read_table(file)
+    known = json.loads(table.schema.metadata[b"rollout"])
+    del known["draws"]
+    known |= {"positions": [6, 7], "passed_over": 1}
+    parquet.write_table(table.replace_schema_metadata({"rollout": json.dumps(known)}), file)
+    (found,) = load_rollouts(tmp_path)
+    assert found.draws == [[6], [7]] and found.rollout.rested == 4
+
+
 def test_routed_experts_are_saved(tmp_path):
     rollout, experts = make_rollout(), np.arange(16, dtype=np.uint8).reshape(4, 2, 2)
     place, turn = rollout.episodes[0].turns[0]
     rollout.episodes[0].turns[0] = place, dataclasses.replace(turn, routed_experts=experts)
-    save_rollouts([SavedRollout(3, [6], 0, rollout, {})], tmp_path)
+    save_rollouts([SavedRollout(3, [[6]], rollout, {})], tmp_path)
     (found,) = load_rollouts(tmp_path)
     (_, first), (_, second) = found.rollout.episodes[0].turns
     assert np.array_equal(first.routed_experts, experts) and first.routed_experts.dtype == np.uint8
@@ -53,10 +67,10 @@ def test_routed_experts_are_saved(tmp_path):
 def test_a_rollout_that_is_not_json_is_not_saved(tmp_path):
     rollout = make_rollout()
     rollout.episodes[0].said[1] |= {"other": {1, 2}}
-    save_rollouts([SavedRollout(3, [6], 0, rollout, {})], tmp_path)
+    save_rollouts([SavedRollout(3, [[6]], rollout, {})], tmp_path)
     wrong = dataclasses.replace(rollout.episodes[0], problem=Problem(chat("?"), "", {(1, 2): 3}))
     with pytest.raises(OSError, match=r"the rollout of step 3 cannot be saved: .* not JSON"):
-        save_rollouts([SavedRollout(3, [6], 0, Rollout([wrong], 1, 0), {})], tmp_path)
+        save_rollouts([SavedRollout(3, [[6]], Rollout([wrong], 1, 0), {})], tmp_path)
 
 
 def test_ages_count_tokens():

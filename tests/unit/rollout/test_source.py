@@ -284,6 +284,52 @@ def test_with_dynamic_sampling_no_prompt_is_trained_twice(tmp_path, begin, seed)
     assert all(rollout.metrics()["useful_tokens_share"] <= 1 for rollout in found)
 
 
+def test_replacements_begin_before_prompts_of_later_steps_that_wait(begin, monkeypatch):
+    """The engine has room for one step's samples, which all end at the same time; the queue gives it those of step 2
+    before step 1 asks for replacements."""
+    monkeypatch.setattr("tests.unit.rollout.fleet.length", lambda request: 5)
+    begun, fleet = [], Fleet(1, capacity=6)
+    work = fleet.replicas[0].work
+
+    def noted(submitted, aborted):
+        begun.extend("".join(map(chr, request.prompt))[:-1] for request in submitted.values())
+        return work(submitted, aborted)
+
+    fleet.replicas[0].work = noted
+    rollout = begin(fleet, IN_FLIGHT, use_dynamic_sampling=True).take(1, silent)
+    replacements = [prompt for prompt in asked(rollout) if prompt not in first(3)]
+    assert replacements and all(begun.index(prompt) < begun.index("p 6") for prompt in replacements)
+    assert begun.index("p 3") < begun.index(replacements[0])
+
+
+def test_a_prompt_that_rests_is_counted_by_the_step_that_uses_the_next_one(begin):
+    """One step off, a rollout does not depend on how many prompts begin in vain, and neither does this number."""
+    found = []
+    for oversample in (1.0, "auto", 3.0):
+        source = begin(Fleet(), use_dynamic_sampling=True, oversample=oversample, epoch=8)
+        found.append([(asked(one), one.taught, one.rested) for one in taken(source, range(1, 7))])
+    assert found[0] == found[1] == found[2] and sum(rested for _, _, rested in found[0]) > 0
+
+
+@pytest.mark.parametrize("staleness", [ONE_STEP_OFF, IN_FLIGHT])
+@pytest.mark.parametrize("saves_begun", [True, False])
+def test_every_place_in_the_data_is_counted_once_whatever_a_resumed_run_samples_again(
+    tmp_path, begin, staleness, saves_begun
+):
+    options = {"use_dynamic_sampling": True, "oversample": 3.0, "epoch": 8, "saves_begun": saves_begun}
+    source = begin(Fleet(), staleness, **options)
+    found = taken(source, range(1, 4))
+    state = source.save(tmp_path)
+    source.close()
+    saved, given_back = load_rollouts(tmp_path), () if saves_begun else state["ahead"]
+    again = begin(Fleet(), staleness, 3, state, saved, given_back=given_back, **options)
+    found += taken(again, range(4, 7))
+    left = again._sampler.order.state()
+    counted = sum(rollout.rested + len(rollout.taught) for rollout in found)
+    assert counted == left["position"] - len(left.get("returned", ()))
+    assert sum(rollout.rested for rollout in found) > 0
+
+
 def test_when_all_engines_die_in_a_validation_it_ends_with_new_ones(begin):
     fleet = Fleet(2)
     source = begin(fleet, IN_FLIGHT)
