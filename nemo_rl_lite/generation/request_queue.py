@@ -2,15 +2,14 @@
 
 import asyncio
 import itertools
-import time
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 from nemo_rl_lite.errors import WorkerError
+from nemo_rl_lite.generation.held_requests import Asked, HeldRequests, Stopwatch
 from nemo_rl_lite.generation.interface import Completion, Request
 
 # Exchanges that a replica has at a time: it begins the second while the first one's results are still on their way.
@@ -24,36 +23,6 @@ class Replica(Protocol):
         """Give the engine requests, take some back, let it work for a moment; return what has finished. Exchanges that
         begin before earlier ones have ended follow them in order."""
         ...
-
-
-@dataclass(eq=False)
-class _Asked:
-    number: int
-    request: Request
-    answer: asyncio.Future[tuple[Completion, int]]
-    near: int | None
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """The lowest one begins first."""
-        return self.request.step, self.number
-
-
-@dataclass
-class _Stopwatch:
-    """Adds up the seconds in which something is the case."""
-
-    _seconds: float = 0.0
-    _since: float | None = None
-
-    def runs(self, is_running: bool) -> None:
-        """It is the case from now on, or not."""
-        self._seconds, self._since = self.seconds, time.perf_counter() if is_running else None
-
-    @property
-    def seconds(self) -> float:
-        """All of them so far."""
-        return self._seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
 
 
 class RequestQueue:
@@ -77,11 +46,8 @@ class RequestQueue:
         self._replicas, self._capacity, self._on_loss, self._restore = replicas, capacity, on_loss, restore
         self._alive = set(range(len(replicas)))
         self._numbers = itertools.count()
-        self._waiting: list[_Asked] = []
-        # Of each replica: what it has not been told yet, what it works on, what it shall forget.
-        self._assigned: list[dict[int, _Asked]] = [{} for _ in replicas]
-        self._unfinished: list[dict[int, _Asked]] = [{} for _ in replicas]
-        self._aborted: list[list[int]] = [[] for _ in replicas]
+        self._waiting: list[Asked] = []
+        self._held = [HeldRequests() for _ in replicas]
         self._running: dict[asyncio.Task[dict[int, Completion]], int] = {}
         self._paused, self._held_back = False, 0
         self._changed, self._quiet = asyncio.Event(), asyncio.Event()
@@ -89,8 +55,7 @@ class RequestQueue:
         self._failure: Exception | None = None
         self.exchanges = 0
         """Exchanges that have ended: a sign of life."""
-        self._idle = _Stopwatch()
-        self._busy = [_Stopwatch() for _ in replicas]
+        self._idle = Stopwatch()
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["RequestQueue"]:
@@ -121,7 +86,7 @@ class RequestQueue:
         """
         if self._failure is not None:
             raise self._failure
-        asked = _Asked(next(self._numbers), request, asyncio.get_running_loop().create_future(), near)
+        asked = Asked(next(self._numbers), request, asyncio.get_running_loop().create_future(), near)
         insort(self._waiting, asked, key=lambda one: one.place)
         self._changed.set()
         try:
@@ -167,15 +132,13 @@ class RequestQueue:
     @property
     def busy_s(self) -> float:
         """Seconds so far in which an engine had requests and was not paused, summed over the engines."""
-        return sum(watch.seconds for watch in self._busy)
+        return sum(held.busy.seconds for held in self._held)
 
     def describe(self) -> str:
         """Say who waits for whom, for a person who wonders why nothing happens."""
         loads = ", ".join(
-            f"engine {replica} has {self._load(replica)} requests"
-            if replica in self._alive
-            else f"engine {replica} died"
-            for replica in range(len(self._replicas))
+            f"engine {replica} has {held.load} requests" if replica in self._alive else f"engine {replica} died"
+            for replica, held in enumerate(self._held)
         )
         paused = "; the engines are paused" if self._paused else ""
         return f"{loads}; {len(self._waiting)} requests wait for an engine{paused}"
@@ -189,7 +152,7 @@ class RequestQueue:
                     if not self._held_back:
                         self._assign()
                     self._start()
-                self._idle.runs(not any(self._load(replica) for replica in self._alive))
+                self._idle.runs(not any(self._held[replica].load for replica in self._alive))
                 self._time_engines()
                 changed = asyncio.create_task(self._changed.wait())
                 await asyncio.wait([changed, *self._running], return_when=asyncio.FIRST_COMPLETED)
@@ -206,37 +169,30 @@ class RequestQueue:
                     asked.answer.set_exception(error)
 
     def _time_engines(self) -> None:
-        for replica, watch in enumerate(self._busy):
-            watch.runs(not self._paused and replica in self._alive and self._load(replica) > 0)
+        for replica, held in enumerate(self._held):
+            held.busy.runs(not self._paused and replica in self._alive and held.load > 0)
 
     def _assign(self) -> None:
         """Give waiting requests to replicas, in their order, as long as one has room."""
         while self._waiting and self._alive and self._give(self._waiting[0]):
             self._waiting.pop(0)
 
-    def _give(self, asked: _Asked) -> bool:
-        loads = {replica: self._load(replica) for replica in self._alive}
+    def _give(self, asked: Asked) -> bool:
+        loads = {replica: self._held[replica].load for replica in self._alive}
         least = min(loads, key=lambda replica: (loads[replica], replica))
         # An engine that knows the beginning of the prompt need not compute it again.
         chosen = asked.near if asked.near in loads and loads[asked.near] < self._capacity else least
         if loads[chosen] >= self._capacity:
             return False
-        self._assigned[chosen][asked.number] = asked
+        self._held[chosen].give(asked)
         return True
-
-    def _load(self, replica: int) -> int:
-        return len(self._assigned[replica]) + len(self._unfinished[replica])
 
     def _start(self) -> None:
         under_way = Counter(self._running.values())
         for replica in self._alive:
-            while under_way[replica] < _EXCHANGES and (self._load(replica) or self._aborted[replica]):
+            while under_way[replica] < _EXCHANGES and self._held[replica].has_news:
                 under_way[replica] += 1
-                submitted, self._assigned[replica] = self._assigned[replica], {}
-                aborted, self._aborted[replica] = self._aborted[replica], []
-                self._unfinished[replica] |= submitted
-                requests = {number: asked.request for number, asked in submitted.items()}
-                exchange = asyncio.ensure_future(self._replicas[replica].exchange(requests, aborted))
+                exchange = asyncio.ensure_future(self._replicas[replica].exchange(*self._held[replica].tell()))
                 # Of several that fail, one is raised; asyncio would print the others.
                 exchange.add_done_callback(lambda done: done.cancelled() or done.exception())
                 self._running[exchange] = replica
@@ -256,7 +212,7 @@ class RequestQueue:
                 continue
             self.exchanges += 1
             for number, completion in finished.items():
-                asked = self._unfinished[replica].pop(number, None)
+                asked = self._held[replica].finish(number)
                 if asked is not None and not asked.answer.done():
                     asked.answer.set_result((completion, replica))
         if not self._running:
@@ -275,9 +231,8 @@ class RequestQueue:
 
     def _requeue(self, replica: int) -> None:
         """Let others, or a new engine in its place, do what an engine has not finished."""
-        left = self._unfinished[replica] | self._assigned[replica]
-        self._unfinished[replica], self._assigned[replica], self._aborted[replica] = {}, {}, []
-        self._waiting = sorted([*left.values(), *self._waiting], key=lambda asked: asked.place)
+        self._waiting = sorted([*self._held[replica].all(), *self._waiting], key=lambda asked: asked.place)
+        self._held[replica].clear()
 
     def replaced(self, replicas: Sequence[int]) -> None:
         """New engines, which know no request, are in the places of these. May be called by another thread, while the
@@ -290,23 +245,20 @@ class RequestQueue:
             self._requeue(replica)
             self._alive.add(replica)
 
-    def _drop(self, asked: _Asked) -> None:
+    def _drop(self, asked: Asked) -> None:
         """Nobody waits for this answer any more."""
         if asked in self._waiting:
             self._waiting.remove(asked)
         for replica in self._alive:
-            self._assigned[replica].pop(asked.number, None)
-            if self._unfinished[replica].pop(asked.number, None):
-                self._aborted[replica].append(asked.number)
+            self._held[replica].drop(asked)
         self._changed.set()
 
     async def _forget(self) -> None:
         """Take back what engines have not finished."""
         for replica in sorted(self._alive):
-            aborted = [*self._aborted[replica], *self._unfinished[replica]]
             try:
-                if aborted:
-                    await self._replicas[replica].exchange({}, aborted)
+                if unfinished := self._held[replica].unfinished:
+                    await self._replicas[replica].exchange({}, unfinished)
             except WorkerError as error:
                 if not error.lost:
                     raise
@@ -315,10 +267,9 @@ class RequestQueue:
     def _clear(self) -> None:
         self._waiting.clear()
         self._running.clear()
-        for held in (*self._assigned, *self._unfinished, *self._aborted):
+        for held in self._held:
             held.clear()
         self._time_engines()
 
-    def _all(self) -> list[_Asked]:
-        held = (*self._assigned, *self._unfinished)
-        return [*self._waiting, *(asked for own in held for asked in own.values())]
+    def _all(self) -> list[Asked]:
+        return [*self._waiting, *(asked for held in self._held for asked in held.all())]
