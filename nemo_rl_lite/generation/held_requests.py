@@ -50,10 +50,11 @@ class HeldRequests:
 
     @property
     def load(self) -> int:
+        """How many requests it has."""
         return len(self._untold) + len(self._unfinished)
 
     @property
-    def has_news(self) -> bool:
+    def has_work(self) -> bool:
         """Whether there is something to do or to forget."""
         return bool(self.load or self._aborted)
 
@@ -82,7 +83,9 @@ class HeldRequests:
         if self._unfinished.pop(asked.number, None):
             self._aborted.append(asked.number)
 
-    def all(self) -> list[Asked]:
+    @property
+    def requests(self) -> list[Asked]:
+        """All that it has been given and has not answered."""
         return [*self._unfinished.values(), *self._untold.values()]
 
     def clear(self) -> None:

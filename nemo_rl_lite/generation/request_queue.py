@@ -190,7 +190,7 @@ class RequestQueue:
     def _start(self) -> None:
         under_way = Counter(self._running.values())
         for replica in self._alive:
-            while under_way[replica] < _EXCHANGES and self._held[replica].has_news:
+            while under_way[replica] < _EXCHANGES and self._held[replica].has_work:
                 under_way[replica] += 1
                 exchange = asyncio.ensure_future(self._replicas[replica].exchange(*self._held[replica].tell()))
                 # Of several that fail, one is raised; asyncio would print the others.
@@ -231,7 +231,7 @@ class RequestQueue:
 
     def _requeue(self, replica: int) -> None:
         """Let others, or a new engine in its place, do what an engine has not finished."""
-        self._waiting = sorted([*self._held[replica].all(), *self._waiting], key=lambda asked: asked.place)
+        self._waiting = sorted([*self._held[replica].requests, *self._waiting], key=lambda asked: asked.place)
         self._held[replica].clear()
 
     def replaced(self, replicas: Sequence[int]) -> None:
@@ -272,4 +272,4 @@ class RequestQueue:
         self._time_engines()
 
     def _all(self) -> list[Asked]:
-        return [*self._waiting, *(asked for held in self._held for asked in held.all())]
+        return [*self._waiting, *(asked for held in self._held for asked in held.requests)]

@@ -20,7 +20,8 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
 
 
 def sent_together(values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """As `sent`, with one copy to a GPU. What arrives shares its memory."""
+    """As `sent`, with one copy to a GPU. What arrives shares its memory, and must not be changed in place: autograd
+    would take that for a change of all."""
     if device.type != "cuda":
         return {name: one.to(device) for name, one in values.items()}
     return unpacked(packed(values, pin=True).to(device, non_blocking=True), values)

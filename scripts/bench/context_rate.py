@@ -44,15 +44,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536])
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--context", type=int, default=1)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["p2p"], help="in which GPUs share a sequence")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[], help="in which GPUs share a sequence (p2p)")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args()
     shared = given.context > 1
+    if given.ways and not shared:
+        parser.error("--ways needs --context of 2 or more")
     name = f"context-rate-{given.model.name}" + (f"-context-{given.context}" if shared else "")
     results, bars = [], []
     for tokens in given.tokens:
         rates = {}
-        for way in ["one GPU", *(given.ways if shared else [])]:
+        for way in ["one GPU", *((given.ways or ["p2p"]) if shared else [])]:
             gpus, own = (given.context, WAYS[way]) if way in WAYS else (1, [])
             case = f"{tokens} tokens" + (f", {way}" if shared else "")
             steps = train(given.model, tokens, given.steps, gpus, [*own, *given.overrides])

@@ -8,6 +8,7 @@ activations_of_experts.
 
 import gc
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -64,7 +65,7 @@ def main() -> None:
                 print(f"{table}, {failed[-1]}", flush=True)
                 forget()
                 continue
-            medians[setting] = {name: sorted(reps)[len(reps) // 2] for name, (_, reps) in measured.items()}
+            medians[setting] = {name: statistics.median(reps) for name, (_, reps) in measured.items()}
             results += [record.result(name, setting, unit, reps) for name, (unit, reps) in measured.items()]
             shown = {name: round(value, 3) for name, value in medians[setting].items()}
             print(f"{table}, {setting}: {time.time() - started:.0f} s: {shown}", flush=True)
@@ -177,7 +178,9 @@ def hidden(name: str, medians: dict[str, dict[str, float]]) -> list[dict]:
     """Return two bars of overlapped moves: the share of the copies' time that the rank waited for, and how much longer
     a step is, as a share of that with moves that are waited for. The second one counts what copies slow down, too."""
     overlapped, whole = medians[name], "whole step"
-    stays, waited = medians["states stay"][whole], medians["states leave, page-locked"][whole]
+    stays, waited = (medians.get(one, {}).get(whole) for one in ("states stay", "states leave, page-locked"))
+    if stays is None or waited is None:
+        return []
     moved = [metric for metric in overlapped if metric.endswith("_exposed_s")]
     exposed = sum(overlapped[metric] for metric in moved)
     transfer = sum(overlapped[metric.replace("_exposed_s", "_s")] for metric in moved)

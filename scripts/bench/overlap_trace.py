@@ -71,8 +71,8 @@ def traced(model: str, overrides: list[str]) -> list[Event]:
         setattr(MegatronWorker, name, marked(name))
     try:
         offload_policy.measure(model, overrides, STEPS, *offload_policy.SHORT)
-    finally:
         profiler.stop()
+    finally:
         MegatronWorker.prepare_for_refit = refit
         for name, original in passes.items():
             setattr(MegatronWorker, name, original)

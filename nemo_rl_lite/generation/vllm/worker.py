@@ -75,7 +75,7 @@ class VLLMEngine:
         if on_gpu and not speculates and own.get("async_scheduling") is not False:
             own.setdefault("scheduler_cls", SCHEDULER)
         if on_gpu and engines_quantize(generation):
-            eight_bits.round_once()
+            eight_bits.keep_first_scales()
         if speculates and not on_gpu:
             cpu_speculation.repair()
         self._weights = WeightsState(complete=own.get("load_format") != "dummy" and self._lora is None)

@@ -1,6 +1,6 @@
 import torch
 
-from nemo_rl_lite.losses.sending import packed, packed_bytes, sent_together, unpacked
+from nemo_rl_lite.losses.sending import packed, packed_bytes, unpacked
 
 VALUES = {
     "tokens": torch.arange(35).reshape(5, 7),
@@ -27,7 +27,3 @@ def test_what_arrives_in_one_copy_is_what_was_packed():
     views = unpacked(there, shapes)
     there.copy_(whole)
     assert same(views)
-
-
-def test_tensors_are_sent_together():
-    assert same(sent_together(VALUES, torch.device("cpu")))
