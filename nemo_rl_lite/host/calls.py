@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -28,6 +29,8 @@ import psutil
 # A process may take this long, in seconds, to start and to import the user's code.
 START_S = 60.0
 _LONGEST_ERROR = 300
+# The folder of this package, which is not a user's code.
+_PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 # Seconds to wait for the processes to end.
 _STOP_S = 30.0
 # So many starts in a row may fail: one may have met a moment without memory.
@@ -52,6 +55,14 @@ def as_call_error(error: BaseException) -> CallError:
     text = f"{type(error).__name__}: {error}"
     short = text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
     return CallError(short, "".join(traceback.format_exception(error)))
+
+
+def place_of(error: BaseException) -> str:
+    """Return the last line of the user's file that an error came through: " (FILE, line N)". Nothing where this package
+    raised it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_PACKAGE)]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
 @dataclass(frozen=True)
