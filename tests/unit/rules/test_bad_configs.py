@@ -813,6 +813,7 @@ CASES = {
         "data.train_path",
         "row 1",
         "no column 'solution' (columns: prompt, answer)",
+        "or data.answer_column=NAME",
     ],
     "data=file data.train_path=BROKEN data.validation_path=DATA": ["data.train_path", "row 2", "not JSON"],
     "data=file data.train_path=BLANK data.validation_path=DATA": ["data.train_path", "no rows"],
@@ -918,6 +919,7 @@ CASES = {
         "data.train_path",
         "row 1",
         "no column 'worked' (columns: prompt, answer)",
+        "or data.response_column=NAME",
     ],
     # Losses by dotted path.
     "algorithm.loss=MyLoss": ["algorithm.loss", "must be a dotted path"],
