@@ -505,7 +505,7 @@ CASES = {
     "logger.wandb.mode=quiet": ["logger.wandb.mode", "'online' or 'offline'"],
     "cluster.cpu_ranks=0": ["cluster.cpu_ranks", "greater than 0"],
     # Combinations.
-    "policy.train_global_batch_size=100": ["policy.train_global_batch_size", "512 samples (64 prompts x 8"],
+    "policy.train_global_batch_size=100": ["1 problem", "512 samples (64 prompts x 8", "train_global_batch_size=128,"],
     "policy.train_micro_batch_size=48": ["policy.train_micro_batch_size", "must divide train_global_batch_size (128)"],
     "policy.logprob_batch_size=48": ["policy.logprob_batch_size", "512 samples"],
     "cluster.cpu_ranks=3": ["policy.train_global_batch_size", "data-parallel size (3)", "another number of ranks"],
@@ -801,7 +801,13 @@ CASES = {
     ],
     "recipes=grpo-smollm2-135m-1n1g": ["policy.model_name", "no such folder", "python scripts/get_smollm2.py"],
     "--dry-run recipes=grpo-smollm2-135m-1n1g": ["policy.model_name", "no such folder", "1 problem found"],
-    "policy.model_name=~nobody-here/x": ["is not an override", "quote a value"],
+    "policy.model_name=~nobody-here/x": [
+        "is not an override",
+        "quote a value",
+        "\"policy.model_name='~nobody-here/x'\"",
+    ],
+    "data.system_prompt=\\boxed{}.": ["is not an override", "\"data.system_prompt='\\boxed{}.'\""],
+    "data.system_prompt={a$b": ["is not an override", "'data.system_prompt='\"'\"'{a$b"],
     "policy.model_name='~nobody-here/x'": ["policy.model_name", "home directory"],
     "policy.model_name='a b/c'": ["policy.model_name", "no such folder"],
     "policy.model_name=PICKLED": ["policy.model_name", "no *.safetensors"],
