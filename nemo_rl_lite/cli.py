@@ -1,5 +1,6 @@
 """`nrl-lite VERB ...`: each verb also runs as `python -m nemo_rl_lite.VERB`."""
 
+import difflib
 import runpy
 import sys
 
@@ -29,7 +30,9 @@ def main() -> None:
         # Import only this verb: `doctor` must run where packages of the other verbs are missing.
         runpy.run_module(f"nemo_rl_lite.{verb}", run_name="__main__")
     else:
-        sys.stderr.write(f"nrl-lite: there is no verb '{verb}'\n\n{USAGE}")
+        close = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        sys.stderr.write(f"nrl-lite: there is no verb '{verb}'{hint}\n\n{USAGE}")
         sys.exit(2)
 
 

@@ -44,6 +44,9 @@ def export(run: Path, target: Path | None) -> Path:
         raise CheckpointError(f"{target} is among a run's checkpoints, {checkpoints}: name a folder outside")
     target = target or found.path.parents[1] / f"hf-{found.path.name}"
     config = _saved_config(found)
+    # Hide the libraries' progress bars and warnings; many warn while they are imported.
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
     import transformers
 
     from nemo_rl_lite.host.ports import free_port
@@ -54,9 +57,6 @@ def export(run: Path, target: Path | None) -> Path:
     prepare_import()
     from nemo_rl_lite.policy.megatron.conversion import convert
 
-    # Hide the libraries' progress bars and warnings.
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
     console = RunConsole()
     place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}

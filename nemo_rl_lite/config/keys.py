@@ -19,33 +19,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_rl_lite.config.other_names import instead_of, meant_keys, most_like
 from nemo_rl_lite.errors import ConfigError, Violation
 
 CONFIG_NAME = "train"
 HYDRA_PACKAGE = "hydra"
 RUN_FOLDER, SWEEP_FOLDER = "hydra.run.dir", "hydra.sweep.dir"
-# What other launchers call some keys.
-_OTHER_NAMES = {
-    "learning_rate": ("lr",),
-    "max_steps": ("max_num_steps",),
-    "num_train_epochs": ("max_num_epochs",),
-    "num_generations": ("num_generations_per_prompt",),
-    "warmup_steps": ("lr_warmup_iters",),
-    "gradient_checkpointing": ("activation_checkpointing",),
-    "max_prompt_length": ("max_total_sequence_length",),
-    "max_completion_length": ("max_new_tokens",),
-    "max_response_length": ("max_new_tokens",),
-    "per_device_train_batch_size": ("train_micro_batch_size",),
-    "beta": ("reference_policy_kl_penalty",),
-    "kl_beta": ("reference_policy_kl_penalty",),
-    "kl_coef": ("reference_policy_kl_penalty",),
-    "ratio_eps": ("ratio_clip_min", "ratio_clip_max"),
-    "epsilon": ("ratio_clip_min", "ratio_clip_max"),
-    "epsilon_high": ("ratio_clip_max",),
-    "clip_ratio": ("ratio_clip_min", "ratio_clip_max"),
-    "clip_ratio_low": ("ratio_clip_min",),
-    "clip_ratio_high": ("ratio_clip_max",),
-}
 # NeMo-RL's place of the section `generation`, and its other policy.
 _ELSEWHERE, _DTENSOR = "policy.generation.", "policy.dtensor_cfg"
 # Sections whose keys belong to somebody else: a user's reward, environment or agent, vLLM, a task's generator.
@@ -203,11 +182,12 @@ def is_section(key: str) -> bool:
 
 def nearest_key(key: str, known: Sequence[str]) -> str | None:
     """The known key a misspelt or misplaced one most likely means, or None."""
+    if meant := meant_keys(key, known):
+        return meant[0]
     leaf = key.rsplit(".", maxsplit=1)[-1]
-    leaf = _OTHER_NAMES.get(leaf, (leaf,))[0]
     same_leaf = [path for path in known if path.rsplit(".", maxsplit=1)[-1] == leaf]
     if same_leaf:
-        return max(same_leaf, key=lambda path: difflib.SequenceMatcher(None, path, key).ratio())
+        return most_like(key, same_leaf)
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     if close:
         return close[0]
@@ -234,7 +214,9 @@ def unknown_key(key: str, given: object, known: Sequence[str]) -> Violation:
     if term := re.fullmatch(r"(reward\.terms\.\w+)\.(\w+)", key):
         fix = f"{term[1]}.kwargs.{term[2]}, where the reward has such an argument"
         return Violation(key, given, "unknown key: a term has name, weight and kwargs", fix)
-    hint = " and ".join(_meant(key, known))
+    hint = " and ".join(meant_keys(key, known))
+    if not hint and (fix := instead_of(key)):
+        return Violation(key, given, "unknown key", fix)
     if not hint and key.startswith(_ELSEWHERE) and key.removeprefix("policy.") not in known:
         return Violation(key, given, "unknown key", "engines have the section generation; --cfg job lists its keys")
     siblings = [path for path in known if path.rpartition(".")[0] == key.rpartition(".")[0]]
@@ -242,14 +224,6 @@ def unknown_key(key: str, given: object, known: Sequence[str]) -> Violation:
     return Violation(
         key, given, "unknown key", f"did you mean {hint}?" if hint else "remove it; the keys are listed by --cfg job"
     )
-
-
-def _meant(key: str, known: Sequence[str]) -> list[str]:
-    """The known keys that a key of another launcher stands for; none where it is no such key."""
-    section, _, leaf = key.rpartition(".")
-    leaves = {path.rsplit(".", maxsplit=1)[-1] for path in known}
-    found = [nearest_key(f"{section}.{name}", known) for name in _OTHER_NAMES.get(leaf, ()) if name in leaves]
-    return [one for one in found if one]
 
 
 def _name_in(section: str, file: str) -> object:

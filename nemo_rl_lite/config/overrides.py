@@ -2,6 +2,8 @@
 
 import difflib
 import os
+import re
+import shlex
 from collections.abc import Sequence
 
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
@@ -35,8 +37,7 @@ def check_overrides(arguments: Sequence[str], sweeps: bool = False) -> tuple[lis
     for argument in arguments:
         override = parse_override(argument)
         if override is None:
-            fix = "write key.path=value or group=file; quote a value with unusual letters: \"key.path='value'\""
-            violations.append(Violation(argument, None, "is not an override", fix))
+            violations.append(Violation(argument, None, "is not an override", _as_override(argument)))
             continue
         problem = _override_problem(override, known, sweeps) or _chosen_again(override, chosen)
         if problem:
@@ -88,6 +89,17 @@ def _as_hydra_takes_it(argument: str, key: str) -> str:
         # Hydra would make a folder called ~.
         return "{}='{}'".format(key, folder.replace("'", "\\'")) if is_at_home else argument
     return ("++" if is_open(key) else "") + argument.lstrip("+")
+
+
+def _as_override(argument: str) -> str:
+    """The fix for what Hydra cannot read: where its value in quotes is an override, that as a shell takes it."""
+    key, _, value = argument.partition("=")
+    text = value.replace("'", r"\'")
+    quoted = f"{key}='{text}'"
+    if value and parse_override(quoted) is not None:
+        shown = shlex.quote(quoted) if re.search(r'["$`!]|\\\\', quoted) else f'"{quoted}"'
+        return f"quote a value with unusual letters: {shown}"
+    return "write key.path=value or group=file; quote a value with unusual letters: \"key.path='value'\""
 
 
 def _override_problem(override: Override, known: Sequence[str], sweeps: bool) -> Violation | None:

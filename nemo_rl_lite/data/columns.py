@@ -17,6 +17,14 @@ _PART, _REST = re.compile(r"[-+]?[\d,]*\.?\d+"), re.compile(r"\d*(?:,\d{3}(?!\d)
 _WITH_COMMAS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
+class MissingColumnError(DataError):
+    """A row has no column of this name."""
+
+    def __init__(self, message: str, name: str):
+        super().__init__(message)
+        self.name = name
+
+
 def to_problem(config: DataConfig, row: Row, where: str) -> Problem:
     """Return the problem of a row; `where` names the row in errors.
 
@@ -76,12 +84,12 @@ def filled(template: str, row: Row, where: str) -> str:
 
 
 def column(row: Row, name: str, where: str) -> object:
-    """Return the value of a column. Raises DataError: there is none."""
+    """Return the value of a column. Raises MissingColumnError: there is none. Raises DataError: it is null."""
     value = find_column(row, name)
     if value is None and name in row:
         raise DataError(f"{where}: column '{name}' is null")
     if value is None:
-        raise DataError(f"{where}: no column '{name}' (columns: {shown_columns(row)})")
+        raise MissingColumnError(f"{where}: no column '{name}' (columns: {shown_columns(row)})", name)
     return value
 
 

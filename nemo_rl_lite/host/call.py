@@ -1,12 +1,16 @@
 """A call of a user's code in another process: what is called, its result, and why it has none."""
 
+import os
 import traceback
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 _LONGEST_ERROR = 300
+# The folder of this package, which is not a user's code.
+_PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 
 
 class CallError(Exception):
@@ -27,6 +31,14 @@ def as_call_error(error: BaseException) -> CallError:
     text = f"{type(error).__name__}: {error}"
     short = text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
     return CallError(short, "".join(traceback.format_exception(error)))
+
+
+def place_of(error: BaseException) -> str:
+    """Return the last line of the user's file that an error came through: " (FILE, line N)". Nothing where this package
+    raised it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_PACKAGE)]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
 @dataclass(frozen=True)

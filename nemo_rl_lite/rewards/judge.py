@@ -114,7 +114,7 @@ class _RemoteCalls:
         except StartError as error:
             raise DataError(f"reward.name = {self._name}: {error}") from error
         except CallError as error:
-            return RewardError(str(error))
+            return RewardError(str(error), error.details)
 
 
 def try_reward(judge: Judge, problem: Problem) -> None:

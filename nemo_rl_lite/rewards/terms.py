@@ -8,8 +8,9 @@ from typing import Any
 from nemo_rl_lite.config.sections.data import RewardConfig
 from nemo_rl_lite.config.user_code import own_name
 from nemo_rl_lite.data.problems import Problem
+from nemo_rl_lite.host.call import as_call_error, place_of
 from nemo_rl_lite.rewards.registry import find_batch_reward, find_reward
-from nemo_rl_lite.rewards.value import RewardError, error_text
+from nemo_rl_lite.rewards.value import RewardError
 
 Parts = dict[str, float] | RewardError
 """Rewards by the label of their term, or the error that prevented one."""
@@ -79,7 +80,7 @@ class RewardCalls:
         except RewardError as error:
             failure = error
         except (Exception, SystemExit) as error:  # a user's function may raise anything
-            failure = RewardError(error_text(error))
-            failure.__cause__ = error
+            raised = as_call_error(error)
+            failure = RewardError(f"{raised}{place_of(error)}", raised.details)
         failure.section = self._terms[label].section
         return failure

@@ -11,9 +11,14 @@ _LONGEST_ERROR = 300
 
 
 class RewardError(Exception):
-    """The reward of one sample could not be computed; the message says why. `section` holds the reward's keys."""
+    """The reward of one sample could not be computed; the message says why. `section` holds the reward's keys, and
+    `details` the traceback of a user's code."""
 
     section = "reward"
+
+    def __init__(self, message: str, details: str = ""):
+        super().__init__(message)
+        self.details = details
 
 
 class WrongReward(RewardError):

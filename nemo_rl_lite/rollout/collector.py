@@ -52,7 +52,8 @@ class _Failures:
         self.errors.append(error)
         if len(self.errors) == 1:
             log.warning("%s failed on %s: %s", self.what, _shown(episode), error)
-            log.info("%s", error.details if isinstance(error, CallError) else "", exc_info=error.__cause__)
+            if isinstance(error, CallError | RewardError) and error.details:
+                log.info("%s", error.details)
 
     def check(self, failed: int, episodes: int) -> None:
         """Raise DataError where too many of this number of episodes have failed."""

@@ -1,5 +1,6 @@
 """Rules about data: files can be read, columns exist, tasks exist."""
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from itertools import combinations
@@ -9,7 +10,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data import gym
-from nemo_rl_lite.data.columns import template_columns
+from nemo_rl_lite.data.columns import MissingColumnError, template_columns
 from nemo_rl_lite.data.files import FileError
 from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
 from nemo_rl_lite.data.sources import ROWS, TASKS, check_file, validation_source
@@ -106,7 +107,17 @@ def files_can_be_read(config: Config) -> Iterator[Violation]:
         except FileError as error:
             yield Violation(key, path, error.problem, error.fix)
         except DataError as error:
-            yield Violation(key, path, str(error), "correct the path, or the columns, template or pattern of data")
+            yield Violation(key, path, str(error), _right_columns(data, error))
+
+
+def _right_columns(data: DataConfig, error: DataError) -> str:
+    """The fix for a row that cannot be read; it names the key of a column that is missing."""
+    if isinstance(error, MissingColumnError) and error.name not in template_columns(data.prompt_template or ""):
+        named = dataclasses.asdict(data).items()
+        keys = [f"data.{field}" for field, name in named if field.endswith("_column") and name == error.name]
+        if keys:
+            return f"correct the path, or {keys[0]}=NAME, with the name that the column has there"
+    return "correct the path, or the columns, template or pattern of data"
 
 
 @rule("data.name", "data.path")

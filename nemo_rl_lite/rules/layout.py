@@ -166,11 +166,13 @@ def rollout_fills_optimizer_steps(config: Config) -> Iterator[Violation]:
     if samples % batch:
         options = config.options(RolloutAlgorithmConfig)
         sizes = f"{options.num_prompts_per_step} prompts x {options.num_generations_per_prompt}"
+        divisors = [size for size in range(1, samples + 1) if samples % size == 0]
+        near = min(divisors, key=lambda size: abs(size - batch))
         yield Violation(
             "policy.train_global_batch_size",
             batch,
             f"must divide the rollout's {samples} samples ({sizes} generations)",
-            f"policy.train_global_batch_size={samples}, or another divisor of {samples}",
+            f"policy.train_global_batch_size={near}, or another divisor of {samples}",
         )
 
 
@@ -238,6 +240,8 @@ def logprob_batches_fill_rollout(config: Config) -> Iterator[Violation]:
     if not ranks or batch_mode(config.policy, on_gpus(config)) != "fixed":
         return
     samples, micro = samples_per_step(config), micro_batch_sizes(config)[1]
+    if samples % config.policy.train_global_batch_size:
+        return
     if samples % ranks == 0 and micro < samples // ranks and samples // ranks % micro:
         yield Violation(
             "policy.logprob_batch_size",

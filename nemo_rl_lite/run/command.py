@@ -138,7 +138,7 @@ def _guarded(composed: DictConfig, folder: Path, arguments: Sequence[str]) -> "S
 
     close_to_others()
     from nemo_rl_lite.host.stopping import interrupted_status
-    from nemo_rl_lite.run.folder import ERROR_FILE, write_error
+    from nemo_rl_lite.run.folder import ERROR_FILE, how_to_resume, write_error
     from nemo_rl_lite.run.run import run
 
     command = shlex.join(["python", "-m", "nemo_rl_lite.train", *arguments])
@@ -154,8 +154,7 @@ def _guarded(composed: DictConfig, folder: Path, arguments: Sequence[str]) -> "S
         fail(LauncherError(f"{folder}: {error}"))
     except KeyboardInterrupt:
         saves = config.checkpoint.save_period > 0
-        more = f"; to resume, give the same command with hydra.run.dir={folder}" if saves else ""
-        sys.stderr.write(f"\ninterrupted; what was done so far is in {folder}{more}\n")
+        sys.stderr.write(f"\ninterrupted; what was done so far is in {folder}; {how_to_resume(folder)}\n")
         sys.exit(interrupted_status(saves))
 
 

@@ -9,6 +9,7 @@ import psutil
 
 from nemo_rl_lite.checkpoint.resume import changed, find_start
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.models.known import find_shape
 from nemo_rl_lite.observability.console import RunConsole
@@ -49,7 +50,9 @@ def dry_run(config: Config, overrides: Sequence[str], run_folder: Path | None) -
     show(plan, console)
     if there is not None and not plan.fits:
         rule = f"the run needs {size(plan.budget.host)} of memory, and this machine has {size(there)}"
-        fix = "fewer ranks or engines, smaller batches, or a smaller model"
+        batch = plan.micro_batch
+        smaller = "less offload" if on_gpus(config) else f"a smaller {batch.key} (now {batch.now})"
+        fix = f"{smaller}, fewer ranks or engines, or a smaller model"
         raise ConfigError([Violation("policy", None, rule, fix)])
     console.say("dry run: nothing was started")
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, changed, checkpoints_around
 from nemo_rl_lite.checkpoint.store import has_any
+from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.config.overrides import RUN_FOLDER
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
 from nemo_rl_lite.host.stopping import interrupted_status
@@ -29,6 +30,7 @@ CONFIG_FILE, COMMAND_FILE, LOCK_FILE = "config.json", "command.txt", ".lock"
 STATUS_FILE, ERROR_FILE = "status.json", "error.txt"
 # A run that is done is resumed where only these keys changed.
 _LENGTH = {"algorithm.max_num_steps", "algorithm.max_num_epochs"}
+_SHOWN_CHANGES = 3
 
 
 State = Literal["running", "done", "stopped", "interrupted", "failed"]
@@ -75,12 +77,22 @@ def check_folder(folder: Path, whole_config: Mapping[str, Any]) -> None:
         return
     changes = changed(_read_json(folder / CONFIG_FILE), json.loads(json.dumps(whole_config))).keys()
     if (folder / SUMMARY_FILE).exists() and not (changes and changes <= _LENGTH):
-        rule = "holds a run already, and it is done"
-        fix = f"name another folder, or resume it by changing nothing but {' or '.join(sorted(_LENGTH))}"
+        others = sorted(changes - _LENGTH)
+        shown = ", ".join(others[:_SHOWN_CHANGES]) + ", ..." * (len(others) > _SHOWN_CHANGES)
+        rule = "holds a run already, and it is done" + (f"; the command changes {shown}" if others else "")
+        lengths = [key for key in sorted(_LENGTH) if key in dict(leaves(whole_config))]
+        fix = f"name another folder, or resume it by changing nothing but {' or '.join(lengths)}"
         raise ConfigError([Violation(RUN_FOLDER, str(folder), rule, fix)])
     if changes and not has_any(folder / CHECKPOINTS):
         rule = "holds a run already, without a checkpoint; a second one would be mixed into it"
         raise ConfigError([Violation(RUN_FOLDER, str(folder), rule, "name another folder, or remove this one")])
+
+
+def how_to_resume(folder: Path) -> str:
+    """Say how to resume an interrupted run, or that there is nothing to resume from."""
+    if has_any(folder / CHECKPOINTS):
+        return f"to resume, give the same command with {RUN_FOLDER}={folder}"
+    return "no checkpoint was saved yet (checkpoint.save_period), so that there is nothing to resume from"
 
 
 def check_place(folder: Path, key: str) -> None:

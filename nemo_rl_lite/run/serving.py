@@ -147,6 +147,9 @@ def _exported(run: Path, say: Say) -> Path:
 
 
 def _of_folder(folder: Path) -> Served:
+    if not folder.is_dir():
+        fix = "name a run's folder, or download a model of the hub: hf download NAME --local-dir FOLDER"
+        raise CheckpointError(f"{folder}: no such folder; {fix}")
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} is neither a run's folder nor a Hugging Face model's: it has no config.json")
     try:

@@ -146,3 +146,22 @@ def test_what_is_composed_is_the_callers_to_change():
     changed = keys.compose_files(["algorithm.seed=3"])
     OmegaConf.update(changed, "policy.precision", "changed")
     assert keys.compose_files([]).policy.precision == "float32" and keys.compose_files([]).algorithm.seed == 42
+
+
+@pytest.mark.parametrize(
+    ("key", "choices", "fix"),
+    [
+        ("report_to", (), "did you mean logger.wandb_enabled and logger.tensorboard_enabled?"),
+        ("model_name_or_path", (), "did you mean policy.model_name?"),
+        ("batch_size", (), "did you mean policy.train_global_batch_size?"),
+        ("actor_rollout_ref.rollout.n", (), "did you mean algorithm.num_generations_per_prompt?"),
+        ("trainer.save_freq", (), "did you mean checkpoint.save_period?"),
+        ("lora_r", (), "did you mean policy.megatron_cfg.peft.dim?"),
+        ("beta", ("algorithm=dpo",), "did you mean algorithm.reference_policy_kl_penalty?"),
+        ("num_train_epochs", (), "algorithm.max_num_steps: this algorithm counts steps"),
+        ("num_train_epochs", ("algorithm=sft",), "did you mean algorithm.max_num_epochs?"),
+        ("output_dir", (), "hydra.run.dir=FOLDER"),
+    ],
+)
+def test_a_key_of_another_launcher_is_answered_with_the_one_that_is_meant(key, choices, fix):
+    assert keys.unknown_key(key, "1", keys.known_keys(choices)).fix == fix

@@ -192,7 +192,7 @@ def test_an_error_of_a_batch_is_an_error_of_its_samples(timeout_s):
     judge = make_judge(config(f"{HERE}.equal", timeout_s, batch_size=2, processes=1))
     assert judged(judge, "1", "2", "1") == [Judged(1.0), Judged(0.0), Judged(1.0)]
     verdicts = judged(judge, "1", "raise", "1", "1")
-    assert [str(one) for one in verdicts[:2]] == ["ValueError: no"] * 2 and verdicts[2:] == [Judged(1.0)] * 2
+    assert all("ValueError: no" in str(one) for one in verdicts[:2]) and verdicts[2:] == [Judged(1.0)] * 2
 
 
 def test_the_time_limit_is_for_a_batch():

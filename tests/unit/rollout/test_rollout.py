@@ -64,8 +64,9 @@ def fragile(response: str, answer: str) -> float:
 
 
 def test_a_reward_that_fails_leaves_its_sample_out(caplog):
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         rollout = collect(judged(fragile), 0.25)
+    assert "in fragile\n" in caplog.text, "the log has the traceback"
     assert [episode.reward for episode in rollout.episodes] == [1, 1 / 4, 1 / 3, None]
     metrics = rollout.metrics()
     assert rollout.reward_errors == metrics["reward_errors"] == 1 and "ZeroDivisionError" in caplog.text

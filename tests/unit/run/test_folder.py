@@ -28,6 +28,7 @@ from nemo_rl_lite.run.folder import (
     ERROR_FILE,
     STATUS_FILE,
     check_folder,
+    how_to_resume,
     locked,
     status_kept,
     write_error,
@@ -72,6 +73,12 @@ def test_the_same_command_starts_again_where_nothing_was_saved(folder):
     assert (folder / COMMAND_FILE).read_text() == "the command\n" * 2
 
 
+def test_an_interrupted_run_is_said_to_resume_only_where_it_has_saved(folder):
+    assert "nothing to resume from" in how_to_resume(folder)
+    save(folder)
+    assert how_to_resume(folder) == f"to resume, give the same command with hydra.run.dir={folder}"
+
+
 def test_another_one_does_not(folder):
     before = (folder / CONFIG_FILE).read_text()
     with pytest.raises(ConfigError, match="holds a run already, without a checkpoint"):
@@ -85,14 +92,23 @@ def test_a_run_with_a_checkpoint_may_go_on_with_other_settings(folder):
 
 
 @pytest.mark.parametrize(
-    "overrides", [[], ["logger.log_samples=9"], ["algorithm.max_num_steps=99", "algorithm.seed=7"]]
+    ("overrides", "told"),
+    [
+        ([], ""),
+        (["logger.log_samples=9"], ""),
+        (["algorithm.max_num_steps=99", "algorithm.seed=7"], "; the command changes algorithm.seed"),
+        (["algorithm=sft"], r"; the command changes .*, \.\.\."),
+    ],
 )
-def test_a_run_that_is_done_stays_as_it_is(folder, overrides):
+def test_a_run_that_is_done_stays_as_it_is(folder, overrides, told):
     save(folder)
     (folder / SUMMARY_FILE).write_text("{}")
-    with pytest.raises(
-        ConfigError, match=r"it is done\n.*nothing but algorithm.max_num_epochs or algorithm.max_num_steps"
-    ):
+    lengths = (
+        "algorithm.max_num_epochs or algorithm.max_num_steps"
+        if "algorithm=sft" in overrides
+        else "algorithm.max_num_steps"
+    )
+    with pytest.raises(ConfigError, match=rf"it is done{told}\n.*nothing but {lengths}$"):
         enter(folder, *overrides)
     assert (folder / SUMMARY_FILE).exists()
 

@@ -72,8 +72,11 @@ def test_where_there_is_no_model_the_message_says_how_to_get_one(tmp_path, monke
         CheckpointError, match=r"has neither hf/ nor a complete checkpoint: checkpoint.export_hf_at_end"
     ):
         find(run)
-    with pytest.raises(CheckpointError, match="is neither a run's folder nor a Hugging Face model's"):
+    with pytest.raises(CheckpointError, match=r"nowhere: no such folder; .* hf download NAME --local-dir FOLDER"):
         find(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="is neither a run's folder nor a Hugging Face model's"):
+        find(tmp_path / "empty")
     (run / "hf").mkdir()
     run_folder(tmp_path, unheard_of=1)
     with pytest.raises(CheckpointError, match="a run of another version of the launcher; nrl-lite export"):
@@ -90,7 +93,7 @@ def test_the_verbs_show_the_message_alone(tmp_path, capsys, verb):
     with pytest.raises(SystemExit) as ended:
         verb.main([str(tmp_path / "nowhere")])
     said = capsys.readouterr()
-    assert ended.value.code == 1 and "neither a run's folder" in said.err and not said.out
+    assert ended.value.code == 1 and "no such folder" in said.err and not said.out
 
 
 def test_a_conversation_goes_on_until_it_is_reset(monkeypatch, capsys):
