@@ -25,6 +25,8 @@ PHASES = {
     "refit": (("prepare_for_generation/transfer_and_update_weights",), "magenta"),
 }
 BAR_CELLS = 6
+# A checkpoint is shown in the line of a step where it takes this share of the step's time.
+WORTH_SHOWING = 0.05
 # The number of past values that a sparkline shows.
 TREND_VALUES = 12
 # Seconds between two lines about a long operation, without a terminal.
@@ -81,9 +83,9 @@ class RunConsole:
         idle: float | None = None,
     ) -> None:
         """Print `step 3/30  reward 0.412 ▁▃▅  kl 0.0021  1.32 s  36 s left  generate ██▌ 0.41 ...`: values, the first
-        of them with its `trend` so far, then a bar for each phase, full where the phase takes the whole step, and one
-        for the seconds in which engines that work while it trains were `idle`. A narrow terminal gets no bars and no
-        trend, and lines that end between words."""
+        of them with its `trend` so far, then a bar for each phase, full where the phase takes the whole step, one for a
+        checkpoint that takes long, and one for the seconds in which engines that work while it trains were `idle`. A
+        narrow terminal gets no bars and no trend, and lines that end between words."""
         left = self._pace.left(step, steps, seconds["total_step_time"])
         head = f"step {step:>{len(str(steps))}}/{steps}"
         line = _step_line(head, values, seconds, left, trend, idle, bars=True)
@@ -132,7 +134,12 @@ def _step_line(
         (phase, sum(seconds.get(timer, 0.0) for timer in timers), colour)
         for phase, (timers, colour) in phases_in(seconds).items()
     ]
-    for phase, spent, colour in [*shown, *([] if idle is None else [("engines idle", idle, "red")])]:
+    saving = seconds.get("checkpointing", 0.0)
+    if saving >= WORTH_SHOWING * total:
+        shown.append(("checkpoint", saving, "blue"))
+    if idle is not None:
+        shown.append(("engines idle", idle, "red"))
+    for phase, spent, colour in shown:
         line.append(f" {phase} ")
         line.append(f"{bar(spent / total)} " if bars else "", style=colour)
         line.append(f"{spent:.2f}", style="" if bars else colour)

@@ -47,6 +47,13 @@ def test_a_step_says_how_long_engines_beside_the_policy_were_idle():
     assert "  age 1.25  2.00 s" in line and line.endswith(" train █▌···· 0.50 engines idle ████▌· 1.50")
 
 
+@pytest.mark.parametrize(("saving", "shown"), [(1.0, " checkpoint ███··· 1.00"), (0.05, " 0.50")])
+def test_a_step_says_how_long_its_checkpoint_took_where_it_took_long(saving, shown):
+    console, stream = printed()
+    console.step(3, 10, {"reward": 0.5}, SECONDS | {"checkpointing": saving})
+    assert stream.getvalue().splitlines()[0].endswith(shown)
+
+
 def test_a_long_operation_tells_how_far_it_is(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
