@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="nrl-lite chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or a Hugging Face folder")
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, a Hugging Face folder or a hub name")
     parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy (default: the run's)")
     parser.add_argument(
         "--max-new-tokens", metavar="N", type=int, help="most tokens of a response (default: the run's)"

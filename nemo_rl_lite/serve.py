@@ -18,7 +18,7 @@ from nemo_rl_lite.run.serving import find_served, start_engine
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. Exit status: 0 after Ctrl-C, 1 there is no model, 2 bad arguments."""
     parser = argparse.ArgumentParser(prog="nrl-lite serve", description=__doc__)
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or a Hugging Face folder")
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, a Hugging Face folder or a hub name")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
     parser.add_argument("--port", type=_port, help="port to listen at (default: a free one)")
     parser.add_argument(

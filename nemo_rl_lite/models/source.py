@@ -5,7 +5,7 @@ from pathlib import Path
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.models.embedded.reverse_digits import NAME, embedded_digits, embedded_folder
-from nemo_rl_lite.models.shape import is_hub_name
+from nemo_rl_lite.models.shape import NoModelError, is_hub_name
 from nemo_rl_lite.observability.console import RunConsole
 
 
@@ -20,7 +20,28 @@ def locate_model(config: Config, console: RunConsole) -> Path:
         return _embedded(config, console)
     if not is_hub_name(name):
         return Path(name).expanduser().resolve()
-    return _download(name, console)
+    try:
+        with console.busy(f"fetching {name}"):
+            return from_hub(name)
+    except NoModelError as error:
+        raise ConfigError([Violation("policy.model_name", name, str(error), error.fix)]) from None
+
+
+def from_hub(name: str) -> Path:
+    """Download a model of the hub, if it is not on this machine; returns its folder.
+
+    Raises:
+        NoModelError: the hub cannot be reached, or has no such model.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        cause = str(error).splitlines()[0].rstrip(".")
+        fix = "check the name and the network, or give a local folder such as ./models/NAME"
+        raise NoModelError(f"cannot be fetched from the hub: {cause}", fix) from None
 
 
 def _embedded(config: Config, console: RunConsole) -> Path:
@@ -36,18 +57,3 @@ def _embedded(config: Config, console: RunConsole) -> Path:
 def _show(console: RunConsole, step: int, loss: float) -> None:
     if step % 10 == 0:
         console.say(f"  sft step {step:>3}  loss {loss:.3f}")
-
-
-def _download(name: str, console: RunConsole) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        with console.busy(f"fetching {name}"):
-            return Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        cause = str(error).splitlines()[0]
-        fix = "check the name and the network, or give a local folder such as ./models/NAME"
-        raise ConfigError(
-            [Violation("policy.model_name", name, f"cannot be fetched from the hub: {cause}", fix)]
-        ) from None

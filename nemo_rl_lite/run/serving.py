@@ -25,7 +25,8 @@ from nemo_rl_lite.generation.local import LocalReplica
 from nemo_rl_lite.generation.request_queue import RequestQueue
 from nemo_rl_lite.host.devices import ON_CPUS, gpu_bytes
 from nemo_rl_lite.models.folder import check_model_folder
-from nemo_rl_lite.models.shape import NoModelError
+from nemo_rl_lite.models.shape import NoModelError, is_hub_name
+from nemo_rl_lite.models.source import from_hub
 from nemo_rl_lite.rules.compose import restore
 from nemo_rl_lite.run.folder import CONFIG_FILE, is_run
 
@@ -69,12 +70,16 @@ def find_served(path: Path, max_new_tokens: int | None, say: Say) -> Served:
 
 def find_model(path: Path, say: Say) -> Served:
     """Find the model of a run, with the run's configuration: its exported `hf/`, or else its newest checkpoint, which
-    is exported for that; or the model of a Hugging Face folder, with a configuration that suits it.
+    is exported for that; or the model of a Hugging Face folder, or of this name on the hub, with a configuration that
+    suits it.
 
     Raises:
-        CheckpointError: the folder has no model, or its run is of another version of this package.
+        CheckpointError: there is no such model, or its run is of another version of this package.
         LauncherError: the model's engine cannot run here.
     """
+    # A missing folder next to others is a folder that was misspelt.
+    if is_hub_name(str(path)) and not path.parent.is_dir():
+        return _of_hub(str(path), say)
     path = path.expanduser().resolve()
     return _of_run(path, say) if is_run(path) else _of_folder(path)
 
@@ -146,10 +151,17 @@ def _exported(run: Path, say: Say) -> Path:
     return folder
 
 
+def _of_hub(name: str, say: Say) -> Served:
+    say(f"fetching {name} from the hub, where this machine does not have it")
+    try:
+        return replace(_of_folder(from_hub(name)), name=name.rpartition("/")[2])
+    except NoModelError as error:
+        raise CheckpointError(f"{name} {error}; {error.fix}") from None
+
+
 def _of_folder(folder: Path) -> Served:
     if not folder.is_dir():
-        fix = "name a run's folder, or download a model of the hub: hf download NAME --local-dir FOLDER"
-        raise CheckpointError(f"{folder}: no such folder; {fix}")
+        raise CheckpointError(f"{folder}: no such folder; name a run's folder, a Hugging Face folder or a hub name")
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} is neither a run's folder nor a Hugging Face model's: it has no config.json")
     try:

@@ -4,8 +4,10 @@ import dataclasses
 import io
 import json
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from rich.console import Console
 
 from nemo_rl_lite import chat, serve
@@ -33,6 +35,14 @@ def model_folder(folder: Path, **changes: object) -> Path:
 
 def find(folder: Path, most: int | None = None) -> serving.Served:
     return find_served(folder, most, lambda message: None)
+
+
+@pytest.fixture
+def model_of_the_hub(tmp_path, monkeypatch) -> Path:
+    """The folder that every name of the hub is fetched to."""
+    folder = model_folder(tmp_path / "5f3a")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(folder))
+    return folder
 
 
 def test_a_runs_exported_model_has_its_engine_and_its_limits(tmp_path):
@@ -72,7 +82,7 @@ def test_where_there_is_no_model_the_message_says_how_to_get_one(tmp_path, monke
         CheckpointError, match=r"has neither hf/ nor a complete checkpoint: checkpoint.export_hf_at_end"
     ):
         find(run)
-    with pytest.raises(CheckpointError, match=r"nowhere: no such folder; .* hf download NAME --local-dir FOLDER"):
+    with pytest.raises(CheckpointError, match=r"nowhere: no such folder; name .* or a hub name"):
         find(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="is neither a run's folder nor a Hugging Face model's"):
@@ -86,6 +96,22 @@ def test_where_there_is_no_model_the_message_says_how_to_get_one(tmp_path, monke
     run_folder(tmp_path, cluster=cluster)
     with pytest.raises(LauncherError, match="generated on GPUs, and this machine has none"):
         find(run)
+
+
+def test_a_name_of_the_hub_is_fetched(model_of_the_hub, monkeypatch):
+    served = find(Path("somebody/digits"))
+    assert (served.name, served.folder) == ("digits", model_of_the_hub)
+    error = LocalEntryNotFoundError("no network")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", MagicMock(side_effect=error))
+    with pytest.raises(CheckpointError, match=r"^somebody/digits cannot be fetched from the hub: no network; check"):
+        find(Path("somebody/digits"))
+
+
+def test_a_misspelt_folder_is_no_name_of_the_hub(model_of_the_hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    with pytest.raises(CheckpointError, match="no such folder"):
+        find(Path("outputs/my-rum"))
 
 
 @pytest.mark.parametrize("verb", [chat, serve])
