@@ -39,7 +39,7 @@ def from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        cause = str(error).splitlines()[0].rstrip(".")
+        cause = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         fix = "check the name and the network, or give a local folder such as ./models/NAME"
         raise NoModelError(f"cannot be fetched from the hub: {cause}", fix) from None
 

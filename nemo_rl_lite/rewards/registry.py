@@ -14,7 +14,8 @@ from typing import Any
 from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, Violation
-from nemo_rl_lite.rewards.value import RewardError, UnavailableReward, WrongReward, checked_reward, error_text
+from nemo_rl_lite.host.call import as_call_error
+from nemo_rl_lite.rewards.value import RewardError, UnavailableReward, WrongReward, checked_reward
 
 Reward = Callable[[str, Problem], float | Awaitable[float]]
 """Returns the reward of a response to a problem, or a coroutine that does. A user's function may raise anything."""
@@ -135,14 +136,14 @@ def _made(name: str, target: Callable[..., Any], kwargs: Mapping[str, Any]) -> C
     except RewardError:
         raise
     except (Exception, SystemExit) as error:  # a user's class may raise anything
-        raise UnavailableReward(f"{name} cannot be made: {error_text(error)}") from error
+        raise UnavailableReward(f"{name} cannot be made: {as_call_error(error)}") from error
 
 
 def _import(path: str, section: str) -> Callable[..., Any]:
     try:
         target = imported(path)
     except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
-        rule = f"cannot be imported: {error_text(error)}"
+        rule = f"cannot be imported: {as_call_error(error)}"
         fix = f"choose one of {', '.join(REWARDS)}, or give package.module.function or path/to/file.py:function"
         raise ConfigError([Violation(f"{section}.name", path, rule, fix)]) from error
     if not callable(target):

@@ -7,7 +7,6 @@ from typing import Any
 
 # Rewards become float32, like all that is trained on.
 _LARGEST = 3.4028234663852886e38
-_LONGEST_ERROR = 300
 
 
 class RewardError(Exception):
@@ -55,9 +54,3 @@ def checked_reward(source: str, value: Any) -> float:
     if abs(reward) > _LARGEST:
         raise WrongReward(f"{source} returned a number that is too large for float32: {value!s:.40}")
     return reward
-
-
-def error_text(error: BaseException) -> str:
-    """Return the error's text, cut to a readable length, since some errors quote the whole response."""
-    text = f"{type(error).__name__}: {error}"
-    return text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
