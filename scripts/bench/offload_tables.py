@@ -4,8 +4,11 @@ LOGPROB = "policy.offload_optimizer_states_for_logprob=true"
 OPTIMIZER, ACTIVATIONS = "policy.megatron_cfg.optimizer", "policy.megatron_cfg"
 CPU_OPTIMIZER = f"{OPTIMIZER}.optimizer_cpu_offload=true"
 OVERLAPPED = f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=true"
-# Setting -> bytes that offload/copies.py gives to the copy engine at a time.
-PIECES = {f"overlapped, pieces of {mib} MiB": mib << 20 for mib in (64, 16, 4)}
+# Setting -> bytes that offload/copies.py gives to the copy engine at a time, and how many of these pieces wait there.
+PIECES = {
+    f"overlapped, pieces of {mib} MiB": (mib << 20, queued)
+    for mib, queued in {1024: 1, 256: 1, 64: 4, 16: 4, 4: 4}.items()
+}
 
 
 def modules(*names: str) -> list[str]:

@@ -1,8 +1,10 @@
 """What overlapped moves of optimizer states slow down, from a trace of one step each: overlap_trace.py MODEL
 
-The steps are those of offload_policy.py's table `prepare`, without moves and with overlapped ones. For logprobs and for
+The steps are those of offload_policy.py's table `pieces`, without moves and with overlapped ones. For logprobs and for
 training: their seconds, those in which a kernel ran, and the rest, in which the GPU waited for the host or for a copy;
-and the small copies, of less than 1 MiB, that the compute stream had. A traced step takes longer than others.
+the small copies, of less than 1 MiB, that the compute stream had; the calls of CUDA on which the thread that launches
+kernels spent most of its time, and those during the longest pause between kernels. A traced step takes longer than
+others, of which the seconds are given, too.
 """
 
 import itertools
@@ -10,21 +12,25 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import offload_policy
 import record
 import torch
-from offload_tables import TABLES
+from offload_tables import PIECES, TABLES
 
+from nemo_rl_lite.offload import copies
 from nemo_rl_lite.run.report.busy import union
 
-SETTINGS = ("states stay", "states leave, page-locked, overlapped")
+SETTINGS = ("states stay", "overlapped, pieces of 64 MiB", "overlapped, pieces of 256 MiB")
 PHASES = {"score": "logprob", "train": "train"}
 STEPS = 4
 SMALL = 1 << 20
+# How many of the host's calls are named.
+MOST = 4
 Event = dict[str, Any]
 
 
@@ -34,7 +40,10 @@ def main() -> None:
     os.environ.update(offload_policy.MANY_QUEUES)
     results = []
     for setting in SETTINGS:
-        events = traced(model, TABLES["prepare"][setting])
+        copies.PIECE_BYTES, copies.QUEUED = PIECES.get(setting, (copies.PIECE_BYTES, copies.QUEUED))
+        seconds, events = traced(model, TABLES["pieces"][setting])
+        results += [record.result(f"{name}, not traced", setting, "s", reps) for name, reps in seconds.items()]
+        print(setting, {name: [round(one, 3) for one in reps] for name, reps in seconds.items()}, flush=True)
         for phase in PHASES.values():
             for name, (unit, value) in of_phase(phase, events).items():
                 results.append(record.result(f"{phase}: {name}", setting, unit, [value]))
@@ -42,8 +51,8 @@ def main() -> None:
         print(record.write("offload-overlap-trace", results, [], "one step each"), flush=True)
 
 
-def traced(model: str, overrides: list[str]) -> list[Event]:
-    """The events of the last step."""
+def traced(model: str, overrides: list[str]) -> tuple[dict[str, list[float]], list[Event]]:
+    """The seconds of the steps before the last one by phase, and the events of the last one."""
     from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA][: 1 + offload_policy.ON_GPU]
@@ -70,7 +79,7 @@ def traced(model: str, overrides: list[str]) -> list[Event]:
     for name in PHASES:
         setattr(MegatronWorker, name, marked(name))
     try:
-        offload_policy.measure(model, overrides, STEPS, *offload_policy.SHORT)
+        measured = offload_policy.measure(model, overrides, STEPS, *offload_policy.SHORT)
         profiler.stop()
     finally:
         MegatronWorker.prepare_for_refit = refit
@@ -79,7 +88,8 @@ def traced(model: str, overrides: list[str]) -> list[Event]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "step.json"
         profiler.export_chrome_trace(str(file))
-        return json.loads(file.read_text())["traceEvents"]
+        events = json.loads(file.read_text())["traceEvents"]
+    return {name: measured[name][1][:-1] for name in (*PHASES.values(), "whole step")}, events
 
 
 def of_phase(phase: str, events: Iterable[Event]) -> dict[str, tuple[str, float]]:
@@ -89,22 +99,36 @@ def of_phase(phase: str, events: Iterable[Event]) -> dict[str, tuple[str, float]
     begin, end = whole["ts"], whole["ts"] + whole["dur"]
     kernels = [one for one in timed if one["cat"] == "kernel" and begin <= one["ts"] <= end]
     streams = {one["args"]["stream"] for one in kernels}
-    copies = [one for one in timed if one["cat"] == "gpu_memcpy" and begin <= one["ts"] <= end]
-    small = [one for one in copies if one["args"]["bytes"] < SMALL and one["args"]["stream"] in streams]
+    copied = [one for one in timed if one["cat"] == "gpu_memcpy" and begin <= one["ts"] <= end]
+    small = [one for one in copied if one["args"]["bytes"] < SMALL and one["args"]["stream"] in streams]
     busy = sum(until - since for since, until in union((one["ts"], one["ts"] + one["dur"]) for one in kernels))
+    since, until = longest_pause(kernels)
+    calls = [one for one in timed if one["cat"] in ("cuda_runtime", "cuda_driver") and one["tid"] == whole["tid"]]
     return {
         "seconds": ("s", whole["dur"] / 1e6),
         "a kernel runs": ("s", busy / 1e6),
         "no kernel runs": ("s", (whole["dur"] - busy) / 1e6),
         "small copies": ("", float(len(small))),
-        "large copies": ("s", sum(one["dur"] for one in copies if one["args"]["bytes"] >= SMALL) / 1e6),
-        "longest pause between kernels": ("s", longest_pause(kernels) / 1e6),
+        "large copies": ("s", sum(one["dur"] for one in copied if one["args"]["bytes"] >= SMALL) / 1e6),
+        "longest pause between kernels": ("s", (until - since) / 1e6),
+        **{f"host in {name}": ("s", us / 1e6) for name, us in longest_calls(calls, begin, end)},
+        **{f"host in {name}, in that pause": ("s", us / 1e6) for name, us in longest_calls(calls, since, until)},
     }
 
 
-def longest_pause(kernels: list[Event]) -> float:
+def longest_pause(kernels: list[Event]) -> tuple[float, float]:
+    """When it began and ended, in us."""
     ordered = itertools.pairwise(sorted(kernels, key=lambda one: one["ts"]))
-    return max((after["ts"] - one["ts"] - one["dur"] for one, after in ordered), default=0)
+    pauses = ((one["ts"] + one["dur"], after["ts"]) for one, after in ordered)
+    return max(pauses, key=lambda pause: pause[1] - pause[0], default=(0, 0))
+
+
+def longest_calls(calls: Sequence[Event], since: float, until: float) -> list[tuple[str, float]]:
+    """The calls that took most of the time between two moments, by name, with us."""
+    took = Counter[str]()
+    for one in calls:
+        took[one["name"]] += max(0, min(until, one["ts"] + one["dur"]) - max(since, one["ts"]))
+    return took.most_common(MOST)
 
 
 if __name__ == "__main__":
