@@ -62,6 +62,14 @@ SHARES = ("MFU of training", "bandwidth share of decoding")
 WITH_SHARES = (*ABLATION, *SHARES)
 # Of NeMo-RL's published step.
 PUBLISHED = ("whole step", "generation", "logprob", "train", "refit", "tokens a second and GPU")
+OVERLAPPED = (
+    *("logprob preparation", "logprob", "training preparation", "train", "whole step"),
+    *("optimizer_states/to_host_exposed_s", "optimizer_states/to_device_exposed_s"),
+)
+ADAPTERS = (
+    *("whole step", "generation", "train", "refit", "refit, transfer and load", "bytes of a refit"),
+    *("policy's memory in training", "GPU in use while generating"),
+)
 AGREEMENT = (
     *("nrl-lite evaluate, its rule", "lm-evaluation-harness, its rule", "difference of the accuracies"),
     *("its 95 % interval, low", "its 95 % interval, high", "same greedy response"),
@@ -95,11 +103,9 @@ TABLES = {
         MEMORY,
         "offload-prepare",
         "1x-h100",
-        columns=(
-            *("logprob preparation", "logprob", "training preparation", "train", "whole step"),
-            *("optimizer_states/to_host_exposed_s", "optimizer_states/to_device_exposed_s"),
-        ),
+        columns=OVERLAPPED,
     ),
+    "pieces table": Table(MEMORY, "offload-pieces", "1x-h100", columns=OVERLAPPED),
     "presets table": Table(
         MEMORY,
         "offload-presets",
@@ -139,6 +145,8 @@ TABLES = {
         ),
     ),
     "supervised table": Table(SUPERVISED, "supervised-gsm8k", "1x-h100", LEARNED),
+    "LoRA refit table": Table(SUPERVISED, "lora-refit-large", "1x-h100", columns=ADAPTERS),
+    "LoRA copies table": Table(SUPERVISED, "lora-copies-large", "1x-h100", columns=ADAPTERS),
     "SFT then GRPO table": Table(SUPERVISED, "learning-gsm8k", "1x-h100", optional=True),
     "large throughput table": Table(SUPERVISED, "sft-throughput-qwen3-1.7b", "1x-h100"),
     "throughput table": Table(SUPERVISED, "sft-throughput-smollm2-135m-instruct", "1x-h100"),
@@ -216,7 +224,6 @@ TABLES = {
             *("bytes of a refit", "mean logprob difference", "policy's peak, train"),
             "policy's peak, train, planned over measured",
         ),
-        optional=True,
     ),
     "shares table": Table(GPUS, "speed-balance", "cpu-2cores"),
     "dynamic sampling table": Table(ROLLOUTS, "rollouts-dynamic-sampling", "cpu-2cores"),
