@@ -1,0 +1,156 @@
+"""What a model's chat template writes around the messages of a chat, as text."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from nemo_rl_lite.data.conversations import Conversation
+from nemo_rl_lite.data.problems import Message
+from nemo_rl_lite.data.tool_format import ToolFormat, sample_call, tool_format
+from nemo_rl_lite.data.tools import Tool
+from nemo_rl_lite.errors import DataError
+
+# This placeholder stands for an assistant turn where only the text after it matters.
+_TURN = "THE-TURN"
+_QUESTION = {"role": "user", "content": "-"}
+
+
+class ChatTemplate:
+    """The chat template of a Hugging Face tokenizer; a model without one has its messages joined by newlines."""
+
+    def __init__(self, tokenizer: Any):
+        """Raises jinja2.TemplateSyntaxError: the template is broken."""
+        self._tokenizer = tokenizer
+        self.exists = tokenizer.chat_template is not None
+        self.turn_end = self._end_of_turn()
+        """The id and the text of the token that ends an assistant's turn."""
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the template writes calls; None where it writes none, or in a way that is not known."""
+        return tool_format(self._written) if self.exists else None
+
+    def leaves_out(self, role: str) -> bool:
+        """Return whether the template writes nothing of what this role says before the assistant's turn."""
+        turns = [{"role": role, "content": _TURN}, *([] if role == "user" else [_QUESTION])]
+        try:
+            return self.exists and _TURN not in self._written(turns, (), True)
+        except Exception:  # a template may raise anything; the run's own messages will show it
+            return False
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+        """Return the text of a chat, up to the start of the assistant's turn.
+
+        Raises:
+            DataError: the template cannot write the chat.
+        """
+        return self._text(messages, tools, prompt=True)
+
+    def turn(self, said: Conversation, index: int, before: str) -> str:
+        """Return the text between `before`, the prompt, and the end token of the message `index`.
+
+        Raises:
+            DataError: the template does not write the chat as prompt, response and end token.
+        """
+        message, (_, end) = said.messages[index], self.turn_end
+        called = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        if not self.exists:
+            if called:
+                raise DataError("a model without a chat template cannot be trained on tool calls")
+            return message["content"]
+        whole = self._text(said.messages[: index + 1], said.tools, prompt=False)
+        if not whole.startswith(before):
+            raise DataError(f"the model's chat template changes the prompt when the response follows: {whole!r}")
+        turn, found, _ = whole[len(before) :].rpartition(end)
+        if not found or message["content"].strip() not in turn:
+            raise DataError(
+                f"the model's chat template does not write the response and then its end token {end}: {whole!r}"
+            )
+        if missing := [name for name in called if name not in turn]:
+            raise DataError(f"the model's chat template does not write the call of {missing[0]}: {turn!r}")
+        return turn
+
+    def between_turns(self, messages: Sequence[Message]) -> str:
+        """Return the text from the end of an assistant turn, its end token included, through `messages`, to the start
+        of its next turn.
+
+        Raises:
+            DataError: the template cannot write these messages after an assistant's turn.
+        """
+        if not self.exists:
+            return "".join(f"\n{message['content']}" for message in messages)
+        rest = self._after_calls(messages)
+        if rest is not None:
+            return rest
+        try:
+            whole = self._written([_QUESTION, {"role": "assistant", "content": _TURN}, *messages], (), True)
+        except Exception as error:  # a template may raise anything
+            roles = ", ".join(message["role"] for message in messages)
+            rule = f"the model's chat template cannot write messages of the role {roles}: {error}"
+            raise DataError(rule) from None
+        _, found, rest = whole.rpartition(_TURN)
+        if not found:
+            raise DataError(f"the model's chat template leaves out the assistant's earlier turns: {whole!r}")
+        return rest
+
+    def _after_calls(self, messages: Sequence[Message]) -> str | None:
+        """As `between_turns` after a turn with calls that `messages` answer: many templates write a tool's answer only
+        after a call. None where there are no such messages, or the template does not write that many calls."""
+        answers = [message for message in messages if "tool_call_id" in message]
+        if self.tool_format is None or not answers:
+            return None
+        calls = [sample_call(one["tool_call_id"], one.get("name", ""), _TURN) for one in answers]
+        turns = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}]
+        try:
+            turn = self._written(turns, (), False).rpartition(_TURN)[2]
+            _, found, rest = self._written([*turns, *messages], (), True).rpartition(_TURN)
+        except Exception:  # a template may raise anything
+            return None
+        call_end = turn.partition(self.turn_end[1])[0]
+        return rest.removeprefix(call_end) if found and rest.startswith(call_end) else None
+
+    def _end_of_turn(self) -> tuple[int, str]:
+        """The first special token after an assistant's turn; where there is none, the tokenizer's end token."""
+        from jinja2 import TemplateSyntaxError
+
+        tokenizer = self._tokenizer
+        own = tokenizer.eos_token_id, tokenizer.eos_token
+        if not self.exists:
+            return own
+        try:
+            whole = self._written([_QUESTION, {"role": "assistant", "content": _TURN}], (), False)
+        except TemplateSyntaxError:
+            raise
+        except Exception:  # a template may raise anything; the run's own messages will show it
+            return own
+        _, found, rest = whole.rpartition(_TURN)
+        special = {*tokenizer.all_special_ids, *(i for i, one in tokenizer.added_tokens_decoder.items() if one.special)}
+        special -= {tokenizer.unk_token_id, tokenizer.bos_token_id}
+        after = tokenizer(rest, add_special_tokens=False)["input_ids"] if found else ()
+        ends = (token for token in after if token in special)
+        return next(((token, tokenizer.convert_ids_to_tokens(token)) for token in ends), own)
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> str:
+        if not self.exists:
+            return _joined(messages, self._tokenizer.eos_token)
+        try:
+            return self._written(messages, tools, prompt)
+        except Exception as error:  # a template may raise anything
+            raise DataError(f"the model's chat template cannot write this chat: {error}") from None
+
+    def _written(self, messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> str:
+        """Return what the template writes. It may raise anything."""
+        return self._tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) or None, add_generation_prompt=prompt, tokenize=False
+        )
+
+
+def _joined(messages: Sequence[Message], end: str) -> str:
+    """Join the messages for a model without a chat template: each on a new line, except the assistant's, which follow
+    the message that they answer and end with the end token."""
+    spoken = [message["role"] == "assistant" for message in messages]
+    between = ["", *("" if assistant else "\n" for assistant in spoken[1:])]
+    ends = (end if assistant else "" for assistant in spoken)
+    return "".join(
+        before + message["content"] + after for before, message, after in zip(between, messages, ends, strict=True)
+    )
