@@ -24,8 +24,15 @@ class ChatTokenizer:
         from transformers import AutoTokenizer
 
         self._model_path = model_path
+        # Newer models of Mistral have a second tokenizer in their folder, in the format of mistral-common. transformers
+        # takes that one, without a chat template, unless it is told to correct the split pattern of the first.
+        mistral = (model_path / "tekken.json").exists()
+        if mistral and not (model_path / "tokenizer.json").exists():
+            rule = "tekken.json is its only tokenizer, and has no chat template"
+            raise self._unusable(rule, "take a copy of the model with tokenizer.json and a chat template")
+        options = {"fix_mistral_regex": True} if mistral else {}
         try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
+            tokenizer: Any = AutoTokenizer.from_pretrained(model_path, **options)
         except Exception as error:  # a broken file raises errors of many libraries
             raise self._unusable(f"the tokenizer cannot be read: {type(error).__name__}: {error}") from error
         self._tokenizer = tokenizer

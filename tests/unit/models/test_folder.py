@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import mistral_common
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -119,6 +120,17 @@ def test_a_runs_folder_is_answered_with_its_exported_model(folder, tmp_path, ins
 def test_a_tokenizer_that_cannot_be_read_is_an_error_of_the_model(folder):
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"policy\.model_name = .*\n.*the tokenizer cannot be read"):
+        ChatTokenizer(folder)
+
+
+def test_of_mistrals_two_tokenizers_the_one_with_a_chat_template_is_taken(folder):
+    own = ChatTokenizer(folder).prompt(chat("1 2"))
+    tekken = Path(next(iter(mistral_common.__path__))) / "data" / "tekken_240718.json"
+    shutil.copy(tekken, folder / "tekken.json")
+    change(folder, model_type="mistral", architectures=["MistralForCausalLM"])
+    assert ChatTokenizer(folder).prompt(chat("1 2")) == own
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"policy\.model_name = .*\n.*tekken.json is its only tokenizer"):
         ChatTokenizer(folder)
 
 
