@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from nemo_rl_lite.cluster.workers import WorkerGroup, wait
+from nemo_rl_lite.cluster.calls import wait
+from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.sections.run import ProfileConfig
 from nemo_rl_lite.observability import profiling
 

@@ -1,5 +1,5 @@
 """Ends a run whose launcher hangs: in an environment or a reward, in Ray, on a file system. Workers have other limits
-(`workers.wait`)."""
+(`calls.wait`)."""
 
 import faulthandler
 import os

@@ -14,8 +14,9 @@ import time
 
 import record
 
+from nemo_rl_lite.cluster.calls import wait
 from nemo_rl_lite.cluster.runtime import ray_runtime
-from nemo_rl_lite.cluster.workers import WorkerGroup, wait
+from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.losses.interface import count_masked

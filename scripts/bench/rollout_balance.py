@@ -16,8 +16,9 @@ import time
 
 import record
 
+from nemo_rl_lite.cluster.calls import wait
 from nemo_rl_lite.cluster.runtime import ray_runtime
-from nemo_rl_lite.cluster.workers import WorkerGroup, wait
+from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.generation.interface import Request, Sampling
 from nemo_rl_lite.generation.request_queue import RequestQueue

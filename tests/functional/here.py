@@ -29,9 +29,9 @@ from typing import Any
 import pytest
 from ray.exceptions import RayTaskError
 
-from nemo_rl_lite.cluster import system_usage, workers
+from nemo_rl_lite.cluster import calls, system_usage
+from nemo_rl_lite.cluster.calls import Call
 from nemo_rl_lite.cluster.heartbeat import Heartbeat
-from nemo_rl_lite.cluster.workers import Call
 from nemo_rl_lite.host import stopping
 from nemo_rl_lite.host.ports import free_port
 from nemo_rl_lite.observability.system import System, Usage
@@ -215,7 +215,7 @@ class GroupHere:
             one.cancel()
 
     def close(self) -> None:
-        workers.wait(self._each("forget", [()] * len(self), "end"))
+        calls.wait(self._each("forget", [()] * len(self), "end"))
         for thread in self._threads:
             thread.shutdown()
         logging.getLogger().removeHandler(self._log)
@@ -284,7 +284,7 @@ def without_ray(elsewhere: Sequence[str] = ()) -> Iterator[None]:
         patch.setattr(run_module, "lost_process", str)
         patch.setattr(reserve_module, "WorkerGroup", GroupHere)
         patch.setattr(GroupHere, "elsewhere", (*GroupHere.elsewhere, *elsewhere))
-        patch.setattr(workers, "ray", SimpleNamespace(wait=_wait, get=_get))
+        patch.setattr(calls, "ray", SimpleNamespace(wait=_wait, get=_get))
         # Signals of one run are not those of the next.
         patch.setattr(stopping, "_received", [])
         patch.setattr(system_usage, "last_heartbeats", Heartbeats())

@@ -6,8 +6,9 @@ from nemo_rl_lite.cluster.access import close_to_others
 
 close_to_others()
 
+from nemo_rl_lite.cluster.calls import wait  # noqa: E402
 from nemo_rl_lite.cluster.runtime import ray_runtime  # noqa: E402
-from nemo_rl_lite.cluster.workers import WorkerGroup, wait  # noqa: E402
+from nemo_rl_lite.cluster.workers import WorkerGroup  # noqa: E402
 from tests.functional.conftest import PYTHONPATH  # noqa: E402
 
 try:

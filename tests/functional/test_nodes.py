@@ -7,8 +7,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from nemo_rl_lite.cluster.calls import wait
 from nemo_rl_lite.cluster.placement import place
-from nemo_rl_lite.cluster.workers import WorkerGroup, wait
+from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.rules.compose import compose_config
 from tests.functional.conftest import PYTHONPATH

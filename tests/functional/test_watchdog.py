@@ -9,9 +9,10 @@ from collections.abc import Callable
 import pytest
 import ray
 
-from nemo_rl_lite.cluster import heartbeat, workers
+from nemo_rl_lite.cluster import calls, heartbeat
+from nemo_rl_lite.cluster.calls import wait
 from nemo_rl_lite.cluster.heartbeat import last_heartbeats
-from nemo_rl_lite.cluster.workers import WorkerGroup, wait
+from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.errors import WorkerError
 from tests.functional.conftest import PYTHONPATH
 from tests.functional.ranks import free_ports
@@ -66,7 +67,7 @@ def test_the_one_that_the_others_wait_for_is_named_with_every_stack(tmp_path, mo
 
 
 def test_where_others_give_up_first_it_is_still_the_one_that_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "DEATH_S", 4.0)
+    monkeypatch.setattr(calls, "DEATH_S", 4.0)
     group = group_of_two("trainer", tmp_path, limit_s=None, collective_timeout_s=4.0)
     with pytest.raises(WorkerError) as caught:
         wait(group.call("meet", 0, 600, phase="train"))

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_rl_lite.cluster.workers import Call, WorkerGroup, wait
+from nemo_rl_lite.cluster.calls import Call, wait
+from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.automatic import generates_ahead
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus, sequences_per_optimizer_step, sequences_together

@@ -5,7 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nemo_rl_lite.cluster.workers import Call, WorkerGroup, result, wait
+from nemo_rl_lite.cluster.calls import Call, result, wait
+from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.errors import EngineError, WorkerError
 from nemo_rl_lite.generation.interface import Completion, Decoded, Request
 from nemo_rl_lite.refit.engine.connection import Source

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.cluster.workers import Call, WorkerGroup, wait
+from nemo_rl_lite.cluster.calls import Call, wait
+from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.sections.generation import RefitConfig
 from nemo_rl_lite.errors import CheckpointError, WorkerError
 from nemo_rl_lite.losses.batch import TokenRow, TokenRows

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from nemo_rl_lite.cluster.workers import WorkerGroup, wait
+from nemo_rl_lite.cluster.calls import wait
+from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.losses.batch import TokenRows
 from nemo_rl_lite.models.shape import described_shape

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_lite.cluster.calls import Call
 from nemo_rl_lite.cluster.placement import Placement, Slot, place
 from nemo_rl_lite.cluster.runtime import available_cores
-from nemo_rl_lite.cluster.workers import Call, WorkerGroup
+from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.algorithms import compares, generates, has_teacher
 from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.schema import Config

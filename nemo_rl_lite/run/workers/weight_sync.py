@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl_lite.cluster.workers import Call, wait
+from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.config.engines import engines_quantize, engines_serve_adapters, engines_share_weights
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus

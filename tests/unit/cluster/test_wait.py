@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 
-from nemo_rl_lite.cluster import heartbeat, workers
-from nemo_rl_lite.cluster.workers import Call, wait
+from nemo_rl_lite.cluster import calls, heartbeat
+from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.errors import LostTouchError, RefitError, WorkerError
 
 POLICY, ENGINE = "policy rank 0", "generation rank 0"
@@ -26,7 +26,7 @@ def raised(monkeypatch):
         done = [reference for reference in pending if reference in raised][:1]
         return done, [reference for reference in pending if reference not in done]
 
-    monkeypatch.setattr(workers, "ray", SimpleNamespace(get=get, wait=first_done))
+    monkeypatch.setattr(calls, "ray", SimpleNamespace(get=get, wait=first_done))
     monkeypatch.setattr(heartbeat, "last_heartbeats", lambda workers: [])
     return raised
 
