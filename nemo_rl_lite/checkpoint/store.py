@@ -5,35 +5,21 @@ and of itself. It is written under a name that begins with a dot, synced to the 
 the newest. Older ones stay until the new one is complete.
 """
 
-import hashlib
-import json
 import logging
 import math
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_lite.checkpoint.digests import difference, digests_of, files_below
+from nemo_rl_lite.checkpoint.digests import digests_of, files_below
+from nemo_rl_lite.checkpoint.saved import PREFIX, Checkpoint, folder_name, load, to_disk, verified, write_record
 from nemo_rl_lite.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-RECORD, LATEST, _PREFIX, _REPLACED = "checkpoint.json", "latest", "step-", ".replaced-"
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete checkpoint: `record` describes the run, `metrics` are the last validation's at its step, and `files`
-    are the digests of its files (None in one that was saved before there were digests)."""
-
-    path: Path
-    step: int
-    metrics: Mapping[str, float]
-    record: Mapping[str, Any]
-    files: Mapping[str, str] | None
+LATEST, _REPLACED = "latest", ".replaced-"
 
 
 @dataclass(frozen=True)
@@ -58,7 +44,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: the folder cannot be made.
         """
-        unfinished = self.folder / f".{_name(step)}"
+        unfinished = self.folder / f".{folder_name(step)}"
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
@@ -79,20 +65,20 @@ class CheckpointStore:
         Raises:
             CheckpointError: it was not written completely; older checkpoints are unchanged.
         """
-        unfinished, target = self.folder / f".{_name(step)}", self.folder / _name(step)
+        unfinished, target = self.folder / f".{folder_name(step)}", self.folder / folder_name(step)
         known = dict(digests or {})
         try:
             others = [file for file in files_below(unfinished) if file.relative_to(unfinished).as_posix() not in known]
             done = Checkpoint(target, step, dict(metrics), dict(record), known | digests_of(unfinished, others))
-            _write_record(unfinished, done)
+            write_record(unfinished, done)
             for path in [*unfinished.rglob("*"), unfinished]:
-                _to_disk(path)
+                to_disk(path)
             replaced = self.folder / f"{_REPLACED}{target.name}"
             if target.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
                 target.rename(replaced)
             unfinished.rename(target)
-            _to_disk(self.folder)
+            to_disk(self.folder)
         except OSError as error:
             raise CheckpointError(f"step {step} cannot be written to {self.folder}: {error}") from error
         try:
@@ -106,28 +92,28 @@ class CheckpointStore:
     def tidy(self) -> None:
         """Remove the unfinished checkpoints of a killed run, and restore one that was being replaced where the new one
         is missing."""
-        for replaced in self.folder.glob(f"{_REPLACED}{_PREFIX}*"):
+        for replaced in self.folder.glob(f"{_REPLACED}{PREFIX}*"):
             target = self.folder / replaced.name.removeprefix(_REPLACED)
             if load(target) is None and load(replaced) is not None:
                 shutil.rmtree(target, ignore_errors=True)
                 replaced.rename(target)
             shutil.rmtree(replaced, ignore_errors=True)
-        for unfinished in self.folder.glob(f".{_PREFIX}*"):
+        for unfinished in self.folder.glob(f".{PREFIX}*"):
             shutil.rmtree(unfinished, ignore_errors=True)
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write `metrics` into the checkpoint of `step`, if there is one."""
-        target = self.folder / _name(step)
+        target = self.folder / folder_name(step)
         found = load(target)
         if found is not None:
             try:
-                _write_record(target, replace(found, metrics=dict(metrics)))
+                write_record(target, replace(found, metrics=dict(metrics)))
             except OSError as error:
                 raise CheckpointError(f"the metrics of step {step} were not written to {target}: {error}") from error
 
     def discard(self, step: int) -> None:
         """Remove the checkpoint that was begun."""
-        shutil.rmtree(self.folder / f".{_name(step)}", ignore_errors=True)
+        shutil.rmtree(self.folder / f".{folder_name(step)}", ignore_errors=True)
 
     def complete(self) -> list[Checkpoint]:
         """All complete checkpoints, the oldest first. Their files are not read."""
@@ -153,7 +139,7 @@ class CheckpointStore:
             raise CheckpointError(f"{error}; {offer}; {fix}") from error
 
     def _folders(self) -> list[Path]:
-        return sorted(self.folder.glob(f"{_PREFIX}*"))
+        return sorted(self.folder.glob(f"{PREFIX}*"))
 
     def latest(self) -> Checkpoint | None:
         """The newest complete checkpoint."""
@@ -181,59 +167,13 @@ class CheckpointStore:
     def _point_to(self, target: Path) -> None:
         pointer = self.folder / f".{LATEST}"
         pointer.write_text(f"{target.name}\n")
-        _to_disk(pointer)
+        to_disk(pointer)
         pointer.replace(self.folder / LATEST)
 
 
-def load(path: Path) -> Checkpoint | None:
-    """Read the record of the checkpoint in a folder; None where there is no complete one."""
-    try:
-        return read(path)
-    except CheckpointError:
-        return None
-
-
-def read(path: Path) -> Checkpoint:
-    """Read the record of the checkpoint in a folder.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    try:
-        content = json.loads((path / RECORD).read_text())
-        step, metrics, record, files = content["step"], content["metrics"], content["record"], content.get("files")
-        kinds = [(step, int), (metrics, dict), (record, dict), (record.get("config", {}), dict), (files or {}, dict)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} has no {RECORD} that can be read ({type(error).__name__}: {error})") from error
-    own, changed = content.pop("digest", None), f"{path / RECORD} is not what was saved"
-    if not all(isinstance(value, kind) for value, kind in kinds):
-        raise CheckpointError(changed)
-    # One from before there were digests has neither.
-    if (own, files) != (None, None) and own != _digest(content):
-        raise CheckpointError(changed)
-    if path.name.startswith(_PREFIX) and path.name != _name(step):
-        raise CheckpointError(f"{path} says that it is of step {step}")
-    return Checkpoint(path, step, metrics, record, files)
-
-
-def verified(path: Path) -> Checkpoint:
-    """Read the record of the checkpoint in a folder, and all its files.
-
-    Raises:
-        CheckpointError: a file is missing, damaged, or not one of the checkpoint's.
-    """
-    found = read(path)
-    if found.files is None:
-        log.warning("%s has no digests: whether its files are as they were saved is not known", path)
-        return found
-    try:
-        own = [file for file in files_below(path) if file.name not in (RECORD, f".{RECORD}")]
-        trouble = difference(path, own, found.files)
-    except OSError as error:
-        trouble = f"it cannot be read: {error}"
-    if trouble:
-        raise CheckpointError(f"the checkpoint {path} is damaged: {trouble}")
-    return found
+def has_any(folder: Path) -> bool:
+    """Whether a run has saved there, including a replaced checkpoint that `tidy` would restore."""
+    return any(path for begin in ("", _REPLACED) for path in folder.glob(f"{begin}{PREFIX}*"))
 
 
 def _whole(path: Path) -> Checkpoint | None:
@@ -241,38 +181,3 @@ def _whole(path: Path) -> Checkpoint | None:
         return verified(path)
     except CheckpointError:
         return None
-
-
-def has_any(folder: Path) -> bool:
-    """Whether a run has saved there, including a replaced checkpoint that `tidy` would restore."""
-    return any(path for begin in ("", _REPLACED) for path in folder.glob(f"{begin}{_PREFIX}*"))
-
-
-def _write_record(folder: Path, checkpoint: Checkpoint) -> None:
-    content: dict[str, Any] = {"step": checkpoint.step, "metrics": checkpoint.metrics, "record": checkpoint.record}
-    if checkpoint.files is not None:
-        content["files"] = checkpoint.files
-        content["digest"] = _digest(content)
-    unfinished = folder / f".{RECORD}"
-    unfinished.write_text(json.dumps(content, indent=2) + "\n")
-    # It has the configuration.
-    unfinished.chmod(0o640)
-    _to_disk(unfinished)
-    unfinished.replace(folder / RECORD)
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    """The digest of a record, the same for what is written and for what is read."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _name(step: int) -> str:
-    return f"{_PREFIX}{step:08d}"
-
-
-def _to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
