@@ -51,6 +51,7 @@ def export(run: Path, target: Path | None) -> Path:
 
     from nemo_rl_lite.host.ports import free_port
     from nemo_rl_lite.models.source import locate_model
+    from nemo_rl_lite.models.templated import TEMPLATED
     from nemo_rl_lite.observability.console import RunConsole
     from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
 
@@ -61,7 +62,8 @@ def export(run: Path, target: Path | None) -> Path:
     console = RunConsole()
     place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     os.environ.update({name: str(value) for name, value in place.items()})
-    model = locate_model(config, console)
+    templated = found.path.parents[1] / TEMPLATED
+    model = templated if config.policy.tokenizer.chat_template else locate_model(config, console)
     if not (model / "config.json").exists():
         rule = "which has the tokenizer and, with LoRA, the weights, does not exist"
         raise CheckpointError(f"{model}, the model that the run started from (policy.model_name), {rule}")

@@ -36,6 +36,7 @@ _OPEN_SECTIONS = (
     "agent.kwargs",
     "generation.vllm_kwargs",
     "data.task_kwargs",
+    "policy.tokenizer.chat_template_kwargs",
 )
 
 

@@ -1,6 +1,6 @@
 """What a model's chat template writes around the messages of a chat, as text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,15 +12,18 @@ from nemo_rl_lite.errors import DataError
 
 # This placeholder stands for an assistant turn where only the text after it matters.
 _TURN = "THE-TURN"
+# What a template is always given, and the functions of transformers that it may call.
+_ALWAYS = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 _QUESTION = {"role": "user", "content": "-"}
 
 
 class ChatTemplate:
     """The chat template of a Hugging Face tokenizer; a model without one has its messages joined by newlines."""
 
-    def __init__(self, tokenizer: Any):
-        """Raises jinja2.TemplateSyntaxError: the template is broken."""
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, given: Mapping[str, Any]):
+        """`given`: what the template gets in addition to the messages. Raises jinja2.TemplateSyntaxError: the template
+        is broken."""
+        self._tokenizer, self._given = tokenizer, dict(given)
         self.exists = tokenizer.chat_template is not None
         self.turn_end = self._end_of_turn()
         """The id and the text of the token that ends an assistant's turn."""
@@ -29,6 +32,14 @@ class ChatTemplate:
     def tool_format(self) -> ToolFormat | None:
         """How the template writes calls; None where it writes none, or in a way that is not known."""
         return tool_format(self._written) if self.exists else None
+
+    @property
+    def options(self) -> list[str]:
+        """The names of what the template reads, besides what it is always given."""
+        from transformers.utils.chat_template_utils import _get_template_variables
+
+        read = _get_template_variables(self._tokenizer.get_chat_template()) if self.exists else ()
+        return sorted({*read} - _ALWAYS - self._tokenizer.special_tokens_map.keys())
 
     def leaves_out(self, role: str) -> bool:
         """Return whether the template writes nothing of what this role says before the assistant's turn."""
@@ -141,7 +152,7 @@ class ChatTemplate:
     def _written(self, messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> str:
         """Return what the template writes. It may raise anything."""
         return self._tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, add_generation_prompt=prompt, tokenize=False
+            list(messages), tools=list(tools) or None, add_generation_prompt=prompt, tokenize=False, **self._given
         )
 
 

@@ -1,9 +1,10 @@
 """Turn chats into token ids and token ids into text."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from nemo_rl_lite.data.chat_template import ChatTemplate
@@ -18,8 +19,10 @@ log = logging.getLogger(__name__)
 class ChatTokenizer:
     """A Hugging Face tokenizer with its chat template."""
 
-    def __init__(self, model_path: Path):
-        """Raises ConfigError where the folder's tokenizer or its chat template cannot be used."""
+    def __init__(self, model_path: Path, template_kwargs: Mapping[str, Any] = MappingProxyType({})):
+        """`template_kwargs`: what the chat template is given in addition to the messages. Raises ConfigError where the
+        folder's tokenizer or its chat template cannot be used, or the template does not read one of `template_kwargs`.
+        """
         from jinja2 import TemplateSyntaxError
         from transformers import AutoTokenizer
 
@@ -42,9 +45,14 @@ class ChatTokenizer:
         if tokenizer.eos_token_id is None:
             raise self._unusable("the tokenizer names no end token", "set eos_token in its tokenizer_config.json")
         try:
-            self._template = ChatTemplate(tokenizer)
+            self._template = ChatTemplate(tokenizer, template_kwargs)
         except TemplateSyntaxError as error:
             raise self._unusable(f"the chat template is broken: line {error.lineno}: {error.message}") from None
+        options = self._template.options if template_kwargs else ()
+        if unread := [name for name in template_kwargs if name not in options]:
+            key, value = f"policy.tokenizer.chat_template_kwargs.{unread[0]}", template_kwargs[unread[0]]
+            fix = f"leave it out, or one that it reads: {', '.join(options)}" if options else "leave it out"
+            raise ConfigError([Violation(key, value, "the model's chat template does not read this", fix)])
         self._longest_token = max(map(len, tokenizer.get_vocab()))
 
     @property

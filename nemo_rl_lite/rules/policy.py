@@ -1,12 +1,33 @@
-"""Rules about the optimizer and its schedule."""
+"""Rules about the chat template, and about the optimizer and its schedule."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rules.base import rule
 
+TEMPLATE = "policy.tokenizer.chat_template"
 DATA_PARALLEL = "policy.megatron_cfg.distributed_data_parallel_config"
+
+
+@rule(TEMPLATE)
+def chat_template_can_be_read(config: Config) -> Iterator[Violation]:
+    template = config.policy.tokenizer.chat_template
+    if template is None:
+        return
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        _compile_jinja_template(Path(template).expanduser().read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        fix = "the path of a file with a Jinja template"
+        yield Violation(TEMPLATE, template, f"cannot be read: {getattr(error, 'strerror', None) or error}", fix)
+    except TemplateSyntaxError as error:
+        yield Violation(
+            TEMPLATE, template, f"the template is broken: line {error.lineno}: {error.message}", "correct it"
+        )
 
 
 @rule("policy.megatron_cfg.optimizer.optimizer", "policy.megatron_cfg.optimizer.use_distributed_optimizer")

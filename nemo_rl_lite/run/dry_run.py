@@ -21,7 +21,7 @@ from nemo_rl_lite.rules.compose import default_values
 from nemo_rl_lite.rules.machine import runs_here
 from nemo_rl_lite.run.folder import LOCK_FILE, check_folder, locked
 from nemo_rl_lite.run.jobs.interface import make_job
-from nemo_rl_lite.run.model import starting_model
+from nemo_rl_lite.run.model import starting_model, with_chosen_template
 from nemo_rl_lite.run.teacher import with_teacher
 
 
@@ -44,7 +44,8 @@ def dry_run(config: Config, overrides: Sequence[str], run_folder: Path | None) -
                 pass
         for line in find_start(config, whole_config, folder, console.busy).lines():
             console.say(line)
-        make_job(with_teacher(config, console), Path(empty), console, starting_model(config, console))
+        model = with_chosen_template(config, starting_model(config, console), Path(empty))
+        make_job(with_teacher(config, console), Path(empty), console, model)
     there = psutil.virtual_memory().total if runs_here(config) else None
     plan = make_plan(config, overrides, find_shape(config.policy.model_name), size_of(None), there)
     show(plan, console)

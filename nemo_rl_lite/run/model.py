@@ -8,6 +8,7 @@ from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.models.folder import check_model_folder
 from nemo_rl_lite.models.shape import NoModelError, is_hub_name
 from nemo_rl_lite.models.source import locate_model
+from nemo_rl_lite.models.templated import TEMPLATED, with_template
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.rules import check_rules
 
@@ -33,3 +34,12 @@ def starting_model(config: Config, console: RunConsole) -> Path:
         if violations:
             raise ConfigError(violations)
     return folder
+
+
+def with_chosen_template(config: Config, model: Path, run_folder: Path) -> Path:
+    """Return the model's folder, or where `policy.tokenizer.chat_template` names a file, one in the run's folder that
+    has this template: everything that reads the model, and what is exported, has it from there."""
+    template = config.policy.tokenizer.chat_template
+    if template is None:
+        return model
+    return with_template(model, Path(template).expanduser(), run_folder / TEMPLATED)

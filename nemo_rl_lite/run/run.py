@@ -23,7 +23,7 @@ from nemo_rl_lite.observability.views import view_of
 from nemo_rl_lite.run.folder import check_folder, locked, status_kept, write_ending, write_error, write_start
 from nemo_rl_lite.run.jobs.interface import Job, import_packages, make_job
 from nemo_rl_lite.run.memory_plan import settled
-from nemo_rl_lite.run.model import starting_model
+from nemo_rl_lite.run.model import starting_model, with_chosen_template
 from nemo_rl_lite.run.teacher import with_teacher
 from nemo_rl_lite.run.workers.reserve import begin, reserve
 
@@ -94,7 +94,7 @@ class _Attempts:
                 with setup("packages"):
                     import_packages(config)
                 with setup("model"):
-                    model_path = starting_model(config, console)
+                    model_path = with_chosen_template(config, starting_model(config, console), folder)
                     config = with_teacher(config, console)
                     config = settled(config, model_path, console)
                     begun = begin(replace(reserved, config=config), model_path)

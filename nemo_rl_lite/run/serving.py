@@ -106,7 +106,7 @@ def start_engine(served: Served) -> tuple[RequestQueue, Speaker]:
     engine = engine_of(config)
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
     os.environ.update(engine.environment(config.generation, on_gpu) | quiet | ({} if on_gpu else ON_CPUS))
-    tokenizer = ChatTokenizer(served.folder)
+    tokenizer = ChatTokenizer(served.folder, config.policy.tokenizer.chat_template_kwargs)
     made = imported(engine.worker)
     replica = LocalReplica(
         lambda: made(config.generation, config.policy, str(served.folder), config.algorithm.seed, on_gpu)

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from nemo_rl_lite.models.embedded.build import build_tokenizer
 from nemo_rl_lite.rollout.files import read_rollout
 from tests.functional.conftest import PYTHONPATH
 from tests.functional.here import train_here
@@ -24,13 +25,20 @@ SMALL = (
 AGENT = ("agent.name=tests.unit.rollout.players.player", "+agent.kwargs.how='two turns'", "agent.processes=1")
 # The run's model is that of its checkpoint.
 SAVED = ("checkpoint.save_period=2", "checkpoint.export_hf_at_end=false", "generation.serve.enabled=true")
+# The model's template writes `=` after a message, and this one writes it twice where it is told to.
+TEMPLATE = build_tokenizer().chat_template.replace("{% else %}=", "{% else %}={% if twice %}={% endif %}")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, model_folder) -> tuple[Path, str, list[dict]]:
     """The run's folder, what it said, its metrics."""
     folder = tmp_path_factory.mktemp("runs") / "agent"
-    return folder, *train_here(folder, model_folder, *SMALL, *AGENT, *SAVED)
+    (template := folder.parent / "own.jinja").write_text(TEMPLATE)
+    chat = (f"policy.tokenizer.chat_template={template}", "policy.tokenizer.chat_template_kwargs.twice=true")
+    done = train_here(folder, model_folder, *SMALL, *AGENT, *SAVED, *chat)
+    # The run has its own copy.
+    template.unlink()
+    return folder, *done
 
 
 def test_an_agents_tokens_have_the_policys_logprobs(run):
@@ -43,6 +51,8 @@ def test_an_agents_tokens_have_the_policys_logprobs(run):
         assert step["timing/rollout/environment_mean"] > 0
     rows = read_rollout(folder / "rollouts" / "step-00000001-train.parquet")
     assert {tuple(turn["role"] for turn in row["turns"]) for row in rows} == {("assistant", "user", "assistant")}
+    # A token for each character, and one for the start.
+    assert all(row["prompt_tokens"] == len(f"^{row['prompt'][0]['content']}==") for row in rows)
     assert "during rollouts; the token is in" in said and not (folder / "endpoint.json").exists()
 
 
@@ -69,4 +79,4 @@ def test_its_checkpoint_is_served_until_it_is_told_to_stop(run):
     assert first["token_ids"] == second["token_ids"] and 0 < len(first["token_ids"]) <= 6
     assert all(one["logprob"] <= 0 for one in first["logprobs"]["content"])
     assert refused.status_code == 400 and "generation.max_new_tokens = 6" in json.dumps(refused.json())
-    assert (folder / "hf-step-00000002" / "config.json").exists()
+    assert (folder / "hf-step-00000002" / "chat_template.jinja").read_text() == TEMPLATE

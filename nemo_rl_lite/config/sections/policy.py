@@ -1,6 +1,6 @@
 """The policy: its model, batches, optimizer, ranks and offloading; and its teacher."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -111,8 +111,15 @@ class RouterReplayConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class TokenizerConfig:
+    chat_template: Annotated[str, Field(min_length=1)] | None
+    chat_template_kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, config=STRICT)
 class PolicyConfig:
     model_name: Annotated[str, Field(min_length=1)]
+    tokenizer: TokenizerConfig
     precision: Precision
     train_global_batch_size: PositiveInt
     train_micro_batch_size: PositiveInt

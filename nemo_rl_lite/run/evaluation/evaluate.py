@@ -45,7 +45,8 @@ def evaluate(evaluation: Evaluation, folder: Path, console: RunConsole) -> dict[
     with locked(folder, OUTPUT):
         began = time.monotonic()
         playing, judge = Playing(evaluation.config), make_judge(evaluation.config.reward)
-        tokenizer = ChatTokenizer(evaluation.served.folder)
+        given = evaluation.config.policy.tokenizer.chat_template_kwargs
+        tokenizer = ChatTokenizer(evaluation.served.folder, given)
         asked = _problems(evaluation, playing, judge, tokenizer, console)
         journal = Journal(folder, asked)
         if journal.done:

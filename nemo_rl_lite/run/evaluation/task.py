@@ -25,11 +25,13 @@ from nemo_rl_lite.rules.compose import resolve
 from nemo_rl_lite.run.serving import Served, alone
 
 SECTIONS = ("data", "reward", "environment", "agent", "generation")
+_TEMPLATE_KWARGS = "policy.tokenizer.chat_template_kwargs"
 _KEYS = (
-    *("algorithm.seed", "policy.max_total_sequence_length", "policy.precision"),
+    *("algorithm.seed", "policy.max_total_sequence_length", "policy.precision", _TEMPLATE_KWARGS),
     *(f"cluster.{name}" for name in ("gpus_per_node", "num_nodes", "threads_per_worker")),
     *(f"cluster.{name}" for name in ("start_timeout_s", "phase_timeout_s", "max_restarts")),
 )
+_OF_POLICY = ("max_total_sequence_length", "precision", "tokenizer")
 _GPUS = "cluster.gpus_per_node"
 # Of generation: where engines run, and how many. Each response has a seed of its own.
 _PLACES = ("data_parallel_size", "colocated", "serve")
@@ -78,7 +80,7 @@ class Evaluation:
             "--problems": self.options.problems,
             "--temperature": self.temperature,
             "algorithm": {"seed": self.config.algorithm.seed},
-            "policy": {name: whole["policy"][name] for name in ("max_total_sequence_length", "precision")},
+            "policy": {name: whole["policy"][name] for name in _OF_POLICY},
             **{section: whole[section] for section in SECTIONS},
             "generation": {name: value for name, value in whole["generation"].items() if name not in _PLACES},
         }
@@ -123,8 +125,10 @@ def _base(model: Served) -> DictConfig:
         # All that the run had on a node, as far as they are here.
         base.generation.data_parallel_size = None
         base.cluster.gpus_per_node = min(config.cluster.gpus_per_node, gpus_here or config.cluster.gpus_per_node)
-    for key in ("max_total_sequence_length", "precision"):
+    for key in _OF_POLICY:
         base.policy[key] = own["policy"][key]
+    # The model's folder has the template that the run chose.
+    base.policy.tokenizer.chat_template = None
     base.policy.model_name = str(model.folder)
     kept = {name: getattr(config.algorithm, name) for name in ("seed", "max_val_samples")}
     algorithm = {**kept, "val_at_start": False, "val_at_end": False, "val_period": 0}
@@ -135,7 +139,7 @@ def _base(model: Served) -> DictConfig:
 
 def _without_effect(given: Sequence[str]) -> Iterator[Violation]:
     for key in given:
-        if key.split(".")[0] not in SECTIONS and key not in _KEYS:
+        if key.split(".")[0] not in SECTIONS and key not in _KEYS and not key.startswith(f"{_TEMPLATE_KWARGS}."):
             rule = "changes nothing here: an evaluation reads the sections " + ", ".join(SECTIONS)
             yield Violation(key, None, f"{rule}, and {', '.join(_KEYS)}", f"leave {key} out")
 

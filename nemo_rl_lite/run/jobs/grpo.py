@@ -69,7 +69,7 @@ class GRPOJob:
         kind = problems(self._playing.tools)
         training = training_set(config.data, config.algorithm.seed, kind)
         validation = validation_set(config.data, config.algorithm.max_val_samples, kind, training.finite())
-        self._tokenizer = ChatTokenizer(model_path)
+        self._tokenizer = ChatTokenizer(model_path, config.policy.tokenizer.chat_template_kwargs)
         if has_teacher(config):
             check_same_tokens(self._tokenizer, config)
         if any(problem.tools for problem in (training.problem(0), *training.finite(), *validation)):

@@ -31,7 +31,7 @@ class SupervisedJob:
 
     def __init__(self, config: Config, folder: Path, console: RunConsole, model_path: Path):
         self._config, self._folder, self._console, self._model_path = config, folder, console, model_path
-        tokenizer = ChatTokenizer(model_path)
+        tokenizer = ChatTokenizer(model_path, config.policy.tokenizer.chat_template_kwargs)
         encoder = Encoder(tokenizer, config.policy.max_total_sequence_length, config.data.too_long)
         with console.busy("checking that every chat fits"):
             self._training = training_examples(config, encoder)

@@ -827,6 +827,8 @@ CASES = {
     "data=file data.train_path=LATIN data.validation_path=DATA": ["data.train_path", "cannot be read"],
     "data=file data.train_path=NESTED data.validation_path=DATA": ["row 1", "not a structure"],
     "data=file data.train_path='~nobody-here/x.jsonl' data.validation_path=DATA": ["data.train_path", "cannot be read"],
+    "policy.tokenizer.chat_template=none.jinja": ["policy.tokenizer.chat_template", "cannot be read: No such file"],
+    "policy.tokenizer.chat_template=UNENDED": ["policy.tokenizer.chat_template", "the template is broken: line 1"],
     "data=file data.train_path=DATA": ["data.validation_path", "validation is on"],
     "data.name=squad": ["data.name", "file, hub, reverse_digits, reasoning_gym"],
     "data=file data.train_path=DATA data.validation_path=DATA data.validation_fraction=0.1": [
@@ -1243,6 +1245,7 @@ def places(tmp_path, monkeypatch) -> dict[str, str]:
     files = {"DATA": row, "BROKEN": f"{row}\n{{", "BLANK": "\n", "NULL": json.dumps({"prompt": "x", "answer": None})}
     files |= {"WHOLE": json.dumps({"messages": []}), "TRUE": json.dumps({"prompt": "x", "answer": True})}
     files["EQUAL"] = json.dumps({"prompt": "x", "chosen": "1", "rejected": "1"})
+    files["UNENDED"] = "{{ messages"
     files["TWICE"] = '{"prompt": "x", "answer": "1", "answer": "2"}'
     (tmp_path / "ZIPPED.jsonl").write_bytes(gzip.compress(row.encode()))
     for name, content in files.items():
