@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import os
+import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +52,7 @@ def export(run: Path, target: Path | None) -> Path:
 
     from nemo_rl_lite.host.ports import free_port
     from nemo_rl_lite.models.source import locate_model
-    from nemo_rl_lite.models.templated import TEMPLATED
+    from nemo_rl_lite.models.templated import TEMPLATE_FILE, TEMPLATED, with_template
     from nemo_rl_lite.observability.console import RunConsole
     from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
 
@@ -62,12 +63,17 @@ def export(run: Path, target: Path | None) -> Path:
     console = RunConsole()
     place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     os.environ.update({name: str(value) for name, value in place.items()})
-    templated = found.path.parents[1] / TEMPLATED
-    model = templated if config.policy.tokenizer.chat_template else locate_model(config, console)
+    model = locate_model(config, console)
     if not (model / "config.json").exists():
         rule = "which has the tokenizer and, with LoRA, the weights, does not exist"
         raise CheckpointError(f"{model}, the model that the run started from (policy.model_name), {rule}")
-    difference = convert(config, model, found.path / POLICY, target, console.say)
+    with tempfile.TemporaryDirectory() as scratch:
+        if config.policy.tokenizer.chat_template:
+            template = found.path.parents[1] / TEMPLATED / TEMPLATE_FILE
+            if not template.is_file():
+                raise CheckpointError(f"{template}, the chat template of the run, does not exist: restore it")
+            model = with_template(model, template, Path(scratch) / TEMPLATED)
+        difference = convert(config, model, found.path / POLICY, target, console.say)
     console.say(f"step {found.step} -> {target}; transformers' logprobs differ by {difference:.2g} nats on average")
     return target
 

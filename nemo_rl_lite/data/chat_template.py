@@ -1,5 +1,6 @@
 """What a model's chat template writes around the messages of a chat, as text."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -12,8 +13,8 @@ from nemo_rl_lite.errors import DataError
 
 # This placeholder stands for an assistant turn where only the text after it matters.
 _TURN = "THE-TURN"
-# What a template is always given, and the functions of transformers that it may call.
-_ALWAYS = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+# What a template is always given in addition to arguments of `apply_chat_template`: the functions that it may call.
+_ALWAYS = {"messages", "raise_exception", "strftime_now"}
 _QUESTION = {"role": "user", "content": "-"}
 
 
@@ -35,11 +36,15 @@ class ChatTemplate:
 
     @property
     def options(self) -> list[str]:
-        """The names of what the template reads, besides what it is always given."""
+        """The names of what the template reads, besides what it is always given. Raises ValueError: there are several
+        templates, and none is the default."""
         from transformers.utils.chat_template_utils import _get_template_variables
 
-        read = _get_template_variables(self._tokenizer.get_chat_template()) if self.exists else ()
-        return sorted({*read} - _ALWAYS - self._tokenizer.special_tokens_map.keys())
+        if not self.exists:
+            return []
+        known = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        read = _get_template_variables(self._tokenizer.get_chat_template())
+        return sorted({*read} - known.keys() - _ALWAYS - self._tokenizer.special_tokens_map.keys())
 
     def leaves_out(self, role: str) -> bool:
         """Return whether the template writes nothing of what this role says before the assistant's turn."""

@@ -10,6 +10,7 @@ from typing import Any
 from nemo_rl_lite.data.chat_template import ChatTemplate
 from nemo_rl_lite.data.conversations import Conversation
 from nemo_rl_lite.data.problems import Message
+from nemo_rl_lite.data.tokenizer_files import load_tokenizer, unusable
 from nemo_rl_lite.data.tools import Tool, checked_calls
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
 
@@ -24,31 +25,22 @@ class ChatTokenizer:
         folder's tokenizer or its chat template cannot be used, or the template does not read one of `template_kwargs`.
         """
         from jinja2 import TemplateSyntaxError
-        from transformers import AutoTokenizer
 
         self._model_path = model_path
-        # Newer models of Mistral have a second tokenizer in their folder, in the format of mistral-common. transformers
-        # takes that one, without a chat template, unless it is told to correct the split pattern of the first.
-        mistral = (model_path / "tekken.json").exists()
-        if mistral and not (model_path / "tokenizer.json").exists():
-            rule = "tekken.json is its only tokenizer, and has no chat template"
-            raise self._unusable(rule, "take a copy of the model with tokenizer.json and a chat template")
-        options = {"fix_mistral_regex": True} if mistral else {}
-        try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(model_path, **options)
-        except Exception as error:  # a broken file raises errors of many libraries
-            raise self._unusable(f"the tokenizer cannot be read: {type(error).__name__}: {error}") from error
-        self._tokenizer = tokenizer
+        self._tokenizer = tokenizer = load_tokenizer(model_path)
         if self._tokenizer.chat_template is None:
             log.warning("%s has no chat template: messages are joined by newlines", model_path)
 
         if tokenizer.eos_token_id is None:
-            raise self._unusable("the tokenizer names no end token", "set eos_token in its tokenizer_config.json")
+            raise unusable(model_path, "the tokenizer names no end token", "set eos_token in its tokenizer_config.json")
         try:
             self._template = ChatTemplate(tokenizer, template_kwargs)
         except TemplateSyntaxError as error:
-            raise self._unusable(f"the chat template is broken: line {error.lineno}: {error.message}") from None
-        options = self._template.options if template_kwargs else ()
+            raise unusable(model_path, f"the chat template is broken: line {error.lineno}: {error.message}") from None
+        try:
+            options = self._template.options if template_kwargs else ()
+        except ValueError as error:
+            raise unusable(model_path, str(error)) from None
         if unread := [name for name in template_kwargs if name not in options]:
             key, value = f"policy.tokenizer.chat_template_kwargs.{unread[0]}", template_kwargs[unread[0]]
             fix = f"leave it out, or one that it reads: {', '.join(options)}" if options else "leave it out"
@@ -163,9 +155,6 @@ class ChatTokenizer:
     def piece(self, token: int) -> str:
         """Return the text of one token, also of a special one."""
         return self._tokenizer.decode([token])
-
-    def _unusable(self, rule: str, fix: str = "correct the file, or copy the model's folder again") -> ConfigError:
-        return ConfigError([Violation("policy.model_name", str(self._model_path), rule, fix)])
 
     def _opening(self, text: str) -> list[int]:
         """The tokens of the start of a chat. A template writes all special tokens; without one they are those that the

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nemo_rl_lite.config.sections.generation import GenerationConfig
 from nemo_rl_lite.config.sections.policy import PolicyConfig
+from nemo_rl_lite.data.tokenizer_files import load_tokenizer
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.interface import Completion, Decoded, Request, Sampling
 from nemo_rl_lite.refit.engine.connection import Source, WeightsState, connect
@@ -29,7 +30,7 @@ class TransformersEngine:
         seed: int,
         on_gpu: bool,
     ):
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
         from transformers import GenerationConfig as Defaults
 
         torch.manual_seed(seed)
@@ -42,8 +43,7 @@ class TransformersEngine:
         ends = self._model.generation_config.eos_token_id
         self._ends = {ends} if isinstance(ends, int) else set(ends or ())
         self._model.generation_config = Defaults()
-        tokenizer: Any = AutoTokenizer.from_pretrained(Path(model_path))
-        self._tokenizer = tokenizer
+        self._tokenizer = load_tokenizer(Path(model_path))
         self._batch_size = generation.vllm_cfg.max_num_seqs
         self._requests: dict[int, Request] = {}
         self._decoded = Decoded()

@@ -21,7 +21,7 @@ def chat_template_can_be_read(config: Config) -> Iterator[Violation]:
 
     try:
         _compile_jinja_template(Path(template).expanduser().read_text())
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         fix = "the path of a file with a Jinja template"
         yield Violation(TEMPLATE, template, f"cannot be read: {getattr(error, 'strerror', None) or error}", fix)
     except TemplateSyntaxError as error:

@@ -1,14 +1,16 @@
 """The folder of the model that a run starts from, checked against the configuration."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
+from nemo_rl_lite.config.keys import RUN_FOLDER
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.models.folder import check_model_folder
 from nemo_rl_lite.models.shape import NoModelError, is_hub_name
 from nemo_rl_lite.models.source import locate_model
-from nemo_rl_lite.models.templated import TEMPLATED, with_template
+from nemo_rl_lite.models.templated import TEMPLATE_FILE, TEMPLATED, with_template
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.rules import check_rules
 
@@ -36,10 +38,20 @@ def starting_model(config: Config, console: RunConsole) -> Path:
     return folder
 
 
-def with_chosen_template(config: Config, model: Path, run_folder: Path) -> Path:
+def with_chosen_template(config: Config, model: Path, run_folder: Path, say: Callable[[str], None]) -> Path:
     """Return the model's folder, or where `policy.tokenizer.chat_template` names a file, one in the run's folder that
-    has this template: everything that reads the model, and what is exported, has it from there."""
-    template = config.policy.tokenizer.chat_template
+    has this template: everything that reads the model, and what is exported, has it from there.
+
+    Raises:
+        ConfigError: the run's folder has another folder of that name.
+    """
+    key, template = "policy.tokenizer.chat_template", config.policy.tokenizer.chat_template
     if template is None:
         return model
-    return with_template(model, Path(template).expanduser(), run_folder / TEMPLATED)
+    own, given = run_folder / TEMPLATED, Path(template).expanduser()
+    if (own / TEMPLATE_FILE).exists() and (own / TEMPLATE_FILE).read_text() != given.read_text():
+        say(f"{given} is another chat template than the one that this run had so far ({key})")
+    try:
+        return with_template(model, given, own)
+    except NoModelError as error:
+        raise ConfigError([Violation(key, template, str(error), f"another {RUN_FOLDER}, or move it away")]) from None

@@ -77,6 +77,7 @@ class _Attempts:
     def __init__(self, config: Config, folder: Path, whole_config: Mapping[str, Any], console: RunConsole):
         self._config, self._folder, self._whole_config, self._console = config, folder, whole_config, console
         self._job: Job | None = None
+        self._model: Path | None = None
 
     def run(self, start: Start) -> Summary:
         config, folder, console, setup = self._config, self._folder, self._console, Timer()
@@ -94,7 +95,9 @@ class _Attempts:
                 with setup("packages"):
                     import_packages(config)
                 with setup("model"):
-                    model_path = with_chosen_template(config, starting_model(config, console), folder)
+                    if self._model is None:
+                        self._model = with_chosen_template(config, starting_model(config, console), folder, console.say)
+                    model_path = self._model
                     config = with_teacher(config, console)
                     config = settled(config, model_path, console)
                     begun = begin(replace(reserved, config=config), model_path)

@@ -2,8 +2,8 @@
 
 The steps are those of offload_policy.py's table `pieces`, without moves and with overlapped ones. For logprobs and for
 training: their seconds, those in which a kernel ran, and the rest, in which the GPU waited for the host or for a copy;
-the small copies, of less than 1 MiB, that the compute stream had; the calls of CUDA on which the thread that launches
-kernels spent most of its time, and those during the longest pause between kernels. A traced step takes longer than
+the small copies, of less than 1 MiB, that the compute stream had; the calls of CUDA on which the threads that launch
+kernels spent most of their time, and those during the longest pause between kernels. A traced step takes longer than
 others, of which the seconds are given, too.
 """
 
@@ -101,9 +101,13 @@ def of_phase(phase: str, events: Iterable[Event]) -> dict[str, tuple[str, float]
     streams = {one["args"]["stream"] for one in kernels}
     copied = [one for one in timed if one["cat"] == "gpu_memcpy" and begin <= one["ts"] <= end]
     small = [one for one in copied if one["args"]["bytes"] < SMALL and one["args"]["stream"] in streams]
-    busy = sum(until - since for since, until in union((one["ts"], one["ts"] + one["dur"]) for one in kernels))
-    since, until = longest_pause(kernels)
-    calls = [one for one in timed if one["cat"] in ("cuda_runtime", "cuda_driver") and one["tid"] == whole["tid"]]
+    busy_times = union((one["ts"], one["ts"] + one["dur"]) for one in kernels)
+    busy = sum(until - since for since, until in busy_times)
+    since, until = longest_pause(busy_times)
+    calls = [one for one in timed if one["cat"] in ("cuda_runtime", "cuda_driver")]
+    # The thread of the backward pass is another one; that of the moves launches no kernels.
+    launching = {one["tid"] for one in calls if "LaunchKernel" in one["name"]}
+    calls = [one for one in calls if one["tid"] in launching]
     return {
         "seconds": ("s", whole["dur"] / 1e6),
         "a kernel runs": ("s", busy / 1e6),
@@ -116,10 +120,9 @@ def of_phase(phase: str, events: Iterable[Event]) -> dict[str, tuple[str, float]
     }
 
 
-def longest_pause(kernels: list[Event]) -> tuple[float, float]:
+def longest_pause(busy: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """When it began and ended, in us."""
-    ordered = itertools.pairwise(sorted(kernels, key=lambda one: one["ts"]))
-    pauses = ((one["ts"] + one["dur"], after["ts"]) for one, after in ordered)
+    pauses = ((before[1], after[0]) for before, after in itertools.pairwise(busy))
     return max(pauses, key=lambda pause: pause[1] - pause[0], default=(0, 0))
 
 

@@ -9,6 +9,7 @@ from nemo_rl_lite.data.problems import chat
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.models.embedded.build import build_tokenizer
+from nemo_rl_lite.models.shape import NoModelError
 from nemo_rl_lite.models.templated import with_template
 
 OWN = (
@@ -58,3 +59,21 @@ def test_a_model_without_a_template_reads_nothing(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"chat_template_kwargs\.twice = 1"):
         ChatTokenizer(tmp_path, {"twice": 1})
+
+
+def test_a_folder_with_files_of_its_own_is_left_alone(tmp_path, template):
+    model = tmp_path / "model"
+    build_tokenizer().save_pretrained(model)
+    (link := tmp_path / "link").symlink_to(model)
+    for target in (model, link):
+        with pytest.raises(NoModelError, match="has files of its own"):
+            with_template(model, template, target)
+    assert written(model) and link.is_symlink()
+
+
+def test_one_made_before_can_be_made_of_itself(tmp_path, template):
+    model, target = tmp_path / "model", tmp_path / "run" / "model"
+    build_tokenizer().save_pretrained(model)
+    with_template(model, template, target)
+    (again := tmp_path / "again.jinja").write_text(f"7{OWN}")
+    assert written(with_template(target, again, target)) == "712="

@@ -828,6 +828,7 @@ CASES = {
     "data=file data.train_path=NESTED data.validation_path=DATA": ["row 1", "not a structure"],
     "data=file data.train_path='~nobody-here/x.jsonl' data.validation_path=DATA": ["data.train_path", "cannot be read"],
     "policy.tokenizer.chat_template=none.jinja": ["policy.tokenizer.chat_template", "cannot be read: No such file"],
+    "policy.tokenizer.chat_template='~nobody-here/x.jinja'": ["policy.tokenizer.chat_template", "cannot be read"],
     "policy.tokenizer.chat_template=UNENDED": ["policy.tokenizer.chat_template", "the template is broken: line 1"],
     "data=file data.train_path=DATA": ["data.validation_path", "validation is on"],
     "data.name=squad": ["data.name", "file, hub, reverse_digits, reasoning_gym"],
