@@ -36,6 +36,7 @@ TYPES = {
     "null": "null",
 }
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+LENGTH = re.compile(r"\$\{default_length:\$\{\.model_name\},(.*),(.*)\}")
 ENVIRONMENT = re.compile(r"\$\{oc\.decode:\$\{oc\.env:(\w+),(.*)\}\}")
 
 
@@ -44,6 +45,8 @@ def shown(defaults: Mapping[str, Any], key: str) -> str:
     text = raw(defaults[key])
     if found := ENVIRONMENT.fullmatch(text):
         return f"`{found[2]}`, or the environment's `{found[1]}`"
+    if found := LENGTH.fullmatch(text):
+        return f"`{found[1]}` for the embedded model; for others `{found[2]}`, or all positions where they are fewer"
     if found := re.fullmatch(r"\$\{(\.?)([\w.]+)\}", text):
         return f"that of `{key.rpartition('.')[0] + '.' if found[1] else ''}{found[2]}`"
     return f"`{text}`"

@@ -55,33 +55,44 @@ class Encoder:
             DataError: a chat is too long where that is an error, or has no place in the chat template; naming file and
                 row.
         """
-        longer = 0
+        longer: list[tuple[int, Example, Conversation]] = []
         for example in examples:
             try:
-                far = any(map(self._is_far_too_long, example.conversations)) and self.too_long == "drop"
-                longer += far or max(map(self._length, example.conversations)) > self.max_length
+                count, said = max(((self._length(one), one) for one in example.conversations), key=lambda one: one[0])
             except DataError as error:
                 raise DataError(f"{example.where}: {error}") from None
-        return longer
+            if count > self.max_length:
+                longer.append((count, example, said))
+        if longer and self.too_long == "error":
+            count, example, said = max(longer, key=lambda one: one[0])
+            told = f"{example.where}: {self._too_long(said, count)}"
+            if len(longer) > 1:
+                told += f" Of the {len(longer)} rows that are too long, none was found to be longer."
+            raise DataError(told)
+        return len(longer)
 
     def _is_far_too_long(self, said: Conversation) -> bool:
         """Whether a chat that is not to be cut cannot fit, which is known without its tokens."""
         return self.too_long != "truncate" and self.tokenizer.least_tokens(said.messages) > self.max_length
 
     def _length(self, said: Conversation) -> int:
-        return len(self._encode(said, cut=False)[0])
-
-    def _encode(self, said: Conversation, cut: bool = True) -> tuple[list[int], list[bool]]:
+        """The number of tokens, or a smaller number that is already too large."""
         far = self._is_far_too_long(said)
-        tokens, trained = ([], []) if far else self.tokenizer.conversation(said)
-        if self.too_long == "error" and (far or len(tokens) > self.max_length):
-            asked = said.messages[max(said.first_trained - 1, 0)]["content"]
-            count = f"at least {self.tokenizer.least_tokens(said.messages)}" if far else len(tokens)
-            raise DataError(
-                f"prompt and response are {count} tokens, policy.max_total_sequence_length = {self.max_length}: "
-                f"{asked[:60]!r}. Raise the limit, or data.too_long=drop, or data.too_long=truncate."
-            )
-        return (tokens[: self.max_length], trained[: self.max_length]) if cut else (tokens, trained)
+        return self.tokenizer.least_tokens(said.messages) if far else len(self.tokenizer.conversation(said)[0])
+
+    def _encode(self, said: Conversation) -> tuple[list[int], list[bool]]:
+        tokens, trained = self.tokenizer.conversation(said)
+        if self.too_long == "error" and len(tokens) > self.max_length:
+            raise DataError(self._too_long(said, len(tokens)))
+        return tokens[: self.max_length], trained[: self.max_length]
+
+    def _too_long(self, said: Conversation, count: int) -> str:
+        asked = said.messages[max(said.first_trained - 1, 0)]["content"]
+        least = "at least " if self._is_far_too_long(said) else ""
+        return (
+            f"prompt and response are {least}{count} tokens, policy.max_total_sequence_length = {self.max_length}: "
+            f"{asked[:60]!r}. Raise the limit, or data.too_long=drop, or data.too_long=truncate."
+        )
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,11 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.variables import variables_of
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.rules import check_rules
+from nemo_rl_lite.rules.defaults import register_defaults
 from nemo_rl_lite.rules.type_errors import described, is_of_variant, merged
 from nemo_rl_lite.rules.without_effect import keys_without_effect, offload_moves_something
+
+register_defaults()
 
 
 def compose_command(arguments: Sequence[str]) -> Config:

@@ -3,16 +3,17 @@
 import dataclasses
 import re
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path
 
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
+from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig, SupervisedConfig
 from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data import gym
 from nemo_rl_lite.data.columns import MissingColumnError, template_columns
 from nemo_rl_lite.data.files import FileError
 from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
+from nemo_rl_lite.data.rows import file_rows
 from nemo_rl_lite.data.sources import ROWS, TASKS, check_file, validation_source
 from nemo_rl_lite.errors import DataError, Violation
 from nemo_rl_lite.rules.base import rule
@@ -118,6 +119,22 @@ def _right_columns(data: DataConfig, error: DataError) -> str:
         if keys:
             return f"correct the path, or {keys[0]}=NAME, with the name that the column has there"
     return "correct the path, or the columns, template or pattern of data"
+
+
+@rule("data", "policy.train_global_batch_size", options=SupervisedConfig)
+def rows_fill_a_batch(config: Config) -> Iterator[Violation]:
+    data, key, size = config.data, "policy.train_global_batch_size", config.policy.train_global_batch_size
+    if data.name != "file" or data.train_path is None:
+        return
+    try:
+        count = sum(1 for _ in islice(file_rows(data.train_path), size))
+    except DataError:
+        # Another rule says why the file cannot be read.
+        return
+    if 0 < count < size:
+        # Some rows may be held out, or left out.
+        fitting = 2 ** max(0, (count // 2).bit_length() - 1)
+        yield Violation(key, size, f"is more than the {count} row(s) of {data.train_path}", f"{key}={fitting}")
 
 
 @rule("data.name", "data.path")

@@ -28,7 +28,7 @@ def main(model_folder: str, output_folder: str, layouts: str) -> None:
 
 
 def run(model_folder: str, output: Path, overrides: list[str]) -> None:
-    config = compose_config([f"policy.model_name={model_folder}", *overrides])
+    config = compose_config([f"policy.model_name={model_folder}", "policy.max_total_sequence_length=32", *overrides])
     worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | {"threads": 1})
     model = worker._model
     source = torch.Generator().manual_seed(int(os.environ["RANK"]))

@@ -38,7 +38,12 @@ def main(model_folder: str, output_folder: str, cases: str) -> None:
 
 
 def run(model_folder: Path, folder: Path, name: str, overrides: list[str], saved_by: str | None) -> None:
-    common = ["algorithm=sft", f"policy.model_name={model_folder}", f"policy.train_global_batch_size={ROWS}"]
+    common = [
+        "algorithm=sft",
+        f"policy.model_name={model_folder}",
+        "policy.max_total_sequence_length=32",
+        f"policy.train_global_batch_size={ROWS}",
+    ]
     config = compose_config([*common, "policy.train_micro_batch_size=4", *overrides])
     worker = MegatronWorker(**policy_arguments(config, model_folder) | {"threads": 1})
     worker.prepare_for_training()

@@ -33,7 +33,12 @@ def model_folder(tmp_path_factory) -> Path:
 
 def run_command(folder: Path, model: Path, *overrides: str) -> list[str]:
     """The command line of a run, each of whose processes computes with one thread."""
-    own = [f"hydra.run.dir={folder}", f"policy.model_name={model}", "cluster.threads_per_worker=1"]
+    own = [
+        f"hydra.run.dir={folder}",
+        f"policy.model_name={model}",
+        "policy.max_total_sequence_length=32",
+        "cluster.threads_per_worker=1",
+    ]
     return [sys.executable, "-m", "nemo_rl_lite.train", *own, *overrides]
 
 

@@ -13,7 +13,13 @@ from nemo_rl_lite.refit.transport.report import RefitReport
 from nemo_rl_lite.rules.compose import compose_config
 
 backend, model_folder, source_file, output, *options = sys.argv[1:]
-overrides = [f"generation={backend}", f"policy.model_name={model_folder}", "generation.stop_strings=['zz']", *options]
+overrides = [
+    f"generation={backend}",
+    f"policy.model_name={model_folder}",
+    "policy.max_total_sequence_length=32",
+    "generation.stop_strings=['zz']",
+    *options,
+]
 config = compose_config(overrides)
 module_name, _, class_name = ENGINES[backend].worker.rpartition(".")
 engine_class = getattr(importlib.import_module(module_name), class_name)

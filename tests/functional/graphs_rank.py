@@ -74,7 +74,8 @@ class Refusing(Again):
 
 
 def main(model_folder: str, output_file: str, overrides: str, ways: str) -> None:
-    own, found = [*json.loads(overrides), f"policy.model_name={model_folder}"], {}
+    short = "policy.max_total_sequence_length=32"
+    own, found = [short, *json.loads(overrides), f"policy.model_name={model_folder}"], {}
     for way in json.loads(ways):
         found[way] = run(own, way)
         forget_layout()

@@ -294,7 +294,12 @@ def without_ray(elsewhere: Sequence[str] = ()) -> Iterator[None]:
 def run_here(folder: Path, model: Path, *overrides: str, elsewhere: Sequence[str] = ()) -> CompletedProcess:
     """What `conftest.run_command` would do: exit status, standard output, standard error. Workers of the groups
     `elsewhere` are in processes of their own, as those of vLLM must be."""
-    own = [f"hydra.run.dir={folder}", f"policy.model_name={model}", "cluster.threads_per_worker=1"]
+    own = [
+        f"hydra.run.dir={folder}",
+        f"policy.model_name={model}",
+        "policy.max_total_sequence_length=32",
+        "cluster.threads_per_worker=1",
+    ]
     output, errors, status = io.StringIO(), io.StringIO(), 0
     with redirect_stdout(output), redirect_stderr(errors), without_ray(elsewhere):
         try:

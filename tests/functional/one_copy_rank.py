@@ -34,7 +34,7 @@ def main(model_folder: str, output_folder: str) -> None:
 
 
 def run(model_folder: Path, folder: Path, name: str) -> None:
-    config = compose_config([f"policy.model_name={model_folder}", *OVERRIDES])
+    config = compose_config([f"policy.model_name={model_folder}", "policy.max_total_sequence_length=32", *OVERRIDES])
     worker = MegatronWorker(**policy_arguments(config, model_folder) | {"threads": 1, "keep_reference": True})
     worker.plan_refit(config.refit, shared_device=True, consumers=1, adapters_alone=True)
     frozen = None

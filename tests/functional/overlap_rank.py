@@ -32,7 +32,7 @@ def main(output_folder: str, layouts: str) -> None:
 
 
 def run(model_folder: Path, output: Path, overrides: list[str]) -> None:
-    config = compose_config([f"policy.model_name={model_folder}", *overrides])
+    config = compose_config([f"policy.model_name={model_folder}", "policy.max_total_sequence_length=32", *overrides])
     worker = MegatronWorker(**policy_arguments(config, model_folder) | {"keep_reference": True, "threads": 1})
     place, source = worker.place(), torch.Generator().manual_seed(1)
     tokens = torch.randint(4, 60, (ROWS, LENGTH), generator=source)

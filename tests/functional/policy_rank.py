@@ -47,7 +47,7 @@ def forget_layout() -> None:
 
 
 def run(model_folder: str, output: Path, overrides: list[str]) -> None:
-    config = compose_config([f"policy.model_name={model_folder}", *overrides])
+    config = compose_config([f"policy.model_name={model_folder}", "policy.max_total_sequence_length=32", *overrides])
     changed = {"temperature": TEMPERATURE, "keep_reference": True, "threads": 1}
     worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | changed)
     place = worker.place()

@@ -44,7 +44,9 @@ class PlainKernel(linear.CPUFp8BlockScaledMMKernel):
 def main(model_folder: str, source_file: str, output: str) -> None:
     torch._dynamo.config.disable, current_platform.simple_compile_backend = False, "eager"
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [PlainKernel]
-    config = compose_config([f"policy.model_name={model_folder}", "policy.precision=bfloat16"])
+    config = compose_config(
+        [f"policy.model_name={model_folder}", "policy.max_total_sequence_length=32", "policy.precision=bfloat16"]
+    )
     config.generation.vllm_kwargs["quantization"] = "fp8_per_block"
     engine = VLLMEngine(config.generation, config.policy, model_folder, seed=0, on_gpu=False)
     (worker,) = engine._engine.collective_rpc(lambda worker: [worker])[0]

@@ -51,7 +51,7 @@ def changes(model_folder: str, overrides: list[str]) -> dict[str, float]:
     # The rules know that routers of this kind of model have no biases.
     rates = [float(one.rpartition("=")[2]) for one in overrides if "moe_router_bias_update_rate=" in one]
     others = [one for one in overrides if "moe_router_bias_update_rate=" not in one]
-    config = compose_config([f"policy.model_name={model_folder}", *others])
+    config = compose_config([f"policy.model_name={model_folder}", "policy.max_total_sequence_length=32", *others])
     megatron = replace(config.policy.megatron_cfg, moe_router_bias_update_rate=sum(rates))
     config = replace(config, policy=replace(config.policy, megatron_cfg=megatron))
     worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | {"keep_reference": True, "threads": 1})

@@ -39,7 +39,7 @@ def main(model_folder: str, output_folder: str, layouts: str) -> None:
 def step(
     model_folder: str, overrides: list[str], way: str
 ) -> tuple[dict[str, float], dict, list[list[int]], dict[str, list[float]]]:
-    config = compose_config([f"policy.model_name={model_folder}", *overrides])
+    config = compose_config([f"policy.model_name={model_folder}", "policy.max_total_sequence_length=32", *overrides])
     worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | {"threads": 1})
     rows, loss = sampled_rows(), GRPOLoss(config.options(GRPOConfig).loss_fn)
     shares = [list(range(ROWS // RANKS)), list(range(ROWS // RANKS, ROWS))]

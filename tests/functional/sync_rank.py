@@ -95,7 +95,7 @@ def check_that_reads_are_seen() -> None:
 
 
 def reads_of(model_folder: str, overrides: list[str]) -> dict[str, int]:
-    config = compose_config([f"policy.model_name={model_folder}", *overrides])
+    config = compose_config([f"policy.model_name={model_folder}", "policy.max_total_sequence_length=32", *overrides])
     worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | {"keep_reference": False, "threads": 1})
     source = torch.Generator().manual_seed(1)
     lengths = torch.randint(7, 13, (16,), generator=source).tolist()

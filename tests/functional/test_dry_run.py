@@ -34,6 +34,7 @@ def test_a_dry_run_reads_data_and_writes_nothing(capsys, tmp_path, monkeypatch, 
         "data.train_path=rows.jsonl",
         "data.validation_path=rows.jsonl",
         f"policy.model_name={model_folder}",
+        "policy.max_total_sequence_length=32",
     ]
     assert command.launch(["--dry-run", "algorithm.max_num_steps=3", *data]) == []
     text = capsys.readouterr().out

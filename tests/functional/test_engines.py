@@ -286,7 +286,9 @@ def test_the_models_own_end_tokens_end_a_response_of_the_transformers_engine(mod
 
     folder = shutil.copytree(model_folder, tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(64))}))
-    config = compose_config([f"policy.model_name={folder}", "generation=transformers"])
+    config = compose_config(
+        [f"policy.model_name={folder}", "policy.max_total_sequence_length=32", "generation=transformers"]
+    )
     engine = TransformersEngine(config.generation, config.policy, str(folder), seed=0, on_gpu=False)
     sampling = Sampling(1.0, 1.0, None, 4, stop_token_ids=(2,), stop_strings=())
 

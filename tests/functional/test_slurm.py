@@ -53,7 +53,13 @@ class Job:
 
     def __init__(self, site: Site, folder: Path, model: Path, *words: str):
         self.site, self.run, self._log = site, folder / "run", folder / "job.out"
-        overrides = [f"hydra.run.dir={self.run}", f"policy.model_name={model}", *TRAINING, *write_data(folder)]
+        overrides = [
+            f"hydra.run.dir={self.run}",
+            f"policy.model_name={model}",
+            "policy.max_total_sequence_length=32",
+            *TRAINING,
+            *write_data(folder),
+        ]
         command = [sys.executable, "-m", "nemo_rl_lite.cli", "slurm", "--submit", f"--log={self._log}", *words]
         environ = site.environment | {"PYTHONPATH": PYTHONPATH}
         done = subprocess.run(

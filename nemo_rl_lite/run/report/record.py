@@ -29,10 +29,12 @@ ROLLOUTS, SAMPLES = 12, 6
 _CHARACTERS, _ERROR_LINES = 4000, 40
 # Bytes of a step's traces that a report reads: unpacked, they are several times as large.
 _TRACES = 64 * 2**20
+# So far below a folder are its runs: outputs/NAME/sweep-TIME/0.
+_LEVELS = 3
 
 
 class ReportError(LauncherError):
-    """Raised for a folder that is no run's."""
+    """Raised for a folder without a run."""
 
     exit_status = 2
 
@@ -65,15 +67,23 @@ class RunRecord:
 
 
 def runs_of(folder: Path) -> list[Path]:
-    """The folders of a sweep's runs in their order; for any other folder itself."""
-    if _is_run(folder) or not folder.is_dir():
+    """The folders of the runs in a folder, by name, and a sweep's by number; for a run's folder, and where there is no
+    run, the folder itself."""
+    return _runs_below(folder, _LEVELS) or [folder]
+
+
+def _runs_below(folder: Path, levels: int) -> list[Path]:
+    if _is_run(folder):
         return [folder]
-    numbered = [path for path in folder.iterdir() if path.name.isdecimal() and _is_run(path)]
-    return sorted(numbered, key=lambda path: int(path.name)) or [folder]
+    if not levels or not folder.is_dir():
+        return []
+    inside = sorted(folder.iterdir(), key=lambda path: (int(path.name) if path.name.isdecimal() else -1, path.name))
+    return [run for path in inside for run in _runs_below(path, levels - 1)]
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in (CONFIG_FILE, METRICS_FILE))
+    # A model's folder has a config.json as well.
+    return any((folder / name).exists() for name in (COMMAND_FILE, METRICS_FILE))
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -81,9 +91,8 @@ def read_run(folder: Path) -> RunRecord:
     if not folder.is_dir():
         raise ReportError(f"nrl-lite report: {folder} is not a folder: name a run's, such as outputs/NAME/TIME")
     if not _is_run(folder):
-        raise ReportError(
-            f"nrl-lite report: {folder} is no run's folder: it has neither {CONFIG_FILE} nor {METRICS_FILE}"
-        )
+        rule = f"is no run's folder, and no run is below it: a run has {COMMAND_FILE} or {METRICS_FILE}"
+        raise ReportError(f"nrl-lite report: {folder} {rule}")
     notes: list[str] = []
     metrics, status = _read_metrics(folder / METRICS_FILE, notes), _read_json(folder / STATUS_FILE, notes)
     return RunRecord(

@@ -117,15 +117,18 @@ def test_an_epoch_has_whole_batches_of_different_rows_and_steps_repeat(tmp_path)
 
 
 def test_validation_takes_every_chat_up_to_the_limit(tmp_path):
-    rows = validation_examples(sft_config(tmp_path, ROWS, "algorithm.max_val_samples=7"), encoder(tmp_path))
+    rows = validation_examples(sft_config(tmp_path, ROWS, *SMALL, "algorithm.max_val_samples=7"), encoder(tmp_path))
     assert len(rows) == 7
 
 
 def test_chats_that_are_too_long_are_errors_or_dropped(tmp_path, caplog):
-    rows = [*ROWS[:5], {"prompt": "long", "answer": "x" * 50}]
+    rows = [*ROWS[:5], {"prompt": "long", "answer": "x" * 30}]
     config = sft_config(tmp_path, rows, *SMALL)
     with pytest.raises(DataError, match=r"train.jsonl, row 6: prompt and response are .*data.too_long=drop"):
         training_examples(config, encoder(tmp_path, max_length=40))
+    words = r"row 6: prompt and response are \d+ tokens.* Of the 6 rows that are too long, none"
+    with pytest.raises(DataError, match=words):
+        training_examples(config, encoder(tmp_path, max_length=20))
     data = training_examples(config, encoder(tmp_path, max_length=40, too_long="drop"))
     assert len(data.examples.finite()) == 5 and "1 of 6 chats are longer" in caplog.text
     with pytest.raises(DataError, match="none of the chats is left to validate on"):
@@ -133,10 +136,9 @@ def test_chats_that_are_too_long_are_errors_or_dropped(tmp_path, caplog):
 
 
 def test_too_few_rows_for_a_batch_are_an_error(tmp_path):
-    with pytest.raises(
-        DataError, match=r"train.jsonl: 3 chats do not fill a batch of policy.train_global_batch_size = 4"
-    ):
-        training_examples(sft_config(tmp_path, ROWS[:3], *SMALL), encoder(tmp_path))
+    config = sft_config(tmp_path, ROWS[:5], *SMALL, "data.validation_path=null", "data.validation_fraction=0.9")
+    with pytest.raises(DataError, match=r"train.jsonl: . chats do not fill a batch of .*train_global_batch_size = 4"):
+        training_examples(config, encoder(tmp_path))
 
 
 def test_generated_data_never_ends(tmp_path):

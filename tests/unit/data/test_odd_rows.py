@@ -7,6 +7,7 @@ from nemo_rl_lite.data.sources import training_set, validation_set
 from tests.unit.data.test_sources import config, write
 
 OFF = ("algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0")
+SMALL = "policy.train_global_batch_size=1"
 
 
 def message(role: str, text: str) -> dict[str, str]:
@@ -28,6 +29,21 @@ ODD = {
         "5 of 10 rows ask",
     ),
     "the answer is a label": (PROBLEMS, [{"prompt": f"{i}", "answer": "gsm8k"} for i in range(10)], "answer, 'gsm8k'"),
+    "samples are there twice": (
+        CHATS,
+        [{"prompt": f"{i % 2}", "answer": f"{i % 5}", "reward": 1.0} for i in range(20)],
+        "10 of 20 rows have the prompt and the response of another row",
+    ),
+    "a column of samples is wrong": (
+        CHATS,
+        [{"prompt": "train", "answer": f"{i}", "reward": 1.0} for i in range(10)],
+        "9 of 10 rows ask what another row asks, such as 'train'",
+    ),
+    "a problem is there several times, with a reward": (
+        PROBLEMS,
+        [{"prompt": f"{i % 5}", "answer": f"{i % 5}", "reward": 1.0} for i in range(10)],
+        "5 of 10 rows ask what another row asks",
+    ),
     "nobody asks": (
         PROBLEMS,
         [{"prompt": [message("system", f"{i}")], "answer": i} for i in range(10)],
@@ -58,6 +74,10 @@ FINE = {
     "a few repeat": (PROBLEMS, [{"prompt": f"{max(i, 2)}", "answer": i} for i in range(10)]),
     "few rows": (PROBLEMS, [{"prompt": "x", "answer": "1"}] * 3),
     "several pairs for a prompt": (PAIRS, [{"prompt": "x", "chosen": f"{i}", "rejected": "r"} for i in range(10)]),
+    "several samples of a prompt": (
+        CHATS,
+        [{"prompt": f"{i % 2}", "answer": f"{i}", "reward": 1.0} for i in range(10)],
+    ),
     "an echo": (CHATS, [{"prompt": f"{i}", "answer": f"{i}"} for i in range(10)]),
     "scores": (
         PAIRS,
@@ -72,7 +92,7 @@ FINE = {
 def load(tmp_path, rows, kind):
     path = write(tmp_path / "rows.jsonl", rows)
     algorithm = next(name for name, one in (("grpo", PROBLEMS), ("sft", CHATS), ("dpo", PAIRS)) if one is kind)
-    training_set(config(f"algorithm={algorithm}", "data=file", f"data.train_path={path}", *OFF), 0, kind)
+    training_set(config(f"algorithm={algorithm}", "data=file", f"data.train_path={path}", SMALL, *OFF), 0, kind)
 
 
 @pytest.mark.parametrize("what", ODD)

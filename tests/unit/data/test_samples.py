@@ -13,6 +13,7 @@ from nemo_rl_lite.rules.compose import compose_config
 from tests.unit.observability.rollouts import make_rollout
 
 OFF = [f"algorithm.{name}" for name in ("val_at_start=false", "val_at_end=false", "val_period=0")]
+SMALL = ["policy.train_global_batch_size=1"]
 
 
 def samples(folder: Path, rewards: list[float | None], **changes: object):
@@ -21,7 +22,7 @@ def samples(folder: Path, rewards: list[float | None], **changes: object):
     RolloutFiles(folder, None, done=0).write(0, "validation", rollout)
     path = f"data.train_path={folder}/rollouts/*.parquet"
     own = [f"data.{name}={'null' if value is None else value}" for name, value in changes.items()]
-    config = compose_config(["algorithm=sft", "data=samples", path, "data.validation_fraction=0.0", *OFF, *own])
+    config = compose_config(["algorithm=sft", "data=samples", path, "data.validation_fraction=0.0", *SMALL, *OFF, *own])
     return training_set(config.data, 0, CHATS).finite()
 
 
@@ -41,6 +42,10 @@ def test_right_answers_alone_are_trained_on(tmp_path, caplog):
 def test_the_least_reward_can_be_another(tmp_path, least, kept):
     chats = samples(tmp_path, [0.0, 1.0, 0.5, None], min_reward=least)
     assert [chat.conversations[0].messages[-1]["content"] for chat in chats] == [f"answer {one}" for one in kept]
+
+
+def test_several_samples_of_a_problem_are_usual(tmp_path, caplog):
+    assert len(samples(tmp_path, [1.0] * 16)) == 16 and not caplog.messages
 
 
 def test_where_nothing_is_right_there_is_nothing_to_train_on(tmp_path):

@@ -66,7 +66,13 @@ def test_a_column_of_tools_that_no_row_has_is_an_error(tmp_path):
     rows = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}] * 3
     write(tmp_path / "a.jsonl", [*rows, rows[0] | {"tools": []}])
     columns = ["data.messages_column=messages", "data.validation_fraction=0.1"]
-    sft = ["algorithm=sft", "data=file", f"data.train_path={tmp_path / 'a.jsonl'}", *columns]
+    sft = [
+        "algorithm=sft",
+        "policy.train_global_batch_size=4",
+        "data=file",
+        f"data.train_path={tmp_path / 'a.jsonl'}",
+        *columns,
+    ]
     data = compose_config([*sft, "data.tools_column=tools"]).data
     assert len(training_set(data, seed=0, kind=CHATS).finite()) == 4
     with pytest.raises(ConfigError, match=r"no row has the column 'toolz' \(data.tools_column\)"):
@@ -193,5 +199,5 @@ def test_a_column_in_the_system_prompt(tmp_path, caplog):
 
 def test_pairs_that_prefer_nothing_are_counted_once(tmp_path, caplog):
     rows = [{"prompt": f"{i}", "chosen": "a", "rejected": "ab"[i > 0]} for i in range(30)]
-    loaded(tmp_path, rows, "algorithm=dpo", kind=PAIRS)
+    loaded(tmp_path, rows, "algorithm=dpo", "policy.train_global_batch_size=8", kind=PAIRS)
     assert caplog.messages == ["1 of 30 rows prefer neither response and were left out"]

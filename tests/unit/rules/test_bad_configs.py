@@ -1005,7 +1005,7 @@ CASES = {
     "cluster.gpus_per_node=8 policy=megatron_gpu generation=vllm_gpu policy.max_total_sequence_length=64 "
     "generation.max_new_tokens=16 generation.colocated.enabled=false generation.colocated.resources.gpus_per_node=4 "
     "refit.direct=false": ["refit.direct", "generation.colocated.enabled=true", "1 problem found"],
-    f"algorithm=sft {FILES} data.response_column=answer data.answer_column=other": [
+    f"algorithm=sft {FILES} data.response_column=answer data.answer_column=other policy.train_global_batch_size=1": [
         "data.answer_column",
         "data.response_column=null",
         "1 problem found",
@@ -1023,6 +1023,12 @@ CASES = {
     f"algorithm=dpo {FILES} data.rejected_column=chosen": ["data.rejected_column", "is data.chosen_column too"],
     f"{FILES} data.prompt_template='{{prompt}} {{answer}}'": ["data.prompt_template", "shows the model", "'answer'"],
     f"algorithm=dpo data=file data.train_path=EQUAL {OFF}": ["data.train_path", "prefers neither response"],
+    f"algorithm=sft {FILES}": ["policy.train_global_batch_size", "is more than the 1 row(s) of", "size=1", "1 problem"],
+    "algorithm=sft data=file data.train_path=DATA policy.train_global_batch_size=3": [
+        "policy.train_global_batch_size=1",
+        "data.validation_path",
+        "2 problems",
+    ],
     "algorithm=sft logger.log_samples=10": ["logger.log_samples", "algorithm=grpo"],
     "refit.bucket_bytes=1000000 refit.buffer_memory_ratio=0.1": ["refit.buffer_memory_ratio", "bucket_bytes=null"],
     "refit.num_buffers=4": ["refit.num_buffers", "generation.colocated.enabled=false"],

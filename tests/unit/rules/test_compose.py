@@ -2,6 +2,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -84,17 +85,37 @@ def test_valid_but_unusual_overrides_are_accepted():
     assert config.run_name == "ünï-code"
 
 
+@pytest.mark.parametrize("place", [[], ["policy=megatron_gpu", "cluster.gpus_per_node=1"]])
+def test_a_model_of_the_users_has_room_for_the_users_rows(place):
+    own = ["algorithm=sft", "policy.model_name=Qwen/Qwen3-0.6B", *place]
+    assert compose_config(["algorithm=sft", *place]).policy.max_total_sequence_length == 32
+    assert compose_config(own).policy.max_total_sequence_length == 1024
+    given = compose_config([*own, "policy.max_total_sequence_length=32"])
+    assert given.policy.max_total_sequence_length == 32
+
+
+def test_a_model_of_few_positions_has_room_for_all_of_them(tmp_path):
+    write_model(tmp_path / "short", max_position_embeddings=100)
+    config = compose_config(["algorithm=sft", f"policy.model_name={tmp_path / 'short'}"])
+    assert config.policy.max_total_sequence_length == 100
+
+
+def write_model(folder: Path, max_position_embeddings: int) -> None:
+    folder.mkdir(parents=True)
+    shape = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+    shape |= {"vocab_size": 49152, "max_position_embeddings": max_position_embeddings}
+    (folder / "config.json").write_text(json.dumps(shape))
+    for file in ("tokenizer_config.json", "model.safetensors"):
+        (folder / file).write_text("{}")
+
+
 def test_every_recipe_is_valid(tmp_path, monkeypatch):
     """Also where scripts/get_smollm2.py has not run: its model is a folder under the working directory, and so are the
     pairs that scripts/gsm8k_pairs.py writes."""
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "models" / "smollm2-135m-instruct"
-    folder.mkdir(parents=True)
-    shape = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
-    (folder / "config.json").write_text(json.dumps(shape | {"vocab_size": 49152, "max_position_embeddings": 8192}))
-    for file in ("tokenizer_config.json", "model.safetensors"):
-        (folder / file).write_text("{}")
-    (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "2+2", "chosen": "4", "rejected": "5"}) + "\n")
+    write_model(tmp_path / "models" / "smollm2-135m-instruct", max_position_embeddings=8192)
+    pair = json.dumps({"prompt": "2+2", "chosen": "4", "rejected": "5"})
+    (tmp_path / "pairs.jsonl").write_text(f"{pair}\n" * 64)
     for name in keys.groups()["recipes"]:
         compose_config([f"recipes={name}"])
 

@@ -121,6 +121,27 @@ def test_what_is_no_run_is_an_error_that_names_it(tmp_path, name, said, capsys):
     assert error.startswith("nrl-lite report: ") and str(tmp_path / name) in error and len(error.splitlines()) == 1
 
 
+def test_a_folder_with_runs_below_it_is_reported_as_these(tmp_path, capsys):
+    """A run's exported model and an evaluation are no runs, and a run that is named twice is there once."""
+    outputs = tmp_path / "outputs"
+    for place in ("task/later", "task/earlier", "task/sweep/10", "task/sweep/9"):
+        make_run(outputs / place, f"run_name={place.replace('/', '-')}", steps=1)
+    for model in ("task/later/hf", "model"):
+        (outputs / model).mkdir()
+        (outputs / model / "config.json").write_text("{}")
+    (outputs / "evaluations" / "one" / "rollouts").mkdir(parents=True)
+    (outputs / "notes.txt").write_text("")
+    report.main([str(outputs)])
+    said = capsys.readouterr()
+    assert (said.out, said.err) == (f"{outputs / 'report.html'}\n", f"runs below {outputs}: 4\n")
+    names = [f"task-{name}" for name in ("earlier", "later", "sweep-9", "sweep-10")]
+    assert [run["label"] for run in data_of((outputs / "report.html").read_text())["runs"]] == names
+    page = write_report([outputs / "task", outputs / "task" / "later"], tmp_path / "page.html")
+    assert len(data_of(page.read_text())["runs"]) == 4
+    with pytest.raises(ReportError, match="and no run is below it"):
+        write_report([outputs / "evaluations"])
+
+
 def test_only_a_page_is_written_over(folders, tmp_path, capsys):
     mine, page_ = tmp_path / "config.json", tmp_path / "report.html"
     mine.write_text("{}")
