@@ -38,6 +38,8 @@ class ChatTokenizer:
             raise self._unusable("the tokenizer names no end token", "set eos_token in its tokenizer_config.json")
         self._turn_end = self._end_of_turn()
         self._longest_token = max(map(len, tokenizer.get_vocab()))
+        self.highest_token: int = max(tokenizer.get_vocab().values())
+        """The highest token id; all from 0 to it may be in a prompt."""
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -111,7 +113,7 @@ class ChatTokenizer:
             DataError: the model's chat template cannot write the chat.
         """
         if self._tokenizer.chat_template is None:
-            return self._opening(_joined(messages, self._tokenizer.eos_token))
+            return self.opening(_joined(messages, self._tokenizer.eos_token))
         try:
             encoded = self._tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) or None, add_generation_prompt=True, return_dict=True
@@ -138,7 +140,7 @@ class ChatTokenizer:
                     f"(data.train_on=last trains on the last alone): {before!r}"
                 )
             end_token, end = self._turn_end
-            asked = self._tokens(before[len(done) :]) if done or self._has_template else self._opening(before)
+            asked = self._tokens(before[len(done) :]) if done or self._has_template else self.opening(before)
             response = [*self._tokens(turn), end_token]
             tokens += [*asked, *response]
             trained += [False] * len(asked) + [True] * len(response)
@@ -184,6 +186,13 @@ class ChatTokenizer:
             return None
         call_end = turn.partition(self._turn_end[1])[0]
         return rest.removeprefix(call_end) if found and rest.startswith(call_end) else None
+
+    def opening(self, text: str) -> list[int]:
+        """The tokens of a text that begins a sequence, such as a chat without a template, with the special tokens that
+        the tokenizer itself adds there. The end token that some add too would end it before the response."""
+        tokens = list(self._tokenizer(text)["input_ids"])
+        added = tokens[-1:] == [self._tokenizer.eos_token_id] and not text.endswith(self._tokenizer.eos_token)
+        return tokens[:-1] if added else tokens
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of a response, without special tokens."""
@@ -257,13 +266,6 @@ class ChatTokenizer:
         special -= {tokenizer.unk_token_id, tokenizer.bos_token_id}
         ends = (token for token in self._tokens(rest) if token in special) if found else iter(())
         return next(((token, tokenizer.convert_ids_to_tokens(token)) for token in ends), own)
-
-    def _opening(self, text: str) -> list[int]:
-        """The tokens of the start of a chat without a template, with the special tokens that the tokenizer itself adds
-        there. The end token that some add too would end the chat before the response."""
-        tokens = list(self._tokenizer(text)["input_ids"])
-        added = tokens[-1:] == [self._tokenizer.eos_token_id] and not text.endswith(self._tokenizer.eos_token)
-        return tokens[:-1] if added else tokens
 
     def _tokens(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
