@@ -58,7 +58,7 @@ def replier(queue: RequestQueue, speaker: Speaker, temperature: float | None) ->
         asked = ChatRequest(messages=list(messages), temperature=temperature)
         async with queue.serving() as requests:
             answer = await Anybody(speaker, requests).respond(asked)
-        return speaker.tokenizer.text(answer.completion.tokens)
+        return speaker.tokenizer.text(answer.completions[0].tokens)
 
     return lambda messages: asyncio.run(reply(messages))
 

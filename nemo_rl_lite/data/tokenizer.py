@@ -46,6 +46,8 @@ class ChatTokenizer:
             fix = f"leave it out, or one that it reads: {', '.join(options)}" if options else "leave it out"
             raise ConfigError([Violation(key, value, "the model's chat template does not read this", fix)])
         self._longest_token = max(map(len, tokenizer.get_vocab()))
+        self.highest_token: int = max(tokenizer.get_vocab().values())
+        """The highest token id; all from 0 to it may be in a prompt."""
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -148,6 +150,13 @@ class ChatTokenizer:
         already = self._tokenizer.decode([last_token]) if self._template.exists else ""
         return self._tokens(rest.removeprefix(already))
 
+    def opening(self, text: str) -> list[int]:
+        """The tokens of a text that begins a sequence, such as a chat without a template, with the special tokens that
+        the tokenizer itself adds there. The end token that some add too would end it before the response."""
+        tokens = list(self._tokenizer(text)["input_ids"])
+        added = tokens[-1:] == [self._tokenizer.eos_token_id] and not text.endswith(self._tokenizer.eos_token)
+        return tokens[:-1] if added else tokens
+
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of a response, without special tokens."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
@@ -158,12 +167,8 @@ class ChatTokenizer:
 
     def _opening(self, text: str) -> list[int]:
         """The tokens of the start of a chat. A template writes all special tokens; without one they are those that the
-        tokenizer itself adds there, except an end token, which would end the chat before the response."""
-        if self._template.exists:
-            return self._tokens(text)
-        tokens = list(self._tokenizer(text)["input_ids"])
-        added = tokens[-1:] == [self._tokenizer.eos_token_id] and not text.endswith(self._tokenizer.eos_token)
-        return tokens[:-1] if added else tokens
+        tokenizer itself adds there."""
+        return self._tokens(text) if self._template.exists else self.opening(text)
 
     def _tokens(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,11 +1,11 @@
 """Answers requests that belong to no episode: each by itself, with the sampling that it asks for."""
 
+import asyncio
 import random
 from dataclasses import dataclass, replace
 
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
-from nemo_rl_lite.endpoint.protocol import Answer, ChatRequest, RefusedError
-from nemo_rl_lite.errors import DataError
+from nemo_rl_lite.endpoint.protocol import Answer, Asked, RefusedError
 from nemo_rl_lite.generation.interface import Request, Requests, Sampling
 
 # OpenAI's word for a chat that leaves no room for a response.
@@ -31,17 +31,19 @@ class Anybody:
     speaker: Speaker
     requests: Requests
 
-    async def respond(self, asked: ChatRequest) -> Answer:
+    async def respond(self, asked: Asked) -> Answer:
         """See `Respondent.respond`."""
-        prompt = written(self.speaker.tokenizer, asked)
+        prompt = asked.tokens(self.speaker.tokenizer)
         sampling = limited(self._sampling(asked), asked, len(prompt), self.speaker.max_length)
         # vLLM's first model runner ignores all seeds of a batch on a CPU where one request has none.
-        seed = random.getrandbits(_SEED_BITS) if asked.seed is None else asked.seed % 2**_SEED_BITS
-        completion, _ = await self.requests.sample(Request(prompt, sampling, seed))
-        return Answer(prompt, completion)
+        seed = random.getrandbits(_SEED_BITS) if asked.seed is None else asked.seed
+        seeds = [(seed + index) % 2**_SEED_BITS for index in range(asked.n or 1)]
+        sampled = await asyncio.gather(*(self.requests.sample(Request(prompt, sampling, own)) for own in seeds))
+        return Answer(prompt, tuple(completion for completion, _ in sampled))
 
-    def _sampling(self, asked: ChatRequest) -> Sampling:
-        sampling, (lowest, highest) = self.speaker.sampling, self.speaker.temperatures
+    def _sampling(self, asked: Asked) -> Sampling:
+        usual, (lowest, highest) = self.speaker.sampling, self.speaker.temperatures
+        sampling = replace(usual, stop_strings=(*usual.stop_strings, *asked.stop_strings))
         temperature = sampling.temperature if asked.temperature is None else asked.temperature
         if temperature and not lowest <= temperature <= highest:
             message = f"temperature = {temperature:g}: this engine takes 0 and {lowest:g} to {highest:g}"
@@ -57,15 +59,7 @@ class Anybody:
         return replace(sampling, temperature=temperature, top_p=asked.top_p or sampling.top_p, top_k=top_k)
 
 
-def written(tokenizer: ChatTokenizer, asked: ChatRequest) -> tuple[int, ...]:
-    """The tokens of a request's chat. Raises RefusedError: the chat template cannot write it."""
-    try:
-        return tuple(tokenizer.prompt(asked.chat()))
-    except DataError as error:
-        raise RefusedError(400, str(error), "messages") from None
-
-
-def limited(sampling: Sampling, asked: ChatRequest, prompt_tokens: int, max_length: int) -> Sampling:
+def limited(sampling: Sampling, asked: Asked, prompt_tokens: int, max_length: int) -> Sampling:
     """The sampling with the request's own limit on new tokens.
 
     Raises:
@@ -78,9 +72,9 @@ def limited(sampling: Sampling, asked: ChatRequest, prompt_tokens: int, max_leng
     if prompt_tokens + most > max_length:
         raise RefusedError(
             400,
-            f"{prompt_tokens} tokens of messages and {most} of the response exceed "
+            f"{prompt_tokens} tokens of {asked.source} and {most} of the response exceed "
             f"policy.max_total_sequence_length = {max_length}: ask for less with max_tokens, or end the conversation",
-            "messages",
+            asked.source,
             FULL,
         )
     return replace(sampling, max_new_tokens=most)

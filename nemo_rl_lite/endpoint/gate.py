@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl_lite.endpoint.protocol import Answer, ChatRequest, RefusedError, Respondent
+from nemo_rl_lite.endpoint.protocol import Answer, Asked, RefusedError, Respondent
 
 Written = dict[str, Any]
 """The body of a response."""
@@ -31,7 +31,7 @@ class _Session:
 class Gate:
     """Knows the keys, and gives each request to the respondent of its key."""
 
-    def __init__(self, token: str, write: Callable[[ChatRequest, Answer], Written]):
+    def __init__(self, token: str, write: Callable[[Asked, Answer], Written]):
         """`token` is a key that is known also while the gate is closed. `write` makes a response of an answer."""
         self._token, self._write = token, write
         self._lock = threading.Lock()
@@ -73,7 +73,7 @@ class Gate:
         """Whether a request with this key may be answered, now or later."""
         return key in self._sessions or secrets.compare_digest(key.encode(), self._token.encode())
 
-    def ask(self, key: str, asked: ChatRequest) -> Future[Written]:
+    def ask(self, key: str, asked: Asked) -> Future[Written]:
         """Hand over a request; called by the server's thread. Cancelling the future aborts the request.
 
         Raises:
@@ -84,7 +84,7 @@ class Gate:
                 raise RefusedError(503, ASLEEP)
             return asyncio.run_coroutine_threadsafe(self._answer(key, asked), self._loop)
 
-    async def _answer(self, key: str, asked: ChatRequest) -> Written:
+    async def _answer(self, key: str, asked: Asked) -> Written:
         session = self._sessions.get(key)
         if session is None or not self.is_open:
             raise RefusedError(503, ASLEEP)

@@ -1,10 +1,12 @@
-"""OpenAI's chat completions: what a request may ask for, and what it gets. It knows neither HTTP nor engines."""
+"""OpenAI's chat completions, and what they have in common with its completions: what a request may ask for, and what it
+gets. Neither HTTP nor engines are known here."""
 
 import time
 import uuid
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -27,9 +29,16 @@ _INSTEAD = {
     "stop_token_ids": "set generation.stop_token_ids, which holds for all responses",
     "response_format": "describe the format in a message, and reward it",
     "top_logprobs": "the engines keep the logprob of the sampled token alone",
+    "echo": "the engines keep no logprobs of a prompt; write the prompt before the text yourself",
 }
 # Values with which these parameters change nothing.
-_NEUTRAL: dict[str, Any] = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0}
+_NEUTRAL: dict[str, Any] = {
+    "best_of": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "min_p": 0,
+}
 _NEUTRAL |= {"top_logprobs": 0, "tool_choice": "none", "response_format": {"type": "text"}}
 
 
@@ -46,25 +55,65 @@ class RefusedError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-class ChatRequest(BaseModel):
-    """The parameters that are understood. None: not given."""
+@dataclass(frozen=True)
+class Answer:
+    """Responses, of which there is at least one, and the tokens that each of them continues."""
+
+    prompt: tuple[int, ...]
+    completions: tuple[Completion, ...]
+
+
+class Asked(BaseModel):
+    """The parameters that all requests have. None: not given."""
 
     model_config = ConfigDict(extra="allow")
+    source: ClassVar[str]
+    """The parameter that has what the response continues."""
 
-    messages: list[dict[str, Any]]
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
+    n: int | None = Field(default=None, gt=0, le=128)
     max_tokens: int | None = Field(default=None, gt=0)
-    max_completion_tokens: int | None = Field(default=None, gt=0)
-    logprobs: bool | None = None
     stream: bool | None = None
 
     @property
     def most_tokens(self) -> int | None:
-        """How long the response may be, under either of its names."""
+        """How long a response may be."""
+        return self.max_tokens
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The strings that end a response, besides those of the run."""
+        return ()
+
+    @abstractmethod
+    def tokens(self, tokenizer: ChatTokenizer) -> tuple[int, ...]:
+        """The tokens that the response continues. Raises RefusedError: there are none, or no engine takes them."""
+
+    @abstractmethod
+    def body(self, answer: Answer, tokenizer: ChatTokenizer, model: str) -> dict[str, Any]:
+        """The answer in OpenAI's format, with vLLM's fields for token ids."""
+
+    @abstractmethod
+    def chunk(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The whole answer as the one chunk of a stream."""
+
+
+class ChatRequest(Asked):
+    """The parameters of a chat completion."""
+
+    source = "messages"
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = Field(default=None, gt=0)
+    logprobs: bool | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """How long a response may be, under either of its names."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def chat(self) -> tuple[Message, ...]:
@@ -77,27 +126,45 @@ class ChatRequest(BaseModel):
             raise RefusedError(400, "messages: the last one is the assistant's, which has to answer it", "messages")
         return messages
 
+    def tokens(self, tokenizer: ChatTokenizer) -> tuple[int, ...]:
+        """See `Asked.tokens`."""
+        try:
+            return tuple(tokenizer.prompt(self.chat()))
+        except DataError as error:
+            raise RefusedError(400, str(error), "messages") from None
 
-@dataclass(frozen=True)
-class Answer:
-    """A response, and the tokens that it continues."""
+    def body(self, answer: Answer, tokenizer: ChatTokenizer, model: str) -> dict[str, Any]:
+        """See `Asked.body`."""
+        choices = [
+            {
+                "message": {"role": "assistant", "content": tokenizer.text(completion.tokens)},
+                "logprobs": {"content": _logprobs(completion, tokenizer)} if self.logprobs else None,
+            }
+            for completion in answer.completions
+        ]
+        return answer_body(answer, choices, model) | {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion"}
 
-    prompt: tuple[int, ...]
-    completion: Completion
+    def chunk(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `Asked.chunk`."""
+        choices = [
+            {name: value for name, value in choice.items() if name != "message"} | {"delta": choice["message"]}
+            for choice in body["choices"]
+        ]
+        return {**body, "object": "chat.completion.chunk", "choices": choices}
 
 
 class Respondent(Protocol):
     """Answers the requests that come with one key."""
 
-    async def respond(self, asked: ChatRequest) -> Answer:
+    async def respond(self, asked: Asked) -> Answer:
         """Answer a request. Raises RefusedError: it cannot be answered."""
         ...
 
 
-def read_request(content: Any) -> ChatRequest:
-    """Read the body of a request. Raises RefusedError: it is none, or asks for what is not done here."""
+def read_request[T: Asked](kind: type[T], content: Any) -> T:
+    """Read the body of a request of a kind. Raises RefusedError: it is none, or asks for what is not done here."""
     try:
-        asked = ChatRequest.model_validate(content)
+        asked = kind.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the body"
@@ -110,37 +177,22 @@ def read_request(content: Any) -> ChatRequest:
     return asked
 
 
-def completion_body(asked: ChatRequest, answer: Answer, tokenizer: ChatTokenizer, model: str) -> dict[str, Any]:
-    """The answer in OpenAI's format, with vLLM's fields for token ids. `system_fingerprint` names the step that made
-    the weights."""
-    completion = answer.completion
-    choice: dict[str, Any] = {
-        "index": 0,
-        "message": {"role": "assistant", "content": tokenizer.text(completion.tokens)},
-        "logprobs": {"content": _logprobs(completion, tokenizer)} if asked.logprobs else None,
-        "finish_reason": completion.finish_reason,
-        "token_ids": list(completion.tokens),
-    }
-    sizes = len(answer.prompt), len(completion.tokens)
+def answer_body(answer: Answer, choices: Sequence[Mapping[str, Any]], model: str) -> dict[str, Any]:
+    """What the answers to all kinds of requests have; `choices` has what is particular to the kind, one for each
+    response. `system_fingerprint` names the newest step that made weights which sampled the responses."""
+    responses = answer.completions
+    sizes = len(answer.prompt), sum(len(one.tokens) for one in responses)
     return {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
-        "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
-        "system_fingerprint": f"step-{completion.versions[-1]}",
-        "choices": [choice],
+        "system_fingerprint": f"step-{max(one.versions[-1] for one in responses)}",
+        "choices": [
+            {"index": index, **choice, "finish_reason": one.finish_reason, "token_ids": list(one.tokens)}
+            for index, (choice, one) in enumerate(zip(choices, responses, strict=True))
+        ],
         "usage": {"prompt_tokens": sizes[0], "completion_tokens": sizes[1], "total_tokens": sum(sizes)},
         "prompt_token_ids": list(answer.prompt),
     }
-
-
-def as_chunk(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole answer as the one chunk of a stream."""
-    choices = [
-        {name: value for name, value in choice.items() if name != "message"} | {"delta": choice["message"]}
-        for choice in body["choices"]
-    ]
-    return {**body, "object": "chat.completion.chunk", "choices": choices}
 
 
 def _logprobs(completion: Completion, tokenizer: ChatTokenizer) -> list[dict[str, Any]]:

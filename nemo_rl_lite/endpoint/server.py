@@ -16,8 +16,9 @@ from fastapi.responses import JSONResponse, Response
 
 from nemo_rl_lite.config.sections.generation import ServeConfig
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.endpoint.completions import CompletionRequest
 from nemo_rl_lite.endpoint.gate import ASLEEP, Gate
-from nemo_rl_lite.endpoint.protocol import RefusedError, Respondent, as_chunk, completion_body, read_request
+from nemo_rl_lite.endpoint.protocol import Asked, ChatRequest, RefusedError, Respondent, read_request
 from nemo_rl_lite.errors import ConfigError, Violation
 
 # nginx's status for a client that has gone; nobody reads it.
@@ -35,7 +36,7 @@ class Endpoint:
         self.model, self.token = model, secrets.token_urlsafe(24)
         """`token` is the key of requests that belong to no episode."""
         self._config, self._max_length = config, max_length
-        self.gate = Gate(self.token, lambda asked, answer: completion_body(asked, answer, tokenizer, model))
+        self.gate = Gate(self.token, lambda asked, answer: asked.body(answer, tokenizer, model))
         self._address = ("", 0)
 
     @property
@@ -120,9 +121,16 @@ def application(gate: Gate, model: str, max_length: int) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
+        return await answer(request, ChatRequest)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await answer(request, CompletionRequest)
+
+    async def answer(request: Request, kind: type[Asked]) -> Response:
         key = _key(request, gate)
         try:
-            asked = read_request(json.loads(await request.body()))
+            asked = read_request(kind, json.loads(await request.body()))
         except ValueError as error:
             raise RefusedError(400, f"the body is not JSON: {error}") from None
         if asked.model not in (None, model):
@@ -131,7 +139,7 @@ def application(gate: Gate, model: str, max_length: int) -> FastAPI:
         if written is None:
             return Response(status_code=_CLIENT_GONE)
         if asked.stream:
-            events = f"data: {json.dumps(as_chunk(written))}\n\ndata: [DONE]\n\n"
+            events = f"data: {json.dumps(asked.chunk(written))}\n\ndata: [DONE]\n\n"
             return Response(events, media_type="text/event-stream")
         return JSONResponse(written)
 

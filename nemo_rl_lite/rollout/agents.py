@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from nemo_rl_lite.agents import interface
 from nemo_rl_lite.agents.calls import Agents
 from nemo_rl_lite.data.problems import Message
-from nemo_rl_lite.endpoint.anybody import FULL, limited, written
-from nemo_rl_lite.endpoint.protocol import Answer, ChatRequest, RefusedError
+from nemo_rl_lite.endpoint.anybody import FULL, limited
+from nemo_rl_lite.endpoint.protocol import Answer, Asked, ChatRequest, RefusedError
 from nemo_rl_lite.endpoint.server import Endpoint
 from nemo_rl_lite.errors import DataError, EngineError, WorkerError
 from nemo_rl_lite.generation.interface import Sampling
@@ -75,14 +75,16 @@ class AgentSession:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Has the error where the engines fail, which is the run's and not the agent's."""
 
-    async def respond(self, asked: ChatRequest) -> Answer:
+    async def respond(self, asked: Asked) -> Answer:
         """See `Respondent.respond`."""
+        if not isinstance(asked, ChatRequest):
+            raise RefusedError(400, "an agent's episode is a chat: ask /chat/completions in place of /completions")
         episode, assistant = self._episode, self._assistant
         async with self._one_by_one:
             sampling = self._sampling(asked)
             if not episode.turns:
                 tokens, new = (), ()
-                episode.begin(written(assistant.tokenizer, asked), asked.chat())
+                episode.begin(asked.tokens(assistant.tokenizer), asked.chat())
             else:
                 new = self._new(asked.chat())
                 tokens = self._between(new)
@@ -102,7 +104,7 @@ class AgentSession:
             finally:
                 self._waits()
             self.is_full, (_, completion) = False, episode.turns[-1]
-            return Answer(prompt, completion)
+            return Answer(prompt, (completion,))
 
     def waited(self) -> None:
         """The episode does not wait for the agent any more."""
@@ -140,6 +142,9 @@ class AgentSession:
             if value not in (None, getattr(training, name), getattr(own, name)):
                 rule = f"training samples with generation.{name} = {getattr(training, name)}, which the loss relies on"
                 raise RefusedError(400, f"{name} = {value}: {rule}; leave it out, or set that key", name)
+        if asked.n not in (None, 1):
+            rule = "an agent's episode is one sequence of tokens, so a request has one answer"
+            raise RefusedError(400, f"n = {asked.n}: {rule}; leave it out", "n")
         if asked.seed is not None:
             raise RefusedError(
                 400, "seed: seeds follow from algorithm.seed, the step and the episode; leave it out", "seed"

@@ -65,7 +65,9 @@ def find_served(path: Path, max_new_tokens: int | None, say: Say) -> Served:
         )
     config = alone(served.config)
     tokens = max_new_tokens or config.generation.max_new_tokens
-    return replace(served, config=replace(config, generation=replace(config.generation, max_new_tokens=tokens)))
+    serve = replace(config.generation.serve, enabled=True)
+    generation = replace(config.generation, max_new_tokens=tokens, serve=serve)
+    return replace(served, config=replace(config, generation=generation))
 
 
 def find_model(path: Path, say: Say) -> Served:

@@ -71,6 +71,9 @@ def test_its_checkpoint_is_served_until_it_is_told_to_stop(run):
             body = {"messages": [{"role": "user", "content": "7310"}], "temperature": 0, "logprobs": True}
             with httpx.Client(base_url=url, headers=keys, trust_env=False, timeout=120) as client:
                 answers = [client.post("/chat/completions", json=body).json() for _ in range(2)]
+                two = client.post("/chat/completions", json=body | {"n": 2, "temperature": 1, "seed": 3}).json()
+                prompt = {"prompt": answers[0]["prompt_token_ids"], "temperature": 0, "logprobs": 1}
+                continued = client.post("/completions", json=prompt).json()
                 refused = client.post("/chat/completions", json=body | {"max_tokens": 7})
         finally:
             server.send_signal(signal.SIGINT)
@@ -78,5 +81,7 @@ def test_its_checkpoint_is_served_until_it_is_told_to_stop(run):
     first, second = (one["choices"][0] for one in answers)
     assert first["token_ids"] == second["token_ids"] and 0 < len(first["token_ids"]) <= 6
     assert all(one["logprob"] <= 0 for one in first["logprobs"]["content"])
+    assert [one["index"] for one in two["choices"]] == [0, 1]
+    assert continued["choices"][0]["token_ids"] == first["token_ids"]
     assert refused.status_code == 400 and "generation.max_new_tokens = 6" in json.dumps(refused.json())
     assert (folder / "hf-step-00000002" / "chat_template.jinja").read_text() == TEMPLATE

@@ -93,7 +93,8 @@ class VLLMEngine:
             seed=seed,
             logprobs_mode="processed_logprobs",
             worker_extension_cls=EXTENSION,
-            skip_tokenizer_init=not generation.stop_strings,
+            # Requests from outside may have stop strings too.
+            skip_tokenizer_init=not (generation.stop_strings or generation.serve.enabled),
             # vLLM counts accepted tokens among its statistics.
             disable_log_stats=not speculates,
             enable_return_routed_experts=policy.router_replay.enabled,

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -262,44 +261,77 @@ def test_requests_begin_together_and_others_work_meanwhile():
     asyncio.run(serve())
 
 
-def test_the_time_without_requests_is_counted():
+class Clock:
+    """What the stopwatches read; it moves when a test says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("nemo_rl_lite.generation.held_requests.time", clock)
+    return clock
+
+
+async def all_work(*engines: Engine) -> None:
+    """Return when each engine has a request."""
+    async with asyncio.timeout(20):
+        while not all(engine.held for engine in engines):
+            await asyncio.sleep(0.001)
+
+
+def test_the_time_without_requests_is_counted(clock):
+    engine = Engine(8)
 
     async def serve() -> None:
-        async with queue(Engine(8)).serving() as requests:
-            await asyncio.sleep(0.02)
-            before = requests.idle_s
-            assert before > 0.01
-            await requests.sample(request(20))
-            assert requests.idle_s < before + 0.01
+        async with queue(engine).serving() as requests:
+            await asyncio.sleep(0.001)
+            clock.now += 4.0
+            assert requests.idle_s == 4.0
+            asked = asyncio.create_task(requests.sample(request(1000)))
+            await all_work(engine)
+            clock.now += 2.0
+            assert requests.idle_s == 4.0
+            await asked
+            assert requests.idle_s == 4.0
 
     asyncio.run(serve())
 
 
-def test_the_time_with_requests_is_counted_for_each_engine_unless_it_is_paused():
-    requests = queue(Engine(8), Engine(8))
+def test_the_time_with_requests_is_counted_for_each_engine_unless_it_is_paused(clock):
+    engines = [Engine(8), Engine(8)]
+    requests = queue(*engines)
 
     async def serve() -> None:
         async with requests.serving():
-            asked = [asyncio.create_task(requests.sample(request(20))) for _ in range(2)]
-            began = time.perf_counter()
-            await asyncio.sleep(0.004)
+            asked = [asyncio.create_task(requests.sample(request(1000))) for _ in engines]
+            await all_work(*engines)
+            clock.now += 4.0
             await requests.pause()
-            # Requests begin a little later than the sleep; one engine alone is busy for half of `most`, or less.
-            before, least, most = requests.busy_s, 1.5 * 0.004, 2 * (time.perf_counter() - began)
-            assert least < before < most
-            await asyncio.sleep(0.02)
-            assert requests.busy_s == before
+            clock.now += 100.0
+            assert requests.busy_s == 2 * 4.0
             requests.resume()
+            # The engines are timed again when the queue has seen that the pause is over.
+            await asyncio.sleep(0.01)
+            clock.now += 2.0
+            assert requests.busy_s == 2 * (4.0 + 2.0)
             await asyncio.gather(*asked)
-            assert requests.busy_s > before
+            clock.now += 100.0
+            assert requests.busy_s == 2 * (4.0 + 2.0)
             asked.append(asyncio.create_task(requests.sample(request(10_000))))
-            await asyncio.sleep(0.005)
+            await all_work(engines[0])
+            clock.now += 1.0
+            assert requests.busy_s == 2 * (4.0 + 2.0) + 1.0
 
     asyncio.run(serve())
     # What is aborted at the end keeps no engine busy.
-    after = requests.busy_s
-    time.sleep(0.01)
-    assert requests.busy_s == after
+    clock.now += 100.0
+    assert requests.busy_s == 2 * (4.0 + 2.0) + 1.0
 
 
 def test_a_pause_ends_with_the_error_of_an_engine():

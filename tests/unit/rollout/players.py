@@ -17,12 +17,16 @@ class Endpoint:
         self._model = endpoint.model
 
     async def ask(self, messages, timeout=60, **parameters):
-        body = {"model": self._model, "messages": messages, **parameters}
+        said = await self.post("chat/completions", timeout, messages=messages, **parameters)
+        return said["choices"][0]["message"]
+
+    async def post(self, path, timeout=60, **parameters):
+        body = {"model": self._model, **parameters}
         async with httpx.AsyncClient(timeout=timeout) as client:
-            said = await client.post(f"{self._url}/chat/completions", json=body, headers=self._keys)
+            said = await client.post(f"{self._url}/{path}", json=body, headers=self._keys)
         if said.status_code != 200:
             raise ValueError(said.json()["error"]["message"])
-        return said.json()["choices"][0]["message"]
+        return said.json()
 
 
 async def player(problem, endpoint, how):
@@ -44,6 +48,10 @@ async def player(problem, endpoint, how):
             return None
         case "hot":
             await ask([*messages, first, TOOL], temperature=0.5)
+        case "several":
+            await ask([*messages, first, TOOL], n=2)
+        case "text":
+            await Endpoint(endpoint).post("completions", prompt="6*7=")
         case "rewrites":
             await ask([{"role": "user", "content": "another question"}, first, TOOL])
         case "repeats":

@@ -21,10 +21,13 @@ def plain(rows) -> list[dict]:
 class Letters:
     """One token a letter; 0 ends a turn; `|` begins the assistant's."""
 
-    end_tokens = (END,)
+    end_tokens, highest_token = (END,), 127
 
     def prompt(self, messages, tools=()):
         return [ord(letter) for letter in f"{messages[-1]['content']}|"]
+
+    def opening(self, text):
+        return [ord(letter) for letter in text]
 
     def between_turns(self, messages, last_token):
         assert last_token == END
