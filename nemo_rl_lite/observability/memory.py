@@ -16,7 +16,9 @@ class MemoryMeter:
     - `measured/<phase>/<component>`: bytes that it took throughout the phase, without what moved during the phase
     - on a GPU, `measured/<phase>/activations`: the peak of what the allocator handed out during the phase;
       `measured/<phase>/other`: device memory of buffers, other processes, CUDA itself and torch's cache;
-      `policy_peak_bytes/<phase>` and `device_bytes/<phase>`: the allocator's peak, and the bytes in use at the end
+      `policy_peak_bytes/<phase>` and `policy_reserved_bytes/<phase>`: the allocator's peaks, of what it handed out, and
+      of that with its cached blocks, which fragmentation makes larger; `device_bytes/<phase>`: the bytes in use at the
+      end
     """
 
     def __init__(self, components: Callable[[], Mapping[str, int]]) -> None:
@@ -24,14 +26,14 @@ class MemoryMeter:
         self._peaks: Peaks = {}
         self._working: dict[str, int] = {}
         # Of the current phase: bytes outside components, bytes of components, and the peaks so far.
-        self._outside = self._held = self._peak = self._most = 0
+        self._outside = self._held = self._peak = self._reserved = self._most = 0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure the block as the phase `name`."""
         before = dict(self._components())
         self._outside = _allocated(sum(before.values())) - sum(before.values())
-        self._peak = self._most = 0
+        self._peak = self._reserved = self._most = 0
         self._begin_segment()
         try:
             yield
@@ -47,6 +49,7 @@ class MemoryMeter:
                 self._keep(f"measured/{name}/activations", self._most)
                 self._keep(f"measured/{name}/other", max(used - sum(throughout.values()) - self._most, 0))
                 self._keep(f"policy_peak_bytes/{name}", self._peak)
+                self._keep(f"policy_reserved_bytes/{name}", self._reserved)
                 self._keep(f"device_bytes/{name}", used)
 
     @contextmanager
@@ -76,7 +79,10 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats()
 
     def _end_segment(self) -> None:
-        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else self._held + self._outside
+        peak = self._held + self._outside
+        if torch.cuda.is_available():
+            peak = torch.cuda.max_memory_allocated()
+            self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
         self._peak = max(self._peak, peak)
         self._most = max(self._most, peak - self._held - self._outside)
 

@@ -66,6 +66,8 @@ MEASURED = [
     ("bandwidth share of decoding", "share", "performance/generation_bandwidth_share", 1),
     ("mean logprob difference", "nats", "train/logprob_abs_diff_mean", 1),
     ("probe's logprob difference", "nats", "refit/probe_logprob_diff", 1),
+    ("policy's reserved memory, logprob", "GiB", "memory/policy_reserved_bytes/logprob", GIB),
+    ("policy's reserved memory, train", "GiB", "memory/policy_reserved_bytes/train", GIB),
 ]
 MOST_ERROR = 0.1
 

@@ -9,11 +9,12 @@ class Device:
     """What torch.cuda reports about a GPU, and a policy's components on it."""
 
     def __init__(self, monkeypatch, **components: int):
-        self.components, self.other, self.working, self.peak = components, 0, 0, 0
+        self.components, self.other, self.working, self.peak, self.cached = components, 0, 0, 0, 0
         cuda = torch.cuda
         monkeypatch.setattr(cuda, "is_available", lambda: True)
         monkeypatch.setattr(cuda, "memory_allocated", self.allocated)
         monkeypatch.setattr(cuda, "max_memory_allocated", lambda: self.peak)
+        monkeypatch.setattr(cuda, "max_memory_reserved", lambda: self.peak + self.cached)
         monkeypatch.setattr(cuda, "reset_peak_memory_stats", lambda: setattr(self, "peak", self.allocated()))
         monkeypatch.setattr(cuda, "mem_get_info", lambda: (1000 - 100 - self.allocated(), 1000))
 
@@ -48,10 +49,11 @@ def test_working_memory_is_what_a_phase_takes_beyond_components_and_buffers(monk
     meter = MemoryMeter(lambda: device.components)
     with meter.phase("train"):
         device.compute(50)
+        device.cached = 5
         device.compute(40)
     taken = meter.take()
     assert taken["measured/train/activations"] == meter.working_bytes("train") == 50
-    assert taken["policy_peak_bytes/train"] == 87
+    assert taken["policy_peak_bytes/train"] == 87 and taken["policy_reserved_bytes/train"] == 92
     # The context's 100 bytes and the buffer.
     assert taken["device_bytes/train"] == 137 and taken["measured/train/other"] == 57
 
