@@ -1,4 +1,4 @@
-"""The ranks of a group as data-parallel replicas, and what ranks have measured as one."""
+"""The ranks of a group as data-parallel replicas, and the measurements of ranks combined into one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +17,7 @@ class Replicas:
         self._group = group
         self._places: list[ParallelPlace] = wait(group.call("place"))
         self.count = self._places[0].data_size
+        """The number of data-parallel replicas."""
 
     def call(self, method: str, own: Sequence[Sequence[Any]] | None = None, *common: Any, phase: str = "") -> list[Any]:
         """Call a method of every rank; returns the results of the ranks that stand for a replica, in the replicas'

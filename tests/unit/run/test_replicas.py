@@ -1,4 +1,4 @@
-"""What replicas have measured as one."""
+"""The measurements of replicas, combined into one."""
 
 import pytest
 
