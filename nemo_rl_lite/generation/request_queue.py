@@ -2,14 +2,14 @@
 
 import asyncio
 import itertools
-from bisect import insort
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.generation.held_requests import Asked, HeldRequests, Stopwatch
+from nemo_rl_lite.generation.assignment import Assignment
+from nemo_rl_lite.generation.held_requests import Asked
 from nemo_rl_lite.generation.interface import Completion, Request
 
 # Exchanges that a replica has at a time: it begins the second while the first one's results are still on their way.
@@ -43,11 +43,9 @@ class RequestQueue:
         """When a replica's process dies, the queue calls `on_loss`, which may raise, and gives its unfinished requests
         to the others; when none is left, it calls `restore`, which may bring them back with their weights (see
         `replaced`). Until it has engines again, requests wait."""
-        self._replicas, self._capacity, self._on_loss, self._restore = replicas, capacity, on_loss, restore
-        self._alive = set(range(len(replicas)))
+        self._replicas, self._on_loss, self._restore = replicas, on_loss, restore
         self._numbers = itertools.count()
-        self._waiting: list[Asked] = []
-        self._held = [HeldRequests() for _ in replicas]
+        self._assignment = Assignment(len(replicas), capacity)
         self._running: dict[asyncio.Task[dict[int, Completion]], int] = {}
         self._paused, self._held_back = False, 0
         self._changed, self._quiet = asyncio.Event(), asyncio.Event()
@@ -55,7 +53,6 @@ class RequestQueue:
         self._failure: Exception | None = None
         self.exchanges = 0
         """Exchanges that have ended: a sign of life."""
-        self._idle = Stopwatch()
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["RequestQueue"]:
@@ -87,12 +84,13 @@ class RequestQueue:
         if self._failure is not None:
             raise self._failure
         asked = Asked(next(self._numbers), request, asyncio.get_running_loop().create_future(), near)
-        insort(self._waiting, asked, key=lambda one: one.place)
+        self._assignment.add(asked)
         self._changed.set()
         try:
             return await asked.answer
         except asyncio.CancelledError:
-            self._drop(asked)
+            self._assignment.drop(asked)
+            self._changed.set()
             raise
 
     @contextmanager
@@ -122,26 +120,21 @@ class RequestQueue:
     @property
     def has_engines(self) -> bool:
         """Whether an engine is left."""
-        return bool(self._alive)
+        return bool(self._assignment.alive)
 
     @property
     def idle_s(self) -> float:
         """Seconds so far in which no engine had a request."""
-        return self._idle.seconds
+        return self._assignment.idle_s
 
     @property
     def busy_s(self) -> float:
         """Seconds so far in which an engine had requests and was not paused, summed over the engines."""
-        return sum(held.busy.seconds for held in self._held)
+        return self._assignment.busy_s
 
     def describe(self) -> str:
         """Say who waits for whom, for a person who wonders why nothing happens."""
-        loads = ", ".join(
-            f"engine {replica} has {held.load} requests" if replica in self._alive else f"engine {replica} died"
-            for replica, held in enumerate(self._held)
-        )
-        paused = "; the engines are paused" if self._paused else ""
-        return f"{loads}; {len(self._waiting)} requests wait for an engine{paused}"
+        return self._assignment.describe() + ("; the engines are paused" if self._paused else "")
 
     async def _drive(self) -> None:
         try:
@@ -150,10 +143,9 @@ class RequestQueue:
                 self._take_back()
                 if not self._paused:
                     if not self._held_back:
-                        self._assign()
+                        self._assignment.assign()
                     self._start()
-                self._idle.runs(not any(self._held[replica].load for replica in self._alive))
-                self._time_engines()
+                self._assignment.time(self._paused)
                 changed = asyncio.create_task(self._changed.wait())
                 await asyncio.wait([changed, *self._running], return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
@@ -164,35 +156,17 @@ class RequestQueue:
                 task.cancel()
             self._running.clear()
             self._quiet.set()
-            for asked in self._all():
+            for asked in self._assignment.unanswered():
                 if not asked.answer.done():
                     asked.answer.set_exception(error)
 
-    def _time_engines(self) -> None:
-        for replica, held in enumerate(self._held):
-            held.busy.runs(not self._paused and replica in self._alive and held.load > 0)
-
-    def _assign(self) -> None:
-        """Give waiting requests to replicas, in their order, as long as one has room."""
-        while self._waiting and self._alive and self._give(self._waiting[0]):
-            self._waiting.pop(0)
-
-    def _give(self, asked: Asked) -> bool:
-        loads = {replica: self._held[replica].load for replica in self._alive}
-        least = min(loads, key=lambda replica: (loads[replica], replica))
-        # An engine that knows the beginning of the prompt need not compute it again.
-        chosen = asked.near if asked.near in loads and loads[asked.near] < self._capacity else least
-        if loads[chosen] >= self._capacity:
-            return False
-        self._held[chosen].give(asked)
-        return True
-
     def _start(self) -> None:
         under_way = Counter(self._running.values())
-        for replica in self._alive:
-            while under_way[replica] < _EXCHANGES and self._held[replica].has_work:
+        for replica in self._assignment.alive:
+            held = self._assignment.held[replica]
+            while under_way[replica] < _EXCHANGES and held.has_work:
                 under_way[replica] += 1
-                exchange = asyncio.ensure_future(self._replicas[replica].exchange(*self._held[replica].tell()))
+                exchange = asyncio.ensure_future(self._replicas[replica].exchange(*held.tell()))
                 # Of several that fail, one is raised; asyncio would print the others.
                 exchange.add_done_callback(lambda done: done.cancelled() or done.exception())
                 self._running[exchange] = replica
@@ -212,7 +186,7 @@ class RequestQueue:
                 continue
             self.exchanges += 1
             for number, completion in finished.items():
-                asked = self._held[replica].finish(number)
+                asked = self._assignment.held[replica].finish(number)
                 if asked is not None and not asked.answer.done():
                     asked.answer.set_result((completion, replica))
         if not self._running:
@@ -221,18 +195,12 @@ class RequestQueue:
     def _lose(self, replica: int, error: WorkerError) -> None:
         """Let the others do what a dead replica has not finished."""
         self._on_loss(replica, error)
-        self._alive.discard(replica)
-        self._requeue(replica)
+        self._assignment.lose(replica)
         for exchange in [task for task, of in self._running.items() if of == replica]:
             del self._running[exchange]
             exchange.cancel()
-        if not self._alive:
+        if not self._assignment.alive:
             self._restore()
-
-    def _requeue(self, replica: int) -> None:
-        """Let others, or a new engine in its place, do what an engine has not finished."""
-        self._waiting = sorted([*self._held[replica].requests, *self._waiting], key=lambda asked: asked.place)
-        self._held[replica].clear()
 
     def replaced(self, replicas: Sequence[int]) -> None:
         """New engines, which know no request, are in the places of these. May be called by another thread, while the
@@ -241,23 +209,13 @@ class RequestQueue:
 
     def _take_back(self) -> None:
         while self._replaced:
-            replica = self._replaced.popleft()
-            self._requeue(replica)
-            self._alive.add(replica)
-
-    def _drop(self, asked: Asked) -> None:
-        """Nobody waits for this answer any more."""
-        if asked in self._waiting:
-            self._waiting.remove(asked)
-        for replica in self._alive:
-            self._held[replica].drop(asked)
-        self._changed.set()
+            self._assignment.replace(self._replaced.popleft())
 
     async def _forget(self) -> None:
         """Take back what engines have not finished."""
-        for replica in sorted(self._alive):
+        for replica in sorted(self._assignment.alive):
             try:
-                if unfinished := self._held[replica].unfinished:
+                if unfinished := self._assignment.held[replica].unfinished:
                     await self._replicas[replica].exchange({}, unfinished)
             except WorkerError as error:
                 if not error.lost:
@@ -265,11 +223,5 @@ class RequestQueue:
                 self._lose(replica, error)
 
     def _clear(self) -> None:
-        self._waiting.clear()
+        self._assignment.clear()
         self._running.clear()
-        for held in self._held:
-            held.clear()
-        self._time_engines()
-
-    def _all(self) -> list[Asked]:
-        return [*self._waiting, *(asked for held in self._held for asked in held.requests)]

@@ -3,6 +3,7 @@
 from nemo_rl_lite.rules import (
     adapters,
     algorithm,
+    batches,
     checkpoint,
     data,
     experts,
@@ -28,6 +29,7 @@ from nemo_rl_lite.rules.base import check_rules
 __all__ = [
     "adapters",
     "algorithm",
+    "batches",
     "check_rules",
     "checkpoint",
     "data",

@@ -1,4 +1,4 @@
-"""Rules about LoRA adapters that engines apply themselves."""
+"""Rules about LoRA adapters: those that the policy trains, and those that engines apply themselves."""
 
 from collections.abc import Iterator
 
@@ -13,6 +13,38 @@ from nemo_rl_lite.rules.vllm import has_experts
 
 _KEY = "generation.vllm_cfg.lora"
 _MERGED = f"{_KEY}=merged"
+
+
+@rule(
+    f"{MEGATRON}.peft",
+    f"{MEGATRON}.expert_model_parallel_size",
+    f"{MEGATRON}.fine_grained_activation_offloading",
+)
+def adapters_agree_with_the_rest(config: Config) -> Iterator[Violation]:
+    parallel, key = config.policy.megatron_cfg, f"{MEGATRON}.peft.enabled"
+    spread = parallel.expert_model_parallel_size > 1
+    if parallel.peft.enabled and spread and {"linear_fc1", "linear_fc2"} & set(parallel.peft.target_modules):
+        # megatron-bridge would merge one rank's adapters into the experts of all.
+        rule_text = "adapters of experts that are spread over ranks would be exported wrongly"
+        fix = f"'{MEGATRON}.peft.target_modules=[linear_qkv,linear_proj]', or {MEGATRON}.expert_model_parallel_size=1"
+        yield Violation(key, True, rule_text, fix)
+    if parallel.peft.enabled and parallel.fine_grained_activation_offloading:
+        other = f"{MEGATRON}.fine_grained_activation_offloading"
+        rule_text = "activations are brought back by gradients of weights that are frozen then"
+        yield Violation(other, True, rule_text, f"{other}=false, or {MEGATRON}.activation_checkpointing=true instead")
+
+
+@rule(f"{MEGATRON}.peft", f"{MEGATRON}.tensor_model_parallel_size")
+def adapters_can_be_split(config: Config) -> Iterator[Violation]:
+    peft, tensor = config.policy.megatron_cfg.peft, config.policy.megatron_cfg.tensor_model_parallel_size
+    if peft.enabled and peft.dim % tensor:
+        key = f"{MEGATRON}.peft.dim"
+        fix = f"{key}={-(-peft.dim // tensor) * tensor}"
+        yield Violation(key, peft.dim, f"is split over tensor-parallel ranks ({tensor})", fix)
+    if peft.enabled and len(set(peft.target_modules)) < len(peft.target_modules):
+        key = f"{MEGATRON}.peft.target_modules"
+        once = ",".join(dict.fromkeys(peft.target_modules))
+        yield Violation(key, peft.target_modules, "names a module twice", f"'{key}=[{once}]'")
 
 
 @rule(

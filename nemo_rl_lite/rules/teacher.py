@@ -10,13 +10,8 @@ from nemo_rl_lite.config.teacher import as_teacher
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.models.shape import ModelShape, NoModelError, read_model_shape
 from nemo_rl_lite.rules.base import rule
-from nemo_rl_lite.rules.layout import (
-    PARALLEL,
-    gpu_only_layouts,
-    gpus_compute_in_bfloat16,
-    ranks_fill_parallel_groups,
-    token_batches_hold_a_sequence,
-)
+from nemo_rl_lite.rules.batches import token_batches_hold_a_sequence
+from nemo_rl_lite.rules.layout import PARALLEL, gpu_only_layouts, gpus_compute_in_bfloat16, ranks_fill_parallel_groups
 from nemo_rl_lite.rules.model import model_fits_the_layout
 
 KEY = "teacher.model_name"

@@ -78,13 +78,13 @@ def ratio(seconds: dict[tuple[str, str], list[float]], lengths_are: str) -> floa
 
 def start(count: int, overrides: list[str], folder: str) -> RemoteGeneration:
     """Start engines on this machine's CPUs, each with its share of the cores."""
-    from nemo_rl_lite.run.workers.reserve import _threads
+    from nemo_rl_lite.run.workers.environment import worker_threads
 
     model = next((record.ROOT / "outputs" / "models").glob("reverse-4-digits-*"))
     own = [f"policy.model_name={model}", "policy.max_total_sequence_length=128", "generation.max_new_tokens=110"]
     config = compose_config([*own, f"generation.data_parallel_size={count}", *overrides])
     environment = engine_of(config).environment(config.generation, False) | ON_CPUS
-    environment |= {"OMP_NUM_THREADS": str(_threads(config, count))}
+    environment |= {"OMP_NUM_THREADS": str(worker_threads(config, count))}
     group = WorkerGroup("generation", [{}] * count, folder, environment)
     arguments = {"generation": config.generation, "policy": config.policy, "model_path": config.policy.model_name}
     wait(group.load(engine_of(config).worker, [{}] * count), timeout_s=600)

@@ -1,26 +1,17 @@
 """A policy's weights, optimizer and schedule in megatron-core's distributed checkpoints: every rank writes its shards,
 and ranks of another layout read the shards that they need."""
 
-import pickle
-import queue
-import re
-import shutil
-import threading
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
-from nemo_rl_lite.checkpoint.digests import digests_of
-from nemo_rl_lite.checkpoint.trust import reading_only
 from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.offload import cpu_optimizer
 from nemo_rl_lite.policy.megatron import saved_optimizer
+from nemo_rl_lite.policy.megatron.checkpoint_files import Writing, read, read_common
 from nemo_rl_lite.policy.megatron.lora import is_adapter
 from nemo_rl_lite.policy.megatron.memory import torch_optimizers
 from nemo_rl_lite.policy.megatron.model import MegatronModel
@@ -35,18 +26,6 @@ _OPTIMIZER_FORMATS = {
     "data_parallel": {"distrib_optim_sharding_type": "dp_reshardable"},
 }
 _FORMAT = "resume_layouts"
-# What reading a damaged file may raise.
-_OF_DAMAGED_FILES = (
-    OSError,
-    RuntimeError,
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    TypeError,
-    ValueError,
-)
 
 
 class PolicyState:
@@ -57,7 +36,7 @@ class PolicyState:
         """`resume_layouts`: the format of saves; `load` reads either."""
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._format = resume_layouts
-        self._writing: _Writing | None = None
+        self._writing: Writing | None = None
 
     def begin_save(self, folder: Path) -> None:
         """Copy the state to host memory and begin to write it to `folder`, which is empty and which all ranks see. Once
@@ -67,31 +46,15 @@ class PolicyState:
             RuntimeError: the previous save was not finished.
             CheckpointError: megatron-core cannot save this model or optimizer, or not to this folder.
         """
-        from megatron.core import dist_checkpointing
-        from megatron.core.dist_checkpointing.core import CheckpointingException
-        from megatron.core.dist_checkpointing.strategies import filesystem_async
-
         if self._writing is not None:
             raise RuntimeError("finish_save comes before the next begin_save")
         self._require_everywhere(folder)
         saved_optimizer.make_states(self._optimizer)
-        # megatron-core would start a process to hand results over; here a thread of this process writes.
-        filesystem_async._results_queue = queue.Queue()  # pyrefly: ignore[bad-assignment]
-        try:
-            request = dist_checkpointing.save(
-                self._sharded(self._format, is_loading=False),
-                str(folder),
-                async_sharded_save=True,
-                async_strategy="mcore",
-            )
-        # megatron-core refuses a model or optimizer by an assertion, on all ranks alike.
-        except (AssertionError, NotImplementedError, OSError, CheckpointException, CheckpointingException) as error:
-            raise CheckpointError(_cause(error)) from error
-        self._writing = _Writing(request, folder, self._live_storages())
+        self._writing = Writing(lambda: self._sharded(self._format, is_loading=False), folder, self._live_storages)
 
     def is_written(self) -> bool:
         """Whether this rank has written its shards, or failed to."""
-        return self._writing is None or not self._writing.thread.is_alive()
+        return self._writing is None or self._writing.is_done
 
     def finish_save(self) -> dict[str, str]:
         """Wait until all ranks have written and make the folder loadable. Returns the digests of this rank's shards.
@@ -109,7 +72,7 @@ class PolicyState:
             CheckpointError: there is no checkpoint, or it is another model's.
         """
         saved_optimizer.make_states(self._optimizer)
-        state = _read(self._sharded(_format_of(folder), is_loading=True), folder)
+        state = read(self._sharded(_format_of(folder), is_loading=True), folder)
         self._put_weights(state)
         # In float32 the main parameters are the model's own, which require a gradient.
         with saved_optimizer.own_settings(self._optimizer, state["optimizer"]), torch.no_grad():
@@ -125,7 +88,7 @@ class PolicyState:
 
     def load_weights(self, folder: Path) -> None:
         """Load the weights alone. Raises CheckpointError as `load` does."""
-        self._put_weights(_read(self._sharded_weights(), folder))
+        self._put_weights(read(self._sharded_weights(), folder))
 
     def _put_weights(self, state: dict[str, Any]) -> None:
         for index, chunk in enumerate(self._model.bare_chunks):
@@ -169,84 +132,4 @@ class PolicyState:
 
 def _format_of(folder: Path) -> str:
     """The format of the optimizer states in `folder`; `any` where none is recorded."""
-    return str(_reading(folder, lambda: _common_state(folder)).get(_FORMAT, "any"))
-
-
-def _common_state(folder: Path) -> dict[str, Any]:
-    from megatron.core import dist_checkpointing
-
-    return dist_checkpointing.load_common_state_dict(str(folder))
-
-
-def _read(sharded: dict[str, Any], folder: Path) -> Any:
-    from megatron.core import dist_checkpointing
-
-    return _reading(folder, lambda: dist_checkpointing.load(sharded, str(folder)))
-
-
-def _reading(folder: Path, read: Callable[[], Any]) -> Any:
-    """Call `read` so that no code in `folder` can run. Raises CheckpointError."""
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-
-    try:
-        with reading_only(folder):
-            return read()
-    except (CheckpointingException, CheckpointException, pickle.PickleError, *_OF_DAMAGED_FILES) as error:
-        raise CheckpointError(f"the policy cannot be read from {folder}: {_cause(error)}") from error
-
-
-class _Writing:
-    """A save in progress: a copy of the state, and the thread that writes it."""
-
-    def __init__(self, request: Any, folder: Path, live: set[int]):
-        """`request`: megatron-core's AsyncRequest. `live`: addresses of storages that will change."""
-        self._finalize, self._folder = request.finalize_fns, folder
-        self._digests: dict[str, str] = {}
-        work: Any = _nothing
-        if request.async_fn is not None:
-            rank, _, results = request.async_fn_args
-            staged = [_staged(bucket, live) for bucket in request.preload_fn()]
-
-            def work() -> None:
-                request.async_fn(rank, staged, results)
-                # Here rather than in the launcher: ranks do it at once, while training continues.
-                self._digests = digests_of(folder, folder.glob(f"__{rank}_*"))
-
-        self.thread = threading.Thread(target=work, name="checkpoint", daemon=True)
-        self.thread.start()
-
-    def finish(self) -> dict[str, str]:
-        self.thread.join()
-        try:
-            for finalize in self._finalize:
-                finalize()
-        except (CheckpointException, OSError) as error:
-            raise CheckpointError(f"{_cause(error)}{_free(self._folder)}") from error
-        return self._digests
-
-
-def _cause(error: BaseException) -> str:
-    """The error in one line; torch's message has every rank's traceback."""
-    lines = str(error).splitlines()
-    named = [line.strip() for line in lines if re.match(r"\s*\w+Error: ", line)]
-    if isinstance(error, CheckpointException) and not error.failures:
-        return "another rank could not write its part"
-    return "; ".join(named) or next(iter(lines), "") or type(error).__name__
-
-
-def _free(folder: Path) -> str:
-    with suppress(OSError):
-        return f" ({shutil.disk_usage(folder).free / 2**30:.1f} GiB are free there)"
-    return ""
-
-
-def _nothing() -> None:
-    """Write nothing, on a rank whose state other ranks have."""
-
-
-def _staged(bucket: Any, live: set[int]) -> Any:
-    """Copy a bucket (file, key, (bytes, tensors)) of megatron-core to host memory. megatron-core itself does not copy
-    tensors that are in host memory already, although training keeps writing to them."""
-    file, key, (data, tensors) = bucket
-    own = [(item, t.clone() if t.untyped_storage().data_ptr() in live else t) for item, t in tensors]
-    return file, key, (data, own)
+    return str(read_common(folder).get(_FORMAT, "any"))

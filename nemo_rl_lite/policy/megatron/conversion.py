@@ -16,7 +16,8 @@ from nemo_rl_lite.policy.megatron.batches import forward_scores
 from nemo_rl_lite.policy.megatron.checkpoint import PolicyState
 from nemo_rl_lite.policy.megatron.export_recipe import export_weights
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
-from nemo_rl_lite.policy.megatron.model import MegatronModel, build_model, torch_dtype
+from nemo_rl_lite.policy.megatron.model import MegatronModel, build_model
+from nemo_rl_lite.policy.megatron.provider import torch_dtype
 from nemo_rl_lite.refit.transport.report import PROBE_TOLERANCE
 
 _PROBE_TOKENS = 32

@@ -10,35 +10,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_rl_lite.config.automatic import keeps_logits
 from nemo_rl_lite.config.parallel import ParallelDims
-from nemo_rl_lite.config.sections.policy import MegatronConfig, PolicyConfig
+from nemo_rl_lite.config.sections.policy import PolicyConfig
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.policy.megatron import lora, recordable, routers
 from nemo_rl_lite.policy.megatron.bridges import bridge_of
 from nemo_rl_lite.policy.megatron.context import ContextRanks, check_shareable
 from nemo_rl_lite.policy.megatron.overlap import Gather, ddp_config
 from nemo_rl_lite.policy.megatron.pass_clock import PassClock
+from nemo_rl_lite.policy.megatron.provider import set_fields
 from nemo_rl_lite.policy.megatron.replay import RouterReplay
 from nemo_rl_lite.policy.megatron.scores import check_scorable
 from nemo_rl_lite.refit.transport.one_copy import InEngine
-
-# Fused kernels of Apex and Transformer Engine, which the local layer spec replaces by plain torch.
-_FUSIONS = (
-    "apply_rope_fusion",
-    "masked_softmax_fusion",
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "gradient_accumulation_fusion",
-    "persist_layer_norm",
-    "moe_permute_fusion",
-    "moe_grouped_gemm",
-    "moe_router_fusion",
-)
-
 
 log = logging.getLogger(__name__)
 
@@ -119,10 +105,6 @@ class MegatronModel:
             chunk.train(training)
 
 
-def torch_dtype(precision: str) -> torch.dtype:
-    return getattr(torch, precision)
-
-
 def build_model(
     config: PolicyConfig, path: str, on_gpu: bool, timeout_s: float, seed: int, trains: bool = True
 ) -> MegatronModel:
@@ -141,11 +123,7 @@ def build_model(
     from megatron.core.utils import unwrap_model
 
     provider = bridge.to_megatron_provider(load_weights=False)
-    _set_layout(provider, config)
-    if on_gpu:
-        _set_gpu_kernels(provider, parallel)
-    else:
-        _set_cpu_kernels(provider)
+    set_fields(provider, config, on_gpu)
     provider.finalize()
     check_shareable(provider)
     provider.initialize_model_parallel(seed=seed, distributed_timeout_minutes=math.ceil(timeout_s / 60))
@@ -210,58 +188,3 @@ def context_ranks() -> ContextRanks:
 
     group = parallel_state.get_context_parallel_group()
     return ContextRanks(dist.get_rank(group), dist.get_world_size(group), group)
-
-
-def _set_layout(provider: Any, config: PolicyConfig) -> None:
-    parallel, dtype = config.megatron_cfg, torch_dtype(config.precision)
-    provider.tensor_model_parallel_size = parallel.tensor_model_parallel_size
-    provider.pipeline_model_parallel_size = parallel.pipeline_model_parallel_size
-    provider.context_parallel_size, provider.cp_comm_type = parallel.context_parallel_size, parallel.cp_comm_type
-    provider.expert_model_parallel_size = parallel.expert_model_parallel_size
-    provider.sequence_parallel = parallel.sequence_parallel
-    provider.params_dtype = provider.pipeline_dtype = dtype
-    provider.bf16, provider.fp16 = dtype == torch.bfloat16, False
-    # Pipeline stages send each other the shape of each micro-batch; the all-to-all dispatcher of experts allows for it.
-    provider.variable_seq_lengths = parallel.pipeline_model_parallel_size > 1
-    provider.moe_token_dispatcher_type = "alltoall"
-    # A tensor-parallel group does not split single experts: whole experts are distributed over ranks.
-    provider.expert_tensor_parallel_size = 1
-    routers.set_fields(provider, parallel)
-    if parallel.activation_checkpointing:
-        provider.recompute_granularity, provider.recompute_method, provider.recompute_num_layers = "full", "uniform", 1
-    activations.set_fields(provider, parallel)
-
-
-def _set_gpu_kernels(provider: Any, options: MegatronConfig) -> None:
-    # Without fusion, packed sequences are rotated one by one, in Python.
-    provider.apply_rope_fusion = True
-    # megatron-bridge sets it for some models only; unfused, the MLP's activation keeps two more copies of its input.
-    provider.bias_activation_fusion = provider.gated_linear_unit and provider.activation_func is F.silu
-    # megatron-core's output layer needs Apex for it.
-    provider.gradient_accumulation_fusion = False
-    if provider.num_moe_experts:
-        _set_expert_kernels(provider, options)
-
-
-def _set_expert_kernels(provider: Any, options: MegatronConfig) -> None:
-    """Set how the experts of each layer are reached and multiplied. Whether shared experts compute while tokens travel
-    is left to the bridge, which knows the model.
-
-    The all-to-all of routed experts is not overlapped with other work. megatron-core's
-    `overlap_moe_expert_parallel_comm` runs a forward pass next to the backward pass of the micro-batch before: two
-    micro-batches have activations at a time, and a schedule plan takes the place of the `forward` of `one_pass`. Its
-    `overlap_dispatch_backward_with_experts_wgrad` is for its FSDP: it computes gradients of experts after the hooks
-    that add them to the gradient buffers of its DistributedDataParallel.
-    """
-    provider.moe_grouped_gemm = options.moe_grouped_gemm
-    provider.moe_permute_fusion = options.moe_permute_fusion
-    provider.moe_router_fusion = options.moe_router_fusion
-
-
-def _set_cpu_kernels(provider: Any) -> None:
-    from megatron.bridge.models.gpt_provider import local_layer_spec
-
-    provider.transformer_layer_spec = local_layer_spec
-    provider.use_cpu_initialization = True
-    for fusion in _FUSIONS:
-        setattr(provider, fusion, False)

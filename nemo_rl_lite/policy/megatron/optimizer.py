@@ -9,8 +9,9 @@ import torch.distributed as dist
 from nemo_rl_lite.config.sections.policy import PolicyConfig
 from nemo_rl_lite.offload import cpu_optimizer
 from nemo_rl_lite.policy.megatron.memory import gradient_buffers, torch_optimizers
-from nemo_rl_lite.policy.megatron.model import MegatronModel, torch_dtype
+from nemo_rl_lite.policy.megatron.model import MegatronModel
 from nemo_rl_lite.policy.megatron.overlap import connect_schedules
+from nemo_rl_lite.policy.megatron.provider import torch_dtype
 
 
 def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, Any]:

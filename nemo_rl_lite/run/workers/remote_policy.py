@@ -1,7 +1,6 @@
 """The policy in Ray actors: splits batches over data-parallel replicas and combines their results."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -19,11 +18,11 @@ from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.planning.flops import SequenceFlops
 from nemo_rl_lite.policy.interface import HeldBatch, Scored, Work
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
-from nemo_rl_lite.policy.megatron.model import ParallelPlace
 from nemo_rl_lite.policy.megatron.shares import Cost, balanced_shares
 from nemo_rl_lite.refit.layout.plan import RefitPlan
 from nemo_rl_lite.refit.transport.interface import Offer
 from nemo_rl_lite.refit.transport.one_copy import SharedWeights
+from nemo_rl_lite.run.workers.replicas import Replicas, combine_moves, idle_shares
 
 # Metrics that are the same on every replica, so that they are not summed.
 WHOLE_METRICS = ("grad_norm", "lr", "wd", "skipped_steps")
@@ -46,8 +45,7 @@ class RemotePolicy:
         self.group, self._global_batch, self._together, self._flops = group, global_batch, together, flops
         self._layout = layout
         self._cost: Cost = float if flops is None else cache(flops.forward)
-        self._places: list[ParallelPlace] = wait(group.call("place"))
-        self._replicas = self._places[0].data_size
+        self._replicas = Replicas(group)
         self._held: dict[str, HeldBatch] = {}
         # Shares of a batch's mismatch so far, and the batches whose first optimizer step has no previous logprobs.
         self._mismatch: dict[str, list[dict[str, float]]] = {}
@@ -63,16 +61,16 @@ class RemotePolicy:
             (rows.select([index if index < len(rows) else last + index % self._together for index in own]),)
             for own in self._split(rows)
         ]
-        self._on_replicas("hold", shards, name)
+        self._replicas.call("hold", shards, name)
         self._held[name], self._mismatch[name] = HeldBatch(name, rows), []
         self._unscored.add(name)
         return self._held[name]
 
     def score(self, batch: HeldBatch, which: Sequence[Scored]) -> None:
-        first = self._global_batch // self._replicas if "later" in which else 0
+        first = self._global_batch // self._replicas.count if "later" in which else 0
         policies = tuple("previous" if one == "later" else one for one in which)
         common = (policies, count_masked(batch.rows), self._name(batch), first)
-        measured = self._on_replicas("score", None, *common, phase="logprobs")
+        measured = self._replicas.call("score", None, *common, phase="logprobs")
         self._mismatch[batch.name] = [share for share in measured if share]
         if "previous" in which:
             self._unscored.discard(batch.name)
@@ -90,15 +88,15 @@ class RemotePolicy:
         whole = len(batch.rows)
         own = [(sum(index < whole for index in share),) for share in self._split(batch.rows)]
         common = (loss, loss.counts(batch.rows), self._name(batch))
-        replicas = self._on_replicas("evaluate", own, *common, phase="validation")
+        replicas = self._replicas.call("evaluate", own, *common, phase="validation")
         return summary(loss, [metrics for metrics in replicas if metrics is not None])
 
     def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> Tensor:
         """Any number of rows: copies of the last one fill up the replicas and are left out of the result."""
-        rows = len(tokens_BT)
-        index = torch.arange(-(-rows // self._replicas) * self._replicas).clamp(max=rows - 1)
-        shards = zip(tokens_BT[index].chunk(self._replicas), lengths_B[index].chunk(self._replicas), strict=True)
-        return torch.from_numpy(np.concatenate(self._on_replicas("logprobs", list(shards), phase))[:rows])
+        rows, count = len(tokens_BT), self._replicas.count
+        index = torch.arange(-(-rows // count) * count).clamp(max=rows - 1)
+        shards = zip(tokens_BT[index].chunk(count), lengths_B[index].chunk(count), strict=True)
+        return torch.from_numpy(np.concatenate(self._replicas.call("logprobs", list(shards), phase))[:rows])
 
     def prepare_for_training(self) -> None:
         wait(self.group.call("prepare_for_training"))
@@ -113,14 +111,14 @@ class RemotePolicy:
         wait(self.group.call("prepare_for_generation"))
 
     def train(self, batch: HeldBatch, loss: Loss) -> dict[str, float]:
-        steps, share, name = [], self._global_batch // self._replicas, self._name(batch)
+        steps, share, name = [], self._global_batch // self._replicas.count, self._name(batch)
         compared = name in self._unscored and batch.rows[0].generation_logprobs is not None
         mismatch = self._mismatch[name]
         for step, start in enumerate(range(0, len(batch.rows), self._global_batch)):
             counts = loss.counts(batch.rows[start : start + self._global_batch])
             own = slice(step * share, (step + 1) * share)
             of_all = count_masked(batch.rows) if compared and step == 0 else None
-            replicas, shares = zip(*self._on_replicas("train", None, loss, counts, own, name, of_all), strict=True)
+            replicas, shares = zip(*self._replicas.call("train", None, loss, counts, own, name, of_all), strict=True)
             steps.append(summary(loss, replicas) | {whole: replicas[0][whole] for whole in WHOLE_METRICS})
             mismatch = mismatch + [own for own in shares if own]
         totals = combine_metrics(steps)
@@ -156,7 +154,7 @@ class RemotePolicy:
         return combine_moves(wait(self.group.call("take_moves")))
 
     def take_waits(self) -> dict[str, float]:
-        return idle_shares(self._reported(wait(self.group.call("take_passes")))) if self._replicas > 1 else {}
+        return idle_shares(self._replicas.call("take_passes")) if self._replicas.count > 1 else {}
 
     @property
     def ranks(self) -> int:
@@ -206,15 +204,16 @@ class RemotePolicy:
         """Each replica's rows: its share of each optimizer step, one step after the other. The shares of a whole step
         are equal in number and nearly equal in work. Where the last step is not whole, they are neighbours, and the
         last replicas' last indices are `len(rows)` or more."""
-        together, shares = self._together, [list[int]() for _ in range(self._replicas)]
+        together, count = self._together, self._replicas.count
+        shares = [list[int]() for _ in range(count)]
         lengths = rows.lengths.tolist()
         for start in range(0, len(rows), self._global_batch):
             of_step = lengths[start : start + self._global_batch]
-            each = -(-len(of_step) // (self._replicas * together)) * together
-            if len(of_step) == each * self._replicas:
-                owned = balanced_shares(of_step, self._replicas, self._cost, together, self._layout)
+            each = -(-len(of_step) // (count * together)) * together
+            if len(of_step) == each * count:
+                owned = balanced_shares(of_step, count, self._cost, together, self._layout)
             else:
-                owned = [list(range(replica * each, (replica + 1) * each)) for replica in range(self._replicas)]
+                owned = [list(range(replica * each, (replica + 1) * each)) for replica in range(count)]
             for share, own in zip(shares, owned, strict=True):
                 share += [start + row for row in own]
         return shares
@@ -223,46 +222,3 @@ class RemotePolicy:
         if self._held.get(batch.name) is not batch:
             raise ValueError(f"the workers hold a newer batch {batch.name!r} than this one")
         return batch.name
-
-    def _on_replicas(
-        self, method: str, own: Sequence[Sequence[Any]] | None, *common: Any, phase: str = ""
-    ) -> list[Any]:
-        """The replicas' results of a call. Each replica's `own` arguments are stored once and shared by its ranks."""
-        shared = [[self.group.put(value) for value in values] for values in own or [()] * self._replicas]
-        arguments = [(*shared[place.data_rank], *common) for place in self._places]
-        return self._reported(wait(self.group.call_each(method, arguments, phase)))
-
-    def _reported(self, results: list[Any]) -> list[Any]:
-        """The results of the ranks that stand for a data-parallel replica, in the replicas' order."""
-        reporting = {p.data_rank: result for p, result in zip(self._places, results, strict=True) if p.reports}
-        return [reporting[replica] for replica in range(self._replicas)]
-
-
-def idle_shares(replicas: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """See `Policy.take_waits`; from the seconds of each replica's passes, by phase. Replicas begin each pass at the
-    same time."""
-    found: dict[str, float] = {}
-    for phase in replicas[0]:
-        passes = list(zip(*(own[phase] for own in replicas), strict=True))
-        slowest = sum(map(max, passes))
-        found |= {phase: slowest, f"idle_share/{phase}": 1 - sum(map(sum, passes)) / len(replicas) / slowest}
-    return found
-
-
-def combine_moves(ranks: Sequence[Sequence[tuple[str, Move]]]) -> dict[str, Move]:
-    """Moves by name, those of the slowest rank: ranks move at the same time, and a rank's moves of one name one after
-    the other. The exposed time is the longest of any rank."""
-    combined: dict[str, Move] = {}
-    for name in sorted({name for moves in ranks for name, _ in moves}):
-        of_ranks = [_in_turn([move for own, move in moves if own == name]) for moves in ranks]
-        slowest = max(of_ranks, key=lambda move: move.transfer_s)
-        combined[name] = replace(slowest, exposed_s=max(move.exposed_s for move in of_ranks))
-    return combined
-
-
-def _in_turn(moves: Sequence[Move]) -> Move:
-    return Move(
-        sum(move.nbytes for move in moves),
-        sum(move.transfer_s for move in moves),
-        sum(move.exposed_s for move in moves),
-    )

@@ -14,10 +14,9 @@ from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.planning.flops import forward_flops
 from nemo_rl_lite.policy.balance import even_shares
-from nemo_rl_lite.policy.megatron.model import ParallelPlace
 from nemo_rl_lite.policy.megatron.shares import Cost
 from nemo_rl_lite.policy.megatron.teacher import TeacherScores
-from nemo_rl_lite.run.workers.remote_policy import combine_moves
+from nemo_rl_lite.run.workers.replicas import Replicas, combine_moves
 
 # What is logged of a teacher's measurements, under which name: the other names are those of the policy's process.
 MEMORY = {
@@ -32,8 +31,7 @@ class RemoteTeacher:
     def __init__(self, group: WorkerGroup, cost: Cost = float):
         """`cost`: the work of a sequence by its number of tokens."""
         self.group, self._cost = group, cost
-        self._places: list[ParallelPlace] = wait(group.call("place"))
-        self._replicas = self._places[0].data_size
+        self._replicas = Replicas(group)
 
     @classmethod
     def of(cls, config: Config, group: WorkerGroup) -> "RemoteTeacher":
@@ -43,12 +41,12 @@ class RemoteTeacher:
 
     def scored(self, rows: TokenRows) -> TokenRows:
         """See `Teacher.scored`. Copies of the last row fill up the replicas, and are left out of the result."""
-        count, lengths = len(rows), rows.lengths
-        index = np.arange(-(-count // self._replicas) * self._replicas).clip(max=count - 1)
-        shares = even_shares([self._cost(int(lengths[row])) for row in index], self._replicas)
-        wait(self.group.call("prepare_for_logprob", phase="teacher logprobs"))
-        scores = self._score([rows.select(index[share].tolist()) for share in shares])
-        wait(self.group.call("leave", phase="teacher logprobs"))
+        count, lengths, replicas, phase = len(rows), rows.lengths, self._replicas.count, "teacher logprobs"
+        index = np.arange(-(-count // replicas) * replicas).clip(max=count - 1)
+        shares = even_shares([self._cost(int(lengths[row])) for row in index], replicas)
+        wait(self.group.call("prepare_for_logprob", phase=phase))
+        scores = self._replicas.call("score", [(rows.select(index[share].tolist()),) for share in shares], phase=phase)
+        wait(self.group.call("leave", phase=phase))
         return with_scores(rows, [index[share] for share in shares], scores)
 
     def take_memory(self) -> dict[str, float]:
@@ -58,13 +56,6 @@ class RemoteTeacher:
 
     def take_moves(self) -> dict[str, Move]:
         return combine_moves(wait(self.group.call("take_moves")))
-
-    def _score(self, shares: Sequence[TokenRows]) -> list[TeacherScores]:
-        shared = [self.group.put(share) for share in shares]
-        arguments = [(shared[place.data_rank],) for place in self._places]
-        results = wait(self.group.call_each("score", arguments, "teacher logprobs"))
-        reported = {p.data_rank: found for p, found in zip(self._places, results, strict=True) if p.reports}
-        return [reported[replica] for replica in range(self._replicas)]
 
 
 def with_scores(rows: TokenRows, shares: Sequence[np.ndarray], scores: Sequence[TeacherScores]) -> TokenRows:

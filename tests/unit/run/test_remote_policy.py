@@ -12,8 +12,8 @@ from nemo_rl_lite.losses.batch import Batch, TokenRow
 from nemo_rl_lite.losses.sft import SFTLoss
 from nemo_rl_lite.policy.interface import Work
 from nemo_rl_lite.policy.megatron.model import ParallelPlace
-from nemo_rl_lite.run.workers import remote_policy
-from nemo_rl_lite.run.workers.remote_policy import RemotePolicy, idle_shares
+from nemo_rl_lite.run.workers import remote_policy, replicas
+from nemo_rl_lite.run.workers.remote_policy import RemotePolicy
 
 
 class Worker:
@@ -70,7 +70,8 @@ class Group:
 
 @pytest.fixture(autouse=True)
 def results_are_there(monkeypatch):
-    monkeypatch.setattr(remote_policy, "wait", lambda call: call)
+    for module in (remote_policy, replicas):
+        monkeypatch.setattr(module, "wait", lambda call: call)
 
 
 def rows(*lengths: int) -> list[TokenRow]:
@@ -81,12 +82,6 @@ def rows(*lengths: int) -> list[TokenRow]:
 def policy(replicas: int, global_batch: int, together: int = 1) -> tuple[RemotePolicy, Group]:
     group = Group(replicas)
     return RemotePolicy(group, global_batch, together), group  # pyrefly: ignore
-
-
-def test_the_slowest_replica_of_each_pass_is_waited_for():
-    own = [{"train": [3.0, 1.0], "logprob": [2.0]}, {"train": [1.0, 2.0], "logprob": [2.0]}]
-    expected = {"train": 5.0, "idle_share/train": 0.3, "logprob": 2.0, "idle_share/logprob": 0.0}
-    assert idle_shares(own) == pytest.approx(expected)
 
 
 def test_replicas_tell_of_their_passes_and_one_alone_has_nobody_to_wait_for():

@@ -8,7 +8,7 @@ import pytest
 from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 from nemo_rl_lite.policy.megatron.model import ParallelPlace
 from nemo_rl_lite.policy.megatron.teacher import TeacherScores
-from nemo_rl_lite.run.workers import remote_teacher
+from nemo_rl_lite.run.workers import remote_teacher, replicas
 from nemo_rl_lite.run.workers.remote_teacher import RemoteTeacher
 
 ROWS = TokenRows.of([TokenRow(list(range(10 * row, 10 * row + 1 + row)), [True] * (row + 1)) for row in range(5)])
@@ -61,7 +61,8 @@ class Group:
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(remote_teacher, "wait", lambda results: results)
+    for module in (remote_teacher, replicas):
+        monkeypatch.setattr(module, "wait", lambda results: results)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch.nn.functional as F
 
-from nemo_rl_lite.policy.megatron.model import _set_gpu_kernels
+from nemo_rl_lite.policy.megatron.provider import set_fields
 from nemo_rl_lite.rules.compose import compose_config
 
 KEYS = "policy.megatron_cfg.moe_"
@@ -17,7 +17,7 @@ def provider_on_a_gpu(experts: int | None, *overrides: str) -> SimpleNamespace:
     provider = SimpleNamespace(num_moe_experts=experts, gated_linear_unit=True, activation_func=F.silu, **own)
     gpu = ["policy=megatron_gpu", "generation=vllm_gpu", "cluster.gpus_per_node=1", "policy.model_name=someone/model"]
     sizes = ["policy.max_total_sequence_length=64", "generation.max_new_tokens=16"]
-    _set_gpu_kernels(provider, compose_config([*gpu, *sizes, *overrides]).policy.megatron_cfg)
+    set_fields(provider, compose_config([*gpu, *sizes, *overrides]).policy, on_gpu=True)
     return provider
 
 
