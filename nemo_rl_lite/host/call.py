@@ -22,6 +22,10 @@ class CallError(Exception):
         self.details = details
 
 
+class LateError(CallError):
+    """There is no result within the time limit."""
+
+
 class StartError(CallError):
     """The processes do not start; the message says what they do instead."""
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from nemo_rl_lite.host.call import Call, CallError, StartError, Target, as_call_error
+from nemo_rl_lite.host.call import Call, CallError, LateError, StartError, Target, as_call_error
 from nemo_rl_lite.host.called_process import START_S, CalledProcess
 
 # Seconds to wait for the processes to end.
@@ -164,7 +164,7 @@ class _Manager:
             if late <= now:
                 process.is_retired = True
                 del process.calls[number]
-                call.settle(CallError(f"no answer within {self._target.limit} = {self._timeout_s:g}"))
+                call.settle(LateError(f"no answer within {self._target.limit} = {self._timeout_s:g}"))
         starts_late = not process.is_ready and process.started + START_S <= now
         is_over = process.is_retired and not process.calls and not process.sessions
         if status is None and not starts_late and not is_over:

@@ -32,21 +32,22 @@ class Limits:
 @dataclass(frozen=True)
 class Ran:
     """How the code ended: its exit status (None: it was late and was killed), whether its last line was reached, which
-    a call of `exit` prevents, and what it wrote to both streams."""
+    a call of `exit` prevents, and what it wrote."""
 
     status: int | None
     is_complete: bool
     output: str
 
 
-def run_python(*codes: str, stdin: str = "", limits: Limits | None = None) -> Ran:
-    """Run the codes, one after the other, as one script in an empty folder, which is deleted afterwards."""
+def run_python(*codes: str, stdin: str = "", limits: Limits | None = None, errors: bool = True) -> Ran:
+    """Run the codes, one after the other, as one script in an empty folder, which is deleted afterwards. `errors`: the
+    output includes what was written to standard error."""
     limits = limits or Limits()
     with tempfile.TemporaryDirectory(prefix="nrl-sandbox-") as folder:
         paths = {name: Path(folder) / name for name in ("stdin", "output")}
         paths["stdin"].write_text(stdin)
         (Path(folder) / "box").mkdir()
-        # The code cannot guess what it would have to write where it ends.
+        # Code cannot guess what it would have to write where it ends; only code that searches its process finds it.
         word = secrets.token_hex(16)
         asked = json.dumps({"codes": codes, "word": word, "memory": limits.memory_mib * _MIB, **asdict(limits)})
         with paths["stdin"].open() as given, paths["output"].open("wb") as written:
@@ -55,7 +56,7 @@ def run_python(*codes: str, stdin: str = "", limits: Limits | None = None) -> Ra
                 [sys.executable, "-I", str(_CHILD), str(read), str(says)],
                 stdin=given,
                 stdout=written,
-                stderr=subprocess.STDOUT,
+                stderr=subprocess.STDOUT if errors else subprocess.DEVNULL,
                 cwd=Path(folder) / "box",
                 env={"PATH": os.defpath, "HOME": str(Path(folder) / "box"), "PYTHONHASHSEED": "0"},
                 pass_fds=[read, says],

@@ -9,20 +9,22 @@ from typing import Any, Protocol
 from nemo_rl_lite.config.sections.data import RewardConfig
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
-from nemo_rl_lite.host.call import CallError, StartError, Target
+from nemo_rl_lite.host.call import CallError, LateError, StartError, Target
 from nemo_rl_lite.host.calls import CallPool
 from nemo_rl_lite.rewards.batches import Batches
-from nemo_rl_lite.rewards.registry import INSTANT
+from nemo_rl_lite.rewards.registry import INSTANT, WRONG_WHERE_LATE
 from nemo_rl_lite.rewards.terms import Parts, RewardCalls, Term, terms_of
-from nemo_rl_lite.rewards.value import RewardError, UnavailableReward, WrongReward
+from nemo_rl_lite.rewards.value import LateReward, RewardError, UnavailableReward, WrongReward
 
 
 @dataclass(frozen=True)
 class Judged:
-    """The reward of a response and, where it is a sum, its parts by name, before their weights."""
+    """The reward of a response and, where it is a sum, its parts by name, before their weights. `late`: why it is 0,
+    though nothing was computed."""
 
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
+    late: LateReward | None = None
 
 
 Verdict = Judged | RewardError
@@ -67,6 +69,8 @@ def sum_of(terms: Sequence[Term], calls: Calls, at_once: int) -> Judge:
     async def judge(response: str, problem: Problem) -> Verdict:
         parts = dict[str, float]()
         for found in await asyncio.gather(*(source(response, problem) for source in sources)):
+            if isinstance(found, LateReward):
+                return Judged(0.0, dict.fromkeys((term.label for term in terms), 0.0) if len(terms) > 1 else {}, found)
             if isinstance(found, RewardError):
                 return found
             parts |= found
@@ -94,27 +98,33 @@ class _RemoteCalls:
     def __init__(self, config: RewardConfig, terms: Sequence[Term]):
         path = f"{RewardCalls.__module__}.{RewardCalls.__qualname__}"
         self._name = config.name
+        self._wrong_where_late = all(term.name in WRONG_WHERE_LATE for term in terms)
         target = Target(path, {"terms": terms}, "the judging process", "reward.timeout_s")
         self._pool = CallPool(target, config.processes, config.concurrency, config.timeout_s)
 
     async def one(self, response: str, problem: Problem) -> Parts:
         """See `RewardCalls.one`. Raises DataError: the processes do not start."""
-        return await self._call("one", response, problem)
+        try:
+            return await self._call("one", response, problem)
+        except CallError as error:
+            is_wrong = isinstance(error, LateError) and self._wrong_where_late
+            return (LateReward if is_wrong else RewardError)(str(error), error.details)
 
     async def batch(
         self, label: str, responses: Sequence[str], problems: Sequence[Problem]
     ) -> Sequence[float | RewardError]:
         """See `RewardCalls.batch`. Raises DataError: the processes do not start."""
-        found = await self._call("batch", label, responses, problems)
-        return [found] * len(responses) if isinstance(found, RewardError) else found
+        try:
+            return await self._call("batch", label, responses, problems)
+        except CallError as error:
+            return [RewardError(str(error), error.details)] * len(responses)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
+        """Raises CallError: there is no result."""
         try:
             return await asyncio.wrap_future(self._pool.submit(method, *arguments))
         except StartError as error:
             raise DataError(f"reward.name = {self._name}: {error}") from error
-        except CallError as error:
-            return RewardError(str(error), error.details)
 
 
 def try_reward(judge: Judge, problem: Problem) -> None:
@@ -128,7 +138,8 @@ def try_reward(judge: Judge, problem: Problem) -> None:
     async def trial() -> Verdict:
         return await judge(problem.answer or "", problem)
 
-    said = asyncio.run(trial())
+    verdict = asyncio.run(trial())
+    said = verdict.late if isinstance(verdict, Judged) else verdict
     if isinstance(said, UnavailableReward):
         fix = f"start what it asks, or correct {said.section}.kwargs; every sample would be without a reward"
         raise ConfigError([Violation(f"{said.section}.name", None, str(said), fix)])

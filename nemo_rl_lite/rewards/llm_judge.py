@@ -54,7 +54,9 @@ class JudgeOptions:
     base_url: Annotated[str, AfterValidator(_is_address)]
     model: Annotated[str, Field(min_length=1)]
     prompt: Annotated[str, AfterValidator(_asks_about_the_response)]
-    score_pattern: Annotated[str, AfterValidator(_finds_one_group)] = r"(?i)score\W*(-?\d+(?:\.\d+)?)"
+    score_pattern: Annotated[str, AfterValidator(_finds_one_group)] = (
+        r"(?i)score(?:\s*\([^)]*\))?[^\w-]*(-?\d+(?:\.\d+)?)"
+    )
     worst: float = 0.0
     best: float = 10.0
     sampling: dict[str, Any] = Field(default_factory=dict)

@@ -2,7 +2,6 @@
 
 import logging
 import re
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -16,40 +15,43 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 _PERCENT, _ESCAPED = re.compile(r"(?<!\\)%"), r"\\%"
 _MARKS = ("$", "\\boxed", "\\(", "\\[")
 _BOXED = "\\boxed{"
-_MARKED = re.compile(r"(?<!\\)\$\$.+?\$\$|(?<!\\)\$.+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
+# Single dollars are marks as in pandoc: no blanks within, and no digit after the second, as after dollars of money.
+_MARKED = re.compile(
+    r"(?<!\\)\$\$.+?\$\$|(?<![\\$])\$(?=\S)(?:\\.|[^$\\])+(?<=\S)\$(?!\d)|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL
+)
+# A number, also within a unit or a percentage, or a single letter: what a last word is where it is the answer.
+_EXPRESSION = re.compile(r".*\d.*|\(?[^\W\d_]\)?")
 # The minus sign of typography.
 _MINUS = "\N{MINUS SIGN}"
 
 
 def same_value(response: str, answer: str) -> float:
     """Return 1 where the last expression of the response equals the answer, else 0. That is the last `\\boxed{...}`, or
-    without one the last between `$` or other marks of LaTeX, or without those a number or the last word.
+    without one the last between `$` or other marks of LaTeX, or without those the last word where it is a letter or has
+    a number, or else the last number, or the last word.
 
     Raises:
         ValueError: the answer is not a mathematical expression. math-verify's own errors pass through.
     """
     reference = _reference(answer)
-    return float(any(_equal(reference, text) for text in _last_expressions(response.replace(_MINUS, "-"))))
+    expression = _last_expression(response.replace(_MINUS, "-"))
+    parsed = parse(expression, parsing_timeout=0, raise_on_error=True)
+    return float(verify(reference, parsed, timeout_seconds=0, raise_on_error=True))
 
 
-def _equal(reference: list[Any], text: str) -> bool:
-    parsed = parse(text, parsing_timeout=0, raise_on_error=True)
-    return verify(reference, parsed, timeout_seconds=0, raise_on_error=True)
-
-
-def _last_expressions(response: str) -> Iterator[str]:
-    """The texts that may be the response's last expression. math-verify itself would make a set of neighbours."""
+def _last_expression(response: str) -> str:
+    """The one text that counts. math-verify itself would make a set of neighbours."""
     if (start := response.rfind(_BOXED)) >= 0:
-        yield _BOXED + response[start + len(_BOXED) :][: _closing(response[start + len(_BOXED) :])]
-    elif marked := list(_MARKED.finditer(response)):
-        yield marked[-1][0]
-        # The marks may be dollars of money.
-        yield response[marked[-1].end() :]
-    else:
-        yield response
-        # math-verify finds numbers in plain text, but not a letter, a pair or a percentage.
-        for word in (response.strip(), response.strip().rpartition(" ")[2]):
-            yield _boxed(word.rstrip("."))
+        return _BOXED + response[start + len(_BOXED) :][: _closing(response[start + len(_BOXED) :])]
+    if marked := list(_MARKED.finditer(response)):
+        return marked[-1][0]
+    whole = response.strip().rstrip(".")
+    if whole[:1] in ("(", "[", "{") and whole[-1:] in (")", "]", "}"):
+        return _boxed(whole)
+    # math-verify finds numbers in plain text, but not a letter or a percentage.
+    last = whole.split()[-1].strip("*_`,;:\\$") if whole else ""
+    is_last = _EXPRESSION.fullmatch(last) or not any(map(str.isdigit, whole))
+    return _boxed(last) if is_last else whole
 
 
 def _closing(text: str) -> int:

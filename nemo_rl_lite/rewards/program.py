@@ -1,12 +1,16 @@
 """The response is a Python program, and tests of the row judge it."""
 
-import re
+from dataclasses import replace
+from itertools import chain
+
+from markdown_it import MarkdownIt
 
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.host.sandbox import Limits, run_python
 from nemo_rl_lite.rewards.program_tests import Assertions, Test, read_tests
 
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+# Bytes of output that are compared in addition to twice the expected ones: blanks at the ends of lines do not count.
+_BLANKS = 10_000
 
 
 def passes_tests(
@@ -20,16 +24,15 @@ def passes_tests(
 ) -> float:
     """Return 1 where the program passes all tests, else 0; with `share`, the share of the tests that it passes.
 
-    The program is the last fenced code block of the response, or the whole response where there is none. Tests are in
-    the row's column `tests_column`, see `read_tests`; outputs are compared without blanks at the ends of lines.
+    The program is the last fenced code block of the response that is in Python, or without one the last that names no
+    language, or without fences the whole response. Tests are in the row's column `tests_column`, see `read_tests`;
+    standard output is compared, without blanks at the ends of lines.
 
     Raises:
         ValueError: the row has no tests, or they cannot be read or would pass any program.
     """
-    blocks = _BLOCK.findall(response)
-    program, limits = blocks[-1] if blocks else response, Limits(seconds, memory_mib)
-    tests = read_tests(problem.metadata, tests_column)
-    passed = 0
+    program, tests = _program(response), read_tests(problem.metadata, tests_column)
+    limits, passed = Limits(seconds, memory_mib), 0
     for test in tests:
         if _passes(program, test, limits):
             passed += 1
@@ -38,11 +41,21 @@ def passes_tests(
     return passed / len(tests)
 
 
+def _program(response: str) -> str:
+    # No tag, such as </think>, and no indentation hides a fence.
+    blocks = MarkdownIt().disable(["html_block", "code"]).parse(response)
+    fences = [(one.info.strip().lower(), one.content) for one in blocks if one.type == "fence"]
+    in_python = [code for language, code in fences if language.startswith("py")]
+    unnamed = [code for language, code in fences if not language]
+    return next(chain(reversed(in_python), reversed(unnamed)), response)
+
+
 def _passes(program: str, test: Test, limits: Limits) -> bool:
     if isinstance(test, Assertions):
         # A program that exits before the tests passes none.
         return run_python(program, test.code, limits=limits).is_complete
-    ran = run_python(program, stdin=test.given, limits=limits)
+    most = 2 * len(test.expected.encode()) + _BLANKS
+    ran = run_python(program, stdin=test.given, limits=replace(limits, output=most), errors=False)
     return ran.status == 0 and _lines(ran.output) == _lines(test.expected)
 
 

@@ -40,6 +40,9 @@ REWARDS = {
 # These need no process of their own to be ended in time.
 INSTANT = frozenset({"exact_match", "last_number", NONE})
 
+# What takes these long is the response, so that one that cannot be judged in time is wrong.
+WRONG_WHERE_LATE = frozenset({"format", "math", "program"})
+
 
 def find_reward(name: str, kwargs: Mapping[str, Any], section: str = "reward") -> Reward:
     """Return the reward named `name`: one of `REWARDS`, or a user's (see `imported`). `section` holds its keys.

@@ -20,6 +20,10 @@ class RewardError(Exception):
         self.details = details
 
 
+class LateReward(RewardError):
+    """The response takes too long to judge, and that is its own fault: its reward is 0."""
+
+
 class WrongReward(RewardError):
     """A function returns what is no reward: it is written for something else."""
 

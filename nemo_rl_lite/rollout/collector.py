@@ -13,7 +13,7 @@ from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Generation, Requests, Sampling
 from nemo_rl_lite.host.call import CallError
 from nemo_rl_lite.observability import limits
-from nemo_rl_lite.rewards.judge import Judge
+from nemo_rl_lite.rewards.judge import Judge, Judged
 from nemo_rl_lite.rewards.value import RewardError, WrongReward
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.groups import Group, Wanted
@@ -47,13 +47,18 @@ class _Failures:
     key: str
     limit: float
     errors: list[Exception] = field(default_factory=list)
+    _failed: set[int] = field(default_factory=set)
 
     def add(self, error: Exception, episode: Episode) -> None:
         self.errors.append(error)
+        self._failed.add(id(episode))
         if len(self.errors) == 1:
             log.warning("%s failed on %s: %s", self.what, _shown(episode), error)
             if isinstance(error, CallError | RewardError) and error.details:
                 log.info("%s", error.details)
+
+    def has(self, episode: Episode) -> bool:
+        return id(episode) in self._failed
 
     def check(self, failed: int, episodes: int) -> None:
         """Raise DataError where too many of this number of episodes have failed."""
@@ -161,7 +166,8 @@ class RolloutCollector:
         played = [episode for episode in sampled if episode.ending != "error"]
         reward_errors, environment_errors = sum(one.reward is None for one in played), len(sampled) - len(played)
         environments.check(environment_errors, len(sampled))
-        rewards.check(reward_errors, len(played))
+        # Those that are wrong because they were late have a reward, and show all the same that judging is too slow.
+        rewards.check(sum(one.reward is None or rewards.has(one) for one in played), len(played))
         rollout = wanted.rollout(groups, reward_errors, environment_errors)
         rollout.took_s = time.perf_counter() - gathering.began
         return rollout
@@ -212,9 +218,9 @@ class RolloutCollector:
             verdict = await self._judge(episode.response, episode.problem)
         if isinstance(verdict, WrongReward):
             raise DataError(f"{verdict.section}.name: {verdict}; the response was {_shown(episode)}")
-        if isinstance(verdict, RewardError):
-            player.rewards.add(verdict, episode)
-        else:
+        if failure := verdict if isinstance(verdict, RewardError) else verdict.late:
+            player.rewards.add(failure, episode)
+        if isinstance(verdict, Judged):
             episode.reward, episode.reward_parts = verdict.reward, verdict.parts
 
 

@@ -18,7 +18,6 @@ from nemo_rl_lite.host import called_process, calls
 from nemo_rl_lite.rewards import judge as judging
 from nemo_rl_lite.rewards.judge import Judged, make_judge, try_reward
 from nemo_rl_lite.rewards.terms import Term
-from nemo_rl_lite.rewards.value import RewardError
 
 HERE = "tests.unit.rewards.test_judge"
 
@@ -106,7 +105,7 @@ def test_a_sample_that_hangs_is_an_error_and_the_others_get_their_verdict():
 def test_a_rollout_is_judged_fast_but_for_a_number_that_no_computer_can_hold():
     math_judge = judge("math", timeout_s=4.0)
     verdicts = math_judge(["$9^{9^{9^9}}$", "\\boxed{4}"], problems("42", "4"))
-    assert isinstance(verdicts[0], RewardError) and verdicts[1] == 1.0
+    assert verdicts == [0.0, 1.0]
     started = time.perf_counter()
     verdicts = math_judge([f"3 * {i} is {3 * i}" for i in range(500)], problems(*(str(3 * i) for i in range(500))))
     assert sum(verdicts) == 500
@@ -270,6 +269,17 @@ def test_terms_are_added_with_their_weights_and_keep_their_names():
     # One that fails is the failure of all.
     failing = make_judge(config("exact_match", None, moody={"name": f"{HERE}.moody", "weight": 1.0}))
     assert str(asyncio.run(failing("raise", problems("1")[0]))).startswith("ValueError")
+
+
+def test_a_response_that_takes_for_ever_is_wrong_where_no_other_reward_is_late_with_it():
+    endless, problem = "$9^{9^{9^9}}$", problems("42")[0]
+    style = {"name": "format", "weight": 2.0, "kwargs": {"pattern": ".*"}}
+    verdict = asyncio.run(make_judge(config("math", 2.0, style=style))(endless, problem))
+    assert verdict.reward == 0.0 and verdict.parts == {"math": 0.0, "style": 0.0}
+    assert str(verdict.late) == "no answer within reward.timeout_s = 2"
+    size = {"name": f"{HERE}.length", "weight": 1.0}
+    verdict = asyncio.run(make_judge(config("math", 2.0, size=size))(endless, problem))
+    assert str(verdict) == "no answer within reward.timeout_s = 2"
 
 
 def test_a_term_that_is_not_there_is_named():

@@ -52,6 +52,21 @@ def test_the_model_reads_the_prompt_and_its_score_is_scaled(server):
     assert "answered without a text" in str(textless) and not isinstance(textless, UnavailableReward)
 
 
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [("Score: -10", 0.0), ("**Score:** -5", 0.25), ("Score (-10 to 10): 5", 0.75), ("Score = 10/10", 1.0)],
+)
+def test_a_score_may_be_negative_and_its_range_may_be_repeated(server, text, reward):
+    server.answer = text
+    assert ask(server.url, "x", worst=-10.0, best=10.0) == [reward]
+
+
+def test_a_negative_score_is_out_of_a_range_from_zero(server):
+    server.answer = "Score: -5"
+    (beyond,) = ask(server.url, "x")
+    assert str(beyond) == "the judge's score -5 is not between 0 and 10"
+
+
 class Unscored:
     def __eq__(self, other):
         return type(other) is RewardError and str(other).startswith("the judge's answer has no score; it ends ")

@@ -25,7 +25,19 @@ def judged(response: str, tests, **kwargs) -> float:
     [
         (DOUBLE, 1.0),
         ("def double(x): return 2 * x", 1.0),
-        ("```py\nwrong\n```" + DOUBLE, 1.0),
+        ("```py\nwrong\n```\n" + DOUBLE, 1.0),
+        ("```text\n2 -> 4\n```\n" + DOUBLE, 1.0),
+        ("```bash\npip install nothing\n```\n" + DOUBLE, 1.0),
+        (DOUBLE.replace("python", "python3"), 1.0),
+        (DOUBLE.replace("python", "Python title=x"), 1.0),
+        (DOUBLE.replace("python", ""), 1.0),
+        (DOUBLE + "\nIt prints\n```\n4\n```", 1.0),
+        ("- first\n\n  ```python\n  def double(x):\n      return 2 * x\n  ```", 1.0),
+        ("````markdown\n```python\nwrong\n```\n````\n" + DOUBLE, 1.0),
+        ("<think>\n```python\nwrong\n```\n</think>\n" + DOUBLE.partition(":\n")[2], 1.0),
+        ("    ```python\n    def double(x):\n        return 2 * x\n    ```", 1.0),
+        ("```python\ndef double(x):\n    return 2 * x", 1.0),
+        ("```c\nint x;\n```", 0.0),
         (DOUBLE.replace("2 *", "3 *"), 0.0),
         ("```python\nimport sys; sys.exit(0)\n```", 0.0),
         ("```python\nimport os; os._exit(0)\n```", 0.0),
@@ -42,6 +54,23 @@ def test_input_and_output_and_the_share_of_tests():
     tests = [{"input": "1", "output": "2"}, {"input": "5", "output": "7"}]
     assert judged(program, tests) == 0.0 and judged(program, tests, share=True) == 0.5
     assert judged(program, tests[:1]) == 1.0
+
+
+LONG = 30_000 * "9"
+
+
+@pytest.mark.parametrize(
+    ("code", "reward"),
+    [
+        (f"print({LONG!r})", 1.0),
+        (f"print({LONG!r} + '9')", 0.0),
+        (f"import sys; print('debug', file=sys.stderr); print({LONG!r})", 1.0),
+        (f"import re; re.compile('\\d'); print({LONG!r})", 1.0),
+        (f"import sys; sys.stderr.write({LONG!r})", 0.0),
+    ],
+)
+def test_all_that_is_expected_is_compared_and_nothing_of_standard_error(code, reward):
+    assert judged(f"```python\n{code}\n```", [{"input": "", "output": LONG}]) == reward
 
 
 @pytest.mark.parametrize("tests", [None, [], [3], [{"input": "1"}], 5])

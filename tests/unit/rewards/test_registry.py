@@ -98,7 +98,20 @@ def test_format(response, expected):
         ("(1, 2)", "(2, 1)", 0.0),
         ("\N{MINUS SIGN}5", "-5", 1.0),
         ("-5", "\N{MINUS SIGN}5", 1.0),
+        ("The answer:\nB", "B", 1.0),
+        ("It is **1/2**", "0.5", 1.0),
+        # One expression counts, however many are named.
+        ("$6$ and 5", "6", 1.0),
+        ("$6$ and 5", "5", 0.0),
+        ("\\(6\\) or 5", "5", 0.0),
+        ("12 or x", "x", 1.0),
+        ("12 or x", "12", 0.0),
+        ("12 eggs or 13 ducks", "13", 1.0),
+        ("12 eggs or 13 ducks", "12", 0.0),
         # Dollars of money.
+        ("It costs $5 or $6", "6", 1.0),
+        ("It costs $5 or $6", "5", 0.0),
+        ("At $5 each, $x=3$", "3", 1.0),
         ("She makes $9 * 2 = $18 every day", "18", 1.0),
         ("It costs $18.", "18", 1.0),
         ("It costs \\$18, not \\$20.", "20", 1.0),
@@ -128,6 +141,9 @@ def test_an_answer_that_is_no_mathematics_is_an_error_and_no_zero():
         ("it is \N{MINUS SIGN}5", "-5", 1.0),
         ("it is -5", "\N{MINUS SIGN}5", 1.0),
         ("it is 5", "\N{MINUS SIGN}5", 0.0),
+        ("it is .5", "0.5", 1.0),
+        ("it is -.5", "-0.5", 1.0),
+        ("Rs.500", "500", 1.0),
     ],
 )
 def test_last_number(response, answer, expected):

@@ -6,7 +6,7 @@ from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.judge import Judged
-from nemo_rl_lite.rewards.value import WrongReward, checked_reward
+from nemo_rl_lite.rewards.value import LateReward, WrongReward, checked_reward
 from nemo_rl_lite.rollout.collector import ErrorShares, Gathering, RolloutCollector
 from nemo_rl_lite.rollout.groups import Wanted
 from nemo_rl_lite.rollout.rollout import Rollout
@@ -86,6 +86,17 @@ def test_a_reward_that_fails_on_too_many_samples_ends_the_run():
 def test_a_reward_that_never_works_ends_the_run(broken):
     with pytest.raises(DataError, match=r"failed on 4 of 4 samples, .* first with"):
         collect(judged(broken), 0.5)
+
+
+def test_a_response_that_is_wrong_because_judging_it_takes_too_long_is_trained_on_and_counts_as_a_failure(caplog):
+    async def judge(response, problem):
+        return Judged(0.0, late=LateReward("no answer in time")) if response == "XYZ" else Judged(1.0)
+
+    rollout = collect(judge, 0.25)
+    assert rollout.rewards_B.tolist() == [1, 1, 0, 1] and rollout.reward_errors == 0
+    assert all(any(row.mask) for row in rollout.rows([1.0] * 4, 0)) and "no answer in time" in caplog.text
+    with pytest.raises(DataError, match=r"failed on 1 of 4 samples.* first with no answer in time"):
+        collect(judge, 0.2)
 
 
 def test_what_is_no_reward_ends_the_run_and_names_function_sample_and_value():
