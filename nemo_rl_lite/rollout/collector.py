@@ -1,7 +1,6 @@
 """Problems -> sampled and judged episodes, whatever the engine. Each episode is a coroutine."""
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
@@ -16,58 +15,18 @@ from nemo_rl_lite.observability import limits
 from nemo_rl_lite.rewards.judge import Judge, Judged
 from nemo_rl_lite.rewards.value import RewardError, WrongReward
 from nemo_rl_lite.rollout.episode import Episode
+from nemo_rl_lite.rollout.failures import ErrorShares, Failures, shown
 from nemo_rl_lite.rollout.groups import Group, Wanted
 from nemo_rl_lite.rollout.playing import Assistant, Play, SingleTurn
 from nemo_rl_lite.rollout.progress import progress
 from nemo_rl_lite.rollout.prompts import check_length
 from nemo_rl_lite.rollout.rollout import Rollout
 
-log = logging.getLogger(__name__)
-
 # Seconds between two signs of life of the launcher, while it waits for engines, environments, agents and rewards.
 _ALIVE_S = 0.5
 
 Show = Callable[[str], None]
 """Shows people how far a rollout is."""
-
-
-@dataclass(frozen=True)
-class ErrorShares:
-    """The largest shares of a rollout's episodes whose reward, and whose environment or agent, may fail."""
-
-    reward: float
-    environment: float
-
-
-@dataclass
-class _Failures:
-    """Errors of one kind in a rollout: the first is logged, all are counted."""
-
-    what: str
-    key: str
-    limit: float
-    errors: list[Exception] = field(default_factory=list)
-    _failed: set[int] = field(default_factory=set)
-
-    def add(self, error: Exception, episode: Episode) -> None:
-        self.errors.append(error)
-        self._failed.add(id(episode))
-        if len(self.errors) == 1:
-            log.warning("%s failed on %s: %s", self.what, _shown(episode), error)
-            if isinstance(error, CallError | RewardError) and error.details:
-                log.info("%s", error.details)
-
-    def has(self, episode: Episode) -> bool:
-        return id(episode) in self._failed
-
-    def check(self, failed: int, episodes: int) -> None:
-        """Raise DataError where too many of this number of episodes have failed."""
-        if failed > self.limit * episodes:
-            first = f"; first with {self.errors[0]}" if self.errors else ""
-            raise DataError(
-                f"{self.what} failed on {failed} of {episodes} samples, and at most the share "
-                f"{self.key} = {self.limit:g} may fail{first}"
-            )
 
 
 @dataclass(eq=False)
@@ -141,10 +100,10 @@ class RolloutCollector:
 
     async def gather(self, gathering: Gathering, requests: Requests) -> Rollout:
         """Sample and judge the wanted episodes, while the engines serve. Raises what `collect` raises."""
-        rewards = _Failures("the reward", "reward.max_error_share", self._shares.reward)
+        rewards = Failures("the reward", "reward.max_error_share", self._shares.reward)
         section, wanted, groups = self._play.section, gathering.wanted, gathering.groups
         ended: asyncio.Queue[asyncio.Future] = asyncio.Queue()
-        environments = _Failures(f"the {section}", f"{section}.max_error_share", self._shares.environment)
+        environments = Failures(f"the {section}", f"{section}.max_error_share", self._shares.environment)
         try:
             while missing := max(wanted.missing(groups), gathering.begun - len(groups)):
                 # The engines form the same batches every time.
@@ -177,8 +136,8 @@ class RolloutCollector:
         number: int,
         gathering: Gathering,
         requests: Requests,
-        environments: _Failures,
-        rewards: _Failures,
+        environments: Failures,
+        rewards: Failures,
     ) -> Group:
         """Begin the samples of the prompt of this number, or take those of an earlier run."""
         problem = gathering.wanted.problem(number)
@@ -217,7 +176,7 @@ class RolloutCollector:
         with episode.waiting("reward"):
             verdict = await self._judge(episode.response, episode.problem)
         if isinstance(verdict, WrongReward):
-            raise DataError(f"{verdict.section}.name: {verdict}; the response was {_shown(episode)}")
+            raise DataError(f"{verdict.section}.name: {verdict}; the response was {shown(episode)}")
         if failure := verdict if isinstance(verdict, RewardError) else verdict.late:
             player.rewards.add(failure, episode)
         if isinstance(verdict, Judged):
@@ -231,8 +190,8 @@ class _Player:
     episode: Episode
     sampling: Sampling
     seeds: tuple[int, ...]
-    environments: _Failures
-    rewards: _Failures
+    environments: Failures
+    rewards: Failures
 
 
 async def _show_life(gathering: Gathering, show: Show) -> None:
@@ -243,7 +202,3 @@ async def _show_life(gathering: Gathering, show: Show) -> None:
             limits.progressed()
             await asyncio.sleep(_ALIVE_S)
             show(gathering.progress())
-
-
-def _shown(episode: Episode) -> str:
-    return f"{episode.response[-200:]!r} (answer {episode.problem.answer!r})"

@@ -20,7 +20,8 @@ import record
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.generation.interface import Completion, Sampling
-from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
+from nemo_rl_lite.rollout.collector import RolloutCollector
+from nemo_rl_lite.rollout.failures import ErrorShares
 from nemo_rl_lite.rollout.order import PromptOrder
 from nemo_rl_lite.rollout.resting import Resting
 from nemo_rl_lite.rollout.sampler import Sampler

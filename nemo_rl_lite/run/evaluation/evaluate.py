@@ -18,7 +18,8 @@ from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.redaction import described
 from nemo_rl_lite.rewards.judge import Judge, make_judge, try_reward
 from nemo_rl_lite.rewards.rows import check_rows
-from nemo_rl_lite.rollout.collector import ErrorShares, Gathering, RolloutCollector
+from nemo_rl_lite.rollout.collector import Gathering, RolloutCollector
+from nemo_rl_lite.rollout.failures import ErrorShares
 from nemo_rl_lite.rollout.files import RolloutFiles
 from nemo_rl_lite.rollout.groups import Wanted
 from nemo_rl_lite.rollout.prompts import fitting_prompts

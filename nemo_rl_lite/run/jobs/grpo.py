@@ -29,8 +29,9 @@ from nemo_rl_lite.rewards.judge import make_judge, try_reward
 from nemo_rl_lite.rewards.rows import check_rows
 from nemo_rl_lite.rewards.terms import terms_of
 from nemo_rl_lite.rollout.ahead import Queue
-from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
+from nemo_rl_lite.rollout.collector import RolloutCollector
 from nemo_rl_lite.rollout.coming import Staleness
+from nemo_rl_lite.rollout.failures import ErrorShares
 from nemo_rl_lite.rollout.files import RolloutFiles, Split
 from nemo_rl_lite.rollout.order import PromptOrder
 from nemo_rl_lite.rollout.playing import Play

@@ -9,7 +9,8 @@ from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.generation.request_queue import RequestQueue
-from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
+from nemo_rl_lite.rollout.collector import RolloutCollector
+from nemo_rl_lite.rollout.failures import ErrorShares
 from nemo_rl_lite.rollout.order import PromptOrder
 from nemo_rl_lite.rollout.resting import Resting
 from nemo_rl_lite.rollout.sampler import Sampler

@@ -14,7 +14,8 @@ from nemo_rl_lite.environments.sessions import InThisProcess
 from nemo_rl_lite.errors import ConfigError, DataError, EngineError
 from nemo_rl_lite.rewards.registry import find_reward
 from nemo_rl_lite.rollout.agents import AgentPlay
-from nemo_rl_lite.rollout.collector import ErrorShares, Gathering, RolloutCollector
+from nemo_rl_lite.rollout.collector import Gathering, RolloutCollector
+from nemo_rl_lite.rollout.failures import ErrorShares
 from nemo_rl_lite.rollout.groups import Wanted
 from nemo_rl_lite.rollout.turns import Turns
 from tests.unit.endpoint.served import LOCAL, SAMPLING

@@ -11,7 +11,8 @@ from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.losses.advantages import differ, overlong_penalty
-from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
+from nemo_rl_lite.rollout.collector import RolloutCollector
+from nemo_rl_lite.rollout.failures import ErrorShares
 from nemo_rl_lite.rollout.groups import Wanted
 from nemo_rl_lite.rollout.order import PromptOrder
 from nemo_rl_lite.rollout.resting import Resting

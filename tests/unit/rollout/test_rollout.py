@@ -7,7 +7,8 @@ from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.judge import Judged
 from nemo_rl_lite.rewards.value import LateReward, WrongReward, checked_reward
-from nemo_rl_lite.rollout.collector import ErrorShares, Gathering, RolloutCollector
+from nemo_rl_lite.rollout.collector import Gathering, RolloutCollector
+from nemo_rl_lite.rollout.failures import ErrorShares
 from nemo_rl_lite.rollout.groups import Wanted
 from nemo_rl_lite.rollout.rollout import Rollout
 from tests.unit.rollout.script import Letters, Script, judged_by

@@ -19,7 +19,8 @@ from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.models.embedded.build import build_tokenizer
 from nemo_rl_lite.rewards.registry import find_reward
-from nemo_rl_lite.rollout.collector import ErrorShares, Gathering, RolloutCollector
+from nemo_rl_lite.rollout.collector import Gathering, RolloutCollector
+from nemo_rl_lite.rollout.failures import ErrorShares
 from nemo_rl_lite.rollout.files import RolloutFiles, rollout_files
 from nemo_rl_lite.rollout.groups import Wanted
 from nemo_rl_lite.rollout.turns import Turns

@@ -11,7 +11,8 @@ from nemo_rl_lite.environments.sessions import InThisProcess
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.registry import find_reward
-from nemo_rl_lite.rollout.collector import ErrorShares, Gathering, RolloutCollector
+from nemo_rl_lite.rollout.collector import Gathering, RolloutCollector
+from nemo_rl_lite.rollout.failures import ErrorShares
 from nemo_rl_lite.rollout.groups import Wanted
 from nemo_rl_lite.rollout.turns import Turns, _check
 from tests.unit.rollout.script import END, Letters, Script, judged_by
