@@ -93,7 +93,7 @@ CASES = {
     "data.max_response_length=64": ["data.max_response_length", "did you mean generation.max_new_tokens?"],
     "policy.dtensor_cfg.enabled=true": ["policy.dtensor_cfg.enabled", "megatron-core's", "policy.megatron_cfg"],
     "policy.generation.temperature=1": ["did you mean generation.temperature?"],
-    "policy.generation.vllm_cfg.async_engine=true": ["engines have the section generation"],
+    "policy.generation.vllm_cfg.async_engine=true": ["the section is generation here"],
     "algorithm.max_num_steps=null": ["algorithm.max_num_steps = 'null'", "must be an integer"],
     "completely.unheard.of=1": ["completely.unheard.of", "unknown key", "--cfg job"],
     "polcy=megatron": ["polcy", "did you mean policy"],
