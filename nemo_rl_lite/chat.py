@@ -1,4 +1,5 @@
-"""`python -m nemo_rl_lite.chat RUN`: a conversation with a run's model, or with that of a Hugging Face folder.
+"""`python -m nemo_rl_lite.chat RUN [key.path=value ...]`: a conversation with a run's model, or with that of a Hugging
+Face folder.
 
 A line is a message; /reset begins a new conversation, /quit ends. Without a terminal, each line of the standard input
 is a message, and each response is written to the standard output.
@@ -18,6 +19,7 @@ from nemo_rl_lite.endpoint.anybody import Anybody, Speaker
 from nemo_rl_lite.endpoint.protocol import ChatRequest, RefusedError
 from nemo_rl_lite.errors import shown_as_message
 from nemo_rl_lite.generation.request_queue import RequestQueue
+from nemo_rl_lite.run.chat_keys import CHAT_KEYS
 from nemo_rl_lite.run.serving import find_served, start_engine
 
 _RESET, _QUIT = "/reset", "/quit"
@@ -32,14 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="nrl-lite chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, a Hugging Face folder or a hub name")
+    parser.add_argument("overrides", nargs="*", help=f"as for train; of {' and '.join(CHAT_KEYS)}")
     parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy (default: the run's)")
     parser.add_argument(
         "--max-new-tokens", metavar="N", type=int, help="most tokens of a response (default: the run's)"
     )
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     console = Console(stderr=True, highlight=False, markup=False)
     with shown_as_message("nrl-lite chat"):
-        served = find_served(given.run, given.max_new_tokens, console.print)
+        served = find_served(given.run, given.overrides, given.max_new_tokens, console.print)
         with console.status(f"starting {served}"):
             queue, speaker = start_engine(served)
         if sys.stdin.isatty():

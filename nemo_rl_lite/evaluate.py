@@ -20,7 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     130 interrupted."""
     parser = argparse.ArgumentParser(prog="nrl-lite evaluate", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", type=Path, help="a run's folder, a Hugging Face folder or a hub name")
-    parser.add_argument("overrides", nargs="*", help="as for train; of data, reward, environment, agent, generation")
+    parser.add_argument(
+        "overrides", nargs="*", help="as for train; of data, reward, environment, agent, generation, the chat template"
+    )
     parser.add_argument("--samples", metavar="K", type=int, default=1, help="responses to each problem (default: 1)")
     parser.add_argument("--problems", metavar="N", type=int, help="the first N problems (default: all; 300 of a task)")
     parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy (default: generation.temperature)")

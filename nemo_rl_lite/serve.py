@@ -1,4 +1,5 @@
-"""`python -m nemo_rl_lite.serve RUN`: an OpenAI-compatible endpoint of a run's model, or of a Hugging Face folder."""
+"""`python -m nemo_rl_lite.serve RUN [key.path=value ...]`: an OpenAI-compatible endpoint of a run's model, or of a
+Hugging Face folder."""
 
 import argparse
 import asyncio
@@ -12,6 +13,7 @@ from nemo_rl_lite.endpoint.anybody import Anybody, Speaker
 from nemo_rl_lite.endpoint.server import Endpoint
 from nemo_rl_lite.errors import shown_as_message
 from nemo_rl_lite.generation.request_queue import RequestQueue
+from nemo_rl_lite.run.chat_keys import CHAT_KEYS
 from nemo_rl_lite.run.serving import find_served, start_engine
 
 
@@ -19,14 +21,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. Exit status: 0 after Ctrl-C, 1 there is no model, 2 bad arguments."""
     parser = argparse.ArgumentParser(prog="nrl-lite serve", description=__doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, a Hugging Face folder or a hub name")
+    parser.add_argument("overrides", nargs="*", help=f"as for train; of {' and '.join(CHAT_KEYS)}")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
     parser.add_argument("--port", type=_port, help="port to listen at (default: a free one)")
     parser.add_argument(
         "--max-new-tokens", metavar="N", type=int, help="most tokens of a response (default: the run's)"
     )
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     with shown_as_message("nrl-lite serve"):
-        served = find_served(given.run, given.max_new_tokens, _tell)
+        served = find_served(given.run, given.overrides, given.max_new_tokens, _tell)
         _tell(f"starting {served}")
         queue, speaker = start_engine(served)
         address = ServeConfig(True, given.host, given.port)

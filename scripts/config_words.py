@@ -36,7 +36,13 @@ TYPES = {
     "null": "null",
 }
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-LENGTH = re.compile(r"\$\{default_length:\$\{\.model_name\},(.*),(.*)\}")
+# Defaults that depend on the model: of the embedded one, and what the resolver makes of the number for others.
+OF_MODEL = re.compile(r"\$\{default_(\w+):\$\{[\w.]+\},(\w+),(\w+).*\}")
+OTHERS = {
+    "length": "`{}`, or all positions where they are fewer",
+    "response": "`{}`, or half of `policy.max_total_sequence_length` where that is fewer",
+    "micro_batch": "as many as have `{}` tokens by `policy.max_total_sequence_length`, at least one",
+}
 ENVIRONMENT = re.compile(r"\$\{oc\.decode:\$\{oc\.env:(\w+),(.*)\}\}")
 
 
@@ -45,8 +51,8 @@ def shown(defaults: Mapping[str, Any], key: str) -> str:
     text = raw(defaults[key])
     if found := ENVIRONMENT.fullmatch(text):
         return f"`{found[2]}`, or the environment's `{found[1]}`"
-    if found := LENGTH.fullmatch(text):
-        return f"`{found[1]}` for the embedded model; for others `{found[2]}`, or all positions where they are fewer"
+    if found := OF_MODEL.fullmatch(text):
+        return f"`{found[2]}` for the embedded model; for others {OTHERS[found[1]].format(found[3])}"
     if found := re.fullmatch(r"\$\{(\.?)([\w.]+)\}", text):
         return f"that of `{key.rpartition('.')[0] + '.' if found[1] else ''}{found[2]}`"
     return f"`{text}`"

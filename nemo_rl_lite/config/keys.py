@@ -19,14 +19,17 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_rl_lite.config.nemo_rl_names import instead_of_nemo_rls, name_here
 from nemo_rl_lite.config.other_names import instead_of, meant_keys, most_like
 from nemo_rl_lite.errors import ConfigError, Violation
 
 CONFIG_NAME = "train"
 HYDRA_PACKAGE = "hydra"
 RUN_FOLDER, SWEEP_FOLDER = "hydra.run.dir", "hydra.sweep.dir"
-# NeMo-RL's place of the section `generation`, and its other policy.
-_ELSEWHERE, _DTENSOR = "policy.generation.", "policy.dtensor_cfg"
+# How much a misspelt key is like what is meant, as a ratio: in its own section, and elsewhere.
+_LIKE_A_SIBLING, _LIKE = 0.7, 0.8
+# Of how many keys the last part may be that a guess goes by; that of more, such as `name`, says nothing.
+_FEW = 3
 # Sections whose keys belong to somebody else: a user's reward, environment or agent, vLLM, a task's generator.
 _OPEN_SECTIONS = (
     "algorithm.loss_kwargs",
@@ -181,50 +184,57 @@ def is_section(key: str) -> bool:
     return key in _OPEN_SECTIONS
 
 
-def nearest_key(key: str, known: Sequence[str]) -> str | None:
-    """The known key a misspelt or misplaced one most likely means, or None."""
+def nearest_key(key: str, known: Sequence[str], cutoff: float = _LIKE) -> str | None:
+    """The known key that a misspelt or misplaced one most likely means, or None."""
     if meant := meant_keys(key, known):
         return meant[0]
-    leaf = key.rsplit(".", maxsplit=1)[-1]
-    same_leaf = [path for path in known if path.rsplit(".", maxsplit=1)[-1] == leaf]
-    if same_leaf:
-        return most_like(key, same_leaf)
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    if close:
-        return close[0]
-    leaves = {path.rsplit(".", maxsplit=1)[-1]: path for path in known}
-    close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.6)
-    return leaves[close[0]] if close else None
+    leaves: dict[str, list[str]] = {}
+    for path in known:
+        leaves.setdefault(path.rpartition(".")[2], []).append(path)
+    close = difflib.get_close_matches(key.rpartition(".")[2], leaves, n=1, cutoff=cutoff)
+    if not close:
+        return None
+    nearest = most_like(key, leaves[close[0]])
+    return nearest if len(leaves[close[0]]) <= _FEW or difflib.get_close_matches(key, [nearest], cutoff=_LIKE) else None
 
 
 def unknown_key(key: str, given: object, known: Sequence[str]) -> Violation:
-    """A key that is not among `known`: another file's, or a misspelt one."""
-    section = key.split(".")[0]
-    files = groups().get(section, [])
-    have = [file for file in files if len(files) > 1 and key in known_keys((f"{section}={file}",))]
-    # A file over another of them, which it names, says nothing more.
-    owners = [f"{section}={file}" for file in have if _name_in(section, file) not in {*have} - {file}]
-    usual = f"{section}={compose_files(())[section].get('name')}" if owners else ""
-    # The group's default file comes first, and is what the fix names.
-    owners.sort(key=lambda owner: owner != usual)
+    """A key that is not among `known`: another file's, another launcher's, or a misspelt one."""
+    here = name_here(key)
+    if here in known:
+        return Violation(key, given, "unknown key", f"did you mean {here}?")
+    owners = _owners(here, key.split(".")[0])
+    if answer := instead_of_nemo_rls(key) or (None if owners else instead_of_nemo_rls(here)):
+        return Violation(key, given, "unknown key", f"did you mean {answer}?" if answer in known else answer)
     if owners:
-        return Violation(key, given, f"is a key of {' and '.join(owners)} only", f"remove it, or {owners[0]}")
-    if f"{key}.".startswith(f"{_DTENSOR}."):
-        fix = "leave it out; layouts and memory are set by policy.megatron_cfg"
-        return Violation(key, given, "unknown key: the policy is megatron-core's, and there is no other", fix)
+        fix = f"remove it, or {owners[0]}" if here == key else f"{here}, which needs {owners[0]}"
+        return Violation(key, given, f"is a key of {' and '.join(owners)} only", fix)
     if term := re.fullmatch(r"(reward\.terms\.\w+)\.(\w+)", key):
         fix = f"{term[1]}.kwargs.{term[2]}, where the reward has such an argument"
         return Violation(key, given, "unknown key: a term has name, weight and kwargs", fix)
     hint = " and ".join(meant_keys(key, known))
     if not hint and (fix := instead_of(key)):
         return Violation(key, given, "unknown key", fix)
-    if not hint and key.startswith(_ELSEWHERE) and key.removeprefix("policy.") not in known:
-        return Violation(key, given, "unknown key", "engines have the section generation; --cfg job lists its keys")
-    siblings = [path for path in known if path.rpartition(".")[0] == key.rpartition(".")[0]]
-    hint = hint or nearest_key(key, siblings) or nearest_key(key, known)
+    siblings = [path for path in known if path.rpartition(".")[0] == here.rpartition(".")[0]]
+    hint = hint or nearest_key(here, siblings, _LIKE_A_SIBLING)
+    if not hint and here != key:
+        fix = f"the section is {here.split('.')[0]} here; --cfg job lists its keys"
+        return Violation(key, given, "unknown key", fix)
+    hint = hint or nearest_key(key, known)
     return Violation(
         key, given, "unknown key", f"did you mean {hint}?" if hint else "remove it; the keys are listed by --cfg job"
     )
+
+
+def _owners(key: str, meant: str) -> list[str]:
+    """The choices of files that have a key; first the file `meant`, or else the group's default."""
+    section = key.split(".")[0]
+    files = groups().get(section, [])
+    have = [file for file in files if len(files) > 1 and key in known_keys((f"{section}={file}",))]
+    # A file over another of them, which it names, says nothing more.
+    owners = [file for file in have if _name_in(section, file) not in {*have} - {file}]
+    usual = compose_files(())[section].get("name") if owners else None
+    return [f"{section}={file}" for file in sorted(owners, key=lambda file: (file != meant, file != usual))]
 
 
 def _name_in(section: str, file: str) -> object:

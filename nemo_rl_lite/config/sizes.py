@@ -94,10 +94,12 @@ def sequences_per_optimizer_step(config: Config) -> int:
 def micro_batch_sizes(config: Config) -> tuple[int, int]:
     """Sequences (or pairs) of a micro-batch in training, and sequences of one for logprobs, where these are fixed.
 
-    The keys give the most: a rank with fewer sequences takes them together. Equal keys give equal sizes, so that the
-    importance ratio of a fresh rollout is exactly 1."""
+    The key of training gives the most: a rank takes the largest number up to it that divides its share. Equal keys give
+    equal sizes, so that the importance ratio of a fresh rollout is exactly 1."""
     policy, ranks = config.policy, max(1, parallel_dims(config).dp)
-    training = min(policy.train_micro_batch_size, max(1, policy.train_global_batch_size // ranks))
+    share = max(1, policy.train_global_batch_size // ranks)
+    most = min(policy.train_micro_batch_size, share)
+    training = next(size for size in range(most, 0, -1) if share % size == 0)
     if policy.logprob_batch_size == policy.train_micro_batch_size:
         return training, training
     return training, policy.logprob_batch_size

@@ -20,14 +20,26 @@ log = logging.getLogger(__name__)
 class ChatTokenizer:
     """A Hugging Face tokenizer with its chat template."""
 
-    def __init__(self, model_path: Path, template_kwargs: Mapping[str, Any] = MappingProxyType({})):
-        """`template_kwargs`: what the chat template is given in addition to the messages. Raises ConfigError where the
-        folder's tokenizer or its chat template cannot be used, or the template does not read one of `template_kwargs`.
+    def __init__(
+        self,
+        model_path: Path,
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        template_file: str | None = None,
+    ):
+        """`template_kwargs`: what the chat template is given in addition to the messages; `template_file`: a file with
+        a template to use instead of the folder's own.
+
+        Raises:
+            ConfigError: the folder's tokenizer or the chat template cannot be used, or the template does not read one
+                of `template_kwargs`.
+            OSError: `template_file` cannot be read.
         """
         from jinja2 import TemplateSyntaxError
 
         self._model_path = model_path
         self._tokenizer = tokenizer = load_tokenizer(model_path)
+        if template_file is not None:
+            tokenizer.chat_template = Path(template_file).expanduser().read_text()
         if self._tokenizer.chat_template is None:
             log.warning("%s has no chat template: messages are joined by newlines", model_path)
 

@@ -76,7 +76,11 @@ def batch_rows(config: Config, kv_bytes: int, shape: ModelShape) -> Iterator[Row
         steps = f"{samples // batch} optimizer step{'s' * (samples > batch)}"
         yield "a step", f"{prompts} prompts x {answers} answers = {samples} samples, {steps}"
         limit = config.generation.vllm_cfg.max_num_seqs
-        yield "an engine", f"{-(-samples // each)} samples, at most {limit} at a time{_kv(config, kv_bytes, shape)}"
+        tokens, held = config.generation.max_new_tokens, _kv(config, kv_bytes, shape)
+        yield (
+            "an engine",
+            f"{-(-samples // each)} samples of at most {tokens} tokens a turn, at most {limit} at a time{held}",
+        )
     pairs = " (pairs count twice)" if sequences_together(config) > 1 else ""
     yield (
         "an optimizer step",

@@ -80,21 +80,12 @@ def rollout_fills_optimizer_steps(config: Config) -> Iterator[Violation]:
         )
 
 
-@rule(*PARALLEL, *BATCHING, "policy.train_global_batch_size", "policy.train_micro_batch_size")
-def micro_batches_fill_global_batch(config: Config) -> Iterator[Violation]:
-    ranks = parallel_dims(config).dp
-    if not ranks:
-        return
-    batch, micro = config.policy.train_global_batch_size, config.policy.train_micro_batch_size
-    if batch % ranks:
+@rule(*PARALLEL, "policy.train_global_batch_size")
+def ranks_share_the_global_batch(config: Config) -> Iterator[Violation]:
+    ranks, batch = parallel_dims(config).dp, config.policy.train_global_batch_size
+    if ranks and batch % ranks:
         key, fix = "policy.train_global_batch_size", f"a multiple of {ranks}, or another number of ranks"
         yield Violation(key, batch, f"must be a multiple of the data-parallel size ({ranks})", fix)
-    elif batch_mode(config.policy, on_gpus(config)) == "fixed" and batch // ranks % micro_batch_sizes(config)[0]:
-        key = "policy.train_micro_batch_size"
-        rule_text = (
-            f"micro-batch ({micro}) x data-parallel size ({ranks}) must divide train_global_batch_size ({batch})"
-        )
-        yield Violation(key, micro, rule_text, f"{key}={batch // ranks}")
 
 
 @rule(

@@ -1,4 +1,5 @@
-"""Defaults of `configs/` that follow from another key, as resolvers of OmegaConf."""
+"""Defaults of `configs/` that follow from other keys, as resolvers of OmegaConf: one number for the embedded model, and
+what follows from another number for others."""
 
 from omegaconf import OmegaConf
 
@@ -7,11 +8,14 @@ from nemo_rl_lite.models.shape import NoModelError, read_model_shape
 
 
 def register_defaults() -> None:
-    """Let `${default_length:MODEL,A,B}` be A tokens for the embedded model, and for others B or all their positions."""
-    OmegaConf.register_new_resolver("default_length", _default_length, replace=True)
+    """Let `${default_length:MODEL,A,B}` be A tokens for the embedded model, and for others B or all their positions;
+    `${default_response:MODEL,A,B,LENGTH}` A tokens, and for others B or half of LENGTH;
+    `${default_micro_batch:MODEL,A,B,LENGTH}` A sequences, and for others as many of LENGTH tokens as have B tokens."""
+    for resolver in (_length, _response, _micro_batch):
+        OmegaConf.register_new_resolver(f"default{resolver.__name__}", resolver, replace=True)
 
 
-def _default_length(model: object, of_the_embedded: int, most: int) -> int:
+def _length(model: object, of_the_embedded: int, most: int) -> int:
     if model == EMBEDDED:
         return of_the_embedded
     try:
@@ -21,3 +25,16 @@ def _default_length(model: object, of_the_embedded: int, most: int) -> int:
         return most
     # The shape of a hub model may not be known yet.
     return min(most, shape.max_positions) if shape else most
+
+
+def _response(model: object, of_the_embedded: int, most: int, length: object) -> int:
+    return of_the_embedded if model == EMBEDDED else max(1, min(most, _tokens(length, 2 * most) // 2))
+
+
+def _micro_batch(model: object, of_the_embedded: int, tokens: int, length: object) -> int:
+    return of_the_embedded if model == EMBEDDED else max(1, tokens // _tokens(length, tokens))
+
+
+def _tokens(length: object, otherwise: int) -> int:
+    """The length; `otherwise` where it is no number of tokens, which is reported as an error of its key."""
+    return length if isinstance(length, int) and length > 0 else otherwise

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from nemo_rl_lite.config.keys import compose_files
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.config.user_code import imported
-from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.endpoint.anybody import Speaker
 from nemo_rl_lite.errors import CheckpointError, ConfigError, LauncherError, WorkerError
 from nemo_rl_lite.generation.interface import Sampling
@@ -28,6 +27,7 @@ from nemo_rl_lite.models.folder import check_model_folder
 from nemo_rl_lite.models.shape import NoModelError, is_hub_name
 from nemo_rl_lite.models.source import from_hub
 from nemo_rl_lite.rules.compose import restore
+from nemo_rl_lite.run.chat_keys import chat_tokenizer, with_chat_keys
 from nemo_rl_lite.run.folder import CONFIG_FILE, is_run
 
 # Of a folder that says nothing of these: the most tokens of a chat, for which memory is taken, and of a response.
@@ -49,15 +49,17 @@ class Served:
         return f"{self.name} ({self.folder}) with {self.config.generation.backend} on {where}"
 
 
-def find_served(path: Path, max_new_tokens: int | None, say: Say) -> Served:
+def find_served(path: Path, overrides: Sequence[str], max_new_tokens: int | None, say: Say) -> Served:
     """Find the model that `find_model` finds, with the most tokens of a response as the run had them (None), or
-    `max_new_tokens`.
+    `max_new_tokens`. `overrides` set `CHAT_KEYS`.
 
     Raises:
+        ConfigError: an override cannot be, or sets another key.
         LauncherError: the model's engine cannot run here, or `max_new_tokens` leaves no room for a chat.
         CheckpointError: see `find_model`.
     """
     served = find_model(path, say)
+    served = replace(served, config=with_chat_keys(served.config, overrides))
     longest = served.config.policy.max_total_sequence_length
     if max_new_tokens is not None and not 0 < max_new_tokens < longest:
         raise LauncherError(
@@ -108,7 +110,7 @@ def start_engine(served: Served) -> tuple[RequestQueue, Speaker]:
     engine = engine_of(config)
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
     os.environ.update(engine.environment(config.generation, on_gpu) | quiet | ({} if on_gpu else ON_CPUS))
-    tokenizer = ChatTokenizer(served.folder, config.policy.tokenizer.chat_template_kwargs)
+    tokenizer = chat_tokenizer(served.folder, config)
     made = imported(engine.worker)
     replica = LocalReplica(
         lambda: made(config.generation, config.policy, str(served.folder), config.algorithm.seed, on_gpu)
@@ -132,6 +134,9 @@ def _of_run(run: Path, say: Say) -> Served:
     if on_gpus(config) and gpu_bytes() is None:
         fix = "name its exported folder to run it on CPUs (nrl-lite export writes one)"
         raise LauncherError(f"{run} generated on GPUs, and this machine has none: {fix}")
+    # What is exported has the template that the run chose.
+    own = replace(config.policy.tokenizer, chat_template=None)
+    config = replace(config, policy=replace(config.policy, tokenizer=own))
     return Served(config.run_name, _exported(run, say), config)
 
 

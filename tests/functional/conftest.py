@@ -37,6 +37,7 @@ def run_command(folder: Path, model: Path, *overrides: str) -> list[str]:
         f"hydra.run.dir={folder}",
         f"policy.model_name={model}",
         "policy.max_total_sequence_length=32",
+        "generation.max_new_tokens=8",
         "cluster.threads_per_worker=1",
     ]
     return [sys.executable, "-m", "nemo_rl_lite.train", *own, *overrides]

@@ -298,6 +298,7 @@ def run_here(folder: Path, model: Path, *overrides: str, elsewhere: Sequence[str
         f"hydra.run.dir={folder}",
         f"policy.model_name={model}",
         "policy.max_total_sequence_length=32",
+        "generation.max_new_tokens=8",
         "cluster.threads_per_worker=1",
     ]
     output, errors, status = io.StringIO(), io.StringIO(), 0

@@ -57,6 +57,7 @@ class Job:
             f"hydra.run.dir={self.run}",
             f"policy.model_name={model}",
             "policy.max_total_sequence_length=32",
+            "generation.max_new_tokens=8",
             *TRAINING,
             *write_data(folder),
         ]

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from nemo_rl_lite import cli
-from nemo_rl_lite.config.keys import groups, is_open, known_keys
+from nemo_rl_lite.config.keys import groups, is_open, known_keys, unknown_key
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.rules.compose import compose_command
 from nemo_rl_lite.run.flags import split_arguments
@@ -190,6 +190,24 @@ def test_what_nemo_rl_has_is_here_as_its_table_says(all_keys):
             if default:
                 checked += 1
                 assert default == documented_default(keys[0], theirs[1:].split(".")[0]), theirs
+    assert checked > 80
+
+
+def test_a_key_of_nemo_rl_is_answered_as_its_table_says():
+    checked = 0
+    for head, _, *rows in tables(NEMO_RL):
+        if head != ["NeMo-RL", "here", "default there", "default here", "what changes"]:
+            continue
+        for theirs, here, *_ in rows:
+            for key in re.findall(r"`([a-z_0-9]+\.[\w.]+)`", theirs) if here != "same key" else ():
+                own = key.split(".")[0]
+                known = known_keys((f"algorithm={own}",) if own in OWN_SECTIONS else ())
+                if key in known:
+                    continue
+                fix, checked = unknown_key(key, "1", known).fix, checked + 1
+                guess = re.search("did you mean (.*)\\?", fix)
+                assert guess is None or guess[1] in inline_code(here), (key, fix)
+                assert here == "–" or any(name in fix for name in inline_code(here)), (key, fix)
     assert checked > 80
 
 

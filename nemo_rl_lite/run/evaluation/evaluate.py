@@ -24,6 +24,7 @@ from nemo_rl_lite.rollout.files import RolloutFiles
 from nemo_rl_lite.rollout.groups import Wanted
 from nemo_rl_lite.rollout.prompts import fitting_prompts
 from nemo_rl_lite.rollout.rollout import Rollout
+from nemo_rl_lite.run.chat_keys import chat_tokenizer
 from nemo_rl_lite.run.evaluation.engines import running_engines
 from nemo_rl_lite.run.evaluation.folder import OUTPUT, Journal, claim, write_json
 from nemo_rl_lite.run.evaluation.summary import show, summarize
@@ -46,8 +47,7 @@ def evaluate(evaluation: Evaluation, folder: Path, console: RunConsole) -> dict[
     with locked(folder, OUTPUT):
         began = time.monotonic()
         playing, judge = Playing(evaluation.config), make_judge(evaluation.config.reward)
-        given = evaluation.config.policy.tokenizer.chat_template_kwargs
-        tokenizer = ChatTokenizer(evaluation.served.folder, given)
+        tokenizer = chat_tokenizer(evaluation.served.folder, evaluation.config)
         asked = _problems(evaluation, playing, judge, tokenizer, console)
         journal = Journal(folder, asked)
         if journal.done:

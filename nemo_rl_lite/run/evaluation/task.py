@@ -22,12 +22,13 @@ from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.host.devices import gpu_count
 from nemo_rl_lite.observability.redaction import HIDDEN, described
 from nemo_rl_lite.rules.compose import resolve
+from nemo_rl_lite.rules.without_effect import is_of
+from nemo_rl_lite.run.chat_keys import CHAT_KEYS, as_composed
 from nemo_rl_lite.run.serving import Served, alone
 
 SECTIONS = ("data", "reward", "environment", "agent", "generation")
-_TEMPLATE_KWARGS = "policy.tokenizer.chat_template_kwargs"
 _KEYS = (
-    *("algorithm.seed", "policy.max_total_sequence_length", "policy.precision", _TEMPLATE_KWARGS),
+    *("algorithm.seed", "policy.max_total_sequence_length", "policy.precision", *CHAT_KEYS),
     *(f"cluster.{name}" for name in ("gpus_per_node", "num_nodes", "threads_per_worker")),
     *(f"cluster.{name}" for name in ("start_timeout_s", "phase_timeout_s", "max_restarts")),
 )
@@ -73,6 +74,8 @@ class Evaluation:
         weights = [file.stat().st_mtime for file in self.served.folder.glob("*.safetensors")]
         written = datetime.fromtimestamp(max(weights, default=0), UTC).isoformat(timespec="seconds")
         whole = described(self.config)
+        template = self.config.policy.tokenizer.chat_template
+        text = Path(template).expanduser().read_bytes() if template else b""
         known = {
             "MODEL": str(self.served.folder),
             "MODEL's weights, written": written,
@@ -81,6 +84,7 @@ class Evaluation:
             "--temperature": self.temperature,
             "algorithm": {"seed": self.config.algorithm.seed},
             "policy": {name: whole["policy"][name] for name in _OF_POLICY},
+            **({"policy.tokenizer.chat_template's text": sha256(text).hexdigest()[:8]} if template else {}),
             **{section: whole[section] for section in SECTIONS},
             "generation": {name: value for name, value in whole["generation"].items() if name not in _PLACES},
         }
@@ -115,9 +119,7 @@ def _base(model: Served) -> DictConfig:
     config = model.config
     gpus = ["cluster.gpus_per_node=1", "policy=megatron_gpu"] if on_gpus(config) else []
     base = compose_files(gpus)
-    # The texts of a configuration are whole: nothing in them is filled in a second time.
-    own = json.loads(json.dumps(asdict(config)).replace("${", "\\\\${"))
-    shared, gpus_here = base.generation.colocated, gpu_count()
+    own, shared, gpus_here = as_composed(config), base.generation.colocated, gpu_count()
     for section in SECTIONS:
         base[section] = OmegaConf.create(own[section])
     base.generation.colocated = shared
@@ -127,8 +129,6 @@ def _base(model: Served) -> DictConfig:
         base.cluster.gpus_per_node = min(config.cluster.gpus_per_node, gpus_here or config.cluster.gpus_per_node)
     for key in _OF_POLICY:
         base.policy[key] = own["policy"][key]
-    # The model's folder has the template that the run chose.
-    base.policy.tokenizer.chat_template = None
     base.policy.model_name = str(model.folder)
     kept = {name: getattr(config.algorithm, name) for name in ("seed", "max_val_samples")}
     algorithm = {**kept, "val_at_start": False, "val_at_end": False, "val_period": 0}
@@ -139,7 +139,7 @@ def _base(model: Served) -> DictConfig:
 
 def _without_effect(given: Sequence[str]) -> Iterator[Violation]:
     for key in given:
-        if key.split(".")[0] not in SECTIONS and key not in _KEYS and not key.startswith(f"{_TEMPLATE_KWARGS}."):
+        if not is_of(key, (*SECTIONS, *_KEYS)):
             rule = "changes nothing here: an evaluation reads the sections " + ", ".join(SECTIONS)
             yield Violation(key, None, f"{rule}, and {', '.join(_KEYS)}", f"leave {key} out")
 

@@ -165,3 +165,52 @@ def test_what_is_composed_is_the_callers_to_change():
 )
 def test_a_key_of_another_launcher_is_answered_with_the_one_that_is_meant(key, choices, fix):
     assert keys.unknown_key(key, "1", keys.known_keys(choices)).fix == fix
+
+
+LEAVE, LISTED = "leave it out", "remove it; the keys are listed by --cfg job"
+
+
+@pytest.mark.parametrize(
+    ("key", "choices", "fix"),
+    [
+        ("policy.tokenizer.name", (), f"{LEAVE}: the tokenizer is read from the folder of policy.model_name"),
+        ("policy.tokenizer.use_fastokens", (), f"{LEAVE}: there is no such choice here"),
+        ("policy.megatron_cfg.optimizer.clip_grad", (), "did you mean policy.max_grad_norm?"),
+        (
+            "policy.megatron_cfg.fp8_cfg.fp8_recipe",
+            (),
+            f"{LEAVE}: training is in bfloat16 or float32 (policy.precision)",
+        ),
+        ("policy.generation.vllm_cfg.max_model_len", (), "did you mean policy.max_total_sequence_length?"),
+        ("policy.generation.vllm_cfg.use_tqdm", (), "the section is generation here; --cfg job lists its keys"),
+        ("loss_fn.use_cispo", (), "algorithm.loss_fn.policy_loss=cispo"),
+        ("checkpointing", (), "did you mean checkpoint?"),
+        ("checkpointing.enabled", (), "checkpoint.save_period=N, with 0 for no checkpoints"),
+        ("data.train.split_validation_size", (), "did you mean data.validation_fraction?"),
+        ("grpo.max_num_epochs", (), "algorithm.max_num_steps: this algorithm counts steps"),
+        ("sft.max_num_epochs", ("algorithm=sft",), "did you mean algorithm.max_num_epochs?"),
+        ("dpo.preference_loss_weight", (), "algorithm.preference_loss_weight, which needs algorithm=dpo"),
+        ("sft.val_batches", ("algorithm=sft",), "did you mean algorithm.max_val_samples?"),
+        # One that is misspelt.
+        ("grpo.num_prompt_per_step", (), "did you mean algorithm.num_prompts_per_step?"),
+    ],
+)
+def test_a_key_of_nemo_rl_is_answered_with_what_takes_its_place(key, choices, fix):
+    assert keys.unknown_key(key, "1", keys.known_keys(choices)).fix == fix
+
+
+@pytest.mark.parametrize(
+    ("key", "fix"),
+    [
+        # Many sections have such a key.
+        ("some.name", LISTED),
+        ("some.enabled", LISTED),
+        ("kwargs.eps", LISTED),
+        ("reward.nam", "did you mean reward.name?"),
+        ("polcy.precision", "did you mean policy.precision?"),
+        ("policy.megatron.peft.enabled", "did you mean policy.megatron_cfg.peft.enabled?"),
+        ("algorithm.num_prompts", "did you mean algorithm.num_prompts_per_step?"),
+    ],
+)
+def test_a_guess_is_a_key_that_is_like_the_one_that_was_given(key, fix):
+    assert keys.unknown_key(key, "1", keys.known_keys()).fix == fix

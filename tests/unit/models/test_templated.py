@@ -71,6 +71,16 @@ def test_a_folder_with_files_of_its_own_is_left_alone(tmp_path, template):
     assert written(model) and link.is_symlink()
 
 
+def test_a_tokenizer_takes_it_without_another_folder(tmp_path, template):
+    model = tmp_path / "model"
+    build_tokenizer().save_pretrained(model)
+    (model / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="chat_template_kwargs"):
+        ChatTokenizer(model, {"twice": True})
+    tokenizer = ChatTokenizer(model, {"twice": True}, str(template))
+    assert tokenizer.text(tokenizer.prompt(chat("12"))) == "12=="
+
+
 def test_one_made_before_can_be_made_of_itself(tmp_path, template):
     model, target = tmp_path / "model", tmp_path / "run" / "model"
     build_tokenizer().save_pretrained(model)

@@ -93,7 +93,7 @@ CASES = {
     "data.max_response_length=64": ["data.max_response_length", "did you mean generation.max_new_tokens?"],
     "policy.dtensor_cfg.enabled=true": ["policy.dtensor_cfg.enabled", "megatron-core's", "policy.megatron_cfg"],
     "policy.generation.temperature=1": ["did you mean generation.temperature?"],
-    "policy.generation.vllm_cfg.async_engine=true": ["engines have the section generation"],
+    "policy.generation.vllm_cfg.async_engine=true": ["the section is generation here"],
     "algorithm.max_num_steps=null": ["algorithm.max_num_steps = 'null'", "must be an integer"],
     "completely.unheard.of=1": ["completely.unheard.of", "unknown key", "--cfg job"],
     "polcy=megatron": ["polcy", "did you mean policy"],
@@ -506,7 +506,6 @@ CASES = {
     "cluster.cpu_ranks=0": ["cluster.cpu_ranks", "greater than 0"],
     # Combinations.
     "policy.train_global_batch_size=100": ["1 problem", "512 samples (64 prompts x 8", "train_global_batch_size=128,"],
-    "policy.train_micro_batch_size=48": ["policy.train_micro_batch_size", "must divide train_global_batch_size (128)"],
     "policy.logprob_batch_size=48": ["policy.logprob_batch_size", "512 samples"],
     "cluster.cpu_ranks=3": ["policy.train_global_batch_size", "data-parallel size (3)", "another number of ranks"],
     f"{TP}=2": [TP, "must divide the 1 policy ranks", "cluster.cpu_ranks=2"],
@@ -923,7 +922,6 @@ CASES = {
     "algorithm=sft algorithm.max_num_steps=null algorithm.max_num_epochs=null data=file data.train_path=DATA "
     "data.validation_path=DATA": ["algorithm.max_num_steps", "so is algorithm.max_num_epochs"],
     "algorithm=sft data.response_column=worked": ["data.response_column", "has no such columns", "=null"],
-    "algorithm=sft policy.train_micro_batch_size=48": ["policy.train_micro_batch_size", "1 problem found"],
     "algorithm=sft data=file data.train_path=DATA data.validation_path=DATA data.response_column=worked": [
         "data.train_path",
         "row 1",

@@ -94,6 +94,26 @@ def test_a_model_of_the_users_has_room_for_the_users_rows(place):
     assert given.policy.max_total_sequence_length == 32
 
 
+@pytest.mark.parametrize("engine", ["vllm", "vllm_gpu"])
+def test_responses_and_micro_batches_of_a_model_of_the_users_follow_from_its_length(engine):
+    def numbers(*overrides: str) -> tuple[int, int, int]:
+        config = compose_config([f"generation={engine}", *overrides])
+        policy, tokens = config.policy, config.generation.max_new_tokens
+        return tokens, policy.train_micro_batch_size, policy.logprob_batch_size
+
+    own, long = "policy.model_name=Qwen/Qwen3-0.6B", "policy.max_total_sequence_length=4096"
+    assert numbers() == numbers("policy.max_total_sequence_length=128") == (8, 128, 128)
+    assert numbers(own) == (512, 2, 2) and numbers(own, long) == (512, 1, 1)
+    assert numbers(own, "policy.max_total_sequence_length=100") == (50, 20, 20)
+    assert numbers(own, "generation.max_new_tokens=7", "policy.train_micro_batch_size=3") == (7, 3, 3)
+
+
+def test_a_length_that_is_none_is_the_only_error():
+    with pytest.raises(ConfigError) as raised:
+        compose_config(["policy.model_name=Qwen/Qwen3-0.6B", "policy.max_total_sequence_length=long"])
+    assert [one.key for one in raised.value.violations] == ["policy.max_total_sequence_length"]
+
+
 def test_a_model_of_few_positions_has_room_for_all_of_them(tmp_path):
     write_model(tmp_path / "short", max_position_embeddings=100)
     config = compose_config(["algorithm=sft", f"policy.model_name={tmp_path / 'short'}"])
@@ -223,6 +243,13 @@ def test_a_smaller_batch_needs_no_smaller_micro_batch():
     assert micro_batch_sizes(compose_config(["cluster.cpu_ranks=2"])) == (64, 64)
     assert micro_batch_sizes(compose_config(["policy.train_micro_batch_size=16"])) == (16, 16)
     assert micro_batch_sizes(compose_config(["policy.logprob_batch_size=64"])) == (128, 64)
+
+
+def test_a_micro_batch_divides_the_share_of_a_rank():
+    for most, size in ((48, 32), (127, 64), (3, 2), (1, 1)):
+        assert micro_batch_sizes(compose_config([f"policy.train_micro_batch_size={most}"])) == (size, size)
+    three = ["algorithm=sft", "policy.train_global_batch_size=21", "cluster.cpu_ranks=3"]
+    assert micro_batch_sizes(compose_config([*three, "policy.train_micro_batch_size=4"])) == (1, 1)
 
 
 def test_the_algorithms_options_are_those_of_its_name():

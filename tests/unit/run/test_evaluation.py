@@ -181,6 +181,19 @@ def test_the_usual_folder_is_that_of_one_configuration(model):
     assert first == again != other and first.name.startswith("mine-reverse_digits-")
 
 
+def test_a_chat_template_of_the_command_is_part_of_what_an_evaluation_is(model, tmp_path):
+    (template := tmp_path / "own.jinja").write_text("{{ messages }}")
+    given = f"policy.tokenizer.chat_template={template}"
+    evaluation = compose(model, [given], ONE)
+    first = evaluation.usual_folder()
+    assert evaluation.config.policy.tokenizer.chat_template == str(template)
+    assert first == evaluation.usual_folder() != compose(model, [], ONE).usual_folder()
+    template.write_text("{{ messages[0] }}")
+    assert compose(model, [given], ONE).usual_folder() != first
+    template.write_text("{% for ")
+    assert "the template is broken: line 1" in refused(model, given)
+
+
 def group(problem: Problem, *rewards: float | None) -> Group:
     played = Future()
     played.set_result(None)

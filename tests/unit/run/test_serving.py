@@ -12,7 +12,7 @@ from rich.console import Console
 
 from nemo_rl_lite import chat, serve
 from nemo_rl_lite.endpoint.protocol import RefusedError
-from nemo_rl_lite.errors import CheckpointError, LauncherError
+from nemo_rl_lite.errors import CheckpointError, ConfigError, LauncherError
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run import serving
 from nemo_rl_lite.run.serving import find_served
@@ -33,8 +33,8 @@ def model_folder(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def find(folder: Path, most: int | None = None) -> serving.Served:
-    return find_served(folder, most, lambda message: None)
+def find(folder: Path, most: int | None = None, *overrides: str) -> serving.Served:
+    return find_served(folder, overrides, most, lambda message: None)
 
 
 @pytest.fixture
@@ -66,6 +66,44 @@ def test_a_hugging_face_folder_has_what_its_model_can(tmp_path):
     long = find(model_folder(tmp_path / "long", max_position_embeddings=10**6, dtype="float32")).config
     assert (long.policy.max_total_sequence_length, long.generation.max_new_tokens) == (8192, 512)
     assert long.policy.precision == "float32"
+
+
+TEMPLATE, THINKS = "policy.tokenizer.chat_template", "policy.tokenizer.chat_template_kwargs.enable_thinking"
+
+
+def test_a_command_says_how_the_chats_of_any_model_are_written(tmp_path):
+    (template := tmp_path / "own.jinja").write_text("{{ messages }}")
+    (run := tmp_path / "run").mkdir()
+    run_folder(run, f"{TEMPLATE}={template}", f"{THINKS}=true", r"data.system_prompt='\${not.filled.in}'")
+    (run / "hf").mkdir()
+    own = find(run).config
+    # The exported model has the run's template.
+    assert own.policy.tokenizer.chat_template is None
+    assert own.policy.tokenizer.chat_template_kwargs == {"enable_thinking": True}
+    for folder in (run, model_folder(tmp_path / "mine")):
+        alone, said = find(folder).config, find(folder, None, f"{TEMPLATE}={template}", f"{THINKS}=false").config
+        tokenizer = said.policy.tokenizer
+        assert (tokenizer.chat_template, tokenizer.chat_template_kwargs) == (str(template), {"enable_thinking": False})
+        policy = dataclasses.replace(said.policy, tokenizer=alone.policy.tokenizer)
+        assert dataclasses.replace(said, policy=policy) == alone
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (f"{TEMPLATE}=none.jinja", f"{TEMPLATE} = 'none.jinja'\n      cannot be read"),
+        (f"{TEMPLATE}=3", "must be a string"),
+        (f"{TEMPLATE}_kwargs=3", "must be a mapping"),
+        (f"{TEMPLATE}s=own.jinja", f"did you mean {TEMPLATE}?"),
+        ("generation.top_k=3", f"generation.top_k\n      changes nothing here: .* chats read {TEMPLATE} and"),
+        ("policy=megatron_gpu", "policy\n      changes nothing here"),
+        ("enable_thinking", "is not an override"),
+    ],
+)
+def test_what_a_command_cannot_say_of_chats_is_one_error(tmp_path, override, said):
+    with pytest.raises(ConfigError, match=said) as raised:
+        find(model_folder(tmp_path / "mine"), None, override)
+    assert len(raised.value.violations) == 1
 
 
 def test_on_a_machine_with_gpus_a_folder_runs_there(tmp_path, monkeypatch):
