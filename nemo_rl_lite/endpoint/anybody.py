@@ -33,17 +33,18 @@ class Anybody:
 
     async def respond(self, asked: Asked) -> Answer:
         """See `Respondent.respond`."""
-        prompt = asked.tokens(self.speaker.tokenizer)
-        sampling = limited(self._sampling(asked), asked, len(prompt), self.speaker.max_length)
+        prompts, usual = asked.prompts(self.speaker.tokenizer), self._sampling(asked)
+        samplings = [limited(usual, asked, len(prompt), self.speaker.max_length) for prompt in prompts]
         # vLLM's first model runner ignores all seeds of a batch on a CPU where one request has none.
         seed = random.getrandbits(_SEED_BITS) if asked.seed is None else asked.seed
         seeds = [(seed + index) % 2**_SEED_BITS for index in range(asked.n or 1)]
-        sampled = await asyncio.gather(*(self.requests.sample(Request(prompt, sampling, own)) for own in seeds))
-        return Answer(prompt, tuple(completion for completion, _ in sampled))
+        requests = [Request(*one, seed) for one in zip(prompts, samplings, strict=True) for seed in seeds]
+        sampled = await asyncio.gather(*map(self.requests.sample, requests))
+        return Answer(prompts, tuple(completion for completion, _ in sampled))
 
     def _sampling(self, asked: Asked) -> Sampling:
         usual, (lowest, highest) = self.speaker.sampling, self.speaker.temperatures
-        sampling = replace(usual, stop_strings=(*usual.stop_strings, *asked.stop_strings))
+        sampling = replace(usual, stop_strings=(*usual.stop_strings, *(asked.stop or ())))
         temperature = sampling.temperature if asked.temperature is None else asked.temperature
         if temperature and not lowest <= temperature <= highest:
             message = f"temperature = {temperature:g}: this engine takes 0 and {lowest:g} to {highest:g}"

@@ -3,9 +3,9 @@
 import uuid
 from collections.abc import Mapping
 from itertools import accumulate
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, StringConstraints, field_validator
+from pydantic import Field
 
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.endpoint.protocol import Answer, Asked, RefusedError, answer_body
@@ -18,55 +18,33 @@ class CompletionRequest(Asked):
     source = "prompt"
 
     prompt: Any
-    stop: list[Annotated[str, StringConstraints(min_length=1)]] | None = None
     logprobs: int | None = Field(default=None, ge=0)
 
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _listed(cls, given: Any) -> Any:
-        return [given] if isinstance(given, str) else given
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """See `Asked.stop_strings`."""
-        return tuple(self.stop or ())
-
-    def tokens(self, tokenizer: ChatTokenizer) -> tuple[int, ...]:
-        """See `Asked.tokens`. Raises RefusedError also for more `logprobs` than the engines keep."""
+    def prompts(self, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], ...]:
+        """See `Asked.prompts`. Raises RefusedError also for more `logprobs` than the engines keep."""
         if self.logprobs and (self.logprobs > 1 or self.temperature != 0):
             rule = "the engines keep the logprob of the sampled token alone, which is the likeliest at temperature 0"
             fix = "ask for logprobs = 0, or for 1 with temperature = 0"
             raise RefusedError(400, f"logprobs = {self.logprobs}: {rule}; {fix}", "logprobs")
-        if isinstance(self.prompt, str):
-            tokens = tokenizer.opening(self.prompt)
-        elif isinstance(self.prompt, list) and all(type(token) is int for token in self.prompt):
-            tokens = self.prompt
-        else:
-            raise RefusedError(400, "prompt: each request has one, which is a text or a list of token ids", "prompt")
-        if not tokens:
-            raise RefusedError(400, "prompt: it has no tokens, and a response has to continue some", "prompt")
-        highest = tokenizer.highest_token
-        if unknown := [token for token in tokens if not 0 <= token <= highest]:
-            raise RefusedError(400, f"prompt: {unknown[0]} is no token id, which are 0 to {highest}", "prompt")
-        return tuple(tokens)
+        several = isinstance(self.prompt, list) and self.prompt and not _is_token(self.prompt[0])
+        return tuple(_tokens(prompt, tokenizer) for prompt in (self.prompt if several else [self.prompt]))
 
     def body(self, answer: Answer, tokenizer: ChatTokenizer, model: str) -> dict[str, Any]:
-        """See `Asked.body`. The text ends before the request's stop string; ids and logprobs are of all tokens."""
+        """See `Asked.body`."""
+        each = len(answer.completions) // len(answer.prompts)
         choices = [
             {
-                "text": self._before_stop(tokenizer.text(completion.tokens)),
+                "text": self.text(completion, tokenizer),
                 "logprobs": None if self.logprobs is None else self._logprobs(completion, tokenizer),
+                "prompt_token_ids": list(answer.prompts[index // each]),
             }
-            for completion in answer.completions
+            for index, completion in enumerate(answer.completions)
         ]
         return answer_body(answer, choices, model) | {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion"}
 
     def chunk(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `Asked.chunk`. OpenAI's chunks of completions have the form of whole answers."""
         return body
-
-    def _before_stop(self, text: str) -> str:
-        return text[: min((text.index(stop) for stop in self.stop_strings if stop in text), default=None)]
 
     def _logprobs(self, completion: Completion, tokenizer: ChatTokenizer) -> dict[str, Any]:
         pieces = [tokenizer.piece(token) for token in completion.tokens]
@@ -77,3 +55,23 @@ class CompletionRequest(Asked):
             "top_logprobs": [{piece: logprob} for piece, logprob in pairs] if self.logprobs else None,
             "text_offset": list(accumulate(map(len, pieces[:-1]), initial=0)),
         }
+
+
+def _is_token(given: Any) -> bool:
+    return type(given) is int
+
+
+def _tokens(prompt: Any, tokenizer: ChatTokenizer) -> tuple[int, ...]:
+    """The tokens of one prompt. Raises RefusedError: it is none."""
+    if isinstance(prompt, str):
+        tokens = tokenizer.opening(prompt)
+    elif isinstance(prompt, list) and all(map(_is_token, prompt)):
+        tokens = prompt
+    else:
+        raise RefusedError(400, "prompt: it is a text, a list of token ids, or a list of either", "prompt")
+    if not tokens:
+        raise RefusedError(400, "prompt: it has no tokens, and a response has to continue some", "prompt")
+    highest = tokenizer.highest_token
+    if unknown := [token for token in tokens if not 0 <= token <= highest]:
+        raise RefusedError(400, f"prompt: {unknown[0]} is no token id, which are 0 to {highest}", "prompt")
+    return tuple(tokens)

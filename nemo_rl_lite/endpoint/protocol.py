@@ -6,9 +6,9 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
 
 from nemo_rl_lite.data.messages import Message, read_messages
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
@@ -25,7 +25,6 @@ _INSTEAD = {
     "tools": "describe the tools in a message, or let environment.name answer the calls",
     "functions": "describe the tools in a message, or let environment.name answer the calls",
     "tool_choice": "describe the tools in a message, or let environment.name answer the calls",
-    "stop": "set generation.stop_strings, which holds for all responses",
     "stop_token_ids": "set generation.stop_token_ids, which holds for all responses",
     "response_format": "describe the format in a message, and reward it",
     "top_logprobs": "the engines keep the logprob of the sampled token alone",
@@ -57,9 +56,9 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """Responses, of which there is at least one, and the tokens that each of them continues."""
+    """Responses, and the tokens that they continue: of each prompt in turn there are equally many, and at least one."""
 
-    prompt: tuple[int, ...]
+    prompts: tuple[tuple[int, ...], ...]
     completions: tuple[Completion, ...]
 
 
@@ -77,21 +76,27 @@ class Asked(BaseModel):
     seed: int | None = None
     n: int | None = Field(default=None, gt=0, le=128)
     max_tokens: int | None = Field(default=None, gt=0)
+    stop: list[Annotated[str, StringConstraints(min_length=1)]] | None = None
     stream: bool | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _listed(cls, given: Any) -> Any:
+        return [given] if isinstance(given, str) else given
 
     @property
     def most_tokens(self) -> int | None:
         """How long a response may be."""
         return self.max_tokens
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """The strings that end a response, besides those of the run."""
-        return ()
-
     @abstractmethod
-    def tokens(self, tokenizer: ChatTokenizer) -> tuple[int, ...]:
-        """The tokens that the response continues. Raises RefusedError: there are none, or no engine takes them."""
+    def prompts(self, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], ...]:
+        """The tokens that responses continue. Raises RefusedError: there are none, or no engine takes them."""
+
+    def text(self, completion: Completion, tokenizer: ChatTokenizer) -> str:
+        """The text of a response. It ends before the request's own stop string; ids and logprobs are of all tokens."""
+        text = tokenizer.text(completion.tokens)
+        return text[: min((text.index(stop) for stop in self.stop or () if stop in text), default=None)]
 
     @abstractmethod
     def body(self, answer: Answer, tokenizer: ChatTokenizer, model: str) -> dict[str, Any]:
@@ -126,10 +131,10 @@ class ChatRequest(Asked):
             raise RefusedError(400, "messages: the last one is the assistant's, which has to answer it", "messages")
         return messages
 
-    def tokens(self, tokenizer: ChatTokenizer) -> tuple[int, ...]:
-        """See `Asked.tokens`."""
+    def prompts(self, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], ...]:
+        """See `Asked.prompts`. It is one."""
         try:
-            return tuple(tokenizer.prompt(self.chat()))
+            return (tuple(tokenizer.prompt(self.chat())),)
         except DataError as error:
             raise RefusedError(400, str(error), "messages") from None
 
@@ -137,12 +142,14 @@ class ChatRequest(Asked):
         """See `Asked.body`."""
         choices = [
             {
-                "message": {"role": "assistant", "content": tokenizer.text(completion.tokens)},
+                "message": {"role": "assistant", "content": self.text(completion, tokenizer)},
                 "logprobs": {"content": _logprobs(completion, tokenizer)} if self.logprobs else None,
             }
             for completion in answer.completions
         ]
-        return answer_body(answer, choices, model) | {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion"}
+        (prompt,) = answer.prompts
+        own = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion", "prompt_token_ids": list(prompt)}
+        return answer_body(answer, choices, model) | own
 
     def chunk(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `Asked.chunk`."""
@@ -181,7 +188,7 @@ def answer_body(answer: Answer, choices: Sequence[Mapping[str, Any]], model: str
     """What the answers to all kinds of requests have; `choices` has what is particular to the kind, one for each
     response. `system_fingerprint` names the newest step that made weights which sampled the responses."""
     responses = answer.completions
-    sizes = len(answer.prompt), sum(len(one.tokens) for one in responses)
+    sizes = sum(map(len, answer.prompts)), sum(len(one.tokens) for one in responses)
     return {
         "created": int(time.time()),
         "model": model,
@@ -191,7 +198,6 @@ def answer_body(answer: Answer, choices: Sequence[Mapping[str, Any]], model: str
             for index, (choice, one) in enumerate(zip(choices, responses, strict=True))
         ],
         "usage": {"prompt_tokens": sizes[0], "completion_tokens": sizes[1], "total_tokens": sum(sizes)},
-        "prompt_token_ids": list(answer.prompt),
     }
 
 

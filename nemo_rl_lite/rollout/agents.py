@@ -84,7 +84,8 @@ class AgentSession:
             sampling = self._sampling(asked)
             if not episode.turns:
                 tokens, new = (), ()
-                episode.begin(asked.tokens(assistant.tokenizer), asked.chat())
+                (opening,) = asked.prompts(assistant.tokenizer)
+                episode.begin(opening, asked.chat())
             else:
                 new = self._new(asked.chat())
                 tokens = self._between(new)
@@ -104,7 +105,7 @@ class AgentSession:
             finally:
                 self._waits()
             self.is_full, (_, completion) = False, episode.turns[-1]
-            return Answer(prompt, (completion,))
+            return Answer((prompt,), (completion,))
 
     def waited(self) -> None:
         """The episode does not wait for the agent any more."""
@@ -142,6 +143,8 @@ class AgentSession:
             if value not in (None, getattr(training, name), getattr(own, name)):
                 rule = f"training samples with generation.{name} = {getattr(training, name)}, which the loss relies on"
                 raise RefusedError(400, f"{name} = {value}: {rule}; leave it out, or set that key", name)
+        if asked.stop:
+            raise RefusedError(400, "stop: set generation.stop_strings, which holds for all responses", "stop")
         if asked.n not in (None, 1):
             rule = "an agent's episode is one sequence of tokens, so a request has one answer"
             raise RefusedError(400, f"n = {asked.n}: {rule}; leave it out", "n")

@@ -1,4 +1,4 @@
-"""Several answers to a request, and completions of texts and token ids, over a real port."""
+"""Several answers to a request, its own stop strings, and completions of texts and token ids, over a real port."""
 
 import httpx
 import pytest
@@ -35,6 +35,13 @@ def test_several_answers_have_seeds_of_their_own(openai, echo):
     assert said.usage.prompt_tokens == 3 and said.usage.completion_tokens == 9
 
 
+def test_an_answer_ends_before_the_requests_own_stop_string(openai, echo):
+    asked = [{"role": "user", "content": "abcd"}]
+    said = openai.chat.completions.create(model="own", messages=asked, stop=["d", "bc"]).choices[0]
+    assert said.message.content == "a" and said.token_ids == [97, 98, 99, 100, 0]
+    assert echo.asked[0].sampling.stop_strings == ("d", "bc")
+
+
 @pytest.mark.parametrize("prompt", ["abc|", [97, 98, 99, 124]])
 def test_a_completion_continues_a_text_or_token_ids(openai, echo, prompt):
     said = openai.completions.create(model="own", prompt=prompt, n=2, max_tokens=9, temperature=0, logprobs=1, stop="c")
@@ -43,9 +50,18 @@ def test_a_completion_continues_a_text_or_token_ids(openai, echo, prompt):
     assert first.logprobs.tokens == ["a", "b", "c", "\0"] and first.logprobs.text_offset == [0, 1, 2, 3]
     assert first.logprobs.token_logprobs == [-1 / 8, -2 / 8, -3 / 8, -4 / 8]
     assert first.logprobs.top_logprobs[0] == {"a": -1 / 8} and first.token_ids == [97, 98, 99, 0]
-    assert said.object == "text_completion" and said.prompt_token_ids == [97, 98, 99, 124]
+    assert said.object == "text_completion" and second.prompt_token_ids == [97, 98, 99, 124]
     sampling = echo.asked[0].sampling
     assert (sampling.stop_strings, sampling.max_new_tokens, sampling.temperature) == (("c",), 9, 0)
+
+
+@pytest.mark.parametrize("prompts", [["ab|", "c|"], [[97, 98, 124], [99, 124]], ["ab|", [99, 124]]])
+def test_several_prompts_have_several_answers_each(openai, echo, prompts):
+    said = openai.completions.create(model="own", prompt=prompts, n=2, seed=7)
+    assert [(one.index, one.text) for one in said.choices] == [(0, "ab"), (1, "ab"), (2, "c"), (3, "c")]
+    assert [len(one.prompt_token_ids) for one in said.choices] == [3, 3, 2, 2]
+    assert said.usage.prompt_tokens == 5 and said.usage.completion_tokens == 2 * 3 + 2 * 2
+    assert [one.seed for one in echo.asked] == [7, 8, 7, 8]
 
 
 def test_a_completion_has_the_usual_sampling_and_may_be_a_stream(openai, echo):
@@ -57,7 +73,9 @@ def test_a_completion_has_the_usual_sampling_and_may_be_a_stream(openai, echo):
 @pytest.mark.parametrize(
     ("parameters", "said"),
     [
-        ({"prompt": ["ab", "cd"]}, "prompt: each request has one, which is a text or a list of token ids"),
+        ({"prompt": ["ab", {}]}, "prompt: it is a text, a list of token ids, or a list of either"),
+        ({"prompt": ["ab|", "a" * 70]}, "70 tokens of prompt and 40 of the response exceed"),
+        ({"prompt": []}, "prompt: it has no tokens"),
         ({"prompt": ""}, "prompt: it has no tokens"),
         ({"prompt": [97, 128]}, "prompt: 128 is no token id, which are 0 to 127"),
         ({"prompt": "a" * 70}, "70 tokens of prompt and 40 of the response exceed"),

@@ -50,6 +50,8 @@ async def player(problem, endpoint, how):
             await ask([*messages, first, TOOL], temperature=0.5)
         case "several":
             await ask([*messages, first, TOOL], n=2)
+        case "stops":
+            await ask([*messages, first, TOOL], stop="=")
         case "text":
             await Endpoint(endpoint).post("completions", prompt="6*7=")
         case "rewrites":
