@@ -158,7 +158,7 @@ def _pack_shared_weights(model: torch.nn.Module) -> None:
     layers: list[Any] = [layer for layer in model.modules() if layer._parameters.get("weight") is not None]
     uses = Counter(id(layer.weight) for layer in layers)
     for layer in layers:
-        if uses[id(layer.weight)] > 1:
+        if uses[id(layer.weight)] > 1 and hasattr(layer, "cpu_linear"):
             layer.quant_method.process_weights_after_loading(layer)
 
 
