@@ -1198,6 +1198,8 @@ CASES = {
     f"{PEFT}.target_modules=[]": [f"{PEFT}.target_modules", "must not be empty"],
     "policy.model_name=": ["policy.model_name", "must not be empty"],
     "+policy.megatron_cfg.optimizer.learning_rate=1e-4": [f"did you mean {OPTIMIZER}.lr"],
+    "algorithm.lr=1e-4": [f"did you mean {OPTIMIZER}.lr"],
+    "recipe=grpo-tiny-1n0g-cpu": ["fix: recipes=NAME"],
     "recipes=grpo-qwen3-8b-2n8g-noncolocated cluster.num_nodes=1": [
         "1 problem",
         "generation.colocated.resources.num_nodes = 1",
