@@ -821,6 +821,10 @@ CASES = {
         "no column 'solution' (columns: prompt, answer)",
         "or data.answer_column=NAME",
     ],
+    "algorithm=sft data=file data.train_path=DATA data.validation_path=DATA data.answer_column=solution": [
+        "no column 'solution' (columns: prompt, answer)",
+        "or data.response_column=NAME",
+    ],
     "data=file data.train_path=BROKEN data.validation_path=DATA": ["data.train_path", "row 2", "not JSON"],
     "data=file data.train_path=BLANK data.validation_path=DATA": ["data.train_path", "no rows"],
     "data=file data.train_path=NULL data.validation_path=DATA": ["row 1", "column 'answer' is null"],
