@@ -48,20 +48,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if sys.stdin.isatty():
             console.print(f"{served}; {_RESET} begins a new conversation, {_QUIT} or Ctrl-D ends")
         try:
-            refused = converse(replier(queue, speaker, given.temperature), console)
+            refused = converse(replier(queue, speaker, given.temperature, console.print), console)
         except KeyboardInterrupt:
             refused = 0
     sys.exit(1 if refused and not sys.stdin.isatty() else 0)
 
 
-def replier(queue: RequestQueue, speaker: Speaker, temperature: float | None) -> Reply:
-    """Return what asks the engine for a response at a temperature (None: the run's)."""
+def replier(queue: RequestQueue, speaker: Speaker, temperature: float | None, say: Callable[[str], None]) -> Reply:
+    """Return what asks the engine for a response at a temperature (None: the run's), and says where one was cut."""
 
     async def reply(messages: Sequence[Message]) -> str:
         asked = ChatRequest(messages=list(messages), temperature=temperature)
         async with queue.serving() as requests:
             answer = await Anybody(speaker, requests).respond(asked)
-        return speaker.tokenizer.text(answer.completions[0].tokens)
+        (completion,) = answer.completions
+        if completion.finish_reason == "length":
+            say(f"cut after {len(completion.tokens)} tokens; --max-new-tokens allows more")
+        return speaker.tokenizer.text(completion.tokens)
 
     return lambda messages: asyncio.run(reply(messages))
 

@@ -27,6 +27,7 @@ _OTHER_NAMES = {
     "num_epochs": _EPOCHS,
     "total_epochs": _EPOCHS,
     "learning_rate": ("lr",),
+    "lr": ("lr",),
     "warmup_steps": ("lr_warmup_iters",),
     "warmup_ratio": ("lr_warmup_iters",),
     "lr_scheduler_type": ("lr_decay_style",),
@@ -74,6 +75,7 @@ _ONE_PASS = (
 _IN_STEPS = "algorithm.max_num_steps: this algorithm counts steps"
 # What takes the place of a key that none stands for here.
 _INSTEAD = {
+    "recipe": "recipes=NAME",
     "output_dir": "hydra.run.dir=FOLDER",
     "default_local_dir": "hydra.run.dir=FOLDER",
     "use_vllm": "generation=vllm, which is the default, or generation=transformers",

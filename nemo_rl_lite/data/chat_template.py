@@ -83,7 +83,8 @@ class ChatTemplate:
                 f"the model's chat template does not write the response and then its end token {end}: {whole!r}"
             )
         if missing := [name for name in called if name not in turn]:
-            raise DataError(f"the model's chat template does not write the call of {missing[0]}: {turn!r}")
+            fix = "name one that does with policy.tokenizer.chat_template, or leave out the rows with tool calls"
+            raise DataError(f"the model's chat template does not write the call of {missing[0]}: {turn!r}; {fix}")
         return turn
 
     def between_turns(self, messages: Sequence[Message]) -> str:

@@ -59,7 +59,7 @@ def to_chat(config: DataConfig, row: Row, where: str) -> Example | None:
     """
     if config.min_reward is not None and not _is_rewarded(row, config.min_reward, where):
         return None
-    name = config.messages_column or _usual_column(config, row)
+    name = _messages_column(config, row)
     if name is None:
         problem = to_problem(with_responses(config), row, where)
         if not problem.answer.strip():
@@ -98,8 +98,15 @@ def _says_something(message: Message) -> bool:
     return any((message["content"].strip(), message.get("reasoning_content"), message.get("tool_calls")))
 
 
-def _usual_column(config: DataConfig, row: Row) -> str | None:
-    """The column of messages in a row that has no prompt."""
+def has_whole_chats(config: DataConfig, row: Row) -> bool:
+    """Whether a row is a whole chat, and no prompt with a response."""
+    return _messages_column(config, row) is not None
+
+
+def _messages_column(config: DataConfig, row: Row) -> str | None:
+    """The column that is named, or of a usual name in a row that has no prompt."""
+    if config.messages_column is not None:
+        return config.messages_column
     if config.prompt_template is not None or config.prompt_column in row:
         return None
     return next((name for name in CHAT_COLUMNS if isinstance(row.get(name), Sequence)), None)

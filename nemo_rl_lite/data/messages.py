@@ -30,7 +30,8 @@ def read_messages(value: object, where: str) -> tuple[Message, ...]:
     if isinstance(value, str) and value.lstrip().startswith("["):
         raise DataError(f"{where}: holds its messages as JSON text; write the list itself into the row")
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise DataError(f"{where}: a list of {{role, content}} messages is needed, found {type(value).__name__}")
+        found = "an empty list" if value == [] else type(value).__name__
+        raise DataError(f"{where}: a list of {{role, content}} messages is needed, found {found}")
     return tuple(_message(one, f"{where}, message {number}") for number, one in enumerate(value, start=1))
 
 
@@ -49,7 +50,8 @@ def _message(value: object, where: str) -> Message:
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
-        raise DataError(f"{where}: its content must be text, found {type(content).__name__}")
+        found = type(content).__name__ if "content" in value else f"the fields {', '.join(map(str, value))} alone"
+        raise DataError(f"{where}: its content must be text, found {found}")
     more = {key: value[key] for key in _MORE if value.get(key) is not None}
     called = {"tool_calls": [_call(call, where) for call in calls]} if calls else {}
     return {"role": value["role"], "content": content, **more, **called, **_untrained(value, where)}
@@ -70,7 +72,7 @@ def _untrained(value: Mapping[str, Any], where: str) -> dict[str, int]:
 def _text_part(part: object, where: str) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
-    raise DataError(f"{where}: only parts of the type text can be trained on, found {part!r:.80}")
+    raise DataError(f"{where}: only parts of the type text are read, found {part!r:.80}")
 
 
 def _call(call: object, where: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data.columns import cut_number, is_number
-from nemo_rl_lite.data.conversations import REWARD_COLUMN, Example
+from nemo_rl_lite.data.conversations import REWARD_COLUMN, Example, has_whole_chats
 from nemo_rl_lite.data.problems import Asked, Problem
 from nemo_rl_lite.data.rows import Row
 
@@ -29,7 +29,7 @@ def note_odd(config: DataConfig, rows: Sequence[tuple[str, Row]], kept: Sequence
         log.warning("%d of %d rows %s and were left out", len(rows) - len(kept), len(rows), why)
     for text in (
         *_of_the_system_prompt(config, rows, kept),
-        *_of_repetitions(config, kept, are_samples=REWARD_COLUMN in rows[0][1]),
+        *_of_repetitions(config, kept, usual=REWARD_COLUMN in rows[0][1] or has_whole_chats(config, rows[0][1])),
         *_of_single_rows(kept),
         *_of_scores(rows),
         *(_of_cut_numbers(config, rows) if reads_answers else ()),
@@ -64,17 +64,17 @@ def _of_the_system_prompt(config: DataConfig, rows: Sequence[tuple[str, Row]], k
         yield f"data.system_prompt has {{{named[0]}}} as it stands: only data.prompt_template fills in columns"
 
 
-def _of_repetitions(config: DataConfig, kept: Sequence[Asked], are_samples: bool) -> Iterator[str]:
+def _of_repetitions(config: DataConfig, kept: Sequence[Asked], usual: bool) -> Iterator[str]:
     """Prompts or answers that say the same in many rows, which a wrong column does. Pairs are left out: several for a
-    prompt, and the same response to several, are usual. Chats that are samples have several responses to a prompt; of
-    these only copies are told, unless all rows have one prompt."""
+    prompt, and the same response to several, are usual. So are several chats that begin alike where `usual`: samples of
+    a prompt, and columns of whole chats; of these only copies are told, unless all rows have one prompt."""
     if len(kept) < _FEW or _is_compared(kept[0]):
         return
     answers = defaultdict[str, set[str]](set)
     for one in kept:
         answers[_asked(one)].add(_answered(one))
     repeated = len(kept) - len(answers)
-    if are_samples and isinstance(kept[0], Example) and len(answers) > 1:
+    if usual and isinstance(kept[0], Example) and len(answers) > 1:
         copies = len(kept) - sum(map(len, answers.values()))
         if copies > len(kept) / 4:
             rule = f"{copies} of {len(kept)} rows have the prompt and the response of another row"
@@ -82,7 +82,10 @@ def _of_repetitions(config: DataConfig, kept: Sequence[Asked], are_samples: bool
     elif repeated > len(kept) / 4:
         prompt, other = max(answers.items(), key=lambda item: len(item[1]))
         different = f" with {len(other)} different answers" if len(other) > 1 else ""
-        key = "data.prompt_template" if config.prompt_template else "data.prompt_column"
+        key = next(
+            (f"data.{name}" for name in ("messages_column", "prompt_template") if getattr(config, name)),
+            "data.prompt_column",
+        )
         rule = f"{repeated} of {len(kept)} rows ask what another row asks, such as {prompt[-60:]!r}{different}"
         yield f"{rule}: does {key} leave out a column?"
     said = {answer for found in answers.values() for answer in found}

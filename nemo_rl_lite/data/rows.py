@@ -101,7 +101,9 @@ def _parse(line: str, where: str) -> Row:
         row = json.loads(line, parse_constant=_refuse, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         hint = "a JSON file has one object a line, or is one list of objects"
-        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); {hint}") from None
+        raise DataError(
+            f"{where}: not JSON ({error.msg.removesuffix(' at')} at column {error.colno}); {hint}"
+        ) from None
     except ValueError as error:
         raise DataError(f"{where}: {error}") from None
     if _SURROGATE.search(line):

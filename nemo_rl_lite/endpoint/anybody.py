@@ -69,7 +69,8 @@ def limited(sampling: Sampling, asked: Asked, prompt_tokens: int, max_length: in
     most = sampling.max_new_tokens if asked.most_tokens is None else asked.most_tokens
     if most > sampling.max_new_tokens:
         limit = f"a response has at most generation.max_new_tokens = {sampling.max_new_tokens} tokens"
-        raise RefusedError(400, f"max_tokens = {most}: {limit}", "max_tokens")
+        fix = "ask for no more, or raise that key (nrl-lite serve --max-new-tokens)"
+        raise RefusedError(400, f"max_tokens = {most}: {limit}; {fix}", "max_tokens")
     if prompt_tokens + most > max_length:
         raise RefusedError(
             400,

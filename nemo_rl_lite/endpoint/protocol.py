@@ -37,6 +37,8 @@ _NEUTRAL: dict[str, Any] = {
     "frequency_penalty": 0,
     "repetition_penalty": 1,
     "min_p": 0,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
 }
 _NEUTRAL |= {"top_logprobs": 0, "tool_choice": "none", "response_format": {"type": "text"}}
 

@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
 
 from nemo_rl_lite.config.sections.generation import ServeConfig
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
@@ -25,6 +26,7 @@ from nemo_rl_lite.errors import ConfigError, Violation
 _CLIENT_GONE = 499
 # Seconds that the server has to start, and to end.
 _LIMIT_S = 30.0
+_ANSWERED = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
 _EVERYWHERE = ("0.0.0.0", "::", "")
 
 
@@ -109,6 +111,12 @@ def application(gate: Gate, model: str, max_length: int) -> FastAPI:
         headers = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
         return JSONResponse(refused.body(), refused.status, headers)
 
+    @app.exception_handler(404)
+    @app.exception_handler(405)
+    async def elsewhere(request: Request, error: HTTPException) -> JSONResponse:
+        rule = f"there is no {request.method} {request.url.path} here, only {_ANSWERED}"
+        return JSONResponse(RefusedError(error.status_code, rule).body(), error.status_code, error.headers)
+
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"engines": "generating" if gate.is_open else "asleep"}
@@ -129,12 +137,10 @@ def application(gate: Gate, model: str, max_length: int) -> FastAPI:
 
     async def answer(request: Request, kind: type[Asked]) -> Response:
         key = _key(request, gate)
-        try:
-            asked = read_request(kind, json.loads(await request.body()))
-        except ValueError as error:
-            raise RefusedError(400, f"the body is not JSON: {error}") from None
+        asked = read_request(kind, _parsed(await request.body()))
         if asked.model not in (None, model):
-            raise RefusedError(404, f"there is no model {asked.model!r:.100} here, only {model!r}", "model")
+            rule = f"there is no model {asked.model!r:.100} here, only {model!r}"
+            raise RefusedError(404, rule, "model", "model_not_found")
         written = await _unless_gone(request, asyncio.wrap_future(gate.ask(key, asked)))
         if written is None:
             return Response(status_code=_CLIENT_GONE)
@@ -144,6 +150,17 @@ def application(gate: Gate, model: str, max_length: int) -> FastAPI:
         return JSONResponse(written)
 
     return app
+
+
+def _parsed(body: bytes) -> Any:
+    """The JSON of a body. Raises RefusedError: it is none, is nested too deeply, or has half of a character."""
+    try:
+        content = json.loads(body)
+        if b"\\u" in body:
+            json.dumps(content, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(400, f"the body is not JSON: {error}") from None
+    return content
 
 
 def _key(request: Request, gate: Gate) -> str:

@@ -109,6 +109,8 @@ def show_summary(
         console.say(f"picture  {folder / PICTURE}")
         if plot_memory(metrics, folder / MEMORY_PICTURE, title):
             console.say(f"memory   {folder / MEMORY_PICTURE}")
+    if (model := folder / "hf").is_dir():
+        console.say(f"model    {model}")
     console.say(f"run      {folder}")
 
 

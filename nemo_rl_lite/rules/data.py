@@ -12,7 +12,7 @@ from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data import gym
 from nemo_rl_lite.data.columns import MissingColumnError, template_columns
 from nemo_rl_lite.data.files import FileError
-from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, kind_of
+from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, Kind, kind_of
 from nemo_rl_lite.data.rows import file_rows
 from nemo_rl_lite.data.sources import ROWS, TASKS, check_file, validation_source
 from nemo_rl_lite.errors import DataError, Violation
@@ -94,7 +94,7 @@ def answer_pattern_has_a_group(config: Config) -> Iterator[Violation]:
 
 @rule("data")
 def files_can_be_read(config: Config) -> Iterator[Violation]:
-    data = config.data
+    data, kind = config.data, kind_of(config)
     wrong = [*template_is_plain(config), *columns_differ(config), *answer_pattern_has_a_group(config)]
     if data.name != "file" or wrong:
         return
@@ -104,20 +104,23 @@ def files_can_be_read(config: Config) -> Iterator[Violation]:
         if path is None:
             continue
         try:
-            check_file(data, path, 100, kind_of(config))
+            check_file(data, path, 100, kind)
         except FileError as error:
             yield Violation(key, path, error.problem, error.fix)
         except DataError as error:
-            yield Violation(key, path, str(error), _right_columns(data, error))
+            yield Violation(key, path, str(error), _right_columns(data, error, kind))
 
 
-def _right_columns(data: DataConfig, error: DataError) -> str:
-    """The fix for a row that cannot be read; it names the key of a column that is missing."""
+def _right_columns(data: DataConfig, error: DataError, kind: Kind) -> str:
+    """The fix for a row that cannot be read; it names the key of a column that is missing. What `data.answer_column`
+    names is a response where no pattern finds an answer in it."""
     if isinstance(error, MissingColumnError) and error.name not in template_columns(data.prompt_template or ""):
         named = dataclasses.asdict(data).items()
         keys = [f"data.{field}" for field, name in named if field.endswith("_column") and name == error.name]
         if keys:
-            return f"correct the path, or {keys[0]}=NAME, with the name that the column has there"
+            is_response = keys[0] == "data.answer_column" and not kind.reads_answers
+            key = "data.response_column" if is_response else keys[0]
+            return f"correct the path, or {key}=NAME, with the name that the column has there"
     return "correct the path, or the columns, template or pattern of data"
 
 

@@ -53,7 +53,8 @@ def dry_run(config: Config, overrides: Sequence[str], run_folder: Path | None) -
         rule = f"the run needs {size(plan.budget.host)} of memory, and this machine has {size(there)}"
         batch = plan.micro_batch
         smaller = "less offload" if on_gpus(config) else f"a smaller {batch.key} (now {batch.now})"
-        fix = f"{smaller}, fewer ranks or engines, or a smaller model"
+        shorter = f"policy.max_total_sequence_length (now {config.policy.max_total_sequence_length})"
+        fix = f"{smaller} or {shorter}, fewer ranks or engines, or a smaller model"
         raise ConfigError([Violation("policy", None, rule, fix)])
     console.say("dry run: nothing was started")
 

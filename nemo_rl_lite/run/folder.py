@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, changed, checkpoints_around
-from nemo_rl_lite.checkpoint.store import has_any
+from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention, has_any
 from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.config.overrides import RUN_FOLDER
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
@@ -89,9 +89,11 @@ def check_folder(folder: Path, whole_config: Mapping[str, Any]) -> None:
 
 
 def how_to_resume(folder: Path) -> str:
-    """Say how to resume an interrupted run, or that there is nothing to resume from."""
+    """Say how to resume an interrupted run, and after which step, or that there is nothing to resume from."""
     if has_any(folder / CHECKPOINTS):
-        return f"to resume, give the same command with {RUN_FOLDER}={folder}"
+        newest = CheckpointStore(folder / CHECKPOINTS, Retention(1, 0, None, True)).latest()
+        where = f" after step {newest.step}, of which the newest checkpoint is" if newest else ""
+        return f"to resume{where}, give the same command with {RUN_FOLDER}={folder}"
     return "no checkpoint was saved yet (checkpoint.save_period), so that there is nothing to resume from"
 
 

@@ -70,7 +70,9 @@ def test_a_dry_run_refuses_the_folder_that_the_run_would_refuse(capsys, tmp_path
 def test_a_run_that_is_too_large_for_this_machine_is_told_which_batch_to_make_smaller(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=2**30, available=2**30))
-    refused(capsys, "fix: a smaller policy.train_micro_batch_size (now 128), fewer ranks")
+    refused(
+        capsys, "a smaller policy.train_micro_batch_size (now 128) or policy.max_total_sequence_length (now 32), fewer"
+    )
 
 
 def refused(capsys, why: str, *overrides: str) -> None:

@@ -9,14 +9,16 @@ from tests.functional.test_vllm_loader import SIZES
 pytestmark = pytest.mark.functional
 
 
-def test_the_probe_agrees_after_every_refit(tmp_path):
+# vLLM's last layer is the embedding itself in its Qwen3, and a module with the same matrix in its Llama.
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_the_probe_agrees_after_every_refit(tmp_path, kind):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from nemo_rl_lite.models.embedded.build import build_tokenizer
 
     torch.manual_seed(0)
     folder, run = tmp_path / "model", tmp_path / "run"
-    tied = AutoConfig.for_model("qwen3", **SIZES, tie_word_embeddings=True)
+    tied = AutoConfig.for_model(kind, **SIZES, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(tied).save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     _, metrics = train_here(

@@ -1,5 +1,6 @@
 """The part that runs inside vLLM's own worker processes, as their `worker_extension_cls`."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -129,6 +130,8 @@ class RefitExtension:
         report = self._receiver.receive(loader)
         with self._as_at_the_start():
             finalize_layerwise_reload(model, self.model_runner.model_config)
+            if self.device.type == "cpu":
+                _pack_shared_weights(model)
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
             # The policy may want the memory of the layers that were under way.
@@ -146,6 +149,17 @@ class RefitExtension:
         finishes tracing vLLM's kind of parameters while a default device is set."""
         with self.device, torch.compiler.set_stance("force_eager"):
             yield
+
+
+def _pack_shared_weights(model: torch.nn.Module) -> None:
+    """Let vLLM pack a matrix that several layers share for each of them, as it did at the start. Its reload packs for
+    the layer that the loader names, the embedding; the last layer of models such as Llama is a module of its own, and
+    would compute with the matrix of the start."""
+    layers: list[Any] = [layer for layer in model.modules() if layer._parameters.get("weight") is not None]
+    uses = Counter(id(layer.weight) for layer in layers)
+    for layer in layers:
+        if uses[id(layer.weight)] > 1 and hasattr(layer, "cpu_linear"):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def _experts_backends(model: torch.nn.Module) -> set[str]:

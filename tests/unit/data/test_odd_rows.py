@@ -39,6 +39,11 @@ ODD = {
         [{"prompt": "train", "answer": f"{i}", "reward": 1.0} for i in range(10)],
         "9 of 10 rows ask what another row asks, such as 'train'",
     ),
+    "chats are there twice": (
+        CHATS,
+        [{"messages": [message("user", f"{i % 5}"), message("assistant", "a")]} for i in range(10)],
+        "5 of 10 rows have the prompt and the response of another row",
+    ),
     "a problem is there several times, with a reward": (
         PROBLEMS,
         [{"prompt": f"{i % 5}", "answer": f"{i % 5}", "reward": 1.0} for i in range(10)],
@@ -77,6 +82,11 @@ FINE = {
     "several samples of a prompt": (
         CHATS,
         [{"prompt": f"{i % 2}", "answer": f"{i}", "reward": 1.0} for i in range(10)],
+    ),
+    "chats that begin alike": (
+        CHATS,
+        [{"messages": [message("user", "hi"), message("assistant", f"{i}")]} for i in range(9)]
+        + [{"messages": [message("user", "ho"), message("assistant", "9")]}],
     ),
     "an echo": (CHATS, [{"prompt": f"{i}", "answer": f"{i}"} for i in range(10)]),
     "scores": (

@@ -39,9 +39,11 @@ def test_a_grpo_run_is_judged_by_accuracy_reward_and_kl(tmp_path):
     steps = [{"train/reward": 0.25, "train/kl_penalty": 0.0}, {"train/reward": 0.5, "train/kl_penalty": 0.125}]
     metrics = run({"validation/accuracy": 0.125}, steps, GRPO_SECONDS)
     metrics.log(2, {"validation/accuracy": 0.75})
+    (tmp_path / "hf").mkdir()
     text, summary = reported(metrics, tmp_path, "grpo")
     lines = [line.split() for line in text.splitlines()]
     assert ["│", "held-out", "accuracy", "│", "0.125", "│", "0.750", "│"] in lines
+    assert any(line[:1] == ["model"] for line in lines)
     assert ["│", "KL", "to", "the", "start", "│", "0.0000", "│", "0.1250", "│"] in lines
     assert summary["accuracy_after"] == 0.75 and summary["val_loss_after"] is None and summary["waits"] is None
     assert summary["seconds_by_phase"] == {"generate": 1.0, "train": 0.5}

@@ -820,6 +820,10 @@ CASES = {
         "no column 'solution' (columns: prompt, answer)",
         "or data.answer_column=NAME",
     ],
+    "algorithm=sft data=file data.train_path=DATA data.validation_path=DATA data.answer_column=solution": [
+        "no column 'solution' (columns: prompt, answer)",
+        "or data.response_column=NAME",
+    ],
     "data=file data.train_path=BROKEN data.validation_path=DATA": ["data.train_path", "row 2", "not JSON"],
     "data=file data.train_path=BLANK data.validation_path=DATA": ["data.train_path", "no rows"],
     "data=file data.train_path=NULL data.validation_path=DATA": ["row 1", "column 'answer' is null"],
@@ -1196,6 +1200,8 @@ CASES = {
     f"{PEFT}.target_modules=[]": [f"{PEFT}.target_modules", "must not be empty"],
     "policy.model_name=": ["policy.model_name", "must not be empty"],
     "+policy.megatron_cfg.optimizer.learning_rate=1e-4": [f"did you mean {OPTIMIZER}.lr"],
+    "algorithm.lr=1e-4": [f"did you mean {OPTIMIZER}.lr"],
+    "recipe=grpo-tiny-1n0g-cpu": ["fix: recipes=NAME"],
     "recipes=grpo-qwen3-8b-2n8g-noncolocated cluster.num_nodes=1": [
         "1 problem",
         "generation.colocated.resources.num_nodes = 1",

@@ -76,7 +76,8 @@ def test_the_same_command_starts_again_where_nothing_was_saved(folder):
 def test_an_interrupted_run_is_said_to_resume_only_where_it_has_saved(folder):
     assert "nothing to resume from" in how_to_resume(folder)
     save(folder)
-    assert how_to_resume(folder) == f"to resume, give the same command with hydra.run.dir={folder}"
+    where = "after step 10, of which the newest checkpoint is"
+    assert how_to_resume(folder) == f"to resume {where}, give the same command with hydra.run.dir={folder}"
 
 
 def test_another_one_does_not(folder):

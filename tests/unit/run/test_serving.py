@@ -13,9 +13,11 @@ from rich.console import Console
 from nemo_rl_lite import chat, serve
 from nemo_rl_lite.endpoint.protocol import RefusedError
 from nemo_rl_lite.errors import CheckpointError, ConfigError, LauncherError
+from nemo_rl_lite.generation.request_queue import RequestQueue
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run import serving
 from nemo_rl_lite.run.serving import find_served
+from tests.unit.endpoint.served import SPEAKER, Echo
 
 
 def run_folder(folder: Path, *overrides: str, **changes: object) -> Path:
@@ -175,6 +177,14 @@ def test_a_conversation_goes_on_until_it_is_reset(monkeypatch, capsys):
     assert asked == [["a"], ["a", "1", "b"], ["a", "1", "b", "2", "too long"], ["c"]]
     assert capsys.readouterr().out == "1\n2\n4\n"
     assert "no room. /reset begins a new" in console.file.getvalue() and "no /what" in console.file.getvalue()
+
+
+def test_a_response_that_was_cut_is_told():
+    said = []
+    reply = chat.replier(RequestQueue([Echo()], 8, None, None), SPEAKER, None, said.append)
+    assert reply([{"role": "user", "content": "ab"}]) == "ab" and not said
+    assert reply([{"role": "user", "content": "ab..."}]) == "ab"
+    assert said == ["cut after 2 tokens; --max-new-tokens allows more"]
 
 
 @pytest.mark.parametrize("port", ["0", "99999", "-1", "http"])
