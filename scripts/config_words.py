@@ -37,11 +37,12 @@ TYPES = {
 }
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 # Defaults that depend on the model: of the embedded one, and what the resolver makes of the number for others.
-OF_MODEL = re.compile(r"\$\{default_(\w+):\$\{[\w.]+\},(\w+),(\w+).*\}")
+OF_MODEL = re.compile(r"\$\{default_(\w+):\$\{[\w.]+\},([^,]+),([^,}]+).*\}")
 OTHERS = {
     "length": "`{}`, or all positions where they are fewer",
     "response": "`{}`, or half of `policy.max_total_sequence_length` where that is fewer",
     "micro_batch": "as many as have `{}` tokens by `policy.max_total_sequence_length`, at least one",
+    "rate": "`{}`, or as for the embedded one where adapters are trained",
 }
 ENVIRONMENT = re.compile(r"\$\{oc\.decode:\$\{oc\.env:(\w+),(.*)\}\}")
 

@@ -7,16 +7,12 @@ from pathlib import Path
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.variables import known_variables, unread_variables
-from nemo_rl_lite.models.embedded.reverse_digits import NAME as EMBEDDED
 from nemo_rl_lite.rules.layout import MEGATRON
 from nemo_rl_lite.rules.loss import estimate_as_a_reward
 from nemo_rl_lite.rules.newlines import NEWLINE, has_written_newline
 from nemo_rl_lite.rules.slips import slips
 from nemo_rl_lite.rules.steps import endless_warm_up, unfinished_decay
 from nemo_rl_lite.rules.without_effect import told_on_cpus
-
-# The learning rate of configs/policy/megatron.yaml.
-_EMBEDDED_RATE = 3e-4
 
 
 def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
@@ -33,8 +29,6 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
         yield told
     if not {f"{MEGATRON}.scheduler.{name}" for name in ("lr_decay_style", "lr_decay_iters")}.isdisjoint(given):
         yield from unfinished_decay(config)
-    if told := _learning_rate_of_the_embedded_model(config, given):
-        yield told
     if told := estimate_as_a_reward(config):
         yield told
     yield from slips(config, given)
@@ -52,17 +46,6 @@ def show(found: Iterable[str]) -> None:
     """Print notes."""
     for note in found:
         sys.stderr.write(f"note: {note}\n")
-
-
-def _learning_rate_of_the_embedded_model(config: Config, given: Sequence[str]) -> str:
-    """That a real model would be trained with the learning rate that suits the embedded one; empty where it is not.
-    Adapters are trained with such rates."""
-    key, policy = f"{MEGATRON}.optimizer.lr", config.policy
-    rate = policy.megatron_cfg.optimizer.lr
-    if policy.model_name == EMBEDDED or policy.megatron_cfg.peft.enabled or rate != _EMBEDDED_RATE or key in given:
-        return ""
-    usual = "NeMo-RL's default is 5e-6, and RL with all weights mostly takes 1e-6 to 1e-5"
-    return f"{key} = {rate:g} is the default for the embedded model, and may ruin this one: {usual}"
 
 
 def _unread_environment(config: Config) -> Iterator[str]:

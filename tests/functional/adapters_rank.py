@@ -18,6 +18,7 @@ from nemo_rl_lite.policy.megatron.lora import is_adapter
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.reserve import policy_arguments
+from tests.functional.embedded import OF_THE_EMBEDDED
 from tests.functional.policy_rank import forget_layout
 
 
@@ -28,7 +29,7 @@ def main(model_folder: str, output_folder: str, layouts: str) -> None:
 
 
 def run(model_folder: str, output: Path, overrides: list[str]) -> None:
-    config = compose_config([f"policy.model_name={model_folder}", "policy.max_total_sequence_length=32", *overrides])
+    config = compose_config([f"policy.model_name={model_folder}", *OF_THE_EMBEDDED, *overrides])
     worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | {"threads": 1})
     model = worker._model
     source = torch.Generator().manual_seed(int(os.environ["RANK"]))

@@ -19,6 +19,7 @@ from nemo_rl_lite.losses.sft import SFTLoss
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.reserve import policy_arguments
+from tests.functional.embedded import OF_THE_EMBEDDED
 from tests.functional.policy_rank import forget_layout
 
 ROWS, LENGTH = 8, 12
@@ -41,7 +42,7 @@ def run(model_folder: Path, folder: Path, name: str, overrides: list[str], saved
     common = [
         "algorithm=sft",
         f"policy.model_name={model_folder}",
-        "policy.max_total_sequence_length=32",
+        *OF_THE_EMBEDDED,
         f"policy.train_global_batch_size={ROWS}",
     ]
     config = compose_config([*common, "policy.train_micro_batch_size=4", *overrides])

@@ -11,6 +11,7 @@ import pytest
 
 from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.rules.compose import compose_config
+from tests.functional.embedded import OF_THE_EMBEDDED
 
 ROOT = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -36,8 +37,7 @@ def run_command(folder: Path, model: Path, *overrides: str) -> list[str]:
     own = [
         f"hydra.run.dir={folder}",
         f"policy.model_name={model}",
-        "policy.max_total_sequence_length=32",
-        "generation.max_new_tokens=8",
+        *OF_THE_EMBEDDED,
         "cluster.threads_per_worker=1",
     ]
     return [sys.executable, "-m", "nemo_rl_lite.train", *own, *overrides]

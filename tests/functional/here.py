@@ -39,6 +39,7 @@ from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.run import run as run_module
 from nemo_rl_lite.run.command import launch
 from nemo_rl_lite.run.workers import reserve as reserve_module
+from tests.functional.embedded import OF_THE_EMBEDDED
 from tests.functional.ranks import preloaded
 
 
@@ -297,8 +298,7 @@ def run_here(folder: Path, model: Path, *overrides: str, elsewhere: Sequence[str
     own = [
         f"hydra.run.dir={folder}",
         f"policy.model_name={model}",
-        "policy.max_total_sequence_length=32",
-        "generation.max_new_tokens=8",
+        *OF_THE_EMBEDDED,
         "cluster.threads_per_worker=1",
     ]
     output, errors, status = io.StringIO(), io.StringIO(), 0

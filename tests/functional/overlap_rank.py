@@ -20,6 +20,7 @@ from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.reserve import policy_arguments
+from tests.functional.embedded import OF_THE_EMBEDDED
 from tests.functional.policy_rank import assembled_is_the_export, forget_layout
 
 ROWS, LENGTH, STEPS = 16, 12, 3
@@ -32,7 +33,7 @@ def main(output_folder: str, layouts: str) -> None:
 
 
 def run(model_folder: Path, output: Path, overrides: list[str]) -> None:
-    config = compose_config([f"policy.model_name={model_folder}", "policy.max_total_sequence_length=32", *overrides])
+    config = compose_config([f"policy.model_name={model_folder}", *OF_THE_EMBEDDED, *overrides])
     worker = MegatronWorker(**policy_arguments(config, model_folder) | {"keep_reference": True, "threads": 1})
     place, source = worker.place(), torch.Generator().manual_seed(1)
     tokens = torch.randint(4, 60, (ROWS, LENGTH), generator=source)

@@ -26,6 +26,7 @@ from nemo_rl_lite.refit.transport.assembly import Assembly, assemble
 from nemo_rl_lite.refit.transport.report import RefitReport
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.reserve import policy_arguments
+from tests.functional.embedded import OF_THE_EMBEDDED
 
 TEMPERATURE = 0.7
 
@@ -47,7 +48,7 @@ def forget_layout() -> None:
 
 
 def run(model_folder: str, output: Path, overrides: list[str]) -> None:
-    config = compose_config([f"policy.model_name={model_folder}", "policy.max_total_sequence_length=32", *overrides])
+    config = compose_config([f"policy.model_name={model_folder}", *OF_THE_EMBEDDED, *overrides])
     changed = {"temperature": TEMPERATURE, "keep_reference": True, "threads": 1}
     worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | changed)
     place = worker.place()

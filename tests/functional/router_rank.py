@@ -22,6 +22,7 @@ from nemo_rl_lite.policy.megatron.model import MegatronModel
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.reserve import policy_arguments
+from tests.functional.embedded import OF_THE_EMBEDDED
 from tests.functional.policy_rank import forget_layout
 
 build_model = worker_module.build_model
@@ -51,7 +52,7 @@ def changes(model_folder: str, overrides: list[str]) -> dict[str, float]:
     # The rules know that routers of this kind of model have no biases.
     rates = [float(one.rpartition("=")[2]) for one in overrides if "moe_router_bias_update_rate=" in one]
     others = [one for one in overrides if "moe_router_bias_update_rate=" not in one]
-    config = compose_config([f"policy.model_name={model_folder}", "policy.max_total_sequence_length=32", *others])
+    config = compose_config([f"policy.model_name={model_folder}", *OF_THE_EMBEDDED, *others])
     megatron = replace(config.policy.megatron_cfg, moe_router_bias_update_rate=sum(rates))
     config = replace(config, policy=replace(config.policy, megatron_cfg=megatron))
     worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | {"keep_reference": True, "threads": 1})

@@ -21,6 +21,7 @@ from nemo_rl_lite.policy.megatron.shares import balanced_shares
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.reserve import policy_arguments
+from tests.functional.embedded import OF_THE_EMBEDDED
 from tests.functional.policy_rank import forget_layout
 
 ROWS, RANKS = 16, 2
@@ -39,7 +40,7 @@ def main(model_folder: str, output_folder: str, layouts: str) -> None:
 def step(
     model_folder: str, overrides: list[str], way: str
 ) -> tuple[dict[str, float], dict, list[list[int]], dict[str, list[float]]]:
-    config = compose_config([f"policy.model_name={model_folder}", "policy.max_total_sequence_length=32", *overrides])
+    config = compose_config([f"policy.model_name={model_folder}", *OF_THE_EMBEDDED, *overrides])
     worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | {"threads": 1})
     rows, loss = sampled_rows(), GRPOLoss(config.options(GRPOConfig).loss_fn)
     shares = [list(range(ROWS // RANKS)), list(range(ROWS // RANKS, ROWS))]

@@ -23,6 +23,7 @@ from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.reserve import policy_arguments
+from tests.functional.embedded import OF_THE_EMBEDDED
 from tests.functional.policy_rank import forget_layout
 
 # What torch calls where a value (`item`, `float`, `bool`, `int`) or the size of a result must be known on the host.
@@ -95,7 +96,7 @@ def check_that_reads_are_seen() -> None:
 
 
 def reads_of(model_folder: str, overrides: list[str]) -> dict[str, int]:
-    config = compose_config([f"policy.model_name={model_folder}", "policy.max_total_sequence_length=32", *overrides])
+    config = compose_config([f"policy.model_name={model_folder}", *OF_THE_EMBEDDED, *overrides])
     worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | {"keep_reference": False, "threads": 1})
     source = torch.Generator().manual_seed(1)
     lengths = torch.randint(7, 13, (16,), generator=source).tolist()

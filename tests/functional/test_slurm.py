@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.functional.conftest import PYTHONPATH
+from tests.functional.embedded import OF_THE_EMBEDDED
 from tests.functional.slurm_site import Site, has_cgroups, missing
 from tests.functional.test_sft import SMALL, write_data
 
@@ -56,8 +57,7 @@ class Job:
         overrides = [
             f"hydra.run.dir={self.run}",
             f"policy.model_name={model}",
-            "policy.max_total_sequence_length=32",
-            "generation.max_new_tokens=8",
+            *OF_THE_EMBEDDED,
             *TRAINING,
             *write_data(folder),
         ]

@@ -108,6 +108,16 @@ def test_responses_and_micro_batches_of_a_model_of_the_users_follow_from_its_len
     assert numbers(own, "generation.max_new_tokens=7", "policy.train_micro_batch_size=3") == (7, 3, 3)
 
 
+def test_all_weights_of_a_model_of_the_users_are_trained_with_a_lower_rate():
+    def rate(*overrides: str) -> float:
+        return compose_config(list(overrides)).policy.megatron_cfg.optimizer.lr
+
+    own, adapters = "policy.model_name=Qwen/Qwen3-0.6B", "policy.megatron_cfg.peft.enabled=true"
+    assert rate() == rate(adapters) == rate(own, adapters) == 3e-4
+    assert rate(own) == rate("algorithm=dpo", own) == 5e-6
+    assert rate(own, "policy.megatron_cfg.optimizer.lr=1e-3") == 1e-3
+
+
 def test_a_length_that_is_none_is_the_only_error():
     with pytest.raises(ConfigError) as raised:
         compose_config(["policy.model_name=Qwen/Qwen3-0.6B", "policy.max_total_sequence_length=long"])

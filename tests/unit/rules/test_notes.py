@@ -51,21 +51,6 @@ def test_notes(argument, words):
     assert words in found and bool(found) == bool(words)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], f"{OPTIMIZER}.lr = 0.0003 is the default for the embedded model"),
-        (["algorithm=sft"], f"{OPTIMIZER}.lr = 0.0003 is the default for the embedded model"),
-        ([f"{OPTIMIZER}.lr=3e-4"], ""),
-        (["policy.megatron_cfg.peft.enabled=true"], ""),
-        (["recipes=grpo-smollm2-135m-1n0g-cpu"], ""),
-    ],
-)
-def test_a_real_model_is_not_silently_trained_with_the_rate_of_the_embedded_one(arguments, words):
-    found = told(*arguments, "policy.model_name=Qwen/Qwen3-0.6B")
-    assert words in found and bool(found) == bool(words)
-
-
 KL = "algorithm.loss_fn.use_kl_in_reward=true", "algorithm.loss_fn.reference_policy_kl_penalty=0.05"
 KL_TYPE = "algorithm.loss_fn.reference_policy_kl_type"
 
