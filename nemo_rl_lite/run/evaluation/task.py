@@ -22,6 +22,7 @@ from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.host.devices import gpu_count
 from nemo_rl_lite.observability.redaction import HIDDEN, described
 from nemo_rl_lite.rules.compose import resolve
+from nemo_rl_lite.run.evaluation.code import code_digests
 from nemo_rl_lite.run.serving import Served, alone
 
 SECTIONS = ("data", "reward", "environment", "agent", "generation")
@@ -83,6 +84,7 @@ class Evaluation:
             "policy": {name: whole["policy"][name] for name in _OF_POLICY},
             **{section: whole[section] for section in SECTIONS},
             "generation": {name: value for name, value in whole["generation"].items() if name not in _PLACES},
+            **{f"code of {key}": digest for key, digest in code_digests(self.config).items()},
         }
         return json.loads(json.dumps(known))
 
