@@ -29,6 +29,12 @@ class ChatTemplate:
         self.turn_end = self._end_of_turn()
         """The id and the text of the token that ends an assistant's turn."""
 
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens that end a response: the tokenizer's own, and the one that the template writes after an
+        assistant's turn, which is another one in Gemma and in Qwen's base models."""
+        return tuple(sorted({self._tokenizer.eos_token_id, self.turn_end[0]}))
+
     @cached_property
     def tool_format(self) -> ToolFormat | None:
         """How the template writes calls; None where it writes none, or in a way that is not known."""

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data.columns import column, to_problem
 from nemo_rl_lite.data.messages import CHAT_COLUMNS, Message, read_messages
-from nemo_rl_lite.data.problems import Problem, with_system
+from nemo_rl_lite.data.problems import LeftOut, Problem, with_system
 from nemo_rl_lite.data.rows import Row
 from nemo_rl_lite.data.tools import Tool, row_tools
 from nemo_rl_lite.errors import DataError
 
 # What rollouts call a sample's reward.
 REWARD_COLUMN = "reward"
+# What they call the way in which it ended, and the values of samples whose last response may lack its end token. Other
+# values, such as those of a column that a user calls so, say nothing.
+_ENDING_COLUMN, _CUT = "ending", ("length", "error")
 
 
 @dataclass(frozen=True)
@@ -49,16 +52,18 @@ class Example:
         return first.messages[: first.first_trained]
 
 
-def to_chat(config: DataConfig, row: Row, where: str) -> Example | None:
+def to_chat(config: DataConfig, row: Row, where: str) -> Example | LeftOut:
     """Return the example of a row: the messages of `data.messages_column`, or a prompt and its response, or, where
-    there is no prompt, the messages of a column of a usual name; `where` names the row in errors. None where the row's
-    reward is below `data.min_reward`.
+    there is no prompt, the messages of a column of a usual name; `where` names the row in errors. A row whose reward
+    is below `data.min_reward` is left out, and so is a sample that was cut: nobody has sampled an end token after it.
 
     Raises:
         DataError: the row lacks a column, one has a wrong type, or the row has nothing to train on.
     """
     if config.min_reward is not None and not _is_rewarded(row, config.min_reward, where):
-        return None
+        return LeftOut(f"have no reward of at least data.min_reward = {config.min_reward:g}")
+    if row.get(_ENDING_COLUMN) in _CUT:
+        return LeftOut(f"were cut before their end (column '{_ENDING_COLUMN}')")
     name = _messages_column(config, row)
     if name is None:
         problem = to_problem(with_responses(config), row, where)

@@ -10,7 +10,7 @@ from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.columns import to_problem
 from nemo_rl_lite.data.conversations import Example, chat_of, to_chat
 from nemo_rl_lite.data.pairs import pair_of, to_pair
-from nemo_rl_lite.data.problems import Asked, Problem
+from nemo_rl_lite.data.problems import Asked, LeftOut, Problem
 from nemo_rl_lite.data.rows import Row
 from nemo_rl_lite.data.tools import Tool, callable_tools, row_tools
 from nemo_rl_lite.data.unpaired import labelled_of, to_labelled
@@ -18,11 +18,11 @@ from nemo_rl_lite.data.unpaired import labelled_of, to_labelled
 
 @dataclass(frozen=True)
 class Kind[T: Asked]:
-    """`name` is a plural. `from_row` reads one example from a row, which its text argument names in errors, and returns
-    None where the row teaches nothing; `from_problem` makes one from a task's problem."""
+    """`name` is a plural. `from_row` reads one example from a row, which its text argument names in errors, or says
+    why it is left out; `from_problem` makes one from a task's problem."""
 
     name: str
-    from_row: Callable[[DataConfig, Row, str], T | None]
+    from_row: Callable[[DataConfig, Row, str], T | LeftOut]
     from_problem: Callable[[Problem], T]
     unread: tuple[str, ...] = ()
     """Keys of `data` that name columns of the other kinds."""

@@ -3,13 +3,13 @@ heavy."""
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data.columns import cut_number, is_number
 from nemo_rl_lite.data.conversations import REWARD_COLUMN, Example, has_whole_chats
-from nemo_rl_lite.data.problems import Asked, Problem
+from nemo_rl_lite.data.problems import Asked, LeftOut, Problem
 from nemo_rl_lite.data.rows import Row
 
 log = logging.getLogger(__name__)
@@ -20,13 +20,19 @@ _FEW = 8
 _SCORES = ("score_chosen", "score_rejected")
 
 
-def note_odd(config: DataConfig, rows: Sequence[tuple[str, Row]], kept: Sequence[Asked], reads_answers: bool) -> None:
-    """Warn of what is odd about the rows, of which `kept` are used. `reads_answers`: as `Kind` has it."""
+def note_odd(
+    config: DataConfig,
+    rows: Sequence[tuple[str, Row]],
+    kept: Sequence[Asked],
+    left_out: Mapping[LeftOut, int],
+    reads_answers: bool,
+) -> None:
+    """Warn of what is odd about the rows, of which `kept` are used. `left_out`: how many are not, and why.
+    `reads_answers`: as `Kind` has it."""
     if not kept:
         return
-    if len(kept) < len(rows):
-        why = "prefer neither response" if config.min_reward is None else f"have {_too_little(config)}"
-        log.warning("%d of %d rows %s and were left out", len(rows) - len(kept), len(rows), why)
+    for why, count in left_out.items():
+        log.warning("%d of %d rows %s and were left out", count, len(rows), why)
     for text in (
         *_of_the_system_prompt(config, rows, kept),
         *_of_repetitions(config, kept, usual=REWARD_COLUMN in rows[0][1] or has_whole_chats(config, rows[0][1])),
@@ -35,17 +41,6 @@ def note_odd(config: DataConfig, rows: Sequence[tuple[str, Row]], kept: Sequence
         *(_of_cut_numbers(config, rows) if reads_answers else ()),
     ):
         log.warning("%s", text)
-
-
-def why_left_out(config: DataConfig) -> str:
-    """What is said of a row that teaches nothing."""
-    if config.min_reward is not None:
-        return f"has {_too_little(config)}"
-    return "prefers neither response: the two are equal, or no preference is given"
-
-
-def _too_little(config: DataConfig) -> str:
-    return f"no reward of at least data.min_reward = {config.min_reward:g}"
 
 
 def note_trained_on(training: Sequence[Asked], held_out: Sequence[Asked], source: str) -> None:

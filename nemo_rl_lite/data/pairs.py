@@ -14,13 +14,15 @@ from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data.columns import column, is_number, shown_columns
 from nemo_rl_lite.data.conversations import Conversation, Example, answered
 from nemo_rl_lite.data.messages import Message, read_messages
-from nemo_rl_lite.data.problems import Problem, chat, with_system
+from nemo_rl_lite.data.problems import LeftOut, Problem, chat, with_system
 from nemo_rl_lite.data.rows import Row
 from nemo_rl_lite.errors import DataError
 
+_NEITHER = LeftOut("prefer neither response")
 
-def to_pair(config: DataConfig, row: Row, where: str) -> Example | None:
-    """Return the pair of a row, or None where neither response is better; `where` names the row in errors.
+
+def to_pair(config: DataConfig, row: Row, where: str) -> Example | LeftOut:
+    """Return the pair of a row, which is left out where neither response is better; `where` names the row in errors.
 
     Raises:
         DataError: the row has no known layout, or a column has a wrong type.
@@ -29,7 +31,7 @@ def to_pair(config: DataConfig, row: Row, where: str) -> Example | None:
     if chosen in row and rejected in row:
         two = column(row, chosen, where), column(row, rejected, where)
         if two[0] == two[1]:
-            return None
+            return _NEITHER
         if row.get(config.prompt_column) is None:
             pair = _whole_chats(read_messages(two[0], where), read_messages(two[1], where), where)
         else:
@@ -42,7 +44,7 @@ def to_pair(config: DataConfig, row: Row, where: str) -> Example | None:
             raise DataError(f"{where}: overall_preference must be a number, found {preference!r}")
         two = column(row, "response1", where), column(row, "response2", where)
         if not preference:
-            return None
+            return _NEITHER
         pair = _continued(chat(row["context"], where=where), two if preference < 0 else two[::-1], where)
     elif {"completion", "label"} <= row.keys():
         raise DataError(
@@ -54,7 +56,7 @@ def to_pair(config: DataConfig, row: Row, where: str) -> Example | None:
             f"completions, or context, response1, response2 and overall_preference; columns: {shown_columns(row)})"
         )
     if pair[0].messages == pair[1].messages:
-        return None
+        return _NEITHER
     return Example(tuple(_with_system(config, one) for one in pair), where)
 
 

@@ -30,6 +30,10 @@ class Problem:
     tools: tuple[Mapping[str, Any], ...] = ()
 
 
+class LeftOut(str):
+    """Why a row is not trained on, as it is said of several rows: they "have no reward", say."""
+
+
 class Asked(Protocol):
     """Anything that a run trains on; `messages` is its prompt."""
 

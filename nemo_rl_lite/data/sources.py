@@ -1,6 +1,7 @@
 """Load what `data.name` selects: rows of files and hub datasets, or generated tasks."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
@@ -10,8 +11,8 @@ from nemo_rl_lite.data.columns import find_column
 from nemo_rl_lite.data.files import share_a_file
 from nemo_rl_lite.data.gym import ReasoningGym
 from nemo_rl_lite.data.kinds import Kind
-from nemo_rl_lite.data.odd_rows import note_odd, note_trained_on, why_left_out
-from nemo_rl_lite.data.problems import Asked, Derived, FileSet, Problem, TrainingSet, is_held_out
+from nemo_rl_lite.data.odd_rows import note_odd, note_trained_on
+from nemo_rl_lite.data.problems import Asked, Derived, FileSet, LeftOut, Problem, TrainingSet, is_held_out
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.rows import Row, file_rows, hub_rows
 from nemo_rl_lite.errors import DataError
@@ -42,8 +43,8 @@ def training_set[T: Asked](config: DataConfig, seed: int, kind: Kind[T]) -> Trai
     """
     if config.name in TASKS:
         return Derived(TASKS[config.name](config, seed), kind.from_problem)
-    problems = _read(config, rows := list(_training_rows(config)), kind)
-    note_odd(config, rows, problems, kind.reads_answers)
+    problems, left_out = _read(config, rows := list(_training_rows(config)), kind)
+    note_odd(config, rows, problems, left_out, kind.reads_answers)
     fraction = config.validation_fraction
     kept = tuple(problem for problem in problems if not is_held_out(problem, fraction))
     if not kept:
@@ -72,13 +73,13 @@ def validation_set[T: Asked](config: DataConfig, limit: int, kind: Kind[T], trai
         rows = list(islice(_validation_rows(config), limit))
         if not rows:
             raise DataError(f"{validation_source(config)}: no rows")
-        held_out = _read(config, rows, kind)
-        note_odd(config, rows, held_out, kind.reads_answers)
+        held_out, left_out = _read(config, rows, kind)
+        note_odd(config, rows, held_out, left_out, kind.reads_answers)
         note_trained_on(training, held_out, str(validation_source(config)))
         return held_out
     if not fraction:
         return []
-    problems = _read(config, _training_rows(config), kind)
+    problems, _ = _read(config, _training_rows(config), kind)
     held_out = [problem for problem in problems if is_held_out(problem, fraction)]
     if not held_out:
         raise DataError(_empty(config.train_path or config.path, problems, "held out", fraction))
@@ -100,8 +101,8 @@ def check_file(config: DataConfig, path: str, limit: int, kind: Kind) -> None:
 
 def _read[T: Asked](
     config: DataConfig, rows: Iterable[tuple[str, Row]], kind: Kind[T], all_rows: bool = True
-) -> list[T]:
-    """Turn rows into items of this kind, without those that teach nothing. `all_rows`: there are no others.
+) -> tuple[list[T], Counter[LeftOut]]:
+    """Turn rows into items of this kind; how many are left out, and why. `all_rows`: there are no others.
 
     Raises:
         DataError: a row cannot be read, or none of all rows is left.
@@ -114,10 +115,12 @@ def _read[T: Asked](
         has_tools = has_tools or tools is None or tools in row or find_column(row, tools) is not None
     if found and not has_tools:
         raise DataError(f"{config.train_path or config.path}: no row has the column '{tools}' (data.tools_column)")
-    kept = [one for one in found if one is not None]
+    kept = [one for one in found if not isinstance(one, LeftOut)]
+    left_out = Counter(one for one in found if isinstance(one, LeftOut))
     if found and not kept and all_rows:
-        raise DataError(f"{first} and the {len(found) - 1} after it: every row {why_left_out(config)}")
-    return kept
+        whys = " and ".join(f"{count} {why}" for why, count in left_out.items())
+        raise DataError(f"{first} and the {len(found) - 1} after it are all left out: {whys}")
+    return kept, left_out
 
 
 def _training_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:

@@ -63,9 +63,8 @@ class ChatTokenizer:
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """The tokens that end a response: the tokenizer's own, and the one that the chat template writes after an
-        assistant's turn, which is another one in Gemma and in Qwen's base models."""
-        return tuple(sorted({self._tokenizer.eos_token_id, self._template.turn_end[0]}))
+        """The tokens that end a response: see `ChatTemplate.end_tokens`."""
+        return self._template.end_tokens
 
     @property
     def vocabulary(self) -> dict[str, int]:

@@ -56,7 +56,7 @@ class Request:
 @dataclass(frozen=True)
 class Completion:
     """One sampled response: its tokens (the end token included), a logprob each, why it ended, and the version of the
-    weights that sampled each token, which is the optimizer step that made them."""
+    weights that sampled each token, which is the step of the run that made them."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]

@@ -41,7 +41,8 @@ class TokenRow:
     """The engine's logprobs of the tokens that it sampled, in nats; 0 for the others."""
     advantage: float | None = None
     ages: Sequence[int] | np.ndarray | None = None
-    """Optimizer steps from the weights that sampled the token to those that the step begins with; 0 for the others."""
+    """Steps of the run, one rollout each, from the weights that sampled the token to those that its step begins with;
+    0 for the others."""
     reward: float | None = None
     """That of the response; for KTO 1 where it is desirable, and 0 where it is not."""
     teacher_logprobs: Sequence[float] | np.ndarray | None = None
@@ -156,7 +157,7 @@ class Batch:
     advantages: Tensor | None = None
     """[B]."""
     ages: Tensor | None = None
-    """[B, T], int64: optimizer steps from the weights that sampled the tokens to those that the step begins with."""
+    """[B, T], int64: steps of the run from the weights that sampled the tokens to those that their step begins with."""
     previous_logprobs: Tensor | None = None
     """[B, T]: logprobs under the policy before the first optimizer step on these rows."""
     reference_logprobs: Tensor | None = None

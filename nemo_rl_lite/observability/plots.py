@@ -124,7 +124,7 @@ def _draw_ages(axis: Any, metrics: MetricsLog) -> None:
     steps = [entry for entry in entries if not names.keys().isdisjoint(entry)]
     shares = [[entry[name] for entry in steps] for name in names]
     axis.stackplot([entry["step"] for entry in steps], shares, labels=list(names.values()), alpha=0.85)
-    axis.set(title="share of tokens by age (optimizer steps)", xlabel="step", ylim=(0, 1))
+    axis.set(title="share of tokens by age (steps)", xlabel="step", ylim=(0, 1))
     axis.legend(loc="upper right", fontsize="small")
 
 

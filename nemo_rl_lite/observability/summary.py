@@ -35,7 +35,8 @@ class Waits:
     engines_seconds: float
     """In which no engine had a request."""
     token_age: float
-    """Optimizer steps between the weights that sampled a token and those that trained on it, mean over the tokens."""
+    """Steps of the run between the weights that sampled a token and those at the start of the step that trained on it,
+    mean over the tokens."""
 
 
 @dataclass(frozen=True)

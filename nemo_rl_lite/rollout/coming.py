@@ -34,7 +34,8 @@ class Staleness:
     """How old a rollout may be."""
 
     max_age: int
-    """The most optimizer steps between the weights that sample a token and those that train on it."""
+    """The most steps of the run, one rollout each, between the weights that sample a token and those with which the
+    step that trains on it begins (NeMo-RL's `max_trajectory_age_steps`)."""
     in_flight: bool
     """Whether responses continue with new weights. Otherwise rollouts are sampled one at a time, each by the weights of
     one version."""

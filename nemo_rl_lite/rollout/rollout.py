@@ -108,8 +108,8 @@ class Rollout:
         } | self._parts()
 
     def ages(self, version: int) -> dict[str, float]:
-        """How many optimizer steps lie between the weights that sampled a token and those of `version`, which train on
-        it: the mean over tokens, and the most."""
+        """How many steps of the run, one rollout each, lie between the weights that sampled a token and those of
+        `version`, with which the step that trains on it begins: the mean over tokens, and the most."""
         ages = [version - own for one in self.episodes for _, turn in one.turns for own in turn.versions]
         mean = sum(ages) / max(len(ages), 1)
         return {"trajectory_age_mean": mean, "trajectory_age_max": float(max(ages, default=0))}

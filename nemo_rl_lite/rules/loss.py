@@ -76,6 +76,21 @@ def estimate_as_a_reward(config: Config) -> str | None:
     )
 
 
+def steps_without_a_ratio(config: Config) -> str | None:
+    """What to say about further optimizer steps on a rollout whose loss does not know that the policy has moved since.
+    NeMo-RL takes them as well (`disable_ppo_ratio`); TRL's RLOO has a clipped ratio."""
+    loss, steps = getattr(config.algorithm, "loss_fn", None), 1
+    if isinstance(loss, LossConfig) and loss.policy_loss == "reinforce" and reads_ratios(config):
+        steps = optimizer_steps(config)
+    if steps == 1 or getattr(config.algorithm, "loss", None) is not None:
+        return None
+    return (
+        f"{_LOSS}.policy_loss = reinforce: a rollout has {steps} optimizer steps, and without a ratio all but the "
+        "first train on samples of older weights as if they were new "
+        f"({_BATCH}={samples_per_step(config)} makes one step, {_LOSS}.policy_loss=clip has a ratio)"
+    )
+
+
 @rule(_LOSS, options=GRPOConfig)
 def covariances_have_a_range(config: Config) -> Iterator[Violation]:
     loss = config.options(GRPOConfig).loss_fn

@@ -8,7 +8,7 @@ from pathlib import Path
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.variables import known_variables, unread_variables
 from nemo_rl_lite.rules.layout import MEGATRON
-from nemo_rl_lite.rules.loss import estimate_as_a_reward
+from nemo_rl_lite.rules.loss import estimate_as_a_reward, steps_without_a_ratio
 from nemo_rl_lite.rules.newlines import NEWLINE, has_written_newline
 from nemo_rl_lite.rules.slips import slips
 from nemo_rl_lite.rules.steps import endless_warm_up, unfinished_decay
@@ -29,8 +29,7 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
         yield told
     if not {f"{MEGATRON}.scheduler.{name}" for name in ("lr_decay_style", "lr_decay_iters")}.isdisjoint(given):
         yield from unfinished_decay(config)
-    if told := estimate_as_a_reward(config):
-        yield told
+    yield from filter(None, (estimate_as_a_reward(config), steps_without_a_ratio(config)))
     yield from slips(config, given)
     yield from _unread_environment(config)
 

@@ -24,6 +24,7 @@ from nemo_rl_lite.observability.redaction import HIDDEN, described
 from nemo_rl_lite.rules.compose import resolve
 from nemo_rl_lite.rules.without_effect import is_of
 from nemo_rl_lite.run.chat_keys import CHAT_KEYS, as_composed
+from nemo_rl_lite.run.evaluation.code import code_digests
 from nemo_rl_lite.run.serving import Served, alone
 
 SECTIONS = ("data", "reward", "environment", "agent", "generation")
@@ -87,6 +88,7 @@ class Evaluation:
             **({"policy.tokenizer.chat_template's text": sha256(text).hexdigest()[:8]} if template else {}),
             **{section: whole[section] for section in SECTIONS},
             "generation": {name: value for name, value in whole["generation"].items() if name not in _PLACES},
+            **{f"code of {key}": digest for key, digest in code_digests(self.config).items()},
         }
         return json.loads(json.dumps(known))
 

@@ -7,7 +7,7 @@ import pytest
 
 from nemo_rl_lite.data.kinds import PAIRS
 from nemo_rl_lite.data.pairs import pair_of, to_pair
-from nemo_rl_lite.data.problems import Problem, chat
+from nemo_rl_lite.data.problems import LeftOut, Problem, chat
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.sources import training_set
 from nemo_rl_lite.errors import DataError
@@ -62,7 +62,7 @@ def test_a_prompt_that_is_repeated_otherwise_is_still_there_once(asked):
     ],
 )
 def test_rows_that_prefer_neither_are_left_out_and_counted(row, tmp_path, caplog):
-    assert pair(row) is None
+    assert isinstance(pair(row), LeftOut)
     rows = [{"prompt": str(number), "chosen": "2", "rejected": "3"} for number in range(4)] + [row] * 2
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     config = dataclasses.replace(
@@ -141,7 +141,7 @@ def test_pairs_that_all_prefer_neither_are_told_so(tmp_path):
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1", "chosen": "2", "rejected": "2"}\n' * 3)
     config = compose_config(["algorithm=dpo"]).data
     config = dataclasses.replace(config, name="file", train_path=str(tmp_path / "pairs.jsonl"))
-    with pytest.raises(DataError, match="row 1 and the 2 after it: every row prefers neither response"):
+    with pytest.raises(DataError, match="row 1 and the 2 after it are all left out: 3 prefer neither response"):
         training_set(config, seed=0, kind=PAIRS)
 
 

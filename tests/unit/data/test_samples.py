@@ -1,6 +1,8 @@
 """SFT on the samples of a teacher: what an evaluation has written, by reward."""
 
+import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from nemo_rl_lite.data.kinds import CHATS
 from nemo_rl_lite.data.sources import training_set
 from nemo_rl_lite.errors import LauncherError
+from nemo_rl_lite.rollout.episode import Ending
 from nemo_rl_lite.rollout.files import RolloutFiles
 from nemo_rl_lite.rules.compose import compose_config
 from tests.unit.observability.rollouts import make_rollout
@@ -16,9 +19,11 @@ OFF = [f"algorithm.{name}" for name in ("val_at_start=false", "val_at_end=false"
 SMALL = ["policy.train_global_batch_size=1"]
 
 
-def samples(folder: Path, rewards: list[float | None], **changes: object):
-    """The chats that SFT trains on, of an evaluation with two samples a problem."""
+def samples(folder: Path, rewards: list[float | None], endings: Sequence[Ending] = (), **changes: object):
+    """The chats that SFT trains on, of an evaluation with two samples a problem; the first ones end so."""
     rollout = make_rollout([f"answer {number}" for number in range(len(rewards))], rewards, samples=2)
+    for episode, ending in zip(rollout.episodes, endings, strict=False):
+        episode.ending = ending
     RolloutFiles(folder, None, done=0).write(0, "validation", rollout)
     path = f"data.train_path={folder}/rollouts/*.parquet"
     own = [f"data.{name}={'null' if value is None else value}" for name, value in changes.items()]
@@ -44,12 +49,32 @@ def test_the_least_reward_can_be_another(tmp_path, least, kept):
     assert [chat.conversations[0].messages[-1]["content"] for chat in chats] == [f"answer {one}" for one in kept]
 
 
+def test_samples_that_were_cut_are_not_trained_on(tmp_path, caplog):
+    """Their end token would be one that nobody has sampled. Where no turn is left, the last one has its end."""
+    endings = ("length", "stop", "turns", "error", "length")
+    chats = samples(tmp_path, [1.0, 1.0, 1.0, None, 0.0], endings, min_reward=None)
+    assert [chat.conversations[0].messages[-1]["content"] for chat in chats] == ["answer 1", "answer 2"]
+    assert "3 of 5 rows were cut before their end (column 'ending') and were left out" in caplog.text
+
+
+def test_each_reason_is_told(tmp_path, caplog):
+    assert len(samples(tmp_path, [1.0, 1.0, 0.0, 0.0, 0.0], ("length",))) == 1
+    assert "3 of 5 rows have no reward" in caplog.text and "1 of 5 rows were cut" in caplog.text
+
+
+def test_another_column_of_that_name_says_nothing(tmp_path):
+    file = tmp_path / "stories.jsonl"
+    file.write_text(json.dumps({"prompt": "Tell me a story.", "answer": "They lived.", "ending": "happy"}) + "\n")
+    config = compose_config(["algorithm=sft", "data=file", f"data.train_path={file}", *SMALL, *OFF])
+    assert len(training_set(config.data, 0, CHATS).finite()) == 1
+
+
 def test_several_samples_of_a_problem_are_usual(tmp_path, caplog):
     assert len(samples(tmp_path, [1.0] * 16)) == 16 and not caplog.messages
 
 
 def test_where_nothing_is_right_there_is_nothing_to_train_on(tmp_path):
-    with pytest.raises(LauncherError, match=r"every row has no reward of at least data\.min_reward = 1"):
+    with pytest.raises(LauncherError, match=r"all left out: 2 have no reward of at least data\.min_reward = 1"):
         samples(tmp_path, [0.0, None])
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nemo_rl_lite.models.embedded.build import build_tokenizer
 from nemo_rl_lite.policy.megatron import conversion
 from nemo_rl_lite.policy.megatron.conversion import export_folder
 
@@ -10,7 +11,7 @@ from nemo_rl_lite.policy.megatron.conversion import export_folder
 @pytest.fixture
 def gathered(tmp_path, monkeypatch):
     """The tensors that an export has gathered; there is a folder to export from."""
-    (tmp_path / "model").mkdir()
+    build_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text("{}")
     names = []
 

@@ -64,6 +64,17 @@ def fragile(response: str, answer: str) -> float:
     return 1 / len(response)
 
 
+def test_truncated_responses_alone_are_left_out():
+    rollout = collect(judged(lambda response, answer: float(response == answer)))
+    assert [episode.ending for episode in rollout.episodes] == ["stop", "length", "stop", "stop"]
+    # An episode without a turn left was not cut.
+    rollout.episodes[2].ending = "turns"
+    rollout.leave_out_truncated()
+    assert [episode.is_left_out for episode in rollout.episodes] == [False, True, False, False]
+    assert [any(row.mask) for row in rollout.rows([0.5, -0.5, 0.25, -0.25], 0)] == [True, False, True, True]
+    assert rollout.metrics()["left_out_samples"] == 1 and rollout.rewards_B.tolist() == [1, 0, 1, 0]
+
+
 def test_a_reward_that_fails_leaves_its_sample_out(caplog):
     with caplog.at_level(logging.INFO):
         rollout = collect(judged(fragile), 0.25)

@@ -1024,7 +1024,7 @@ CASES = {
     f"algorithm=dpo {FILES} data.prompt_column=chosen": ["data.chosen_column", "is data.prompt_column too"],
     f"algorithm=dpo {FILES} data.rejected_column=chosen": ["data.rejected_column", "is data.chosen_column too"],
     f"{FILES} data.prompt_template='{{prompt}} {{answer}}'": ["data.prompt_template", "shows the model", "'answer'"],
-    f"algorithm=dpo data=file data.train_path=EQUAL {OFF}": ["data.train_path", "prefers neither response"],
+    f"algorithm=dpo data=file data.train_path=EQUAL {OFF}": ["data.train_path", "prefer neither response"],
     f"algorithm=sft {FILES}": ["policy.train_global_batch_size", "is more than the 1 row(s) of", "size=1", "1 problem"],
     "algorithm=sft data=file data.train_path=DATA policy.train_global_batch_size=3": [
         "policy.train_global_batch_size=1",

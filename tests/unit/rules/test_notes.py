@@ -51,15 +51,40 @@ def test_notes(argument, words):
     assert words in found and bool(found) == bool(words)
 
 
+POLICY_LOSS = "algorithm.loss_fn.policy_loss"
 KL = "algorithm.loss_fn.use_kl_in_reward=true", "algorithm.loss_fn.reference_policy_kl_penalty=0.05"
 KL_TYPE = "algorithm.loss_fn.reference_policy_kl_type"
+ONE_STEP = "policy.train_global_batch_size=512"
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp", "rloo"])
 def test_only_k1_has_the_gradient_of_the_kl_as_a_reward(algorithm):
     # Without a reward's KL, k1 needs the correction, which reinforce_pp switches off.
-    assert told(f"algorithm={algorithm}", *KL, f"{KL_TYPE}=k1") == ""
-    assert told(f"algorithm={algorithm}", *KL, f"{KL_TYPE}=k3").startswith(f"{KL_TYPE} = k3: with algorithm.loss_fn")
+    assert told(f"algorithm={algorithm}", *KL, ONE_STEP, f"{KL_TYPE}=k1") == ""
+    assert told(f"algorithm={algorithm}", *KL, ONE_STEP, f"{KL_TYPE}=k3").startswith(
+        f"{KL_TYPE} = k3: with algorithm.loss_fn"
+    )
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        ["algorithm=rloo"],
+        ["algorithm=distillation", "teacher.model_name=Qwen/Qwen3-8B", f"{POLICY_LOSS}=reinforce"],
+    ],
+)
+def test_without_a_ratio_a_rollout_has_one_optimizer_step(algorithm):
+    samples = ["algorithm.num_prompts_per_step=64", "algorithm.num_generations_per_prompt=8"]
+    found = told(*algorithm, *samples)
+    assert found.startswith(f"{POLICY_LOSS} = reinforce: a rollout has 4 optimizer steps")
+    assert f"({ONE_STEP} makes one step, {POLICY_LOSS}=clip has a ratio)" in found
+    for other in (ONE_STEP, f"{POLICY_LOSS}=clip"):
+        assert told(*algorithm, *samples, other) == ""
+
+
+def test_a_loss_without_that_term_says_nothing_of_ratios():
+    own = "algorithm.loss=nemo_rl_lite.losses.policy_gradient.GRPOLoss"
+    assert told("algorithm=rloo", own) == told("algorithm=grpo") == told("algorithm=sft") == ""
 
 
 def test_variables_of_trackers_that_keys_replace(monkeypatch):

@@ -222,6 +222,20 @@ def test_a_folder_is_of_one_evaluation(model, tmp_path):
         claim(tmp_path / "notes", other.identity())
 
 
+def test_other_code_of_a_reward_is_another_evaluation(model, tmp_path):
+    file, folder, asked = tmp_path / "mine.py", tmp_path / "out", [Problem(chat("one"), "1")]
+    file.write_text("def score(response, answer):\n    return 1.0\n")
+    given = [f"reward.name={file}:score"]
+    before = compose(model, given, ONE).usual_folder()
+    claim(folder, compose(model, given, ONE).identity())
+    Journal(folder, asked).keep([group(asked[0], 1.0)])
+    claim(folder, compose(model, given, ONE).identity())
+    file.write_text("def score(response, answer):\n    return 0.5\n")
+    with pytest.raises(ConfigError, match=r"code of reward\.name = '\w{8}'\n.*was begun with '\w{8}'.*\n.*--output"):
+        claim(folder, compose(model, given, ONE).identity())
+    assert before != compose(model, given, ONE).usual_folder()
+
+
 def test_groups_without_a_failure_are_kept(tmp_path):
     asked = [Problem(chat(f"problem {number}"), str(number)) for number in range(3)]
     groups = [group(asked[0], 1.0, 0.0), group(asked[1], 1.0, None)]

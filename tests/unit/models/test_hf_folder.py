@@ -1,0 +1,71 @@
+"""A written Hugging Face folder: its generation_config.json names the tokens that end a response."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GenerationConfig, Qwen3Config
+
+from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.models.embedded.build import build_tokenizer
+from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
+from nemo_rl_lite.models.hf_folder import write_hf_folder
+from nemo_rl_lite.models.templated import with_template
+
+CHATML = "{% for m in messages %}<im>{{ m.content }}</im>{% endfor %}{% if add_generation_prompt %}<im>{% endif %}"
+OWN = build_tokenizer().eos_token_id
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    """A base model, whose own end token is not that of ChatML's turns."""
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<im>", "</im>"]})
+    tokenizer.save_pretrained(tmp_path / "base")
+    Qwen3Config.from_dict(MODEL_CONFIG).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def in_chatml(base: Path) -> Path:
+    (template := base.parent / "chatml.jinja").write_text(CHATML)
+    return with_template(base, template, base.parent / "templated")
+
+
+def written(source: Path) -> tuple[GenerationConfig, Path]:
+    target = source.parent / "exported"
+    write_hf_folder({"w": torch.zeros(1)}, source, target)
+    return GenerationConfig.from_pretrained(target), target / "generation_config.json"
+
+
+def test_the_end_of_a_turn_of_the_chosen_template_is_named(base):
+    own = {"eos_token_id": OWN, "temperature": 0.6, "do_sample": True}
+    (base / "generation_config.json").write_text(json.dumps(own))
+    (base / "generation_config.json").chmod(0o444)
+    source = in_chatml(base)
+    config, file = written(source)
+    turn = build_tokenizer().vocab_size + 1
+    assert set(config.eos_token_id) == set(ChatTokenizer(source).end_tokens) == {OWN, turn}
+    assert json.loads(file.read_text()) == own | {"eos_token_id": [OWN, turn]}
+    assert json.loads((base / "generation_config.json").read_text()) == own
+
+
+def test_the_models_other_end_tokens_stay(base):
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, OWN]}))
+    config, _ = written(in_chatml(base))
+    assert {7, OWN} < set(config.eos_token_id)
+
+
+def test_a_file_is_made_where_there_is_none(base):
+    config, _ = written(in_chatml(base))
+    assert OWN in config.eos_token_id and len(config.eos_token_id) == 2
+    assert (config.bos_token_id, config.pad_token_id) == (MODEL_CONFIG["bos_token_id"], MODEL_CONFIG["pad_token_id"])
+
+
+@pytest.mark.parametrize("content", [None, json.dumps({"eos_token_id": OWN})])
+def test_a_model_that_names_them_all_stays_as_it_is(base, content):
+    if content is not None:
+        (base / "generation_config.json").write_text(content)
+    write_hf_folder({"w": torch.zeros(1)}, base, base.parent / "exported")
+    file = base.parent / "exported" / "generation_config.json"
+    assert (file.read_text() if file.exists() else None) == content
