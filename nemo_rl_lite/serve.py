@@ -3,6 +3,8 @@ Hugging Face folder."""
 
 import argparse
 import asyncio
+import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -27,13 +29,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--max-new-tokens", metavar="N", type=int, help="most tokens of a response (default: the run's)"
     )
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        type=_key,
+        default=os.environ.get("VLLM_API_KEY"),
+        help="the key that requests need; others on this machine can read it in the command line, but not in the "
+        "environment variable VLLM_API_KEY (default: that, or else a new key)",
+    )
     given = parser.parse_intermixed_args(arguments)
     with shown_as_message("nrl-lite serve"):
         served = find_served(given.run, given.overrides, given.max_new_tokens, _tell)
         _tell(f"starting {served}")
         queue, speaker = start_engine(served)
         address = ServeConfig(True, given.host, given.port)
-        with Endpoint(address, speaker.tokenizer, served.name, speaker.max_length).running() as endpoint:
+        endpoint = Endpoint(address, speaker.tokenizer, served.name, speaker.max_length, given.api_key)
+        with endpoint.running():
             asyncio.run(_answer(endpoint, queue, speaker))
 
 
@@ -53,6 +64,14 @@ def _port(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 2**16:
         raise argparse.ArgumentTypeError(f"'{text}' is no port: a number from 1 to 65535")
     return int(text)
+
+
+def _key(text: str) -> str:
+    if not re.fullmatch("[!-~]+", text):
+        what = "has other characters than visible ASCII ones, which a header cannot carry" if text else "is empty"
+        fix = "give another, or leave out --api-key and unset VLLM_API_KEY for a new key"
+        raise argparse.ArgumentTypeError(f"the key {what}: {fix}")
+    return text
 
 
 def _tell(message: str) -> None:

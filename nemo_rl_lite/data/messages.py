@@ -83,12 +83,23 @@ def _call(call: object, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         # OpenAI writes arguments as text, but chat templates need an object.
         try:
-            arguments = json.loads(arguments)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: the arguments of {function['name']} are not JSON ({error.msg})") from None
+            arguments = writable(json.loads(arguments))
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}: the arguments of {function['name']} are not JSON ({error})") from None
     named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     arguments = without_nulls(arguments)
     return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def writable(value: Any) -> Any:
+    """Return a value that was read from JSON, and can be written as such again. Python reads also NaN, and half of a
+    character that takes two.
+
+    Raises:
+        ValueError, RecursionError: the value has one of them, or is nested too deeply.
+    """
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return value
 
 
 def without_nulls(value: Any) -> Any:

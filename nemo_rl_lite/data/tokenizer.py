@@ -11,6 +11,7 @@ from nemo_rl_lite.data.chat_template import ChatTemplate
 from nemo_rl_lite.data.conversations import Conversation
 from nemo_rl_lite.data.problems import Message
 from nemo_rl_lite.data.tokenizer_files import load_tokenizer, unusable
+from nemo_rl_lite.data.tool_format import WrittenCall, before_calls
 from nemo_rl_lite.data.tools import Tool, checked_calls
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
 
@@ -97,9 +98,14 @@ class ChatTokenizer:
         """The number of tokens of a text."""
         return len(self._tokens(text))
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template offers tools, and writes calls in a way that is known."""
+        return self._template.tool_format is not None
+
     def check_tools(self) -> None:
-        """Raise ConfigError where the chat template cannot offer tools, or writes calls in a way that is not known."""
-        if self._template.tool_format is None:
+        """Raise ConfigError where the tokenizer does not take tools."""
+        if not self.takes_tools:
             rule = (
                 f"offers tools, and the chat template of policy.model_name = {self._model_path} does not write them, "
                 "or writes calls in a way that is not known (docs/rollouts.md lists the known ones)"
@@ -110,12 +116,18 @@ class ChatTokenizer:
 
     def tool_calls(self, tokens: Sequence[int], tools: Sequence[Tool], turn: int) -> list[dict[str, Any]]:
         """Return the calls in a response, as `checked_calls` describes them; `turn` counts the episode's responses."""
-        if self._template.tool_format is None:
-            return []
+        return checked_calls(self.written_calls(tokens)[1], tools, turn)
+
+    def written_calls(self, tokens: Sequence[int]) -> tuple[str, list[WrittenCall]]:
+        """Return the calls in a response as they are written, and the text before the first."""
+        found = self._template.tool_format
+        if found is None:
+            return "", []
         sampled = list(tokens[:-1] if tokens and tokens[-1] in self.end_tokens else tokens)
         # Markers of calls are special tokens in some models. What a model considers while it thinks is no call.
-        text = self._tokenizer.decode(sampled, skip_special_tokens=False).rpartition("</think>")[2]
-        return checked_calls(self._template.tool_format.find(text), tools, turn)
+        text = self._tokenizer.decode(sampled, skip_special_tokens=False)
+        thoughts, end, answer = text.rpartition("</think>")
+        return thoughts + end + before_calls(found, answer), found.find(answer)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Return the token ids of a chat, up to the start of the assistant's turn.

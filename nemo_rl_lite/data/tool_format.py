@@ -4,11 +4,11 @@ entry in a list."""
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Protocol
 
-from nemo_rl_lite.data.messages import Message
+from nemo_rl_lite.data.messages import Message, writable
 
 # Renders messages with or without tools; the flag asks for the start of the assistant's next turn.
 Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
@@ -25,17 +25,22 @@ _JSON = json.JSONDecoder(strict=False)
 
 @dataclass(frozen=True)
 class WrittenCall:
-    """A call as the model wrote it. `trouble` says why it cannot be read; `is_text`: all arguments are texts, because
-    the format does not say their types."""
+    """A call as the model wrote it. `trouble` says why it cannot be read; then it has no arguments, and maybe no name.
+    `is_text`: all arguments are texts, because the format does not say their types."""
 
     name: str
-    arguments: Any = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     trouble: str = ""
     is_text: bool = False
 
 
 class ToolFormat(Protocol):
     """A way to write calls."""
+
+    @property
+    def marker(self) -> str:
+        """What stands before each call; empty where a call is the whole response."""
+        ...
 
     def find(self, text: str) -> list[WrittenCall]:
         """Return the calls in a response, in their order."""
@@ -76,7 +81,7 @@ class JSONCalls:
 
     def _call(self, value: object) -> WrittenCall:
         if isinstance(value, dict) and isinstance(value.get(self.name_key), str):
-            return WrittenCall(value[self.name_key], value.get(self.arguments_key, {}))
+            return _with_arguments(value[self.name_key], value.get(self.arguments_key, {}))
         return WrittenCall("", trouble=f'a call is an object with "{self.name_key}" and "{self.arguments_key}"')
 
 
@@ -96,9 +101,10 @@ class NamedCalls:
         if not found:
             return WrittenCall(name.strip()[:64], trouble=f"{self.middle} has to follow the tool's name")
         try:
-            return WrittenCall(name.strip(), _JSON.raw_decode(rest.lstrip())[0])
+            arguments, _ = _JSON.raw_decode(rest.lstrip())
         except (ValueError, RecursionError) as error:
             return WrittenCall(name.strip(), trouble=_not_json(error))
+        return _with_arguments(name.strip(), arguments)
 
 
 @dataclass(frozen=True)
@@ -140,6 +146,11 @@ def tool_format(render: Render) -> ToolFormat | None:
         turns.append("")
     found = _read(*turns)
     return found if found and found.find(turns[0]) == [_expected(found)] else None
+
+
+def before_calls(found: ToolFormat, text: str) -> str:
+    """Return the text of a response before its first call."""
+    return re.split(_loose(found.marker), text, maxsplit=1)[0] if found.marker else ""
 
 
 def _expected(found: ToolFormat) -> WrittenCall:
@@ -213,6 +224,19 @@ def _common_start(one: str, other: str) -> str:
 
 def _between(text: str, begin: str, end: str) -> str:
     return text.partition(begin)[2].partition(end)[0]
+
+
+def _with_arguments(name: str, arguments: Any) -> WrittenCall:
+    """Return a call whose name and arguments were read from JSON."""
+    try:
+        # Some models write the object as text once more.
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        writable([name, arguments])
+    except (ValueError, RecursionError) as error:
+        return WrittenCall(name, trouble=f"the arguments are not valid JSON: {error}")
+    if not isinstance(arguments, dict):
+        return WrittenCall(name, trouble="the arguments must be an object")
+    return WrittenCall(name, arguments)
 
 
 def _loose(text: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data.columns import find_column
-from nemo_rl_lite.data.messages import without_nulls
+from nemo_rl_lite.data.messages import without_nulls, writable
 from nemo_rl_lite.data.rows import Row
 from nemo_rl_lite.data.tool_format import WrittenCall
 from nemo_rl_lite.errors import DataError
@@ -52,7 +52,8 @@ def _callable(tool: Tool, where: str) -> Tool:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"{where}: a tool has no name: {tool!r:.80}")
     name, parameters = function["name"], function.get("parameters") or {"type": "object", "properties": {}}
-    if trouble := _trouble(json.dumps(parameters, default=str)):
+    is_object = isinstance(parameters, Mapping)
+    if trouble := _trouble(json.dumps(parameters, default=str)) if is_object else "they are no object":
         raise DataError(f"{where}: the parameters of the tool {name} are no JSON schema: {trouble}")
     return {
         "type": "function",
@@ -68,6 +69,8 @@ def _trouble(schema: str) -> str:
         Draft202012Validator.check_schema(json.loads(schema))
     except SchemaError as error:
         return error.message
+    except RecursionError:
+        return "they are nested too deeply"
     return ""
 
 
@@ -82,19 +85,10 @@ def _checked(call: WrittenCall, functions: Mapping[str, Any], identity: str) -> 
     function, arguments, trouble = functions.get(call.name), call.arguments, call.trouble
     if not trouble and function is None:
         trouble = f"there is no tool {call.name!r}; the tools are: {', '.join(functions)}"
-    if not trouble and isinstance(arguments, str):
-        # Some models write the object as text once more.
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            trouble = f"the arguments are not valid JSON: {error}"
-    if not trouble and not isinstance(arguments, dict):
-        trouble = "the arguments must be an object"
     if not trouble:
         parameters = functions[call.name]["parameters"]
         arguments = _typed(arguments, parameters) if call.is_text else arguments
         trouble = _misfit(arguments, parameters)
-    arguments = arguments if isinstance(arguments, dict) else {}
     named = {"name": call.name, "arguments": arguments}
     return {"id": identity, "type": "function", "function": named} | ({"error": trouble} if trouble else {})
 
@@ -107,7 +101,7 @@ def _typed(arguments: Mapping[str, str], parameters: Mapping[str, Any]) -> dict[
         found[name] = text
         if name not in schemas or _misfit(text, schemas[name]):
             try:
-                found[name] = json.loads(text)
+                found[name] = writable(json.loads(text))
             except (ValueError, RecursionError):
                 continue
     return found
@@ -117,9 +111,11 @@ def _misfit(arguments: Any, parameters: Any) -> str:
     """Why the arguments do not fit the schema; empty where they do."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
+    from referencing import Registry
 
     try:
-        error = best_match(Draft202012Validator(parameters).iter_errors(arguments))
+        # An empty registry keeps jsonschema from fetching the schemas that this one names.
+        error = best_match(Draft202012Validator(parameters, registry=Registry()).iter_errors(arguments))
     except Exception as unusable:  # a schema may name others that are not there
         return f"the tool's schema cannot be used: {unusable}"
     if error is None:

@@ -1,8 +1,7 @@
-"""OpenAI's chat completions, and what they have in common with its completions: what a request may ask for, and what it
-gets. Neither HTTP nor engines are known here."""
+"""What OpenAI's completions and chat completions have in common: what a request may ask for, and what it gets. Neither
+HTTP nor engines are known here."""
 
 import time
-import uuid
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +9,7 @@ from typing import Annotated, Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
 
-from nemo_rl_lite.data.messages import Message, read_messages
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
-from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Completion
 
 # These change nothing that the policy samples.
@@ -22,11 +19,10 @@ _HARMLESS = frozenset(
 )
 # What to do in place of a parameter that is refused.
 _INSTEAD = {
-    "tools": "describe the tools in a message, or let environment.name answer the calls",
-    "functions": "describe the tools in a message, or let environment.name answer the calls",
-    "tool_choice": "describe the tools in a message, or let environment.name answer the calls",
-    "stop_token_ids": "set generation.stop_token_ids, which holds for all responses",
-    "response_format": "describe the format in a message, and reward it",
+    "tools": "the chat template writes them, so ask /chat/completions",
+    "functions": "name them in tools, as OpenAI's newer API does",
+    "stop_token_ids": "those of generation.stop_token_ids hold for all responses",
+    "response_format": "describe the format in a message",
     "top_logprobs": "the engines keep the logprob of the sampled token alone",
     "echo": "the engines keep no logprobs of a prompt; write the prompt before the text yourself",
 }
@@ -109,59 +105,6 @@ class Asked(BaseModel):
         """The whole answer as the one chunk of a stream."""
 
 
-class ChatRequest(Asked):
-    """The parameters of a chat completion."""
-
-    source = "messages"
-
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = Field(default=None, gt=0)
-    logprobs: bool | None = None
-
-    @property
-    def most_tokens(self) -> int | None:
-        """How long a response may be, under either of its names."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    def chat(self) -> tuple[Message, ...]:
-        """The messages. Raises RefusedError: they are no chat that the policy can answer."""
-        try:
-            messages = read_messages(self.messages, "messages")
-        except DataError as error:
-            raise RefusedError(400, str(error), "messages") from None
-        if messages[-1]["role"] == "assistant":
-            raise RefusedError(400, "messages: the last one is the assistant's, which has to answer it", "messages")
-        return messages
-
-    def prompts(self, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], ...]:
-        """See `Asked.prompts`. It is one."""
-        try:
-            return (tuple(tokenizer.prompt(self.chat())),)
-        except DataError as error:
-            raise RefusedError(400, str(error), "messages") from None
-
-    def body(self, answer: Answer, tokenizer: ChatTokenizer, model: str) -> dict[str, Any]:
-        """See `Asked.body`."""
-        choices = [
-            {
-                "message": {"role": "assistant", "content": self.text(completion, tokenizer)},
-                "logprobs": {"content": _logprobs(completion, tokenizer)} if self.logprobs else None,
-            }
-            for completion in answer.completions
-        ]
-        (prompt,) = answer.prompts
-        own = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion", "prompt_token_ids": list(prompt)}
-        return answer_body(answer, choices, model) | own
-
-    def chunk(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Asked.chunk`."""
-        choices = [
-            {name: value for name, value in choice.items() if name != "message"} | {"delta": choice["message"]}
-            for choice in body["choices"]
-        ]
-        return {**body, "object": "chat.completion.chunk", "choices": choices}
-
-
 class Respondent(Protocol):
     """Answers the requests that come with one key."""
 
@@ -196,16 +139,8 @@ def answer_body(answer: Answer, choices: Sequence[Mapping[str, Any]], model: str
         "model": model,
         "system_fingerprint": f"step-{max(one.versions[-1] for one in responses)}",
         "choices": [
-            {"index": index, **choice, "finish_reason": one.finish_reason, "token_ids": list(one.tokens)}
+            {"index": index, "finish_reason": one.finish_reason, "token_ids": list(one.tokens), **choice}
             for index, (choice, one) in enumerate(zip(choices, responses, strict=True))
         ],
         "usage": {"prompt_tokens": sizes[0], "completion_tokens": sizes[1], "total_tokens": sum(sizes)},
     }
-
-
-def _logprobs(completion: Completion, tokenizer: ChatTokenizer) -> list[dict[str, Any]]:
-    pieces = [tokenizer.piece(token) for token in completion.tokens]
-    return [
-        {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
-        for piece, logprob in zip(pieces, completion.logprobs, strict=True)
-    ]

@@ -17,9 +17,10 @@ from starlette.exceptions import HTTPException
 
 from nemo_rl_lite.config.sections.generation import ServeConfig
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.endpoint.chat_completions import ChatRequest
 from nemo_rl_lite.endpoint.completions import CompletionRequest
 from nemo_rl_lite.endpoint.gate import ASLEEP, Gate
-from nemo_rl_lite.endpoint.protocol import Asked, ChatRequest, RefusedError, Respondent, read_request
+from nemo_rl_lite.endpoint.protocol import Asked, RefusedError, Respondent, read_request
 from nemo_rl_lite.errors import ConfigError, Violation
 
 # nginx's status for a client that has gone; nobody reads it.
@@ -33,10 +34,12 @@ _EVERYWHERE = ("0.0.0.0", "::", "")
 class Endpoint:
     """OpenAI's API for the engines of this process' run."""
 
-    def __init__(self, config: ServeConfig, tokenizer: ChatTokenizer, model: str, max_length: int):
-        """`model` is the name that requests give, `max_length` the most tokens of prompt and response."""
-        self.model, self.token = model, secrets.token_urlsafe(24)
-        """`token` is the key of requests that belong to no episode."""
+    def __init__(
+        self, config: ServeConfig, tokenizer: ChatTokenizer, model: str, max_length: int, token: str | None = None
+    ):
+        """`model` is the name that requests give, `max_length` the most tokens of prompt and response, `token` the key
+        of requests that belong to no episode; None: a new one."""
+        self.model, self.token = model, token or secrets.token_urlsafe(24)
         self._config, self._max_length = config, max_length
         self.gate = Gate(self.token, lambda asked, answer: asked.body(answer, tokenizer, model))
         self._address = ("", 0)

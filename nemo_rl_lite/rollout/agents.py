@@ -10,7 +10,8 @@ from nemo_rl_lite.agents import interface
 from nemo_rl_lite.agents.calls import Agents
 from nemo_rl_lite.data.problems import Message
 from nemo_rl_lite.endpoint.anybody import FULL, limited
-from nemo_rl_lite.endpoint.protocol import Answer, Asked, ChatRequest, RefusedError
+from nemo_rl_lite.endpoint.chat_completions import ChatRequest
+from nemo_rl_lite.endpoint.protocol import Answer, Asked, RefusedError
 from nemo_rl_lite.endpoint.server import Endpoint
 from nemo_rl_lite.errors import DataError, EngineError, WorkerError
 from nemo_rl_lite.generation.interface import Sampling
@@ -79,6 +80,9 @@ class AgentSession:
         """See `Respondent.respond`."""
         if not isinstance(asked, ChatRequest):
             raise RefusedError(400, "an agent's episode is a chat: ask /chat/completions in place of /completions")
+        if asked.tools:
+            fix = "describe the tools in a message, or let environment.name answer the calls"
+            raise RefusedError(400, f"tools are not supported in an agent's episode: {fix}", "tools")
         episode, assistant = self._episode, self._assistant
         async with self._one_by_one:
             sampling = self._sampling(asked)

@@ -59,7 +59,7 @@ def test_an_agents_tokens_have_the_policys_logprobs(run):
 def test_its_checkpoint_is_served_until_it_is_told_to_stop(run):
     folder, _, _ = run
     command = [sys.executable, "-m", "nemo_rl_lite.serve", str(folder), "--max-new-tokens", "6"]
-    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH, "VLLM_API_KEY": "my-own-key"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as server:
@@ -72,6 +72,8 @@ def test_its_checkpoint_is_served_until_it_is_told_to_stop(run):
             with httpx.Client(base_url=url, headers=keys, trust_env=False, timeout=120) as client:
                 answers = [client.post("/chat/completions", json=body).json() for _ in range(2)]
                 two = client.post("/chat/completions", json=body | {"n": 2, "temperature": 1, "seed": 3}).json()
+                tools = {"tools": [{"type": "function", "function": {"name": "add"}}]}
+                offered = client.post("/chat/completions", json=body | tools).json()
                 prompt = {"prompt": answers[0]["prompt_token_ids"], "temperature": 0, "logprobs": 1}
                 continued = client.post("/completions", json=prompt).json()
                 refused = client.post("/chat/completions", json=body | {"max_tokens": 7})
@@ -82,6 +84,9 @@ def test_its_checkpoint_is_served_until_it_is_told_to_stop(run):
     assert first["token_ids"] == second["token_ids"] and 0 < len(first["token_ids"]) <= 6
     assert all(one["logprob"] <= 0 for one in first["logprobs"]["content"])
     assert [one["index"] for one in two["choices"]] == [0, 1]
+    assert given["OPENAI_API_KEY"] == "my-own-key"
+    more = offered["usage"]["prompt_tokens"] - answers[0]["usage"]["prompt_tokens"]
+    assert more == len("<tool=add()>") and offered["choices"][0]["message"]["content"]
     assert continued["choices"][0]["token_ids"] == first["token_ids"]
     assert refused.status_code == 400 and "generation.max_new_tokens = 6" in json.dumps(refused.json())
     assert (folder / "hf-step-00000002" / "chat_template.jinja").read_text() == TEMPLATE

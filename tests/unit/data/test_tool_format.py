@@ -86,6 +86,7 @@ CALL = WrittenCall("add", {"a": 1})
         (HERMES, '<tool_call>{"arguments":{"a":1},"name":"add"}</tool_call>' * 2, [CALL, CALL]),
         (HERMES, '<tool_call>{"name": "now"}', [WrittenCall("now", {})]),
         (HERMES, "no call, but {braces}", []),
+        (HERMES, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [CALL]),
         # An argument may have line ends, and may quote a call.
         (HERMES, '<tool_call>{"name": "add", "arguments": {"a": "x\ny"}}', [WrittenCall("add", {"a": "x\ny"})]),
         (
@@ -122,9 +123,18 @@ def test_calls_are_found(own, text, calls):
         (HERMES, "<tool_call>add(1)</tool_call>", "not valid JSON"),
         (HERMES, '<tool_call>{"tool": "add"}</tool_call>', 'an object with "name" and "arguments"'),
         (HERMES, "<tool_call>7</tool_call>", 'an object with "name"'),
+        (HERMES, '<tool_call>{"name": "add", "arguments": [1]}', "the arguments must be an object"),
+        (HERMES, '<tool_call>{"name": "add", "arguments": "{"}', "the arguments are not valid JSON: Expecting"),
+        (
+            HERMES,
+            '<tool_call>{"name": "add", "arguments": {"a": NaN}}',
+            "the arguments are not valid JSON: Out of range",
+        ),
+        (HERMES, '<tool_call>{"name": "\\ud800", "arguments": {}}', "not valid JSON: .* surrogates not allowed"),
         (LLAMA, '{"name": "add", "parameters": {"a": 1}', "not valid JSON"),
         (MISTRAL, "[TOOL_CALLS]add(1)", r"\[ARGS\] has to follow"),
         (MISTRAL, "[TOOL_CALLS]add[ARGS]{", "not valid JSON"),
+        (MISTRAL, "[TOOL_CALLS]add[ARGS]7", "the arguments must be an object"),
         (CODER, "<tool_call><function=add><parameter=a>1", "<parameter=NAME>VALUE</parameter>"),
         (CODER, "<tool_call><function=>", "the tool's name has to follow"),
     ],

@@ -1,6 +1,7 @@
 """Calls are held against the schemas of the tools, which rows may have themselves."""
 
 import json
+from functools import reduce
 
 import pytest
 
@@ -28,8 +29,12 @@ def checked(name, arguments, **others):
 
 def test_calls_that_fit_are_in_openais_format():
     assert checked("weather", {"city": "Rome"}) == {"name": "weather", "arguments": {"city": "Rome"}}
-    assert checked("weather", '{"city": "Rome"}')["arguments"] == {"city": "Rome"}
     assert checked("weather", {"city": "12", "days": "3"}, is_text=True)["arguments"] == {"city": "12", "days": 3}
+    assert checked("weather", {"city": "a", "country": "NaN", "zip": '"\\ud800"'}, is_text=True)["arguments"] == {
+        "city": "a",
+        "country": "NaN",
+        "zip": '"\\ud800"',
+    }
     assert checked("now", {})["arguments"] == {}
 
 
@@ -39,21 +44,27 @@ def test_calls_that_fit_are_in_openais_format():
         (("wether", {}), "there is no tool 'wether'; the tools are: weather, now"),
         (("weather", {}), "the arguments: 'city' is a required property"),
         (("weather", {"city": 7}), "the argument city: 7 is not of type 'string'"),
-        (("weather", [1]), "the arguments must be an object"),
-        (("weather", "{"), "the arguments are not valid JSON: Expecting"),
     ],
 )
 def test_calls_that_do_not_fit_say_why(call, error):
     assert checked(*call).startswith(error)
-    assert checked("weather", None, trouble="the call is broken") == "the call is broken"
+    assert checked("weather", {}, trouble="the call is broken") == "the call is broken"
     assert "'three' is not of type 'integer'" in checked("weather", {"city": "a", "days": "three"}, is_text=True)
+
+
+DEEP = reduce(lambda schema, _: {"not": schema}, range(300), {})
 
 
 @pytest.mark.parametrize(
     ("tools", "message"),
     [
+        (
+            [{"name": "x", "parameters": DEEP}],
+            "the parameters of the tool x are no JSON schema: they are nested too deep",
+        ),
         ({"name": "x"}, "must be a list of functions"),
         ([{"type": "function"}], "a tool has no name"),
+        ([{"name": "x", "parameters": True}], "the parameters of the tool x are no JSON schema: they are no object"),
         ([{"name": "x", "parameters": {"type": "int"}}], "the parameters of the tool x are no JSON schema: 'int'"),
     ],
 )
@@ -99,3 +110,11 @@ def test_a_schema_that_names_another_which_is_not_there_is_told_to_the_model():
     tool = {"type": "function", "function": {"name": "year", "parameters": parameters}}
     (call,) = checked_calls([WrittenCall("year", {"x": 1})], [tool], 0)
     assert "the tool's schema cannot be used" in call["error"]
+
+
+def test_a_schema_is_not_fetched(monkeypatch):
+    fetched = []
+    monkeypatch.setattr("urllib.request.urlopen", lambda request, *_: fetched.append(request))
+    tool = {"type": "function", "function": {"name": "year", "parameters": {"$ref": "http://127.0.0.1/schema"}}}
+    (call,) = checked_calls([WrittenCall("year", {"x": 1})], [tool], 0)
+    assert "the tool's schema cannot be used" in call["error"] and not fetched

@@ -61,13 +61,13 @@ def leaving_client(endpoint: Endpoint) -> Iterator[None]:
 
 
 @contextmanager
-def answering(endpoint: Endpoint, engine: Echo) -> Iterator[None]:
+def answering(endpoint: Endpoint, engine: Echo, speaker: Speaker = SPEAKER) -> Iterator[None]:
     """Let the engine serve a rollout in a thread for the time of the block."""
     loop, stopped, ready = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
 
     async def serve() -> None:
         queue = RequestQueue([engine], 8, lambda replica, error: None, lambda: None)
-        async with queue.serving() as requests, endpoint.answering(Anybody(SPEAKER, requests)):
+        async with queue.serving() as requests, endpoint.answering(Anybody(speaker, requests)):
             ready.set()
             await stopped.wait()
 

@@ -83,6 +83,10 @@ def test_a_completion_has_the_usual_sampling_and_may_be_a_stream(openai, echo):
         ({"logprobs": 1}, "logprobs = 1: the engines keep the logprob of the sampled token alone"),
         ({"logprobs": 2, "temperature": 0}, "ask for logprobs = 0, or for 1 with temperature = 0"),
         ({"echo": True, "logprobs": 0}, "echo = True is not supported here: the engines keep no logprobs of a prompt"),
+        (
+            {"tools": [{"name": "add"}]},
+            "is not supported here: the chat template writes them, so ask /chat/completions",
+        ),
         ({"suffix": "end"}, "suffix = 'end' is not supported here: leave it out"),
     ],
 )

@@ -58,7 +58,7 @@ def test_a_request_may_choose_its_sampling_and_every_request_has_a_seed(endpoint
     ("parameters", "status", "said"),
     [
         ({"n": 0}, 400, "n: Input should be greater than 0"),
-        ({"tools": [{"type": "function"}]}, 400, "describe the tools in a message"),
+        ({"functions": [{"name": "add"}]}, 400, "is not supported here: name them in tools"),
         ({"stop": ["x", ""]}, 400, "stop.1: String should have at least 1 character"),
         ({"frequency_penalty": 0.5}, 400, "frequency_penalty = 0.5 is not supported here: leave it out"),
         ({"max_tokens": 41}, 400, "at most generation.max_new_tokens = 40 tokens; ask for no more"),

@@ -52,6 +52,8 @@ async def player(problem, endpoint, how):
             await ask([*messages, first, TOOL], n=2)
         case "stops":
             await ask([*messages, first, TOOL], stop="=")
+        case "offers":
+            await ask([*messages, first, TOOL], tools=[{"type": "function", "function": {"name": "add"}}])
         case "text":
             await Endpoint(endpoint).post("completions", prompt="6*7=")
         case "rewrites":

@@ -107,6 +107,10 @@ def test_an_agents_episode_is_that_of_an_environment_with_the_same_conversation(
         ("hot", "temperature = 0.5: training samples with generation.temperature = 1.0"),
         ("several", "n = 2: an agent's episode is one sequence of tokens, so a request has one answer"),
         ("stops", "stop: set generation.stop_strings, which holds for all responses"),
+        (
+            "offers",
+            "tools are not supported in an agent's episode: describe the tools in a message, or let environment",
+        ),
         ("text", "an agent's episode is a chat: ask /chat/completions"),
         ("rewrites", "the request does not continue its episode: message 1 was"),
         ("repeats", "it has 1 messages, and the conversation 2 already"),

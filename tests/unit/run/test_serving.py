@@ -187,6 +187,18 @@ def test_a_response_that_was_cut_is_told():
     assert said == ["cut after 2 tokens; --max-new-tokens allows more"]
 
 
+@pytest.mark.parametrize(("key", "said"), [("", "the key is empty"), ("my key", "the key has other characters")])
+def test_a_key_that_is_none(key, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "good")
+    with pytest.raises(SystemExit) as ended:
+        serve.main([str(tmp_path), "--api-key", key])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    with pytest.raises(SystemExit) as ended:
+        serve.main([str(tmp_path)])
+    assert ended.value.code == 2 and said in (told := capsys.readouterr().err) and "unset VLLM_API_KEY" in told
+
+
 @pytest.mark.parametrize("port", ["0", "99999", "-1", "http"])
 def test_a_port_that_is_none(port, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
