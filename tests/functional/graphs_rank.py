@@ -32,6 +32,7 @@ from nemo_rl_lite.policy.megatron.memory import gradient_buffers
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.reserve import policy_arguments
+from tests.functional.embedded import OF_THE_EMBEDDED
 from tests.functional.policy_rank import forget_layout
 from tests.functional.sync_rank import Copies, Reads
 
@@ -74,8 +75,7 @@ class Refusing(Again):
 
 
 def main(model_folder: str, output_file: str, overrides: str, ways: str) -> None:
-    short = "policy.max_total_sequence_length=32"
-    own, found = [short, *json.loads(overrides), f"policy.model_name={model_folder}"], {}
+    own, found = [*OF_THE_EMBEDDED, *json.loads(overrides), f"policy.model_name={model_folder}"], {}
     for way in json.loads(ways):
         found[way] = run(own, way)
         forget_layout()
