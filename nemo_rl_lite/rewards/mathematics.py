@@ -15,7 +15,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 _PERCENT, _ESCAPED = re.compile(r"(?<!\\)%"), r"\\%"
 _MARKS = ("$", "\\boxed", "\\(", "\\[")
 _BOXED = "\\boxed{"
-# Single dollars are marks as in pandoc: no blanks within, and no digit after the second, as after dollars of money.
+# Single dollars are marks as in pandoc: no blank after the first or before the second, and no digit after the second,
+# so that dollars of money are none.
 _MARKED = re.compile(
     r"(?<!\\)\$\$.+?\$\$|(?<![\\$])\$(?=\S)(?:\\.|[^$\\])+(?<=\S)\$(?!\d)|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL
 )
