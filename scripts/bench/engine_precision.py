@@ -51,7 +51,7 @@ def main() -> None:
         steps, _ = one_run([*own, *quantized], warm=1)
         results += results_of(steps, way, MEASURED)
         print(way, {one["name"]: f"{one['median']:.4g}" for one in results if one["config"] == way}, flush=True)
-        print(record.write("engine-precision", results, [], f"model: {given.model.name}"))
+        print(record.write(f"engine-precision-{given.model.name}", results, [], f"model: {given.model.name}"))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
-"""What overlapped moves of optimizer states slow down, from a trace of one step each: overlap_trace.py MODEL
+"""What overlapped moves of optimizer states slow down, from a trace of one step each.
+
+overlap_trace.py MODEL [--settings SETTING ...] [--keep FOLDER]
 
 The steps are those of offload_policy.py's table `pieces`, without moves and with overlapped ones. For logprobs and for
 training: their seconds, those in which a kernel ran, and the rest, in which the GPU waited for the host or for a copy;
 the small copies, of less than 1 MiB, that the compute stream had; the calls of CUDA on which the threads that launch
 kernels spent most of their time, and those during the longest pause between kernels. A traced step takes longer than
-others, of which the seconds are given, too.
+others, of which the seconds are given, too. `--keep` writes the traces to a folder, for Perfetto or chrome://tracing.
 """
 
+import argparse
+import gzip
 import itertools
 import json
 import os
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +28,7 @@ from offload_tables import PIECES, TABLES
 from nemo_rl_lite.offload import copies
 from nemo_rl_lite.run.report.busy import union
 
-SETTINGS = ("states stay", "overlapped, pieces of 64 MiB", "overlapped, pieces of 256 MiB")
+SETTINGS = ("states stay", *PIECES)
 PHASES = {"score": "logprob", "train": "train"}
 STEPS = 4
 SMALL = 1 << 20
@@ -35,13 +38,23 @@ Event = dict[str, Any]
 
 
 def main() -> None:
-    (model,) = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument(
+        "--settings", nargs="+", choices=SETTINGS, default=("states stay", "overlapped, pieces of 128 MiB, 1 queued")
+    )
+    parser.add_argument("--keep", type=Path, metavar="FOLDER")
+    given = parser.parse_args()
     os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"
     os.environ.update(offload_policy.MANY_QUEUES)
     results = []
-    for setting in SETTINGS:
+    for setting in given.settings:
         copies.PIECE_BYTES, copies.QUEUED = PIECES.get(setting, (copies.PIECE_BYTES, copies.QUEUED))
-        seconds, events = traced(model, TABLES["pieces"][setting])
+        seconds, events = traced(given.model, TABLES["pieces"][setting])
+        if given.keep:
+            given.keep.mkdir(parents=True, exist_ok=True)
+            with gzip.open(given.keep / f"{setting.replace(' ', '-').replace(',', '')}.json.gz", "wt") as file:
+                json.dump({"traceEvents": events}, file)
         results += [record.result(f"{name}, not traced", setting, "s", reps) for name, reps in seconds.items()]
         print(setting, {name: [round(one, 3) for one in reps] for name, reps in seconds.items()}, flush=True)
         for phase in PHASES.values():

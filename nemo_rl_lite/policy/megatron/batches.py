@@ -18,6 +18,7 @@ from nemo_rl_lite.policy.megatron.micro_batches import Layout, ModelInput, cut
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 from nemo_rl_lite.policy.megatron.one_pass import (
     Before,
+    Pace,
     Trained,
     announced,
     forward,
@@ -52,11 +53,15 @@ def forward_scores(
     model.train_mode(False)
     micro_batches = _agreed_cut(model, tokens_BT, lengths_B, layout)
     model.clock.begin()
+    # `before` goes by the pace of the micro-batches.
+    pace = Pace(model.device)
 
     def score(shard: Shard) -> Last:
         def on_host(scores: dict[str, Tensor], non_loss_data: bool) -> dict[str, Tensor]:
-            # `before` goes by the pace of the micro-batches, so that the host waits for each.
-            return {name: values.to("cpu", non_blocking=before is None) for name, values in scores.items()}
+            copies = {name: values.to("cpu", non_blocking=True) for name, values in scores.items()}
+            if before is not None:
+                pace.keep()
+            return copies
 
         micro = shard.micro
         ids = None if teacher_ids_BTk is None else sent(teacher_ids_BTk[micro.rows, : micro.width], model.device)

@@ -29,6 +29,25 @@ class Trained:
     """The `mismatch_metrics`, where the pass compares with the engines."""
 
 
+class Pace:
+    """Keeps the host at most one micro-batch ahead of the device, so that both are busy and the host knows how far the
+    device is."""
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self._last: torch.cuda.Event | None = None
+
+    def keep(self) -> None:
+        """Call this after a micro-batch has been launched: waits until the one before has run."""
+        if not self._on_gpu:
+            return
+        launched = torch.cuda.Event(blocking=True)
+        launched.record()
+        if self._last is not None:
+            self._last.synchronize()
+        self._last = launched
+
+
 def announced(micro_batches: Sequence[ModelInput], before: Before = None) -> Iterator[ModelInput]:
     for index, micro in enumerate(micro_batches):
         progress.note(micro_batch=index + 1)

@@ -9,12 +9,13 @@ from nemo_rl_lite.offload.copies import Copies, pieces
 
 def test_pieces_cover_every_byte_once_and_in_order(monkeypatch):
     monkeypatch.setattr(copies, "PIECE_BYTES", 10)
-    sources = [torch.arange(n, dtype=torch.uint8) for n in (25, 10, 1)]
+    sources = [torch.arange(n, dtype=torch.uint8) for n in (25, 0, 10, 1, 2, 3)]
     targets = [torch.zeros_like(source) for source in sources]
     cut = list(pieces(zip(targets, sources, strict=True)))
-    assert [len(source) for _, source in cut] == [10, 10, 5, 10, 1]
-    for target, source in cut:
-        target.copy_(source)
+    assert [[len(source) for source in piece] for _, piece in cut] == [[10], [10], [5, 5], [5, 1, 2, 2], [1]]
+    for into, of in cut:
+        for target, source in zip(into, of, strict=True):
+            target.copy_(source)
     assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
 
 
