@@ -1,20 +1,19 @@
-"""Feed many large copies between device and host to the device's copy engine, a few pieces at a time.
+"""Copy many large tensors between device and host, a piece at a time, so that other work on the device gets its turn.
 
-A copy engine works in order: a small copy of another stream, such as a micro-batch's logprobs on their way to the host,
-would wait behind everything that is queued. So a thread queues a few pieces, and the next one when one of them is done.
+A thread gives a piece to the device when the one before is done. With one more piece waiting in its queue, an H100
+began no kernel of another stream before the whole move was over, and a small copy, such as a micro-batch's logprobs on
+their way to the host, waited behind what was queued.
 """
 
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-# A piece takes 2.5 ms on a link of 50 GB/s. With the one that is queued behind it the link stays busy, and others wait
-# 5 ms at most.
-PIECE_BYTES, QUEUED = 128 << 20, 1
+# 2.5 ms on a link of 50 GB/s: a short wait for others. The link is idle for a few percent of it between two pieces.
+PIECE_BYTES = 128 << 20
 
 
 class Copies:
@@ -24,7 +23,7 @@ class Copies:
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], stream: "torch.cuda.Stream | None"):
         """`pairs` are (target, source); `stream` runs the copies and is None on a CPU."""
         self._pairs, self._stream = list(pairs), stream
-        self._began, self._seconds = time.perf_counter(), 0.0
+        self._began, self._seconds, self._alone = time.perf_counter(), 0.0, False
         self._error: BaseException | None = None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -35,8 +34,10 @@ class Copies:
         """Return whether `wait` would return at once."""
         return not self._thread.is_alive()
 
-    def wait(self) -> None:
-        """Wait until all copies are done. Raises any error that stopped them."""
+    def wait(self, alone: bool = True) -> None:
+        """Wait until all copies are done. Raises any error that stopped them. `alone`: the device has no other work
+        meanwhile, so that it may have all pieces at once."""
+        self._alone = alone
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -62,13 +63,14 @@ class Copies:
     def _feed(self, stream: torch.cuda.Stream) -> None:
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            queued = deque[torch.cuda.Event]()
+            # A blocking event does not spin: this thread shares the interpreter with the one that launches kernels.
+            done = torch.cuda.Event(blocking=True)
             begin.record()
             for targets, sources in pieces(self._pairs):
                 _copy(targets, sources)
-                queued.append(_recorded())
-                if len(queued) > QUEUED:
-                    queued.popleft().synchronize()
+                if not self._alone:
+                    done.record()
+                    done.synchronize()
             end.record()
             end.synchronize()
             self._seconds = begin.elapsed_time(end) / 1e3
@@ -96,10 +98,3 @@ def pieces(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     # One call for many: this thread has the interpreter in each, and takes it from the one that launches kernels.
     torch._foreach_copy_(targets, sources, non_blocking=True)
-
-
-def _recorded() -> torch.cuda.Event:
-    # A blocking event does not spin: this thread shares the interpreter with the one that launches kernels.
-    event = torch.cuda.Event(blocking=True)
-    event.record()
-    return event

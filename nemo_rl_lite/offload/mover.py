@@ -155,12 +155,12 @@ class Movable:
         self._flight = _Flight(False, self._parked, time.perf_counter() - began, copies)
         self.recount()
 
-    def settle(self) -> None:
-        """Wait until the move that has begun, if any, is done."""
+    def settle(self, alone: bool = True) -> None:
+        """Wait until the move that has begun, if any, is done. `alone`: the device has no other work meanwhile."""
         if self._flight is None:
             return
         flight, waiting = self._flight, time.perf_counter()
-        flight.copies.wait()
+        flight.copies.wait(alone)
         if flight.to_host:
             _free(flight.parked)
         self._parked, self._flight = (flight.parked if flight.to_host else []), None

@@ -148,8 +148,9 @@ class PhaseMemory:
             self.require(component)
 
     def arrive(self, component: Component) -> None:
-        """Wait until the component is on the device. Raises RuntimeError: it is not on its way there."""
-        self._movable[component].settle()
+        """Wait until the component is on the device, while the work given to it before runs. Raises RuntimeError: it is
+        not on its way there."""
+        self._movable[component].settle(alone=False)
         self.require(component)
 
     def recount(self) -> None:

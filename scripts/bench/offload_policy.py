@@ -44,7 +44,7 @@ GPU = ["policy=megatron_gpu", "generation=vllm_gpu", "cluster.gpus_per_node=1", 
 PACKED = [f"policy.sequence_packing.{phase}_mb_tokens=8192" for phase in ("train", "logprob")]
 STEPS = {"prepare": 4, "pieces": 6, "activations": 3, "activations_of_experts": 3, "cpu_optimizer": 3}
 SHORT, LONG = (64, 558), (4, 8192)
-USUAL = copies.PIECE_BYTES, copies.QUEUED
+USUAL = copies.PIECE_BYTES
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def main() -> None:
         sequences = LONG if table.startswith("activations") else SHORT
         for setting, overrides in TABLES[table].items():
             started = time.time()
-            copies.PIECE_BYTES, copies.QUEUED = PIECES.get(setting, USUAL)
+            copies.PIECE_BYTES = PIECES.get(setting, USUAL)
             try:
                 measured = measure(model, overrides, STEPS[table], *sequences)
             except (RuntimeError, LauncherError) as error:

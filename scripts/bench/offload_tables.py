@@ -4,11 +4,8 @@ LOGPROB = "policy.offload_optimizer_states_for_logprob=true"
 OPTIMIZER, ACTIVATIONS = "policy.megatron_cfg.optimizer", "policy.megatron_cfg"
 CPU_OPTIMIZER = f"{OPTIMIZER}.optimizer_cpu_offload=true"
 OVERLAPPED = f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=true"
-# Setting -> bytes that offload/copies.py gives to the copy engine at a time, and how many of these pieces wait there.
-PIECES = {
-    f"overlapped, pieces of {mib} MiB, {queued} queued": (mib << 20, queued)
-    for mib, queued in ((256, 1), (128, 1), (128, 0), (64, 4), (16, 4))
-}
+# Setting -> bytes that offload/copies.py gives to the device at a time.
+PIECES = {f"overlapped, pieces of {mib} MiB": mib << 20 for mib in (512, 128, 32)}
 
 
 def modules(*names: str) -> list[str]:

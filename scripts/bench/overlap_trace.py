@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument(
-        "--settings", nargs="+", choices=SETTINGS, default=("states stay", "overlapped, pieces of 128 MiB, 1 queued")
+        "--settings", nargs="+", choices=SETTINGS, default=("states stay", "overlapped, pieces of 128 MiB")
     )
     parser.add_argument("--keep", type=Path, metavar="FOLDER")
     given = parser.parse_args()
@@ -49,7 +49,7 @@ def main() -> None:
     os.environ.update(offload_policy.MANY_QUEUES)
     results = []
     for setting in given.settings:
-        copies.PIECE_BYTES, copies.QUEUED = PIECES.get(setting, (copies.PIECE_BYTES, copies.QUEUED))
+        copies.PIECE_BYTES = PIECES.get(setting, copies.PIECE_BYTES)
         seconds, events = traced(given.model, TABLES["pieces"][setting])
         if given.keep:
             given.keep.mkdir(parents=True, exist_ok=True)

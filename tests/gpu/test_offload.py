@@ -136,3 +136,26 @@ def test_a_small_copy_does_not_wait_for_a_large_move():
     assert bool((copied == 0).all())
     # A page-locked move of 2 GiB takes some 40 ms.
     assert waited < move.transfer_s / 2
+
+
+def test_kernels_do_not_wait_for_a_large_move():
+    weights = torch.ones(4 << 30, dtype=torch.uint8, device="cuda")
+    own = Movable("weights", lambda: [weights], HostArena("weights", CudaRegistrar()), torch.device("cuda", 0))
+    own.leave()
+    own.settle()
+    own.come_back()
+    own.settle()
+    own.take_moves()
+    small, ran = torch.zeros(8, device="cuda"), torch.cuda.Event()
+    own.leave()
+    began = time.perf_counter()
+    small += 1
+    ran.record()
+    # Waiting in the driver would hold up the thread that feeds the copies.
+    while not ran.query():
+        time.sleep(1e-3)
+    waited = time.perf_counter() - began
+    own.settle(alone=False)
+    ((_, move),) = own.take_moves()
+    # A page-locked move of 4 GiB takes some 80 ms.
+    assert waited < move.transfer_s / 2
