@@ -8,7 +8,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import Violation
-from nemo_rl_lite.models.shape import NoModelError, read_model_shape
+from nemo_rl_lite.models.shape import ModelShape, NoModelError, read_model_shape
 from nemo_rl_lite.rules import code
 from nemo_rl_lite.rules.base import rule
 from nemo_rl_lite.rules.kwargs import misfit_of_type
@@ -40,6 +40,8 @@ _OWNED = {
 }
 # The options of speculation that leave the distribution as it is and need no weights.
 _SPECULATION = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+# What vLLM 0.24 asserts when such a layer runs.
+_BLOCK = 128
 _EXAMPLE = "{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 3}"
 # Options that would make the engine's model another than the policy's.
 _OF_OTHER_MODELS = {
@@ -93,15 +95,31 @@ def vllm_can_quantize_what_comes(config: Config) -> Iterator[Violation]:
         )
     elif has_experts(config.policy.model_name):
         yield Violation(key, way, "no refit of quantised experts has been tried", "remove it")
+    elif way == "fp8_per_block" and (width := _without_whole_blocks(config)):
+        rule = f"blocks have {_BLOCK} weights a row, and an engine rank of this model has a layer with {width}"
+        yield Violation(key, way, rule, f"{key}=fp8_per_channel")
 
 
 def has_experts(model: str) -> bool:
+    shape = _shape(model)
+    return shape is not None and shape.experts > 0
+
+
+def _without_whole_blocks(config: Config) -> int | None:
+    """The first width of a linear layer's input that is no multiple of a block's."""
+    shape, size = _shape(config.policy.model_name), config.generation.vllm_cfg.tensor_parallel_size
+    if shape is None:
+        return None
+    widths = (shape.hidden, shape.heads * shape.head_dim // size, shape.ffn // size)
+    return next((width for width in widths if width % _BLOCK), None)
+
+
+def _shape(model: str) -> ModelShape | None:
     try:
-        shape = read_model_shape(model)
+        return read_model_shape(model)
     except (NoModelError, OSError, UnicodeDecodeError, RuntimeError):
         # Another rule says so.
-        return False
-    return shape is not None and shape.experts > 0
+        return None
 
 
 @rule("generation.vllm_kwargs", options=RolloutAlgorithmConfig)

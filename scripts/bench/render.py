@@ -56,6 +56,15 @@ LEARNED = (
     "held-out preference accuracy after",
 )
 STAGES = ("seconds", "pack", "transfer", "load", "weights of a refit")
+OF_EXPERTS = (
+    *("tokens a second, whole step", "generation", "logprob", "train", "MFU of training", "refit"),
+    *("bytes of a refit", "mean logprob difference", "policy's peak, train"),
+    "policy's peak, train, planned over measured",
+)
+PRECISION = (
+    *("mean absolute logprob difference", "gen_kl_error", "token_mult_prob_error", "generated tokens a second"),
+    *("generation", "refit", "engine's weights", "whole step"),
+)
 # The key is the mark around the table.
 ABLATION = ("whole step", "generation", "logprob", "train", "policy's memory in training", "command to first step")
 SHARES = ("MFU of training", "bandwidth share of decoding")
@@ -106,6 +115,7 @@ TABLES = {
         columns=OVERLAPPED,
     ),
     "pieces table": Table(MEMORY, "offload-pieces", "1x-h100", columns=OVERLAPPED),
+    "queued pieces table": Table(MEMORY, "offload-pieces-queued", "1x-h100", columns=OVERLAPPED),
     "presets table": Table(
         MEMORY,
         "offload-presets",
@@ -215,16 +225,30 @@ TABLES = {
     ),
     "idle table": Table(GPUS, "dp-idle", "2x-h100"),
     "shared sequence table": Table(GPUS, "context-rate-qwen3-1.7b-context-2", "2x-h100"),
-    "experts rate table": Table(
+    "longest table": Table(
         GPUS,
-        "experts-rate",
-        "2x-h100",
+        "context-longest-qwen3-1.7b",
+        "1x-h100",
         columns=(
-            *("tokens a second, whole step", "generation", "logprob", "train", "MFU of training", "refit"),
-            *("bytes of a refit", "mean logprob difference", "policy's peak, train"),
-            "policy's peak, train, planned over measured",
+            *("step", "step, predicted", "tokens a second and GPU", "policy's peak", "policy's peak, predicted"),
+            *("GPU in use", "GPU in use, predicted"),
         ),
     ),
+    "replay table": Table(
+        GPUS,
+        "experts-router-replay",
+        "1x-h100",
+        columns=(
+            *("mean absolute logprob difference", "largest logprob difference", "gen_kl_error"),
+            *("token_mult_prob_error", "generation", "logprob", "train", "whole step"),
+        ),
+    ),
+    "experts rate table": Table(GPUS, "experts-rate", "2x-h100", columns=OF_EXPERTS),
+    "experts engine table": Table(GPUS, "experts-rate-engine", "2x-h100", columns=OF_EXPERTS),
+    "trained model's precision table": Table(
+        ROLLOUTS, "engine-precision-smollm2-135m-instruct", "1x-h100", columns=PRECISION
+    ),
+    "random model's precision table": Table(ROLLOUTS, "engine-precision-qwen3-1.7b", "1x-h100", columns=PRECISION),
     "shares table": Table(GPUS, "speed-balance", "cpu-2cores"),
     "dynamic sampling table": Table(ROLLOUTS, "rollouts-dynamic-sampling", "cpu-2cores"),
     "oversample table": Table(

@@ -39,8 +39,8 @@ MEMORY = {
 }
 SEEDS = ("chain-sum-seed1", "chain-sum-seed2", "chain-sum-seed42")
 PRESETS = ("none", "logprob", "colocated", "pinned", "cpu_optimizer", "activations", "max_memory")
-_SHARED = "Measured while three other runs used the machine's other GPUs and its cores: times are longer than alone."
-_BESIDE = "Measured while the machine's other GPUs and its cores were at other work for some of the time."
+_SHARED = "Measured while three other runs used the machine's other GPUs and its cores: times are longer than without them."
+_BESIDE = "Measured while the machine's other GPUs and its cores were used by other work some of the time."
 NOTES = {
     ("refit-layouts", "2x-h200"): _BESIDE,
     ("refit-verified", "1x-h200"): _BESIDE,

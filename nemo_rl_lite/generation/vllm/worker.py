@@ -4,7 +4,8 @@ import gc
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -158,12 +159,14 @@ class VLLMEngine:
     def wake_weights(self) -> None:
         """Take memory for the weights, with nothing in it yet if refits bring all of them."""
         if self._sleeps and self._engine.is_sleeping():
-            self._engine.wake_up(tags=["weights"])
+            with _short_of_memory("weights"):
+                self._engine.wake_up(tags=["weights"])
 
     def wake_cache(self) -> None:
         """Take memory for the KV cache: the engine can generate again."""
         if self._sleeps and self._engine.is_sleeping():
-            self._engine.wake_up(tags=["kv_cache"])
+            with _short_of_memory("KV cache"):
+                self._engine.wake_up(tags=["kv_cache"])
 
     def join_refit(self, sources: Sequence[Source]) -> None:
         scaling = None if self._lora is None else self._lora.alpha / self._lora.dim
@@ -211,3 +214,17 @@ def _import_model_class(model_path: Path) -> None:
         registered = ModelRegistry.models.get(architecture)
         if registered is not None:
             ModelRegistry.register_model(architecture, registered.load_model_cls())
+
+
+@contextmanager
+def _short_of_memory(part: str) -> Iterator[None]:
+    """Say what to do where a sleeping engine cannot take its memory again. vLLM's own error names a line of C++."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        raise RuntimeError(
+            f"no room for the engine's {part}: policy and engine together need more of the GPU than planned; set a "
+            "smaller generation.vllm_cfg.gpu_memory_utilization, or offload=pinned"
+        ) from error

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from nemo_rl_lite.generation.vllm import worker
 from nemo_rl_lite.generation.vllm.start import graph_sizes, timed_parts, with_graph_sizes
 from nemo_rl_lite.observability.timer import SETUP
 
@@ -61,3 +62,12 @@ def test_the_parts_of_a_start_end_where_vllm_says_so():
     assert list(SETUP.take()) == ["model", "cuda_graphs", "warm_up"]
     logger.error("Model loading took no time: the block is over")
     assert SETUP.take() == {}
+
+
+@pytest.mark.parametrize("part", ["weights", "KV cache"])
+def test_an_engine_that_cannot_wake_names_the_key(part):
+    full, other = "CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:163", "no such tag"
+    with pytest.raises(RuntimeError, match=f"engine's {part}.*gpu_memory_utilization"), worker._short_of_memory(part):
+        raise RuntimeError(full)
+    with pytest.raises(RuntimeError, match=other), worker._short_of_memory(part):
+        raise RuntimeError(other)

@@ -292,6 +292,12 @@ CASES = {
         "generation.vllm_kwargs.quantization",
         "quantised experts",
     ],
+    # The embedded model's layers are narrower.
+    f"{ON_A_GPU} +generation.vllm_kwargs.quantization=fp8_per_block": [
+        "generation.vllm_kwargs.quantization",
+        "blocks have 128 weights a row",
+        "fp8_per_channel",
+    ],
     "+generation.vllm_kwargs.hf_overrides={a:1}": ["generation.vllm_kwargs.hf_overrides", "another model"],
     "+generation.vllm_kwargs.enable_lora=true": ["generation.vllm_kwargs.enable_lora", "vllm_cfg.lora"],
     "+generation.vllm_kwargs.speculative_config=ngram": [
