@@ -39,7 +39,9 @@ MEMORY = {
 }
 SEEDS = ("chain-sum-seed1", "chain-sum-seed2", "chain-sum-seed42")
 PRESETS = ("none", "logprob", "colocated", "pinned", "cpu_optimizer", "activations", "max_memory")
-_SHARED = "Measured while three other runs used the machine's other GPUs and its cores: times are longer than without them."
+_SHARED = (
+    "Measured while three other runs used the machine's other GPUs and its cores: times are longer than without them."
+)
 _BESIDE = "Measured while the machine's other GPUs and its cores were used by other work some of the time."
 NOTES = {
     ("refit-layouts", "2x-h200"): _BESIDE,

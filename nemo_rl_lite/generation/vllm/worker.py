@@ -26,6 +26,7 @@ SCHEDULER = "nemo_rl_lite.generation.vllm.scheduler.DecodeScheduler"
 # How vLLM sleeps: where the refit before the next generation writes all weights, it keeps none; where refits bring
 # adapters alone, it keeps weights and adapters in host memory.
 KEEPS_NOTHING, KEEPS_WEIGHTS = 2, 1
+GIB = 2**30
 # The number of the request of `sample_now`; those of `submit` begin with 0.
 _NOW = -1
 
@@ -158,15 +159,17 @@ class VLLMEngine:
 
     def wake_weights(self) -> None:
         """Take memory for the weights, with nothing in it yet if refits bring all of them."""
-        if self._sleeps and self._engine.is_sleeping():
-            with _short_of_memory("weights"):
-                self._engine.wake_up(tags=["weights"])
+        self._wake("weights", "generation_weights")
 
     def wake_cache(self) -> None:
         """Take memory for the KV cache: the engine can generate again."""
+        self._wake("kv_cache", "kv_cache")
+
+    def _wake(self, tag: str, part: str) -> None:
         if self._sleeps and self._engine.is_sleeping():
-            with _short_of_memory("KV cache"):
-                self._engine.wake_up(tags=["kv_cache"])
+            held = self.memory()
+            with short_of_memory(tag.replace("_", " "), held[part], held["device"]):
+                self._engine.wake_up(tags=[tag])
 
     def join_refit(self, sources: Sequence[Source]) -> None:
         scaling = None if self._lora is None else self._lora.alpha / self._lora.dim
@@ -217,14 +220,15 @@ def _import_model_class(model_path: Path) -> None:
 
 
 @contextmanager
-def _short_of_memory(part: str) -> Iterator[None]:
-    """Say what to do where a sleeping engine cannot take its memory again. vLLM's own error names a line of C++."""
+def short_of_memory(part: str, needed: int, in_use: int) -> Iterator[None]:
+    """Say what to do where a sleeping engine cannot take the `needed` bytes again, next to those `in_use` on its GPU.
+    vLLM's own error names a line of C++."""
     try:
         yield
     except RuntimeError as error:
         if "out of memory" not in str(error):
             raise
         raise RuntimeError(
-            f"no room for the engine's {part}: policy and engine together need more of the GPU than planned; set a "
-            "smaller generation.vllm_cfg.gpu_memory_utilization, or offload=pinned"
+            f"no room for the engine's {part}, {needed / GIB:.1f} GiB: policy and engine had {in_use / GIB:.1f} GiB of "
+            "the GPU before; set a smaller generation.vllm_cfg.gpu_memory_utilization, or offload=pinned"
         ) from error
