@@ -101,10 +101,11 @@ class PhaseMemory:
 
     def between_micro_batches(
         self, before: Phase, working_bytes: int | None, around: Callable[[], AbstractContextManager[None]]
-    ) -> Callable[[int], None] | None:
-        """Return a function to call before each micro-batch of the work before the phase `before`. It frees components
-        that have left and, given the `working_bytes` that the work takes, brings back what the phase needs, overlapped
-        with the last micro-batches where it fits; both within `around()`. None where moves do not overlap."""
+    ) -> Callable[[int, int], None] | None:
+        """Return a function to call before each micro-batch of the work before the phase `before`, with the numbers of
+        those that have not begun and of those that may still run. It frees components that have left and, given the
+        `working_bytes` that the work takes, brings back what the phase needs, overlapped with the last micro-batches
+        where it fits; both within `around()`. None where moves do not overlap."""
         if not self._overlap:
             return None
         wanted = self._going_to(Place.DEVICE, before) if working_bytes is not None else []
@@ -118,13 +119,13 @@ class PhaseMemory:
 
         prefetch = Prefetch(sum(own.seconds_to_return() for own in wanted), begin)
 
-        def call(remaining: int) -> None:
+        def call(remaining: int, running: int) -> None:
             moved = [own for own in self._movable.values() if own.moved]
             if moved:
                 with around():
                     for own in moved:
                         own.settle()
-            prefetch(remaining)
+            prefetch(remaining, running)
 
         return call
 

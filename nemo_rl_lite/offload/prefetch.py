@@ -12,12 +12,13 @@ class Prefetch:
         self._transfer_s, self._begin = transfer_s, begin
         self._first: tuple[float, int] | None = None
 
-    def __call__(self, remaining: int) -> None:
-        """Call `begin` if it is time. `remaining` counts the micro-batches that have not run, the next one included."""
+    def __call__(self, remaining: int, running: int = 0) -> None:
+        """Call `begin` if it is time. `remaining` counts the micro-batches that have not begun, the next one included,
+        and `running` those that have and may still run."""
         now = time.perf_counter()
         if self._first is None:
             self._first = now, remaining
-        if remaining == 1 or self._seconds_left(now, remaining) <= self._transfer_s:
+        if remaining == 1 or self._seconds_left(now, remaining + running) <= self._transfer_s:
             self._begin()
 
     def _seconds_left(self, now: float, remaining: int) -> float:

@@ -47,8 +47,8 @@ def forward_scores(
     `loss` needs besides, of the tokens `teacher_ids_BTk` where it compares those; all on the CPU. None on ranks without
     logits.
 
-    Entry t is log p(token t | tokens before t); entry 0 and those beyond a sequence's end are 0. `before` is called
-    before each micro-batch with the number of those that have not run. `experts_BTLk`: see `Batch.routed_experts`.
+    Entry t is log p(token t | tokens before t); entry 0 and those beyond a sequence's end are 0. `before`: see
+    `Before`. `experts_BTLk`: see `Batch.routed_experts`.
     """
     model.train_mode(False)
     micro_batches = _agreed_cut(model, tokens_BT, lengths_B, layout)
@@ -68,7 +68,7 @@ def forward_scores(
         return scores_of(shard, temperature, loss, model.gather.wait_for, ids), on_host
 
     with torch.no_grad(), activations.suspended(model.chunks):
-        parts = _run(model, micro_batches, score, experts_BTLk, forward_only=True, before=before)
+        parts = _run(model, micro_batches, score, experts_BTLk, forward_only=True, before=before, pace=pace)
     model.clock.end()
     if not model.place.has_logits:
         return None
@@ -148,6 +148,7 @@ def _run(
     experts_BTLk: Tensor | None,
     forward_only: bool,
     before: Before = None,
+    pace: Pace | None = None,
 ) -> list[Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -163,7 +164,7 @@ def _run(
     first = micro_batches[0].tokens_nS
     return get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=announced(micro_batches, before),
+        data_iterator=announced(micro_batches, before, pace),
         model=model.chunks,
         num_microbatches=len(micro_batches),
         seq_length=first.shape[1],

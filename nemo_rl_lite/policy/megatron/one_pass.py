@@ -16,7 +16,8 @@ from nemo_rl_lite.policy.megatron.context import ContextRanks
 from nemo_rl_lite.policy.megatron.micro_batches import ModelInput
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 
-Before = Callable[[int], None] | None
+Before = Callable[[int, int], None] | None
+"""Called before each micro-batch, with the number of those that have not begun, and of those that may still run."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class Trained:
 
 
 class Pace:
-    """Keeps the host at most one micro-batch ahead of the device, so that both are busy and the host knows how far the
-    device is."""
+    """Keeps the host one micro-batch ahead of the device at most: both are busy, and the host knows how far the device
+    is."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
@@ -47,12 +48,19 @@ class Pace:
             self._last.synchronize()
         self._last = launched
 
+    @property
+    def running(self) -> int:
+        """How many of the launched micro-batches may still run."""
+        return int(self._last is not None and not self._last.query())
 
-def announced(micro_batches: Sequence[ModelInput], before: Before = None) -> Iterator[ModelInput]:
+
+def announced(
+    micro_batches: Sequence[ModelInput], before: Before = None, pace: Pace | None = None
+) -> Iterator[ModelInput]:
     for index, micro in enumerate(micro_batches):
         progress.note(micro_batch=index + 1)
         if before is not None:
-            before(len(micro_batches) - index)
+            before(len(micro_batches) - index, pace.running if pace else 0)
         # The span lasts until the schedule asks for the next micro-batch; with pipelining it covers other work too.
         with span(f"micro-batch {index + 1}"):
             yield micro

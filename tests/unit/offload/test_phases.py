@@ -187,9 +187,9 @@ def test_states_come_back_before_the_last_micro_batch():
     for phase in (Phase.REFIT, Phase.GENERATE, Phase.LOGPROB):
         policy.memory.enter(phase)
     between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=1000, around=nullcontext)
-    between(2)
+    between(2, 0)
     assert policy.held() == (400, 0, 0)
-    between(1)
+    between(1, 0)
     assert policy.held() == (400, 0, 800)
     policy.memory.enter(Phase.TRAIN)
     assert policy.held() == (400, 400, 800) and torch.equal(policy.states, torch.arange(200.0))
@@ -200,9 +200,9 @@ def test_states_leave_beside_the_first_micro_batches_and_come_back_beside_the_la
     policy.enter_with_copies_done(Phase.LOGPROB)
     assert policy.held() == (400, 400, 800)
     between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=1000, around=nullcontext)
-    between(3)
+    between(3, 0)
     assert policy.held() == (400, 400, 0)
-    between(1)
+    between(1, 0)
     policy.memory.enter(Phase.TRAIN)
     assert policy.held() == (400, 400, 800) and torch.equal(policy.states, torch.arange(200.0))
     assert [name for name, _ in policy.memory.take_moves()] == [
@@ -223,7 +223,7 @@ def test_what_moves_between_micro_batches_is_wrapped_and_nothing_else():
     policy.enter_with_copies_done(Phase.LOGPROB)
     between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=1000, around=around)
     for remaining in (4, 3, 2, 1):
-        between(remaining)
+        between(remaining, 0)
     assert held[0] == ((400, 400, 800), (400, 400, 0)) and held[-1] == ((400, 400, 0), (400, 400, 800))
     assert len(held) == 2
 
@@ -232,7 +232,7 @@ def test_before_a_pass_that_no_training_follows_what_has_left_is_freed_and_nothi
     policy = Policy("offload=logprob", "policy.overlap_offload=true")
     policy.enter_with_copies_done(Phase.LOGPROB)
     between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=None, around=nullcontext)
-    between(1)
+    between(1, 0)
     assert policy.held() == (400, 400, 0)
 
 
@@ -310,7 +310,7 @@ def test_states_wait_where_they_would_not_fit_beside_the_work():
         policy.memory.enter(phase)
     # 9600 bytes are free, 500 stay free.
     between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=8_300, around=nullcontext)
-    between(1)
+    between(1, 0)
     assert policy.held() == (400, 0, 0)
     policy.memory.enter(Phase.TRAIN)
     assert policy.held() == (400, 400, 800)
@@ -325,6 +325,19 @@ def test_a_prefetch_begins_when_what_is_left_takes_as_long_as_the_transfer(monke
         now[0] += 1.0
     # With two micro-batches left, two seconds are left. A move that could not begin then is retried.
     assert begun == [8.0, 9.0]
+
+
+def test_a_micro_batch_that_still_runs_counts_with_those_that_are_left(monkeypatch):
+    now, begun = [0.0], []
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    prefetch = Prefetch(transfer_s=2.5, begin=lambda: begun.append(now[0]))
+    # The host launches one in no time, and is one ahead of the device from then on.
+    prefetch(10)
+    for remaining in range(9, 0, -1):
+        prefetch(remaining, running=1)
+        now[0] += 1.0
+    # With one to launch and one that runs, two seconds are left.
+    assert begun == [8.0]
 
 
 def test_a_prefetch_begins_with_the_only_micro_batch():
