@@ -74,7 +74,7 @@ class Constants:
     def _copy(self, direction: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
         began = time.perf_counter()
         copies = Copies(pairs, self._stream)
-        copies.wait()
+        copies.wait(alone=True)
         nbytes = sum(span.nbytes for span in self._spans)
         move = Move(nbytes, copies.seconds(), time.perf_counter() - began)
         self._moves.append((f"{self._name}/{direction}", move))

@@ -155,7 +155,7 @@ class Movable:
         self._flight = _Flight(False, self._parked, time.perf_counter() - began, copies)
         self.recount()
 
-    def settle(self, alone: bool = True) -> None:
+    def settle(self, alone: bool = False) -> None:
         """Wait until the move that has begun, if any, is done. `alone`: the device has no other work meanwhile."""
         if self._flight is None:
             return

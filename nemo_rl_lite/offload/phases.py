@@ -77,7 +77,7 @@ class PhaseMemory:
         coming = [own for own in returning if own in waiting and own.returning]
         for own in self._movable.values():
             if own not in coming:
-                own.settle()
+                own.settle(alone=True)
         if places[Component.GRADIENTS] is not Place.DEVICE:
             self.gradients.drop()
         makes_room = self._residency.engines_sleep and phase in (Phase.GENERATE, Phase.REFIT)
@@ -91,7 +91,7 @@ class PhaseMemory:
             own.leave()
         if not in_background:
             for own in leaving:
-                own.settle()
+                own.settle(alone=True)
         self._bring_back([own for own in returning if own not in waiting])
         self._begin_to_return([own for own in returning if own in waiting and own not in coming])
         if places[Component.GRADIENTS] is Place.DEVICE:
@@ -151,7 +151,7 @@ class PhaseMemory:
     def arrive(self, component: Component) -> None:
         """Wait until the component is on the device, while the work given to it before runs. Raises RuntimeError: it is
         not on its way there."""
-        self._movable[component].settle(alone=False)
+        self._movable[component].settle()
         self.require(component)
 
     def recount(self) -> None:
@@ -180,7 +180,7 @@ class PhaseMemory:
     def _bring_back(self, returning: list[Movable]) -> None:
         self._begin_to_return(returning)
         for own in returning:
-            own.settle()
+            own.settle(alone=True)
 
     def _begin_to_return(self, returning: list[Movable]) -> None:
         for own in returning:

@@ -78,6 +78,7 @@ def vllm_knows_its_options(config: Config) -> Iterator[Violation]:
     "cluster.gpus_per_node",
     "policy.precision",
     "policy.model_name",
+    "generation.vllm_cfg.tensor_parallel_size",
     options=RolloutAlgorithmConfig,
 )
 def vllm_can_quantize_what_comes(config: Config) -> Iterator[Violation]:
@@ -86,7 +87,7 @@ def vllm_can_quantize_what_comes(config: Config) -> Iterator[Violation]:
         return
     if way not in VLLM_QUANTIZATIONS:
         rule = f"vLLM quantises what a refit brings in one of these ways alone: {', '.join(VLLM_QUANTIZATIONS)}"
-        yield Violation(key, way, rule, f"{key}=fp8_per_block")
+        yield Violation(key, way, rule, f"{key}=fp8_per_channel")
     elif not on_gpus(config):
         yield Violation(key, way, "vLLM computes with FP8 weights on GPUs", "remove it, or cluster.gpus_per_node=1")
     elif config.policy.precision != "bfloat16":
@@ -106,7 +107,7 @@ def has_experts(model: str) -> bool:
 
 
 def _without_whole_blocks(config: Config) -> int | None:
-    """The first width of a linear layer's input that is no multiple of a block's."""
+    """The first width of a linear layer's input that is no multiple of a block's; None for a model of unknown shape."""
     shape, size = _shape(config.policy.model_name), config.generation.vllm_cfg.tensor_parallel_size
     if shape is None:
         return None

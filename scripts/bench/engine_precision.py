@@ -45,13 +45,23 @@ def main() -> None:
     given = parser.parse_intermixed_args()
     own = [*(SMALL if given.small else LARGE), *STEPS_ALONE, f"policy.model_name={given.model.resolve()}"]
     own += [f"algorithm.max_num_steps={given.steps}", *given.overrides]
-    results = []
+    results, stopped = [], []
     for way in given.ways:
         quantized = [] if way == "bfloat16" else [f"+generation.vllm_kwargs.quantization={way}"]
-        steps, _ = one_run([*own, *quantized], warm=1)
+        try:
+            steps, _ = one_run([*own, *quantized], warm=1)
+        except SystemExit as error:
+            # Not every model has layers for every way.
+            stopped.append(f"{way} stopped")
+            print(error, flush=True)
+            continue
         results += results_of(steps, way, MEASURED)
         print(way, {one["name"]: f"{one['median']:.4g}" for one in results if one["config"] == way}, flush=True)
-        print(record.write(f"engine-precision-{given.model.name}", results, [], f"model: {given.model.name}"))
+        print(
+            record.write(
+                f"engine-precision-{given.model.name}", results, [], "; ".join([f"model: {given.model.name}", *stopped])
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What each way to run a mixture of experts on GPUs gives: tokens a second, phases, memory next to the plan's, refits.
 
-experts_rate.py MODEL [--gpus 2] [--steps 5] [--small] [--only NAME ...] [-- OVERRIDE ...]
+experts_rate.py MODEL [--gpus 2] [--steps 5] [--small] [--only NAME ...] [--record NAME]
+                     [-- OVERRIDE ...]
 
 MODEL is a folder with random weights (random_model.py, shape qwen3-30b-a3b:4), so that responses are long. A step has
 32 prompts x 8 samples x 512 tokens, or with `--small` a few short ones on two CPU ranks. Experts are spread over the
@@ -79,6 +80,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="a few short responses, for CPUs")
     parser.add_argument("--only", nargs="+", choices=SETTINGS, help="measure these settings alone")
+    parser.add_argument("--record", default="experts-rate", help="the name of the record")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args()
     ranks = "cluster.cpu_ranks=2" if given.small else f"cluster.gpus_per_node={given.gpus}"
@@ -96,7 +98,7 @@ def main() -> None:
         if error is not None:
             bars.append(record.bar(f"plan's error in the policy's training memory, {name}", error, MOST_ERROR, False))
         print(name, {one["name"]: f"{one['median']:.4g}" for one in results if one["config"] == name}, flush=True)
-        print(record.write("experts-rate", results, bars, f"model: {given.model.name}"), flush=True)
+        print(record.write(given.record, results, bars, f"model: {given.model.name}"), flush=True)
 
 
 def of_memory(

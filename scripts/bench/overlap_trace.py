@@ -5,7 +5,7 @@ overlap_trace.py MODEL [--settings SETTING ...] [--keep FOLDER]
 The steps are those of offload_policy.py's table `pieces`, without moves and with overlapped ones. For logprobs and for
 training: their seconds, those in which a kernel ran, and the rest, in which the GPU waited for the host or for a copy;
 the small copies, of less than 1 MiB, that the compute stream had; the calls of CUDA on which the threads that launch
-kernels spent most of their time, and those during the longest pause between kernels. A traced step takes longer than
+kernels spent most of their time, and those during the longest time without a kernel. A traced step takes longer than
 others, of which the seconds are given, too. `--keep` writes the traces to a folder, for Perfetto or chrome://tracing.
 """
 
@@ -116,7 +116,7 @@ def of_phase(phase: str, events: Iterable[Event]) -> dict[str, tuple[str, float]
     small = [one for one in copied if one["args"]["bytes"] < SMALL and one["args"]["stream"] in streams]
     busy_times = union((one["ts"], one["ts"] + one["dur"]) for one in kernels)
     busy = sum(until - since for since, until in busy_times)
-    since, until = longest_pause(busy_times)
+    since, until = longest_pause([(begin, begin), *busy_times, (end, end)])
     calls = [one for one in timed if one["cat"] in ("cuda_runtime", "cuda_driver")]
     # The thread of the backward pass is another one; that of the moves launches no kernels.
     launching = {one["tid"] for one in calls if "LaunchKernel" in one["name"]}
@@ -127,7 +127,7 @@ def of_phase(phase: str, events: Iterable[Event]) -> dict[str, tuple[str, float]
         "no kernel runs": ("s", (whole["dur"] - busy) / 1e6),
         "small copies": ("", float(len(small))),
         "large copies": ("s", sum(one["dur"] for one in copied if one["args"]["bytes"] >= SMALL) / 1e6),
-        "longest pause between kernels": ("s", (until - since) / 1e6),
+        "longest time without a kernel": ("s", (until - since) / 1e6),
         **{f"host in {name}": ("s", us / 1e6) for name, us in longest_calls(calls, begin, end)},
         **{f"host in {name}, in that pause": ("s", us / 1e6) for name, us in longest_calls(calls, since, until)},
     }

@@ -47,6 +47,7 @@ NOTES = {
     ("refit-layouts", "2x-h200"): _BESIDE,
     ("refit-verified", "1x-h200"): _BESIDE,
     ("refit-verified", "2x-h200"): _BESIDE,
+    ("largest-model-lora", "1x-h100"): _BESIDE,
     ("grpo-chain-sum", "1x-h200"): _SHARED,
     ("sft-gsm8k", "1x-h200"): _SHARED,
     ("grpo-gsm8k", "1x-h200"): f"{_SHARED} Starts from the model that the SFT run left.",

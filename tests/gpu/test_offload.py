@@ -146,16 +146,14 @@ def test_kernels_do_not_wait_for_a_large_move():
     own.come_back()
     own.settle()
     own.take_moves()
-    small, ran = torch.zeros(8, device="cuda"), torch.cuda.Event()
+    small, ran = torch.zeros(8, device="cuda"), torch.cuda.Event(blocking=True)
     own.leave()
     began = time.perf_counter()
     small += 1
     ran.record()
-    # Waiting in the driver would hold up the thread that feeds the copies.
-    while not ran.query():
-        time.sleep(1e-3)
+    ran.synchronize()
     waited = time.perf_counter() - began
-    own.settle(alone=False)
+    own.settle()
     ((_, move),) = own.take_moves()
     # A page-locked move of 4 GiB takes some 80 ms.
     assert waited < move.transfer_s / 2

@@ -229,6 +229,6 @@ def short_of_memory(part: str, needed: int, in_use: int) -> Iterator[None]:
         if "out of memory" not in str(error):
             raise
         raise RuntimeError(
-            f"no room for the engine's {part}, {needed / GIB:.1f} GiB: policy and engine had {in_use / GIB:.1f} GiB of "
-            "the GPU before; set a smaller generation.vllm_cfg.gpu_memory_utilization, or offload=pinned"
+            f"no room for the engine's {part}, {needed / GIB:.1f} GiB: {in_use / GIB:.1f} GiB of its fullest GPU were "
+            "in use; set a smaller generation.vllm_cfg.gpu_memory_utilization, or offload=pinned if it is not set"
         ) from error

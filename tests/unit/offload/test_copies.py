@@ -29,5 +29,5 @@ def test_copies_are_whole_when_the_wait_is_over():
 
 def test_what_stops_them_is_raised_by_the_wait():
     own = Copies([(torch.zeros(3, dtype=torch.uint8), torch.zeros(5, dtype=torch.uint8))], None)
-    with pytest.raises(RuntimeError, match="size"):
+    with pytest.raises(ValueError, match="5 bytes to 3"):
         own.wait()

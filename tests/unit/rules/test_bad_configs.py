@@ -292,8 +292,7 @@ CASES = {
         "generation.vllm_kwargs.quantization",
         "quantised experts",
     ],
-    # The embedded model's layers are narrower.
-    f"{ON_A_GPU} +generation.vllm_kwargs.quantization=fp8_per_block": [
+    f"{ON_A_GPU} policy.model_name=MODEL +generation.vllm_kwargs.quantization=fp8_per_block": [
         "generation.vllm_kwargs.quantization",
         "blocks have 128 weights a row",
         "fp8_per_channel",
