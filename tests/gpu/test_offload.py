@@ -118,14 +118,20 @@ def test_a_refused_lock_is_an_error_that_leaves_nothing_behind():
     registrar.unlock(buffer.data_ptr())
 
 
-def test_a_small_copy_does_not_wait_for_a_large_move():
-    weights = torch.ones(2 << 30, dtype=torch.uint8, device="cuda")
+def moved_before(nbytes: int) -> Movable:
+    """A component on the device whose host memory was page-locked by a first move."""
+    weights = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
     own = Movable("weights", lambda: [weights], HostArena("weights", CudaRegistrar()), torch.device("cuda", 0))
     own.leave()
     own.settle()
     own.come_back()
     own.settle()
     own.take_moves()
+    return own
+
+
+def test_a_small_copy_does_not_wait_for_a_large_move():
+    own = moved_before(2 << 30)
     small = torch.zeros(8, device="cuda")
     own.leave()
     began = time.perf_counter()
@@ -139,13 +145,7 @@ def test_a_small_copy_does_not_wait_for_a_large_move():
 
 
 def test_kernels_do_not_wait_for_a_large_move():
-    weights = torch.ones(4 << 30, dtype=torch.uint8, device="cuda")
-    own = Movable("weights", lambda: [weights], HostArena("weights", CudaRegistrar()), torch.device("cuda", 0))
-    own.leave()
-    own.settle()
-    own.come_back()
-    own.settle()
-    own.take_moves()
+    own = moved_before(4 << 30)
     small, ran = torch.zeros(8, device="cuda"), torch.cuda.Event(blocking=True)
     own.leave()
     began = time.perf_counter()
