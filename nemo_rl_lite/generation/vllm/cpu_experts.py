@@ -1,9 +1,22 @@
-"""A repair of vLLM's CPU build (0.24), whose layers choose experts past the routers that record them."""
+"""Repairs of the experts of vLLM's CPU build (0.24).
+
+Their layers choose experts past the routers that record them. On processors without AVX-512 each of their forward
+passes makes a layer for the activation, which vLLM allows while it builds a model only.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+
+
+def repair() -> None:
+    """Let experts take the activation's function itself, before an engine starts in this process."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    cpu_fused_moe._CPU_MOE_ACT_FN[MoEActivation.SILU] = SiluAndMul.forward_native
 
 
 def record(model: nn.Module) -> None:

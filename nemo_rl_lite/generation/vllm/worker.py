@@ -78,7 +78,8 @@ class VLLMEngine:
             own.setdefault("scheduler_cls", SCHEDULER)
         if on_gpu and engines_quantize(generation):
             eight_bits.keep_first_scales()
-        if speculates and not on_gpu:
+        if not on_gpu:
+            cpu_experts.repair()
             cpu_speculation.repair()
         self._weights = WeightsState(complete=own.get("load_format") != "dummy" and self._lora is None)
         ranks = settings.tensor_parallel_size
@@ -229,6 +230,6 @@ def short_of_memory(part: str, needed: int, in_use: int) -> Iterator[None]:
         if "out of memory" not in str(error):
             raise
         raise RuntimeError(
-            f"no room for the engine's {part}, {needed / GIB:.1f} GiB: {in_use / GIB:.1f} GiB of its fullest GPU were "
-            "in use; set a smaller generation.vllm_cfg.gpu_memory_utilization, or offload=pinned if it is not set"
+            f"no room for the {needed / GIB:.1f} GiB of the engine's {part}: {in_use / GIB:.1f} GiB of its fullest GPU "
+            "were in use; set a smaller generation.vllm_cfg.gpu_memory_utilization, or offload=pinned if it is not set"
         ) from error

@@ -66,7 +66,7 @@ def test_the_parts_of_a_start_end_where_vllm_says_so():
 
 def test_an_engine_that_cannot_wake_names_the_key():
     full, other = "CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:163", "no such tag"
-    expected = r"kv cache, 2\.0 GiB: 70\.5 GiB .*gpu_memory_utilization"
+    expected = r"2\.0 GiB of the engine's kv cache: 70\.5 GiB .*gpu_memory_utilization"
     with pytest.raises(RuntimeError, match=expected), worker.short_of_memory("kv cache", 2 << 30, 141 << 29):
         raise RuntimeError(full)
     with pytest.raises(RuntimeError, match=other), worker.short_of_memory("kv cache", 2 << 30, 141 << 29):
