@@ -18,6 +18,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from nemo_rl_lite.run.command import launch
 
         launch(sys.argv[1:] if arguments is None else list(arguments))
+    except ModuleNotFoundError as error:
+        if error.name != "hydra":
+            raise
+        sys.exit(
+            "nemo_rl_lite is not installed for this Python: bash scripts/install.sh, then source .venv/bin/activate"
+        )
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted before the run began\n")
         sys.exit(interrupted_status(saves=True))

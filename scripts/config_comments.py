@@ -21,8 +21,8 @@ class Comments:
 
 @cache
 def read_comments(file: Path) -> Comments:
-    """Read a file's comments. A comment is about the key below it and the next keys up to a blank line or another
-    comment; a comment at the top, with a blank line or `defaults:` below it, is about the file."""
+    """Read a file's comments. A comment is about the key directly below it alone; one at the top, with a blank line or
+    `defaults:` below it, is about the file."""
     lines = file.read_text().splitlines()
     end = _end_of_comment(lines, 0)
     about_file = end < len(lines) and (not lines[end].strip() or lines[end].startswith("defaults:"))
@@ -34,16 +34,13 @@ def read_comments(file: Path) -> Comments:
 
 
 def _visit(node: yaml.MappingNode, prefix: str, lines: list[str], found: dict[str, str]) -> None:
-    shared = ""
     for key, value in node.value:
         line, path = key.start_mark.line, f"{prefix}{key.value}"
-        own = _text(lines[_start_of_comment(lines, line) : line])
-        shared = own or (shared if line and lines[line - 1].strip() else "")
-        if shared and path != "defaults":
-            found[path] = shared
+        comment = _text(lines[_start_of_comment(lines, line) : line])
+        if comment and path != "defaults":
+            found[path] = comment
         if isinstance(value, yaml.MappingNode):
             _visit(value, f"{path}.", lines, found)
-            shared = ""
 
 
 def _end_of_comment(lines: list[str], place: int) -> int:

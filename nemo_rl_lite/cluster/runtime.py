@@ -3,13 +3,14 @@
 import logging
 import os
 import signal
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 
-from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.errors import ConfigError, LauncherError, Violation
 from nemo_rl_lite.host.ray_address import FIX, OWN, VARIABLE, ray_address
 from nemo_rl_lite.host.stopping import SIGNALS, interrupt
 
@@ -21,6 +22,10 @@ ENVIRONMENT = {
 }
 
 _NEEDED = ("gcs_server", "raylet")
+# Ray raises a bare Exception with this where its own processes take longer than its limits.
+_TIMED_OUT = "timed out during startup"
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -51,7 +56,38 @@ def ray_runtime() -> Iterator[None]:
 
 
 def _start_or_join() -> None:
-    """Raise ConfigError where the cluster of RAY_ADDRESS cannot be joined."""
+    """Start once more where Ray is too slow to start; raise LauncherError where it is again, and ConfigError where the
+    cluster of RAY_ADDRESS cannot be joined."""
+    try:
+        _init()
+        return
+    except Exception as error:
+        if _TIMED_OUT not in str(error):
+            raise
+        log.warning("Ray did not start within its time limit; it is started once more")
+        _end_processes_behind(error)
+    ray.shutdown()
+    try:
+        _init()
+    except Exception as error:
+        if _TIMED_OUT not in str(error):
+            raise
+        raise LauncherError(
+            "Ray did not start within its time limit, twice: the machine is overloaded. Try again when less else runs "
+            f"there, or start Ray before the run (ray start --head) and set {VARIABLE}=auto"
+        ) from error
+
+
+def _end_processes_behind(error: Exception) -> None:
+    """End the processes of a node that did not start: Ray keeps no reference to it, and they would run as long as the
+    launcher."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        node = frame.f_locals.get("self")
+        if isinstance(node, ray._private.node.Node):
+            node.kill_all_processes(check_alive=False, allow_graceful=False)
+
+
+def _init() -> None:
     address = ray_address() or "local"
     try:
         ray.init(

@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 
 class Prefetch:
-    """Call this before each micro-batch. It calls `begin` each time from when the remaining micro-batches, at the pace
-    so far, take about as long as the transfer, and before the last one at the latest. It takes no memory earlier."""
+    """Call this before each micro-batch. It calls `begin` each time from when the micro-batches that have not begun, at
+    the pace so far, take about as long as the transfer, and before the last one at the latest. It takes no memory
+    earlier."""
 
     def __init__(self, transfer_s: float, begin: Callable[[], None]):
         self._transfer_s, self._begin = transfer_s, begin
@@ -14,14 +15,13 @@ class Prefetch:
 
     def __call__(self, remaining: int, running: int = 0) -> None:
         """Call `begin` if it is time. `remaining` counts the micro-batches that have not begun, the next one included,
-        and `running` those that have and may still run."""
+        and `running` those that have and may still run: the transfer waits for them, because it takes memory that they
+        may use."""
         now = time.perf_counter()
         if self._first is None:
             self._first = now, remaining
-        if remaining == 1 or self._seconds_left(now, remaining + running) <= self._transfer_s:
+        began, count = self._first
+        done = count - remaining - running
+        seconds_left = remaining * (now - began) / done if done > 0 else float("inf")
+        if remaining == 1 or seconds_left <= self._transfer_s:
             self._begin()
-
-    def _seconds_left(self, now: float, remaining: int) -> float:
-        started, count = self._first or (now, remaining)
-        done = count - remaining
-        return remaining * (now - started) / done if done else float("inf")

@@ -181,11 +181,11 @@ def _of_moves(config: Config, settled: Config, less: Budget | None) -> Iterator[
     if less is not None and less.gpu_bytes is not None:
         needed = f"{size(less.device[less.fullest])} of {size(less.gpu_bytes)} in phase {less.fullest.value}"
         why = "because" if engines_sleep(settled) else "although"
-        yield f"{_name(settled)}, {why} policy and engines together need {needed}"
+        yield f"{_name(config, settled)}, {why} policy and engines together need {needed}"
     elif engines_sleep(settled):
-        yield _name(settled)
+        yield _name(config, settled)
     else:
-        yield f"{_name(settled)}, because policy and engines fit a GPU together"
+        yield f"{_name(config, settled)}, because policy and engines fit a GPU together"
 
 
 def _of_share(config: Config, settled: Config) -> Iterator[str]:
@@ -199,8 +199,12 @@ def _of_tokens(config: Config, settled: Config) -> Iterator[str]:
         yield f"training micro-batches have up to {token_limits(settled.policy, mode).train_mb_tokens:,} tokens"
 
 
-def _name(way: Config) -> str:
-    engines = "engines sleep while the policy works" if engines_sleep(way) else "engines stay awake"
-    leaving = leaving_for_generation(way.policy)
-    moves = f"{', '.join(leaving).replace('_', ' ')} leave the GPU while they generate" if leaving else "nothing moves"
-    return f"{engines} and {moves}"
+def _name(config: Config, way: Config) -> str:
+    """What `way` chose of what `config` leaves to `auto`."""
+    parts = []
+    if config.generation.colocated.sleep == "auto":
+        parts.append("engines sleep while the policy works" if engines_sleep(way) else "engines stay awake")
+    if config.policy.offload_for_generation == "auto":
+        leaving = ", ".join(leaving_for_generation(way.policy)).replace("_", " ")
+        parts.append(f"{leaving} leave the GPU while engines generate" if leaving else "nothing moves")
+    return " and ".join(parts)

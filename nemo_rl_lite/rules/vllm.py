@@ -97,7 +97,7 @@ def vllm_can_quantize_what_comes(config: Config) -> Iterator[Violation]:
     elif has_experts(config.policy.model_name):
         yield Violation(key, way, "no refit of quantised experts has been tried", "remove it")
     elif way == "fp8_per_block" and (width := _without_whole_blocks(config)):
-        rule = f"blocks have {_BLOCK} weights a row, and an engine rank of this model has a layer with {width}"
+        rule = f"needs layers whose inputs are a multiple of {_BLOCK} on each engine rank, and this model has {width}"
         yield Violation(key, way, rule, f"{key}=fp8_per_channel")
 
 

@@ -48,20 +48,17 @@ def main() -> None:
     results, stopped = [], []
     for way in given.ways:
         quantized = [] if way == "bfloat16" else [f"+generation.vllm_kwargs.quantization={way}"]
+        steps = []
         try:
             steps, _ = one_run([*own, *quantized], warm=1)
         except SystemExit as error:
             # Not every model has layers for every way.
             stopped.append(f"{way} stopped")
             print(error, flush=True)
-            continue
         results += results_of(steps, way, MEASURED)
         print(way, {one["name"]: f"{one['median']:.4g}" for one in results if one["config"] == way}, flush=True)
-        print(
-            record.write(
-                f"engine-precision-{given.model.name}", results, [], "; ".join([f"model: {given.model.name}", *stopped])
-            )
-        )
+        note = "; ".join([f"model: {given.model.name}", *stopped])
+        print(record.write(f"engine-precision-{given.model.name}", results, [], note))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def table(records: Sequence[Record], folder: str) -> list[str]:
         f"What {model} learns in {' or '.join(map(str, steps))} steps of each algorithm, with its file's settings but "
         "one learning rate, no KL penalty and four optimizer steps a rollout, on "
         f"{'a task' if len(tasks) == 1 else 'tasks'} of reasoning-gym that it solves now and then ({where}). Curves "
-        "are means over seeds, bands go from the least to the most; held-out problems are never trained on. The last "
+        "are means over seeds, bands span minimum to maximum; held-out problems are never trained on. The last "
         "interval is Student's, with each seed's accuracy as one observation:",
         "",
         f"![held-out accuracy by algorithm, over the steps of training]({folder}images/learning.svg)",

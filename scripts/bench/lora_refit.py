@@ -1,4 +1,4 @@
-"""Refits of LoRA adapters against refits of merged weights, in whole GRPO runs on one GPU in one lease.
+"""Refits of LoRA adapters against refits of merged weights, in whole GRPO runs on one GPU without a break.
 
 With the ways one_copy and two_copies, engines stay awake, and share the frozen weights with the policy or do not;
 compare them with micro-batches of one size (policy.sequence_packing.train_mb_tokens=16384).

@@ -1,4 +1,4 @@
-"""What each change gave: seconds of a step's phases with it and without, on one GPU in one lease.
+"""What each change gave: seconds of a step's phases with it and without, on one GPU without a break.
 
 speed_ablation.py TASK MODEL [--steps 11] [--only NAME ...] [-- OVERRIDE ...]
 

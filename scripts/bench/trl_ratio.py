@@ -1,4 +1,4 @@
-"""Seconds of a step over TRL's: of lines of speed_ablation.py and of trl_step.py, which ran in one lease.
+"""Seconds of a step over TRL's: of lines of speed_ablation.py and of trl_step.py, which ran on one machine.
 
 trl_ratio.py {small|large} LINE ... [--folder FOLDER]
 

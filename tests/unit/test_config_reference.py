@@ -71,12 +71,12 @@ def test_a_file_without_a_comment_is_an_error_that_names_it(folder):
 def test_comments_belong_to_the_keys_below_them(tmp_path):
     file = tmp_path / "some.yaml"
     file.write_text(
-        "# About the file.\n\n# Both\n# of these.\na: 1\nb: 2\n\nc: 3\n"
+        "# About the file.\n\n# The first,\n# not the second.\na: 1\nb: 2\n\nc: 3\n"
         "# A section.\nd:\n  e: 4\n  # Inner:\n  #   run it\n  f: 5\n"
     )
     comments = read_comments(file)
     assert comments.header == "About the file."
-    assert comments.keys == {"a": "Both of these.", "b": "Both of these.", "d": "A section.", "d.f": "Inner: `run it`"}
+    assert comments.keys == {"a": "The first, not the second.", "d": "A section.", "d.f": "Inner: `run it`"}
 
 
 def test_types_and_defaults_in_words():

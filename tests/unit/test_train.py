@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.unit.pages import ROOT
+
 # What each job does, by its seed, in place of a run.
 SCRIPT = """
 import sys, types
@@ -30,6 +32,14 @@ def run(config, folder, command):
 sys.modules["nemo_rl_lite.run.run"] = types.SimpleNamespace(run=run)
 train.main(sys.argv[1:])
 """
+
+
+def test_another_python_is_told_what_to_run():
+    """Python without the environment's packages."""
+    command = [sys.executable, "-S", "-m", "nemo_rl_lite.train"]
+    done = subprocess.run(command, cwd=ROOT, env={}, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "bash scripts/install.sh" in done.stderr and "source .venv/bin/activate" in done.stderr
 
 
 def launch(folder, *arguments):

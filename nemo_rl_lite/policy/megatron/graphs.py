@@ -20,6 +20,7 @@ from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.losses.batch import Batch
 from nemo_rl_lite.losses.interface import Loss, Normalizers
 from nemo_rl_lite.losses.sending import packed, packed_bytes, sent_together, unpacked
+from nemo_rl_lite.policy.megatron import leftovers
 from nemo_rl_lite.policy.megatron.memory import gradient_buffers
 from nemo_rl_lite.policy.megatron.micro_batches import ModelInput
 from nemo_rl_lite.policy.megatron.model import MegatronModel
@@ -126,7 +127,7 @@ class MicroBatchGraphs:
             *(KEY, self.recorded + 1, own["tokens_nS"].numel(), *own["batch.tokens"].shape),
         )
         # What a recording would otherwise leave in the graphs' memory, where a later replay overwrites it.
-        _forget_cached_tensors(self._model)
+        leftovers.forget(self._model)
         try:
             shape.replay, shape.given = self._recorder.record(lambda: shape.work(own)), whole
         except torch.OutOfMemoryError:
@@ -137,7 +138,7 @@ class MicroBatchGraphs:
                 f"{error.__context__ or error}; set {KEY}=none"
             ) from error
         finally:
-            _forget_cached_tensors(self._model)
+            leftovers.forget(self._model)
 
     def _drop_useless(self) -> None:
         """Drop graphs where tensors that they read or write have moved, or where other shapes want to be recorded."""
@@ -194,10 +195,3 @@ class _OnStream:
     def __exit__(self, *error: Any) -> None:
         self._block.__exit__(*error)
         torch.cuda.current_stream().wait_stream(self._stream)
-
-
-def _forget_cached_tensors(model: MegatronModel) -> None:
-    """Empty the caches of modules such as rotary embeddings, which keep results by their arguments."""
-    kinds = {type(module) for chunk in model.bare_chunks for module in chunk.modules()}
-    for cached in (kind.forward for kind in kinds if hasattr(kind.forward, "cache_clear")):
-        cached.cache_clear()

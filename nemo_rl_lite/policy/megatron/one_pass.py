@@ -32,7 +32,7 @@ class Trained:
 
 class Pace:
     """Keeps the host one micro-batch ahead of the device at most: both are busy, and the host knows how far the device
-    is."""
+    is. The last pipeline stage calls it; megatron-core lets others wait for the device at each send."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"

@@ -22,6 +22,7 @@ from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.offload.cpu_optimizer import stays_on_host, step_threads
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
+from nemo_rl_lite.policy.megatron import leftovers
 from nemo_rl_lite.policy.megatron.bridges import import_bridge
 from nemo_rl_lite.policy.megatron.checkpoint import PolicyState
 from nemo_rl_lite.policy.megatron.conversion import export_folder
@@ -88,7 +89,7 @@ class MegatronWorker:
         logprobs = Layout.configured(policy, "logprob", on_gpu)
         log.info("micro-batches: %s for training, %s for logprobs", training, logprobs)
         self._phases = phase_memory(policy, self._model, optimizer, residency)
-        self._memory = MemoryMeter(self._phases.device_bytes)
+        self._memory, self._held_segments = MemoryMeter(self._phases.device_bytes), leftovers.HeldSegments()
         self._scoring = Scoring(self._model, reference, logprobs, temperature, self._phases, self._memory)
         self._training = Training(
             self._model,
@@ -126,6 +127,7 @@ class MegatronWorker:
         """Enter the generation phase: the engines have the room that the residency gives them."""
         self._leave_training(Phase.GENERATE)
         self._memory.note("generate")
+        self._held_segments.report()
 
     def release_host_memory(self) -> None:
         """Release the host memory of moves at the end of a run, with all components on the device."""
@@ -246,6 +248,7 @@ class MegatronWorker:
         export_folder(self._model, self._rank, self._model_path, Path(path))
 
     def _leave_training(self, phase: Phase, working_bytes: int | None = None) -> None:
-        """Enter another phase, with whole weights, because they may move."""
+        """Enter another phase, with whole weights, because they may move, and without what passes left behind."""
         self._model.gather.complete()
+        leftovers.forget(self._model)
         self._phases.enter(phase, working_bytes)

@@ -327,7 +327,7 @@ def test_a_prefetch_begins_when_what_is_left_takes_as_long_as_the_transfer(monke
     assert begun == [8.0, 9.0]
 
 
-def test_a_micro_batch_that_still_runs_counts_with_those_that_are_left(monkeypatch):
+def test_a_transfer_that_waits_for_a_running_micro_batch_begins_before_it_ends(monkeypatch):
     now, begun = [0.0], []
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     prefetch = Prefetch(transfer_s=2.5, begin=lambda: begun.append(now[0]))
@@ -336,8 +336,8 @@ def test_a_micro_batch_that_still_runs_counts_with_those_that_are_left(monkeypat
     for remaining in range(9, 0, -1):
         prefetch(remaining, running=1)
         now[0] += 1.0
-    # With one to launch and one that runs, two seconds are left.
-    assert begun == [8.0]
+    # Two are to launch: they will run for two seconds once the running one, for which the transfer waits, has ended.
+    assert begun == [7.0, 8.0]
 
 
 def test_a_prefetch_begins_with_the_only_micro_batch():

@@ -84,6 +84,17 @@ def test_no_more_leaves_than_what_makes_room():
     assert roomy.policy.sequence_packing.train_mb_tokens == MOST_TOKENS
 
 
+def test_only_what_was_auto_is_named():
+    """`offload=pinned` says what leaves, and `sleep=true` that engines sleep: those were no choice."""
+    for model in (SMALL, LARGE):
+        _, (moves, *_) = settled(model, "offload=pinned")
+        assert moves == "engines sleep while the policy works"
+    _, (moves, *_) = settled(SMALL, "offload=none")
+    assert moves == "engines stay awake, because policy and engines fit a GPU together"
+    _, (moves, *_) = settled(LARGE, "offload=auto", ASLEEP)
+    assert moves.startswith("gradients, parameters, optimizer states leave the GPU while engines generate")
+
+
 def test_recorded_training_passes_have_room_in_all_phases_and_what_they_use_stays():
     graphs, plain = "policy.megatron_cfg.cuda_graph_impl=full_iteration", settled(MIDDLE, "offload=auto", ASLEEP)[0]
     config, _ = settled(MIDDLE, "offload=auto", ASLEEP, graphs)
@@ -161,7 +172,7 @@ def test_an_engine_that_cannot_sleep_leaves_the_command_as_it_is():
     found = settle(given, model_shape(KNOWN_MODELS[SMALL]), GPU)
     config, (moves, *_) = found.config, found.reasons
     assert set(config.policy.offload_for_generation) == {"gradients", "parameters", "optimizer_states"}
-    assert config.generation.colocated.sleep is False and "engines stay awake and parameters" in moves
+    assert config.generation.colocated.sleep is False and moves.startswith("engines stay awake, because")
 
 
 def test_nothing_is_settled_without_facts():

@@ -42,6 +42,7 @@ def test_json_has_the_same_numbers(capsys):
 
 APART = [
     *("recipes=grpo-qwen3-8b-1n8g-tp2", "offload=none", "generation.colocated.enabled=false"),
+    *("policy.sequence_packing.train_mb_tokens=8192", "policy.megatron_cfg.activation_checkpointing=true"),
     *("generation.colocated.resources.gpus_per_node=4", "--gpu", "H200"),
 ]
 

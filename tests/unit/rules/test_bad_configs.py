@@ -294,7 +294,7 @@ CASES = {
     ],
     f"{ON_A_GPU} policy.model_name=MODEL +generation.vllm_kwargs.quantization=fp8_per_block": [
         "generation.vllm_kwargs.quantization",
-        "blocks have 128 weights a row",
+        "a multiple of 128 on each engine rank",
         "fp8_per_channel",
     ],
     "+generation.vllm_kwargs.hf_overrides={a:1}": ["generation.vllm_kwargs.hf_overrides", "another model"],

@@ -1,0 +1,76 @@
+"""What passes leave behind, and what the log says of the segments that it keeps."""
+
+import gc
+import weakref
+from functools import lru_cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
+from nemo_rl_lite.policy.megatron.leftovers import GIB, MIB, HeldSegments, forget, mostly_empty
+
+
+class Rotary(torch.nn.Module):
+    """Keeps its results, as megatron-core's does."""
+
+    @lru_cache(maxsize=32)  # noqa: B019
+    def forward(self, longest: int) -> torch.Tensor:
+        return torch.zeros(longest)
+
+
+class Stage(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary, self.linear, self.given = Rotary(), torch.nn.Linear(2, 2), [torch.zeros(3)]
+
+    def set_input_tensor(self, given: list) -> None:
+        self.given = given
+
+
+def test_results_and_inputs_of_passes_are_let_go():
+    stage = Stage()
+    held = [weakref.ref(one) for one in (stage.rotary(5), stage.rotary(7), stage.given[0])]
+    gc.collect()
+    assert all(one() is not None for one in held)
+    forget(SimpleNamespace(bare_chunks=[stage]))
+    assert [one() for one in held] == [None] * 3
+
+
+def test_megatrons_rotary_embedding_keeps_its_results():
+    """Where it no longer does, there is nothing to empty."""
+    prepare_import()
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    assert hasattr(RotaryEmbedding.forward, "cache_clear")
+
+
+def segment(total: int, used: int) -> dict[str, int]:
+    return {"total_size": total, "allocated_size": used}
+
+
+def test_large_segments_with_little_in_use_are_named():
+    found = mostly_empty([segment(8 * GIB, 2 * MIB), segment(2 * GIB, 3 * MIB), segment(4 * GIB, 3 * GIB)])
+    assert "10.00 GiB that engines could use, because 5.0 MiB in 2 segments" in found
+    assert "the largest has 8.00 GiB, of which 2.0 MiB" in found
+    assert mostly_empty([segment(4 * GIB, 3 * GIB), segment(20 * MIB, 1 * MIB)]) is None
+    assert mostly_empty([]) is None
+
+
+def test_they_are_named_once(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    snapshots = iter([[], [segment(8 * GIB, MIB)], [segment(9 * GIB, MIB)]])
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: next(snapshots))
+    caplog.set_level("INFO")
+    held = HeldSegments()
+    counts = []
+    for _ in range(3):
+        held.report()
+        counts.append(len(caplog.records))
+    assert counts == [0, 1, 1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a CPU there is no cache")
+def test_a_cpu_has_none():
+    HeldSegments().report()
