@@ -221,9 +221,8 @@ def unknown_key(key: str, given: object, known: Sequence[str]) -> Violation:
         fix = f"the section is {here.split('.')[0]} here; --cfg job lists its keys"
         return Violation(key, given, "unknown key", fix)
     hint = hint or nearest_key(key, known)
-    return Violation(
-        key, given, "unknown key", f"did you mean {hint}?" if hint else "remove it; the keys are listed by --cfg job"
-    )
+    nothing = "remove it: no key here is like it; --cfg job lists them"
+    return Violation(key, given, "unknown key", f"did you mean {hint}?" if hint else nothing)
 
 
 def _owners(key: str, meant: str) -> list[str]:

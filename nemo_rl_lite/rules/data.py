@@ -99,7 +99,8 @@ def files_can_be_read(config: Config) -> Iterator[Violation]:
     if data.name != "file" or wrong:
         return
     if data.train_path is None:
-        yield Violation("data.train_path", None, "is null", "data.train_path=FILE")
+        hub = f", or data.name=hub, which fetches {data.path}" if data.path else ""
+        yield Violation("data.train_path", None, "is null", f"data.train_path=FILE{hub}")
     for key, path in (("data.train_path", data.train_path), ("data.validation_path", data.validation_path)):
         if path is None:
             continue

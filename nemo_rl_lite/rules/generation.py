@@ -114,7 +114,8 @@ def responses_fit_the_sequence(config: Config) -> Iterator[Violation]:
     new, total = config.generation.max_new_tokens, config.policy.max_total_sequence_length
     if new >= total:
         rule_text = f"must leave room for the prompt within policy.max_total_sequence_length = {total}"
-        yield Violation("generation.max_new_tokens", new, rule_text, f"generation.max_new_tokens={max(total // 2, 1)}")
+        fix = f"policy.max_total_sequence_length={2 * new}, or generation.max_new_tokens={max(total // 2, 1)}"
+        yield Violation("generation.max_new_tokens", new, rule_text, fix)
 
 
 @rule("generation.stop_strings", options=RolloutAlgorithmConfig)

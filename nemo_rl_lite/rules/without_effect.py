@@ -10,6 +10,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rules.effects import EFFECTS
+from nemo_rl_lite.rules.policy_effects import PACKING_LIMITS, packs_on_gpus_alone
 
 # A command for GPUs may be tried on CPUs: these are told, and not refused.
 ON_GPUS = (
@@ -54,7 +55,8 @@ def offload_moves_something(config: Config, preset: str | None) -> Iterator[Viol
 
 def told_on_cpus(config: Config, given: Sequence[str]) -> list[str]:
     """The keys of `given` that only a run on GPUs makes use of, where this one is on CPUs."""
-    return [] if on_gpus(config) else [key for key in given if is_of(key, ON_GPUS)]
+    names = [*ON_GPUS, *(PACKING_LIMITS if packs_on_gpus_alone(config) else ())]
+    return [] if on_gpus(config) else [key for key in given if is_of(key, names)]
 
 
 def is_of(key: str, names: Sequence[str]) -> bool:

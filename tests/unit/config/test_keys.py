@@ -161,13 +161,67 @@ def test_what_is_composed_is_the_callers_to_change():
         ("num_train_epochs", (), "algorithm.max_num_steps: this algorithm counts steps"),
         ("num_train_epochs", ("algorithm=sft",), "did you mean algorithm.max_num_epochs?"),
         ("output_dir", (), "hydra.run.dir=FOLDER"),
+        ("actor_rollout_ref.rollout.val_kwargs.n", (), "did you mean algorithm.val_samples_per_problem?"),
+        ("actor_rollout_ref.rollout.val_kwargs.temperature", (), "did you mean algorithm.val_temperature?"),
+        ("custom_reward_function.path", (), "reward.name=path/to/file.py:function"),
+        ("data.filter_overlong_prompts", (), "data.too_long=drop"),
+        ("loss_type", ("algorithm=dpo",), "did you mean algorithm.preference_loss?"),
+        ("rpo_alpha", ("algorithm=dpo",), "did you mean algorithm.sft_loss_weight?"),
     ],
 )
 def test_a_key_of_another_launcher_is_answered_with_the_one_that_is_meant(key, choices, fix):
     assert keys.unknown_key(key, "1", keys.known_keys(choices)).fix == fix
 
 
-LEAVE, LISTED = "leave it out", "remove it; the keys are listed by --cfg job"
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("generation.tensor_parallel_size", "generation.vllm_cfg.tensor_parallel_size"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "generation.vllm_cfg.tensor_parallel_size"),
+        ("actor.megatron.tensor_model_parallel_size", "policy.megatron_cfg.tensor_model_parallel_size"),
+        ("actor_rollout_ref.model.path", "policy.model_name"),
+        ("trainer.experiment_name", "run_name"),
+        ("trainer.val_before_train", "algorithm.val_at_start"),
+        ("trainer.max_actor_ckpt_to_keep", "checkpoint.keep_newest"),
+        ("actor.use_dynamic_bsz", "policy.dynamic_batching.enabled"),
+        ("actor.ppo_max_token_len_per_gpu", "policy.sequence_packing.train_mb_tokens"),
+        ("actor.ulysses_sequence_parallel_size", "policy.megatron_cfg.context_parallel_size"),
+        ("actor.loss_agg_mode", "algorithm.loss_fn.token_level_loss"),
+        ("actor.kl_loss_type", "algorithm.loss_fn.reference_policy_kl_type"),
+        ("algorithm.norm_adv_by_std_in_grpo", "algorithm.normalize_rewards"),
+        ("algorithm.filter_groups.enable", "algorithm.use_dynamic_sampling"),
+        ("rollout.multi_turn.max_assistant_turns", "environment.max_turns"),
+        ("importance_sampling_level", "algorithm.loss_fn.sequence_level_importance_ratios"),
+        ("vllm_importance_sampling_cap", "algorithm.loss_fn.truncated_importance_sampling_ratio"),
+        ("mask_truncated_completions", "algorithm.overlong_filtering"),
+        ("delta", "algorithm.loss_fn.ratio_clip_c"),
+        ("reward_weights", "reward.terms"),
+        ("packing", "policy.sequence_packing.enabled"),
+        ("assistant_only_loss", "data.train_on"),
+        ("save_total_limit", "checkpoint.keep_newest"),
+        ("vllm_mode", "generation.colocated.enabled"),
+        ("lora_dropout", "policy.megatron_cfg.peft.dropout"),
+        ("peft.r", "policy.megatron_cfg.peft.dim"),
+    ],
+)
+def test_names_of_trl_and_verl(key, meant):
+    assert keys.unknown_key(key, "1", keys.known_keys()).fix == f"did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("data.max_samples", "data is not cut"),
+        ("actor.fsdp_config.param_offload", "offload=auto"),
+        ("policy.megatron_cfg.converter_type", "leave it out"),
+        ("loss_type", "algorithm=dapo"),
+    ],
+)
+def test_what_no_key_stands_for(key, words):
+    assert words in keys.unknown_key(key, "1", keys.known_keys()).fix
+
+
+LEAVE, LISTED = "leave it out", "remove it: no key here is like it; --cfg job lists them"
 
 
 @pytest.mark.parametrize(

@@ -562,7 +562,7 @@ CASES = {
         f"{SCHEDULER}.lr_warmup_iters",
         "smaller than lr_decay_iters",
     ],
-    "generation.max_new_tokens=32": ["generation.max_new_tokens", "leave room for the prompt"],
+    "generation.max_new_tokens=32": ["leave room for the prompt", "policy.max_total_sequence_length=64, or generation"],
     "generation.max_new_tokens=4": ["generation.max_new_tokens", "4 digits and the end token"],
     "generation.stop_strings=['']": ["generation.stop_strings", "empty string"],
     "generation.vllm_cfg.tensor_parallel_size=2": ["generation.data_parallel_size"],

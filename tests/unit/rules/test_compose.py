@@ -317,6 +317,15 @@ def test_a_command_for_gpus_is_told_what_does_nothing_on_cpus():
     assert told_on_cpus(on_gpu, given) == []
 
 
+def test_the_limits_of_packs_are_among_them():
+    limit = "policy.sequence_packing.train_mb_tokens"
+    half = ["policy.precision=bfloat16", f"{limit}=16384"]
+    assert told_on_cpus(compose_config(half), [limit]) == [limit]
+    assert told_on_cpus(compose_config([*half, "policy.sequence_packing.enabled=true"]), [limit]) == []
+    with pytest.raises(ConfigError, match=r"has no effect without policy\.sequence_packing\.enabled=true"):
+        compose_command([*half, "policy.sequence_packing.enabled=false"])
+
+
 def test_a_constant_rate_has_a_warm_up_of_any_length():
     scheduler = "policy.megatron_cfg.scheduler"
     config = compose_command([f"{scheduler}.lr_warmup_iters=2000"]).policy.megatron_cfg.scheduler
