@@ -83,7 +83,6 @@ _OTHER_NAMES = {
     "log_prob_max_token_len_per_gpu": ("policy.sequence_packing.logprob_mb_tokens",),
     "vllm_mode": ("generation.colocated.enabled",),
     "vllm_importance_sampling_cap": ("truncated_importance_sampling_ratio",),
-    "importance_sampling_level": ("sequence_level_importance_ratios",),
     "delta": ("ratio_clip_c",),
     "loss_agg_mode": ("token_level_loss",),
     "loss_type": ("algorithm.preference_loss",),
@@ -107,6 +106,7 @@ _ONE_PASS = (
 )
 _IN_STEPS = "algorithm.max_num_steps: this algorithm counts steps"
 _MOVES = "offload=FILE, such as offload=auto or offload=pinned"
+_LOSS, _OWN_REWARD = "algorithm.loss_fn", "reward.name=path/to/file.py:function"
 # What takes the place of a key that none stands for here.
 _INSTEAD = {
     "recipe": "recipes=NAME",
@@ -116,9 +116,13 @@ _INSTEAD = {
     "gradient_accumulation_steps": "leave it out: it follows from policy.train_global_batch_size and the micro-batches",
     "num_iterations": _ONE_PASS,
     "ppo_epochs": _ONE_PASS,
-    "loss_type": "algorithm=FILE, such as algorithm=dapo or algorithm=drgrpo, or algorithm=dpo with "
-    "algorithm.preference_loss",
-    "custom_reward_function.path": "reward.name=path/to/file.py:function",
+    "loss_type": "algorithm=FILE, such as algorithm=dapo or algorithm=drgrpo; algorithm=dpo has "
+    "algorithm.preference_loss=ipo",
+    "importance_sampling_level": f"algorithm=gspo, or {_LOSS}.sequence_level_importance_ratios=true "
+    f"{_LOSS}.token_level_loss=false",
+    "rpo_alpha": "algorithm.sft_loss_weight, which needs algorithm=dpo",
+    "custom_reward_function.path": _OWN_REWARD,
+    "custom_reward_function.name": _OWN_REWARD,
     "filter_overlong_prompts": "data.too_long=drop",
     "max_samples": "leave it out: data is not cut, and algorithm.max_num_steps says how long a run is",
     "param_offload": _MOVES,

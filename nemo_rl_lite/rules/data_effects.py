@@ -8,7 +8,7 @@ DATA_EFFECTS = (
     Effect(
         ("algorithm.max_num_epochs",),
         lambda config: config.data.name not in TASKS,
-        "data=file, or other data with rows (generated data never ends)",
+        "data=file or data=hub (generated data never ends)",
     ),
     Effect(("data.train_path", "data.validation_path"), lambda config: config.data.name == "file", "data.name=file"),
     Effect(

@@ -1,20 +1,12 @@
 """Keys of the policy that have an effect in some runs only."""
 
 from nemo_rl_lite.config.algorithms import compares, generates
-from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import batch_mode, on_gpus, parallel_dims
 from nemo_rl_lite.rules.layout import MEGATRON
 from nemo_rl_lite.rules.policy import DATA_PARALLEL
 from nemo_rl_lite.rules.step_effects import Effect, validates
 
-PACKING_LIMITS = ("policy.sequence_packing.train_mb_tokens", "policy.sequence_packing.logprob_mb_tokens")
 _OPTIMIZER = f"{MEGATRON}.optimizer"
-
-
-def packs_on_gpus_alone(config: Config) -> bool:
-    """Whether the run would pack on GPUs, and does not, because it is on CPUs."""
-    return not on_gpus(config) and batch_mode(config.policy, True) == "packed" != batch_mode(config.policy, False)
-
 
 POLICY_EFFECTS = (
     Effect(
@@ -28,8 +20,8 @@ POLICY_EFFECTS = (
         "policy.sequence_packing.enabled=true or policy.dynamic_batching.enabled=true",
     ),
     Effect(
-        PACKING_LIMITS,
-        lambda config: packs_on_gpus_alone(config) or batch_mode(config.policy, on_gpus(config)) == "packed",
+        ("policy.sequence_packing.train_mb_tokens", "policy.sequence_packing.logprob_mb_tokens"),
+        lambda config: batch_mode(config.policy, on_gpus(config)) == "packed",
         "policy.sequence_packing.enabled=true",
     ),
     Effect(

@@ -5,14 +5,16 @@ expects something of it.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rules.effects import EFFECTS
-from nemo_rl_lite.rules.policy_effects import PACKING_LIMITS, packs_on_gpus_alone
+from nemo_rl_lite.rules.step_effects import Effect
 
-# A command for GPUs may be tried on CPUs: these are told, and not refused.
+# A command for GPUs may be tried on CPUs: these are told, and not refused. So are keys that by the table would have an
+# effect on GPUs.
 ON_GPUS = (
     "offload",
     "policy.offload_optimizer_states_for_logprob",
@@ -29,13 +31,12 @@ ON_GPUS = (
 
 
 def keys_without_effect(config: Config, given: Sequence[str]) -> Iterator[Violation]:
-    """The keys of `given`, which the command line sets, that change nothing in this run."""
+    """The keys of `given`, which the command line sets, that change nothing in this run, nor would on GPUs."""
     for key in given:
-        for effect in EFFECTS:
-            if is_of(key, effect.keys) and not effect.holds(config):
-                rule_text, fix = f"{effect.otherwise} without {effect.needs}", f"leave {key} out, or {effect.needs}"
-                yield Violation(key, None, rule_text, fix)
-                break
+        effect = _unmet(key, config)
+        if effect and _unmet(key, _with_gpus(config)):
+            rule_text, fix = f"{effect.otherwise} without {effect.needs}", f"leave {key} out, or {effect.needs}"
+            yield Violation(key, None, rule_text, fix)
 
 
 def offload_moves_something(config: Config, preset: str | None) -> Iterator[Violation]:
@@ -55,8 +56,22 @@ def offload_moves_something(config: Config, preset: str | None) -> Iterator[Viol
 
 def told_on_cpus(config: Config, given: Sequence[str]) -> list[str]:
     """The keys of `given` that only a run on GPUs makes use of, where this one is on CPUs."""
-    names = [*ON_GPUS, *(PACKING_LIMITS if packs_on_gpus_alone(config) else ())]
-    return [] if on_gpus(config) else [key for key in given if is_of(key, names)]
+    if on_gpus(config):
+        return []
+    there = _with_gpus(config)
+    return [key for key in given if is_of(key, ON_GPUS) or (_unmet(key, config) and not _unmet(key, there))]
+
+
+def _with_gpus(config: Config) -> Config:
+    """The same run on GPUs, as many as it has ranks on CPUs."""
+    cluster = config.cluster
+    return config if on_gpus(config) else replace(config, cluster=replace(cluster, gpus_per_node=cluster.cpu_ranks))
+
+
+def _unmet(key: str, config: Config) -> Effect | None:
+    """The first row of the table by which a key has no effect; None where it has one. Later rows may be of other
+    algorithms."""
+    return next((effect for effect in EFFECTS if is_of(key, effect.keys) and not effect.holds(config)), None)
 
 
 def is_of(key: str, names: Sequence[str]) -> bool:

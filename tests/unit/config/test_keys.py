@@ -185,13 +185,13 @@ def test_a_key_of_another_launcher_is_answered_with_the_one_that_is_meant(key, c
         ("trainer.max_actor_ckpt_to_keep", "checkpoint.keep_newest"),
         ("actor.use_dynamic_bsz", "policy.dynamic_batching.enabled"),
         ("actor.ppo_max_token_len_per_gpu", "policy.sequence_packing.train_mb_tokens"),
+        ("rollout.log_prob_max_token_len_per_gpu", "policy.sequence_packing.logprob_mb_tokens"),
         ("actor.ulysses_sequence_parallel_size", "policy.megatron_cfg.context_parallel_size"),
         ("actor.loss_agg_mode", "algorithm.loss_fn.token_level_loss"),
         ("actor.kl_loss_type", "algorithm.loss_fn.reference_policy_kl_type"),
         ("algorithm.norm_adv_by_std_in_grpo", "algorithm.normalize_rewards"),
         ("algorithm.filter_groups.enable", "algorithm.use_dynamic_sampling"),
         ("rollout.multi_turn.max_assistant_turns", "environment.max_turns"),
-        ("importance_sampling_level", "algorithm.loss_fn.sequence_level_importance_ratios"),
         ("vllm_importance_sampling_cap", "algorithm.loss_fn.truncated_importance_sampling_ratio"),
         ("mask_truncated_completions", "algorithm.overlong_filtering"),
         ("delta", "algorithm.loss_fn.ratio_clip_c"),
@@ -213,8 +213,13 @@ def test_names_of_trl_and_verl(key, meant):
     [
         ("data.max_samples", "data is not cut"),
         ("actor.fsdp_config.param_offload", "offload=auto"),
+        ("actor.fsdp_config.optimizer_offload", "offload=auto"),
+        ("custom_reward_function.name", "reward.name=path/to/file.py:function"),
+        ("importance_sampling_level", "algorithm=gspo, or algorithm.loss_fn.sequence_level_importance_ratios=true"),
+        ("rpo_alpha", "algorithm.sft_loss_weight, which needs algorithm=dpo"),
         ("policy.megatron_cfg.converter_type", "leave it out"),
         ("loss_type", "algorithm=dapo"),
+        ("loss_type", "algorithm=dpo has algorithm.preference_loss=ipo"),
     ],
 )
 def test_what_no_key_stands_for(key, words):

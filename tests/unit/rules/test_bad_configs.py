@@ -76,7 +76,7 @@ CASES = {
         "policy.offload_for_generation",
         "generation.colocated.sleep is off",
     ],
-    "generation.colocated.sleep=false": ["generation.colocated.sleep", "has no effect"],
+    "generation=transformers generation.colocated.sleep=false": ["generation.colocated.sleep", "has no effect"],
     "policy.sequence_packing.train_mb_tokens=automatic": ["policy.sequence_packing.train_mb_tokens", "auto"],
     "policy.offload_for_generation=all": ["policy.offload_for_generation", "auto"],
     "algorithm.rollouts.max_trajectory_age_steps=3": ["has no effect", "algorithm.rollouts.source=queue"],
@@ -794,7 +794,6 @@ CASES = {
     ],
     f"{ON_A_GPU} policy.model_name=QWEN_MOE {ROUTER_FUSION}=true policy.megatron_cfg.moe_router_dtype=fp32 "
     "policy.router_replay.enabled=true": [f"{ROUTER_FUSION} = True", "router replay gives them", "1 problem found"],
-    f"policy.model_name=MOE {ROUTER_FUSION}=true policy.megatron_cfg.moe_router_dtype=fp32": ["kernels are for GPUs"],
     f"{GPU} policy.megatron_cfg.moe_permute_fusion=false": ["moe_permute_fusion = False", "no experts"],
     # Models, data and rewards that are not there or not usable.
     "policy.model_name=./no/such/model": ["policy.model_name", "no such folder"],
@@ -863,7 +862,12 @@ CASES = {
     "data.too_long=cut": ["data.too_long", "'error', 'drop' or 'truncate'"],
     "data.too_long=truncate": ["data.too_long", "would cut off a prompt's end", "data.too_long=drop"],
     "data.validation_fraction=1": ["data.validation_fraction", "less than 1"],
-    "data=gsm8k": ["data.train_path", "is null", "data.validation_path"],
+    "data=gsm8k": [
+        "data.train_path",
+        "is null",
+        "fix: data.train_path=FILE, or data.name=hub, which fetches openai/gsm8k",
+        "data.validation_path",
+    ],
     "data=hub": ["data.path", "organisation/name"],
     "data=hub data.path=''": ["data.path", "organisation/name"],
     "data=hub data.path=a/b": ["data.validation_split", "validation is on", "data.validation_fraction=0.05"],
@@ -1048,7 +1052,9 @@ CASES = {
         "algorithm.val_at_end=true",
         "2 problems found",
     ],
-    "algorithm=sft algorithm.max_num_epochs=5": ["algorithm.max_num_epochs", "generated data never ends"],
+    "algorithm=sft algorithm.max_num_epochs=5": [
+        "leave algorithm.max_num_epochs out, or data=file or data=hub (generated data never ends)"
+    ],
     "algorithm=dpo algorithm.sft_average_log_probs=true": ["algorithm.sft_loss_weight=1"],
     "data.prompt_column=question": ["data.prompt_column", "has no effect without"],
     "data.task=chain_sum": ["data.task", "data=reasoning_gym"],

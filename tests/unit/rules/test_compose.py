@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -317,13 +318,47 @@ def test_a_command_for_gpus_is_told_what_does_nothing_on_cpus():
     assert told_on_cpus(on_gpu, given) == []
 
 
-def test_the_limits_of_packs_are_among_them():
+@pytest.mark.parametrize(
+    ("key", "value", "without"),
+    [
+        ("policy.sequence_packing.train_mb_tokens", "16384", "policy.sequence_packing.enabled=false"),
+        ("policy.sequence_packing.logprob_mb_tokens", "16384", "policy.sequence_packing.enabled=false"),
+        ("policy.sequence_length_round", "128", "policy.sequence_packing.enabled=false"),
+        ("generation.colocated.sleep", "false", "generation=transformers"),
+    ],
+)
+def test_what_the_table_has_for_gpus_alone_is_among_them(key, value, without):
+    """Where it would do nothing on GPUs either, it is refused."""
+    half = ["policy=megatron_gpu", f"{key}={value}"]
+    assert told_on_cpus(compose_command(half), [key]) == [key]
+    with pytest.raises(ConfigError, match=f"{re.escape(key)}\n +has no effect without"):
+        compose_command([*half, without])
+
+
+def test_kernels_for_gpus_and_the_packs_of_a_teacher_are_among_them():
+    config = compose_config(
+        ["algorithm=distillation", "policy=megatron_gpu", "teacher.model_name=embedded:reverse-digits"]
+    )
+    given = ["policy.megatron_cfg.moe_router_fusion", "teacher.logprob_mb_tokens", "teacher.logprob_batch_size"]
+    assert told_on_cpus(config, given) == given[:2]
+
+
+def test_what_packs_on_cpus_has_limits_there():
     limit = "policy.sequence_packing.train_mb_tokens"
-    half = ["policy.precision=bfloat16", f"{limit}=16384"]
-    assert told_on_cpus(compose_config(half), [limit]) == [limit]
-    assert told_on_cpus(compose_config([*half, "policy.sequence_packing.enabled=true"]), [limit]) == []
-    with pytest.raises(ConfigError, match=r"has no effect without policy\.sequence_packing\.enabled=true"):
-        compose_command([*half, "policy.sequence_packing.enabled=false"])
+    config = compose_config(["policy=megatron_gpu", "policy.sequence_packing.enabled=true", f"{limit}=16384"])
+    assert told_on_cpus(config, [limit]) == []
+
+
+def test_gsm8k_comes_from_the_hub_by_the_override_that_its_refusal_names():
+    data = compose_command(["data=gsm8k", "data.name=hub"]).data
+    assert (data.name, data.path, data.subset, data.validation_split) == ("hub", "openai/gsm8k", "main", "test")
+
+
+def test_a_length_that_is_offered_suffices():
+    given = ["policy.model_name=Qwen/Qwen3-8B", "generation.max_new_tokens=2048"]
+    with pytest.raises(ConfigError, match=r"fix: policy\.max_total_sequence_length=4096, or generation"):
+        compose_command(given)
+    assert compose_command([*given, "policy.max_total_sequence_length=4096"])
 
 
 def test_a_constant_rate_has_a_warm_up_of_any_length():
