@@ -58,24 +58,21 @@ def ray_runtime() -> Iterator[None]:
 def _start_or_join() -> None:
     """Start once more where Ray is too slow to start; raise LauncherError where it is again, and ConfigError where the
     cluster of RAY_ADDRESS cannot be joined."""
-    try:
-        _init()
-        return
-    except Exception as error:
-        if _TIMED_OUT not in str(error):
-            raise
+    for is_second in (False, True):
+        try:
+            _init()
+            return
+        except Exception as error:
+            if _TIMED_OUT not in str(error):
+                raise
+            _end_processes_behind(error)
+            if is_second:
+                raise LauncherError(
+                    "Ray did not start within its time limit, twice: the machine is overloaded. Try again when less "
+                    f"else runs there, or start Ray before the run (ray start --head) and set {VARIABLE}=auto"
+                ) from error
         log.warning("Ray did not start within its time limit; it is started once more")
-        _end_processes_behind(error)
-    ray.shutdown()
-    try:
-        _init()
-    except Exception as error:
-        if _TIMED_OUT not in str(error):
-            raise
-        raise LauncherError(
-            "Ray did not start within its time limit, twice: the machine is overloaded. Try again when less else runs "
-            f"there, or start Ray before the run (ray start --head) and set {VARIABLE}=auto"
-        ) from error
+        ray.shutdown()
 
 
 def _end_processes_behind(error: Exception) -> None:

@@ -27,15 +27,14 @@ def forget(model: MegatronModel) -> None:
 
 
 class HeldSegments:
-    """Says once in the log which large segments of torch's cache stay with this process where it should have made room
-    for others."""
+    """Says once in the log which large segments of torch's cache stay when it is emptied to make room for others."""
 
     def __init__(self) -> None:
         self._said = False
 
     def report(self) -> None:
         """Call this after torch's cache has been emptied."""
-        if self._said or not torch.cuda.is_available():
+        if self._said or torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < LARGE_BYTES // 2:
             return
         text = mostly_empty(torch.cuda.memory_snapshot())
         if text is not None:

@@ -13,6 +13,7 @@ from nemo_rl_lite.offload.mover import Movable
 from nemo_rl_lite.offload.optimizer_states import optimizer_tensors
 from nemo_rl_lite.offload.phases import PhaseMemory
 from nemo_rl_lite.offload.residency import Component, Residency
+from nemo_rl_lite.policy.megatron.leftovers import HeldSegments
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 
 
@@ -57,7 +58,7 @@ class GPUMemory:
     """Memory of the current GPU."""
 
     def __init__(self) -> None:
-        self.total = torch.cuda.mem_get_info()[1]
+        self.total, self._held = torch.cuda.mem_get_info()[1], HeldSegments()
 
     def free_here(self) -> int:
         return self.free_elsewhere() + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -67,6 +68,7 @@ class GPUMemory:
 
     def trim(self) -> None:
         torch.cuda.empty_cache()
+        self._held.report()
 
 
 class CPUMemory:

@@ -89,7 +89,7 @@ class MegatronWorker:
         logprobs = Layout.configured(policy, "logprob", on_gpu)
         log.info("micro-batches: %s for training, %s for logprobs", training, logprobs)
         self._phases = phase_memory(policy, self._model, optimizer, residency)
-        self._memory, self._held_segments = MemoryMeter(self._phases.device_bytes), leftovers.HeldSegments()
+        self._memory = MemoryMeter(self._phases.device_bytes)
         self._scoring = Scoring(self._model, reference, logprobs, temperature, self._phases, self._memory)
         self._training = Training(
             self._model,
@@ -127,7 +127,6 @@ class MegatronWorker:
         """Enter the generation phase: the engines have the room that the residency gives them."""
         self._leave_training(Phase.GENERATE)
         self._memory.note("generate")
-        self._held_segments.report()
 
     def release_host_memory(self) -> None:
         """Release the host memory of moves at the end of a run, with all components on the device."""

@@ -4,24 +4,25 @@ import logging
 
 import pytest
 import ray
+from ray._private.node import Node
 
 from nemo_rl_lite.cluster.runtime import _start_or_join
 from nemo_rl_lite.errors import ConfigError, LauncherError
 
-SLOW = Exception("The current node timed out during startup. This could happen because some of the raylet failed")
+SLOW = "The current node timed out during startup. This could happen because some of the raylet failed"
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """Give a function that sets what each call of ray.init raises, and returns the calls that are made."""
 
-    def made_with(*outcomes: Exception | None) -> list[str]:
+    def made_with(*outcomes: Exception | str | None) -> list[str]:
         made, left = [], list(outcomes)
 
         def init(**_: object) -> None:
             made.append("init")
             if error := left.pop(0):
-                raise error
+                raise Exception(error) if isinstance(error, str) else error
 
         monkeypatch.setattr(ray, "init", init)
         monkeypatch.setattr(ray, "shutdown", lambda: made.append("shutdown"))
@@ -36,6 +37,21 @@ def test_ray_is_started_a_second_time(calls, caplog):
     with caplog.at_level(logging.WARNING):
         _start_or_join()
     assert made == ["init", "shutdown", "init"] and "it is started once more" in caplog.text
+
+
+def test_the_processes_of_a_node_that_did_not_start_end(calls, monkeypatch):
+    ended = []
+    monkeypatch.setattr(Node, "start", _slow_start, raising=False)
+    monkeypatch.setattr(Node, "kill_all_processes", lambda self, **_: ended.append(self))
+    node, attempts = Node.__new__(Node), iter([True, False])
+    calls()
+    monkeypatch.setattr(ray, "init", lambda **_: node.start() if next(attempts) else None)
+    _start_or_join()
+    assert ended == [node]
+
+
+def _slow_start(self: Node) -> None:
+    raise Exception(SLOW)
 
 
 def test_two_slow_starts_end_with_a_sentence(calls):
