@@ -114,6 +114,13 @@ def layer_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> dict[st
     }
 
 
+def mlp_gradients(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
+    """Bytes of the gradients of a gated MLP's two inner tensors and of their product, for a layer's mean width."""
+    sparse = 1 - shape.dense_layers / shape.layers
+    width = (1 - sparse) * shape.ffn + sparse * (shape.experts_per_token * shape.expert_ffn + shape.shared_ffn)
+    return 3 * width * batch.tokens * item_bytes(config) / parallel_dims(config).tp
+
+
 def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple[int, int]:
     """Bytes (device, host) at the start of the backward pass of pipeline stage `stage`, where memory peaks.
 
@@ -133,8 +140,10 @@ def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple
         # The inputs of the last layer stay on the device: the backward pass needs them first.
         chosen = parallel.activation_offload_fraction * sum(layer[module] for module in parallel.offload_modules or ())
         waiting = (layers * in_flight - 1) * chosen
-    # After the head, the gradient of a layer takes about as many bytes as the layer's activations.
-    device = layers * in_flight * kept - waiting + max(head, sum(layer.values()))
+    # After the head, the gradient of a layer takes about as many bytes as the layer's activations. A recomputed layer
+    # has both at once; then the gradients of its MLP count most.
+    working = sum(layer.values()) + (mlp_gradients(config, shape, batch) if parallel.activation_checkpointing else 0.0)
+    device = layers * in_flight * kept - waiting + max(head, working)
     return int(device), int(waiting)
 
 

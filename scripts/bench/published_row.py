@@ -165,11 +165,11 @@ def measure(given: argparse.Namespace) -> None:
         if given.dry_run:
             return
         lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
-    by_step: dict[int, dict[str, float]] = {}
-    for line in lines:
-        by_step.setdefault(line["step"], {}).update(line)
-    steps = [by_step[step] for step in range(warm + 1, warm + given.steps + 1)]
-    print(write(given, config, overrides, steps))
+        by_step: dict[int, dict[str, float]] = {}
+        for line in lines:
+            by_step.setdefault(line["step"], {}).update(line)
+        steps = [by_step[step] for step in range(warm + 1, warm + given.steps + 1)]
+        print(write(given, config, overrides, steps))
 
 
 def rows() -> Iterator[dict[str, str]]:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.gpu.test_run import PARALLEL, run
 
-OVERRIDES = ["+generation.vllm_kwargs.moe_backend=triton", "algorithm.val_at_start=false", "algorithm.val_at_end=false"]
+OVERRIDES = ["+generation.vllm_kwargs.moe_backend=triton"]
 SEQUENCE = "policy.megatron_cfg.sequence_parallel=true"
 # The layout, its GPUs and its overrides.
 LAYOUTS = {
