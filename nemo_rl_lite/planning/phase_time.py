@@ -26,7 +26,7 @@ from nemo_rl_lite.config.sizes import (
 )
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.planning.activation_size import item_bytes, micro_batch
-from nemo_rl_lite.planning.flops import SequenceFlops, forward_flops
+from nemo_rl_lite.planning.flops import SequenceFlops, forward_flops, matrix_weights
 from nemo_rl_lite.planning.gpus import Gpu
 from nemo_rl_lite.planning.model_size import parameter_count, trained_parameters
 from nemo_rl_lite.planning.prediction import token_cache_bytes
@@ -35,8 +35,8 @@ from nemo_rl_lite.planning.prediction import token_cache_bytes
 MFU, READS = 0.5, 0.78
 # The least seconds of a layer for a forward pass over a micro-batch, and as many for a backward pass.
 LAUNCH_S = 4.5e-3
-# Seconds that an engine works by itself: in each of its steps, and for each request.
-ENGINE_STEP_S, REQUEST_S = 7e-3, 5e-4
+# Seconds that an engine works by itself: in each of its steps, for each token, and for each request.
+ENGINE_STEP_S, TOKEN_S, REQUEST_S = 1e-3, 1.5e-5, 5e-4
 # Seconds that an optimizer on the CPU takes for each parameter of a rank.
 CPU_OPTIMIZER_S = 8e-10
 
@@ -75,13 +75,13 @@ def generation_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: i
     # Requests for which there is no room wait until others end.
     waves = max(1, requests / max(1, room))
     steps = waves * lengths.mean + max(0, lengths.longest - lengths.mean)
-    read = steps * weights + requests * lengths.mean * (lengths.prompt + lengths.mean / 2) * token_bytes
+    read = steps * matrix_weights(shape, shape.experts) * item / wide + requests * lengths.mean * (lengths.prompt + lengths.mean / 2) * token_bytes
     rate = MFU * gpu.flops * wide
     samples = config.options(RolloutAlgorithmConfig).num_generations_per_prompt
     whole = lengths.prompt + lengths.mean
     prompts = requests / samples * forward_flops(shape, lengths.prompt)
     tokens = requests * lengths.mean / whole * forward_flops(shape, whole)
-    own = steps * ENGINE_STEP_S + requests * REQUEST_S
+    own = steps * ENGINE_STEP_S + requests * (lengths.mean * TOKEN_S + REQUEST_S)
     return prompts / rate + max(read / (READS * gpu.bandwidth), tokens / rate) + own
 
 

@@ -48,8 +48,6 @@ class Variant:
     apart: bool = False
     stages: int = 2
     sigma: float = SIGMA
-    by_requests: bool = False
-    """What an engine's step takes besides reading is in proportion to the responses that run, instead of constant."""
 
     @property
     def engines(self) -> int:
@@ -79,10 +77,10 @@ VARIANTS = {
     "4 + 4 x H100, one step off, 512": Variant("H100", apart=True),
     TARGET: Variant("H200"),
     "8 x H200, batches of 2,048": Variant("H200", batch=2048),
-    "8 x H200, 512, own time by requests": Variant("H200", by_requests=True),
     "8 x H200, 512, no pipeline": Variant("H200", stages=1),
     "8 x H200, 512, sigma 0.5": Variant("H200", sigma=0.5),
     "2 x H100, 128, 16 layers": Variant("H100", gpus=2),
+    "1 + 1 x H100, one step off, 128, 8 layers": Variant("H100", gpus=2, apart=True, stages=1),
     "1 x H100, 64, 8 layers": Variant("H100", gpus=1, stages=1),
 }
 
@@ -135,8 +133,7 @@ def generation(lengths: Sequence[int], variant: Variant, rates: Rates) -> tuple[
     prompt's samples, and computes every prompt."""
     count = running(lengths)
     own = np.where(np.isin(np.arange(1, len(count) + 1), lengths), rates.ending_step_s, rates.step_s)
-    own = own * count / REQUESTS if variant.by_requests else own
-    seconds = reading(variant.peak, variant.shape, lengths, PROMPT) + own
+    seconds = reading(variant.peak, variant.shape, lengths, PROMPT) + own * count / REQUESTS
     prompts = len(variant.lengths) // SAMPLES * forward_flops(variant.shape, PROMPT)
     late = count * 4 <= len(lengths)
     return float(seconds.sum()) + prompts / (rates.logprob * variant.peak.flops), float(seconds[late].sum())

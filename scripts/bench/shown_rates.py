@@ -1,12 +1,12 @@
 """Rates that one GPU or two have shown, read from records in docs/benchmarks/, for simulations of other layouts.
 
-- Training reaches the MFU of speed-ablation-large-kept. So does a logprob pass that took a third as long for the same
-  sequences; the pass of speed-ablation-large, which had older kernels for logprobs, took longer.
+- Training and logprob passes reach the MFU of published-row-1-512: eight layers of the same model on one H100.
 - Decoding reads at planning/phase_time.py's `READS` of the bandwidth. On top of that a step takes what
   speed-ablation-large-kept leaves for it, and a step in which a response ends what async-rate-2x-h100 leaves, where all
-  steps took vLLM's own way through its scheduler. Both contain the sampler, there for up to `REQUESTS` requests.
-- A refit takes what it took in speed-ablation-large-kept, with the engine's awakening; weights move between a GPU and
-  its host at the rate of offload-copies.
+  steps took vLLM's own way through its scheduler. Both contain the sampler, there for up to `REQUESTS` requests; with
+  fewer requests, a step takes a share of it.
+- A refit takes what it took in published-row-1-512, with the engine's awakening; weights move between a GPU and its
+  host at the rate of offload-copies.
 """
 
 import json
@@ -43,16 +43,15 @@ class Rates:
 def shown() -> Rates:
     """Read the rates from the records."""
     kept, model, gpu = "speed-ablation-large-kept-1x-h100", shape_of("qwen3-1.7b"), KNOWN["H100"]
-    with_pass, without = medians("speed-ablation-large-1x-h100", "logprob")
-    mfu, share = medians(kept, "MFU of training")[0], medians(kept, "bandwidth share of decoding")[0]
+    share, row = medians(kept, "bandwidth share of decoding")[0], "published-row-1-512-1x-h100"
     geometric = [min(NEW, ceil(log(1 - (one + 0.5) / REQUESTS) / log(1 - 1 / GEOMETRIC))) for one in range(REQUESTS)]
     apart = medians("async-rate-2x-h100", "policy waits for a rollout")[0]
     return Rates(
-        training=mfu,
-        logprob=mfu * medians(kept, "train")[0] / 3 / (with_pass - without),
+        training=medians(row, "MFU of training")[0],
+        logprob=medians(row, "MFU of logprobs")[0],
         step_s=medians(kept, "generation")[0] * (1 - share / READS) / NEW,
         ending_step_s=(apart - float(reading(gpu, model, geometric, SHORT_PROMPT).sum())) / NEW,
-        refit_s=medians(kept, "refit")[0],
+        refit_s=medians(row, "refit")[0],
         copies=medians("offload-copies-1x-h100", "ours, to host")[0] * 1e9,
     )
 

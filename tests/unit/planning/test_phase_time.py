@@ -16,6 +16,7 @@ from nemo_rl_lite.planning.phase_time import (
     MFU,
     READS,
     REQUEST_S,
+    TOKEN_S,
     Lengths,
     generation_seconds,
     logprob_seconds,
@@ -29,6 +30,8 @@ SHAPE = model_shape(KNOWN_MODELS["Qwen/Qwen3-8B"])
 # 4096 wide. A token takes 2 x 36 x 8 x 128 x 2 bytes of the KV cache.
 MATRICES, LAYERS, QUERIES, CACHE = 7.568e9, 36, 4096, 147456
 LENGTHS = Lengths(prompt=100, mean=300, longest=500)
+# Of an engine with 32 requests that begin together.
+OWN_S = 500 * ENGINE_STEP_S + 9600 * TOKEN_S + 32 * REQUEST_S
 # 32 prompts x 8 samples of 400 tokens.
 SAMPLES, TOKENS = 256, 102_400
 GPUS = [
@@ -100,10 +103,9 @@ def test_the_cpu_optimizer_takes_its_parameters():
 def test_engines_read_weights_and_caches():
     """Each of 8 engines has 32 requests, and room for all."""
     config = compose_config(GPUS)
-    read = 500 * 2 * 8.19e9 + 32 * 300 * (100 + 150) * CACHE
-    own = 500 * ENGINE_STEP_S + 32 * REQUEST_S
+    read = 500 * 2 * MATRICES + 32 * 300 * (100 + 150) * CACHE
     seconds = generation_seconds(config, SHAPE, SLOW_TO_READ, MEMORY, LENGTHS)
-    assert seconds == pytest.approx(read / (READS * 1e12) + own, rel=1e-3)
+    assert seconds == pytest.approx(read / (READS * 1e12) + OWN_S, rel=1e-3)
 
 
 def test_engines_compute_where_that_takes_longer():
@@ -111,7 +113,7 @@ def test_engines_compute_where_that_takes_longer():
     config = compose_config(GPUS)
     flops = 400 * (2 * MATRICES + 2 * LAYERS * QUERIES * 100) + 9600 * (2 * MATRICES + 2 * LAYERS * QUERIES * 400)
     seconds = generation_seconds(config, SHAPE, SLOW_TO_COMPUTE, MEMORY, LENGTHS)
-    assert seconds == pytest.approx(flops / (MFU * 1e13) + 500 * ENGINE_STEP_S + 32 * REQUEST_S, rel=1e-3)
+    assert seconds == pytest.approx(flops / (MFU * 1e13) + OWN_S, rel=1e-3)
 
 
 @pytest.mark.parametrize("limit", ["requests", "memory"])
@@ -122,7 +124,7 @@ def test_requests_wait_for_room(limit):
     more = ["generation.vllm_cfg.max_num_seqs=8"] if limit == "requests" else []
     config = compose_config([*GPUS, "generation.vllm_cfg.gpu_memory_utilization=0.5", *more])
     seconds = generation_seconds(config, SHAPE, Gpu(0, 1e30, 1e30), memory, LENGTHS)
-    assert seconds == pytest.approx(1400 * ENGINE_STEP_S + 32 * REQUEST_S, rel=1e-2)
+    assert seconds == pytest.approx(1400 * ENGINE_STEP_S + 9600 * TOKEN_S + 32 * REQUEST_S, rel=1e-2)
 
 
 def test_experts_that_a_token_does_not_visit_are_not_computed():
