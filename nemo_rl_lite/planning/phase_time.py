@@ -75,7 +75,8 @@ def generation_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: i
     # Requests for which there is no room wait until others end.
     waves = max(1, requests / max(1, room))
     steps = waves * lengths.mean + max(0, lengths.longest - lengths.mean)
-    read = steps * matrix_weights(shape, shape.experts) * item / wide + requests * lengths.mean * (lengths.prompt + lengths.mean / 2) * token_bytes
+    caches = requests * lengths.mean * (lengths.prompt + lengths.mean / 2) * token_bytes
+    read = steps * matrix_weights(shape, shape.experts) * item / wide + caches
     rate = MFU * gpu.flops * wide
     samples = config.options(RolloutAlgorithmConfig).num_generations_per_prompt
     whole = lengths.prompt + lengths.mean

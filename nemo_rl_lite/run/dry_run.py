@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+from rich.markup import escape
 
 from nemo_rl_lite.checkpoint.resume import changed, find_start
 from nemo_rl_lite.config.schema import Config
@@ -33,7 +34,9 @@ def dry_run(config: Config, overrides: Sequence[str], run_folder: Path | None) -
         LauncherError: an error that would end the run before its first process.
     """
     console = RunConsole()
-    console.table("differences from the defaults", ["", "default", "here"], differences(config))
+    # Values such as [aeiou] look like markup.
+    rows = [[escape(cell) for cell in row] for row in differences(config)]
+    console.table("differences from the defaults", ["", "default", "here"], rows)
     whole_config = described(config)
     with tempfile.TemporaryDirectory() as empty:
         folder = run_folder or Path(empty)

@@ -72,6 +72,10 @@ WITH_SHARES = (*ABLATION, *SHARES)
 # Of NeMo-RL's published step.
 PUBLISHED = ("whole step", "generation", "logprob", "train", "refit", "tokens a second and GPU")
 PUBLISHED_MEASURED = (*PUBLISHED, *SHARES, "policy's peak in training", "GPU in use while generating")
+LONGEST = (
+    *("step", "step, predicted", "tokens a second and GPU", "policy's peak", "policy's peak, predicted"),
+    *("GPU in use", "GPU in use, predicted"),
+)
 OVERLAPPED = (
     *("logprob preparation", "logprob", "training preparation", "train", "whole step"),
     *("optimizer_states/to_host_exposed_s", "optimizer_states/to_device_exposed_s"),
@@ -224,15 +228,8 @@ TABLES = {
     ),
     "idle table": Table(GPUS, "dp-idle", "2x-h100"),
     "shared sequence table": Table(GPUS, "context-rate-qwen3-1.7b-context-2", "2x-h100"),
-    "longest table": Table(
-        GPUS,
-        "context-longest-qwen3-1.7b",
-        "1x-h100",
-        columns=(
-            *("step", "step, predicted", "tokens a second and GPU", "policy's peak", "policy's peak, predicted"),
-            *("GPU in use", "GPU in use, predicted"),
-        ),
-    ),
+    "longest table": Table(GPUS, "context-longest-qwen3-1.7b", "1x-h100", columns=LONGEST),
+    "longest shared table": Table(GPUS, "context-longest-qwen3-1.7b-context-2", "2x-h100", columns=LONGEST),
     "replay table": Table(
         GPUS,
         "experts-router-replay",

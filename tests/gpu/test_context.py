@@ -99,7 +99,9 @@ def test_logprobs_and_loss(layout, outcome):
     differences = torch.cat([(a - b).abs() for a, b in zip(ours["logprobs"], alone["logprobs"], strict=True)])
     log.info("%s: logprobs differ by %.2e on average, %.2e at most", layout, differences.mean(), differences.max())
     assert torch.cat(alone["logprobs"]).std() > 0.5
-    assert differences.mean() < 0.03 and differences.max() < 0.4
+    # A difference in rounding can choose another expert.
+    most = 0.05 if layout.startswith(EXPERTS) else 0.03
+    assert differences.mean() < most and differences.max() < 0.4
     for step, (found, expected) in enumerate(zip(ours["metrics"], alone["metrics"], strict=True)):
         for name in ("loss", "grad_norm"):
             log.info("%s, step %d: %s %.6f, alone %.6f", layout, step, name, found[name], expected[name])
