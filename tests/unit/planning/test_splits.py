@@ -96,9 +96,9 @@ def waiting(*overrides: str):
 
 def test_a_colocated_run_with_a_long_tail_is_told_how_to_split():
     """The longest response decides how long the engines take, so half of them take hardly longer."""
-    tensor, longest = ["policy.megatron_cfg.tensor_model_parallel_size=2"], ["generation.max_new_tokens=3000"]
-    longest += ["policy.max_total_sequence_length=4096", "policy.sequence_packing.train_mb_tokens=4096"]
-    found, config = waiting(*tensor, *longest, "offload=pinned", "policy.sequence_packing.logprob_mb_tokens=4096")
+    tensor, longest = ["policy.megatron_cfg.tensor_model_parallel_size=2"], ["generation.max_new_tokens=7000"]
+    longest += ["policy.max_total_sequence_length=8192", "policy.sequence_packing.train_mb_tokens=8192"]
+    found, config = waiting(*tensor, *longest, "offload=pinned", "policy.sequence_packing.logprob_mb_tokens=8192")
     said = "\n".join(lines(found, config))
     assert found.present.colocated and not found.shortest.colocated, said
     assert "take turns on the same GPUs" in said and "algorithm.rollouts.source=one_step_off" in said
