@@ -8,6 +8,7 @@ from rich.console import Console
 
 from nemo_rl_lite.config.sizes import parallel_dims
 from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
+from nemo_rl_lite.models.known import find_shape
 from nemo_rl_lite.models.shape import ModelShape, model_shape
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
@@ -319,3 +320,10 @@ def test_context_parallel_ranks_share_activations_and_optimizer_states():
         assert 0.49 * whole < ours < 0.53 * whole
     for component in (Component.PARAMETERS, Component.GRADIENTS, Component.OPTIMIZER_STATES):
         assert shared[Phase.TRAIN, component] == alone[Phase.TRAIN, component]
+
+
+def test_a_recomputed_layer_holds_its_mlps_gradients_as_well():
+    """With Qwen3-8B's MLP of 12,288 units, that is 3 x 12,288 elements a token, in bfloat16."""
+    config = compose_config(["policy=megatron_gpu", "cluster.gpus_per_node=1"])
+    batch = activation_size.MicroBatch(1000, 1000)
+    assert activation_size.mlp_gradients(config, find_shape("Qwen/Qwen3-8B"), batch) == 3 * 12288 * 1000 * 2
