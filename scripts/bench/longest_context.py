@@ -236,7 +236,11 @@ def one_length(worker: Any, vocabulary: int, tokens: int, steps: int) -> dict[st
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-    names = {"policy's peak": "policy_peak_bytes/train", "GPU in use": "device_bytes/train"}
+    names = {
+        "policy's peak": "policy_peak_bytes/train",
+        "reserved by torch": "policy_reserved_bytes/train",
+        "GPU in use": "device_bytes/train",
+    }
     memory = worker.take_memory()
     return {"step": times[1:]} | {name: [memory[metric] / 2**30] for name, metric in names.items() if metric in memory}
 

@@ -1,10 +1,11 @@
 """What router replay does to the mismatch between policy and engines, and what it costs, in GRPO runs of one model.
 
-router_replay.py MODEL [--steps 5] [--small] [-- OVERRIDE ...]
+router_replay.py MODEL [--control MODEL] [--steps 5] [--small] [-- OVERRIDE ...]
 
 MODEL is the folder of a mixture of experts; with random weights (random_model.py) responses are long. A step has 16
 prompts x 8 samples x 256 tokens on one GPU, or with `--small` a few short responses on CPUs. The first step of a run
-does not count. The record is written after each of the two runs.
+does not count. `--control` is a mixture whose tokens go to all of its experts: there engine and policy differ by
+rounding alone. The record is written after each run.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import record
 from whole_runs import STEPS_ALONE, one_run, results_of
 
 WAYS = {"without replay": "false", "with replay": "true"}
+CONTROL = "no choice of experts"
 ON_A_GPU = [
     *("policy=megatron_gpu", "generation=vllm_gpu", "cluster.gpus_per_node=1", "policy.max_total_sequence_length=384"),
     *("generation.max_new_tokens=256", "algorithm.num_prompts_per_step=16", "algorithm.num_generations_per_prompt=8"),
@@ -25,10 +27,9 @@ SMALL = [
     *("policy.precision=bfloat16", "cluster.threads_per_worker=1", "algorithm.num_prompts_per_step=4"),
     *("algorithm.num_generations_per_prompt=8", "policy.train_global_batch_size=32"),
 ]
-# Quantity, unit, metric, and what the metric is divided by. The first is what replay is for.
-MISMATCH = "mean absolute logprob difference"
+# Quantity, unit, metric, and what the metric is divided by.
 MEASURED = [
-    (MISMATCH, "nats", "train/logprob_abs_diff_mean", 1),
+    ("mean absolute logprob difference", "nats", "train/logprob_abs_diff_mean", 1),
     ("largest logprob difference", "nats", "train/logprob_abs_diff_max", 1),
     ("token_mult_prob_error", "factor", "train/token_mult_prob_error", 1),
     ("gen_kl_error", "nats", "train/gen_kl_error", 1),
@@ -37,33 +38,39 @@ MEASURED = [
     ("train", "s", "timing/train/policy_training", 1),
     ("whole step", "s", "timing/train/total_step_time", 1),
 ]
-MOST_MISMATCH = 0.5
+# What replay is for, and how much of it may be left.
+KINDS, MOST_MISMATCH = ("mean absolute logprob difference", "gen_kl_error"), 0.5
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
+    parser.add_argument("--control", type=Path)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="a few short responses, for CPUs")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args()
-    own = [*(SMALL if given.small else ON_A_GPU), *STEPS_ALONE, f"policy.model_name={given.model.resolve()}"]
-    own += [f"algorithm.max_num_steps={given.steps}", *given.overrides]
+    own = [*(SMALL if given.small else ON_A_GPU), *STEPS_ALONE, f"algorithm.max_num_steps={given.steps}"]
     results: list[dict[str, Any]] = []
-    for way, value in WAYS.items():
-        steps, _ = one_run([*own, f"policy.router_replay.enabled={value}"], warm=1)
+    models = dict.fromkeys(WAYS, given.model) | ({CONTROL: given.control} if given.control else {})
+    note = "; ".join([f"model: {given.model.name}"] + ([f"{CONTROL}: {given.control.name}"] if given.control else []))
+    for way, model in models.items():
+        named = [f"policy.model_name={model.resolve()}", f"policy.router_replay.enabled={WAYS.get(way, 'false')}"]
+        steps, _ = one_run([*own, *named, *given.overrides], warm=1)
         results += results_of(steps, way, MEASURED)
         print(way, {one["name"]: f"{one['median']:.4g}" for one in results if one["config"] == way}, flush=True)
-        print(record.write("experts-router-replay", results, bars(results), f"model: {given.model.name}"), flush=True)
+        print(record.write("experts-router-replay", results, bars(results), note), flush=True)
 
 
 def bars(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How much of the mismatch is left, once both ways are measured."""
-    found = {one["config"]: one["median"] for one in results if one["name"] == MISMATCH}
-    if len(found) < len(WAYS):
-        return []
-    share = found["with replay"] / found["without replay"]
-    return [record.bar("mismatch with replay, of that without", share, MOST_MISMATCH, at_least=False)]
+    """How much of each kind of mismatch is left, once both ways are measured."""
+    bars = []
+    for kind in KINDS:
+        found = {one["config"]: one["median"] for one in results if one["name"] == kind}
+        if all(way in found for way in WAYS):
+            share = found["with replay"] / found["without replay"]
+            bars.append(record.bar(f"{kind} with replay, of that without", share, MOST_MISMATCH, at_least=False))
+    return bars
 
 
 if __name__ == "__main__":

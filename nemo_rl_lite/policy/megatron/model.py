@@ -16,7 +16,7 @@ from nemo_rl_lite.config.automatic import keeps_logits
 from nemo_rl_lite.config.parallel import ParallelDims
 from nemo_rl_lite.config.sections.policy import PolicyConfig
 from nemo_rl_lite.offload import activations
-from nemo_rl_lite.policy.megatron import lora, recordable, routers
+from nemo_rl_lite.policy.megatron import head_exchange, lora, recordable, routers
 from nemo_rl_lite.policy.megatron.bridges import bridge_of
 from nemo_rl_lite.policy.megatron.context import ContextRanks, check_shareable
 from nemo_rl_lite.policy.megatron.overlap import Gather, ddp_config
@@ -126,6 +126,7 @@ def build_model(
     set_fields(provider, config, on_gpu)
     provider.finalize()
     check_shareable(provider)
+    head_exchange.install(provider)
     provider.initialize_model_parallel(seed=seed, distributed_timeout_minutes=math.ceil(timeout_s / 60))
     adapted: Any = lora.adapters(parallel.peft) if parallel.peft.enabled else None
     in_graphs = on_gpu and parallel.cuda_graph_impl != "none"

@@ -1,0 +1,69 @@
+"""The order of tokens where ranks exchange heads (`cp_comm_type=a2a`), computed on the device and once for a row.
+
+Before attention, ranks that share sequences exchange parts of each sequence for parts of the heads. What arrives is in
+the order of ranks, and attention needs the order of sequences; behind attention it is the other way round. Transformer
+Engine 2.12 computes these orders for every tensor of every layer on the host, which waits for the device twice for each
+chunk of each sequence. Later releases have a kernel for it, under other names.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# A row has two orders, and passes over a few rows may be under way.
+_KEPT = 8
+
+
+def install(settings: Any) -> None:
+    """Replace Transformer Engine's two functions, where a model with these settings of megatron-core exchanges heads
+    and Transformer Engine has them."""
+    if settings.context_parallel_size == 1 or settings.cp_comm_type != "a2a":
+        return
+    from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
+
+    for function in (reorder_seq_chunks_after_a2a_before_attn_thd, reorder_seq_chunks_before_a2a_after_attn_thd):
+        if hasattr(context_parallel, function.__name__):
+            setattr(context_parallel, function.__name__, function)
+
+
+# Names and arguments are Transformer Engine's.
+def reorder_seq_chunks_after_a2a_before_attn_thd(
+    x: Tensor, cu_seqlens: Tensor, seq_chunk_ids: Tensor, cp_size: int, seq_dim: int = 0
+) -> Tensor:
+    """Tokens of all ranks in turn -> tokens of whole sequences in turn, [t, heads, d].
+
+    Args:
+        cu_seqlens: where each sequence begins, and behind it where the last one ends: at all t tokens.
+    """
+    return x.index_select(seq_dim, places_of_ranks(cu_seqlens, cp_size, x.shape[seq_dim]))
+
+
+def reorder_seq_chunks_before_a2a_after_attn_thd(
+    x: Tensor, cu_seqlens: Tensor, cp_size: int, seq_dim: int = 0
+) -> Tensor:
+    """Tokens of whole sequences in turn -> tokens of all ranks in turn, [t, heads, d]."""
+    return x.index_select(seq_dim, places_of_sequences(cu_seqlens, cp_size, x.shape[seq_dim]))
+
+
+# The kept orders have the tensor of boundaries as their key, which is the same object in all layers. One order is used
+# on one stream: the first on that of the exchange, the second on that of the computation.
+@lru_cache(maxsize=_KEPT)
+def places_of_ranks(cu_seqlens: Tensor, ranks: int, tokens: int) -> Tensor:
+    """For each token of whole sequences in turn, its place among the tokens of all ranks in turn, [t]."""
+    place = torch.arange(tokens, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens, place, right=True) - 1
+    begin, end = cu_seqlens[sequence], cu_seqlens[sequence + 1]
+    chunk = (end - begin) // (2 * ranks)
+    number = (place - begin) // chunk
+    # A rank has a chunk from the front of each sequence, then one from its back.
+    rank = torch.minimum(number, 2 * ranks - 1 - number)
+    within = begin // ranks + (number >= ranks) * chunk + (place - begin) % chunk
+    return rank * (tokens // ranks) + within
+
+
+@lru_cache(maxsize=_KEPT)
+def places_of_sequences(cu_seqlens: Tensor, ranks: int, tokens: int) -> Tensor:
+    """For each token of all ranks in turn, its place among the tokens of whole sequences in turn, [t]."""
+    return places_of_ranks.__wrapped__(cu_seqlens, ranks, tokens).argsort()
