@@ -1,14 +1,17 @@
 """One policy rank without Ray: two optimizer steps on long rows, in one layout after another.
 
 context_rank.py MODEL_FOLDER OUTPUT_FOLDER LAYOUTS, a JSON object of overrides by layout. Rank 0 writes for each: the
-logprobs before, the metrics and this rank's gradients of each step, and what they have added to its weights.
+logprobs before, the metrics and this rank's gradients of each step, and what they have added to its weights. The rows
+of a mixture of experts tell which experts each token goes to: where rounding chose others, nothing could be compared.
 """
 
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -16,6 +19,7 @@ from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.interface import combine_metrics
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss
+from nemo_rl_lite.models.shape import ModelShape, read_model_shape
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.reserve import policy_arguments
@@ -34,7 +38,9 @@ def main(model_folder: str, output_folder: str, layouts: str) -> None:
 def run(model_folder: str, output: Path, overrides: list[str]) -> None:
     config = compose_config([f"policy.model_name={model_folder}", *overrides])
     worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | {"threads": 1})
-    place, rows, loss = worker.place(), sampled_rows(), GRPOLoss(config.options(GRPOConfig).loss_fn)
+    place, loss = worker.place(), GRPOLoss(config.options(GRPOConfig).loss_fn)
+    shape = read_model_shape(model_folder)
+    rows = [replace(row, routed_experts=chosen(len(row.tokens), shape)) for row in sampled_rows()]
     share = len(rows) // place.data_size
     worker.hold(rows[place.data_rank * share :][:share])
     counts = loss.counts(rows)
@@ -70,6 +76,14 @@ def master_weights(worker: MegatronWorker) -> list[torch.Tensor]:
 
 def on_host(values: torch.Tensor) -> torch.Tensor:
     return values.detach().to("cpu", torch.float32, copy=True)
+
+
+def chosen(tokens: int, shape: ModelShape) -> np.ndarray | None:
+    """Different experts for each token and layer, [tokens, layers, k]; None for a model without them."""
+    if not shape.experts:
+        return None
+    drawn = np.random.default_rng(tokens).random((tokens, shape.layers, shape.experts))
+    return drawn.argsort(axis=-1)[..., : shape.experts_per_token].astype(np.int16)
 
 
 def sampled_rows() -> list[TokenRow]:
