@@ -76,6 +76,11 @@ LONGEST = (
     *("step", "step, predicted", "tokens a second and GPU", "policy's peak", "policy's peak, predicted"),
     *("GPU in use", "GPU in use, predicted"),
 )
+LONGEST_CACHED = (*LONGEST[:-2], "reserved by torch", *LONGEST[-2:])
+SEQUENCE = (
+    *("tokens a second", "MFU", "memory at its peak"),
+    *("traced step: a kernel runs", "traced step: no kernel runs"),
+)
 OVERLAPPED = (
     *("logprob preparation", "logprob", "training preparation", "train", "whole step"),
     *("optimizer_states/to_host_exposed_s", "optimizer_states/to_device_exposed_s"),
@@ -227,9 +232,13 @@ TABLES = {
         PERFORMANCE, "published-row-2-one-step-off-512", "2x-h100", columns=PUBLISHED_MEASURED
     ),
     "idle table": Table(GPUS, "dp-idle", "2x-h100"),
-    "shared sequence table": Table(GPUS, "context-rate-qwen3-1.7b-context-2", "2x-h100"),
+    "shared sequence table": Table(GPUS, "context-rate-qwen3-1.7b-context-2", "2x-h100", columns=SEQUENCE),
+    "host order table": Table(
+        GPUS, "context-rate-qwen3-1.7b-context-2-host-order", "2x-h100", columns=("tokens a second", "MFU")
+    ),
     "longest table": Table(GPUS, "context-longest-qwen3-1.7b", "1x-h100", columns=LONGEST),
     "longest shared table": Table(GPUS, "context-longest-qwen3-1.7b-context-2", "2x-h100", columns=LONGEST),
+    "longest 8 B shared table": Table(GPUS, "context-longest-qwen3-8b-context-2", "2x-h100", columns=LONGEST_CACHED),
     "replay table": Table(
         GPUS,
         "experts-router-replay",

@@ -21,7 +21,10 @@ def install(settings: Any) -> None:
     and Transformer Engine has them."""
     if settings.context_parallel_size == 1 or settings.cp_comm_type != "a2a":
         return
-    from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
+    # Only machines with GPUs have it.
+    from transformer_engine.pytorch.attention.dot_product_attention import (  # pyrefly: ignore[missing-import]
+        context_parallel,
+    )
 
     for function in (reorder_seq_chunks_after_a2a_before_attn_thd, reorder_seq_chunks_before_a2a_after_attn_thd):
         if hasattr(context_parallel, function.__name__):
