@@ -2,6 +2,8 @@
 
 import inspect
 import itertools
+import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -99,3 +101,20 @@ def test_settings_of_router_replay_are_no_configuration_error(layout):
     named = [f"cluster.gpus_per_node={gpus}", "policy.model_name=Qwen/Qwen3-30B-A3B"]
     overrides = [*test_run.SMALL, *test_router_replay.OVERRIDES, *own, *named, "policy.router_replay.enabled=true"]
     assert compose_config(overrides).policy.router_replay.enabled
+
+
+@pytest.mark.parametrize(
+    ("arguments", "run"),
+    [
+        ([], ["tests/gpu"]),
+        (["-k", "heads"], ["tests/gpu", "-k", "heads"]),
+        (["tests/gpu/test_run.py::test_it", "-x"], ["tests/gpu/test_run.py::test_it", "-x"]),
+    ],
+)
+def test_the_script_runs_all_tests_or_the_named_ones(arguments, run, tmp_path):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NRL_PYTHON": "echo"}
+    command = ["bash", Path(__file__).parents[2] / "scripts" / "gpu_tests.sh", *arguments]
+    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["-m", "pytest", "-m", "gpu", "--timeout=580", *run]
