@@ -98,11 +98,6 @@ _ROWS = (
     (_MEGATRON, "fp8_cfg", "leave it out: training is in bfloat16 or float32 (policy.precision)"),
     (_MEGATRON, "pipeline_dtype", "leave it out: it is that of policy.precision"),
     (_MEGATRON, "expert_tensor_parallel_size", f"leave it out: {_MEGATRON}.expert_model_parallel_size spreads experts"),
-    (
-        _MEGATRON,
-        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage",
-        "leave it out: pipeline stages have equally many layers",
-    ),
     (_MEGATRON, "recompute_granularity recompute_modules", f"{_MEGATRON}.activation_checkpointing"),
     (_MEGATRON, "moe_router_load_balancing_type", "leave it out: no loss balances the experts"),
     (_MEGATRON, "moe_enable_deepep moe_token_dispatcher_type moe_shared_expert_overlap", _NO_CHOICE),

@@ -19,6 +19,9 @@ class ParallelDims:
     cp: int
     ep: int
     world: int
+    first_layers: int | None = None
+    """Layers of the first pipeline stage; None for as many as the stages have of which nothing is said."""
+    last_layers: int | None = None
 
     @classmethod
     def of(cls, parallel: MegatronConfig, world: int) -> "ParallelDims":
@@ -29,6 +32,8 @@ class ParallelDims:
             cp=parallel.context_parallel_size,
             ep=parallel.expert_model_parallel_size,
             world=world,
+            first_layers=parallel.num_layers_in_first_pipeline_stage,
+            last_layers=parallel.num_layers_in_last_pipeline_stage,
         )
 
     @property
@@ -74,6 +79,20 @@ class ParallelDims:
     def ranks_of_stage(self, stage: int) -> range:
         """The ranks of pipeline stage `stage`, from 0."""
         return range(stage * self.stage, (stage + 1) * self.stage)
+
+    def stage_layers(self, layers: int) -> list[int]:
+        """How many of a model's layers each pipeline stage has.
+
+        Raises:
+            ValueError: they cannot be spread like this.
+        """
+        if self.pp == 1:
+            return [layers]
+        told = {stage: count for stage, count in ((0, self.first_layers), (self.pp - 1, self.last_layers)) if count}
+        rest, others = layers - sum(told.values()), self.pp - len(told)
+        if rest < others or (rest % others if others else rest):
+            raise ValueError(f"{layers} layers cannot be spread over {self.pp} pipeline stages")
+        return [told[stage] if stage in told else rest // others for stage in range(self.pp)]
 
     def stage_and_replica(self, rank: int) -> tuple[int, int]:
         """The pipeline stage and the data-parallel replica of a rank."""

@@ -127,13 +127,13 @@ def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple
     Stage s of p holds the activations of p - s micro-batches.
     """
     parallel, batch = config.policy.megatron_cfg, own_part(config, training=True)
-    pipeline = parallel_dims(config).pp
+    dims = parallel_dims(config)
     layer = layer_bytes(config, shape, batch)
-    layers, in_flight = shape.layers // pipeline, pipeline - stage
+    layers, in_flight = dims.stage_layers(shape.layers)[stage], dims.pp - stage
     hidden = hidden_bytes(config, shape, batch)
     kept = hidden if parallel.activation_checkpointing else sum(layer.values())
     head = 0.0
-    if stage == pipeline - 1:
+    if stage == dims.pp - 1:
         head = 2 * hidden + head_bytes(config, shape, batch)
     waiting = 0.0
     if parallel.fine_grained_activation_offloading and not parallel.activation_checkpointing:

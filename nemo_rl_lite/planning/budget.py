@@ -91,7 +91,7 @@ def budget(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Budget:
     ranks = policy_ranks(config)
     prediction, copied = predict(config, shape, gpu_bytes), engines_copy(config)
     buffers, phases = _refit_buffers(config, shape, gpu_bytes), totals(prediction)
-    own = max(shared_weights(config, shape, stage) for stage in {0, parallel_dims(config).pp - 1})
+    own = max(shared_weights(config, shape, stage) for stage in range(parallel_dims(config).pp))
     return Budget(
         prediction,
         # An engine that copies parameters needs a bucket only at the first refit.
@@ -158,4 +158,4 @@ def _reference(config: Config, shape: ModelShape) -> int:
         return 0
     dims = parallel_dims(config)
     # The policy's own weights are on the host while the reference weights take their place on the device.
-    return 2 * max(rank_parameters(shape, dims, stage).total for stage in {0, dims.pp - 1}) * item_bytes(config)
+    return 2 * max(rank_parameters(shape, dims, stage).total for stage in range(dims.pp)) * item_bytes(config)

@@ -68,7 +68,7 @@ class SequenceFlops:
     def _adapter_weights(self) -> int:
         """Weights of the adapters that a token meets. Each of the experts that it visits has one, be it one that they
         share."""
-        if not self.peft.enabled:
+        if not self.peft.enabled or not self.shape.layers:
             return 0
         visited = replace(self.shape, experts=self.shape.experts_per_token)
         return trained_parameters(visited, _ONE_RANK, self.peft, 0, grouped=False).total

@@ -1,7 +1,7 @@
 """Describe the layout of ranks and the splitting of batches, from the configuration alone."""
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.schema import Config
@@ -32,10 +32,10 @@ def parallel_rows(config: Config, shape: ModelShape) -> Iterator[Row]:
     if shape.experts:
         sizes += f", experts over {dims.ep}"
     yield "policy", f"{dims.world} rank{'s' * (dims.world > 1)}: {sizes}"
-    layers = shape.layers // dims.pp
-    for stage in range(dims.pp if dims.pp > 1 else 0):
+    counts = dims.stage_layers(shape.layers)
+    for stage, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True) if dims.pp > 1 else ()):
         ends = [name for name, there in (("embedding", stage == 0), ("output", stage == dims.pp - 1)) if there]
-        own = f"layers {stage * layers} to {(stage + 1) * layers - 1}"
+        own = f"layers {end - count} to {end - 1}"
         yield f"stage {stage}", f"{', '.join([own, *ends])}: rank{_span(dims.ranks_of_stage(stage))}"
     if not generates(config):
         return

@@ -25,7 +25,7 @@ class Parameters:
 
 def parameter_count(shape: ModelShape) -> int:
     """Parameters of the whole model."""
-    layers = sum(_layers_of_stage(shape, tensor=1, pipeline=1, expert=1))
+    layers = sum(_in_layers(shape, shape.layers, tensor=1, expert=1))
     embeddings = 1 if shape.tied_embeddings else 2
     return layers + embeddings * shape.vocabulary * shape.hidden + shape.hidden
 
@@ -33,22 +33,23 @@ def parameter_count(shape: ModelShape) -> int:
 def rank_parameters(shape: ModelShape, dims: ParallelDims, stage: int) -> Parameters:
     """Parameters of a rank of pipeline stage `stage`, from 0.
 
-    Layers are spread evenly over stages and whole experts over expert-parallel ranks; a tensor-parallel group does not
-    split single experts. Tied embeddings are on the first and on the last stage. The vocabulary is not padded, since it
-    must be a multiple of the tensor parallel size.
+    Layers that are not alike count as the mean one. Whole experts are spread over expert-parallel ranks; a
+    tensor-parallel group does not split single experts. Tied embeddings are on the first and on the last stage. The
+    vocabulary is not padded, since it must be a multiple of the tensor parallel size.
     """
-    dense, experts = _layers_of_stage(shape, dims.tp, dims.pp, dims.ep)
+    dense, experts = _in_layers(shape, dims.stage_layers(shape.layers)[stage], dims.tp, dims.ep)
     first, last = stage == 0, stage == dims.pp - 1
     matrices = 1 if dims.pp == 1 and shape.tied_embeddings else first + last
     dense += matrices * shape.vocabulary * shape.hidden // dims.tp + (shape.hidden if last else 0)
     return Parameters(dense, experts)
 
 
-def unlike_the_engine(shape: ModelShape, dims: ParallelDims) -> int:
-    """Weights of a rank that an engine with the same tensor parallel size has in another order: Megatron has the
-    queries, keys and values of a group of heads together, vLLM all queries, all keys and all values."""
+def unlike_the_engine(shape: ModelShape, dims: ParallelDims, stage: int) -> int:
+    """Weights of a rank of pipeline stage `stage` that an engine with the same tensor parallel size has in another
+    order: Megatron has the queries, keys and values of a group of heads together, vLLM all queries, all keys and all
+    values."""
     columns = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    return shape.layers * columns * (shape.hidden + (1 if shape.qkv_bias else 0)) // (dims.tp * dims.pp)
+    return dims.stage_layers(shape.layers)[stage] * columns * (shape.hidden + (1 if shape.qkv_bias else 0)) // dims.tp
 
 
 def trained_parameters(
@@ -72,7 +73,9 @@ def trained_parameters(
         for kinds in (widths, [(sparse, of_mlp(shape.expert_ffn))])
     )
     experts *= 1 if grouped else shape.experts // dims.ep
-    return Parameters(dense * peft.dim // (dims.tp * dims.pp), experts * peft.dim // dims.pp)
+    own = dims.stage_layers(shape.layers)[stage]
+    dense, experts = (count * peft.dim * own // shape.layers for count in (dense, experts))
+    return Parameters(dense // dims.tp, experts)
 
 
 def served_adapters(shape: ModelShape, peft: LoraConfig) -> int:
@@ -83,8 +86,8 @@ def served_adapters(shape: ModelShape, peft: LoraConfig) -> int:
     return whole + sum(again.get(name, 0) for name in peft.target_modules) * shape.layers * shape.hidden * peft.dim
 
 
-def _layers_of_stage(shape: ModelShape, tensor: int, pipeline: int, expert: int) -> tuple[int, int]:
-    """Parameters of a stage's layers on one rank: outside experts, and in experts."""
+def _in_layers(shape: ModelShape, layers: int, tensor: int, expert: int) -> tuple[int, int]:
+    """Parameters of so many of the model's layers on one rank: outside experts, and in experts."""
     hidden, sparse = shape.hidden, shape.layers - shape.dense_layers
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     split = hidden * (2 * queries + 2 * keys) + (queries + 2 * keys if shape.qkv_bias else 0)
@@ -93,7 +96,8 @@ def _layers_of_stage(shape: ModelShape, tensor: int, pipeline: int, expert: int)
     if sparse:
         shared = _gated(hidden, shape.shared_ffn) // tensor + (hidden if shape.shared_ffn else 0)
         dense += sparse * (hidden * shape.experts + shared)
-    return dense // pipeline, sparse * shape.experts * _gated(hidden, shape.expert_ffn) // (expert * pipeline)
+    experts = sparse * shape.experts * _gated(hidden, shape.expert_ffn) // expert
+    return dense * layers // shape.layers, experts * layers // shape.layers
 
 
 def _gated(hidden: int, ffn: int) -> int:

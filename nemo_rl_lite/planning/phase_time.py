@@ -1,15 +1,15 @@
 """Predict the seconds of a step's phases on GPUs, from the configuration and the lengths of the sequences.
 
-The policy takes the FLOPs of `planning/flops.py` at `MFU` of the peak, and those of a forward pass once more where it
-recomputes activations. A layer takes at least `LAUNCH_S` a pass over a micro-batch, in which the processor launches its
-kernels. Engines read their weights once a step and each request's KV cache once a token, at `READS` of the memory's
-bandwidth, or take the FLOPs of the tokens, whichever is longer; the engine's own work comes on top.
+The policy takes the FLOPs of `planning/flops.py` at `MFU` of the peak, and those of its layers' forward pass once more
+where it recomputes activations. A layer takes at least `LAUNCH_S` a pass over a micro-batch, in which the processor
+launches its kernels. Engines read their weights once a step and each request's KV cache once a token, at `READS` of the
+memory's bandwidth, or take the FLOPs of the tokens, whichever is longer; the engine's own work comes on top.
 
 The constants were chosen from our records: docs/benchmarks, plan-time-against-measured. Not predicted: the moves of an
 offload preset, communication between ranks, environments, rewards, agents, and prompts that are replaced.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from nemo_rl_lite.config.engines import CacheFacts, engine_of
@@ -95,10 +95,15 @@ def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, seque
     # A pack has as many sequences as there is room for, a padded micro-batch its rows.
     count = ceil(share / (batch.tokens // batch.row if padded else batch.tokens / length))
     again = 1 if training and parallel.activation_checkpointing else 0
-    passes = SequenceFlops(shape, parallel.peft)
-    work = again * passes.forward(length) + (passes.training(length) if training else passes.forward(length))
+    whole, matrix = (SequenceFlops(own, parallel.peft) for own in (shape, replace(shape, layers=0, dense_layers=0)))
+    work, last = ((own.training if training else own.forward)(length) for own in (whole, matrix))
+    of_layers = work - last + again * (whole.forward(length) - matrix.forward(length))
+    # The last pipeline stage has the vocabulary's matrix in addition to its layers. The others wait for the busiest.
+    layers = dims.stage_layers(shape.layers)
+    stages = [of_layers * own / shape.layers for own in layers]
+    stages[-1] += last
     launches = 1 + again + (1 if training else 0)
-    flops = work * share / count / (dims.tp * dims.cp * dims.pp)
-    each = max(flops / (MFU * gpu.flops), launches * shape.layers / dims.pp * LAUNCH_S)
+    flops = max(stages) * share / count / (dims.tp * dims.cp)
+    each = max(flops / (MFU * gpu.flops), launches * max(layers) * LAUNCH_S)
     # The first micro-batch reaches the last pipeline stage when the others have worked on it.
     return (count + dims.pp - 1) * each

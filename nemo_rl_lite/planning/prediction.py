@@ -49,8 +49,7 @@ def predict(config: Config, shape: ModelShape, device_bytes: int | None) -> dict
         ValueError: an engine shares a GPU, and `device_bytes` is None.
     """
     residency = Residency.of(config)
-    ends = sorted({0, parallel_dims(config).pp - 1})
-    stages = [_of_stage(config, shape, residency, device_bytes, stage) for stage in ends]
+    stages = [_of_stage(config, shape, residency, device_bytes, stage) for stage in range(parallel_dims(config).pp)]
     return max(stages, key=lambda stage: max(sums.device for sums in totals(stage).values()))
 
 
@@ -157,7 +156,7 @@ def shared_weights(config: Config, shape: ModelShape, stage: int) -> int:
     dims = parallel_dims(config)
     if not engines_share_weights(config) or dims.tp != config.generation.vllm_cfg.tensor_parallel_size:
         return 0
-    return (rank_parameters(shape, dims, stage).total - unlike_the_engine(shape, dims)) * item_bytes(config)
+    return (rank_parameters(shape, dims, stage).total - unlike_the_engine(shape, dims, stage)) * item_bytes(config)
 
 
 def token_cache_bytes(config: Config, shape: ModelShape) -> int:

@@ -26,7 +26,7 @@ def weight_bytes(config: Config) -> int:
     if shape is None:
         return 0
     dims = parallel_dims(own)
-    return max(rank_parameters(shape, dims, stage).total for stage in {0, dims.pp - 1}) * item_bytes(own)
+    return max(rank_parameters(shape, dims, stage).total for stage in range(dims.pp)) * item_bytes(own)
 
 
 def activation_bytes(config: Config) -> int:

@@ -42,6 +42,11 @@ EFFECTS = (
         " or ".join(f"algorithm={name}" for name, row in ALGORITHMS.items() if row.has_teacher),
     ),
     Effect(
+        tuple(f"teacher.megatron_cfg.num_layers_in_{end}_pipeline_stage" for end in ("first", "last")),
+        lambda config: config.teacher.megatron_cfg.pipeline_model_parallel_size > 1,
+        "teacher.megatron_cfg.pipeline_model_parallel_size=2 or more",
+    ),
+    Effect(
         ("teacher.logprob_batch_size",),
         lambda config: batch_mode(as_teacher(config).policy, on_gpus(config)) == "fixed",
         "policy.sequence_packing.enabled=false; packed and dynamic batches are limited by teacher.logprob_mb_tokens",

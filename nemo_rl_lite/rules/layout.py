@@ -18,6 +18,8 @@ PARALLEL = (
     *CLUSTER,
     "policy.megatron_cfg.tensor_model_parallel_size",
     "policy.megatron_cfg.pipeline_model_parallel_size",
+    "policy.megatron_cfg.num_layers_in_first_pipeline_stage",
+    "policy.megatron_cfg.num_layers_in_last_pipeline_stage",
     "policy.megatron_cfg.context_parallel_size",
 )
 BATCHING = ("policy.precision", "policy.sequence_packing", "policy.dynamic_batching")

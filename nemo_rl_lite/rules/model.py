@@ -1,12 +1,14 @@
 """Rules that compare the layout with the sizes in the model's config.json."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.engines import engine_of
+from nemo_rl_lite.config.parallel import ParallelDims
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import on_gpus
+from nemo_rl_lite.config.sizes import on_gpus, parallel_dims
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.models.shape import ModelShape, NoModelError, read_model_shape
 from nemo_rl_lite.rules.base import rule
@@ -68,10 +70,7 @@ def shape_fits_the_layout(config: Config, model: ModelShape) -> Iterator[Violati
                 size for size in range(1, count + 1) if _splits(model.heads, model.kv_heads, model.vocabulary, size)
             ]
             yield Violation(key, tensor, f"must divide the model's {count} {what}", f"one of {sizes}")
-    pipeline = config.policy.megatron_cfg.pipeline_model_parallel_size
-    if model.layers % pipeline:
-        key = f"{MEGATRON}.pipeline_model_parallel_size"
-        yield Violation(key, pipeline, f"must divide the model's {model.layers} layers", f"{key}=1")
+    yield from _stages(parallel_dims(config), model.layers)
     yield from _exchanged_heads(config, model)
     yield from _experts(config, model)
     yield from _sizes_in_the_model(config, model)
@@ -99,6 +98,32 @@ def _sizes_in_the_model(config: Config, model: ModelShape) -> Iterator[Violation
     if generates(config) and unknown:
         key, rule_text = "generation.stop_token_ids", f"the model has {model.vocabulary} tokens, from 0 on"
         yield Violation(key, config.generation.stop_token_ids, rule_text, f"{key} without {unknown[0]}")
+
+
+def _stages(dims: ParallelDims, layers: int) -> Iterator[Violation]:
+    """Yield a number of layers that the pipeline stages cannot share as they are told to."""
+
+    def spread(own: ParallelDims) -> bool:
+        try:
+            return bool(own.stage_layers(layers))
+        except ValueError:
+            return False
+
+    if spread(dims):
+        return
+    told, end = dims.last_layers, "last"
+    if told is None and dims.first_layers is not None:
+        told, end = dims.first_layers, "first"
+    size, key = f"{MEGATRON}.pipeline_model_parallel_size", f"{MEGATRON}.num_layers_in_{end}_pipeline_stage"
+    possible = [count for count in range(1, layers) if spread(replace(dims, **{f"{end}_layers": count}))]
+    nearest = min(possible, key=lambda count: abs(count - (told or layers / dims.pp)), default=None)
+    if told is None:
+        fix = f"{size}=1" if nearest is None else f"{key}={nearest}, or {size}=1"
+        yield Violation(size, dims.pp, f"must divide the model's {layers} layers", fix)
+    else:
+        fix = f"leave {key} out" if nearest is None else f"{key}={nearest}"
+        rule_text = f"leaves layers that the other pipeline stages of {dims.pp} cannot share evenly: there are {layers}"
+        yield Violation(key, told, rule_text, fix)
 
 
 def _exchanged_heads(config: Config, model: ModelShape) -> Iterator[Violation]:

@@ -156,8 +156,12 @@ def offload_modules_are_in_the_model(config: Config) -> Iterator[Violation]:
     elif not others:
         rule_text = f"nothing to offload: in this model {' and '.join(modules)} is part of a linear layer"
         yield Violation(_MODULES, modules, rule_text, fix)
-    stage = model.layers // parallel_dims(config).pp
-    if stage == 1 and len(modules) > 1:
+    try:
+        fewest = min(parallel_dims(config).stage_layers(model.layers))
+    except ValueError:
+        # Another rule says that these layers cannot be spread.
+        return
+    if fewest == 1 and len(modules) > 1:
         # If no module of a layer is offloaded, megatron-core considers the layer finished after its first module.
         rule_text = "megatron-core offloads several modules only where a pipeline stage has more than one layer"
         yield Violation(_MODULES, modules, rule_text, f"'{_MODULES}=[{modules[0]}]', or fewer pipeline stages")

@@ -51,6 +51,11 @@ POLICY_EFFECTS = (
         f"{MEGATRON}.fine_grained_activation_offloading=true",
     ),
     Effect(
+        (f"{MEGATRON}.num_layers_in_first_pipeline_stage", f"{MEGATRON}.num_layers_in_last_pipeline_stage"),
+        lambda config: config.policy.megatron_cfg.pipeline_model_parallel_size > 1,
+        f"{MEGATRON}.pipeline_model_parallel_size=2 or more",
+    ),
+    Effect(
         (f"{MEGATRON}.cp_comm_type",),
         lambda config: config.policy.megatron_cfg.context_parallel_size > 1,
         f"{MEGATRON}.context_parallel_size=2 or more",

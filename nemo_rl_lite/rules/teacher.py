@@ -19,7 +19,8 @@ _TOPK, _LOSS = "algorithm.topk_logits_k", "algorithm.loss_fn"
 # The keys of a policy that a teacher has of its own, as far as these rules name them.
 _OWN = re.compile(
     r"\bpolicy\.(?=(model_name|precision|logprob_batch_size|megatron_cfg\.(tensor|pipeline|expert)_model_parallel_size|"
-    r"megatron_cfg\.sequence_parallel|megatron_cfg\.moe_router_dtype)\b)"
+    r"megatron_cfg\.num_layers_in_(first|last)_pipeline_stage|megatron_cfg\.sequence_parallel|"
+    r"megatron_cfg\.moe_router_dtype)\b)"
 )
 _LIMITS = re.compile(r"\bpolicy\.(sequence_packing|dynamic_batching)\.(?=logprob_mb_tokens\b)")
 _OF_A_POLICY: tuple[Callable[[Config], Iterator[Violation]], ...] = (

@@ -31,6 +31,7 @@ ON_TWO = {
     "tensor": [TENSOR, None],
     "tensor again": [TENSOR, "tensor"],
     "pipeline from tensor": [PIPELINE, "tensor"],
+    "uneven pipeline from tensor": [[*PIPELINE, "policy.megatron_cfg.num_layers_in_last_pipeline_stage=1"], "tensor"],
     "data from tensor": [DATA, "tensor"],
     "lora": [[*DATA, *LORA], None],
     "lora again": [[*DATA, *LORA], "lora"],
@@ -90,7 +91,10 @@ def test_in_the_same_layout_it_goes_on_bit_for_bit(folder, case):
 
 @pytest.mark.parametrize(
     "case",
-    ["pipeline from tensor", "data from tensor", "one from tensor", "one from shares", "device from on the host"],
+    [
+        *("pipeline from tensor", "uneven pipeline from tensor", "data from tensor", "one from tensor"),
+        *("one from shares", "device from on the host"),
+    ],
 )
 def test_another_layout_goes_on_from_it(folder, case):
     saved_by = case.split(" from ")[1]

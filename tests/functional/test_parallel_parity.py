@@ -32,6 +32,11 @@ LAYOUTS = {
     "one rank": [],
     "tensor 2": ["cluster.cpu_ranks=2", "policy.megatron_cfg.tensor_model_parallel_size=2"],
     "pipeline 2": ["cluster.cpu_ranks=2", "policy.megatron_cfg.pipeline_model_parallel_size=2"],
+    "pipeline 2, fewer layers at the end": [
+        "cluster.cpu_ranks=2",
+        "policy.megatron_cfg.pipeline_model_parallel_size=2",
+        "policy.megatron_cfg.num_layers_in_last_pipeline_stage=1",
+    ],
     "data 2": ["cluster.cpu_ranks=2"],
     "data 2, optimizer not sharded": [
         "cluster.cpu_ranks=2",

@@ -69,6 +69,8 @@ class DataParallelConfig:
 class MegatronConfig:
     tensor_model_parallel_size: PositiveInt
     pipeline_model_parallel_size: PositiveInt
+    num_layers_in_first_pipeline_stage: PositiveInt | None
+    num_layers_in_last_pipeline_stage: PositiveInt | None
     context_parallel_size: PositiveInt
     cp_comm_type: Literal["p2p", "a2a"]
     expert_model_parallel_size: PositiveInt
@@ -144,6 +146,8 @@ class TeacherParallelConfig:
 
     tensor_model_parallel_size: PositiveInt
     pipeline_model_parallel_size: PositiveInt
+    num_layers_in_first_pipeline_stage: PositiveInt | None
+    num_layers_in_last_pipeline_stage: PositiveInt | None
     expert_model_parallel_size: PositiveInt
     sequence_parallel: bool
     moe_router_dtype: Literal["fp32", "fp64"] | None

@@ -41,6 +41,8 @@ def _set_layout(provider: Any, config: PolicyConfig) -> None:
     parallel, dtype = config.megatron_cfg, torch_dtype(config.precision)
     provider.tensor_model_parallel_size = parallel.tensor_model_parallel_size
     provider.pipeline_model_parallel_size = parallel.pipeline_model_parallel_size
+    provider.num_layers_in_first_pipeline_stage = parallel.num_layers_in_first_pipeline_stage
+    provider.num_layers_in_last_pipeline_stage = parallel.num_layers_in_last_pipeline_stage
     provider.context_parallel_size, provider.cp_comm_type = parallel.context_parallel_size, parallel.cp_comm_type
     provider.expert_model_parallel_size = parallel.expert_model_parallel_size
     provider.sequence_parallel = parallel.sequence_parallel

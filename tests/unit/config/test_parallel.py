@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import torch
 
 from nemo_rl_lite.config.parallel import ParallelDims
 
@@ -32,6 +33,38 @@ def test_ranks_are_those_of_megatron_core(dims):
     assert dims.fills_world and dims.world == dims.replica * dims.dp == dims.stage * dims.pp
     assert {len(group) for group in ranks.get_ranks("dp-cp")} == {dims.dense_dp}
     assert dims.splits_weights == (dims.tp * dims.pp * dims.ep > 1)
+
+
+@pytest.mark.parametrize(
+    ("stages", "first", "last"),
+    [(1, None, None), (2, None, None), (2, None, 5), (2, 7, 5), (3, None, 4), (4, 2, 4), (4, 3, None), (4, None, 3)],
+)
+def test_layers_are_spread_as_megatron_core_spreads_them(stages, first, last):
+    from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
+
+    prepare_import()
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    settings = {
+        "num_layers_in_first_pipeline_stage": first,
+        "num_layers_in_last_pipeline_stage": last,
+        "pipeline_model_parallel_size": stages,
+        "pipeline_dtype": torch.float32,
+    }
+    config = TransformerConfig(num_layers=12, hidden_size=8, num_attention_heads=1, **settings)
+    expected = [get_num_layers_to_build(config, pp_rank=stage) for stage in range(stages)]
+    dims = ParallelDims(tp=1, pp=stages, cp=1, ep=1, world=stages, first_layers=first, last_layers=last)
+    assert dims.stage_layers(12) == expected and sum(expected) == 12
+
+
+@pytest.mark.parametrize(
+    ("stages", "first", "last"), [(5, None, None), (2, 6, 5), (3, None, 5), (2, None, 12), (3, 6, 6), (2, 13, None)]
+)
+def test_layers_that_stages_cannot_share(stages, first, last):
+    dims = ParallelDims(tp=1, pp=stages, cp=1, ep=1, world=stages, first_layers=first, last_layers=last)
+    with pytest.raises(ValueError, match=f"12 layers cannot be spread over {stages} pipeline stages"):
+        dims.stage_layers(12)
 
 
 def test_too_few_ranks_fill_nothing():

@@ -10,6 +10,15 @@ GPUS = ["policy=megatron_gpu", "generation=vllm_gpu", "policy.model_name=Qwen/Qw
 PARALLEL = "policy.megatron_cfg"
 
 
+def test_stages_with_other_numbers_of_layers():
+    four = ["cluster.gpus_per_node=4", f"{PARALLEL}.pipeline_model_parallel_size=4"]
+    ends = [f"{PARALLEL}.num_layers_in_{end}_pipeline_stage={count}" for end, count in (("first", 10), ("last", 8))]
+    rows = dict(parallel_rows(compose_config([*GPUS, *four, *ends]), SHAPE))
+    assert [rows[f"stage {stage}"].partition(":")[0] for stage in range(4)] == [
+        *("layers 0 to 9, embedding", "layers 10 to 18", "layers 19 to 27", "layers 28 to 35, output"),
+    ]
+
+
 def test_ranks_stages_and_engines():
     spread = [f"{PARALLEL}.tensor_model_parallel_size=2", f"{PARALLEL}.pipeline_model_parallel_size=2"]
     more = ["cluster.gpus_per_node=8", "generation.vllm_cfg.tensor_parallel_size=4"]

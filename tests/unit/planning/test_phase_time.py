@@ -29,6 +29,7 @@ SHAPE = model_shape(KNOWN_MODELS["Qwen/Qwen3-8B"])
 # Qwen3-8B: 36 layers; 8.19 B parameters, of which 0.62 B are the embedding, where nothing is multiplied. Queries are
 # 4096 wide. A token takes 2 x 36 x 8 x 128 x 2 bytes of the KV cache.
 MATRICES, LAYERS, QUERIES, CACHE = 7.568e9, 36, 4096, 147456
+VOCABULARY, LAST = 151936 * 4096, "policy.megatron_cfg.num_layers_in_last_pipeline_stage"
 LENGTHS = Lengths(prompt=100, mean=300, longest=500)
 # Of an engine with 32 requests that begin together.
 OWN_S = 500 * ENGINE_STEP_S + 9600 * TOKEN_S + 32 * REQUEST_S
@@ -51,12 +52,14 @@ def test_the_policys_phases_take_their_flops():
     assert optimizer_step_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(3 * forward, rel=1e-3)
 
 
-@pytest.mark.parametrize(("key", "work"), [("activation_checkpointing=true", 4), ("tensor_model_parallel_size=2", 3)])
-def test_what_training_computes_again_or_not_at_all(key, work):
-    """Tensor parallel ranks have half of the matrices and twice the tokens."""
+@pytest.mark.parametrize(("key", "again"), [("activation_checkpointing=true", 1), ("tensor_model_parallel_size=2", 0)])
+def test_what_training_computes_again_or_not_at_all(key, again):
+    """Layers are recomputed, and the vocabulary's matrix is not. Tensor parallel ranks have half of the matrices and
+    twice the tokens."""
     config = compose_config([*GPUS, f"policy.megatron_cfg.{key}"])
-    forward = TOKENS / 8 * (2 * MATRICES + 2 * LAYERS * QUERIES * 400) / (MFU * 1e13)
-    assert optimizer_step_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(work * forward, rel=1e-3)
+    layers = 2 * (MATRICES - VOCABULARY) + 2 * LAYERS * QUERIES * 400
+    expected = TOKENS / 8 * ((3 + again) * layers + 3 * 2 * VOCABULARY) / (MFU * 1e13)
+    assert optimizer_step_seconds(config, SHAPE, SLOW_TO_COMPUTE, LENGTHS) == pytest.approx(expected, rel=1e-3)
 
 
 def test_frozen_matrices_take_two_passes_and_adapters_three():
@@ -82,6 +85,19 @@ def test_a_pipeline_fills_and_drains():
     """Four replicas of two stages: 25,600 tokens are four packs, and five turns of half of the layers."""
     config = compose_config([*GPUS, "policy.megatron_cfg.pipeline_model_parallel_size=2"])
     assert logprob_seconds(config, SHAPE, SLOW_TO_READ, LENGTHS) == pytest.approx(5 * LAYERS / 2 * LAUNCH_S)
+
+
+def test_a_pipeline_is_as_fast_as_its_busiest_stage():
+    """The last stage has the vocabulary's matrix, too. With 16 layers, instead of 18, it is less busy than the first,
+    which has 20."""
+    two = [*GPUS, "policy.megatron_cfg.pipeline_model_parallel_size=2"]
+    layer = (2 * (MATRICES - VOCABULARY) / LAYERS) + 2 * QUERIES * 400
+    for own, busiest in (([], 18 * layer + 2 * VOCABULARY), ([f"{LAST}=16"], 20 * layer), ([f"{LAST}=4"], 32 * layer)):
+        seconds = logprob_seconds(compose_config([*two, *own]), SHAPE, SLOW_TO_COMPUTE, LENGTHS)
+        # Four replicas, of which each has four packs, and the fill of the pipeline.
+        assert seconds == pytest.approx(TOKENS / 4 / 4 * 5 * busiest / (MFU * 1e13), rel=1e-3)
+    seconds = logprob_seconds(compose_config([*two, f"{LAST}=12"]), SHAPE, SLOW_TO_READ, LENGTHS)
+    assert seconds == pytest.approx(5 * 24 * LAUNCH_S)
 
 
 def test_context_parallel_ranks_share_the_work_of_a_replica():

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from nemo_rl_lite.config.parallel import ParallelDims
 from nemo_rl_lite.config.sizes import parallel_dims
 from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
 from nemo_rl_lite.models.known import find_shape
@@ -101,6 +102,25 @@ def test_ranks_together_hold_the_model():
     assert 2 * (first.dense + last.dense) - replicated + 8 * first.experts == parameter_count(shape)
     tied = replace(shape, tied_embeddings=True)
     assert rank_parameters(tied, dims, 1) == last and parameter_count(tied) < parameter_count(shape)
+
+
+def test_stages_with_other_numbers_of_layers_hold_the_model():
+    dims = ParallelDims(tp=1, pp=3, cp=1, ep=1, world=3, last_layers=4)
+    stages = [rank_parameters(QWEN3, dims, stage).total for stage in range(3)]
+    assert sum(stages) == parameter_count(QWEN3) + QWEN3.vocabulary * QWEN3.hidden
+    matrix = QWEN3.vocabulary * QWEN3.hidden
+    assert stages[1] == stages[0] - matrix
+    assert stages[2] - matrix - QWEN3.hidden == pytest.approx(stages[1] / 3, rel=1e-6)
+
+
+def test_the_fullest_stage_may_be_one_in_the_middle():
+    three = ["cluster.gpus_per_node=3", f"{PIPELINE}=3", "policy.model_name=Qwen/Qwen3-1.7B", "algorithm=sft"]
+    ends = [f"{MEGATRON}.num_layers_in_{end}_pipeline_stage=1" for end in ("first", "last")]
+    even, uneven = (
+        totals(predict(compose_config([*ONE_GPU, *three, *own]), QWEN3, 80 * GIB))[Phase.TRAIN].device
+        for own in ([f"{MEGATRON}.num_layers_in_last_pipeline_stage=8"], ends)
+    )
+    assert uneven > 1.5 * even
 
 
 # GiB, from docs/benchmarks/runs: policy_peak_bytes of steady steps; what of it was there before the phase is in `rest`

@@ -22,6 +22,7 @@ MODEL = {
     "max_position_embeddings": 64,
 }
 OPTIMIZER, SCHEDULER = "policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler"
+FIRST_STAGE, LAST_STAGE = (f"policy.megatron_cfg.num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
 TP, PP = "policy.megatron_cfg.tensor_model_parallel_size", "policy.megatron_cfg.pipeline_model_parallel_size"
 DDP = "policy.megatron_cfg.distributed_data_parallel_config"
 CP, CP_TYPE = "policy.megatron_cfg.context_parallel_size", "policy.megatron_cfg.cp_comm_type"
@@ -627,6 +628,25 @@ CASES = {
     f"policy.model_name=MOE cluster.gpus_per_node=8 policy=megatron_gpu {TP}=2": [
         "policy.megatron_cfg.sequence_parallel=true",
     ],
+    "cluster.cpu_ranks=3 policy.megatron_cfg.pipeline_model_parallel_size=3": [
+        "policy.megatron_cfg.pipeline_model_parallel_size = 3",
+        "must divide the model's 4 layers",
+        "policy.megatron_cfg.num_layers_in_last_pipeline_stage=2, or",
+    ],
+    f"cluster.cpu_ranks=3 policy.megatron_cfg.pipeline_model_parallel_size=3 {LAST_STAGE}=1": [
+        "policy.megatron_cfg.num_layers_in_last_pipeline_stage = 1",
+        "leaves layers that the other pipeline stages of 3 cannot share evenly: there are 4",
+        "policy.megatron_cfg.num_layers_in_last_pipeline_stage=2",
+    ],
+    f"cluster.cpu_ranks=2 policy.megatron_cfg.pipeline_model_parallel_size=2 {LAST_STAGE}=1 {FIRST_STAGE}=1": [
+        "policy.megatron_cfg.num_layers_in_last_pipeline_stage = 1",
+        "policy.megatron_cfg.num_layers_in_last_pipeline_stage=3",
+    ],
+    f"{FIRST_STAGE}=2": [
+        "policy.megatron_cfg.num_layers_in_first_pipeline_stage",
+        "has no effect without policy.megatron_cfg.pipeline_model_parallel_size=2 or more",
+    ],
+    f"{LAST_STAGE}=0": ["policy.megatron_cfg.num_layers_in_last_pipeline_stage", "0"],
     "policy.model_name=MOE cluster.gpus_per_node=16 policy=megatron_gpu "
     "policy.megatron_cfg.expert_model_parallel_size=16": ["must divide the model's 8 experts"],
     "policy.model_name=MODEL cluster.gpus_per_node=2 policy=megatron_gpu "
@@ -1131,6 +1151,12 @@ CASES = {
     f"{TAUGHT} cluster.cpu_ranks=3 teacher.megatron_cfg.pipeline_model_parallel_size=3": [
         "teacher.megatron_cfg.pipeline_model_parallel_size",
         "must divide the model's 4 layers",
+        "teacher.megatron_cfg.num_layers_in_last_pipeline_stage=2",
+    ],
+    f"{TAUGHT} teacher.megatron_cfg.num_layers_in_first_pipeline_stage=1": [
+        "teacher.megatron_cfg.num_layers_in_first_pipeline_stage",
+        "has no effect",
+        "teacher.megatron_cfg.pipeline_model_parallel_size=2 or more",
     ],
     f"{TAUGHT} teacher.megatron_cfg.sequence_parallel=true": ["teacher.megatron_cfg.sequence_parallel", "on a CPU"],
     f"{TAUGHT} policy.sequence_packing.enabled=true teacher.logprob_mb_tokens=16": [
