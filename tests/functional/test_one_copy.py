@@ -25,7 +25,7 @@ def test_training_with_shared_weights_is_the_same_to_the_bit(tmp_path, model_fol
     assert any(not torch.equal(first[name], before[name]) for name in before)
     # All but the fused attention, as plans have it, and no more than that moves.
     shape, dims = model_shape(MODEL_CONFIG), ParallelDims(tp=1, pp=1, cp=1, ep=1, world=1)
-    twice = 4 * unlike_the_engine(shape, dims)
+    twice = 4 * unlike_the_engine(shape, dims, 0)
     assert shared["shared"].twice == twice
     assert shared["shared"].shared == 4 * rank_parameters(shape, dims, 0).total - twice
     assert own["own"] - shared["own"] == shared["shared"].shared
