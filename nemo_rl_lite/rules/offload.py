@@ -137,6 +137,8 @@ def offload_modules_go_together(config: Config) -> Iterator[Violation]:
     _MODULES,
     "policy.model_name",
     f"{MEGATRON}.pipeline_model_parallel_size",
+    f"{MEGATRON}.num_layers_in_first_pipeline_stage",
+    f"{MEGATRON}.num_layers_in_last_pipeline_stage",
 )
 def offload_modules_are_in_the_model(config: Config) -> Iterator[Violation]:
     parallel = config.policy.megatron_cfg
