@@ -87,7 +87,7 @@ def served_adapters(shape: ModelShape, peft: LoraConfig) -> int:
 
 
 def _in_layers(shape: ModelShape, layers: int, tensor: int, expert: int) -> tuple[int, int]:
-    """Parameters of so many of the model's layers on one rank: outside experts, and in experts."""
+    """Parameters that one rank has of `layers` of the model's layers: outside experts, and in experts."""
     hidden, sparse = shape.hidden, shape.layers - shape.dense_layers
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     split = hidden * (2 * queries + 2 * keys) + (queries + 2 * keys if shape.qkv_bias else 0)

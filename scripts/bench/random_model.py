@@ -90,19 +90,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768,
         "norm_topk_prob": True,
     },
-    # The same for a token, which all experts compute, so that there is no choice among them.
-    "qwen3-moe-no-choice": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "num_experts": 4,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-    },
     # Qwen3-30B-A3B: 0.62 B parameters a layer, of which 0.06 B are active for a token, and 0.62 B outside of layers.
     "qwen3-30b-a3b": {
         "model_type": "qwen3_moe",
@@ -133,6 +120,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
+
+# As qwen3-moe-1.5b for a token, but each goes to all experts, so that there is no choice among them.
+SHAPES["qwen3-moe-no-choice"] = SHAPES["qwen3-moe-1.5b"] | {"num_experts": 4}
 
 
 def model_config(shape: str, **own: Any) -> PretrainedConfig:
