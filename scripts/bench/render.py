@@ -61,6 +61,10 @@ OF_EXPERTS = (
     *("bytes of a refit", "mean logprob difference", "policy's peak, train"),
     "policy's peak, train, planned over measured",
 )
+MISMATCH = (
+    *("mean absolute logprob difference", "largest logprob difference"),
+    *("gen_kl_error", "token_mult_prob_error"),
+)
 PRECISION = (
     *("mean absolute logprob difference", "gen_kl_error", "token_mult_prob_error", "generated tokens a second"),
     *("generation", "refit", "engine's weights", "whole step"),
@@ -238,16 +242,15 @@ TABLES = {
     ),
     "longest table": Table(GPUS, "context-longest-qwen3-1.7b", "1x-h100", columns=LONGEST),
     "longest shared table": Table(GPUS, "context-longest-qwen3-1.7b-context-2", "2x-h100", columns=LONGEST),
+    "longest 8 B table": Table(GPUS, "context-longest-qwen3-8b", "1x-h100", columns=LONGEST_CACHED),
     "longest 8 B shared table": Table(GPUS, "context-longest-qwen3-8b-context-2", "2x-h100", columns=LONGEST_CACHED),
     "replay table": Table(
         GPUS,
-        "experts-router-replay",
+        "experts-router-replay-qwen3-moe-1.5b",
         "1x-h100",
-        columns=(
-            *("mean absolute logprob difference", "largest logprob difference", "gen_kl_error"),
-            *("token_mult_prob_error", "generation", "logprob", "train", "whole step"),
-        ),
+        columns=(*MISMATCH, "generation", "logprob", "train", "whole step"),
     ),
+    "no choice table": Table(GPUS, "experts-router-replay-qwen3-moe-no-choice", "1x-h200", columns=MISMATCH),
     "experts rate table": Table(GPUS, "experts-rate", "2x-h100", columns=OF_EXPERTS),
     "experts engine table": Table(GPUS, "experts-rate-engine", "2x-h100", columns=OF_EXPERTS),
     "trained model's precision table": Table(
