@@ -8,10 +8,10 @@ from typing import Protocol
 
 from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data.columns import find_column
+from nemo_rl_lite.data.conversations import Example
 from nemo_rl_lite.data.files import share_a_file
 from nemo_rl_lite.data.gym import ReasoningGym
 from nemo_rl_lite.data.kinds import Kind
-from nemo_rl_lite.data.odd_rows import note_odd, note_trained_on
 from nemo_rl_lite.data.problems import Asked, Derived, FileSet, LeftOut, Problem, TrainingSet, is_held_out
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.rows import Row, file_rows, hub_rows
@@ -43,8 +43,7 @@ def training_set[T: Asked](config: DataConfig, seed: int, kind: Kind[T]) -> Trai
     """
     if config.name in TASKS:
         return Derived(TASKS[config.name](config, seed), kind.from_problem)
-    problems, left_out = _read(config, rows := list(_training_rows(config)), kind)
-    note_odd(config, rows, problems, left_out, kind.reads_answers)
+    problems = _read(config, _training_rows(config), kind)
     fraction = config.validation_fraction
     kept = tuple(problem for problem in problems if not is_held_out(problem, fraction))
     if not kept:
@@ -73,13 +72,16 @@ def validation_set[T: Asked](config: DataConfig, limit: int, kind: Kind[T], trai
         rows = list(islice(_validation_rows(config), limit))
         if not rows:
             raise DataError(f"{validation_source(config)}: no rows")
-        held_out, left_out = _read(config, rows, kind)
-        note_odd(config, rows, held_out, left_out, kind.reads_answers)
-        note_trained_on(training, held_out, str(validation_source(config)))
+        held_out = _read(config, rows, kind)
+        trained = {_said(one) for one in training}
+        if count := sum(_said(one) in trained for one in held_out):
+            rule = "rows for validation are trained on, too"
+            log.warning("%s: %d of the %d %s", validation_source(config), count, len(held_out), rule)
         return held_out
     if not fraction:
         return []
-    problems, _ = _read(config, _training_rows(config), kind)
+    # `training_set` says what is left out.
+    problems = _read(config, _training_rows(config), kind, all_rows=False)
     held_out = [problem for problem in problems if is_held_out(problem, fraction)]
     if not held_out:
         raise DataError(_empty(config.train_path or config.path, problems, "held out", fraction))
@@ -101,8 +103,8 @@ def check_file(config: DataConfig, path: str, limit: int, kind: Kind) -> None:
 
 def _read[T: Asked](
     config: DataConfig, rows: Iterable[tuple[str, Row]], kind: Kind[T], all_rows: bool = True
-) -> tuple[list[T], Counter[LeftOut]]:
-    """Turn rows into items of this kind; how many are left out, and why. `all_rows`: there are no others.
+) -> list[T]:
+    """Turn rows into items of this kind. Where these are `all_rows`, a warning says how many are left out, and why.
 
     Raises:
         DataError: a row cannot be read, or none of all rows is left.
@@ -120,7 +122,17 @@ def _read[T: Asked](
     if found and not kept and all_rows:
         whys = " and ".join(f"{count} {why}" for why, count in left_out.items())
         raise DataError(f"{first} and the {len(found) - 1} after it are all left out: {whys}")
-    return kept, left_out
+    for why, count in left_out.items():
+        if all_rows:
+            log.warning("%d of %d rows %s and were left out", count, len(found), why)
+    return kept
+
+
+def _said(one: Asked) -> tuple[str, ...]:
+    """Return what a row asks, and what it answers."""
+    answers = [one.answer] if isinstance(one, Problem) else []
+    trained = [each.messages[each.first_trained :] for each in one.conversations] if isinstance(one, Example) else []
+    return tuple(message["content"] for said in (one.messages, *trained) for message in said) + tuple(answers)
 
 
 def _training_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:

@@ -19,14 +19,13 @@ from pydantic_core import ErrorDetails
 
 from nemo_rl_lite.config.keys import compose_files, groups, known_keys
 from nemo_rl_lite.config.leaves import leaves
-from nemo_rl_lite.config.overrides import check_overrides, chosen_file, given_keys
+from nemo_rl_lite.config.overrides import check_overrides
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.variables import variables_of
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.rules import check_rules
 from nemo_rl_lite.rules.defaults import register_defaults
 from nemo_rl_lite.rules.type_errors import described, is_of_variant, merged
-from nemo_rl_lite.rules.without_effect import keys_without_effect, offload_moves_something
 
 register_defaults()
 
@@ -35,24 +34,20 @@ def compose_command(arguments: Sequence[str]) -> Config:
     """Compose and validate the configuration of a user's command.
 
     Raises:
-        ConfigError: listing what `compose_config` does, and every key of the command that changes nothing.
+        ConfigError: listing what `compose_config` does.
     """
-    config = compose_config(arguments, given_keys(arguments))
-    if violations := [*offload_moves_something(config, chosen_file(arguments, "offload"))]:
-        raise ConfigError(violations)
-    return config
+    return compose_config(arguments)
 
 
-def compose_config(arguments: Sequence[str] = (), given: Sequence[str] = ()) -> Config:
+def compose_config(arguments: Sequence[str] = ()) -> Config:
     """Compose and validate the configuration that command-line arguments such as `policy.precision=bfloat16` describe.
-    Keys and groups of `given` must have an effect.
 
     Raises:
         ConfigError: listing every violation: of the arguments, of types and ranges, of the rules.
     """
     overrides, violations = check_overrides(arguments)
     try:
-        config = resolve(compose_files(overrides), given)
+        config = resolve(compose_files(overrides))
     except ConfigError as error:
         raise ConfigError([*violations, *error.violations]) from None
     if violations:
@@ -60,14 +55,11 @@ def compose_config(arguments: Sequence[str] = (), given: Sequence[str] = ()) -> 
     return config
 
 
-def resolve(
-    composed: DictConfig, given: Sequence[str] = (), matters: Callable[[Violation], bool] = lambda _: True
-) -> Config:
-    """Turn Hydra's composed configuration into a typed, frozen `Config`. Keys and groups of `given` must have an
-    effect. Broken rules count where they `matter`.
+def resolve(composed: DictConfig, matters: Callable[[Violation], bool] = lambda _: True) -> Config:
+    """Turn Hydra's composed configuration into a typed, frozen `Config`. Broken rules count where they `matter`.
 
     Raises:
-        ConfigError: listing every unknown key, wrong type and broken rule, and every given key without effect.
+        ConfigError: listing every unknown key, wrong type and broken rule.
     """
     values, violations = _plain(composed)
     config, type_violations = _validate(values)
@@ -78,16 +70,16 @@ def resolve(
         config, _ = _validate(_with_defaults(values, unusable))
     if config is not None:
         violations += filter(matters, check_rules(config, unusable))
-        reported = {violation.key for violation in violations}
-        # A key that this algorithm does not have is refused elsewhere.
-        usable = [key for key in given if key not in reported and _is_there(values, key)]
-        without = [*keys_without_effect(config, usable)]
-        # A key may be given its default. What that is, is composed only where it matters.
-        defaults = _defaults(_algorithm_file(values)) if without else {}
-        violations += [one for one in without if _at(values, one.key) != _at(defaults, one.key)]
     if violations or config is None:
-        raise ConfigError(violations)
+        raise ConfigError(_without_followers(violations, composed))
     return config
+
+
+def _without_followers(violations: Sequence[Violation], composed: DictConfig) -> list[Violation]:
+    """Leave out problems of keys whose value follows from another key that has a problem."""
+    raw, keys = OmegaConf.to_container(composed, resolve=False), {one.key for one in violations}
+    sources = {one.key: str(_at(raw, one.key)) for one in violations}
+    return [one for one in violations if not any(f"${{{key}}}" in sources[one.key] for key in keys)]
 
 
 def default_values(algorithm: str) -> dict[str, Any]:
@@ -193,9 +185,3 @@ def _at(node: Any, path: str) -> Any:
     for name in path.split(".") if path else ():
         node = node.get(name) if isinstance(node, dict) else None
     return node
-
-
-def _is_there(node: Any, path: str) -> bool:
-    section, _, name = path.rpartition(".")
-    parent = _at(node, section)
-    return isinstance(parent, dict) and name in parent

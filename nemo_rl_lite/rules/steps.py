@@ -1,4 +1,4 @@
-"""The rules about a run's steps, asked again where the data says how many there are."""
+"""Checks and notes about a run's steps, where the data says how many there are."""
 
 import dataclasses
 import logging
@@ -8,31 +8,21 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig, RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import samples_per_step
 from nemo_rl_lite.errors import ConfigError, Violation
-from nemo_rl_lite.rules.algorithm import patience_has_validations
-from nemo_rl_lite.rules.compose import changed_keys
 from nemo_rl_lite.rules.layout import MEGATRON
-from nemo_rl_lite.rules.profile import profiled_steps_are_taken
-from nemo_rl_lite.rules.step_effects import STEP_EFFECTS
-from nemo_rl_lite.rules.without_effect import is_of
 
 log = logging.getLogger(__name__)
 
 
-def check_total_steps(config: Config, total: int) -> None:
-    """Raise ConfigError where a run that ends after `total` steps, by its epochs, cannot do what its keys say."""
-    options = dataclasses.replace(config.algorithm, max_num_steps=total)
-    whole = dataclasses.replace(config, algorithm=options)
-    violations = [*profiled_steps_are_taken(whole), *patience_has_validations(whole)]
-    if violations := [*violations, *_without_effect(config, whole, total)]:
-        raise ConfigError(violations)
+def note_total_steps(config: Config, total: int) -> None:
+    """Warn of a schedule that does not fit a run that ends after `total` steps, by its epochs."""
     if total != config.algorithm.max_num_steps:
-        for told in filter(None, (endless_warm_up(whole), *unfinished_decay(whole))):
-            log.warning(told)
+        options = dataclasses.replace(config.algorithm, max_num_steps=total)
+        for note in schedule_notes(dataclasses.replace(config, algorithm=options)):
+            log.warning(note)
 
 
 def check_epochs(config: Config, prompts: int) -> None:
-    """Warn where a step samples a prompt twice, or no prompt comes back in the run and so none could rest. `prompts`:
-    those of an epoch; 0 where the data has no end.
+    """Warn where a step samples a prompt twice. `prompts`: those of an epoch; 0 where the data has no end.
 
     Raises:
         ConfigError: prompts that have no epochs cannot rest.
@@ -45,46 +35,18 @@ def check_epochs(config: Config, prompts: int) -> None:
     if 0 < prompts < a_step:
         rule = "the data has %d prompts, so that a step samples some of them twice"
         log.warning(f"algorithm.num_prompts_per_step = %d: {rule}", a_step, prompts)
-    most = options.max_num_steps * a_step
-    most *= options.dynamic_sampling_max_gen_batches if options.use_dynamic_sampling else 1
-    if options.rest_epochs and most <= prompts:
-        rule = "no prompt comes back in this run, so that none could rest: an epoch has %d prompts"
-        log.warning(f"{key} = %d: {rule}", options.rest_epochs, prompts)
 
 
-def endless_warm_up(config: Config) -> str:
-    """That the warm-up is as long as the run, as far as that is known; empty where it is not. A short run of a recipe
-    has one, too, and may be what is wanted."""
-    steps, warm_up = _optimizer_steps(config), config.policy.megatron_cfg.scheduler.lr_warmup_iters
-    if steps is None or not warm_up or warm_up < steps:
-        return ""
-    key = f"{MEGATRON}.scheduler.lr_warmup_iters"
-    return f"{key} = {warm_up}: the run has {steps} optimizer steps, so the learning rate never reaches optimizer.lr"
-
-
-def unfinished_decay(config: Config) -> Iterator[str]:
-    """Yield that the learning rate has hardly decayed at the end of the run, as far as that is known."""
-    steps, scheduler = _optimizer_steps(config), config.policy.megatron_cfg.scheduler
-    if scheduler.lr_decay_style != "constant" and steps is not None and 2 * steps <= scheduler.lr_decay_iters:
-        key = f"{MEGATRON}.scheduler.lr_decay_iters"
-        rule = f"the run has {steps} optimizer steps, so the learning rate does not come near optimizer.min_lr"
-        yield f"{key} = {scheduler.lr_decay_iters}: {rule}"
-
-
-def _optimizer_steps(config: Config) -> int | None:
-    """The optimizer steps of the run; None where the data decides."""
-    steps = config.algorithm.max_num_steps
-    if steps is not None and isinstance(config.algorithm, RolloutAlgorithmConfig):
+def schedule_notes(config: Config) -> Iterator[str]:
+    """Yield that the learning rate never reaches its maximum, or its minimum, as far as the steps are known."""
+    steps, scheduler = config.algorithm.max_num_steps, config.policy.megatron_cfg.scheduler
+    if steps is None:
+        return
+    if isinstance(config.algorithm, RolloutAlgorithmConfig):
         steps *= max(1, samples_per_step(config) // config.policy.train_global_batch_size)
-    return steps
-
-
-def _without_effect(config: Config, whole: Config, total: int) -> Iterator[Violation]:
-    """What has an effect as far as the keys say, and none in the whole run."""
-    for effect in STEP_EFFECTS:
-        if not effect.holds(config) or effect.holds(whole):
-            continue
-        for key in changed_keys(config):
-            if is_of(key, effect.keys):
-                rule_text = f"{effect.otherwise} in the {total} steps that the data has"
-                yield Violation(key, None, rule_text, f"leave {key} out, or {effect.needs}")
+    if scheduler.lr_warmup_iters >= max(steps, 1):
+        key, rule = f"{MEGATRON}.scheduler.lr_warmup_iters", "so the learning rate never reaches optimizer.lr"
+        yield f"{key} = {scheduler.lr_warmup_iters}: the run has {steps} optimizer steps, {rule}"
+    if scheduler.lr_decay_style != "constant" and 2 * steps <= scheduler.lr_decay_iters:
+        key, rule = f"{MEGATRON}.scheduler.lr_decay_iters", "so the learning rate does not come near optimizer.min_lr"
+        yield f"{key} = {scheduler.lr_decay_iters}: the run has {steps} optimizer steps, {rule}"

@@ -26,7 +26,6 @@ from nemo_rl_lite.observability.start_up import report_start
 from nemo_rl_lite.observability.timer import Phase, Timer
 from nemo_rl_lite.policy.interface import Scored
 from nemo_rl_lite.rewards.judge import make_judge, try_reward
-from nemo_rl_lite.rewards.rows import check_rows
 from nemo_rl_lite.rewards.terms import terms_of
 from nemo_rl_lite.rollout.ahead import Queue
 from nemo_rl_lite.rollout.collector import RolloutCollector
@@ -84,7 +83,6 @@ class GRPOJob:
         note_long_answers(self._training, self._tokenizer, config)
         check_texts(self._tokenizer, self._training)
         check_stop_strings(self._tokenizer, config.generation.stop_strings)
-        check_rows(config.reward, self._training)
         try_reward(self._judge, self._training.problem(0))
 
     def run(self, metrics: MetricsLog, begun: Begun, start: Start, setup: Timer) -> dict[str, int]:

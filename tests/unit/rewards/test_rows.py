@@ -1,10 +1,10 @@
 """Rows that a built-in reward cannot use are known before a run starts anything."""
 
 import pytest
+from nemo_rl_lite.rewards.rows import check_rows
 
 from nemo_rl_lite.data.problems import FileSet, Problem, chat
 from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.rewards.rows import check_rows
 from nemo_rl_lite.rules.compose import compose_config
 
 GOOD = {"tests": "assert f(1) == 2"}

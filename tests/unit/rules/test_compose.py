@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from nemo_rl_lite.rules.effects import EFFECTS
+from nemo_rl_lite.rules.without_effect import ON_GPUS, told_on_cpus
 
 from nemo_rl_lite.config import keys
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import micro_batch_sizes
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.rules.compose import compose_command, compose_config, resolve
-from nemo_rl_lite.rules.effects import EFFECTS
-from nemo_rl_lite.rules.without_effect import ON_GPUS, told_on_cpus
 from nemo_rl_lite.run import command
 from nemo_rl_lite.run.flags import split_arguments
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from nemo_rl_lite.run.evaluation.code import code_digests
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.data import RewardTerm
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.evaluation.code import code_digests
 
 # The user's modules, and which of them the reward `grading.rewards.best.score` imports.
 FILES = {
