@@ -36,8 +36,8 @@ from nemo_rl_lite.rules.layout import (
 
 TEACHER = "teacher.model_name"
 _GROUP, _TOPK = "algorithm.num_generations_per_prompt", "algorithm.topk_logits_k"
-_LOSS = "algorithm.loss_fn"
-_TYPE, _RATIO = f"{_LOSS}.truncated_importance_sampling_type", f"{_LOSS}.truncated_importance_sampling_ratio"
+LOSS = "algorithm.loss_fn"
+_TYPE, _RATIO = f"{LOSS}.truncated_importance_sampling_type", f"{LOSS}.truncated_importance_sampling_ratio"
 # Bounds to begin with, for the types that need some: of a token's weight, and of the geometric mean over a sequence.
 _FIRST_BOUNDS = {"icepop": (0.5, 5.0), "seq-mask-tis": (0.999, 1.002)}
 # Preference losses that judge each response by itself, as TRL has them.
@@ -64,12 +64,8 @@ def reads_ratios(config: Config) -> bool:
 
 @rule(_GROUP, "algorithm.num_prompts_per_step", BATCH, options=GRPOConfig)
 def check_rollout_size(config: Config) -> Iterator[Violation]:
-    options, batch, samples = (
-        config.options(GRPOConfig),
-        config.policy.train_global_batch_size,
-        samples_per_step(config),
-    )
-    size, prompts = options.num_generations_per_prompt, options.num_prompts_per_step
+    options, batch = config.options(GRPOConfig), config.policy.train_global_batch_size
+    prompts, size, samples = options.num_prompts_per_step, options.num_generations_per_prompt, samples_per_step(config)
     if size < 2 and not has_teacher(config):
         yield Violation(_GROUP, size, "GRPO compares samples of one prompt, so it needs at least 2", f"{_GROUP}=8")
     elif samples % batch:
@@ -97,7 +93,7 @@ def check_stale_rollouts(config: Config) -> Iterator[Violation]:
         yield Violation(key, options.rollouts.source, rule_text, fix)
     if options.loss is None and reads_ratios(config) and not corrects_age(options.loss_fn):
         rule_text = "trains on what older weights sampled, which the loss must correct"
-        fix = f"{_LOSS}.use_importance_sampling_correction=true {_RATIO}=2"
+        fix = f"{LOSS}.use_importance_sampling_correction=true {_RATIO}=2"
         yield Violation(key, options.rollouts.source, rule_text, fix)
 
 
@@ -163,18 +159,18 @@ def check_save_limit(config: Config) -> Iterator[Violation]:
         yield Violation(key, options.must_save_by, rule_text, f"checkpoint.save_period=10, or {key}=null")
 
 
-@rule(_LOSS, options=GRPOConfig)
+@rule(LOSS, options=GRPOConfig)
 def check_loss(config: Config) -> Iterator[Violation]:
-    loss, ratios = config.options(GRPOConfig).loss_fn, f"{_LOSS}.sequence_level_importance_ratios"
+    loss, ratios = config.options(GRPOConfig).loss_fn, f"{LOSS}.sequence_level_importance_ratios"
     if loss.sequence_level_importance_ratios is True and loss.token_level_loss is True:
-        yield Violation(ratios, True, "needs a sequence-level loss", f"{_LOSS}.token_level_loss=false")
+        yield Violation(ratios, True, "needs a sequence-level loss", f"{LOSS}.token_level_loss=false")
     plain_k1 = loss.reference_policy_kl_type == "k1" and not loss.use_bias_correction_kl
     if plain_k1 and loss.reference_policy_kl_penalty and not loss.use_kl_in_reward:
-        key = f"{_LOSS}.use_bias_correction_kl"
-        fix = f"{key}=true, or {_LOSS}.reference_policy_kl_type=k2"
+        key = f"{LOSS}.use_bias_correction_kl"
+        fix = f"{key}=true, or {LOSS}.reference_policy_kl_type=k2"
         yield Violation(key, False, "leaves k1 with a gradient that averages to zero", fix)
     if loss.ratio_clip_c is not None and loss.ratio_clip_c <= 1 + loss.ratio_clip_max:
-        key, limit = f"{_LOSS}.ratio_clip_c", 1 + loss.ratio_clip_max
+        key, limit = f"{LOSS}.ratio_clip_c", 1 + loss.ratio_clip_max
         yield Violation(key, loss.ratio_clip_c, f"must exceed 1 + ratio_clip_max = {limit:g}", f"{key}=3.0")
     kind, low, high = loss.truncated_importance_sampling_type, f"{_RATIO}_min", _RATIO
     if not loss.use_importance_sampling_correction or kind not in _FIRST_BOUNDS:
@@ -183,7 +179,7 @@ def check_loss(config: Config) -> Iterator[Violation]:
         least, most = _FIRST_BOUNDS[kind]
         yield Violation(_TYPE, kind, "needs bounds", f"{low}={least} {high}={most}, or {_TYPE}=tis")
     if kind == "seq-mask-tis" and loss.correction_level == "sequence":
-        level = f"{_LOSS}.importance_sampling_correction_level"
+        level = f"{LOSS}.importance_sampling_correction_level"
         key = ratios if loss.importance_sampling_correction_level is None else level
         rule_text = f"makes one weight for a sequence, and {_TYPE}=seq-mask-tis has one for each token"
         yield Violation(key, None, rule_text, f"{level}=token, or {_TYPE}=icepop")
@@ -191,22 +187,22 @@ def check_loss(config: Config) -> Iterator[Violation]:
 
 @rule("algorithm", options=GRPOConfig)
 def check_kl_in_reward(config: Config) -> Iterator[Violation]:
-    loss, key = config.options(GRPOConfig).loss_fn, f"{_LOSS}.use_kl_in_reward"
+    loss, key = config.options(GRPOConfig).loss_fn, f"{LOSS}.use_kl_in_reward"
     if not (loss.use_kl_in_reward and compares(config)):
         return
     why = "gives each token of a response its own advantage"
     if loss.sequence_level_importance_ratios is True:
-        ratios = f"{_LOSS}.sequence_level_importance_ratios"
+        ratios = f"{LOSS}.sequence_level_importance_ratios"
         yield Violation(key, True, f"{why}, and {ratios}=true has one ratio for all", f"{ratios}=token, or {key}=false")
     if loss.policy_loss in ("clip_cov", "kl_cov"):
-        term = f"{_LOSS}.policy_loss"
+        term = f"{LOSS}.policy_loss"
         rule_text = f"{why} after the policy is asked, and {term}={loss.policy_loss} compares advantages before that"
         yield Violation(key, True, rule_text, f"{term}=clip, or {key}=false")
 
 
-@rule(_LOSS, _GROUP, "algorithm.num_prompts_per_step", BATCH, options=GRPOConfig)
+@rule(LOSS, _GROUP, "algorithm.num_prompts_per_step", BATCH, options=GRPOConfig)
 def check_forced_ratios(config: Config) -> Iterator[Violation]:
-    steps, key = optimizer_steps(config), f"{_LOSS}.force_on_policy_ratio"
+    steps, key = optimizer_steps(config), f"{LOSS}.force_on_policy_ratio"
     if config.options(GRPOConfig).loss_fn.force_on_policy_ratio and steps > 1:
         rule_text = f"a rollout has {steps} optimizer steps, and ratios are 1 in the first one alone"
         yield Violation(key, True, rule_text, f"{key}=null, or {BATCH}={samples_per_step(config)}")
@@ -230,35 +226,6 @@ def check_own_loss(config: Config) -> Iterator[Violation]:
     if "student_topk_logprobs" in getattr(loss, "needs", ()) and reads_ratios(config):
         rule_text = "needs student_topk_logprobs, those of the tokens that a teacher names, and this run has no such"
         yield Violation("algorithm.loss", config.algorithm.loss, rule_text, f"algorithm=distillation {_TOPK}=64")
-
-
-def estimate_as_a_reward(config: Config) -> str | None:
-    """Return a note about an estimator of the KL whose value in the reward has another gradient than the KL's."""
-    loss = getattr(config.algorithm, "loss_fn", None)
-    if not isinstance(loss, LossConfig) or not (loss.use_kl_in_reward and compares(config)):
-        return None
-    kind = f"{_LOSS}.reference_policy_kl_type"
-    if loss.reference_policy_kl_type == "k1":
-        return None
-    return (
-        f"{kind} = {loss.reference_policy_kl_type}: with {_LOSS}.use_kl_in_reward it hardly holds the policy near the "
-        f"reference, because as a reward only k1 has the gradient of the KL ({kind}=k1)"
-    )
-
-
-def steps_without_a_ratio(config: Config) -> str | None:
-    """Return a note about further optimizer steps on a rollout whose loss ignores that the policy has moved since.
-    NeMo-RL takes them as well (`disable_ppo_ratio`); TRL's RLOO has a clipped ratio."""
-    loss, steps = getattr(config.algorithm, "loss_fn", None), 1
-    if isinstance(loss, LossConfig) and loss.policy_loss == "reinforce" and reads_ratios(config):
-        steps = optimizer_steps(config)
-    if steps == 1 or getattr(config.algorithm, "loss", None) is not None:
-        return None
-    return (
-        f"{_LOSS}.policy_loss = reinforce: a rollout has {steps} optimizer steps, and without a ratio all but the "
-        "first train on samples of older weights as if they were new "
-        f"({BATCH}={samples_per_step(config)} makes one step, {_LOSS}.policy_loss=clip has a ratio)"
-    )
 
 
 def with_teachers_keys(violations: Iterable[Violation]) -> list[Violation]:
@@ -308,14 +275,14 @@ def check_distillation_loss(config: Config) -> Iterator[Violation]:
     coefficient, samples = options.loss_fn.reward_coef, options.num_generations_per_prompt
     if coefficient and samples < 2:
         rule_text = "the reward compares samples of one prompt, so it needs at least 2"
-        yield Violation(_GROUP, samples, rule_text, f"{_GROUP}=4, or {_LOSS}.reward_coef=0.0")
+        yield Violation(_GROUP, samples, rule_text, f"{_GROUP}=4, or {LOSS}.reward_coef=0.0")
     if coefficient and options.topk_logits_k is not None:
         rule_text = f"belongs to the loss on sampled tokens, and {_TOPK} is set"
-        yield Violation(f"{_LOSS}.reward_coef", coefficient, rule_text, f"{_LOSS}.reward_coef=0.0, or {_TOPK}=null")
+        yield Violation(f"{LOSS}.reward_coef", coefficient, rule_text, f"{LOSS}.reward_coef=0.0, or {_TOPK}=null")
     term = options.loss_fn.policy_loss
     if term in ("clip_cov", "kl_cov") and options.topk_logits_k is None:
         rule_text = "compares advantages that a step has before a policy is asked, and a teacher's are of its logprobs"
-        yield Violation(f"{_LOSS}.policy_loss", term, rule_text, f"{_LOSS}.policy_loss=clip")
+        yield Violation(f"{LOSS}.policy_loss", term, rule_text, f"{LOSS}.policy_loss=clip")
 
 
 @rule("logger")

@@ -1,19 +1,23 @@
 """Rules about data: files can be read, columns exist, tasks exist."""
 
 import dataclasses
+import logging
 import re
 from collections.abc import Iterator
 from itertools import combinations
 
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data import gym
 from nemo_rl_lite.data.columns import MissingColumnError, template_columns
 from nemo_rl_lite.data.files import FileError
 from nemo_rl_lite.data.kinds import CHATS, OF_MISTAKES, PAIRS, PROBLEMS, Kind, kind_of
 from nemo_rl_lite.data.sources import ROWS, TASKS, check_file, validation_source
-from nemo_rl_lite.errors import DataError, Violation
+from nemo_rl_lite.errors import ConfigError, DataError, Violation
 from nemo_rl_lite.rules.base import rule
+
+log = logging.getLogger(__name__)
 
 
 @rule("data")
@@ -156,3 +160,19 @@ def check_task(config: Config) -> Iterator[Violation]:
     except (DataError, TypeError, ValueError) as error:
         fix = "correct the arguments, or the template, columns or validation_fraction of data"
         yield Violation("data.task_kwargs", data.task_kwargs, str(error), fix)
+
+
+def check_epochs(config: Config, prompts: int) -> None:
+    """Warn where a step samples a prompt twice. `prompts`: those of an epoch; 0 where the data has no end.
+
+    Raises:
+        ConfigError: prompts that have no epochs cannot rest.
+    """
+    options = config.options(GRPOConfig)
+    key, a_step = "algorithm.rest_epochs", options.num_prompts_per_step
+    if options.rest_epochs and not prompts:
+        rule, fix = "needs data with epochs, and this data has no end", f"{key}=0, or data=file"
+        raise ConfigError([Violation(key, options.rest_epochs, rule, fix)])
+    if 0 < prompts < a_step:
+        rule = "the data has %d prompts, so that a step samples some of them twice"
+        log.warning(f"algorithm.num_prompts_per_step = %d: {rule}", a_step, prompts)

@@ -40,7 +40,7 @@ from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.sampler import Sampler
 from nemo_rl_lite.rollout.saved import load_rollouts
 from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
-from nemo_rl_lite.rules.steps import check_epochs
+from nemo_rl_lite.rules.data import check_epochs
 from nemo_rl_lite.run.jobs.playing import Playing
 from nemo_rl_lite.run.jobs.steps import make_steps
 from nemo_rl_lite.run.memory_plan import show_memory_plan

@@ -18,7 +18,7 @@ from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.observability.start_up import report_start
 from nemo_rl_lite.observability.timer import Timer
-from nemo_rl_lite.rules.steps import note_total_steps
+from nemo_rl_lite.rules.notes import note_total_steps
 from nemo_rl_lite.run.jobs.steps import make_steps
 from nemo_rl_lite.run.memory_plan import show_memory_plan
 from nemo_rl_lite.run.speed import policy_speed
