@@ -43,7 +43,7 @@ def training_set[T: Asked](config: DataConfig, seed: int, kind: Kind[T]) -> Trai
     """
     if config.name in TASKS:
         return Derived(TASKS[config.name](config, seed), kind.from_problem)
-    problems = _read(config, _training_rows(config), kind)
+    problems = _used(config, _training_rows(config), kind)
     fraction = config.validation_fraction
     kept = tuple(problem for problem in problems if not is_held_out(problem, fraction))
     if not kept:
@@ -72,7 +72,7 @@ def validation_set[T: Asked](config: DataConfig, limit: int, kind: Kind[T], trai
         rows = list(islice(_validation_rows(config), limit))
         if not rows:
             raise DataError(f"{validation_source(config)}: no rows")
-        held_out = _read(config, rows, kind)
+        held_out = _used(config, rows, kind)
         trained = {_said(one) for one in training}
         if count := sum(_said(one) in trained for one in held_out):
             rule = "rows for validation are trained on, too"
@@ -80,8 +80,7 @@ def validation_set[T: Asked](config: DataConfig, limit: int, kind: Kind[T], trai
         return held_out
     if not fraction:
         return []
-    # `training_set` says what is left out.
-    problems = _read(config, _training_rows(config), kind, all_rows=False)
+    problems, _ = _read(config, _training_rows(config), kind)
     held_out = [problem for problem in problems if is_held_out(problem, fraction)]
     if not held_out:
         raise DataError(_empty(config.train_path or config.path, problems, "held out", fraction))
@@ -103,8 +102,8 @@ def check_file(config: DataConfig, path: str, limit: int, kind: Kind) -> None:
 
 def _read[T: Asked](
     config: DataConfig, rows: Iterable[tuple[str, Row]], kind: Kind[T], all_rows: bool = True
-) -> list[T]:
-    """Turn rows into items of this kind. Where these are `all_rows`, a warning says how many are left out, and why.
+) -> tuple[list[T], Counter[LeftOut]]:
+    """Turn rows into items of this kind; how many are left out, and why. `all_rows`: there are no others.
 
     Raises:
         DataError: a row cannot be read, or none of all rows is left.
@@ -122,9 +121,14 @@ def _read[T: Asked](
     if found and not kept and all_rows:
         whys = " and ".join(f"{count} {why}" for why, count in left_out.items())
         raise DataError(f"{first} and the {len(found) - 1} after it are all left out: {whys}")
+    return kept, left_out
+
+
+def _used[T: Asked](config: DataConfig, rows: Iterable[tuple[str, Row]], kind: Kind[T]) -> list[T]:
+    """Turn rows into items of this kind. A warning says how many are left out."""
+    kept, left_out = _read(config, rows, kind)
     for why, count in left_out.items():
-        if all_rows:
-            log.warning("%d of %d rows %s and were left out", count, len(found), why)
+        log.warning("%d of %d rows %s and were left out", count, len(kept) + left_out.total(), why)
     return kept
 
 

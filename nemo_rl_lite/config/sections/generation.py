@@ -57,7 +57,7 @@ class GenerationConfig:
     top_p: Fraction
     top_k: PositiveInt | None
     stop_token_ids: list[NonNegativeInt]
-    stop_strings: list[str]
+    stop_strings: list[str] | None
     serve: ServeConfig
     vllm_cfg: VLLMConfig
     vllm_kwargs: dict[str, Any]

@@ -1,19 +1,16 @@
 import json
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from nemo_rl_lite.rules.effects import EFFECTS
-from nemo_rl_lite.rules.without_effect import ON_GPUS, told_on_cpus
 
 from nemo_rl_lite.config import keys
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import micro_batch_sizes
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.rules.compose import compose_command, compose_config, resolve
+from nemo_rl_lite.rules.compose import compose_config, resolve
 from nemo_rl_lite.run import command
 from nemo_rl_lite.run.flags import split_arguments
 
@@ -227,27 +224,6 @@ def test_rules_about_rollouts_are_not_for_sft(override):
         compose_config([override])
 
 
-def test_who_gives_a_key_expects_an_effect(tmp_path):
-    """A recipe may set what its algorithm does not use, and so may a command that gives what is the default anyway."""
-    given = ["algorithm=sft", "reward=math", "generation.top_p=0.5", "environment.max_turns=3", "profile.tool=nsys"]
-    with pytest.raises(ConfigError) as error:
-        compose_command(given)
-    told = {violation.key: violation.fix for violation in error.value.violations}
-    assert list(told) == ["reward", "generation.top_p", "environment.max_turns", "profile.tool"]
-    assert (
-        told["reward"] == "leave reward out, or algorithm=grpo or algorithm=distillation"
-        and "profile.steps=[3]" in told["profile.tool"]
-    )
-    assert resolve(keys.compose_files(given)).generation.top_p == 0.5
-    assert compose_command(["algorithm=sft", "reward=exact_match", "environment=none", "generation=vllm_gpu"])
-
-
-def test_every_key_of_the_table_exists():
-    known = {name for file in keys.groups()["algorithm"] for name in keys.known_keys((f"algorithm={file}",))}
-    named = [name for effect in EFFECTS for name in effect.keys] + list(ON_GPUS)
-    assert {name.rstrip(".") for name in named} - known <= set(keys.groups())
-
-
 def test_a_smaller_batch_needs_no_smaller_micro_batch():
     config = compose_config(["policy.train_global_batch_size=32", "algorithm.num_prompts_per_step=8"])
     assert micro_batch_sizes(config) == (32, 32) and config.policy.train_micro_batch_size == 128
@@ -299,69 +275,19 @@ def test_a_value_of_a_wrong_type_is_one_problem():
     ]
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["reward.name=tests.unit.rules.own.decorated"],
-        ["environment.name=tests.unit.rules.own.Assigned", "environment.max_turns=2"],
-    ],
-)
-def test_what_a_source_file_does_not_show_is_not_refused(overrides):
-    compose_config(overrides)
-
-
-def test_a_command_for_gpus_is_told_what_does_nothing_on_cpus():
-    """It is not refused: that is how it is tried out."""
-    given = ["policy.offload_optimizer_states_for_logprob", "offload", "algorithm.seed"]
-    assert told_on_cpus(compose_config(), given) == given[:2]
-    on_gpu = compose_config(["cluster.gpus_per_node=1", "policy.precision=bfloat16"])
-    assert told_on_cpus(on_gpu, given) == []
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "without"),
-    [
-        ("policy.sequence_packing.train_mb_tokens", "16384", "policy.sequence_packing.enabled=false"),
-        ("policy.sequence_packing.logprob_mb_tokens", "16384", "policy.sequence_packing.enabled=false"),
-        ("policy.sequence_length_round", "128", "policy.sequence_packing.enabled=false"),
-        ("generation.colocated.sleep", "false", "generation=transformers"),
-    ],
-)
-def test_what_the_table_has_for_gpus_alone_is_among_them(key, value, without):
-    """Where it would do nothing on GPUs either, it is refused."""
-    half = ["policy=megatron_gpu", f"{key}={value}"]
-    assert told_on_cpus(compose_command(half), [key]) == [key]
-    with pytest.raises(ConfigError, match=f"{re.escape(key)}\n +has no effect without"):
-        compose_command([*half, without])
-
-
-def test_kernels_for_gpus_and_the_packs_of_a_teacher_are_among_them():
-    config = compose_config(
-        ["algorithm=distillation", "policy=megatron_gpu", "teacher.model_name=embedded:reverse-digits"]
-    )
-    given = ["policy.megatron_cfg.moe_router_fusion", "teacher.logprob_mb_tokens", "teacher.logprob_batch_size"]
-    assert told_on_cpus(config, given) == given[:2]
-
-
-def test_what_packs_on_cpus_has_limits_there():
-    limit = "policy.sequence_packing.train_mb_tokens"
-    config = compose_config(["policy=megatron_gpu", "policy.sequence_packing.enabled=true", f"{limit}=16384"])
-    assert told_on_cpus(config, [limit]) == []
-
-
 def test_gsm8k_comes_from_the_hub_by_the_override_that_its_refusal_names():
-    data = compose_command(["data=gsm8k", "data.name=hub"]).data
+    data = compose_config(["data=gsm8k", "data.name=hub"]).data
     assert (data.name, data.path, data.subset, data.validation_split) == ("hub", "openai/gsm8k", "main", "test")
 
 
 def test_a_length_that_is_offered_suffices():
     given = ["policy.model_name=Qwen/Qwen3-8B", "generation.max_new_tokens=2048"]
     with pytest.raises(ConfigError, match=r"fix: policy\.max_total_sequence_length=4096, or generation"):
-        compose_command(given)
-    assert compose_command([*given, "policy.max_total_sequence_length=4096"])
+        compose_config(given)
+    assert compose_config([*given, "policy.max_total_sequence_length=4096"])
 
 
 def test_a_constant_rate_has_a_warm_up_of_any_length():
     scheduler = "policy.megatron_cfg.scheduler"
-    config = compose_command([f"{scheduler}.lr_warmup_iters=2000"]).policy.megatron_cfg.scheduler
+    config = compose_config([f"{scheduler}.lr_warmup_iters=2000"]).policy.megatron_cfg.scheduler
     assert config.lr_warmup_iters > config.lr_decay_iters and config.lr_decay_style == "constant"
