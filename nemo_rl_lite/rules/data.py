@@ -144,9 +144,9 @@ def check_task(config: Config) -> Iterator[Violation]:
         return
     try:
         if data.name == "reasoning_gym":
-            if data.task is None or (hint := gym.nearest_task(data.task)) is not None:
-                rule_text = "names no task of reasoning-gym" if data.task is None else "reasoning-gym has no such task"
-                yield Violation("data.task", data.task, rule_text, "data.task=chain_sum" if data.task is None else hint)
+            hint = "data.task=chain_sum" if data.task is None else gym.nearest_task(data.task)
+            if data.task is None or hint is not None:
+                yield Violation("data.task", data.task, "is no task of reasoning-gym", hint or "")
                 return
             unknown = gym.unknown_arguments(data.task, data.task_kwargs)
         for name, hint in unknown.items():

@@ -1,6 +1,6 @@
 """Rules about the policy: its ranks, the model that they share, batches, the optimizer, adapters, offload, graphs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -380,7 +380,7 @@ def check_activation_offload(config: Config) -> Iterator[Violation]:
         yield from _offloaded_modules(config, modules, model)
 
 
-def _offloaded_modules(config: Config, modules: list[str], model: ModelShape) -> Iterator[Violation]:
+def _offloaded_modules(config: Config, modules: Sequence[str], model: ModelShape) -> Iterator[Violation]:
     missing = () if model.experts else ("expert_fc1", "moe_act")
     missing += () if model.dense_layers else ("mlp",)
     absent = [name for name in modules if name in missing]
