@@ -91,7 +91,7 @@ def _columns(config: Config, kind: Kind) -> Iterator[Violation]:
                 rule_text, fix = "prompts and responses are in the messages already", "data.messages_column=null"
                 yield Violation(f"data.{other}", getattr(data, other), rule_text, f"data.{other}=null, or {fix}")
         return
-    answer = "response_column" if kind is CHATS and data.response_column is not None else "answer_column"
+    answer = "response_column" if kind is not PROBLEMS and data.response_column is not None else "answer_column"
     if kind is not PROBLEMS and kind is not PAIRS and getattr(data, answer) is None:
         rule_text = f"is null, and algorithm={config.algorithm.name} needs answers"
         yield Violation(f"data.{answer}", None, rule_text, f"data.{answer}=answer")
