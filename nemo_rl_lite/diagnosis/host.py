@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nemo_rl_lite.diagnosis.check import FAIL, Check, Machine, judge
-from nemo_rl_lite.host.memory import control_groups, free_host_bytes
+from nemo_rl_lite.host.machine import control_groups, free_host_bytes
 
 GIB = 2**30
 # The default run's processes at their peak (docs/benchmarks), and Ray's.

@@ -12,9 +12,16 @@ from urllib.parse import urlsplit
 
 from nemo_rl_lite.diagnosis.check import EVERY_RUN, FAIL, OK, WARN, Check, Machine, judge
 from nemo_rl_lite.diagnosis.host import ray_folder
-from nemo_rl_lite.host import ray_address
-from nemo_rl_lite.host.ports import LASTING_PORTS
-from nemo_rl_lite.host.wandb_login import WANDB, wandb_login
+from nemo_rl_lite.host.machine import (
+    LASTING_PORTS,
+    RAY_ADDRESS,
+    RAY_ADDRESS_FIX,
+    WANDB,
+    names_another,
+    ray_address,
+    wandb_login,
+    why_unanswered,
+)
 
 ANSWER_LIMIT_S = 4.0
 # The longest path of a socket, and the longest that Ray appends to its folder.
@@ -34,13 +41,13 @@ def running_ray(machine: Machine) -> Iterator[Check]:
 
 def cluster_address(machine: Machine) -> Iterator[Check]:
     """Check the cluster that RAY_ADDRESS makes a run join."""
-    address = ray_address.ray_address()
-    if not ray_address.names_another(address):
-        yield Check(ray_address.VARIABLE, OK, address or "not set: a run starts its own Ray on this machine")
+    address = ray_address()
+    if not names_another(address):
+        yield Check(RAY_ADDRESS, OK, address or "not set: a run starts its own Ray on this machine")
         return
-    trouble = ray_address.why_unanswered(address)
+    trouble = why_unanswered(address)
     found = f"{address} {trouble or 'answers: runs join that cluster'}"
-    yield judge(ray_address.VARIABLE, not trouble, found, "HOST:PORT", ray_address.FIX, EVERY_RUN, FAIL)
+    yield judge(RAY_ADDRESS, not trouble, found, "HOST:PORT", RAY_ADDRESS_FIX, EVERY_RUN, FAIL)
 
 
 def socket_paths(machine: Machine) -> Iterator[Check]:

@@ -10,7 +10,7 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Generation, Requests, Sampling
-from nemo_rl_lite.host.call import CallError
+from nemo_rl_lite.host.pool import CallError
 from nemo_rl_lite.observability import limits
 from nemo_rl_lite.rewards.judge import Judge, Judged
 from nemo_rl_lite.rewards.value import RewardError, WrongReward

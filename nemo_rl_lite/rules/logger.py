@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import Violation
-from nemo_rl_lite.host.wandb_login import WANDB, wandb_login
+from nemo_rl_lite.host.machine import WANDB, wandb_login
 from nemo_rl_lite.rules.base import rule
 
 _DATABASES = ("sqlite:", "postgresql:", "mysql:", "mssql:")

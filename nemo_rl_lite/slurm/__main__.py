@@ -17,7 +17,7 @@ from pathlib import Path
 from nemo_rl_lite.config.overrides import RUN_FOLDER, given_keys, named_run_folder
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, LauncherError, shown_as_message
-from nemo_rl_lite.host.paths import local_path
+from nemo_rl_lite.host.machine import local_path
 from nemo_rl_lite.rules.compose import compose_command
 from nemo_rl_lite.rules.notes import notes, notes_elsewhere, show
 from nemo_rl_lite.slurm.batch_job import BatchJob, Container

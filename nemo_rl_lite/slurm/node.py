@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from nemo_rl_lite.errors import LauncherError, RunStopped
-from nemo_rl_lite.host.ports import free_port
+from nemo_rl_lite.host.machine import free_port
 from nemo_rl_lite.slurm.ray_process import RayProcess, answers
 from nemo_rl_lite.slurm.task import SlurmTask
 

@@ -14,7 +14,7 @@ from types import TracebackType
 import psutil
 
 from nemo_rl_lite.errors import LauncherError
-from nemo_rl_lite.host.ports import free_port
+from nemo_rl_lite.host.machine import free_port
 from nemo_rl_lite.slurm.task import SlurmTask
 
 # Ray writes this file when all its processes run.

@@ -33,7 +33,7 @@ from nemo_rl_lite.cluster import calls, system_usage
 from nemo_rl_lite.cluster.calls import Call
 from nemo_rl_lite.cluster.heartbeat import Heartbeat
 from nemo_rl_lite.host import stopping
-from nemo_rl_lite.host.ports import free_port
+from nemo_rl_lite.host.machine import free_port
 from nemo_rl_lite.observability.system import System, Usage
 from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.run import run as run_module

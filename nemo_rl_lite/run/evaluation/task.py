@@ -19,7 +19,7 @@ from nemo_rl_lite.config.sizes import engines, on_gpus
 from nemo_rl_lite.data.sources import validation_source
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.generation.interface import Sampling
-from nemo_rl_lite.host.devices import gpu_count
+from nemo_rl_lite.host.machine import gpu_count
 from nemo_rl_lite.observability.redaction import HIDDEN, described
 from nemo_rl_lite.rules.compose import resolve
 from nemo_rl_lite.rules.without_effect import is_of

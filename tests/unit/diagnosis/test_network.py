@@ -8,7 +8,6 @@ from huggingface_hub import constants
 from nemo_rl_lite.diagnosis import network
 from nemo_rl_lite.diagnosis.check import CheckStatus
 from nemo_rl_lite.diagnosis.host import ray_folder
-from nemo_rl_lite.host.wandb_login import netrc_file
 
 OK, WARN, FAIL, SKIPPED = CheckStatus
 SECRET = "0123456789abcdef0123456789abcdef01234567"
@@ -191,14 +190,3 @@ def test_a_netrc_that_is_malformed_is_not_shown(wandb, tmp_path):
     (tmp_path / "keys").write_text(f"machine api.wandb.ai\n  login user\n  passwrd {SECRET}\n")
     check = wandb(NETRC=str(tmp_path / "keys"))
     assert check.status is WARN and "malformed at line" in check.found and SECRET not in str(check)
-
-
-def test_wandb_agrees_on_its_file(tmp_path, monkeypatch):
-    from wandb.sdk.lib.wbauth.wbnetrc import _get_netrc_file_path
-
-    for environment in ({"HOME": str(tmp_path)}, {"NETRC": str(tmp_path / "other")}):
-        with monkeypatch.context() as patch:
-            patch.delenv("NETRC", raising=False)
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            assert netrc_file(environment) == _get_netrc_file_path()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_lite import train
-from nemo_rl_lite.host.copies import check_single_launcher
+from nemo_rl_lite.host.machine import check_single_launcher
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
