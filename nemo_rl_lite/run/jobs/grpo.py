@@ -20,10 +20,9 @@ from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.losses.registry import make_loss
 from nemo_rl_lite.models.shape import described_shape
-from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.metrics_log import MetricsLog
-from nemo_rl_lite.observability.start_up import report_start
+from nemo_rl_lite.observability.console import RunConsole, report_start
 from nemo_rl_lite.observability.timer import Phase, Timer
+from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.policy.interface import Scored
 from nemo_rl_lite.rewards.judge import make_judge, try_reward
 from nemo_rl_lite.rewards.rows import check_rows

@@ -11,9 +11,9 @@ from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.host.stopping import Stopping, seconds
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.metrics_log import MetricsLog
-from nemo_rl_lite.observability.redaction import described
+from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.timer import seconds_since_start
+from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.policy.interface import Policy
 
 

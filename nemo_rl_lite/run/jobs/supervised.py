@@ -14,10 +14,9 @@ from nemo_rl_lite.data.examples import Encoder, training_examples, validation_ex
 from nemo_rl_lite.data.odd_texts import check_texts
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.losses.registry import make_loss
-from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.metrics_log import MetricsLog
-from nemo_rl_lite.observability.start_up import report_start
+from nemo_rl_lite.observability.console import RunConsole, report_start
 from nemo_rl_lite.observability.timer import Timer
+from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.rules.steps import check_total_steps
 from nemo_rl_lite.run.jobs.steps import make_steps
 from nemo_rl_lite.run.memory_plan import show_memory_plan

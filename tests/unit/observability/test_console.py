@@ -15,7 +15,7 @@ from nemo_rl_lite.observability.console import (
     readable,
     sparkline,
 )
-from nemo_rl_lite.observability.samples import Sample
+from nemo_rl_lite.observability.sink import Sample
 
 SECONDS = {"total_step_time": 2.0, "generation": 1.0, "policy_training": 0.5}
 

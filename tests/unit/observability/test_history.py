@@ -3,8 +3,7 @@
 import json
 import resource
 
-from nemo_rl_lite.observability.history import rewind
-from nemo_rl_lite.observability.metrics_log import METRICS_FILE, JsonLines, MetricsLog
+from nemo_rl_lite.observability.trackers import METRICS_FILE, JsonLines, MetricsLog, rewind
 from nemo_rl_lite.rules.compose import compose_config
 
 

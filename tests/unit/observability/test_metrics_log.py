@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from nemo_rl_lite.observability.metrics_log import METRICS_FILE, JsonLines, MetricsLog, under
 from nemo_rl_lite.observability.timer import Timer
+from nemo_rl_lite.observability.trackers import METRICS_FILE, JsonLines, MetricsLog, under
 
 
 def test_json_lines_are_on_disk_at_once_and_history_is_kept(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl_lite.observability.redaction import HIDDEN, redact, redact_command, redact_text
+from nemo_rl_lite.observability.environment import HIDDEN, redact, redact_command, redact_text
 
 CONFIG = {
     "reward": {"kwargs": {"api_key": "sk-1", "url": "https://me:pw@judge.example/v1", "max_tokens": 5}},

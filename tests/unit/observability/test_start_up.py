@@ -1,6 +1,6 @@
 """The line about a run's start."""
 
-from nemo_rl_lite.observability.start_up import start_line
+from nemo_rl_lite.observability.console import start_line
 from nemo_rl_lite.observability.timer import Timer
 
 

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from nemo_rl_lite.config.sections.run import MLflowConfig, WandbConfig
-from nemo_rl_lite.observability.samples import Sample
-from nemo_rl_lite.observability.sink import Chart, Sink
-from nemo_rl_lite.observability.tensorboard import TensorBoard
+from nemo_rl_lite.observability.sink import Chart, Sample, Sink
+from nemo_rl_lite.observability.trackers import TensorBoard
 from nemo_rl_lite.observability.wandb import RUN_ID_FILE, SECTIONS, WeightsAndBiases
 from nemo_rl_lite.run.folder import write_start
 from tests.metric_names import documented
