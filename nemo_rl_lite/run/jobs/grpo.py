@@ -8,7 +8,7 @@ from typing import Any
 from nemo_rl_lite.algorithms.grpo import GRPO
 from nemo_rl_lite.algorithms.report import Report
 from nemo_rl_lite.checkpoint.resume import Start
-from nemo_rl_lite.cluster.system_usage import SystemUsage
+from nemo_rl_lite.cluster.heartbeat import SystemUsage
 from nemo_rl_lite.config.algorithms import compares, has_teacher
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig

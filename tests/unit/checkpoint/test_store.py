@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_lite.checkpoint import saved
 from nemo_rl_lite.checkpoint import store as store_module
-from nemo_rl_lite.checkpoint.saved import RECORD
-from nemo_rl_lite.checkpoint.store import LATEST, CheckpointStore, Retention
+from nemo_rl_lite.checkpoint.store import LATEST, RECORD, CheckpointStore, Retention
 from nemo_rl_lite.errors import CheckpointError
 
 
@@ -110,8 +108,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 def test_everything_is_brought_to_the_disk_before_it_is_renamed(tmp_path, monkeypatch):
     store, order = make(tmp_path), []
     real = Path.rename
-    for module in (saved, store_module):
-        monkeypatch.setattr(module, "to_disk", lambda path: order.append(path.name))
+    monkeypatch.setattr(store_module, "to_disk", lambda path: order.append(path.name))
     monkeypatch.setattr(Path, "rename", lambda path, target: (order.append("rename"), real(path, target))[1])
     save(store, 1)
     before = order[: order.index("rename")]

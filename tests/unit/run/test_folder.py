@@ -16,7 +16,7 @@ from contextlib import suppress
 import pytest
 
 from nemo_rl_lite.checkpoint.resume import checkpoint_store
-from nemo_rl_lite.checkpoint.saved import RECORD
+from nemo_rl_lite.checkpoint.store import RECORD
 from nemo_rl_lite.errors import ConfigError, WorkerError
 from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
