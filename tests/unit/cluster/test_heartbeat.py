@@ -48,11 +48,6 @@ def test_the_error_names_it_and_has_every_stack(monkeypatch):
     assert "all_reduce" in error.details and "token_logprobs" in error.details
 
 
-def test_without_a_sign_of_life_all_are_named(monkeypatch):
-    monkeypatch.setattr(heartbeat, "last_heartbeats", lambda workers: [])
-    assert "a, b failed in phase 'generate': not done" in str(heartbeat.hang(["a", "b"], "generate", "not done"))
-
-
 def usage_beat(worker: str, node: str, samples: int, **sums: float) -> Heartbeat:
     return Heartbeat(worker, "idle", 0.0, 0.0, node=node, usage=Usage(samples, sums))
 

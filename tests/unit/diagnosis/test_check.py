@@ -1,5 +1,3 @@
-import subprocess
-import sys
 import threading
 import time
 
@@ -24,15 +22,6 @@ def test_what_hangs_is_a_line_and_hides_nothing(machine):
     assert time.monotonic() - started < 55
     assert [check.status for check in checks] == [CheckStatus.WARN, CheckStatus.OK]
     assert checks[0].name == "the driver" and checks[0].found == "no answer within 2 s"
-
-
-def test_what_hangs_does_not_keep_the_process():
-    code = (
-        "import time\nfrom nemo_rl_lite.diagnosis.check import run_within\n"
-        "print(run_within(0.1, [lambda: time.sleep(60)]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=55, check=True)
-    assert done.stdout == "[TimeoutError()]\n"
 
 
 def test_what_breaks_is_a_line(machine):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_lite import export, report
-from nemo_rl_lite.host.machine import gpu_bytes, gpu_name, local_path, netrc_file, why_not_writable
+from nemo_rl_lite.host.machine import gpu_bytes, gpu_name, local_path, why_not_writable
 
 
 def answering(folder: Path, text: str, status: int = 0) -> str:
@@ -59,14 +59,3 @@ def test_what_is_no_path_of_this_machine(verb, arguments, capsys):
         verb.main(arguments)
     said = capsys.readouterr().err
     assert caught.value.code == 2 and arguments[-1] in said and "Traceback" not in said
-
-
-def test_wandb_agrees_on_its_file(tmp_path, monkeypatch):
-    from wandb.sdk.lib.wbauth.wbnetrc import _get_netrc_file_path
-
-    for environment in ({"HOME": str(tmp_path)}, {"NETRC": str(tmp_path / "other")}):
-        with monkeypatch.context() as patch:
-            patch.delenv("NETRC", raising=False)
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            assert netrc_file(environment) == _get_netrc_file_path()

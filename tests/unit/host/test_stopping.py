@@ -5,10 +5,8 @@ import signal
 
 import pytest
 
-from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.host import stopping as stopping_module
 from nemo_rl_lite.host.stopping import Stopping, note_signal, seconds
-from nemo_rl_lite.rules.compose import compose_config
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -52,8 +50,3 @@ def test_no_step_is_begun_that_could_end_too_late(monkeypatch):
 )
 def test_durations(given, expected):
     assert seconds(given) == expected
-
-
-def test_a_limit_needs_checkpoints():
-    with pytest.raises(ConfigError, match=r"checkpoint\.must_save_by = .*\n.*saves nothing"):
-        compose_config(["checkpoint.must_save_by=60", "checkpoint.save_period=0"])

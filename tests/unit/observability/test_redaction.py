@@ -57,11 +57,6 @@ def test_what_follows_the_name_of_a_secret_is_hidden(text):
     assert ("3" in shown) == ("3" in text.replace("s3cret", ""))
 
 
-def test_overrides_that_hold_several_values():
-    shown = redact_command("python -m nemo_rl_lite.train '+reward.kwargs={secret_key: s3cret, depth: 2}' algorithm=sft")
-    assert "s3cret" not in shown and "depth: 2" in shown and "algorithm=sft" in shown
-
-
 def test_what_only_looks_like_one_stays():
     plain = {"path": "a", "keynote": "b", "pattern": "c", "keep_newest": "2"} | {
         "max_new_tokens": "256",

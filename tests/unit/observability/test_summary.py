@@ -91,14 +91,6 @@ def test_an_sft_run_is_judged_by_its_losses_and_has_one_phase(tmp_path):
     assert summary["steps"] == 2 and summary["seconds_a_step"] == pytest.approx(0.75)
 
 
-def test_what_was_not_measured_at_both_ends_has_no_row(tmp_path):
-    metrics = run(
-        {}, [{"train/loss": 3.0, "validation/val_loss": 2.0}], {"total_step_time": 1.0, "policy_training": 1.0}
-    )
-    text, summary = reported(metrics, tmp_path, "sft")
-    assert "held-out" not in text and summary["val_loss_before"] is None and summary["val_loss_after"] == 2.0
-
-
 def test_trackers_get_the_numbers_and_two_charts(tmp_path):
     measured = {"memory/predicted/train/parameters": 2**30, "memory/measured/train/parameters": 2**29}
     more = {"memory/measured/train/kv_cache": 2**31}

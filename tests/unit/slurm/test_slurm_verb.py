@@ -133,12 +133,6 @@ def test_a_job_that_would_get_no_further_is_not_queued_again(capsys, site, envir
     assert status == int(environment["STATUS"]) and not (seen / "scontrol").exists()
 
 
-def test_a_run_folder_of_the_jobs_own(capsys, site):
-    text = script(capsys, f"--python={site / 'tools' / 'run'}", "run_name='my $(run)'")
-    subprocess.run(["bash"], input=text, text=True, env=os.environ | {"SLURM_JOB_ID": "17"}, check=True, timeout=400)
-    assert (site / "seen" / "run").read_text().splitlines()[-1] == "hydra.run.dir=outputs/my---run-/slurm-17"
-
-
 def test_on_several_nodes_each_joins_ray_first(capsys, site):
     text = script(capsys, f"--python={site / 'tools' / 'run'}", "--interface=ib0", "--join-timeout=9", *TWO_NODES)
     subprocess.run(["bash"], input=text, text=True, env=os.environ | {"SLURM_JOB_ID": "17"}, check=True, timeout=400)
@@ -162,13 +156,6 @@ def test_what_sbatch_says_against_a_job_is_shown(capsys, site, monkeypatch):
     assert capsys.readouterr().err.endswith("\nsbatch refuses the job: invalid partition specified: nowhere\n")
 
 
-def test_without_slurm_it_says_where_to_submit(capsys, site, monkeypatch):
-    monkeypatch.setenv("PATH", str(site))
-    with pytest.raises(SystemExit):
-        slurm.main(["--submit"])
-    assert "sbatch is not on PATH" in capsys.readouterr().err
-
-
 WRONG = {
     ("policy.lr=1e-4",): ["policy.lr", "did you mean"],
     ("--log=logs/%j/out.txt",): ["--log = 'logs/%j/out.txt'", "exists before the job"],
@@ -185,11 +172,6 @@ def test_mistakes_are_told_before_anything_is_submitted(capsys, site, words):
     said = capsys.readouterr().err
     assert caught.value.code == 2 and all(part in said for part in WRONG[words])
     assert not (site / "seen" / "script").exists()
-
-
-@pytest.mark.parametrize("words", [("-t", "4h"), ("-p", ""), ("--mem=64",), ("--sbatch=--array=0-3",)], ids=" ".join)
-def test_what_sbatch_judges_is_left_to_it(capsys, site, words):
-    assert script(capsys, *words).startswith("#!")
 
 
 def test_a_folder_for_the_log_gets_a_file(capsys, site):
