@@ -23,8 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if sys.version_info < (3, 12):  # noqa: UP036 - from a checkout it is run with whatever Python there is
         sys.exit(f"Python 3.12 is needed, and this is {sys.version.split()[0]}; fix: bash scripts/install.sh")
     # An older Python cannot parse these files.
-    from nemo_rl_lite.diagnosis.check import CheckStatus
-    from nemo_rl_lite.diagnosis.diagnose import diagnose, show
+    from nemo_rl_lite.diagnosis.check import CheckStatus, show
+    from nemo_rl_lite.diagnosis.checks import diagnose
 
     checks = diagnose()
     if given.json:

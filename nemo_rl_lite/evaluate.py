@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl_lite.errors import LauncherError, WorkerError, shown_as_message
-from nemo_rl_lite.host.paths import local_path
+from nemo_rl_lite.host.machine import local_path
 
 INTERRUPTED = 130
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl_lite.checkpoint.resume import POLICY, checkpoints_around, locate
-from nemo_rl_lite.checkpoint.saved import Checkpoint
+from nemo_rl_lite.checkpoint.store import Checkpoint
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import CheckpointError, ConfigError, shown_as_message
-from nemo_rl_lite.host.paths import local_path
+from nemo_rl_lite.host.machine import local_path
 from nemo_rl_lite.rules.compose import restore
 
 
@@ -50,7 +50,7 @@ def export(run: Path, target: Path | None) -> Path:
     warnings.simplefilter("ignore")
     import transformers
 
-    from nemo_rl_lite.host.ports import free_port
+    from nemo_rl_lite.host.machine import free_port
     from nemo_rl_lite.models.source import locate_model
     from nemo_rl_lite.models.templated import TEMPLATE_FILE, TEMPLATED, with_template
     from nemo_rl_lite.observability.console import RunConsole

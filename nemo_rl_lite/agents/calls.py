@@ -11,8 +11,7 @@ from nemo_rl_lite.config.sections.data import AgentConfig
 from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
-from nemo_rl_lite.host.call import StartError, Target
-from nemo_rl_lite.host.calls import CallPool
+from nemo_rl_lite.host.pool import CallPool, StartError, Target
 
 
 def check_agent(config: AgentConfig) -> None:

@@ -15,8 +15,8 @@ from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.losses.advantages import baseline_metrics, clip_advantages, group_advantages, separate_advantages
 from nemo_rl_lite.losses.interface import Loss
-from nemo_rl_lite.observability.metrics_log import under
 from nemo_rl_lite.observability.timer import Phase, Timer
+from nemo_rl_lite.observability.trackers import under
 from nemo_rl_lite.offload.mover import Move, move_metrics
 from nemo_rl_lite.policy.interface import Policy, Scored, Teacher
 from nemo_rl_lite.rollout.files import Split

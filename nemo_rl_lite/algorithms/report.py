@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from nemo_rl_lite.observability.console import ENGINES_IDLE, RunConsole
 from nemo_rl_lite.observability.memory import with_rest
-from nemo_rl_lite.observability.metrics_log import MetricsLog, under
 from nemo_rl_lite.observability.speed import PolicySpeed
 from nemo_rl_lite.observability.timer import Timer
+from nemo_rl_lite.observability.trackers import MetricsLog, under
 from nemo_rl_lite.offload.mover import move_metrics
 from nemo_rl_lite.policy.interface import Policy, Work
 

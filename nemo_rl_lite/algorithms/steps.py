@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
 from nemo_rl_lite.errors import RunStopped, TrainingError
 from nemo_rl_lite.host.stopping import Stopping
-from nemo_rl_lite.observability.metrics_log import MetricsLog
+from nemo_rl_lite.observability.trackers import MetricsLog
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.checkpoint.checkpoints import POLICY
-from nemo_rl_lite.checkpoint.saved import RECORD, Checkpoint, verified
-from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention, has_any
+from nemo_rl_lite.checkpoint.store import RECORD, Checkpoint, CheckpointStore, Retention, has_any, verified
 from nemo_rl_lite.config.algorithms import has_teacher
 from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.config.schema import Config

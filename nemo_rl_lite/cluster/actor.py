@@ -13,8 +13,7 @@ import ray
 
 from nemo_rl_lite.cluster.heartbeat import HeartbeatThread
 from nemo_rl_lite.host.distributions import listed_quickly
-from nemo_rl_lite.host.logs import log_to_stderr
-from nemo_rl_lite.host.ports import free_port
+from nemo_rl_lite.host.machine import free_port, log_to_stderr
 from nemo_rl_lite.observability import profiling
 from nemo_rl_lite.observability.timer import SETUP, seconds_since_start
 

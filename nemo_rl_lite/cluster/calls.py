@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from nemo_rl_lite.cluster.heartbeat import hang
 from nemo_rl_lite.errors import LostTouchError, WorkerError
-from nemo_rl_lite.observability.limits import limited
+from nemo_rl_lite.observability.liveness import limited
 
 # Seconds to wait for other failures after the first, which is often not the cause.
 GRACE_S = 2.0

@@ -15,7 +15,7 @@ import ray
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.observability import progress
+from nemo_rl_lite.observability.liveness import latest_progress
 from nemo_rl_lite.observability.system import Sampler, Usage
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class HeartbeatThread:
 
     def _write_all(self) -> None:
         while True:
-            counts, stack, usage = progress.latest(), _main_stack(), self._system.usage
+            counts, stack, usage = latest_progress(), _main_stack(), self._system.usage
             heartbeat = Heartbeat(self._worker, self._phase, self._since, time.time(), counts, stack, self._node, usage)
             try:
                 _internal_kv_put(_key(self._worker), json.dumps(asdict(heartbeat)).encode(), overwrite=True)
@@ -104,6 +104,32 @@ def last_heartbeats(workers: Sequence[str]) -> list[Heartbeat]:
             typed = {"stack": tuple(content["stack"]), "usage": Usage(**content["usage"])}
             found.append(Heartbeat(**content | typed))
     return found
+
+
+class SystemUsage:
+    """Use of the machines and GPUs of `workers`, from their heartbeats alone. Machine 0 is the first worker's."""
+
+    def __init__(self, workers: Sequence[str]):
+        self._workers = list(workers)
+        self._seen: dict[str, Usage] = {}
+        self._means: dict[str, dict[str, float]] = {}
+        self._nodes: list[str] = []
+
+    def take(self) -> dict[str, float]:
+        """Means since the last call, or the previous means without a new sample: `node.0.cpu_util`,
+        `node.0.gpu.3.mem_gb` and so on (see `System.sample`)."""
+        values: dict[str, list[float]] = {}
+        for one in last_heartbeats(self._workers):
+            if one.node not in self._nodes:
+                self._nodes.append(one.node)
+            means = one.usage.means_since(self._seen.get(one.worker, Usage()))
+            if means:
+                self._seen[one.worker], self._means[one.worker] = one.usage, means
+            node = self._nodes.index(one.node)
+            for name, value in self._means.get(one.worker, {}).items():
+                values.setdefault(f"node.{node}.{name}", []).append(value)
+        # Several workers report the same machine, or the same GPU.
+        return {name: sum(seen) / len(seen) for name, seen in values.items()}
 
 
 def hang(workers: Sequence[str], phase: str, cause: str) -> WorkerError:

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from nemo_rl_lite.errors import ConfigError, LauncherError, Violation
-from nemo_rl_lite.host.ray_address import FIX, OWN, VARIABLE, ray_address
+from nemo_rl_lite.host.machine import OWN_RAY, RAY_ADDRESS, RAY_ADDRESS_FIX, ray_address
 from nemo_rl_lite.host.stopping import SIGNALS, interrupt
 
 # The environment of Ray's own processes: no usage report, no idle worker for each core.
@@ -69,7 +69,7 @@ def _start_or_join() -> None:
             if is_second:
                 raise LauncherError(
                     "Ray did not start within its time limit, twice: the machine is overloaded. Try again when less "
-                    f"else runs there, or start Ray before the run (ray start --head) and set {VARIABLE}=auto"
+                    f"else runs there, or start Ray before the run (ray start --head) and set {RAY_ADDRESS}=auto"
                 ) from error
         log.warning("Ray did not start within its time limit; it is started once more")
         ray.shutdown()
@@ -96,10 +96,10 @@ def _init() -> None:
             configure_logging=False,
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
-        if address in OWN:
+        if address in OWN_RAY:
             raise
         cause = " ".join(str(error).split())
-        raise ConfigError([Violation(VARIABLE, address, f"cannot be joined: {cause}", FIX)]) from error
+        raise ConfigError([Violation(RAY_ADDRESS, address, f"cannot be joined: {cause}", RAY_ADDRESS_FIX)]) from error
 
 
 def lost_process() -> str:

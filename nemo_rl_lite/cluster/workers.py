@@ -1,7 +1,8 @@
-"""Groups of workers in Ray actors: starts their processes, replaces them, and calls their methods."""
+"""Groups of workers in Ray actors: starts their processes, replaces them, calls their methods, traces their steps."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from ray.exceptions import RayActorError
 from nemo_rl_lite.cluster.actor import WorkerActor
 from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.cluster.placement import Slot
-from nemo_rl_lite.observability.profiling import Tool
+from nemo_rl_lite.config.sections.run import ProfileConfig
+from nemo_rl_lite.observability import profiling
 
 
 class WorkerGroup:
@@ -131,7 +133,7 @@ class WorkerGroup:
         """Highest resident memory of each worker's process so far, in bytes."""
         return wait(self._as_call("memory", [host.peak_memory.remote() for host in self.hosts]))
 
-    def begin_profile(self, tool: Tool) -> Call:
+    def begin_profile(self, tool: profiling.Tool) -> Call:
         """Start a trace in every worker's process."""
         return self._as_call("profile", [host.begin_profile.remote(tool) for host in self.hosts], self._limit_s)
 
@@ -154,3 +156,27 @@ def _was_there(answer: Any) -> bool:
         return ray.get(answer)
     except RayActorError:
         return False
+
+
+class StepProfiler:
+    """Traces the steps in `profile.steps`, in the launcher and every worker: `profile/step-<step>/<worker>.json.gz`."""
+
+    def __init__(self, config: ProfileConfig, run_folder: Path, groups: Sequence[WorkerGroup]):
+        self._config, self._folder, self._groups = config, run_folder / profiling.FOLDER, groups
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Trace the block if `step` is one of them. Nothing is written where the block raises."""
+        if step not in self._config.steps:
+            yield
+            return
+        folder, done = self._folder / f"step-{step:08d}", False
+        wait(*(group.begin_profile(self._config.tool) for group in self._groups))
+        profiling.begin(self._config.tool, on_device=False)
+        try:
+            yield
+            done = True
+        finally:
+            profiling.end(folder / f"{profiling.DRIVER}{profiling.SUFFIX}" if done else None)
+            if done:
+                wait(*(group.end_profile(folder, profiling.SUFFIX) for group in self._groups))

@@ -1,10 +1,13 @@
 """Runs checks of this machine concurrently, within a time limit that holds even where a driver or a file system never
-answers."""
+answers, and prints them."""
 
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import groupby
 from pathlib import Path
 from threading import Thread
 
@@ -23,6 +26,7 @@ class CheckStatus(StrEnum):
 
 
 OK, WARN, FAIL, SKIPPED = CheckStatus
+COLOURS = {OK: 32, WARN: 33, FAIL: 31, SKIPPED: 2}
 
 
 @dataclass(frozen=True)
@@ -122,3 +126,27 @@ def _unanswered(look: Look, error: Exception, limit_s: float) -> Check:
     if isinstance(error, ImportError):
         return Check(name, WARN, f"not examined: {error}", fix=INSTALL)
     return Check(name, WARN, f"not examined: {type(error).__name__}: {error}", fix="report it, with this line")
+
+
+def lines(checks: Sequence[Check], coloured: bool = False) -> list[str]:
+    """One line a check; what is wanted, the fix and what is off follow where it is not ok. The last line counts."""
+    width = max((len(check.name) for check in checks), default=0)
+    text: list[str] = []
+    for subject, group in groupby(checks, key=lambda check: check.subject):
+        text.append(subject)
+        for check in group:
+            status = f"{check.status:<7}"
+            if coloured:
+                status = f"\x1b[{COLOURS[check.status]}m{status}\x1b[0m"
+            fits = check.status is OK and check.wanted and check.wanted not in check.found
+            text.append(f"  {status}  {check.name:<{width}}  {check.found}" + f" (wanted: {check.wanted})" * bool(fits))
+            if check.status is not OK:
+                parts = {"wanted": check.wanted, "fix": check.fix, "off": check.off}
+                text += [f"  {'':<7}  {'':<{width}}  {label}: {value}" for label, value in parts.items() if value]
+    counts = Counter(check.status for check in checks)
+    verdict = "fix what fails first" if counts[FAIL] else "nothing was found that stops a run"
+    return [*text, f"{', '.join(f'{counts[status]} {status}' for status in CheckStatus)}: {verdict}"]
+
+
+def show(checks: Sequence[Check]) -> None:
+    sys.stdout.write("\n".join(lines(checks, sys.stdout.isatty())) + "\n")

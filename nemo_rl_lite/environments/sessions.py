@@ -13,8 +13,7 @@ from nemo_rl_lite.data.problems import Message, Problem
 from nemo_rl_lite.environments.interface import Environment, Observation
 from nemo_rl_lite.environments.registry import INSTANT, find_environment
 from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.host.call import StartError, Target, as_call_error
-from nemo_rl_lite.host.calls import CallPool
+from nemo_rl_lite.host.pool import CallPool, StartError, Target, as_call_error
 
 
 class Environments(Protocol):

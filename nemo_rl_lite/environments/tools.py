@@ -13,7 +13,7 @@ from typing import Any
 from nemo_rl_lite.data.problems import Message, Problem
 from nemo_rl_lite.data.tools import Tool
 from nemo_rl_lite.environments.interface import Observation
-from nemo_rl_lite.host.call import as_call_error
+from nemo_rl_lite.host.pool import as_call_error
 
 # Plain functions run in threads, which start as they are needed; environment.concurrency is the limit.
 _THREADS = ThreadPoolExecutor(4096, thread_name_prefix="tool")

@@ -1,4 +1,4 @@
-"""What a run prints on the terminal: one line a step, samples at times, and a table at the end."""
+"""A run's output on the terminal: a line about its start, one for each step, samples at times, tables at the end."""
 
 import logging
 import math
@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_rl_lite.observability.samples import Sample
+from nemo_rl_lite.observability.sink import Sample
+from nemo_rl_lite.observability.timer import Timer, seconds_since_start
+from nemo_rl_lite.observability.trackers import MetricsLog, under
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,8 @@ _RECENT_STEPS = 20
 _SHOWN_CHARACTERS = 600
 # The width of a table without a terminal, where rich would take 80 columns.
 PLAIN_WIDTH = 100
+# Shorter parts of the start are left out of its line, in seconds.
+_SHOWN_S = 0.05
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 
@@ -212,3 +216,27 @@ def readable(text: str) -> str:
         return plain
     half = _SHOWN_CHARACTERS // 2
     return f"{plain[:half]} ... {plain[-half:]}"
+
+
+def report_start(setup: Timer, step: int, metrics: MetricsLog, console: RunConsole) -> None:
+    """Log `timing/setup/...` at `step` and print a line of it. `total` is the time since the command. `<group>/<part>`
+    are parts within a group's processes, which ran at the same time as others; the launcher's parts follow each
+    other."""
+    seconds = setup.take() | {"total": seconds_since_start()}
+    metrics.log(step, under("timing/setup", seconds))
+    console.say(start_line(seconds))
+
+
+def start_line(seconds: Mapping[str, float]) -> str:
+    """Return one line with the total, the launcher's parts in their order, and what each group's processes did."""
+    own = {name: value for name, value in seconds.items() if "/" not in name and name != "total"}
+    own["other"] = seconds["total"] - sum(own.values())
+    shown = [f"started in {seconds['total']:.1f} s: {_parts(own)}"]
+    for group in dict.fromkeys(name.partition("/")[0] for name in seconds if "/" in name):
+        inside = {name.partition("/")[2]: value for name, value in seconds.items() if name.startswith(f"{group}/")}
+        shown.append(f"{group}'s processes: {_parts(inside)}")
+    return "; ".join(shown)
+
+
+def _parts(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.1f}" for name, value in seconds.items() if value >= _SHOWN_S)

@@ -1,8 +1,11 @@
-"""Describes where a run is made: versions, hardware and the commit, without environment variables."""
+"""Descriptions of a run for its folder and for trackers: configuration without secrets, versions, hardware, commit."""
 
+import dataclasses
 import json
 import os
 import platform
+import re
+import shlex
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -13,7 +16,6 @@ from typing import Any
 import psutil
 
 import nemo_rl_lite
-from nemo_rl_lite.observability.redaction import redact
 
 PACKAGES = (
     "torch",
@@ -26,8 +28,23 @@ PACKAGES = (
     "ray",
     "numpy",
 )
-ENVIRONMENT_FILE = "environment.json"
+# The files of a run's folder that describe the run.
+CONFIG_FILE, COMMAND_FILE, ENVIRONMENT_FILE = "config.json", "command.txt", "environment.json"
+STATUS_FILE, ERROR_FILE = "status.json", "error.txt"
 _LIMIT_S = 10
+
+HIDDEN = "REDACTED"
+_KINDS = (
+    r"(?:api|access|secret|private)[_-]?keys?|secrets?|passwords?|passwd|passphrase|pwd|token|auth(?:orization)?|bearer"
+    r"|pat|cookies?|sig(?:nature)?|credentials?"
+)
+_NAMES = rf"(?:(?:[\w-]*[_-])?(?:{_KINDS})|[\w-]+[_-]keys?)"
+_SECRET = re.compile(rf"^{_NAMES}$", re.IGNORECASE)
+# user:password@ in an address.
+_IN_ADDRESS = re.compile(r"(?<=://)[^/\s]+@")
+_BEARER = re.compile(r"\bbearer\s+[^\s,'\"}}\]]+", re.IGNORECASE)
+# `{api_key: ...}` in an override, `password=...` in an address.
+_IN_TEXT = re.compile(rf"(?<![\w-])(['\"]?{_NAMES}['\"]?\s*[:=]\s*)('[^']*'|\"[^\"]*\"|[^\s,}}\]&'\"]+)", re.IGNORECASE)
 
 
 def describe_environment() -> dict[str, Any]:
@@ -95,3 +112,38 @@ def _answer(*command: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
+
+
+def described(config: Any) -> dict[str, Any]:
+    """A configuration (a dataclass) as it is written to files: all of it but its secrets."""
+    return redact(dataclasses.asdict(config))
+
+
+def redact(value: Any, key: str = "") -> Any:
+    """Hide the values of a configuration whose keys name secrets, and credentials in addresses."""
+    if isinstance(value, Mapping):
+        return {name: redact(child, name) for name, child in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact(child, key) for child in value]
+    if isinstance(value, str):
+        return HIDDEN if value and _SECRET.search(key) else redact_text(value)
+    return value
+
+
+def redact_text(text: str) -> str:
+    """Hide in a text the values that follow the name of a secret, and credentials in addresses."""
+    return _IN_TEXT.sub(rf"\1{HIDDEN}", _IN_ADDRESS.sub(f"{HIDDEN}@", _BEARER.sub(HIDDEN, text)))
+
+
+def redact_command(command: str) -> str:
+    """Hide secrets in a command line's overrides. A command line that cannot be parsed becomes empty."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return ""
+    return shlex.join(_word(word) for word in words)
+
+
+def _word(word: str) -> str:
+    path, is_override, value = word.partition("=")
+    return f"{path}={redact(value, path.rpartition('.')[2])}" if is_override else str(redact(word))

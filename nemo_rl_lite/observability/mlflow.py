@@ -16,8 +16,7 @@ from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.config.sections.run import MLflowConfig
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.observability.environment import for_trackers
-from nemo_rl_lite.observability.samples import Sample
-from nemo_rl_lite.observability.sink import Chart, Metrics, Sink
+from nemo_rl_lite.observability.sink import Chart, Metrics, Sample, Sink
 
 log = logging.getLogger(__name__)
 

@@ -1,19 +1,22 @@
-"""Summarizes a run that is done: a table on the terminal, pictures, and summary.json."""
+"""Summarizes a run that is done: a table on the terminal, and summary.json."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.observability.console import ENGINES_IDLE, PHASES, RunConsole, phases_in
-from nemo_rl_lite.observability.metrics_log import MetricsLog
-from nemo_rl_lite.observability.plots import GIB, MEASURED, PREDICTED, plot_memory, plot_run, stacks
 from nemo_rl_lite.observability.sink import Chart
+from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.observability.views import Curve, View
 
 SUMMARY_FILE = "summary.json"
+PREDICTED, MEASURED = "memory/predicted/", "memory/measured/"
+LAST_STEPS = 5
+"""Measured memory is the mean over this many last steps of the run, when everything has been allocated."""
+GIB = 2**30
 # Phase -> the metric that says how near its limit the GPU was, and what that limit is.
 _LIMIT_SHARES = {
     "generate": "performance/generation_bandwidth_share",
@@ -21,8 +24,6 @@ _LIMIT_SHARES = {
     "train": "performance/train_fp_utilization",
 }
 _LIMITS = {"generate": "bandwidth", "logprob": "bf16 peak", "train": "bf16 peak"}
-PICTURE = Path("plots") / "run.png"
-MEMORY_PICTURE = Path("plots") / "memory.png"
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,8 @@ def summarize(metrics: MetricsLog, run_folder: Path, peak_memory: Mapping[str, i
     )
 
 
-def show_summary(
-    summary: Summary, metrics: MetricsLog, console: RunConsole, title: str, view: View, plots: bool
-) -> None:
-    """Print the table, draw the pictures, write summary.json."""
+def show_summary(summary: Summary, metrics: MetricsLog, console: RunConsole, title: str, view: View) -> None:
+    """Print the table, write summary.json."""
     folder = Path(summary.run_folder)
     (folder / SUMMARY_FILE).write_text(json.dumps(asdict(summary), indent=2) + "\n")
     rows = [row for panel in view for curve in panel.curves if (row := _row(curve, metrics))]
@@ -105,11 +104,6 @@ def show_summary(
         rows = [(what, f"{seconds:.3f} s") for what, seconds in waited]
         rows.append(("age of the tokens", f"{waits.token_age:.2f} steps"))
         console.table("policy and engines at the same time", ("", "median"), rows)
-    if plots:
-        plot_run(metrics, folder / PICTURE, title, view)
-        console.say(f"picture  {folder / PICTURE}")
-        if plot_memory(metrics, folder / MEMORY_PICTURE, title):
-            console.say(f"memory   {folder / MEMORY_PICTURE}")
     if (model := folder / "hf").is_dir():
         console.say(f"model    {model}")
     console.say(f"run      {folder}")
@@ -148,6 +142,17 @@ def charts(summary: Summary, metrics: MetricsLog) -> list[Chart]:
         Chart("phases", "median seconds a step, by phase", ("phase", "seconds"), seconds),
         Chart("residency", "device memory by phase", ("what", "predicted GiB", "measured GiB"), residency),
     ]
+
+
+def stacks(metrics: MetricsLog, prefix: str) -> dict[str, dict[str, float]]:
+    """Bytes by phase and component of the metrics `<prefix><phase>/<component>`: means over the last steps."""
+    names = dict.fromkeys(name for entry in metrics.history for name in entry if name.startswith(prefix))
+    found: dict[str, dict[str, float]] = {}
+    for name in names:
+        phase, component = name.removeprefix(prefix).split("/")
+        _, values = metrics.series(name)
+        found.setdefault(phase, {})[component] = mean(values[-LAST_STEPS:])
+    return found
 
 
 def _waits(metrics: MetricsLog) -> Waits | None:

@@ -8,8 +8,7 @@ from typing import Any
 from nemo_rl_lite.config.sections.run import WandbConfig
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.observability.environment import for_trackers
-from nemo_rl_lite.observability.samples import Sample
-from nemo_rl_lite.observability.sink import Chart, Metrics, Sink
+from nemo_rl_lite.observability.sink import Chart, Metrics, Sample, Sink
 
 RUN_ID_FILE = "wandb-run-id.txt"
 # Prefixes of metrics; each is a section of the dashboard, drawn over the run's steps.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.errors import HostMemoryError
-from nemo_rl_lite.host.memory import free_host_bytes
+from nemo_rl_lite.host.machine import free_host_bytes
 
 log = logging.getLogger(__name__)
 

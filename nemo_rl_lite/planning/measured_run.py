@@ -11,7 +11,7 @@ from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus, samples_per_step
 from nemo_rl_lite.errors import ConfigError, Violation
-from nemo_rl_lite.observability.metrics_log import METRICS_FILE
+from nemo_rl_lite.observability.trackers import METRICS_FILE
 from nemo_rl_lite.planning.phase_time import Lengths
 from nemo_rl_lite.planning.step_time import StepTime
 from nemo_rl_lite.rules.compose import restore

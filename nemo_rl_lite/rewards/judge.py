@@ -9,8 +9,7 @@ from typing import Any, Protocol
 from nemo_rl_lite.config.sections.data import RewardConfig
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
-from nemo_rl_lite.host.call import CallError, LateError, StartError, Target
-from nemo_rl_lite.host.calls import CallPool
+from nemo_rl_lite.host.pool import CallError, CallPool, LateError, StartError, Target
 from nemo_rl_lite.rewards.batches import Batches
 from nemo_rl_lite.rewards.registry import INSTANT, WRONG_WHERE_LATE
 from nemo_rl_lite.rewards.terms import Parts, RewardCalls, Term, terms_of

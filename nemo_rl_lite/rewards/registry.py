@@ -14,7 +14,7 @@ from typing import Any
 from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, Violation
-from nemo_rl_lite.host.call import as_call_error
+from nemo_rl_lite.host.pool import as_call_error
 from nemo_rl_lite.rewards.value import RewardError, UnavailableReward, WrongReward, checked_reward
 
 Reward = Callable[[str, Problem], float | Awaitable[float]]

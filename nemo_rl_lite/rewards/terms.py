@@ -8,7 +8,7 @@ from typing import Any
 from nemo_rl_lite.config.sections.data import RewardConfig
 from nemo_rl_lite.config.user_code import own_name
 from nemo_rl_lite.data.problems import Problem
-from nemo_rl_lite.host.call import as_call_error, place_of
+from nemo_rl_lite.host.pool import as_call_error, place_of
 from nemo_rl_lite.rewards.registry import find_batch_reward, find_reward
 from nemo_rl_lite.rewards.value import RewardError
 

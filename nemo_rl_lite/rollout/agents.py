@@ -15,7 +15,7 @@ from nemo_rl_lite.endpoint.protocol import Answer, Asked, RefusedError
 from nemo_rl_lite.endpoint.server import Endpoint
 from nemo_rl_lite.errors import DataError, EngineError, WorkerError
 from nemo_rl_lite.generation.interface import Sampling
-from nemo_rl_lite.host.call import CallError, as_call_error
+from nemo_rl_lite.host.pool import CallError, as_call_error
 from nemo_rl_lite.rewards.registry import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode, Span
 from nemo_rl_lite.rollout.playing import Assistant, Section

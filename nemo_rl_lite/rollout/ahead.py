@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.observability.limits import progressed
+from nemo_rl_lite.observability.liveness import progressed
 from nemo_rl_lite.rollout import coming, source
 from nemo_rl_lite.rollout.background import Background
 from nemo_rl_lite.rollout.collector import Gathering, Show

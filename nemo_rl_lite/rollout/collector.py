@@ -10,8 +10,8 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Generation, Requests, Sampling
-from nemo_rl_lite.host.call import CallError
-from nemo_rl_lite.observability import limits
+from nemo_rl_lite.host.pool import CallError
+from nemo_rl_lite.observability.liveness import progressed
 from nemo_rl_lite.rewards.judge import Judge, Judged
 from nemo_rl_lite.rewards.value import RewardError, WrongReward
 from nemo_rl_lite.rollout.episode import Episode
@@ -199,6 +199,6 @@ async def _show_life(gathering: Gathering, show: Show) -> None:
     limits of its own."""
     with suppress(asyncio.CancelledError):
         while True:
-            limits.progressed()
+            progressed()
             await asyncio.sleep(_ALIVE_S)
             show(gathering.progress())

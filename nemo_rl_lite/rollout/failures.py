@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass, field
 
 from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.host.call import CallError
+from nemo_rl_lite.host.pool import CallError
 from nemo_rl_lite.rewards.value import RewardError
 from nemo_rl_lite.rollout.episode import Episode
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import pyarrow as pa
 from pyarrow import parquet
 
-from nemo_rl_lite.observability.history import set_aside
 from nemo_rl_lite.observability.timer import Phase, unix_time
+from nemo_rl_lite.observability.trackers import set_aside
 from nemo_rl_lite.rollout.rollout import Rollout
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.losses.batch import TokenRows
-from nemo_rl_lite.observability.samples import Sample, spread, text_of
+from nemo_rl_lite.observability.sink import Sample, spread, text_of
 from nemo_rl_lite.rollout.episode import Activity, Episode
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.environments.sessions import Environments
-from nemo_rl_lite.host.call import as_call_error
+from nemo_rl_lite.host.pool import as_call_error
 from nemo_rl_lite.rewards.value import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.playing import Assistant, Section

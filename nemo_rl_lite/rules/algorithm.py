@@ -22,7 +22,7 @@ from nemo_rl_lite.config.sizes import optimizer_steps, samples_per_step
 from nemo_rl_lite.config.teacher import as_teacher
 from nemo_rl_lite.data.sources import TASKS
 from nemo_rl_lite.errors import ConfigError, Violation
-from nemo_rl_lite.host.wandb_login import WANDB, wandb_login
+from nemo_rl_lite.host.machine import WANDB, wandb_login
 from nemo_rl_lite.rules.base import rule
 from nemo_rl_lite.rules.layout import (
     BATCH,

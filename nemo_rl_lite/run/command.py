@@ -15,9 +15,7 @@ from omegaconf import DictConfig
 from nemo_rl_lite.config.keys import CONFIG_NAME, config_dir, run_with_hydra
 from nemo_rl_lite.config.overrides import RUN_FOLDER, SWEEP_FOLDER, check_overrides, given_keys, named_run_folder
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
-from nemo_rl_lite.host.copies import check_single_launcher
-from nemo_rl_lite.host.disk import why_not_writable
-from nemo_rl_lite.host.ray_address import check_ray_address
+from nemo_rl_lite.host.machine import check_ray_address, check_single_launcher, why_not_writable
 from nemo_rl_lite.rules.compose import compose_command, resolve
 from nemo_rl_lite.rules.notes import notes, show
 from nemo_rl_lite.run.flags import split_arguments

@@ -14,7 +14,7 @@ from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.models.known import find_shape
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.redaction import described
+from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.planning.gpus import size_of
 from nemo_rl_lite.planning.memory_table import size
 from nemo_rl_lite.planning.page import make_plan, show

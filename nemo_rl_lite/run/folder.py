@@ -19,15 +19,22 @@ from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.config.overrides import RUN_FOLDER
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
 from nemo_rl_lite.host.stopping import interrupted_status
-from nemo_rl_lite.observability.environment import ENVIRONMENT_FILE, describe_environment
-from nemo_rl_lite.observability.metrics_log import METRICS_FILE
-from nemo_rl_lite.observability.redaction import redact_command, redact_text
+from nemo_rl_lite.observability.environment import (
+    COMMAND_FILE,
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    ERROR_FILE,
+    STATUS_FILE,
+    describe_environment,
+    redact_command,
+    redact_text,
+)
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
+from nemo_rl_lite.observability.trackers import METRICS_FILE
 
 log = logging.getLogger(__name__)
 
-CONFIG_FILE, COMMAND_FILE, LOCK_FILE = "config.json", "command.txt", ".lock"
-STATUS_FILE, ERROR_FILE = "status.json", "error.txt"
+LOCK_FILE = ".lock"
 # A run that is done is resumed where only these keys changed.
 _LENGTH = {"algorithm.max_num_steps", "algorithm.max_num_epochs"}
 _SHOWN_CHANGES = 3

@@ -5,11 +5,10 @@ from pathlib import Path
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
-from nemo_rl_lite.host.devices import gpu_bytes
-from nemo_rl_lite.host.memory import free_host_bytes
+from nemo_rl_lite.host.machine import free_host_bytes, gpu_bytes
 from nemo_rl_lite.models.shape import ModelShape, NoModelError, read_model_shape
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.metrics_log import MetricsLog
+from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.offload.residency import Phase, Residency
 from nemo_rl_lite.planning.automatic import settle
 from nemo_rl_lite.planning.budget import ENGINE, Budget, budget

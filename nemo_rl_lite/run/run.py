@@ -9,16 +9,15 @@ from typing import Any
 
 from nemo_rl_lite.checkpoint.resume import Start, checkpoint_store, find_start
 from nemo_rl_lite.cluster.runtime import lost_process, ray_runtime
-from nemo_rl_lite.cluster.watchdog import watched
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.host.stopping import was_asked_to_end
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.limits import limited
-from nemo_rl_lite.observability.metrics_log import MetricsLog
-from nemo_rl_lite.observability.redaction import described
+from nemo_rl_lite.observability.environment import described
+from nemo_rl_lite.observability.liveness import limited, watched
 from nemo_rl_lite.observability.summary import Summary, charts, show_summary, summarize, tracked
 from nemo_rl_lite.observability.timer import Timer, seconds_since_start
+from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.observability.views import view_of
 from nemo_rl_lite.run.folder import check_folder, locked, status_kept, write_ending, write_error, write_start
 from nemo_rl_lite.run.jobs.interface import Job, import_packages, make_job
@@ -44,7 +43,12 @@ def run(config: Config, folder: Path, command: str) -> Summary:
         start = _find_start(config, whole_config, folder, console)
         write_start(folder, whole_config, command)
         with status_kept(folder, saves=config.checkpoint.save_period > 0):
-            return _with_restarts(config, folder, whole_config, start, console)
+            summary = _with_restarts(config, folder, whole_config, start, console)
+        if config.logger.plots:
+            from nemo_rl_lite.run.report.page import write_report
+
+            console.say(f"report   {write_report([folder])}")
+        return summary
 
 
 def _with_restarts(
@@ -114,7 +118,7 @@ class _Attempts:
             summary = summarize(metrics, folder, peak_memory)
             metrics.log_summary(tracked(summary), charts(summary, metrics))
             view = view_of(config.algorithm.name)
-            show_summary(summary, metrics, console, config.run_name, view, config.logger.plots)
+            show_summary(summary, metrics, console, config.run_name, view)
         return summary
 
     def _last_words(self, error: WorkerError) -> None:

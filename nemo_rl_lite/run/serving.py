@@ -22,7 +22,7 @@ from nemo_rl_lite.errors import CheckpointError, ConfigError, LauncherError, Wor
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.generation.local import LocalReplica
 from nemo_rl_lite.generation.request_queue import RequestQueue
-from nemo_rl_lite.host.devices import ON_CPUS, gpu_bytes
+from nemo_rl_lite.host.machine import ON_CPUS, gpu_bytes
 from nemo_rl_lite.models.folder import check_model_folder
 from nemo_rl_lite.models.shape import NoModelError, is_hub_name
 from nemo_rl_lite.models.source import from_hub

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus, policy_ranks
-from nemo_rl_lite.host.devices import gpu_name
+from nemo_rl_lite.host.machine import gpu_name
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.observability.speed import DecodingSpeed, PolicySpeed
 from nemo_rl_lite.planning.flops import DecodingBytes

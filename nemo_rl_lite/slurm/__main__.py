@@ -1,29 +1,40 @@
 """`nrl-lite slurm [options] [group=file ...] [key.path=value ...]`: a training run as a Slurm job.
 
 Prints a script for sbatch, or submits it. Nodes and GPUs are the configuration's (cluster.num_nodes,
-cluster.gpus_per_node), which is checked first. A job that is stopped early, by its time limit or for another job, is
-requeued and resumes from its newest checkpoint. Options may be kept in a file, one on a line, and given as @FILE.
+cluster.gpus_per_node), which is checked first; sbatch checks its own options. A job that is stopped early, by its time
+limit or for another job, is requeued and resumes from its newest checkpoint. Options may be kept in a file, one on a
+line, and given as @FILE.
 """
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.resources import files
 from pathlib import Path
 
 from nemo_rl_lite.config.overrides import RUN_FOLDER, given_keys, named_run_folder
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.errors import ConfigError, LauncherError, shown_as_message
-from nemo_rl_lite.host.paths import local_path
+from nemo_rl_lite.errors import ConfigError, LauncherError, Violation, shown_as_message
+from nemo_rl_lite.host.machine import local_path
 from nemo_rl_lite.rules.compose import compose_command
 from nemo_rl_lite.rules.notes import notes, notes_elsewhere, show
-from nemo_rl_lite.slurm.batch_job import BatchJob, Container
-from nemo_rl_lite.slurm.options import SBATCH, is_memory_share, option_problems
 
-_SHARED = ("cpus-per-task", "mem")
+# Options of sbatch: `--NAME VALUE` becomes `#SBATCH --NAME=VALUE`.
+_SBATCH = {
+    "partition": ("-p", "where to run"),
+    "account": ("-A", "on whose account"),
+    "qos": ("-q", "quality of service"),
+    "time": ("-t", "limit, as minutes or [days-]hours:minutes:seconds; a longer run is requeued"),
+    "cpus-per-task": ("-c", "CPUs of each node, where the job shares its nodes (default: whole nodes)"),
+    "mem": ("", "memory of each node, where the job shares its nodes"),
+    "gres": ("", "in place of --gpus-per-node=N, for instance gpu:h100:8"),
+}
+_NAMES_GPUS = re.compile(r"--gpus|-G|--gres\b.*\bgpu")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,15 +47,23 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. Exit status: 0 done, 1 sbatch failed, 2 bad arguments or configuration."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    parser = _parser()
-    given = parser.parse_intermixed_args(words)
+    given = _parser().parse_intermixed_args(words)
     with shown_as_message("nrl-lite slurm"):
-        config = compose_command(given.overrides)
-        job = _job(given, config)
-        show([*notes(config, given_keys(given.overrides)), *notes_elsewhere(config), *_of_the_job(job)])
-        script = job.script(["nrl-lite", "slurm", *words])
+        config, run_folder = compose_command(given.overrides), named_run_folder(given.overrides)
+        if given.log.endswith("/") or Path(given.log).is_dir():
+            given.log = f"{given.log.rstrip('/')}/slurm-%j.out"
+        if violations := list(_problems(given.log, run_folder)):
+            raise ConfigError(violations)
+        show(
+            [
+                *notes(config, given_keys(given.overrides)),
+                *notes_elsewhere(config),
+                *_notes(config, run_folder, given.requeue),
+            ]
+        )
+        script = _script(given, config, run_folder, words)
         # Slurm does not make this folder, and a job that cannot write there ends without a message.
-        logs = (job.work_folder / job.log).parent
+        logs = Path(given.log).absolute().parent
         if given.submit or given.output:
             logs.mkdir(parents=True, exist_ok=True)
         elif not logs.is_dir():
@@ -72,8 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--output", type=local_path, metavar="FILE", help="write the script to a file")
     slurm = parser.add_argument_group("Slurm")
     slurm.add_argument("-J", "--job-name", metavar="NAME", help="(default: run_name)")
-    for name, help_text in SBATCH.items():
-        short = {"partition": "-p", "account": "-A", "qos": "-q", "time": "-t", "cpus-per-task": "-c"}.get(name)
+    for name, (short, help_text) in _SBATCH.items():
         slurm.add_argument(*filter(None, [short]), f"--{name}", metavar=name.upper()[:4], help=help_text)
     slurm.add_argument("--sbatch", action="append", default=[], metavar="=--OPTION", help="any other #SBATCH line")
     slurm.add_argument("--srun", action="append", default=[], metavar="=--OPTION", help="any other option of srun")
@@ -97,47 +115,104 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _job(given: argparse.Namespace, config: Config) -> BatchJob:
-    """Make the job. Raises ConfigError: the options contradict the configuration or each other."""
-    run_folder = named_run_folder(given.overrides)
-    if violations := list(option_problems(given, config, run_folder)):
-        raise ConfigError(violations)
-    own = {name: getattr(given, name.replace("-", "_")) for name in SBATCH}
-    options = [f"--{name}={shlex.quote(value)}" for name, value in own.items() if value is not None]
-    if not any(own[name] for name in _SHARED):
-        # --mem=0 is all memory of a node, and excludes the memory of each GPU or CPU.
-        options += ["--exclusive", *([] if any(map(is_memory_share, given.sbatch)) else ["--mem=0"])]
-    image = given.container_image
-    mounts = given.container_mounts.split(",") if given.container_mounts else []
-    return BatchJob(
-        name=given.job_name or config.run_name,
-        nodes=config.cluster.num_nodes,
-        gpus_per_node=config.cluster.gpus_per_node,
-        overrides=given.overrides,
-        run_folder=run_folder,
-        work_folder=Path.cwd(),
-        python=given.python or ("python" if image else sys.executable),
-        log=given.log,
-        stop_before_s=given.stop_before,
-        join_timeout_s=given.join_timeout,
-        requeue=given.requeue,
-        sbatch_options=[*options, *given.sbatch],
-        setup=given.setup,
-        srun_options=given.srun,
-        interface=given.interface,
-        container=Container(given.container_runtime, image, mounts) if image else None,
-    )
+def _problems(log: str, run_folder: str | None) -> Iterator[Violation]:
+    """Yield what sbatch accepts and what would lose the job's output or its checkpoints."""
+    if "%" in str(Path(log).parent) or "://" in log:
+        rule = "must be a file in a folder that exists before the job"
+        yield Violation("--log", log, rule, "--log=logs/%x-%j.out")
+    if run_folder and "${" in run_folder:
+        rule = "must stay the same when the job is requeued"
+        yield Violation(RUN_FOLDER, run_folder, rule, f"{RUN_FOLDER}=outputs/my-run, or leave it to the job")
 
 
-def _of_the_job(job: BatchJob) -> Iterator[str]:
-    """That the job asks for no GPU, and that the run's folder holds a run that is done."""
+def _notes(config: Config, run_folder: str | None, requeue: bool) -> Iterator[str]:
     from nemo_rl_lite.observability.summary import SUMMARY_FILE
 
-    if not job.gpus_per_node:
+    if not config.cluster.gpus_per_node:
         yield "cluster.gpus_per_node = 0: the job asks for no GPU, and the run is on CPUs"
-    if job.run_folder and (job.work_folder / job.run_folder / SUMMARY_FILE).exists():
+    if requeue and not config.checkpoint.save_period:
+        yield "checkpoint.save_period = 0: a job that is stopped is not requeued, because nothing is saved"
+    if run_folder and (Path(run_folder) / SUMMARY_FILE).exists():
         rule = "holds a run that is done; the job only resumes it where algorithm.max_num_steps is larger"
-        yield f"{RUN_FOLDER} = {job.run_folder} {rule}"
+        yield f"{RUN_FOLDER} = {run_folder} {rule}"
+
+
+def _script(given: argparse.Namespace, config: Config, run_folder: str | None, words: Sequence[str]) -> str:
+    """The script for sbatch. `words`: the command line that it is made by, for its second line."""
+    name, nodes, gpus = given.job_name or config.run_name, config.cluster.num_nodes, config.cluster.gpus_per_node
+    values = {name: getattr(given, name.replace("-", "_")) for name in _SBATCH}
+    options = [f"--{name}={shlex.quote(value)}" for name, value in values.items() if value is not None]
+    if not values["cpus-per-task"] and not values["mem"]:
+        # --mem=0 is all memory of a node, and excludes the memory of each GPU or CPU.
+        options += ["--exclusive", *([] if any("--mem-per-" in line for line in given.sbatch) else ["--mem=0"])]
+    options += given.sbatch
+    overrides = [shlex.quote(override) for override in given.overrides]
+    folder = shlex.quote(run_folder or "")
+    if run_folder is None:
+        # It stays the same when the job is requeued.
+        folder = f'outputs/{_plain(name)}/slurm-"$SLURM_JOB_ID"'
+        overrides.append('hydra.run.dir="$run_folder"')
+    srun_options, in_container = _container(given, Path.cwd(), gpus > 0)
+    node_options, exports = [f"--join-timeout-s={given.join_timeout:g}"], []
+    if given.interface:
+        node_options.append(f"--interface={given.interface}")
+        interface = shlex.quote(given.interface)
+        exports = [f"export NCCL_SOCKET_IFNAME={interface} GLOO_SOCKET_IFNAME={interface}"]
+    own = [
+        f"--job-name={_plain(name)}",
+        f"--nodes={nodes}",
+        "--ntasks-per-node=1",
+        *([f"--gpus-per-node={gpus}"] if gpus and not any(map(_NAMES_GPUS.match, options)) else []),
+        f"--output={shlex.quote(given.log)}",
+        "--open-mode=append",
+        f"--signal=B:USR1@{given.stop_before}",
+        "--requeue" if given.requeue else "--no-requeue",
+    ]
+    python = given.python or ("python" if given.container_image else sys.executable)
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# Made by: {shlex.join(['nrl-lite', 'slurm', *words])}".replace("\n", " "),
+        *(f"#SBATCH {option}" for option in [*own, *options]),
+        # `module load` reads unset variables, which `set -u` forbids.
+        *(["set -eo pipefail", *given.setup, "set -u"] if given.setup else ["set -euo pipefail"]),
+        "",
+        # What the script's second part, the same for all jobs, reads.
+        *exports,
+        f"work_folder={shlex.quote(str(Path.cwd()))}",
+        "# The same whenever the job is requeued, so that it resumes from its newest checkpoint.",
+        f"run_folder={folder}",
+        f"nodes={nodes}",
+        f"requeue={str(given.requeue).lower()}",
+        f"python={shlex.quote(python)}",
+        f"node_options=({shlex.join(node_options)})",
+        f"srun_options=({shlex.join([*given.srun, *srun_options])})",
+        f"in_container=({shlex.join(in_container)})",
+        'command=("$python" -m nemo_rl_lite.train',
+        *(f"  {override}" for override in overrides),
+        ")",
+        "",
+        files("nemo_rl_lite.slurm").joinpath("slurm_job.sh").read_text(),
+    ]
+    return "\n".join(lines)
+
+
+def _container(given: argparse.Namespace, work_folder: Path, on_gpus: bool) -> tuple[list[str], list[str]]:
+    """Options of srun, and the words before a task's command, that run it in the container."""
+    if not given.container_image:
+        return [], []
+    mounts = given.container_mounts.split(",") if given.container_mounts else []
+    if given.container_runtime == "pyxis":
+        mounts = ",".join([f"{work_folder}:{work_folder}", *mounts])
+        image = f"--container-image={given.container_image}"
+        return [image, f"--container-mounts={mounts}", f"--container-workdir={work_folder}"], []
+    binds = [word for mount in (str(work_folder), *mounts) for word in ("--bind", mount)]
+    nvidia = ["--nv"] if on_gpus else []
+    return [], ["apptainer", "exec", *nvidia, *binds, "--pwd", str(work_folder), given.container_image]
+
+
+def _plain(name: str) -> str:
+    """`name` without characters that Hydra, Slurm or a shell would interpret."""
+    return re.sub(r"[^\w.+-]", "-", name)
 
 
 def _submit(script: str) -> str:
@@ -146,9 +221,7 @@ def _submit(script: str) -> str:
         raise LauncherError(
             "sbatch is not on PATH: submit from a machine of the cluster, or print the script (no --submit)"
         )
-    done = subprocess.run(
-        ["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False, env=os.environ
-    )
+    done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False)
     if done.returncode:
         raise LauncherError(f"sbatch refuses the job: {done.stderr.strip()}")
     return done.stdout.strip().partition(";")[0]

@@ -3,6 +3,9 @@
 Task 0 starts Ray's head, writes down how to attach to it, waits until every node has joined, and runs a command there,
 or idles. The other tasks join, and leave when the head has ended. Ray gets this job's CPUs, GPUs and memory alone, uses
 free ports, and serves only processes that know the secret in `attach.sh`. A task leaves no process on its node.
+
+`ray symmetric-run` does the same for one job a node: its head's port is fixed, it refuses a node with another Ray and
+stops all of them at its end, SIGTERM ends it at once, and it has neither the secret nor the restarts.
 """
 
 import argparse
@@ -10,27 +13,214 @@ import logging
 import os
 import secrets
 import shlex
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
+
+import psutil
 
 from nemo_rl_lite.errors import LauncherError, RunStopped
-from nemo_rl_lite.host.ports import free_port
-from nemo_rl_lite.slurm.ray_process import RayProcess, answers
-from nemo_rl_lite.slurm.task import SlurmTask
+from nemo_rl_lite.host.machine import MIB, free_port
 
 log = logging.getLogger(__name__)
 
 ATTACH, STATUS = "attach.sh", "status"
 # The signals that Slurm sends before it ends a task, and that the batch script forwards.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_POLL_S = 0.5
 # The number of times that a node's Ray is restarted while the head runs.
 _RESTARTS = 3
+# The share of the job's memory on a node that Ray's object store gets; Ray uses the same share of a machine.
+_OBJECT_STORE = 0.3
+# Ray writes this file when all its processes run.
+_ADDRESS_FILE = "ray_current_cluster"
+_POLL_S, _TRIES, _CONNECT_S, _STOP_S = 0.5, 3, 5.0, 20.0
+# The number of lines of Ray's output that an error shows.
+_SHOWN = 15
+
+
+@dataclass(frozen=True)
+class SlurmTask:
+    """Task `rank` of `count`, one on each node, with the job's CPUs, GPUs and bytes of memory there. None: Slurm does
+    not say, and Ray detects it. `address`: the one at which other nodes reach this node."""
+
+    rank: int
+    count: int
+    cpus: int
+    gpus: int | None
+    memory: int | None
+    address: str | None
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str], interface: str | None = None) -> "SlurmTask":
+        """Read the variables that srun sets. `interface`: the network interface whose address is used.
+
+        Raises:
+            LauncherError: srun did not start this process; a node has several tasks; the interface does not exist.
+        """
+        missing = [name for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NNODES") if name not in environ]
+        if missing:
+            raise LauncherError(f"{missing[0]} is not set: start this with srun --ntasks-per-node=1")
+        tasks, nodes = int(environ["SLURM_NTASKS"]), int(environ["SLURM_NNODES"])
+        if tasks != nodes:
+            raise LauncherError(
+                f"{tasks} tasks on {nodes} nodes, where one on each is needed: srun --ntasks-per-node=1"
+            )
+        cpus = len(os.sched_getaffinity(0))
+        on_node = int(environ["SLURM_CPUS_ON_NODE"]) if "SLURM_CPUS_ON_NODE" in environ else cpus
+        return cls(
+            rank=int(environ["SLURM_PROCID"]),
+            count=nodes,
+            cpus=min(cpus, on_node),
+            gpus=int(environ["SLURM_GPUS_ON_NODE"]) if "SLURM_GPUS_ON_NODE" in environ else None,
+            memory=_memory(environ, on_node),
+            address=_address_of(interface) if interface else _address_towards(environ),
+        )
+
+    def ray_options(self) -> list[str]:
+        """Options of `ray start` that limit Ray to this job's share of the node."""
+        options = [f"--num-cpus={self.cpus}"]
+        if self.gpus is not None:
+            options.append(f"--num-gpus={self.gpus}")
+        if self.address is not None:
+            options.append(f"--node-ip-address={self.address}")
+        if self.memory is not None:
+            shared = os.statvfs("/dev/shm")
+            store = min(int(_OBJECT_STORE * self.memory), int(0.9 * shared.f_bavail * shared.f_frsize))
+            options += [f"--memory={self.memory - store}", f"--object-store-memory={store}"]
+        return options
+
+    def environment(self) -> dict[str, str]:
+        """Variables for Ray and the processes it starts. Without them gloo takes the interface that the host's name
+        resolves to, which on many systems is a loopback interface."""
+        if self.address is None:
+            return {}
+        names = [name for name, address in _addresses() if address == self.address]
+        return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
+
+
+def _memory(environ: Mapping[str, str], cpus: int) -> int | None:
+    if int(environ.get("SLURM_MEM_PER_NODE") or 0):
+        return int(environ["SLURM_MEM_PER_NODE"]) * MIB
+    if int(environ.get("SLURM_MEM_PER_CPU") or 0):
+        return int(environ["SLURM_MEM_PER_CPU"]) * cpus * MIB
+    return None
+
+
+def _addresses() -> list[tuple[str, str]]:
+    """IPv4 addresses by interface."""
+    found = psutil.net_if_addrs().items()
+    return [(name, one.address) for name, all_of_it in found for one in all_of_it if one.family == socket.AF_INET]
+
+
+def _address_of(interface: str) -> str:
+    addresses = dict(reversed(_addresses()))
+    if interface not in addresses:
+        names = ", ".join(sorted(addresses))
+        raise LauncherError(
+            f"{socket.gethostname()} has no interface '{interface}' with an IPv4 address; it has {names}"
+        )
+    return addresses[interface]
+
+
+def _address_towards(environ: Mapping[str, str]) -> str | None:
+    """The address from which this node reaches the node of srun; None where that is unknown, or this node."""
+    target = environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    if not target:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Connecting a UDP socket sends nothing.
+        probe.connect((target, 9))
+        own = probe.getsockname()[0]
+    return None if own.startswith("127.") else own
+
+
+class RayProcess:
+    """Ray's processes of one node. Their output is in `log_file`; no other job uses their folder."""
+
+    def __init__(self, task: SlurmTask, options: list[str], logs: Path):
+        """`options`: those of `ray start` in addition to the node's resources."""
+        self.log_file = logs / f"ray-node-{task.rank}.log"
+        self._task, self._options = task, options
+
+    def __enter__(self) -> "RayProcess":
+        # TMPDIR may be too long: the path of a socket has at most 107 bytes.
+        self._folder = Path(tempfile.mkdtemp(prefix="nrl-ray-", dir="/tmp"))
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+        command += [*self._options, *self._task.ray_options(), f"--temp-dir={self._folder}"]
+        command.append(f"--dashboard-agent-listen-port={free_port()}")
+        with self.log_file.open("a") as output:
+            # A new session, so that signals to this process' group do not reach Ray.
+            self._process = subprocess.Popen(
+                command,
+                env=os.environ | self._task.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        family = _family(self._process.pid)
+        self._process.terminate()
+        # `ray start` ends its children itself.
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_STOP_S)
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
+    def address(self, limit_s: float) -> str:
+        """host:port of the cluster, once Ray is up here.
+
+        Raises:
+            LauncherError: Ray did not start within `limit_s` seconds; the message has the end of its output.
+        """
+        deadline = time.monotonic() + limit_s
+        while not (self._folder / _ADDRESS_FILE).exists():
+            if not self.runs() or time.monotonic() > deadline:
+                why = "is not up yet" if self.runs() else f"ended with status {self._process.returncode}"
+                last = "\n".join(self.log_file.read_text(errors="replace").splitlines()[-_SHOWN:])
+                raise LauncherError(f"Ray {why} on {socket.gethostname()}, see {self.log_file}:\n{last}")
+            time.sleep(_POLL_S)
+        return (self._folder / _ADDRESS_FILE).read_text().strip()
+
+
+def answers(address: str) -> bool:
+    """Whether a process listens at host:port."""
+    host, _, port = address.rpartition(":")
+    for _ in range(_TRIES):
+        try:
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+            return True
+        except OSError:
+            time.sleep(_POLL_S)
+    return False
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    """A process and its descendants."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 class _AskedToEnd(BaseException):

@@ -19,7 +19,7 @@ import record
 from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.generation.interface import Request, Sampling
 from nemo_rl_lite.generation.vllm.worker import VLLMEngine
-from nemo_rl_lite.host.devices import gpu_name
+from nemo_rl_lite.host.machine import gpu_name
 from nemo_rl_lite.models.shape import read_model_shape
 from nemo_rl_lite.observability.speed import DecodingSpeed
 from nemo_rl_lite.planning.flops import DecodingBytes

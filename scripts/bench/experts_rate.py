@@ -20,7 +20,7 @@ from plan_check import fullest_pack
 from whole_runs import LARGE, PHASES, STEPS_ALONE, one_run, results_of
 
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.host.devices import gpu_bytes
+from nemo_rl_lite.host.machine import gpu_bytes
 from nemo_rl_lite.models.shape import read_model_shape
 from nemo_rl_lite.planning.budget import Budget, budget
 from nemo_rl_lite.rules.compose import compose_config

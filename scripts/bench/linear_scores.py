@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_rl_lite.host.ports import free_port
+from nemo_rl_lite.host.machine import free_port
 from nemo_rl_lite.policy.megatron import linear_scores, slice_scores
 from nemo_rl_lite.policy.megatron.linear_scores import LinearScores
 from nemo_rl_lite.policy.megatron.slice_scores import Head

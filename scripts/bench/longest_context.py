@@ -22,8 +22,7 @@ from typing import Any
 import psutil
 import record
 
-from nemo_rl_lite.host.devices import gpu_bytes, gpu_count
-from nemo_rl_lite.host.ports import free_port
+from nemo_rl_lite.host.machine import free_port, gpu_bytes, gpu_count
 from nemo_rl_lite.models.known import find_shape
 from nemo_rl_lite.offload.residency import Phase
 from nemo_rl_lite.planning.automatic import settle

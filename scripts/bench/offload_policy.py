@@ -23,7 +23,7 @@ from offload_tables import PIECES, TABLES
 
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.errors import LauncherError
-from nemo_rl_lite.host.ports import free_port
+from nemo_rl_lite.host.machine import free_port
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from nemo_rl_lite.offload import copies

@@ -22,7 +22,7 @@ import torch
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.generation import RefitConfig
-from nemo_rl_lite.host.ports import free_port
+from nemo_rl_lite.host.machine import free_port
 from nemo_rl_lite.refit.engine.connection import Source
 from nemo_rl_lite.refit.engine.destinations import EngineLoader
 from nemo_rl_lite.refit.transport.group import Meeting

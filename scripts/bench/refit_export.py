@@ -18,7 +18,7 @@ import record
 import torch
 import torch.distributed as dist
 
-from nemo_rl_lite.host.ports import free_port
+from nemo_rl_lite.host.machine import free_port
 from nemo_rl_lite.refit.layout.packing import buffer_of, new_buffers
 from nemo_rl_lite.refit.transport.assembly import assemble
 from nemo_rl_lite.refit.transport.export import Stream

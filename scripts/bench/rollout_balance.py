@@ -22,7 +22,7 @@ from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.generation.interface import Request, Sampling
 from nemo_rl_lite.generation.request_queue import RequestQueue
-from nemo_rl_lite.host.devices import ON_CPUS
+from nemo_rl_lite.host.machine import ON_CPUS
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration, RemoteReplica
 

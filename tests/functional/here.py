@@ -29,11 +29,11 @@ from typing import Any
 import pytest
 from ray.exceptions import RayTaskError
 
-from nemo_rl_lite.cluster import calls, system_usage
+from nemo_rl_lite.cluster import calls, heartbeat
 from nemo_rl_lite.cluster.calls import Call
 from nemo_rl_lite.cluster.heartbeat import Heartbeat
 from nemo_rl_lite.host import stopping
-from nemo_rl_lite.host.ports import free_port
+from nemo_rl_lite.host.machine import free_port
 from nemo_rl_lite.observability.system import System, Usage
 from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.run import run as run_module
@@ -288,7 +288,7 @@ def without_ray(elsewhere: Sequence[str] = ()) -> Iterator[None]:
         patch.setattr(calls, "ray", SimpleNamespace(wait=_wait, get=_get))
         # Signals of one run are not those of the next.
         patch.setattr(stopping, "_received", [])
-        patch.setattr(system_usage, "last_heartbeats", Heartbeats())
+        patch.setattr(heartbeat, "last_heartbeats", Heartbeats())
         yield
 
 

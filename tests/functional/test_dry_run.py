@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_rl_lite.checkpoint.resume import checkpoint_store
-from nemo_rl_lite.observability.metrics_log import METRICS_FILE
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
+from nemo_rl_lite.observability.trackers import METRICS_FILE
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run import command
 from nemo_rl_lite.run.folder import write_start

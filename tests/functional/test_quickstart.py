@@ -129,7 +129,7 @@ def test_the_profiled_step_has_a_trace_for_each_process_with_its_phases(run):
 
 def test_the_run_folder_is_complete(run):
     folder, output, _ = run
-    for name in ("config.json", "command.txt", "environment.json", "metrics.jsonl", "summary.json", "plots/run.png"):
+    for name in ("config.json", "command.txt", "environment.json", "metrics.jsonl", "summary.json", "report.html"):
         assert (folder / name).stat().st_size > 0, name
     assert json.loads((folder / "status.json").read_text())["state"] == "done"
     rollouts = {file.stem: read_rollout(file) for file in rollout_files(folder)}

@@ -95,7 +95,7 @@ def test_every_metric_is_documented_and_logged_and_none_is_of_generation(run):
 
 def test_the_run_folder_is_complete_and_nothing_generated(run):
     folder, output, _ = run
-    for name in ("config.json", "command.txt", "metrics.jsonl", "summary.json", "plots/run.png", "hf/config.json"):
+    for name in ("config.json", "command.txt", "metrics.jsonl", "summary.json", "report.html", "hf/config.json"):
         assert (folder / name).stat().st_size > 0, name
     assert [path.name for path in (folder / "logs").iterdir()] == ["policy-0.log"]
     summary = json.loads((folder / "summary.json").read_text())

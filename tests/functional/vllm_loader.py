@@ -15,7 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from nemo_rl_lite.generation.vllm.worker import _import_model_class
-from nemo_rl_lite.host.ports import free_port
+from nemo_rl_lite.host.machine import free_port
 from nemo_rl_lite.refit.engine.destinations import Destinations
 from tests.unit.refit.engine.test_destinations import refit
 

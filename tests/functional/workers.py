@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from nemo_rl_lite.observability import progress
+from nemo_rl_lite.observability.liveness import note_progress
 
 
 class Quiet:
@@ -38,7 +38,7 @@ class Rank:
 
     def meet(self, late: int, seconds: float) -> None:
         """All but `late` wait for it."""
-        progress.note(optimizer_step=3, micro_batch=2)
+        note_progress(optimizer_step=3, micro_batch=2)
         if self._rank == late:
             compute_for_ever(seconds)
         dist.barrier()

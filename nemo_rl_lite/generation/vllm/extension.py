@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_rl_lite.config.engines import VLLM_QUANTIZATIONS
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.vllm.adapters import AdapterSlot
-from nemo_rl_lite.host.logs import log_to_stderr
+from nemo_rl_lite.host.machine import log_to_stderr
 from nemo_rl_lite.observability.memory import device_bytes
 from nemo_rl_lite.refit.engine.connection import Source, connect
 from nemo_rl_lite.refit.engine.destinations import Destinations, EngineLoader

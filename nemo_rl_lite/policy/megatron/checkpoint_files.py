@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from nemo_rl_lite.checkpoint.digests import digests_of
+from nemo_rl_lite.checkpoint.store import digests_of
 from nemo_rl_lite.checkpoint.trust import reading_only
 from nemo_rl_lite.errors import CheckpointError
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from nemo_rl_lite.losses.batch import Batch
 from nemo_rl_lite.losses.interface import Loss, Metrics, Normalizers, loss_of
 from nemo_rl_lite.losses.mismatch import mismatch_metrics
-from nemo_rl_lite.observability import progress
+from nemo_rl_lite.observability.liveness import note_progress
 from nemo_rl_lite.observability.profiling import span
 from nemo_rl_lite.policy.megatron.context import ContextRanks
 from nemo_rl_lite.policy.megatron.micro_batches import ModelInput
@@ -58,7 +58,7 @@ def announced(
     micro_batches: Sequence[ModelInput], before: Before = None, pace: Pace | None = None
 ) -> Iterator[ModelInput]:
     for index, micro in enumerate(micro_batches):
-        progress.note(micro_batch=index + 1)
+        note_progress(micro_batch=index + 1)
         if before is not None:
             before(len(micro_batches) - index, pace.running if pace else 0)
         # The span lasts until the schedule asks for the next micro-batch; with pipelining it covers other work too.

@@ -8,7 +8,7 @@ import torch
 
 from nemo_rl_lite.losses.batch import Batch
 from nemo_rl_lite.losses.interface import Loss, Normalizers, combine_metrics, floats
-from nemo_rl_lite.observability import progress
+from nemo_rl_lite.observability.liveness import note_progress
 from nemo_rl_lite.observability.memory import MemoryMeter
 from nemo_rl_lite.offload.phases import PhaseMemory
 from nemo_rl_lite.offload.residency import Component
@@ -78,5 +78,5 @@ class Training:
         have other tokens of the replica's sequences."""
         steps, context = self.scheduler.num_steps, self.model.context
         replica = self.model.place.data_rank * context.size + context.rank
-        progress.note(optimizer_step=steps + 1, micro_batch=0)
+        note_progress(optimizer_step=steps + 1, micro_batch=0)
         torch.manual_seed((self.seed * 1_000_003 + steps) * 65_537 + replica)

@@ -9,12 +9,12 @@ from pathlib import Path
 from nemo_rl_lite.cluster.calls import wait
 from nemo_rl_lite.cluster.placement import place
 from nemo_rl_lite.cluster.runtime import lost_process, ray_runtime
-from nemo_rl_lite.cluster.watchdog import watched
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.sizes import engines
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.generation.interface import Generation, Requests
 from nemo_rl_lite.generation.request_queue import RequestQueue
+from nemo_rl_lite.observability.liveness import watched
 from nemo_rl_lite.run.serving import Served, start_engine
 from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
 from nemo_rl_lite.run.workers.reserve import generation_group, load_generation, start_engines

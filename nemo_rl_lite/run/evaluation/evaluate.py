@@ -15,7 +15,7 @@ from nemo_rl_lite.data.problems import FileSet, Problem
 from nemo_rl_lite.data.sources import TASKS, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.redaction import described
+from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.rewards.judge import Judge, make_judge, try_reward
 from nemo_rl_lite.rollout.collector import Gathering, RolloutCollector
 from nemo_rl_lite.rollout.failures import ErrorShares

@@ -21,8 +21,8 @@ from nemo_rl_lite.config.user_code import file_of
 from nemo_rl_lite.data.sources import validation_source
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.generation.interface import Sampling
-from nemo_rl_lite.host.devices import gpu_count
-from nemo_rl_lite.observability.redaction import HIDDEN, described
+from nemo_rl_lite.host.machine import gpu_count
+from nemo_rl_lite.observability.environment import HIDDEN, described
 from nemo_rl_lite.rewards.terms import terms_of
 from nemo_rl_lite.rules.base import is_of
 from nemo_rl_lite.rules.compose import resolve

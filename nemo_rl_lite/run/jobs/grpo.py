@@ -8,7 +8,7 @@ from typing import Any
 from nemo_rl_lite.algorithms.grpo import GRPO
 from nemo_rl_lite.algorithms.report import Report
 from nemo_rl_lite.checkpoint.resume import Start
-from nemo_rl_lite.cluster.system_usage import SystemUsage
+from nemo_rl_lite.cluster.heartbeat import SystemUsage
 from nemo_rl_lite.config.algorithms import compares, has_teacher
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
@@ -20,10 +20,9 @@ from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.losses.registry import make_loss
 from nemo_rl_lite.models.shape import described_shape
-from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.metrics_log import MetricsLog
-from nemo_rl_lite.observability.start_up import report_start
+from nemo_rl_lite.observability.console import RunConsole, report_start
 from nemo_rl_lite.observability.timer import Phase, Timer
+from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.policy.interface import Scored
 from nemo_rl_lite.rewards.judge import make_judge, try_reward
 from nemo_rl_lite.rewards.terms import terms_of

@@ -10,8 +10,8 @@ from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.gym_package import import_whole
 from nemo_rl_lite.host.distributions import listed_quickly
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.observability.timer import Timer
+from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.run.workers.reserve import Begun
 
 

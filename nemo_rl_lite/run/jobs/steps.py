@@ -6,14 +6,13 @@ from pathlib import Path
 from nemo_rl_lite.algorithms.steps import Steps
 from nemo_rl_lite.checkpoint.checkpoints import Checkpoints, SaveRollouts, save_none
 from nemo_rl_lite.checkpoint.resume import Start, checkpoint_store
-from nemo_rl_lite.cluster.profiler import StepProfiler
-from nemo_rl_lite.cluster.workers import WorkerGroup
+from nemo_rl_lite.cluster.workers import StepProfiler, WorkerGroup
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.host.stopping import Stopping, seconds
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.metrics_log import MetricsLog
-from nemo_rl_lite.observability.redaction import described
+from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.timer import seconds_since_start
+from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.policy.interface import Policy
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from nemo_rl_lite.algorithms.report import Report
 from nemo_rl_lite.algorithms.supervised import Supervised, shown_limits, total_steps
 from nemo_rl_lite.checkpoint.resume import Start
-from nemo_rl_lite.cluster.system_usage import SystemUsage
+from nemo_rl_lite.cluster.heartbeat import SystemUsage
 from nemo_rl_lite.config.algorithms import compares
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.algorithm import SupervisedConfig
@@ -14,10 +14,9 @@ from nemo_rl_lite.data.examples import Encoder, training_examples, validation_ex
 from nemo_rl_lite.data.odd_texts import check_texts
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.losses.registry import make_loss
-from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.metrics_log import MetricsLog
-from nemo_rl_lite.observability.start_up import report_start
+from nemo_rl_lite.observability.console import RunConsole, report_start
 from nemo_rl_lite.observability.timer import Timer
+from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.rules.notes import note_total_steps
 from nemo_rl_lite.run.jobs.steps import make_steps
 from nemo_rl_lite.run.memory_plan import show_memory_plan

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,16 +10,35 @@ from typing import Any
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS
 from nemo_rl_lite.observability.console import PHASES
-from nemo_rl_lite.observability.plots import LAST_STEPS
+from nemo_rl_lite.observability.summary import LAST_STEPS
 from nemo_rl_lite.observability.views import view_of
-from nemo_rl_lite.run.report.record import RunRecord, defaults_of
+from nemo_rl_lite.run.report.record import ReportError, RunRecord, defaults_of, read_run, runs_of
 
+PAGE = "report.html"
 ASSETS = Path(__file__).parent / "page"
 # A page has about this many numbers in all its curves, and between FEWEST and MOST points in one curve.
 NUMBERS, FEWEST, MOST = 300_000, 200, 2000
 _DIGITS = 6
 # In the first lines of every page.
 _TITLE = b"<title>nemo_rl_lite report</title>"
+
+
+def write_report(runs: Sequence[Path], output: Path | None = None) -> Path:
+    """Write the page and return its path. Of a folder that is no run's own, those below it are reported, and their
+    number is printed. Raises ReportError: a folder has no run, or `output` is another file."""
+    found = {given: runs_of(given) for given in runs}
+    records = [read_run(run) for run in dict.fromkeys(run for below in found.values() for run in below)]
+    output = output or (runs[0] / PAGE if len(found) == 1 else Path(PAGE))
+    if output.is_file() and not is_page(output):
+        raise ReportError(f"nrl-lite report: {output} exists and is no report: name another file, or remove it")
+    if output.suffix not in (".html", ".htm") and not output.is_dir():
+        raise ReportError(f"nrl-lite report: {output}: the report is a page of HTML, so name a file that ends in .html")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page(records), encoding="utf-8")
+    for given, below in found.items():
+        if below != [given]:
+            sys.stderr.write(f"runs below {given}: {len(below)}\n")
+    return output
 
 
 def page(runs: Sequence[RunRecord]) -> str:

@@ -11,15 +11,21 @@ import pyarrow as pa
 
 from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.errors import ConfigError, LauncherError
-from nemo_rl_lite.observability.environment import ENVIRONMENT_FILE
-from nemo_rl_lite.observability.metrics_log import METRICS_FILE, with_every_age
+from nemo_rl_lite.observability.environment import (
+    COMMAND_FILE,
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    ERROR_FILE,
+    STATUS_FILE,
+    redact,
+    redact_command,
+)
 from nemo_rl_lite.observability.profiling import FOLDER as PROFILE
 from nemo_rl_lite.observability.profiling import SUFFIX
-from nemo_rl_lite.observability.redaction import redact, redact_command
-from nemo_rl_lite.observability.samples import spread, text_of
+from nemo_rl_lite.observability.sink import spread, text_of
+from nemo_rl_lite.observability.trackers import METRICS_FILE, with_every_age
 from nemo_rl_lite.rollout.files import read_rollout, rollout_files
 from nemo_rl_lite.rules.compose import default_values
-from nemo_rl_lite.run.folder import COMMAND_FILE, CONFIG_FILE, ERROR_FILE, STATUS_FILE
 from nemo_rl_lite.run.report.busy import UNREADABLE, busy_by_phase, traces_of
 from nemo_rl_lite.run.report.timeline import timeline
 from nemo_rl_lite.run.report.waits import waits

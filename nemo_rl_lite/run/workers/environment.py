@@ -5,7 +5,7 @@ from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import engines, on_gpus, parallel_dims, policy_ranks
-from nemo_rl_lite.host.devices import ON_CPUS
+from nemo_rl_lite.host.machine import ON_CPUS
 
 # megatron-core compiles a few fused functions. On a CPU that delays the first batch by seconds and gains nothing.
 CPU_POLICY_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}

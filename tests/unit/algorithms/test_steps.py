@@ -12,7 +12,7 @@ from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
 from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention
 from nemo_rl_lite.errors import RunStopped, TrainingError
 from nemo_rl_lite.host.stopping import Stopping
-from nemo_rl_lite.observability.metrics_log import MetricsLog
+from nemo_rl_lite.observability.trackers import MetricsLog
 
 OFTEN, NEVER = ValidationTimes(2, at_start=True, at_end=True), ValidationTimes(0, at_start=False, at_end=False)
 

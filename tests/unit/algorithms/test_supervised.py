@@ -19,8 +19,8 @@ from nemo_rl_lite.host.stopping import Stopping
 from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 from nemo_rl_lite.losses.sft import SFTLoss
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.observability.speed import PolicySpeed
+from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.policy.interface import HeldBatch, Work
 

@@ -70,13 +70,6 @@ def test_without_async_save_it_is_there_at_once(tmp_path):
     assert steps(store) == [1]
 
 
-def test_a_step_is_saved_once(run):
-    checkpoints, policy, _, _ = run
-    checkpoints.save_if_due(2, last=False)
-    checkpoints.save(2)
-    assert len(policy.calls) == 1
-
-
 def test_with_period_0_nothing_is_saved(tmp_path):
     checkpoints = Checkpoints(
         CheckpointStore(tmp_path, Retention(2, 1, None, True)), NotingPolicy(), 0, True, {}, print
@@ -121,10 +114,3 @@ def test_a_full_disk_is_told_of_and_training_goes_on(run):
     checkpoints.finish()
     checkpoints.require()
     assert steps(store) == [2, 6]
-
-
-def test_a_folder_that_cannot_be_made_is_told_of(run, tmp_path):
-    checkpoints, policy, _, said = run
-    (tmp_path / "checkpoints").write_text("a file is in the way")
-    checkpoints.save_if_due(2, last=False)
-    assert policy.calls == [] and "there is none yet" in said[0]

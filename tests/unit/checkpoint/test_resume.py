@@ -8,7 +8,7 @@ import pytest
 from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, POLICY, Start, checkpoint_store, find_start, locate
 from nemo_rl_lite.errors import CheckpointError, ConfigError
 from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
-from nemo_rl_lite.rules.compose import compose_config, restore
+from nemo_rl_lite.rules.compose import compose_config
 
 DISTRIBUTED = "policy.megatron_cfg.optimizer.use_distributed_optimizer"
 
@@ -136,13 +136,6 @@ def test_adapters_stay_with_their_model(tmp_path, monkeypatch):
     # Without LoRA a checkpoint has all weights.
     save(tmp_path / "whole", 10, "policy.model_name=./one")
     assert start(tmp_path / "whole", "policy.model_name=./two").steps == 10
-
-
-def test_a_configuration_comes_back_from_its_record(tmp_path):
-    config = compose_config(["algorithm=dpo", "policy.precision=bfloat16"])
-    assert restore(json.dumps(dataclasses.asdict(config))) == config
-    with pytest.raises(ConfigError, match="no_such_key"):
-        restore(json.dumps(dataclasses.asdict(config) | {"no_such_key": 1}))
 
 
 def test_a_damaged_checkpoint_is_an_error_also_where_it_is_named(tmp_path):

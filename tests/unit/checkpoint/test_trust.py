@@ -48,18 +48,6 @@ def test_a_command_in_the_index_is_refused_and_not_run(tmp_path):
     assert not (tmp_path / "was-run").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"text", pickle.dumps({"a": 1})[:-3]])
-def test_what_is_no_pickle_is_named(tmp_path, content):
-    (tmp_path / INDEX_FILE).write_bytes(content)
-    with pytest.raises(CheckpointError, match="is not a checkpoint's index"):
-        read(tmp_path)
-
-
-def test_a_folder_without_one_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="No such file"):
-        read(tmp_path)
-
-
 def test_a_damaged_index_is_an_error_that_a_user_can_read_or_harmless(tmp_path):
     dcp.save({"a": torch.ones(3, 2, dtype=torch.bfloat16), "note": ["text", 1]}, checkpoint_id=tmp_path, no_dist=True)
     whole, source = (tmp_path / INDEX_FILE).read_bytes(), random.Random(0)

@@ -39,13 +39,6 @@ def test_an_engines_own_error_is_told_although_the_policy_waits_for_it(raised):
     assert "the traceback of copies" in caught.value.details and caught.value.others_running
 
 
-def test_where_the_policy_has_lost_touch_it_is_still_the_engines(raised):
-    raised.update(lends=LostTouchError("rank 0 could not agree"), copies=RefitError("the engine's q is not"))
-    with pytest.raises(WorkerError) as caught:
-        wait(*CALLS)
-    assert caught.value.worker == ENGINE and not caught.value.others_running
-
-
 def test_one_that_goes_on_is_named_beside_the_traceback_of_one_that_gave_up(raised):
     raised["copies"] = LostTouchError("rank 1 could not broadcast the plan's hash")
     with pytest.raises(WorkerError) as caught:

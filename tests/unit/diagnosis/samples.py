@@ -12,8 +12,6 @@ NO_DRIVER = (
     "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest NVIDIA "
     "driver is installed and running.\n\n"
 )
-MISMATCH = "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 580.159\n"
-OLD_FIELD = 'Field "compute_cap" is not a valid field to query.\n\n'
 
 
 def smi(folder: Path, script: str) -> None:

@@ -1,10 +1,7 @@
-import subprocess
-import sys
 import threading
 import time
 
-from nemo_rl_lite.diagnosis.check import Check, CheckStatus, examine, judge, run_within
-from nemo_rl_lite.diagnosis.diagnose import lines
+from nemo_rl_lite.diagnosis.check import Check, CheckStatus, examine, judge, lines
 
 
 def test_checks_come_in_order_with_their_subject(machine):
@@ -27,15 +24,6 @@ def test_what_hangs_is_a_line_and_hides_nothing(machine):
     assert checks[0].name == "the driver" and checks[0].found == "no answer within 2 s"
 
 
-def test_what_hangs_does_not_keep_the_process():
-    code = (
-        "import time\nfrom nemo_rl_lite.diagnosis.check import run_within\n"
-        "print(run_within(0.1, [lambda: time.sleep(60)]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=55, check=True)
-    assert done.stdout == "[TimeoutError()]\n"
-
-
 def test_what_breaks_is_a_line(machine):
     def memory(_):
         raise ModuleNotFoundError("No module named 'psutil'")
@@ -47,10 +35,6 @@ def test_what_breaks_is_a_line(machine):
     first, second = examine(machine(), {"a": (memory, other)}, 5)
     assert first.found == "not examined: No module named 'psutil'" and first.fix == "bash scripts/install.sh"
     assert (second.name, second.status, second.found) == ("other", CheckStatus.WARN, "not examined: KeyError: 'x'")
-
-
-def test_what_comes_in_time_is_returned():
-    assert run_within(5, [lambda: 3, lambda: 4]) == [3, 4]
 
 
 def test_lines_say_what_to_do_where_a_check_is_not_ok():

@@ -36,8 +36,7 @@ def test_lines_for_people(tmp_path):
         "packages",
         "gpus",
         "host",
-        "cluster",
-        "services",
+        "network",
     ]
     assert any(line.split()[:3] == ["ok", "Python", "3.12." + str(sys.version_info.micro)] for line in lines)
     assert done.returncode == (1 if any(line.startswith("  fail ") for line in lines) else 0)
@@ -76,19 +75,10 @@ def test_it_runs_where_nothing_is_installed(tmp_path):
     assert plain.returncode == 1 and plain.stderr == "" and "not installed" in plain.stdout
 
 
-def test_gpus_are_found_through_the_driver(tmp_path):
-    samples.answering(tmp_path, samples.H200_X4)
-    done = doctor(tmp_path, "--json", CUDA_VISIBLE_DEVICES="")
-    checks = {check["name"]: check for check in json.loads(done.stdout)}
-    assert checks["GPU 0"]["status"] == "ok" and checks["GPU 2"]["status"] == "warn"
-    assert checks["CUDA_VISIBLE_DEVICES"]["status"] == "warn"
-    assert "C compiler" in checks
-
-
 def test_a_driver_that_hangs_is_a_line(tmp_path):
     samples.smi(tmp_path, "exec sleep 100")
     code = (
-        "from nemo_rl_lite.diagnosis import gpus\ngpus.LIMIT_S = 0.5\n"
+        "from nemo_rl_lite.diagnosis import checks\nchecks.DRIVER_LIMIT_S = 0.5\n"
         "from nemo_rl_lite.doctor import main\nmain(['--json'])"
     )
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
@@ -105,18 +95,6 @@ def test_no_secret_is_shown(tmp_path):
         assert SECRET not in done.stdout + done.stderr
 
 
-def test_wrong_arguments_are_one_error(tmp_path):
-    for wrong in (["--frobnicate"], ["everything"], ["--js"]):
-        done = doctor(tmp_path, *wrong)
-        assert done.returncode == 2 and done.stdout == ""
-        assert f"error: unrecognized arguments: {wrong[0]}" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_help_says_what_the_exit_status_means(tmp_path):
-    done = doctor(tmp_path, "--help")
-    assert done.returncode == 0 and "Exit status: 0 where nothing fails, 1 where something does" in done.stdout
-
-
 def test_it_is_a_verb_of_the_console_script(tmp_path):
     done = doctor(tmp_path, "doctor", "--help", module="nemo_rl_lite.cli")
     assert done.returncode == 0 and done.stdout.startswith("usage: nrl-lite doctor")
@@ -129,7 +107,7 @@ def test_it_is_a_verb_of_the_console_script(tmp_path):
 
 def test_nothing_heavy_is_imported(tmp_path):
     code = (
-        "import sys\nfrom nemo_rl_lite.diagnosis.diagnose import diagnose\ndiagnose()\n"
+        "import sys\nfrom nemo_rl_lite.diagnosis.checks import diagnose\ndiagnose()\n"
         "print(sorted({'torch', 'ray', 'vllm', 'hydra', 'transformers', 'megatron.core', 'wandb'} & set(sys.modules)))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": "http://127.0.0.1:9"}

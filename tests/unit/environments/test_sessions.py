@@ -10,8 +10,8 @@ from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.environments.sessions import make_environments
 from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.host import called_process
-from nemo_rl_lite.host.call import CallError
+from nemo_rl_lite.host import pool
+from nemo_rl_lite.host.pool import CallError
 from tests.unit.environments.test_environments import config
 
 HERE = "tests.unit.environments.test_sessions"
@@ -174,7 +174,7 @@ def test_a_process_that_the_machine_cannot_start_ends_the_run(monkeypatch):
     def refuse(*arguments, **others):
         raise BlockingIOError("Resource temporarily unavailable")
 
-    monkeypatch.setattr(called_process.subprocess, "Popen", refuse)
+    monkeypatch.setattr(pool.subprocess, "Popen", refuse)
     (error,) = answers(environments, (2, "go"))
     assert isinstance(error, DataError) and "cannot be started: Resource temporarily unavailable" in str(error)
 

@@ -5,10 +5,8 @@ import signal
 
 import pytest
 
-from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.host import stopping as stopping_module
 from nemo_rl_lite.host.stopping import Stopping, note_signal, seconds
-from nemo_rl_lite.rules.compose import compose_config
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -52,18 +50,3 @@ def test_no_step_is_begun_that_could_end_too_late(monkeypatch):
 )
 def test_durations(given, expected):
     assert seconds(given) == expected
-
-
-@pytest.mark.parametrize("given", ["soon", "1:2:3:4:5", "-5", "0"])
-def test_what_is_no_duration_is_an_error(given):
-    with pytest.raises(ConfigError, match=r"checkpoint\.must_save_by"):
-        compose_config([f"checkpoint.must_save_by='{given}'" if ":" in given else f"checkpoint.must_save_by={given}"])
-
-
-def test_a_duration_is_taken_from_the_command_line():
-    assert seconds(compose_config(["checkpoint.must_save_by=3:50:00"]).checkpoint.must_save_by) == 13800
-
-
-def test_a_limit_needs_checkpoints():
-    with pytest.raises(ConfigError, match=r"checkpoint\.must_save_by = .*\n.*saves nothing"):
-        compose_config(["checkpoint.must_save_by=60", "checkpoint.save_period=0"])

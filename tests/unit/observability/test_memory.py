@@ -73,14 +73,6 @@ def test_moves_within_a_phase_are_no_working_memory_and_hide_none(monkeypatch, f
     assert meter.working_bytes("logprob") == 50
 
 
-def test_working_memory_is_unknown_before_it_was_measured():
-    meter = MemoryMeter(lambda: {"parameters": 10})
-    assert meter.working_bytes("logprob") is None
-    with pytest.raises(ZeroDivisionError), meter.phase("logprob"):
-        raise ZeroDivisionError
-    assert meter.working_bytes("logprob") == 0
-
-
 def test_what_no_component_accounts_for_is_the_rest():
     memory = engine_memory({"device": 100, "generation_weights": 20, "kv_cache": 50}, shares_device=True)
     assert memory["measured/refit/generation_weights"] == 20

@@ -24,8 +24,3 @@ def test_engines_that_read_at_half_of_the_bandwidth():
 def test_without_a_known_limit_there_are_rates_and_no_shares():
     assert set(PolicySpeed(1, None).training(1e12, 1.0)) == {"train_flops_per_gpu"}
     assert set(DecodingSpeed(1.0, 1.0, None).metrics(1, 0, 1.0)) == {"generation_read_gb_per_sec_per_gpu"}
-
-
-@pytest.mark.parametrize(("steps", "seconds"), [(0, 1.0), (5, 0.0)])
-def test_engines_that_decoded_nothing_have_no_rate(steps, seconds):
-    assert DecodingSpeed(1.0, 1.0, 1.0).metrics(steps, 0, seconds) == {}

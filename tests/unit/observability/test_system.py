@@ -43,13 +43,6 @@ def nvml(monkeypatch):
     return fake
 
 
-def test_a_machine_without_gpus_needs_no_nvml(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    sample = System([]).sample()
-    assert set(sample) == {"cpu_util", "mem_gb", "mem_total_gb"}
-    assert 0 <= sample["cpu_util"] <= 100 and 0 < sample["mem_gb"] < sample["mem_total_gb"]
-
-
 def test_only_the_gpus_of_the_process_are_read_under_their_number_on_the_machine(nvml):
     sample = System(["3"]).sample()
     of_gpus = {name: value for name, value in sample.items() if name.startswith("gpu")}
@@ -67,12 +60,6 @@ def test_without_a_driver_or_a_gpu_that_it_knows_the_rest_is_there(nvml, gpus, c
         nvml.nvmlInit = lambda: (_ for _ in ()).throw(NVMLError("no driver"))
     assert set(System(gpus).sample()) == {"cpu_util", "mem_gb", "mem_total_gb"}
     assert "use of the GPUs is not logged in full" in caplog.text
-
-
-def test_without_the_package_it_says_so(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "gpu.0.util" not in System(["0"]).sample()
-    assert "nvidia-ml-py is not installed" in caplog.text
 
 
 def test_means_are_of_what_came_since():

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from nemo_rl_lite.config.sections.run import MLflowConfig, WandbConfig
-from nemo_rl_lite.observability.samples import Sample
-from nemo_rl_lite.observability.sink import Chart, Sink
-from nemo_rl_lite.observability.tensorboard import TensorBoard
+from nemo_rl_lite.observability.sink import Chart, Sample, Sink
+from nemo_rl_lite.observability.trackers import TensorBoard
 from nemo_rl_lite.observability.wandb import RUN_ID_FILE, SECTIONS, WeightsAndBiases
 from nemo_rl_lite.run.folder import write_start
 from tests.metric_names import documented
@@ -176,23 +175,6 @@ def test_mlflow_has_one_run_that_goes_on(tmp_path):
     assert "train/grad_norm" not in run.data.metrics and run.data.metrics["ray/node.0.gpu.0.util"] == 90
     written = [file.read_text() for file in store.rglob("step-*.txt")]
     assert len(written) == 2 and "<script>5|</script>" in written[0]
-
-
-def test_metrics_that_are_new_in_several_batches_at_once_are_all_there(tmp_path):
-    pytest.importorskip("mlflow", reason="needs the extra mlflow")
-    from mlflow import MlflowClient
-
-    from nemo_rl_lite.observability.mlflow import MLflow
-
-    store = tmp_path / "mlruns"
-    sink = MLflow(MLflowConfig(tracking_uri=str(store), experiment="x", name=None), tmp_path, CONFIG)
-    names = [f"group {group}/{rank}" for group in range(40) for rank in range(5)]
-    for name in names:
-        sink.log(1, {name: 1.0})
-    sink.close()
-    client = MlflowClient(store.as_uri())
-    (run,) = client.search_runs([client.get_experiment_by_name("x").experiment_id])
-    assert sorted(run.data.metrics) == sorted(names)
 
 
 def test_mlflow_that_cannot_start_names_the_key(tmp_path):

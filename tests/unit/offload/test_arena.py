@@ -5,7 +5,7 @@ import psutil
 import pytest
 
 from nemo_rl_lite.errors import HostMemoryError
-from nemo_rl_lite.host.memory import free_host_bytes
+from nemo_rl_lite.host.machine import free_host_bytes
 from nemo_rl_lite.offload import arena as arena_module
 from nemo_rl_lite.offload.arena import HostArena, LockError
 

@@ -14,7 +14,7 @@ import pytest
 from nemo_rl_lite.config.sections.data import RewardConfig, RewardTerm
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import ConfigError, DataError
-from nemo_rl_lite.host import called_process, calls
+from nemo_rl_lite.host import pool
 from nemo_rl_lite.rewards import judge as judging
 from nemo_rl_lite.rewards.judge import Judged, make_judge, try_reward
 from nemo_rl_lite.rewards.terms import Term
@@ -146,14 +146,14 @@ def processes_of(mark: str) -> list[psutil.Process]:
 
 def test_a_judging_process_that_never_starts_ends_the_run(monkeypatch):
     real = subprocess.Popen
-    monkeypatch.setattr(called_process.subprocess, "Popen", lambda *_, **__: real([sys.executable, "-c", "exit(3)"]))
+    monkeypatch.setattr(pool.subprocess, "Popen", lambda *_, **__: real([sys.executable, "-c", "exit(3)"]))
     with pytest.raises(DataError, match=r"moody: the start of the judging process ended with status 3"):
         judge(f"{HERE}.moody", timeout_s=5.0)(["1"], problems("1"))
 
 
 def test_processes_end_with_the_pool(monkeypatch):
     pools = []
-    monkeypatch.setattr(judging, "CallPool", lambda *of: pools.append(calls.CallPool(*of)) or pools[0])
+    monkeypatch.setattr(judging, "CallPool", lambda *of: pools.append(pool.CallPool(*of)) or pools[0])
     before = set(psutil.Process().children())
     own = judge(f"{HERE}.moody", timeout_s=500.0)
     assert own(["1"], problems("1")) == [1.0]
@@ -221,7 +221,7 @@ def test_a_reward_that_ends_its_process_is_an_error_of_the_sample(timeout_s):
 @pytest.mark.parametrize("is_told", [False, True])
 def test_a_judging_process_ends_quietly_when_the_launcher_is_gone(is_told):
     ours, theirs = Pipe()
-    command = [sys.executable, "-m", "nemo_rl_lite.host.call_process", str(theirs.fileno())]
+    command = [sys.executable, "-m", "nemo_rl_lite.host.pool_process", str(theirs.fileno())]
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
     theirs.close()
     if is_told:

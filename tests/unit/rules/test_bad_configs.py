@@ -10,7 +10,7 @@ import pytest
 
 from nemo_rl_lite import train
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.host.copies import check_single_launcher
+from nemo_rl_lite.host.machine import check_single_launcher
 from nemo_rl_lite.rules.compose import compose_config
 
 MODEL = {

@@ -6,8 +6,8 @@ from functools import cache
 from pathlib import Path
 
 from nemo_rl_lite.observability.console import ENGINES_IDLE
-from nemo_rl_lite.observability.metrics_log import METRICS_FILE
 from nemo_rl_lite.observability.timer import Phase
+from nemo_rl_lite.observability.trackers import METRICS_FILE
 from nemo_rl_lite.rollout.episode import Span
 from nemo_rl_lite.rollout.files import RolloutFiles
 from nemo_rl_lite.rules.compose import compose_config

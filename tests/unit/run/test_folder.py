@@ -16,11 +16,11 @@ from contextlib import suppress
 import pytest
 
 from nemo_rl_lite.checkpoint.resume import checkpoint_store
-from nemo_rl_lite.checkpoint.saved import RECORD
+from nemo_rl_lite.checkpoint.store import RECORD
 from nemo_rl_lite.errors import ConfigError, WorkerError
-from nemo_rl_lite.observability.metrics_log import METRICS_FILE
-from nemo_rl_lite.observability.redaction import described
+from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
+from nemo_rl_lite.observability.trackers import METRICS_FILE
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.folder import (
     COMMAND_FILE,

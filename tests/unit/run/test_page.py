@@ -7,8 +7,7 @@ import struct
 import pytest
 
 from nemo_rl_lite import report
-from nemo_rl_lite.report import write_report
-from nemo_rl_lite.run.report.page import embedded, page
+from nemo_rl_lite.run.report.page import embedded, page, write_report
 from nemo_rl_lite.run.report.record import ReportError, read_run
 from tests.unit.run.browser import CHROMIUM, browser
 from tests.unit.run.run_folders import HOSTILE, make_asynchronous_run, make_run

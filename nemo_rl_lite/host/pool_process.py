@@ -1,4 +1,4 @@
-"""A process of a `CallPool`: `called_process.py` starts `python -m nemo_rl_lite.host.call_process PIPE`."""
+"""A process of a `CallPool`: `pool.py` starts `python -m nemo_rl_lite.host.pool_process PIPE`."""
 
 import asyncio
 import ctypes
@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from nemo_rl_lite.host.call import as_call_error
+from nemo_rl_lite.host.pool import as_call_error
 
 _PR_SET_CHILD_SUBREAPER = 36
 

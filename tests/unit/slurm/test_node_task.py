@@ -5,8 +5,8 @@ import os
 import pytest
 
 from nemo_rl_lite.errors import LauncherError
-from nemo_rl_lite.slurm import task
-from nemo_rl_lite.slurm.task import MIB, SlurmTask
+from nemo_rl_lite.slurm import node
+from nemo_rl_lite.slurm.node import MIB, SlurmTask
 
 TASK = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_NNODES": "2"}
 CORES = len(os.sched_getaffinity(0))
@@ -41,7 +41,7 @@ def test_not_more_cpus_than_the_task_may_use():
 
 def test_the_address_is_that_of_the_interface_towards_srun(monkeypatch):
     assert SlurmTask.from_environment(TASK | {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}).address is None
-    monkeypatch.setattr(task, "_addresses", lambda: [("eth0", "10.0.0.1"), ("ib0", "10.1.0.1"), ("ib0", "10.1.0.2")])
+    monkeypatch.setattr(node, "_addresses", lambda: [("eth0", "10.0.0.1"), ("ib0", "10.1.0.1"), ("ib0", "10.1.0.2")])
     assert SlurmTask.from_environment(TASK, "ib0").address == "10.1.0.1"
     assert SlurmTask.from_environment(TASK, "ib0").environment() == {"GLOO_SOCKET_IFNAME": "ib0"}
 

@@ -1,20 +1,25 @@
-"""Ends a run whose launcher hangs: in an environment or a reward, in Ray, on a file system. Workers have other limits
-(`calls.wait`)."""
+"""Liveness of this process.
+
+For the launcher: what its main thread does, how long it may take, and the watchdog that ends a run which exceeds that.
+For a worker: how far it is, for its heartbeat. Workers' calls have other limits (`cluster/calls.py`).
+"""
 
 import faulthandler
+import math
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType
 
 import psutil
 
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.observability import limits
 
 PERIOD_S = 0.5
 # Seconds that the main thread has to react, before the process ends without it.
@@ -25,10 +30,78 @@ _LONGEST_S = 10**7
 _STANDARD_ERROR = 2
 
 
+@dataclass
+class Limit:
+    """Something that may take `limit_s` seconds without a sign of progress."""
+
+    what: str
+    limit_s: float
+    since: float
+
+    def seconds_left(self) -> float:
+        return self.limit_s - (time.monotonic() - self.since)
+
+
+# The innermost is the one that counts.
+_limits: list[Limit] = []
+# Called with the seconds that are left, whenever the innermost begins or begins again.
+_listeners: list[Callable[[float], None]] = []
+
+
+@contextmanager
+def heard_by(listener: Callable[[float], None]) -> Iterator[None]:
+    """Within the block, call `listener` with the seconds that are left whenever a limit begins or begins again."""
+    _listeners.append(listener)
+    try:
+        listener(seconds_left())
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+@contextmanager
+def limited(what: str, limit_s: float | None) -> Iterator[None]:
+    """Within the block the main thread does `what`, for at most `limit_s` seconds (None: without a limit). The limit
+    around the block starts again after it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    own = Limit(what, math.inf if limit_s is None else limit_s, time.monotonic())
+    _limits.append(own)
+    _tell()
+    try:
+        yield
+    finally:
+        _limits.remove(own)
+        progressed()
+
+
+def progressed() -> None:
+    """Start the innermost limit again: something that the main thread waits for has happened."""
+    if _limits and threading.current_thread() is threading.main_thread():
+        _limits[-1].since = time.monotonic()
+    _tell()
+
+
+def _tell() -> None:
+    for listener in _listeners:
+        listener(seconds_left())
+
+
+def seconds_left() -> float:
+    """Seconds until the innermost limit is exceeded; infinite without one, negative where it is."""
+    return _limits[-1].seconds_left() if _limits else math.inf
+
+
+def exceeded() -> Limit | None:
+    """The innermost limit, if it is exceeded."""
+    return _limits[-1] if _limits and _limits[-1].seconds_left() < 0 else None
+
+
 @contextmanager
 def watched(last_words: Callable[[WorkerError], None], lost: Callable[[], str] = str) -> Iterator[None]:
-    """Within the block, raise WorkerError in the main thread when a limit is exceeded (`observability/limits.py`), or
-    when `lost` names a process that the run cannot do without.
+    """Within the block, raise WorkerError in the main thread when a limit is exceeded, or when `lost` names a process
+    that the run cannot do without.
 
     Where the main thread does not react, call `last_words` and end this process and all that it has started. Where one
     long step of C code keeps Python from running at all, the process ends with a traceback on standard error.
@@ -41,12 +114,12 @@ def watched(last_words: Callable[[WorkerError], None], lost: Callable[[], str] =
 
     def watch() -> None:
         while not over.wait(PERIOD_S):
-            late, gone = limits.exceeded(), lost()
+            late, gone = exceeded(), lost()
             if late is None and not gone:
                 continue
             errors.append(_error(late) if late else WorkerError(gone, "run", "its process died", lost=True))
             signal.pthread_kill(main, _SIGNAL)
-            if not over.wait(GRACE_S) and (gone or limits.exceeded() is late):
+            if not over.wait(GRACE_S) and (gone or exceeded() is late):
                 last_words(errors[-1])
                 _end_at_once()
 
@@ -55,7 +128,7 @@ def watched(last_words: Callable[[WorkerError], None], lost: Callable[[], str] =
     thread = threading.Thread(target=watch, name="watchdog", daemon=True)
     thread.start()
     try:
-        with limits.heard_by(_end_without_python):
+        with heard_by(_end_without_python):
             yield
     except BaseException as raised:
         # Ray's own calls raise something else instead of what a handler of a signal raises.
@@ -78,7 +151,7 @@ def _end_without_python(left: float) -> None:
         faulthandler.dump_traceback_later(max(left, 0) + 2 * GRACE_S + PERIOD_S, exit=True, file=_STANDARD_ERROR)
 
 
-def _error(late: limits.Limit) -> WorkerError:
+def _error(late: Limit) -> WorkerError:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = traceback.extract_stack(frame)
     at = f"{stack[-1].filename}:{stack[-1].lineno} {stack[-1].name}" if stack else "an unknown place"
@@ -91,3 +164,15 @@ def _end_at_once() -> None:
         with suppress(psutil.Error):
             child.kill()
     os._exit(WorkerError.exit_status)
+
+
+_counts: dict[str, int] = {}
+
+
+def note_progress(**counts: int) -> None:
+    """Set counts of this process: `note_progress(step=3, micro_batch=2)`."""
+    _counts.update(counts)
+
+
+def latest_progress() -> dict[str, int]:
+    return dict(_counts)

@@ -6,23 +6,97 @@ process leads a session of its own, adopts what its children leave, and is ended
 
 import itertools
 import math
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+import traceback
 import weakref
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
-from nemo_rl_lite.host.call import Call, CallError, LateError, StartError, Target, as_call_error
-from nemo_rl_lite.host.called_process import START_S, CalledProcess
+import psutil
 
+# A process may take this long, in seconds, to start and to import the user's code.
+START_S = 60.0
 # Seconds to wait for the processes to end.
 _STOP_S = 30.0
 # So many starts in a row may fail: one may have met a moment without memory.
 _MOST_STARTS = 3
+_LONGEST_ERROR = 300
+# The folder of this package, which is not a user's code.
+_PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
+
+
+class CallError(Exception):
+    """A call has no result: the code raised (the message is its error, `details` its traceback), was late, or its
+    process ended."""
+
+    def __init__(self, message: str, details: str = ""):
+        super().__init__(message)
+        self.details = details
+
+
+class LateError(CallError):
+    """There is no result within the time limit."""
+
+
+class StartError(CallError):
+    """The processes do not start; the message says what they do instead."""
+
+
+def as_call_error(error: BaseException) -> CallError:
+    """Describe what a user's code raised in one readable line, since some errors quote a whole response."""
+    text = f"{type(error).__name__}: {error}"
+    short = text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
+    return CallError(short, "".join(traceback.format_exception(error)))
+
+
+def place_of(error: BaseException) -> str:
+    """Return the last line of the user's file that an error came through: " (FILE, line N)". Nothing where this package
+    raised it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_PACKAGE)]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the processes hold: `path`, the dotted path of a class of this package, made with `arguments`. `title` names
+    a process and `limit` the time limit in messages."""
+
+    path: str
+    arguments: Mapping[str, Any]
+    title: str
+    limit: str
+
+
+@dataclass(eq=False)
+class Call:
+    """A method of the target that is to be called, and the future of its result."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    session: int | None
+    future: Future = field(default_factory=Future)
+
+    def settle(self, value: Any) -> None:
+        """Give the future its result, or the `CallError` that it has instead."""
+        if self.future.done():
+            return
+        if isinstance(value, CallError):
+            self.future.set_exception(value)
+        else:
+            self.future.set_result(value)
 
 
 class CallPool:
@@ -49,6 +123,63 @@ class CallPool:
         self._manager.post(session)
 
 
+@dataclass(eq=False)
+class _Process:
+    """A process, this end of its pipe, a descriptor that is readable once it has ended, and what it does. The process
+    ends when this end of the pipe is closed, even by a crash."""
+
+    process: subprocess.Popen
+    pipe: Connection
+    ended: int
+    started: float
+    is_ready: bool = False
+    is_retired: bool = False
+    """One of its calls was late and may still run there. It takes nothing new, and ends when the others are done."""
+    calls: dict[int, tuple[Call, float]] = field(default_factory=dict)
+    """By number: the call, and when it is late."""
+    sessions: set[int] = field(default_factory=set)
+
+    @classmethod
+    def start(cls, target: Target, at_once: int) -> "_Process":
+        """Start a process that holds the target and takes `at_once` calls at a time. Raises OSError."""
+        ours, theirs = Pipe()
+        command = [sys.executable, "-m", "nemo_rl_lite.host.pool_process", str(theirs.fileno())]
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        theirs.close()
+        with suppress(OSError):
+            # The user's code may be in a folder that only this process has on its path.
+            ours.send((sys.path, target.path, dict(target.arguments), at_once))
+        return cls(process, ours, os.pidfd_open(process.pid), time.monotonic())
+
+    @property
+    def late_at(self) -> list[float]:
+        """When its calls are late, and its start."""
+        return [late for _, late in self.calls.values()] + ([] if self.is_ready else [self.started + START_S])
+
+    def settle(self, number: int | None, value: Any) -> None:
+        """Give a call its result; does nothing where it was given up, or is none."""
+        call, _ = self.calls.pop(number, (None, 0.0)) if number is not None else (None, 0.0)
+        if call is not None:
+            call.settle(value)
+
+    def end(self) -> None:
+        """Kill the process and everything that it has started."""
+        with suppress(psutil.Error):
+            own = psutil.Process(self.process.pid)
+            own.suspend()
+            for one in [*own.children(recursive=True), own]:
+                with suppress(psutil.Error):
+                    one.kill()
+        # What a process that ended by itself has left is still in its group.
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.pipe.close()
+        os.close(self.ended)
+
+
 class _Manager:
     """The thread behind a pool. It does not know the pool, which may so be collected."""
 
@@ -63,7 +194,7 @@ class _Manager:
         self._failed_starts = 0
         self._lost_sessions: set[int] = set()
         """Their process has ended, and with it what they had in it."""
-        self._processes = [CalledProcess.start(self._target, self._at_once)]
+        self._processes = [_Process.start(self._target, self._at_once)]
 
     def post(self, item: Call | int) -> None:
         """Add a call, or the number of a session that ends."""
@@ -129,11 +260,11 @@ class _Manager:
         missing = min(self._most - len(self._processes), len(left) - starting * self._at_once)
         try:
             for _ in range(missing):
-                self._processes.append(CalledProcess.start(self._target, self._at_once))
+                self._processes.append(_Process.start(self._target, self._at_once))
         except OSError as error:
             self._give_up(f"{self._target.title} cannot be started: {error}")
 
-    def _place(self, call: Call) -> CalledProcess | None:
+    def _place(self, call: Call) -> _Process | None:
         """The process for a call: its session's, or else the one that has the least to do; None where there is no
         room."""
         own = [one for one in self._processes if call.session is not None and call.session in one.sessions]
@@ -141,7 +272,7 @@ class _Manager:
         able = [one for one in able if len(one.calls) < self._at_once]
         return min(able, key=lambda one: (len(one.calls), len(one.sessions)), default=None)
 
-    def _send(self, process: CalledProcess, number: int | None, method: str, arguments: tuple[Any, ...]) -> None:
+    def _send(self, process: _Process, number: int | None, method: str, arguments: tuple[Any, ...]) -> None:
         try:
             process.pipe.send((number, method, arguments))
         except OSError:
@@ -150,7 +281,7 @@ class _Manager:
         except Exception as error:  # a user's object may raise anything while it is pickled
             process.settle(number, as_call_error(error))
 
-    def _look_at(self, process: CalledProcess) -> None:
+    def _look_at(self, process: _Process) -> None:
         """Take the results that a process has; end it where it is late and has nothing else to do, or has ended."""
         with suppress(EOFError, OSError):
             while process.pipe.poll():

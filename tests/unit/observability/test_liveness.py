@@ -7,10 +7,8 @@ import time
 import psutil
 import pytest
 
-from nemo_rl_lite.cluster.watchdog import watched
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.observability import limits
-from nemo_rl_lite.observability.limits import limited
+from nemo_rl_lite.observability.liveness import exceeded, limited, progressed, watched
 
 
 def never(error: WorkerError) -> None:
@@ -37,25 +35,25 @@ def test_only_the_innermost_counts_and_the_one_around_it_starts_again():
     with limited("outer", 0.2):
         with limited("inner", None):
             time.sleep(0.3)
-            assert limits.exceeded() is None
-        assert limits.exceeded() is None
+            assert exceeded() is None
+        assert exceeded() is None
         time.sleep(0.3)
-        assert limits.exceeded().what == "outer"
-        limits.progressed()
-        assert limits.exceeded() is None
-    assert limits.exceeded() is None
+        assert exceeded().what == "outer"
+        progressed()
+        assert exceeded() is None
+    assert exceeded() is None
 
 
 START = """
 import signal, subprocess, time
-from nemo_rl_lite.cluster import watchdog
-from nemo_rl_lite.observability.limits import limited
-watchdog.GRACE_S = 0.5
+from nemo_rl_lite.observability import liveness
+from nemo_rl_lite.observability.liveness import limited
+liveness.GRACE_S = 0.5
 child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 print(child.pid, flush=True)
 def hang():
     HANG
-with watchdog.watched(lambda error: print(error, flush=True)), limited("a test", 0.2):
+with liveness.watched(lambda error: print(error, flush=True)), limited("a test", 0.2):
     hang()
 """
 

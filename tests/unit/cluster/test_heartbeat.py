@@ -1,9 +1,10 @@
-"""Who is named where workers do not come to an end."""
+"""Heartbeats: the worker that is named where some do not come to an end, and the use of machines and GPUs."""
 
 import pytest
 
 from nemo_rl_lite.cluster import heartbeat
-from nemo_rl_lite.cluster.heartbeat import SILENT_S, Heartbeat
+from nemo_rl_lite.cluster.heartbeat import SILENT_S, Heartbeat, SystemUsage
+from nemo_rl_lite.observability.system import Usage
 
 NOW = 1000.0
 WAITING = ("/x/worker.py:10 train", "/lib/torch/distributed/distributed_c10d.py:3000 all_reduce")
@@ -26,8 +27,6 @@ def beat(rank: int, stack=WORKING, at=NOW - 1, **counts) -> Heartbeat:
             [beat(0, WORKING, optimizer_step=3, micro_batch=2), beat(1, WORKING, optimizer_step=3, micro_batch=2)],
             [0, 1],
         ),
-        # An order of counts as a run makes it that has scored before it has trained.
-        ([beat(0, WAITING, micro_batch=0, optimizer_step=4), beat(1, WAITING, micro_batch=9, optimizer_step=3)], [1]),
         # Engines count nothing.
         ([beat(0, WORKING, optimizer_step=3), beat(1, WAITING)], [0]),
         ([], []),
@@ -49,6 +48,38 @@ def test_the_error_names_it_and_has_every_stack(monkeypatch):
     assert "all_reduce" in error.details and "token_logprobs" in error.details
 
 
-def test_without_a_sign_of_life_all_are_named(monkeypatch):
-    monkeypatch.setattr(heartbeat, "last_heartbeats", lambda workers: [])
-    assert "a, b failed in phase 'generate': not done" in str(heartbeat.hang(["a", "b"], "generate", "not done"))
+def usage_beat(worker: str, node: str, samples: int, **sums: float) -> Heartbeat:
+    return Heartbeat(worker, "idle", 0.0, 0.0, node=node, usage=Usage(samples, sums))
+
+
+@pytest.fixture
+def beats(monkeypatch) -> list[Heartbeat]:
+    told: list[Heartbeat] = []
+    monkeypatch.setattr(heartbeat, "last_heartbeats", lambda workers: [one for one in told if one.worker in workers])
+    return told
+
+
+def test_machines_are_numbered_as_workers_are_and_shared_gpus_are_one(beats):
+    usage = SystemUsage(["policy rank 0", "policy rank 1", "generation rank 0"])
+    beats += [
+        usage_beat("policy rank 0", "b", 2, **{"mem_gb": 8.0, "gpu.0.util": 100.0}),
+        usage_beat("policy rank 1", "a", 1, **{"mem_gb": 6.0, "gpu.0.util": 90.0}),
+        usage_beat("generation rank 0", "b", 1, **{"mem_gb": 2.0, "gpu.0.util": 70.0}),
+    ]
+    assert usage.take() == {
+        "node.0.mem_gb": 3.0,
+        "node.0.gpu.0.util": 60.0,
+        "node.1.mem_gb": 6.0,
+        "node.1.gpu.0.util": 90.0,
+    }
+
+
+def test_a_step_has_the_mean_of_its_own_samples_or_what_was_last_seen(beats):
+    usage = SystemUsage(["policy rank 0"])
+    assert usage.take() == {}
+    beats.append(usage_beat("policy rank 0", "a", 0))
+    assert usage.take() == {}
+    beats[:] = [usage_beat("policy rank 0", "a", 2, cpu_util=100.0)]
+    assert usage.take() == usage.take() == {"node.0.cpu_util": 50.0}
+    beats[:] = [usage_beat("policy rank 0", "a", 3, cpu_util=110.0)]
+    assert usage.take() == {"node.0.cpu_util": 10.0}
