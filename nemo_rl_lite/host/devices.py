@@ -6,7 +6,7 @@ import subprocess
 MIB = 2**20
 # The environment of a process that computes on CPUs. It must not see GPUs: Ray does not hide them from an actor that
 # asked for none. OpenMP threads sleep while they wait: beside a busy process, threads that spin take the cores that the
-# others need (measured: docs/benchmarks/).
+# others need.
 ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
 
 

@@ -192,9 +192,9 @@ def trial() -> None:
     """Compose both trainings and all evaluations; the trainings' steps are a tiny run's, the answers are made up."""
 
     def answer(*modules: list[str]) -> float:
-        for _, model, *rest in modules:
+        for _, _, *rest in modules:
             keys = [*(one for one in rest if "=" in one), f"data.train_path={folder}/train.jsonl"]
-            compose_config([*keys, "cluster.gpus_per_node=1", f"policy.model_name={model}"])
+            compose_config([*keys, "cluster.gpus_per_node=1", f"policy.model_name={KNOWN_MODEL}"])
             samples = int(rest[rest.index("--samples") + 1]) if "--samples" in rest else 1
             value = {"value": 0.5, "low": 0.25, "high": 0.75}
             summary = dict.fromkeys(NUMBERS, 0) | {"samples": samples, "problems": 2, "avg": value}
@@ -206,8 +206,9 @@ def trial() -> None:
 
     with tempfile.TemporaryDirectory() as folder, tried(), patch.object(sys.modules[__name__], "_commands", answer):
         for split in ("train", "test"):
-            (Path(folder) / f"{split}.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
-        main([KNOWN_MODEL, "--data", folder, "--folder", str(Path(folder) / "kept"), "--steps", "8"])
+            (Path(folder) / f"{split}.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n' * 64)
+        own = ["--grpo-override", "policy.max_total_sequence_length=128", "generation.max_new_tokens=64"]
+        main([KNOWN_MODEL, "--data", folder, "--folder", str(Path(folder) / "kept"), "--steps", "8", *own])
 
 
 if __name__ == "__main__":

@@ -75,6 +75,8 @@ class Soak:
     recovery_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     step_s: list[float] = field(default_factory=list)
     kills: list[tuple[str, float]] = field(default_factory=list)
+    ended: set[int] = field(default_factory=set)
+    """Processes of the command that a kill has ended."""
     survived: int = 0
     """Kills that a finished step has followed."""
 
@@ -119,7 +121,8 @@ class Soak:
             if status == 0:
                 break
             print(f"the command ended with status {status}", flush=True)
-            if self.survived == len(self.kills):
+            if self.survived == len(self.kills) and self._process.pid not in self.ended:
+                done.set()
                 sys.exit(f"the run in {self.folder} ended with status {status}, and nothing was killed")
             self._process = self._start()
         done.set()
@@ -135,8 +138,11 @@ class Soak:
             name = left.pop()
             # Before the command can end of it.
             self.kills.append((name, time.monotonic()))
+            process = self._process
+            if name in ("launcher", "process group"):
+                self.ended.add(process.pid)
             try:
-                self._kill(name, self._process)
+                self._kill(name, process)
             except (LookupError, OSError, StopIteration, psutil.NoSuchProcess):
                 self.kills.pop()
                 print(f"{name} was not there to be killed", flush=True)

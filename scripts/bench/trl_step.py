@@ -1,8 +1,8 @@
 """Measure TRL on the tasks of this project's records, and compare the two.
 
-trl.py grpo MODEL [--steps 11] [--micro-batch 8] [--lora DIM]    TRL's GRPO step with vLLM on the same GPU
-trl.py sft MODEL CHATS.jsonl [--steps 12] [--tokens 4096]        SFTTrainer with packing, and nrl-lite train, in one run
-trl.py ratio WAY [--folder FOLDER]                               steps of `ways.py speed` over TRL's fastest
+trl_step.py grpo MODEL [--steps 11] [--micro-batch 8] [--lora DIM]    TRL's GRPO step with vLLM on the same GPU
+trl_step.py sft MODEL CHATS.jsonl [--steps 12] [--tokens 4096]        SFTTrainer with packing, and ours, in one run
+trl_step.py ratio WAY [--folder FOLDER]                               steps of `ways.py speed` over TRL's fastest
 
 Needs `trl` in addition to this project's packages, and with `--lora` `peft`. GRPO: 64 x 8 responses of 512 tokens, a
 model of 1.7 B parameters in bfloat16 with recomputed layers, one optimizer step a rollout, no KL penalty, an engine
@@ -256,7 +256,7 @@ def ratio(given: argparse.Namespace) -> None:
     value = statistics.median(mine) / statistics.median(steps[best])
     bars = [record.bar("step, ours over TRL's at its best, medians", value, TARGET, at_least=False)]
     origin = {name: ours[name] for name in ("date", "commit", "hardware", "versions")}
-    origin |= {"command": shlex.join(["python", "scripts/bench/trl.py", "ratio", given.way])}
+    origin |= {"command": shlex.join(["python", "scripts/bench/trl_step.py", "ratio", given.way])}
     origin |= {"note": f"{rivals[best]['note']}; its fastest micro-batch has {best} sequences"}
     print(record.save("speed-over-trl-large", origin, results, bars), bars[0]["value"])
 
