@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.functional
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(file.stem for file in (ROOT / "scripts" / "bench").glob("*.py") if "def trial" in file.read_text())
 
