@@ -1,7 +1,6 @@
 """Which replica trains on which sequences, so that no replica waits for another.
 
-Responses to one prompt are alike in length, so that shares of neighbouring rows differ. `scripts/bench/dp_balance.py`
-simulates how long replicas wait for each other with such shares, and with these.
+Responses to one prompt are alike in length, so that shares of neighbouring rows differ.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -5,7 +5,7 @@ gsm8k.py MODEL --data FOLDER [--stages before sft between grpo after] [--steps 6
 FOLDER has train.jsonl and test.jsonl. Models and what was measured stay in `--folder`, so that several calls, with some
 of the stages each, make one record: each stage writes docs/benchmarks/learning-gsm8k-*.json with all that there is.
 `--continue RECORD` takes over the stages that a record has, where the folder was lost. Both trainings see the train
-split alone. `--small` is for CPUs.
+split alone.
 """
 
 import argparse
@@ -13,12 +13,17 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import record
-from together import STAGGER_S, end_with_the_script
+from learning import STAGGER_S, end_with_the_script
+from whole_runs import KNOWN_MODEL, model_key, run_in, tried
+
+from nemo_rl_lite.rules.compose import compose_config
 
 STAGES = ("before", "sft", "between", "grpo", "after")
 EVALUATED = {"before": "before", "between": "after SFT", "after": "after SFT and GRPO"}
@@ -46,19 +51,9 @@ GPU = {
         ),
     ],
 }
-_SMALL = ["policy=megatron", "cluster.gpus_per_node=0", "policy.train_global_batch_size=4"]
-_SHORT = ["generation=transformers", "generation.max_new_tokens=24"]
-SMALL = {
-    "sft": [*GPU["sft"], *_SMALL, "policy.train_micro_batch_size=2", "policy.max_total_sequence_length=512"],
-    "grpo": [
-        *(*GPU["grpo"], *_SMALL, *_SHORT, "policy.train_micro_batch_size=4", "policy.max_total_sequence_length=320"),
-        *("algorithm.num_prompts_per_step=2", "algorithm.num_generations_per_prompt=2"),
-    ],
-    "evaluate": [*_SHORT, "policy.precision=float32"],
-}
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--data", type=Path, required=True, help="the folder of train.jsonl and test.jsonl")
@@ -72,10 +67,9 @@ def main() -> None:
     parser.add_argument("--greedy-problems", type=int, default=1319, help="test problems that are asked once, greedy")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--continue", dest="earlier", type=Path, metavar="RECORD", help="a record to continue")
-    parser.add_argument("--small", action="store_true", help="batches for CPUs")
     parser.add_argument("--sft-override", nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("--grpo-override", nargs="+", default=[], metavar="KEY=VALUE")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     given.folder.mkdir(parents=True, exist_ok=True)
     earlier = json.loads(given.earlier.read_text())["stages"] if given.earlier else {}
     for stage, found in earlier.items():
@@ -97,7 +91,7 @@ def _train(given: argparse.Namespace, stage: str) -> dict[str, Any]:
     shutil.rmtree(run, ignore_errors=True)
     own = {
         "sft": [
-            *(f"algorithm.max_num_epochs={given.epochs}", f"policy.model_name={given.model.resolve()}"),
+            *(f"algorithm.max_num_epochs={given.epochs}", model_key(given.model)),
             *(f"algorithm.max_num_steps={given.sft_steps or 'null'}", *given.sft_override),
             f"policy.megatron_cfg.scheduler.lr_decay_iters={STEPS_PER_EPOCH * given.epochs}",
             *(f"data.validation_path={_file(given, 'test')}", "algorithm.val_at_end=true"),
@@ -108,10 +102,10 @@ def _train(given: argparse.Namespace, stage: str) -> dict[str, Any]:
         ],
     }[stage]
     data = ["data.name=file", f"data.train_path={_file(given, 'train')}"]
-    overrides = [*(SMALL if given.small else GPU)[stage], *KEPT, *data, f"algorithm.seed={given.seed}", *own]
-    seconds = _commands(["nemo_rl_lite.train", *overrides, f"hydra.run.dir={run}"])
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rewards = [line["train/reward"] for line in lines if "train/reward" in line]
+    overrides = [*GPU[stage], *KEPT, *data, f"algorithm.seed={given.seed}", *own]
+    began = time.monotonic()
+    rewards = [line["train/reward"] for line in run_in(run, overrides) if "train/reward" in line]
+    seconds = round(time.monotonic() - began, 1)
     return {"seconds": seconds, "rewards": [float(f"{one:.5g}") for one in rewards]}
 
 
@@ -125,7 +119,7 @@ def _evaluate(given: argparse.Namespace, stage: str) -> dict[str, Any]:
     keys = [
         *("data=gsm8k", "data.name=file", f"data.validation_path={_file(given, 'test')}", "data.too_long=drop"),
         *("reward=last_number", "generation.max_new_tokens=300", "policy.max_total_sequence_length=640"),
-        *(SMALL if given.small else GPU)["evaluate"],
+        *GPU["evaluate"],
     ]
     asked = {
         "sampled": ["--samples", str(given.samples), "--problems", str(given.problems)],
@@ -194,5 +188,28 @@ def _accuracies(found: dict[str, Any], setting: str) -> list[dict[str, Any]]:
     return results
 
 
+def trial() -> None:
+    """Compose both trainings and all evaluations; the trainings' steps are a tiny run's, the answers are made up."""
+
+    def answer(*modules: list[str]) -> float:
+        for _, _, *rest in modules:
+            keys = [*(one for one in rest if "=" in one), f"data.train_path={folder}/train.jsonl"]
+            compose_config([*keys, "cluster.gpus_per_node=1", f"policy.model_name={KNOWN_MODEL}"])
+            samples = int(rest[rest.index("--samples") + 1]) if "--samples" in rest else 1
+            value = {"value": 0.5, "low": 0.25, "high": 0.75}
+            summary = dict.fromkeys(NUMBERS, 0) | {"samples": samples, "problems": 2, "avg": value}
+            output = Path(rest[rest.index("--output") + 1])
+            output.mkdir()
+            summary = summary | {"pass_at_k": {str(samples): value}, "mean_length": 8.0}
+            (output / "summary.json").write_text(json.dumps(summary))
+        return 1.0
+
+    with tempfile.TemporaryDirectory() as folder, tried(), patch.object(sys.modules[__name__], "_commands", answer):
+        for split in ("train", "test"):
+            (Path(folder) / f"{split}.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n' * 64)
+        own = ["--grpo-override", "policy.max_total_sequence_length=128", "generation.max_new_tokens=64"]
+        main([KNOWN_MODEL, "--data", folder, "--folder", str(Path(folder) / "kept"), "--steps", "8", *own])
+
+
 if __name__ == "__main__":
-    main()
+    record.start(main, trial)

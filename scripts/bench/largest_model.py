@@ -1,19 +1,19 @@
 """Find the largest model of a family that trains colocated on one GPU, by offload preset.
 
 largest_model.py predict [lora]                     predict how many layers fit; write a record
-largest_model.py run PRESET LAYERS TOKENIZER [lora]  try it: a random model, two GRPO steps by gpu_run.py
+largest_model.py run PRESET LAYERS TOKENIZER [lora]  try it: a random model, two GRPO steps by runs.py
 
 The family is Qwen3-4B's width with more or fewer layers. With `lora` it is Qwen3-8B's, layers are recomputed, and the
 engine applies the adapters itself. The engine gets its weights and `CACHE` for its KV cache.
 """
 
-import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import random_model
 import record
+import runs
 
 from nemo_rl_lite.models.shape import ModelShape, model_shape
 from nemo_rl_lite.planning.budget import budget
@@ -61,16 +61,12 @@ KINDS = {
 }
 
 
-def main() -> None:
-    match sys.argv[1:]:
-        case ["predict"]:
-            write_prediction(KINDS["weights"])
-        case ["predict", "lora"]:
-            write_prediction(KINDS["lora"])
-        case ["run", preset, layers, tokenizer]:
-            run(KINDS["weights"], preset, int(layers), tokenizer)
-        case ["run", preset, layers, tokenizer, "lora"]:
-            run(KINDS["lora"], preset, int(layers), tokenizer)
+def main(arguments: list[str]) -> None:
+    match arguments:
+        case ["predict", *kind]:
+            write_prediction(KINDS["lora" if kind else "weights"])
+        case ["run", preset, layers, tokenizer, *kind]:
+            run(KINDS["lora" if kind else "weights"], preset, int(layers), tokenizer)
         case _:
             sys.exit(__doc__)
 
@@ -89,11 +85,12 @@ def write_prediction(kind: Kind) -> None:
 
 
 def largest(kind: Kind, preset: str) -> int:
-    """Return the number of layers of the largest model with all phases fitting."""
-    layers = 1
-    while peak(kind, preset, layers + 1) <= GPU_BYTES:
-        layers += 1
-    return layers
+    """Return the number of layers of the largest model with all phases fitting. A peak grows with the layers."""
+    fits, too_many = 1, 256
+    while too_many - fits > 1:
+        layers = (fits + too_many) // 2
+        fits, too_many = (layers, too_many) if peak(kind, preset, layers) <= GPU_BYTES else (fits, layers)
+    return fits
 
 
 def largest_share(kind: Kind, preset: str) -> float:
@@ -126,14 +123,16 @@ def shape_of(kind: Kind, layers: int) -> ModelShape:
 
 def run(kind: Kind, preset: str, layers: int, tokenizer: str) -> None:
     folder = f"models/{kind.family}-{layers}-layers"
-    here = Path(__file__).parent
     if not Path(folder).exists():
-        command = [sys.executable, str(here / "random_model.py"), f"{kind.family}:{layers}", tokenizer, folder]
-        subprocess.run(command, check=True)
-    name = f"{kind.run}-{preset}-{layers}-layers"
+        random_model.main([f"{kind.family}:{layers}", tokenizer, folder])
     overrides = [*settings(kind, preset, layers), f"policy.model_name={folder}"]
-    sys.exit(subprocess.run([sys.executable, str(here / "gpu_run.py"), name, *overrides], check=False).returncode)
+    runs.main(["keep", f"{kind.run}-{preset}-{layers}-layers", *overrides])
+
+
+def trial() -> None:
+    """Predict for one preset."""
+    write_prediction(replace(KINDS["lora"], presets=("pinned",)))
 
 
 if __name__ == "__main__":
-    main()
+    record.start(main, trial)

@@ -1,23 +1,34 @@
-"""What SmolLM2-135M-Instruct learns on tasks at the edge of what it can do, by the algorithm.
+"""Compare what GRPO's kin learn on a task at the edge of what SmolLM2-135M-Instruct can do.
 
-learning.py explore MODEL TASK ...                  short runs of GRPO, a line for each task as its run ends
-learning.py compare MODEL TASK [--algorithms ...] [--seeds 1 2 3]       writes docs/benchmarks/learning-TASK-*.json
+learning.py MODEL TASK [--algorithms ...] [--seeds 1 2 3]       writes docs/benchmarks/learning-TASK-*.json
 
-Runs share GPUs: `--at-once` on each of `--gpus`. A run takes about 11 GiB of GPU memory and two cores. `compare` writes
-the record as each run ends; `--continue RECORD` takes over the runs that a record has, so that several calls make one
+Runs share GPUs: `--at-once` on each of `--gpus`. A run takes about 11 GiB of GPU memory and two cores. The record is
+written as each run ends; `--continue RECORD` takes over the runs that a record has, so that several calls make one
 record, and `--only grpo:1 dapo:2` names some runs. Runs that last longer than `--limit` seconds are interrupted: they
-are in the record with what they had measured, and are run again by a call that continues. `--small` is for CPUs.
+are in the record with what they had measured, and are run again by a call that continues.
 """
 
 import argparse
+import ctypes
+import json
+import os
+import signal
+import statistics
+import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import learning_record
-from learning_tasks import TASKS
-from together import Ended, Job, run_together
+import record
+from whole_runs import KNOWN_MODEL, model_key, run_in, tiny_run, tried
+
+from nemo_rl_lite.rollout.files import read_rollout, rollout_files, step_of
+from nemo_rl_lite.rollout.pass_at_k import interval
 
 ALGORITHMS = ("grpo", "dapo", "drgrpo", "cispo", "gspo")
 EVERYWHERE = [
@@ -35,89 +46,282 @@ SHARED_GPU = [
     # Where several engines start on a GPU at the same time, none can measure what is free.
     *("generation.vllm_cfg.gpu_memory_utilization=0.06", "+generation.vllm_kwargs.kv_cache_memory_bytes=2000000000"),
 ]
-SMALL = [
-    "generation=transformers",
-    *("algorithm.num_prompts_per_step=4", "algorithm.num_generations_per_prompt=4", "cluster.threads_per_worker=1"),
-    *("policy.train_global_batch_size=8", "policy.train_micro_batch_size=8"),
+_NUMBER = [
+    *('data.system_prompt="Answer with the number alone."', "data.validation_fraction=0.2", "reward=last_number"),
+    *("generation.max_new_tokens=24", "policy.max_total_sequence_length=160"),
 ]
+# Overrides of each task of reasoning-gym; a fifth of the distinct problems is never trained on.
+TASKS = {
+    "chain-sum-3": ["data.task=chain_sum", "data.task_kwargs={min_terms:3,max_terms:3,min_digits:1,max_digits:1}"],
+    "products": ["data.task=products", "data.task_kwargs={min_terms:2,max_terms:2,min_digits:1,max_digits:2}"],
+    "gcd": ["data.task=gcd", "data.task_kwargs={min_numbers:2,max_numbers:2,min_value:1,max_value:60}"],
+    "lcm": ["data.task=lcm", "data.task_kwargs={min_numbers:2,max_numbers:2,min_value:1,max_value:30}"],
+}
+STAGGER_S = 2.0
+"""Between two starts, because two that search a free port at the same time may find the same one."""
+GRACE_S = 20.0
+"""For a run that is interrupted at the limit to end."""
+_WHEN_THE_PARENT_DIES = 1
+"""Linux's number of PR_SET_PDEATHSIG."""
+LAST = 10
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("explore", "compare"))
     parser.add_argument("model", type=Path)
-    parser.add_argument("tasks", nargs="+", metavar="TASK", choices=list(TASKS), help=", ".join(TASKS))
-    parser.add_argument("--algorithms", nargs="+", default=None, choices=ALGORITHMS)
-    parser.add_argument("--seeds", type=int, nargs="+", default=None)
+    parser.add_argument("task", choices=list(TASKS))
+    parser.add_argument("--algorithms", nargs="+", default=ALGORITHMS, choices=ALGORITHMS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--val-period", type=int, default=10, help="steps between validations")
-    parser.add_argument("--problems", type=int, default=300, help="most held-out problems of a validation")
     parser.add_argument("--at-once", type=int, default=6, help="runs at a time on a GPU")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--limit", type=float, default=560.0, help="seconds after which all runs are interrupted")
     parser.add_argument("--only", nargs="+", metavar="ALGORITHM:SEED", help="only these runs")
     parser.add_argument("--continue", dest="earlier", type=Path, metavar="RECORD", help="a record to continue")
-    parser.add_argument("--small", action="store_true", help="batches for CPUs")
     parser.add_argument("--override", nargs="+", default=[], metavar="KEY=VALUE", help="of every run")
-    given = parser.parse_args()
-    (explore if given.what == "explore" else compare)(given)
-
-
-def explore(given: argparse.Namespace) -> None:
-    """Print what each task begins and ends with, as its runs end."""
-    runs = [
-        (task, name, seed)
-        for seed in given.seeds or [1]
-        for name in given.algorithms or ["grpo"]
-        for task in given.tasks
-    ]
-
-    def show(ended: Ended) -> None:
-        print(learning_record.line(ended.job.name, learning_record.run_of(ended)), flush=True)
-
-    _run(given, {"-".join(map(str, run)): run for run in runs}, show)
+    compare(parser.parse_args(arguments))
 
 
 def compare(given: argparse.Namespace) -> None:
     """Run every algorithm with every seed on the task, and keep the runs in the record as they end."""
-    if len(given.tasks) > 1:
-        sys.exit("compare takes one task: a record is of one")
-    task = given.tasks[0]
-    kept = learning_record.earlier(given.earlier) if given.earlier else []
+    kept = json.loads(given.earlier.read_text())["runs"] if given.earlier else []
     done = {(run["algorithm"], run["seed"]) for run in kept if run["finished"]}
-    wanted = [(name, seed) for seed in given.seeds or [1, 2, 3] for name in given.algorithms or ALGORITHMS]
+    wanted = [(name, seed) for seed in given.seeds for name in given.algorithms if (name, seed) not in done]
     if given.only:
         wanted = [(name, seed) for name, seed in wanted if f"{name}:{seed}" in given.only]
-    todo = {f"{task}-{name}-{seed}": (task, name, seed) for name, seed in wanted if (name, seed) not in done}
     runs = {(run["algorithm"], run["seed"]): run for run in kept}
+    jobs = {f"{name}-{seed}": (name, seed) for name, seed in wanted}
 
     def keep(ended: Ended) -> None:
-        _, name, seed = todo[ended.job.name]
-        one = {"algorithm": name, "seed": seed} | learning_record.run_of(ended)
-        print(learning_record.line(ended.job.name, one), flush=True)
+        name, seed = jobs[ended.job.name]
+        one = {"algorithm": name, "seed": seed} | run_of(ended)
+        print(line(ended.job.name, one), flush=True)
         if one["validation"]:
             runs[name, seed] = one
-            print(learning_record.write(task, given, list(runs.values())), flush=True)
+            print(write(given, list(runs.values())), flush=True)
 
-    if kept:
-        print(learning_record.write(task, given, kept), flush=True)
-    print(f"{len(todo)} runs to do, {len(done)} done before", flush=True)
-    _run(given, todo, keep)
-
-
-def _run(given: argparse.Namespace, runs: dict[str, tuple[str, str, int]], report: Any) -> None:
-    own = [
-        *((*SMALL, *EVERYWHERE) if given.small else (*SHARED_GPU, *EVERYWHERE)),
-        *(f"policy.model_name={given.model.resolve()}", f"algorithm.max_num_steps={given.steps}"),
-        *(f"algorithm.val_period={given.val_period}", f"algorithm.max_val_samples={given.problems}"),
-    ]
-    jobs = [
-        Job(job, [*own, *TASKS[task].overrides(), f"algorithm={name}", f"algorithm.seed={seed}", *given.override])
-        for job, (task, name, seed) in runs.items()
-    ]
     with tempfile.TemporaryDirectory() as folder:
-        run_together(jobs, given.at_once, given.gpus, Path(folder), given.limit, report)
+        todo = [Job(job, overrides(given, name, seed)) for job, (name, seed) in jobs.items()]
+        run_together(todo, given.at_once, given.gpus, Path(folder), given.limit, keep)
+
+
+def overrides(given: argparse.Namespace, algorithm: str, seed: int) -> list[str]:
+    """Return the overrides of one run."""
+    own = [*SHARED_GPU, *EVERYWHERE, "data=reasoning_gym", *_NUMBER, *TASKS[given.task], f"algorithm={algorithm}"]
+    own += [f"algorithm.seed={seed}", model_key(given.model), f"algorithm.max_num_steps={given.steps}"]
+    return [*own, "algorithm.val_period=10", "algorithm.max_val_samples=300", *given.override]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training: a name for its folder, and its overrides."""
+
+    name: str
+    overrides: Sequence[str]
+
+
+@dataclass
+class Running:
+    """A training that has begun."""
+
+    job: Job
+    process: subprocess.Popen
+    gpu: int
+    began: float
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A training that has ended, with its metrics and how long the command took, in seconds."""
+
+    job: Job
+    status: int
+    seconds: float
+    lines: list[dict[str, Any]]
+    folder: Path
+
+
+def run_together(
+    jobs: Sequence[Job], at_once: int, gpus: int, folder: Path, limit_s: float, report: Callable[[Ended], None]
+) -> None:
+    """Run the jobs, `at_once` on each of `gpus` GPUs, and report each as it ends. After `limit_s` seconds none begins,
+    and those that run are interrupted and reported with the steps they have."""
+    folder.mkdir(parents=True, exist_ok=True)
+    waiting, running, last, until = list(jobs), list[Running](), 0.0, time.monotonic() + limit_s
+    try:
+        while running or (waiting and time.monotonic() < until):
+            load = {gpu: sum(one.gpu == gpu for one in running) for gpu in range(max(gpus, 1))}
+            gpu, now = min(load, key=load.__getitem__), time.monotonic()
+            if now >= until:
+                _interrupt(running)
+            elif waiting and load[gpu] < at_once and now - last >= STAGGER_S:
+                running.append(_start(waiting.pop(0), gpu, gpus, folder))
+                last = now
+            for one in [one for one in running if one.process.poll() is not None]:
+                running.remove(one)
+                report(_ended(one, folder))
+            time.sleep(0.3)
+    finally:
+        _interrupt(running)
+
+
+def _start(job: Job, gpu: int, gpus: int, folder: Path) -> Running:
+    command = [sys.executable, "-m", "nemo_rl_lite.train", *job.overrides, f"hydra.run.dir={folder / job.name}"]
+    own = {"CUDA_VISIBLE_DEVICES": _visible(gpu)} if gpus > 1 else {}
+    with _log(folder, job).open("w") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=record.ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | own,
+            preexec_fn=end_with_the_script,
+        )
+    return Running(job, process, gpu, time.monotonic())
+
+
+def end_with_the_script() -> None:
+    """A script that is killed must leave no trainings behind, which would hold the GPUs."""
+    ctypes.CDLL(None).prctl(_WHEN_THE_PARENT_DIES, signal.SIGTERM)
+
+
+def _visible(gpu: int) -> str:
+    """The number that CUDA gives this process's GPU `gpu`."""
+    named = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+    return named[gpu] if named else str(gpu)
+
+
+def _interrupt(running: Sequence[Running]) -> None:
+    for one in running:
+        one.process.send_signal(signal.SIGINT)
+    for one in running:
+        try:
+            one.process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            one.process.kill()  # what it has started ends with it
+            one.process.wait()
+
+
+def _ended(one: Running, folder: Path) -> Ended:
+    place, seconds = folder / one.job.name, time.monotonic() - one.began
+    metrics = place / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    if one.process.returncode:
+        end = "\n".join(_log(folder, one.job).read_text(errors="replace").splitlines()[-25:])
+        print(f"{one.job.name} ended with status {one.process.returncode} after {seconds:.0f} s:\n{end}", flush=True)
+        for log in sorted(place.glob("logs/*.log")):
+            print(
+                f"--- the end of {log.name}", *log.read_text(errors="replace").splitlines()[-12:], sep="\n", flush=True
+            )
+    return Ended(one.job, one.process.returncode, seconds, lines, place)
+
+
+def _log(folder: Path, job: Job) -> Path:
+    return folder / f"{job.name}.log"
+
+
+def run_of(ended: Ended) -> dict[str, Any]:
+    """The run's held-out accuracies with their intervals over problems, its training rewards, and its seconds."""
+    steps = [line for line in ended.lines if "train/reward" in line]
+    times = [line["timing/train/total_step_time"] for line in steps if "timing/train/total_step_time" in line]
+    return {
+        "finished": ended.status == 0,
+        "seconds": round(ended.seconds, 1),
+        "step_seconds": _rounded(statistics.median(times)) if times else None,
+        "validation": _validations(ended),
+        "train_reward": [[line["step"], _rounded(line["train/reward"])] for line in steps],
+    }
+
+
+def line(name: str, run: dict[str, Any]) -> str:
+    """A run in one line."""
+    found, rewards = run["validation"], [reward for _, reward in run["train_reward"]]
+    if not found or not rewards:
+        return f"{name:40} nothing measured, {run['seconds']:.0f} s"
+    first, last, best = found[0], found[-1], max(one["accuracy"] for one in found)
+    parts = [
+        f"held out {_shown(first)} -> {_shown(last)} of {last['problems']}, best {best:.3f}",
+        f"always the same answer {first['commonest_answer']:.3f}",
+        f"reward {rewards[0]:.3f} -> {statistics.mean(rewards[-LAST:]):.3f}",
+        f"{len(rewards)} steps of {run['step_seconds']:.2f} s, {run['seconds']:.0f} s in all",
+        *([] if run["finished"] else ["NOT FINISHED"]),
+    ]
+    return f"{name:28} {', '.join(parts)}"
+
+
+def write(given: argparse.Namespace, runs: Sequence[dict[str, Any]]) -> Path:
+    """Write the record learning-TASK with all its runs, and the summary of those that have finished."""
+    results = []
+    for name in dict.fromkeys(run["algorithm"] for run in runs):
+        own = [run for run in runs if run["algorithm"] == name and run["finished"]]
+        results += summary(name, own) if own else []
+    more = {"task": given.task, "steps": given.steps, "runs": list(runs)}
+    note = f"model: {given.model.name}, {given.steps} steps; greedy, at most 300 held-out problems"
+    return record.write(f"learning-{given.task}", results, [], note, more)
+
+
+def summary(name: str, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    config = f"{name}, seeds {','.join(str(run['seed']) for run in runs)}"
+    last = [statistics.mean(reward for _, reward in run["train_reward"][-LAST:]) for run in runs]
+    return [
+        record.result("held-out accuracy before", config, "share", [run["validation"][0]["accuracy"] for run in runs]),
+        record.result("held-out accuracy after", config, "share", [run["validation"][-1]["accuracy"] for run in runs]),
+        record.result(
+            "the commonest answer's share", config, "share", [run["validation"][0]["commonest_answer"] for run in runs]
+        ),
+        record.result(f"mean reward of the last {LAST} steps", config, "share", last),
+        record.result("step, several runs on the GPU", config, "s", [run["step_seconds"] for run in runs]),
+    ]
+
+
+def _validations(ended: Ended) -> list[dict[str, Any]]:
+    """A validation's step, accuracy, problems, and the 95 % interval over problems, by the responses on disk."""
+    files = {step_of(file): file for file in rollout_files(ended.folder) if file.stem.endswith("-validation")}
+    found = []
+    for line in ended.lines:
+        if "validation/accuracy" in line and line["step"] in files:
+            found.append(_validation(line, read_rollout(files[line["step"]])))
+    return found
+
+
+def _validation(line: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One response to each problem, greedy: right with a reward of 1."""
+    right = [float(row["reward"] >= 1) for row in rows]
+    most = Counter(row["answer"] for row in rows).most_common(1)[0][1]
+    return {
+        "step": line["step"],
+        "accuracy": _rounded(statistics.mean(right)),
+        "interval": [_rounded(end) for end in interval(right, [1] * len(right))],
+        "reward": _rounded(line["validation/accuracy"]),
+        "problems": len(right),
+        "length": _rounded(line["validation/avg_length"]),
+        # What always giving the same answer would reach.
+        "commonest_answer": _rounded(most / len(right)),
+        # Of each problem, in the same order in all runs of a task.
+        "right": "".join("1" if one else "0" for one in right),
+    }
+
+
+def _shown(one: dict[str, Any]) -> str:
+    low, high = one["interval"]
+    return f"{one['accuracy']:.3f} ({low:.3f} to {high:.3f})"
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def trial() -> None:
+    """Compose a run of each algorithm, and keep a run's validation, responses and rewards in a record."""
+    given = argparse.Namespace(model=Path(KNOWN_MODEL), task="gcd", steps=8, override=[])
+    with tried(), tempfile.TemporaryDirectory() as folder:
+        for name in ALGORITHMS:
+            run_in(Path(folder) / name, overrides(given, name, 1))
+    lines = [json.loads(text) for text in (tiny_run() / "metrics.jsonl").read_text().splitlines()]
+    run = run_of(Ended(Job("grpo-1", []), 0, 1.0, lines, tiny_run()))
+    print(line("grpo-1", run))
+    print(write(given, [{"algorithm": "grpo", "seed": 1} | run]))
 
 
 if __name__ == "__main__":
-    main()
+    record.start(main, trial)

@@ -2,17 +2,21 @@
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Sequence
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 import record
-from learning_record import interval_of_seeds, over_seeds
+
+from nemo_rl_lite.rollout.pass_at_k import interval
 
 PICTURE = record.ROOT / "docs" / "images" / "learning.svg"
 NAMES = {"grpo": "GRPO", "dapo": "DAPO", "drgrpo": "Dr. GRPO", "cispo": "CISPO", "gspo": "GSPO"}
 COLOURS = dict(zip(NAMES, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"), strict=True))
+_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""Student's 97.5 % quantile by degrees of freedom, from 1; more have smaller ones."""
 Record = dict[str, Any]
 
 
@@ -58,7 +62,9 @@ def table(records: Sequence[Record], folder: str) -> list[str]:
     if not tasks:
         return []
     model, steps = tasks[0]["note"].split(",")[0].removeprefix("model: "), sorted({one["steps"] for one in tasks})
-    where = ", ".join(f"[{_title(one)}]({folder}benchmarks/README.md#{_anchor(one)})" for one in tasks)
+    where = ", ".join(
+        f"[{_title(one)}]({folder}benchmarks/{one['bench']}-{one['hardware']['name']}.json)" for one in tasks
+    )
     lines = [
         f"What {model} learns in {' or '.join(map(str, steps))} steps of each algorithm, with its file's settings but "
         "one learning rate, no KL penalty and four optimizer steps a rollout, on "
@@ -72,6 +78,26 @@ def table(records: Sequence[Record], folder: str) -> list[str]:
         "|---|---|---:|---:|---:|---:|",
     ]
     return lines + [row for one in tasks for row in _rows(one)]
+
+
+def over_seeds(runs: Sequence[dict[str, Any]], place: int) -> tuple[float, float, float]:
+    """Mean accuracy of validations at `place` (0 the first, -1 the last), and its 95 % interval over problems:
+    the mean of the runs is one observation of a problem."""
+    rights = [run["validation"][place]["right"] for run in runs]
+    means = [sum(map(int, of_problem)) / len(rights) for of_problem in zip(*rights, strict=True)]
+    return mean(means), *interval(means, [1] * len(means))
+
+
+def interval_of_seeds(runs: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
+    """Student's 95 % interval of the mean accuracy in the end, with a run as one observation; None with a single run.
+    It is wide where there are few."""
+    ends = [run["validation"][-1]["accuracy"] for run in runs]
+    if len(ends) == 1:
+        return None
+    quantile = _QUANTILES[min(len(ends) - 1, len(_QUANTILES)) - 1]
+    half = quantile * stdev(ends) / math.sqrt(len(ends))
+    middle = mean(ends)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
 def _rows(one: Record) -> list[str]:
@@ -111,10 +137,6 @@ def _finished(run: dict[str, Any]) -> bool:
 
 def _title(one: Record) -> str:
     return one["task"].replace("-", " ")
-
-
-def _anchor(one: Record) -> str:
-    return f"{one['bench']}-on-{one['hardware']['name']}"
 
 
 def _digest(records: Sequence[Record]) -> str:

@@ -11,7 +11,6 @@ the phases of a GRPO step have no effect in training alone, so they are not amon
 """
 
 import argparse
-import multiprocessing
 import os
 import queue
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 import psutil
 import record
+from whole_runs import processes, tiny_model
 
 from nemo_rl_lite.host.machine import free_port, gpu_bytes, gpu_count
 from nemo_rl_lite.models.known import find_shape
@@ -53,7 +53,7 @@ MOST, MOST_HOST = 1.3, 0.75
 START_S = 60
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--gpus", type=int, default=1)
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--limit-s", type=float, default=270)
     parser.add_argument("--predict", metavar="GPU")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     ends, results, notes = time.time() + given.limit_s, [], []
     on_gpus = bool(given.predict) or gpu_count() > 0
     memory = size_of(given.predict)[1] if given.predict else gpu_bytes()
@@ -156,7 +156,7 @@ def lengths(
 ) -> Iterator[tuple[int, Sequence[dict[str, list[float]]] | str]]:
     """Train on one length after another. Yields for each what every rank measured, or why there is nothing, which ends
     it: longer ones do not fit either."""
-    context, port = multiprocessing.get_context("spawn"), str(free_port())
+    context, port = processes(gpu_count() > 0), str(free_port())
     answers, started = context.Queue(), time.time()
     arguments = (gpus, port, model, own, tried, steps, answers)
     ranks = [context.Process(target=train, args=(rank, *arguments)) for rank in range(gpus)]
@@ -244,5 +244,11 @@ def one_length(worker: Any, vocabulary: int, tokens: int, steps: int) -> dict[st
     return {"step": times[1:]} | {name: [memory[metric] / 2**30] for name, metric in names.items() if metric in memory}
 
 
+def trial() -> None:
+    """Predict for a GPU, and train a rank on CPUs on two short lengths."""
+    main([str(tiny_model()), "--predict", "H100", "--presets", "recomputed", "--tokens", "64"])
+    main([str(tiny_model()), "--presets", "none", "--tokens", "64", "128", "--steps", "2"])
+
+
 if __name__ == "__main__":
-    main()
+    record.start(main, trial)

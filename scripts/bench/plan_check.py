@@ -1,14 +1,20 @@
-"""Compare the predictions of `nrl-lite plan` with runs on GPUs: plan_check.py
+"""Compare the predictions of `nrl-lite plan` with runs on GPUs: plan_check.py {memory|time}
 
-The runs are those of gpu_run.py in docs/benchmarks/runs/ that trained for three steps or more. A plan assumes full
-micro-batches. Packs have nearly equal length, so the fullest pack follows from the tokens of a step, and the plan is
-made for that. The script compares the allocator's peak in the policy's training phase, and the use of a policy rank's
-whole GPU in the fullest phase.
+The runs are those of runs.py in docs/benchmarks/runs/ that trained for three steps or more.
+
+Memory: a plan assumes full micro-batches. Packs have nearly equal length, so the fullest pack follows from the tokens
+of a step, and the plan is made for that. The script compares the allocator's peak in the policy's training phase, and
+the use of a policy rank's whole GPU in the fullest phase.
+
+Time: each run is predicted from its configuration and from the lengths that its sequences had, and compared with the
+medians of its steps after the first.
 """
 
 import dataclasses
 import json
+import statistics
 import sys
+from collections.abc import Iterator, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -25,6 +31,9 @@ from nemo_rl_lite.offload.residency import Phase, Residency
 from nemo_rl_lite.planning import activation_size
 from nemo_rl_lite.planning.activation_size import micro_batch
 from nemo_rl_lite.planning.budget import budget
+from nemo_rl_lite.planning.gpus import speed_of
+from nemo_rl_lite.planning.phase_time import Lengths, optimizer_step_seconds
+from nemo_rl_lite.planning.step_time import predict_step
 from nemo_rl_lite.rules.compose import compose_config, restore
 
 RUNS = record.FOLDER / "runs"
@@ -56,16 +65,42 @@ EARLIER = {
 TRAINED = "memory/policy_peak_bytes/train"
 
 
-def main() -> None:
-    results, worst = [], {"policy, train": 0.0, "whole GPU": 0.0}
+FACTOR, WANTED = 1.5, 0.9
+"""The share of runs that should be predicted within this factor."""
+PHASES = {
+    "generation": ("generation",),
+    "logprob": ("policy_and_reference_logprobs",),
+    "train": ("policy_training",),
+    "refit": ("prepare_for_generation/transfer_and_update_weights", "refit_check"),
+    "whole step": ("total_step_time",),
+}
+Compared = tuple[str, str, float, float]
+"""Phase, run, predicted and measured seconds."""
+
+
+def main(arguments: list[str]) -> None:
+    match arguments:
+        case ["memory"]:
+            check_memory(list(runs()))
+        case ["time"]:
+            check_time(list(runs()))
+        case _:
+            sys.exit(__doc__)
+
+
+def runs() -> Iterator[dict[str, Any]]:
+    """Yield the recorded runs that trained for three steps or more."""
     for path in sorted(RUNS.glob("*.json")):
         run = json.loads(path.read_text())
-        if (
-            run["name"] in EARLIER
-            or run["exit_status"]
-            or TRAINED not in run["series"]
-            or len(run["series"][TRAINED]) < 3
-        ):
+        if not run["exit_status"] and len(run["series"].get("timing/train/policy_training", ())) >= 3:
+            yield run
+
+
+def check_memory(found: Sequence[dict[str, Any]]) -> None:
+    """Write the record of the memory."""
+    results, worst = [], {"policy, train": 0.0, "whole GPU": 0.0}
+    for run in found:
+        if run["name"] in EARLIER or TRAINED not in run["series"]:
             continue
         for what, (planned, measured) in compared(run).items():
             error = planned / measured - 1
@@ -79,6 +114,25 @@ def main() -> None:
         record.bar(f"{what}: largest error of a run", value, TOLERANCE, at_least=False) for what, value in worst.items()
     ]
     record.write("plan-against-measured", results, bars)
+
+
+def check_time(found: Sequence[dict[str, Any]]) -> None:
+    """Write the record of the seconds."""
+    compared_phases, results, bars = [row for run in found for row in of_run(run)], [], []
+    for phase in PHASES:
+        rows = [row for row in compared_phases if row[0] == phase]
+        if not rows:
+            continue
+        ratios = [predicted / measured for _, _, predicted, measured in rows]
+        for _, name, predicted, measured in rows:
+            results.append(record.result(f"{phase}: predicted", name, "s", [predicted]))
+            results.append(record.result(f"{phase}: measured", name, "s", [measured]))
+        results.append(record.result(f"{phase}: predicted over measured", "all runs", "", ratios))
+        within = statistics.mean(1 / FACTOR <= ratio <= FACTOR for ratio in ratios)
+        bars.append(record.bar(f"{phase}: share of runs within a factor of {FACTOR:g}", within, WANTED, at_least=True))
+        print(f"{phase:12s} median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
+    note = "The moves of offload presets are in measured refits and whole steps, and in no prediction."
+    record.write("plan-time-against-measured", results, bars, note)
 
 
 def fullest_pack(run: dict[str, Any], config: Config) -> int:
@@ -146,11 +200,48 @@ def shape_of(model_name: str) -> ModelShape:
     return model_shape(random_model.model_config(name).to_dict())
 
 
+def of_run(run: dict[str, Any]) -> Iterator[Compared]:
+    """Yield the phases of one run."""
+    config, nbytes, name = config_of(run), memory_of(run), f"{run['name']}, {run['hardware']['name']}"
+    measured = {
+        phase: sum(median(run, f"timing/train/{timer}") for timer in timers) for phase, timers in PHASES.items()
+    }
+    shape = shape_of(config.policy.model_name)
+    if generates(config):
+        time = predict_step(config, shape, nbytes, lengths_of(run))
+        predicted = dataclasses.asdict(time) | {"whole step": time.in_turn}
+    else:
+        chat = median(run, "train/total_num_tokens") / sequences_per_optimizer_step(config)
+        lengths = Lengths(0, chat, config.policy.max_total_sequence_length)
+        predicted = {"train": optimizer_step_seconds(config, shape, speed_of(nbytes)[1], lengths)}
+    for phase, seconds in predicted.items():
+        yield phase, name, seconds, measured[phase]
+
+
+def memory_of(run: dict[str, Any]) -> int:
+    return GPU_MIB[run["hardware"]["name"].split("-")[1]] * 2**20
+
+
+def lengths_of(run: dict[str, Any]) -> Lengths:
+    names = ("mean_prompt_length", "mean_gen_tokens_per_sample", "max_gen_tokens_per_sample")
+    return Lengths(*(median(run, f"train/{name}") for name in names))
+
+
+def median(run: dict[str, Any], metric: str) -> float:
+    """Return the median over the steps after the first; 0 for a metric that the run does not have."""
+    return statistics.median([value for _, value in run["series"].get(metric, [(0, 0), (0, 0)])[1:]])
+
+
 def _most(run: dict[str, Any], metric: str) -> float:
     return max(value for _, value in run["series"][metric])
 
 
+def trial() -> None:
+    """Compare one run of each kind."""
+    some = [run for run in runs() if run["name"] in ("preset-pinned", "sft-gsm8k-epoch")]
+    check_memory(some)
+    check_time(some)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        sys.exit(__doc__)
-    main()
+    record.start(main, trial)

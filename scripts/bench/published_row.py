@@ -2,11 +2,14 @@
 
 published_row.py MODEL [--gpus 8] [--batch 512] [--apart] [--steps 3] [--dry-run] [-- OVERRIDE ...]
 published_row.py --predict
+published_row.py forced MEAN SIGMA [OVERRIDE ...]
 
 The row, of NeMo-RL 0.3: Llama-3.1-8B-Instruct, 64 prompts x 32 samples, batches of 512, sequences and packs of 4,096
 tokens, pipeline parallel 2, KL penalty 0.01, 795 generated tokens a sample: 112 s = training 28, refit 5, generation
-58, logprobs 18. How lengths are distributed is not published: here they are lognormal with sigma 1, cut at 3,840 tokens
-(forced_lengths.py). Neither are the prompts' lengths; here they have about 130 tokens.
+58, logprobs 18. How lengths are distributed is not published: here they are lognormal with sigma 1, cut at 3,840
+tokens. Neither are the prompts' lengths; here they have about 130 tokens. `forced` trains as `nrl-lite train` does, but
+each response ends at a length of its own: the N responses of a step have those of N even quantiles of a lognormal
+distribution, with MEAN as their mean after the cut. Each step deals the same lengths to other responses.
 
 MODEL: a folder with random weights, random_model.py llama3.1-8b[:LAYERS]. With weights, gradients and optimizer states,
 80 GB hold 32 layers on four policy GPUs or more, 16 on two, 8 on one. Fewer GPUs than eight have a share of the prompts
@@ -17,18 +20,25 @@ where rollouts are made ahead, neither do the second and the last.
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import astuple, replace
+from functools import cache
+from math import exp
 from pathlib import Path
+from statistics import NormalDist, fmean
 from typing import Any
+from unittest.mock import patch
 
 import record
-from whole_runs import STEPS_ALONE
+from whole_runs import KNOWN_MODEL, STEP, STEPS_ALONE, steps_of, tiny_run
 
+from nemo_rl_lite import train
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import all_gpus, on_gpus, samples_per_step
 from nemo_rl_lite.models.known import find_shape
 from nemo_rl_lite.models.shape import ModelShape
@@ -38,7 +48,10 @@ from nemo_rl_lite.planning.budget import Budget, budget
 from nemo_rl_lite.planning.gpus import size_of
 from nemo_rl_lite.planning.phase_time import Lengths
 from nemo_rl_lite.planning.step_time import StepTime, predict_step
+from nemo_rl_lite.rollout.episode import Episode
+from nemo_rl_lite.rollout.playing import Assistant, SingleTurn
 from nemo_rl_lite.rules.compose import compose_command
+from nemo_rl_lite.run.flags import split_arguments
 
 RECIPE, PUBLISHED = "grpo-llama3.1-8b-1n8g-pp2", "meta-llama/Llama-3.1-8B-Instruct"
 PROMPT, MEAN, SIGMA, GPUS = 130, 795, 1.0, 8
@@ -66,7 +79,6 @@ LENGTHS = {
     "mean response": "train/mean_gen_tokens_per_sample",
     "longest response": "train/max_gen_tokens_per_sample",
 }
-STEP = "timing/train/total_step_time"
 ONE_STEP_OFF = [
     *("algorithm.rollouts.source=one_step_off", "algorithm.loss_fn.use_importance_sampling_correction=true"),
     *("algorithm.loss_fn.truncated_importance_sampling_ratio=2", "generation.colocated.enabled=false"),
@@ -81,7 +93,10 @@ ON_CPUS = [
 ]
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
+    if arguments[:1] == ["forced"]:
+        train_forced(*arguments[1:])
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--gpus", type=int, default=GPUS, choices=(0, 1, 2, 4, 8))
@@ -91,7 +106,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="do everything up to the first process")
     parser.add_argument("--predict", action="store_true", help="write what nrl-lite plan's rules say of all variants")
     parser.add_argument("overrides", nargs="*")
-    given = parser.parse_intermixed_args()
+    given = parser.parse_intermixed_args(arguments)
     if given.predict:
         print(predict())
     elif given.model is None:
@@ -158,17 +173,13 @@ def measure(given: argparse.Namespace) -> None:
         overrides += [f"policy.model_name={model}", "data.name=file", f"data.train_path={questions}"]
         overrides += [f"algorithm.max_num_steps={warm + given.steps + drained}", *given.overrides]
         config, mean = compose_command(overrides), MEAN if given.gpus else 40
-        command = [sys.executable, str(Path(__file__).with_name("forced_lengths.py")), str(mean), str(SIGMA)]
+        command = [sys.executable, __file__, "forced", str(mean), str(SIGMA)]
         command += [*overrides, *(["--dry-run"] if given.dry_run else []), f"hydra.run.dir={folder}/run"]
         if status := subprocess.run(command, cwd=record.ROOT).returncode:
             sys.exit(f"status {status}: {' '.join(command)}")
         if given.dry_run:
             return
-        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
-        by_step: dict[int, dict[str, float]] = {}
-        for line in lines:
-            by_step.setdefault(line["step"], {}).update(line)
-        steps = [by_step[step] for step in range(warm + 1, warm + given.steps + 1)]
+        steps = steps_of(Path(folder) / "run")[warm : warm + given.steps]
         print(write(given, config, overrides, steps))
 
 
@@ -213,5 +224,61 @@ def beside(overrides: list[str], shape: ModelShape, apart: bool) -> Iterator[dic
         yield record.result(what, "planned", "GiB", [most / 2**30])
 
 
+def quantiles(count: int, mean: float, sigma: float, most: int) -> list[int]:
+    """Return the lengths of `count` responses, in ascending order. Raises ValueError: none have this mean."""
+    if not 1 <= mean < most:
+        raise ValueError(f"a mean of {mean:g} tokens is not possible with 1 to {most} tokens")
+    spread = [NormalDist(0, sigma).inv_cdf((place + 0.5) / count) for place in range(count)]
+    shortest, longest = 0.0, float(most)
+
+    def lengths(median: float) -> list[int]:
+        return [max(1, min(most, round(median * exp(one)))) for one in spread]
+
+    # The mean rises with the median, which is found by halving.
+    for _ in range(60):
+        median = (shortest + longest) / 2
+        shortest, longest = (median, longest) if fmean(lengths(median)) < mean else (shortest, median)
+    return lengths(longest)
+
+
+@cache
+def dealt(seed: int, count: int, mean: float, sigma: float, most: int) -> list[int]:
+    """Return the lengths of a step's responses, by their numbers. The seed is the step's."""
+    lengths = quantiles(count, mean, sigma, most)
+    random.Random(seed).shuffle(lengths)
+    return lengths
+
+
+def force(mean: float, sigma: float, samples: int, count: int) -> None:
+    """Make single-turn episodes of this process as long as `dealt` says: `samples` of a prompt, `count` of a step."""
+
+    async def play(self: SingleTurn, episode: Episode, assistant: Assistant) -> None:
+        seed, prompt, sample = assistant.seeds
+        own = dealt(seed, count, mean, sigma, assistant.sampling.max_new_tokens)[prompt * samples + sample]
+        await assistant.respond(sampling=replace(assistant.sampling, max_new_tokens=own, stop_token_ids=()))
+
+    SingleTurn.play = play  # type: ignore[method-assign]
+
+
+def train_forced(mean: str, sigma: str, *arguments: str) -> None:
+    """Run the train command with forced lengths."""
+    config = compose_command(split_arguments(arguments)[1])
+    samples = config.options(RolloutAlgorithmConfig).num_generations_per_prompt
+    force(float(mean), float(sigma), samples, samples_per_step(config))
+    train.main(list(arguments))
+
+
+def trial() -> None:
+    """Compose a forced run, deal its lengths, and make the records of a run's steps."""
+    overrides = [*settings(0, 2048, apart=False), f"policy.model_name={KNOWN_MODEL}"]
+    config = compose_command(overrides)
+    with patch.object(SingleTurn, "play", SingleTurn.play):
+        force(40, SIGMA, 4, samples_per_step(config))
+    given = argparse.Namespace(model=Path(KNOWN_MODEL), gpus=0, apart=False, batch=2048)
+    print(write(given, config, overrides, steps_of(tiny_run())))
+    results = [*predicted_rows("H100", 4, 512, False), *predicted_rows("H200", 2, 512, True)]
+    print(record.write("published-row-predicted", results, []))
+
+
 if __name__ == "__main__":
-    main()
+    record.start(main, trial)

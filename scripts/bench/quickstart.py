@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import record
+from whole_runs import tiny_run
 
 PATTERN = r"RESULT accuracy_before=(\S+) accuracy_after=(\S+) seconds=(\S+) steps=(\d+) run=(\S+)"
 DEFAULT_SEEDS = (42, 1, 2)
@@ -20,15 +21,23 @@ def run(seed: int) -> dict:
     """Run one quickstart; return its RESULT line and its summary."""
     command = [sys.executable, "-m", "nemo_rl_lite.quickstart", f"algorithm.seed={seed}"]
     done = subprocess.run(command, cwd=record.ROOT, capture_output=True, text=True, check=True)
-    before, after, seconds, steps, folder = re.fullmatch(PATTERN, done.stdout.splitlines()[-1]).groups()
-    summary = json.loads((Path(folder) / "summary.json").read_text())
     print(done.stdout.splitlines()[-1], flush=True)
+    return read(done.stdout.splitlines()[-1])
+
+
+def read(line: str) -> dict:
+    """Return what a RESULT line says, and the summary of its run."""
+    before, after, seconds, steps, folder = re.fullmatch(PATTERN, line).groups()
+    summary = json.loads((Path(folder) / "summary.json").read_text())
     return summary | {"before": float(before), "after": float(after), "seconds": float(seconds), "steps": int(steps)}
 
 
-def main() -> None:
-    seeds = [int(argument) for argument in sys.argv[1:]] or DEFAULT_SEEDS
-    runs = [run(seed) for seed in seeds]
+def main(arguments: list[str]) -> None:
+    seeds = [int(argument) for argument in arguments] or list(DEFAULT_SEEDS)
+    write(seeds, [run(seed) for seed in seeds])
+
+
+def write(seeds: list[int], runs: list[dict]) -> None:
     config = f"seeds {', '.join(map(str, seeds))}"
     rises = [one["after"] - one["before"] for one in runs]
     results = [
@@ -49,8 +58,14 @@ def main() -> None:
         record.bar("slowest run, s", max(one["seconds"] for one in runs), 120, at_least=False),
     ]
     path = record.write("quickstart", results, bars)
-    print(f"wrote {path.relative_to(record.ROOT)}; median {statistics.median(rises):.3f} rise")
+    print(f"wrote {path}; median {statistics.median(rises):.3f} rise")
+
+
+def trial() -> None:
+    """Make the record of a run of a few steps."""
+    line = f"RESULT accuracy_before=0.1 accuracy_after=0.2 seconds=1.5 steps=8 run={tiny_run()}"
+    write([42], [read(line)])
 
 
 if __name__ == "__main__":
-    main()
+    record.start(main, trial)

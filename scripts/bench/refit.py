@@ -1,24 +1,30 @@
 """Compare whole refits with the same steps without overlap and with vLLM's own transfer, in one run.
 
-refit.py apart MODEL [OVERRIDE ...]     policy on GPU 0, engine on GPU 1: broadcast
-refit.py shared MODEL [OVERRIDE ...]    both on GPU 0: a shared buffer, and copies from the policy's parameters
+refit.py apart MODEL [--nemo-rl CHECKOUT] [OVERRIDE ...]    policy on GPU 0, engine on GPU 1: broadcast
+refit.py shared MODEL [OVERRIDE ...]                        both on GPU 0: a shared buffer, and direct copies
 
-A policy rank and a vLLM engine run in separate processes, without Ray. A repetition is the time from the command to
-both until both are done, devices included. On CPUs (to try the script) only what vLLM can do there is run.
+A policy rank and an engine run in separate processes, without Ray. A repetition is the time from the command to both
+until both are done, devices included. With `--nemo-rl` the packed transfer is that of a checkout of NeMo-RL
+(nemo_rl/utils/packed_tensor.py) instead of vLLM's. On CPUs only what the engine can do there is run.
 """
 
-import multiprocessing
+import argparse
+import importlib
+import importlib.util
 import os
 import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from multiprocessing.connection import wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import record
 import torch
+from whole_runs import processes, tiny_model
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.generation import RefitConfig
@@ -68,9 +74,16 @@ class Side:
             rates.append(RAW_BYTES / (time.perf_counter() - started) / 1e9)
         return rates[WARM_UP:]
 
-    def packed_join(self, port: int) -> None:
+    def packed_join(self, port: int, nemo_rl: Path | None) -> None:
+        """Join the group of the packed transfer: NeMo-RL's, or without a checkout of it vLLM's."""
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
+        self._transfer: ModuleType = importlib.import_module("vllm.distributed.weight_transfer.packed_tensor")
+        if nemo_rl:
+            file = nemo_rl / "nemo_rl" / "utils" / "packed_tensor.py"
+            spec = importlib.util.spec_from_file_location("nemo_rl_packed_tensor", file)
+            self._transfer = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(self._transfer)
         self._packed = NCCLWeightTransferEngine._stateless_init_process_group(HOST, port, self.rank, 2, 0)
 
 
@@ -113,9 +126,8 @@ class PolicySide(Side):
         return {}
 
     def packed(self) -> dict[str, float]:
-        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
-
-        packed_nccl_broadcast_producer(iter(self._exported()), self._packed, 0, lambda item: item[1])
+        send = _of(self._transfer, "packed_nccl_broadcast_producer", "packed_broadcast_producer")
+        send(iter(self._exported()), self._packed, 0, lambda item: item[1])
         return {}
 
     def _exported(self) -> Any:
@@ -133,27 +145,33 @@ class EngineSide(Side):
 
     def __init__(self, config: Config, model: str):
         from nemo_rl_lite.config.engines import engine_of
-        from nemo_rl_lite.generation.vllm.worker import VLLMEngine
 
-        os.environ.update(engine_of(config).environment(config.generation, ON_GPU))
-        self.engine = VLLMEngine(config.generation, config.policy, model, seed=0, on_gpu=ON_GPU)
-        (self.vllm,) = self.engine._engine.collective_rpc(lambda worker: [worker])[0]
+        own = engine_of(config)
+        os.environ.update(own.environment(config.generation, ON_GPU))
+        module, _, name = own.worker.rpartition(".")
+        engine_class = getattr(importlib.import_module(module), name)
+        self.engine = engine_class(config.generation, config.policy, model, seed=0, on_gpu=ON_GPU)
+        # Of vLLM, the rank in this process; the reference engine has no ranks.
+        vllm = getattr(self.engine, "_engine", None)
+        self.rank_of_engine = vllm.collective_rpc(lambda worker: [worker])[0][0] if vllm else self.engine
+        self._refits = 0
 
     def join(self, source: Source) -> None:
         self.engine.join_refit([source])
         self.plan = source.plan
-        self.group, self.buffers = side_of(self.vllm._receiver)
+        self.group, self.buffers = side_of(self.rank_of_engine._receiver)
 
     def ours(self) -> dict[str, float]:
-        return self.engine.receive_weights()[0].seconds
+        self._refits += 1
+        return self.engine.receive_weights(self._refits)[0].seconds
 
     def loader(self) -> dict[str, float]:
         """With the model's own loader each time."""
-        loader = EngineLoader(self.vllm.model_runner.get_model().load_weights)
-        return self.vllm._receiver.receive(loader).seconds
+        loader = EngineLoader(self.rank_of_engine.model_runner.get_model().load_weights)
+        return self.rank_of_engine._receiver.receive(loader).seconds
 
     def serial(self) -> dict[str, float]:
-        model = self.vllm.model_runner.get_model()
+        model = self.rank_of_engine.model_runner.get_model()
         for name, shape, dtype in self._expected():
             tensor = torch.empty(shape, dtype=dtype, device=self.group.device)
             self.group.start(tensor, name)._work.wait()
@@ -161,16 +179,20 @@ class EngineSide(Side):
         return {}
 
     def packed(self) -> dict[str, float]:
-        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
-
+        receive = _of(self._transfer, "packed_nccl_broadcast_consumer", "packed_broadcast_consumer")
         expected = ((name, (list(shape), dtype)) for name, shape, dtype in self._expected())
-        load = self.vllm.model_runner.get_model().load_weights
-        packed_nccl_broadcast_consumer(expected, self._packed, 0, load)
+        load = self.rank_of_engine.model_runner.get_model().load_weights
+        receive(expected, self._packed, 0, load)
         return {}
 
     def _expected(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         slots = (slot for bucket in self.plan.buckets for slot in bucket.slots)
         return [(slot.name, slot.shape, getattr(torch, slot.dtype)) for slot in slots]
+
+
+def _of(module: ModuleType, *names: str) -> Any:
+    """Return the function that has one of the names there."""
+    return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
 def side_of(side: Any) -> tuple[Any, Any]:
@@ -205,27 +227,33 @@ def serve(side: type, environment: dict[str, str], connection: Any) -> None:
             connection.send((None, f"{side.__name__}.{method}: {type(error).__name__}: {error}"))
 
 
+SIDES = (PolicySide, EngineSide)
+
+
 class Pair:
     """Both processes."""
 
     def __init__(self, shared: bool):
-        spawn = multiprocessing.get_context("spawn")
-        self._pipes, self.shared = [], shared
-        for index, side in enumerate((PolicySide, EngineSide)):
-            ours, theirs = spawn.Pipe()
+        context = processes(ON_GPU)
+        self._pipes, self._processes, self.shared = [], [], shared
+        for index, side in enumerate(SIDES):
+            ours, theirs = context.Pipe()
             device = {"CUDA_VISIBLE_DEVICES": str(0 if shared else index)} if ON_GPU else {}
             environment = device | MANY_QUEUES | {"TORCH_COMPILE_DISABLE": "0" if ON_GPU else "1"}
-            spawn.Process(target=serve, args=(side, environment, theirs), daemon=True).start()
+            process = context.Process(target=serve, args=(side, environment, theirs), daemon=True)
+            process.start()
             self._pipes.append(ours)
+            self._processes.append(process)
+        self._ends = [process.sentinel for process in self._processes]
 
     def both(self, method: str, *arguments: Any) -> list[Any]:
         for pipe in self._pipes:
             pipe.send((method, arguments))
-        return [self._answer(side) for side in (0, 1)]
+        return self._answers(0, 1)
 
     def one(self, side: int, method: str, *arguments: Any) -> Any:
         self._pipes[side].send((method, arguments))
-        return self._answer(side)
+        return self._answers(side)[0]
 
     def connect(self, config: RefitConfig, by_the_bridge: bool = False) -> int:
         """With these settings from now on, and where it is said with megatron-bridge's export at each refit; bytes of a
@@ -233,8 +261,7 @@ class Pair:
         plan, port, offer = self.one(0, "open", config, self.shared, by_the_bridge)
         self._pipes[0].send(("join", ()))
         self._pipes[1].send(("join", (Source(plan, config, Meeting(HOST, port, 1, 2), offer),)))
-        for side in (0, 1):
-            self._answer(side)
+        self._answers(0, 1)
         return plan.nbytes
 
     def times(self, method: str) -> tuple[list[float], dict[str, list[float]]]:
@@ -252,19 +279,51 @@ class Pair:
                     stages.setdefault(f"{side}, {stage}", []).append(value)
         return whole, stages
 
-    def _answer(self, side: int) -> Any:
-        result, error = self._pipes[side].recv()
-        if error:
-            sys.exit(error)
-        return result
+    def _answers(self, *sides: int) -> list[Any]:
+        """Return the sides' answers. The first error ends the script at once: the other side waits for a side that
+        failed until the limit of a refit is over, and its own error would hide the cause."""
+        answers: dict[int, Any] = {}
+        while waiting := {self._pipes[side]: side for side in sides if side not in answers}:
+            for pipe in wait([*waiting, *self._ends]):
+                if pipe not in waiting:
+                    index = self._ends.index(pipe)
+                    if self._pipes[index].poll():
+                        continue
+                    self.close()
+                    sys.exit(f"{SIDES[index].__name__}: its process ended, see its output")
+                result, error = pipe.recv()
+                if error:
+                    self.close()
+                    sys.exit(error)
+                answers[waiting[pipe]] = result
+        return [answers[side] for side in sides]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
 
 
-def main() -> None:
-    where, model, *overrides = sys.argv[1:]
-    shared = where == "shared"
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("where", choices=("apart", "shared"))
+    parser.add_argument("model")
+    parser.add_argument("--nemo-rl", type=Path, metavar="CHECKOUT")
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_intermixed_args(arguments)
+    shared, model = given.where == "shared", given.model
     layout = (SHARED if shared else GPU) if ON_GPU else []
-    config = compose_config([f"policy.model_name={model}", *layout, *overrides])
+    config = compose_config([f"policy.model_name={model}", *layout, *given.overrides])
     pair = Pair(shared)
+    try:
+        measure(pair, config, given)
+    finally:
+        pair.close()
+
+
+def measure(pair: Pair, config: Config, given: argparse.Namespace) -> None:
+    """Measure all settings, and write the record."""
+    shared, model = pair.shared, given.model
     if shared:
         # The engine starts first, because it measures the free memory of the GPU.
         pair.one(1, "make", config, model)
@@ -293,7 +352,7 @@ def main() -> None:
             keep_stages(setting)
             if not shared:
                 keep("transfer alone", setting, "GB/s", [nbytes / 1e9 / one for one in pair.times("wire")[0]])
-    direct = shared and ON_GPU
+    direct, peer = shared and ON_GPU, "NeMo-RL" if given.nemo_rl else "vLLM"
     if direct:
         setting = "direct"
         pair.connect(replace(base, bucket_bytes=size, direct=True))
@@ -309,37 +368,42 @@ def main() -> None:
         keep("repeated raw broadcast", f"{RAW_BYTES} bytes", "GB/s", pair.both("raw")[0])
     if ON_GPU and not shared:
         keep("whole refit", "tensor by tensor, one step after the other", "s", pair.times("serial")[0])
-        pair.both("packed_join", free_port())
-        keep("whole refit", "vLLM's packed transfer", "s", pair.times("packed")[0])
+        pair.both("packed_join", free_port(), given.nemo_rl)
+        keep("whole refit", f"{peer}'s packed transfer", "s", pair.times("packed")[0])
     keep("bytes of a refit", setting, "GB", [nbytes / 1e9])
-    found = bars(medians, nbytes / 1e9, shared) if ON_GPU else []
-    name = f"refit-{where}-{Path(model).name}"
+    found = bars(medians, nbytes / 1e9, None if shared else peer) if ON_GPU else []
+    name = f"refit-{'nemo-' if given.nemo_rl else ''}{given.where}-{Path(model).name}"
     sys.stdout.write(record.write(name, results, found).read_text())
 
 
-def bars(medians: dict[tuple[str, str], float], gigabytes: float, shared: bool) -> list[dict]:
+def bars(medians: dict[tuple[str, str], float], gigabytes: float, peer: str | None) -> list[dict]:
+    """Return the bars; `peer`: whose packed transfer was measured, None where both sides share a GPU."""
     whole = {setting: value for (name, setting), value in medians.items() if name == "whole refit"}
     plain = {setting: value for setting, value in whole.items() if setting.endswith(("buffers", "direct"))}
     best = min(plain.values())
     loader = whole["bridge's export and the engine's loader"]
-    if shared:
+    if peer is None:
         return [
             record.bar("whole refit, s", best, 0.15, at_least=False),
             record.bar("times faster than export and loader", loader / best, 3, at_least=True),
         ]
     serial = whole["tensor by tensor, one step after the other"]
-    overlap = max(plain[f"{bucket} buckets, 1 buffers"] / plain[f"{bucket} buckets, 2 buffers"] for bucket in BUCKETS)
     raw = medians["repeated raw broadcast", f"{RAW_BYTES} bytes"]
     wire = max(value for (name, _), value in medians.items() if name == "transfer alone")
-    packed = whole["vLLM's packed transfer"]
+    packed = whole[f"{peer}'s packed transfer"]
     return [
         record.bar("times faster than the same steps one after the other", serial / best, 2.4, at_least=True),
-        record.bar("two buffers: times faster than one of that size", overlap, 1.5, at_least=True),
         record.bar("transfer alone, share of the raw rate", wire / raw, 0.90, at_least=True),
         record.bar("whole refit, share of the raw rate", gigabytes / best / raw, 0.50, at_least=True),
-        record.bar("times faster than vLLM's packed transfer", packed / best, 1, at_least=True),
+        record.bar(f"times faster than {peer}'s packed transfer", packed / best, 1, at_least=True),
     ]
 
 
+def trial() -> None:
+    """Refit a reference engine from a policy rank over gloo, and see an engine's error at once."""
+    tiny = ["generation=transformers", "policy.max_total_sequence_length=32", "refit.timeout_s=60"]
+    main(["apart", str(tiny_model()), *tiny])
+
+
 if __name__ == "__main__":
-    main()
+    record.start(main, trial)

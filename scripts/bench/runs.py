@@ -1,35 +1,38 @@
-"""Make benchmark records and the reward picture of the runs that gpu_run.py kept: python scripts/bench/runs.py"""
+"""Keep whole runs on GPUs with their curves, and make benchmark records of them.
+
+runs.py keep NAME [OVERRIDE ...]     trains, and writes docs/benchmarks/runs/NAME.json
+runs.py records                      makes the records of all runs that were kept
+
+`NRL_BENCH_OUT` names another folder, `NRL_BENCH_COMMIT` the commit where the machine has no git. After
+`NRL_BENCH_LIMIT_S` seconds a run is interrupted, and its steps so far are kept.
+"""
 
 import json
+import os
+import shlex
+import signal
 import statistics
-from collections.abc import Callable, Iterable
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import random_model
 import record
-import refit_runs
-import supervised_runs
-from series import Run, mismatch_bars, typical, values
+from whole_runs import PHASES, tiny_run
 
 from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.model_size import parameter_count
+from nemo_rl_lite.rollout.files import read_rollout, rollout_files
 
+Run = dict[str, Any]
 RUNS = record.FOLDER / "runs"
-PICTURE = record.ROOT / "docs" / "images" / "grpo-smollm2-135m-1n1g.png"
-PHASES = {
-    "generate": ("generation",),
-    "engine sleeps": ("generation_sleep",),
-    "logprob": ("policy_and_reference_logprobs",),
-    "train": ("policy_training",),
-    "refit, engine awake again": ("prepare_for_generation/transfer_and_update_weights",),
-    "whole step": ("total_step_time",),
-}
-PREPARATION = {
-    "logprob, preparation": ("logprob_inference_prep",),
-    "training, preparation": ("training_prep",),
-}
+GENERATED = ("reasoning_gym", "reverse_digits")
+PICTURE = record.ROOT / "docs" / "images" / "supervised-gsm8k.png"
 MEMORY = {
     "GPU in use while generating": "memory/device_bytes/generate",
     "GPU in use after training": "memory/device_bytes/train",
@@ -37,127 +40,134 @@ MEMORY = {
     "policy's peak in training": "memory/policy_peak_bytes/train",
     "policy's peak in refit": "memory/policy_peak_bytes/refit",
 }
-SEEDS = ("chain-sum-seed1", "chain-sum-seed2", "chain-sum-seed42")
-PRESETS = ("none", "logprob", "colocated", "pinned", "cpu_optimizer", "activations", "max_memory")
-_SHARED = (
-    "Measured while three other runs used the machine's other GPUs and its cores: times are longer than without them."
-)
-_BESIDE = "Measured while the machine's other GPUs and its cores were used by other work some of the time."
-NOTES = {
-    ("refit-layouts", "2x-h200"): _BESIDE,
-    ("refit-verified", "1x-h200"): _BESIDE,
-    ("refit-verified", "2x-h200"): _BESIDE,
-    ("largest-model-lora", "1x-h100"): _BESIDE,
-    ("grpo-chain-sum", "1x-h200"): _SHARED,
-    ("sft-gsm8k", "1x-h200"): _SHARED,
-    ("grpo-gsm8k", "1x-h200"): f"{_SHARED} Starts from the model that the SFT run left.",
+PRESETS = [
+    f"preset-{name}"
+    for name in ("none", "logprob", "colocated", "pinned", "cpu_optimizer", "activations", "max_memory")
+]
+SFT = {"sft-gsm8k-epoch": "SFT, 1 epoch", "sft-gsm8k-lora": "SFT with LoRA, 1 epoch"}
+DPO = "dpo-gsm8k"
+ACCURACY = {"gsm8k-accuracy-base": "before", "gsm8k-accuracy-sft": "after SFT, 1 epoch"}
+LAYOUTS = {
+    "refit-tp2-tp2": "TP 2 -> TP 2",
+    "refit-pp2-tp2": "PP 2 -> TP 2",
+    "refit-dp2-2": "DP 2 -> 2 replicas",
+    "refit-tp4-tp4": "TP 4 -> TP 4",
+    "refit-apart-tp2-tp2": "TP 2 -> TP 2 on two other GPUs",
 }
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
+    match arguments:
+        case ["keep", name, *overrides]:
+            sys.exit(keep(name, overrides))
+        case ["records"]:
+            records()
+        case _:
+            sys.exit(__doc__)
+
+
+def keep(name: str, overrides: list[str]) -> int:
+    """Train, and keep the run; return its exit status."""
+    target = Path(os.environ.get("NRL_BENCH_OUT", RUNS)) / f"{name}.json"
+    folder = record.ROOT / "outputs" / "bench" / f"{name}-{os.getpid()}"
+    arguments, started = ["-m", "nemo_rl_lite.train", *overrides], time.time()
+    status = _run([sys.executable, *arguments, f"hydra.run.dir={folder}"])
+    if status:
+        for log in sorted(folder.glob("logs/*.log")):
+            print(f"--- the end of {log.name}", *log.read_text(errors="replace").splitlines()[-15:], sep="\n")
+    if not (folder / "metrics.jsonl").exists():
+        sys.exit(f"{name}: the run ended with status {status} before it had any metrics; see its output above")
+    kept = _kept(name, folder, started, status, arguments)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(kept) + "\n")
+    seconds, first = kept["seconds"], kept["seconds_to_first_step"] or 0
+    print(f"{name}: status {status}, {seconds:.0f} s, {first:.0f} s to the first step")
+    return status
+
+
+def _kept(name: str, folder: Path, started: float, status: int, arguments: list[str]) -> Run:
+    """Return what is kept of a run's folder."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    config = json.loads((folder / "config.json").read_text())
+    steps = [line for line in lines if PHASES[0][2] in line]
+    first = steps[0]["time"] - steps[0][PHASES[0][2]] if steps else None
+    return {
+        "name": name,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": record.commit(),
+        "command": f"python {shlex.join(arguments)}",
+        "exit_status": status,
+        "hardware": record.describe_hardware(),
+        "versions": record.versions(record.PACKAGES),
+        "config": config,
+        "seconds": time.time() - started,
+        "seconds_to_first_step": first - started if first else None,
+        "series": _series(lines),
+        # Samples are kept for generated problems only: a dataset's rows may not be copied.
+        "samples": _samples(folder) if config["data"]["name"] in GENERATED else [],
+    }
+
+
+def _run(command: list[str]) -> int:
+    """Run the command and return its exit status."""
+    process, limit_s = subprocess.Popen(command, cwd=record.ROOT), os.environ.get("NRL_BENCH_LIMIT_S")
+    try:
+        return process.wait(float(limit_s) if limit_s else None)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        return process.wait()
+
+
+def _series(lines: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
+    """Return each metric's [step, value] pairs, with six digits."""
+    series: dict[str, list[list[float]]] = {}
+    for line in lines:
+        for metric, value in line.items():
+            if metric not in ("step", "time"):
+                series.setdefault(metric, []).append([line["step"], float(f"{value:.6g}")])
+    return series
+
+
+def _samples(folder: Path) -> list[dict[str, Any]]:
+    """Return the first samples of the first and the last step."""
+    files = [file for file in rollout_files(folder) if file.stem.endswith("train")]
+    return [row for file in (*files[:1], *files[-1:]) for row in read_rollout(file)[:2]]
+
+
+def records() -> None:
+    """Make the records of the runs that were kept, one for each kind of machine."""
     runs = [json.loads(path.read_text()) for path in sorted(RUNS.glob("*.json"))]
-    benches = {
-        "grpo-chain-sum": (SEEDS, chain_sum),
-        "sft-gsm8k": (("sft-gsm8k",), supervised_runs.two_epochs),
-        "supervised-gsm8k": (supervised_runs.NAMES, supervised_runs.one_epoch_and_preferences),
-        "grpo-gsm8k": (("grpo-gsm8k",), gsm8k),
-        "grpo-qwen3-1.7b": (("qwen3-1.7b-colocated",), large),
-        "grpo-qwen3-1.7b-noncolocated": (("qwen3-1.7b-noncolocated-1-1", "qwen3-1.7b-noncolocated-tp2-tp2"), apart),
-        "offload-presets": (tuple(f"preset-{name}" for name in PRESETS), presets),
-        "refit-layouts": (tuple(refit_runs.LAYOUTS), refit_runs.layouts),
-        "refit-verified": (tuple(refit_runs.VERIFIED), refit_runs.verified),
-        "largest-model": (tuple(run["name"] for run in runs if run["name"].startswith("largest-")), largest),
-        "largest-model-lora": (tuple(run["name"] for run in runs if run["name"].startswith("lora-largest-")), largest),
+    runs = [run for run in runs if run["exit_status"] == 0]
+    largest_runs = [run["name"] for run in runs if run["name"].startswith("largest-")]
+    lora_runs = [run["name"] for run in runs if run["name"].startswith("lora-largest-")]
+    benches: dict[str, tuple[list[str], Callable[[list[Run]], tuple[list, list]]]] = {
+        "offload-presets": (PRESETS, presets),
+        "supervised-gsm8k": ([*SFT, DPO, *ACCURACY], supervised),
+        "refit-layouts": (list(LAYOUTS), layouts),
+        "largest-model": (largest_runs, largest),
+        "largest-model-lora": (lora_runs, largest),
     }
     for bench, (names, measure) in benches.items():
-        write(bench, [run for run in runs if run["name"] in names and run["exit_status"] == 0], measure)
-    draw([run for run in runs if run["name"] in SEEDS])
-    supervised_runs.draw([run for run in runs if run["name"] in supervised_runs.NAMES])
+        chosen = [run for run in runs if run["name"] in names]
+        for hardware in sorted({run["hardware"]["name"] for run in chosen}):
+            own = [run for run in chosen if run["hardware"]["name"] == hardware]
+            own.sort(key=lambda run: names.index(run["name"]))
+            origin = {key: own[0][key] for key in ("date", "commit", "hardware", "versions")}
+            origin["command"] = "; ".join(run["command"] for run in own)
+            print(record.save(bench, origin, *measure(own)))
 
 
-def write(bench: str, runs: list[Run], measure: Callable[[list[Run]], tuple[list, list]]) -> None:
-    """Write a record for each kind of machine that the runs were on."""
-    for hardware in sorted({run["hardware"]["name"] for run in runs}):
-        own = [run for run in runs if run["hardware"]["name"] == hardware]
-        results, bars = measure(own)
-        first = own[0]
-        note = {"note": NOTES[bench, hardware]} if (bench, hardware) in NOTES else {}
-        record.save(
-            bench,
-            {
-                "date": first["date"],
-                "commit": first["commit"],
-                "command": "; ".join(run["command"] for run in own),
-                "hardware": first["hardware"],
-                "versions": first["versions"],
-            }
-            | note,
-            results,
-            bars,
-        )
-
-
-def chain_sum(runs: list[Run]) -> tuple[list, list]:
-    config = f"seeds {', '.join(str(run['config']['algorithm']['seed']) for run in runs)}"
-    after = [statistics.mean(values(run, "train/reward")[-10:]) for run in runs]
-    accuracies = [values(run, "validation/accuracy") for run in runs]
-    results = [
-        record.result("reward of the first step", config, "share", [values(run, "train/reward")[0] for run in runs]),
-        record.result("mean reward of the last ten steps", config, "share", after),
-        record.result(
-            "first step from which five have mean reward 0.8", config, "step", [reaches(run, 0.8) for run in runs]
-        ),
-        record.result("held-out accuracy before", config, "share", [one[0] for one in accuracies]),
-        record.result("held-out accuracy after", config, "share", [one[-1] for one in accuracies]),
-        *steady(runs, config),
-    ]
-    bars = [
-        record.bar("least mean reward of the last ten steps", min(after), 0.8, at_least=True),
-        *mismatch_bars(runs),
-    ]
-    return results, bars
-
-
-def large(runs: list[Run]) -> tuple[list, list]:
-    config = "64 prompts x 8 samples x 512 new tokens"
-    results = [
-        *steady(runs, config),
-        record.result(
-            "completion tokens a second while generating",
-            config,
-            "1/s",
-            typical(runs, "performance/generation_tokens_per_sec"),
-        ),
-        record.result("refit, transfer alone", config, "s", typical(runs, "refit/seconds")),
-    ]
-    step = statistics.median(typical(runs, "timing/train/total_step_time"))
-    bars = [
-        record.bar("step, s (TRL 1.16 on an H200: 27.3)", step, 27.3, at_least=False),
-        *mismatch_bars(runs),
-    ]
-    return results, bars
-
-
-def apart(runs: list[Run]) -> tuple[list, list]:
-    config = "64 prompts x 8 samples x 32 new tokens"
-    bars = mismatch_bars(runs)
-    transfer = [
-        record.result("weights sent in a refit", config, "GB", [x / 1e9 for x in typical(runs, "refit/bytes")]),
-        record.result("refit, transfer alone", config, "s", typical(runs, "refit/seconds")),
-        record.result("refit, transfer alone: rate", config, "GB/s", typical(runs, "refit/gb_per_s")),
-    ]
-    return [*steady(runs, config), *transfer], bars
+def values(run: Run, metric: str) -> list[float]:
+    return [value for _, value in run["series"][metric]]
 
 
 def presets(runs: list[Run]) -> tuple[list, list]:
-    """Measure the presets, each a setting, without the first step, in which the optimizer makes its states."""
+    """Measure the presets, without the first step, in which the optimizer makes its states."""
     results, bars = [], []
-    for run in sorted(runs, key=lambda run: PRESETS.index(_preset(run))):
-        preset = _preset(run)
-        for phase, timers in (PHASES | PREPARATION).items():
-            series = (values(run, f"timing/train/{timer}")[1:] for timer in timers)
-            times = [sum(step) for step in zip(*series, strict=True)]
-            results.append(record.result(phase, preset, "s", times))
+    for run in runs:
+        preset = run["name"].removeprefix("preset-")
+        for phase, unit, metric, _ in PHASES:
+            results.append(record.result(phase, preset, unit, values(run, metric)[1:]))
         for name, metric in MEMORY.items():
             results.append(record.result(name, preset, "GiB", [value / 2**30 for value in values(run, metric)[1:]]))
         exposed, transfer = (_moves(run, ending) for ending in ("_exposed_s", "_s"))
@@ -170,15 +180,24 @@ def presets(runs: list[Run]) -> tuple[list, list]:
     return results, bars
 
 
-def _preset(run: Run) -> str:
-    return run["name"].removeprefix("preset-")
-
-
 def _moves(run: Run, ending: str) -> list[float]:
     """Return the seconds over all components and both directions, for each step after the first."""
     names = [name for name in run["series"] if name.startswith("offload/") and name.endswith(f"to_host{ending}")]
     names += [name.replace("to_host", "to_device") for name in names]
     return [sum(step) for step in zip(*(values(run, name)[1:] for name in names), strict=True)]
+
+
+def layouts(runs: list[Run]) -> tuple[list, list]:
+    """Measure refits by layout, without the first, which uses the engine's loader."""
+    results = []
+    for run in runs:
+        setting = LAYOUTS[run["name"]]
+        for name in ("seconds", "iterate_s", "pack_s", "transfer_s", "load_s"):
+            results.append(record.result(name.removesuffix("_s"), setting, "s", values(run, f"refit/{name}")[1:]))
+        (nbytes,) = set(values(run, "refit/bytes"))
+        results.append(record.result("weights of a refit", setting, "GB", [nbytes / 1e9]))
+    worst = max(max(values(run, "train/token_mult_prob_error")) for run in runs)
+    return results, [record.bar("largest token_mult_prob_error of a step", worst, 1.05, at_least=False)]
 
 
 def largest(runs: list[Run]) -> tuple[list, list]:
@@ -197,63 +216,54 @@ def largest(runs: list[Run]) -> tuple[list, list]:
     return results, []
 
 
-def gsm8k(runs: list[Run]) -> tuple[list, list]:
-    questions = runs[0]["config"]["algorithm"]["max_val_samples"]
-    sampling = f"{questions} test questions, one sample each, temperature 1, at most 300 tokens"
-    accuracies = [values(run, "validation/accuracy") for run in runs]
-    training = "64 prompts x 8 samples, 25 steps"
+def supervised(runs: list[Run]) -> tuple[list, list]:
+    """Measure SFT with and without LoRA, and DPO after SFT, on GSM8K; draw their curves."""
+    by_name, results = {run["name"]: run for run in runs}, []
+    for name, setting in SFT.items():
+        results += _trained(by_name[name], setting, "step of 64 chats")
+    for name, setting in ACCURACY.items():
+        accuracy = values(by_name[name], "validation/accuracy")[:1]
+        results.append(record.result("accuracy on 1,319 test questions, greedy", setting, "share", accuracy))
+    preferences, setting = by_name[DPO], "DPO after SFT, 2 epochs of pairs"
+    accuracies = values(preferences, "validation/accuracy")
+    results.append(record.result("held-out preference accuracy before", setting, "share", accuracies[:1]))
+    results.append(record.result("held-out preference accuracy after", setting, "share", accuracies[-1:]))
+    results += _trained(preferences, setting, "step of 64 pairs")
+    _draw(by_name)
+    return results, [record.bar("held-out preference accuracy after", accuracies[-1], 0.6, at_least=True)]
+
+
+def _trained(run: Run, setting: str, step: str) -> list[dict[str, Any]]:
+    losses, rate = values(run, "validation/val_loss"), values(run, "performance/tokens_per_sec_per_gpu")
     return [
-        record.result("test accuracy after SFT", sampling, "share", [one[0] for one in accuracies]),
-        record.result("test accuracy after SFT and GRPO", sampling, "share", [one[-1] for one in accuracies]),
-        record.result(
-            "mean training reward, all steps",
-            training,
-            "share",
-            [statistics.mean(values(run, "train/reward")) for run in runs],
-        ),
-        *steady(runs, training),
-    ], []
+        record.result("held-out loss before", setting, "nats", losses[:1]),
+        record.result("held-out loss after", setting, "nats", losses[-1:]),
+        record.result(step, setting, "s", [statistics.median(values(run, PHASES[0][2]))]),
+        record.result("tokens a second and GPU", setting, "1/s", [statistics.median(rate)]),
+        record.result("whole job", setting, "s", [run["seconds"]]),
+    ]
 
 
-def steady(runs: list[Run], config: str) -> Iterable[dict[str, Any]]:
-    """Return phase times, throughput and memory: the median of a run's steps, which excludes the slow first one."""
-    for phase, timers in PHASES.items():
-        times = [
-            sum(column) for column in zip(*(typical(runs, f"timing/train/{timer}") for timer in timers), strict=True)
-        ]
-        yield record.result(f"{phase} (median of a run)", config, "s", times)
-    tokens = typical(runs, "performance/tokens_per_sec_per_gpu")
-    yield record.result("tokens a second and GPU, whole step", config, "1/s", tokens)
-    for name, metric in MEMORY.items():
-        yield record.result(name, config, "GiB", [max(values(run, metric)) / 2**30 for run in runs])
+def _draw(by_name: dict[str, Run]) -> None:
+    """Draw the held-out loss of SFT and the held-out accuracy of DPO over optimizer steps."""
+    figure, (losses, accuracies) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for name, label in SFT.items():
+        losses.plot(*zip(*by_name[name]["series"]["validation/val_loss"], strict=True), marker=".", label=label)
+    losses.set(xlabel="optimizer step", ylabel="nats a token", title="held-out loss, GSM8K test solutions")
+    losses.legend()
+    accuracies.plot(*zip(*by_name[DPO]["series"]["validation/accuracy"], strict=True), marker=".", color="tab:green")
+    accuracies.set(xlabel="optimizer step", ylabel="share", ylim=(0.45, 0.75), title="DPO: accuracy on held-out pairs")
+    for axes in (losses, accuracies):
+        axes.grid(alpha=0.3)
+    figure.savefig(Path(os.environ.get("NRL_BENCH_OUT", PICTURE.parent)) / PICTURE.name, dpi=130)
+    plt.close(figure)
 
 
-def reaches(run: Run, reward: float) -> int:
-    """Return the first step from which five steps have this mean reward."""
-    rewards = values(run, "train/reward")
-    return next(step for step in range(1, len(rewards) - 3) if statistics.mean(rewards[step - 1 : step + 4]) >= reward)
-
-
-def draw(runs: list[Run]) -> None:
-    """Draw the reward over steps, one line for each seed."""
-    figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
-    for run in sorted(runs, key=lambda run: run["config"]["algorithm"]["seed"]):
-        points = run["series"]["train/reward"]
-        axes.plot(
-            *zip(*points, strict=True),
-            label=f"seed {run['config']['algorithm']['seed']}, {run['hardware']['name'][3:].upper()}",
-        )
-    axes.set(
-        xlabel="step",
-        ylabel="mean reward",
-        ylim=(0, 1.02),
-        title="SmolLM2-135M-Instruct, one-digit sums and differences",
-    )
-    axes.grid(alpha=0.3)
-    axes.legend()
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(Path(PICTURE), dpi=130)
+def trial() -> None:
+    """Make all records again, and keep a run from its files."""
+    main(["records"])
+    print(_kept("tiny", tiny_run(), time.time() - 60, 0, [])["seconds_to_first_step"])
 
 
 if __name__ == "__main__":
-    main()
+    record.start(main, trial)

@@ -1,11 +1,17 @@
-"""Compare a long run with random kills of its processes to the same run without: soak.py [STEPS] [FOLDER]
+"""Kill processes of long runs at random, and check what is left: soak.py {sync|async} [STEPS] [FOLDER]
 
-About every 25 seconds, at a random moment, SIGKILL hits the generation engine, a policy rank, the launcher, Ray's
-gcs_server or raylet, or the launcher's whole process group, also while the run is starting. Where the run's command
-ends, the script gives the same command again. Runs are on CPUs; both runs' weights must be equal in the end, bit for
-bit. A third run, undisturbed and three times as long, shows the resident memory of every process after each step.
+About every 25 seconds, at a random moment, SIGKILL hits an engine, a policy rank, the launcher, Ray's gcs_server or
+raylet, or the launcher's whole process group, also while the run is starting. Where the run's command ends, the script
+gives the same command again. Runs are on CPUs.
+
+sync: 150 steps with kills and 150 without must end with the same weights, bit for bit. A third run, undisturbed and
+three times as long, shows the resident memory of every process after each step.
+async: two engines, `algorithm.rollouts.source=queue` and new weights in flight. The samples that the run has written,
+its metrics and its last checkpoint are compared with the training data: no prompt may be missing, and none may be there
+twice. An engine holds only two requests at a time, so rollouts are in flight at almost every moment.
 """
 
+import json
 import os
 import queue
 import random
@@ -17,8 +23,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,10 +32,25 @@ from typing import Any
 import psutil
 import record
 from safetensors.torch import load_file
+from whole_runs import KNOWN_MODEL
+
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig
+from nemo_rl_lite.data.kinds import problems
+from nemo_rl_lite.data.sources import training_set
+from nemo_rl_lite.rollout.files import ROLLOUTS, read_rollout, step_of
+from nemo_rl_lite.rules.compose import compose_config
 
 KILL_EVERY_S, SAVE_EVERY = 25.0, 5
 # The share of kills that fall due before a step has followed the last one, and are done.
 HIT_A_START = 0.25
+MAX_AGE, PROMPTS = 2, 8
+ASYNC = (
+    *("algorithm.rollouts.source=queue", f"algorithm.rollouts.max_trajectory_age_steps={MAX_AGE}"),
+    "algorithm.loss_fn.use_importance_sampling_correction=true",
+    "algorithm.loss_fn.truncated_importance_sampling_ratio=2",
+    *("generation.colocated.enabled=false", "generation.data_parallel_size=2", "generation.vllm_cfg.max_num_seqs=2"),
+    "algorithm.max_val_samples=16",
+)
 WORKERS, OF_RAY = ("generation-0", "policy-0"), ("gcs_server", "raylet")
 # Memory growth counts from this step on, because caches fill before.
 SETTLED = 150
@@ -54,6 +75,8 @@ class Soak:
     recovery_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     step_s: list[float] = field(default_factory=list)
     kills: list[tuple[str, float]] = field(default_factory=list)
+    ended: set[int] = field(default_factory=set)
+    """Processes of the command that a kill has ended."""
     survived: int = 0
     """Kills that a finished step has followed."""
 
@@ -61,6 +84,19 @@ class Soak:
     def faults(self) -> tuple[str, ...]:
         """What may be killed."""
         return (*self.workers, "launcher", *OF_RAY, "process group")
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "nemo_rl_lite.train", *self.settings()]
+
+    def settings(self) -> list[str]:
+        """Return the overrides of the run."""
+        return [
+            *(f"hydra.run.dir={self.folder}", f"algorithm.max_num_steps={self.steps}"),
+            *(f"algorithm.num_prompts_per_step={PROMPTS}", "policy.train_global_batch_size=64"),
+            *("policy.train_micro_batch_size=64", "policy.logprob_batch_size=64", "algorithm.val_period=0"),
+            *(f"checkpoint.save_period={SAVE_EVERY}", "cluster.max_restarts=1000", "logger.plots=false"),
+            *self.overrides,
+        ]
 
     def recovered(self) -> list[dict[str, Any]]:
         """The seconds from each kill to the end of the next step, as results of a record."""
@@ -85,7 +121,8 @@ class Soak:
             if status == 0:
                 break
             print(f"the command ended with status {status}", flush=True)
-            if self.survived == len(self.kills):
+            if self.survived == len(self.kills) and self._process.pid not in self.ended:
+                done.set()
                 sys.exit(f"the run in {self.folder} ended with status {status}, and nothing was killed")
             self._process = self._start()
         done.set()
@@ -99,34 +136,25 @@ class Soak:
             # Every kind in a random order, then again.
             left = left or dice.sample(self.faults, len(self.faults))
             name = left.pop()
+            # Before the command can end of it.
+            self.kills.append((name, time.monotonic()))
+            process = self._process
+            if name in ("launcher", "process group"):
+                self.ended.add(process.pid)
             try:
-                self._kill(name, self._process)
+                self._kill(name, process)
             except (LookupError, OSError, StopIteration, psutil.NoSuchProcess):
+                self.kills.pop()
                 print(f"{name} was not there to be killed", flush=True)
                 continue
-            self.kills.append((name, time.monotonic()))
             print(f"killed {name}", flush=True)
 
     def _start(self) -> "subprocess.Popen[str]":
-        overrides = [
-            f"hydra.run.dir={self.folder}",
-            f"algorithm.max_num_steps={self.steps}",
-            "algorithm.num_prompts_per_step=8",
-            "policy.train_global_batch_size=64",
-            "policy.train_micro_batch_size=64",
-            "policy.logprob_batch_size=64",
-            "algorithm.val_period=0",
-            f"checkpoint.save_period={SAVE_EVERY}",
-            "cluster.max_restarts=1000",
-            "logger.plots=false",
-            *self.overrides,
-        ]
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         log = (self.folder.parent / f"{self.folder.name}.err").open("a")
-        command = [sys.executable, "-m", "nemo_rl_lite.train", *overrides]
         # In a session, and so a process group, of its own.
         pipes = {"stdout": subprocess.PIPE, "stderr": log, "text": True, "start_new_session": True}
-        return subprocess.Popen(command, cwd=record.ROOT, **pipes)
+        return subprocess.Popen(self.command(), cwd=record.ROOT, **pipes)
 
     def _kill(self, name: str, launcher: "subprocess.Popen[str]") -> None:
         if name == "process group":
@@ -149,9 +177,17 @@ class Soak:
                 continue
 
 
-def main() -> None:
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 150
-    folder = Path(sys.argv[2] if len(sys.argv) > 2 else tempfile.mkdtemp())
+def main(arguments: list[str]) -> None:
+    match arguments:
+        case ["sync" | "async" as kind, *rest]:
+            steps = int(rest[0]) if rest else 150 if kind == "sync" else 200
+            folder = Path(rest[1] if len(rest) > 1 else tempfile.mkdtemp())
+            (soak_sync if kind == "sync" else soak_async)(steps, folder)
+        case _:
+            sys.exit(__doc__)
+
+
+def soak_sync(steps: int, folder: Path) -> None:
     calm = Soak(folder / "undisturbed", steps, None)
     rough = Soak(folder / "disturbed", steps, random.Random(0))
     long = Soak(folder / "long", 3 * steps, None)
@@ -181,6 +217,63 @@ def main() -> None:
     sys.stdout.write(record.write("soak", results, bars).read_text())
     # The picture is drawn last: it is a tracked file, which would make the commit look changed.
     _draw(long, rough)
+
+
+def soak_async(steps: int, folder: Path) -> None:
+    # A start takes half a minute or more, so some of the starts are hit.
+    soak = Soak(folder / "async", steps, random.Random(0), ASYNC, (*WORKERS, "generation-1"), 30.0, 0.15)
+    started = time.monotonic()
+    soak.run()
+    results = [record.result("whole run", "async", "s", [time.monotonic() - started]), *soak.recovered()]
+    trained, repeated = samples_of(soak.folder, ROLLOUTS), samples_of(soak.folder, f"{ROLLOUTS}-undone")
+    wanted = Counter(_prompts(PROMPTS * steps))
+    found = Counter(prompt for own in trained.values() for prompt in own)
+    ages = dict(_series(soak.folder, "train/trajectory_age_max"))
+    saved = json.loads((soak.folder / "checkpoints" / f"step-{steps:08d}" / "checkpoint.json").read_text())
+    left = saved["record"]["rollouts"]
+    results += [
+        record.result("kills", "async", "", [len(soak.kills)]),
+        record.result("steps taken again", "async", "", [len(_series(soak.folder, "train/loss", "-undone"))]),
+        record.result("prompts trained", "async", "", [found.total()]),
+        record.result("largest age of a step's tokens", "async", "steps", list(ages.values())),
+    ]
+    others = sum(own != trained[step] for step, own in repeated.items())
+    unused = len(left["ahead"]) + len(left.get("returned", ())) + abs(left["position"] - PROMPTS * steps)
+    bars = [
+        record.bar("steps in the end", len(trained.keys() & ages.keys() & set(range(1, steps + 1))), steps, True),
+        record.bar("steps asked for", steps, 200, at_least=True),
+        record.bar("kinds of processes that were killed", len(soak.recovery_s), len(soak.faults), at_least=True),
+        record.bar("prompts trained twice", (found - wanted).total(), 0, at_least=False),
+        record.bar("prompts lost", (wanted - found).total(), 0, at_least=False),
+        record.bar("steps that had other prompts when they were taken again", others, 0, at_least=False),
+        record.bar("places in the data that the last checkpoint counts otherwise", unused, 0, at_least=False),
+        record.bar("largest age of a token in steps", max(ages.values()), MAX_AGE, at_least=False),
+    ]
+    sys.stdout.write(record.write("async-soak", results, bars).read_text())
+
+
+def samples_of(folder: Path, name: str) -> dict[int, list[str]]:
+    """Return the prompts of each step that a run has trained on, in their order, from one of its folders of samples."""
+    files = sorted((folder / name).glob("step-*-train.parquet"))
+    return {step_of(file): [row["prompt"][-1]["content"] for row in _first_samples(file)] for file in files}
+
+
+def _first_samples(file: Path) -> Iterable[dict]:
+    return (row for row in read_rollout(file) if row["sample"] == 0)
+
+
+def _prompts(count: int) -> list[str]:
+    """Return the prompts at the first `count` positions of the training data."""
+    config = compose_config()
+    training = training_set(config.data, config.options(GRPOConfig).seed, problems(()))
+    return [training.problem(position).messages[-1]["content"] for position in range(count)]
+
+
+def _series(folder: Path, name: str, which: str = "") -> list[tuple[int, float]]:
+    """Return the steps and values of a metric of a run."""
+    file = folder / f"metrics{which}.jsonl"
+    lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+    return [(line["step"], line[name]) for line in lines if name in line]
 
 
 def _steps(process: "subprocess.Popen[str]") -> Iterator[tuple[float, int, float]]:
@@ -228,5 +321,37 @@ def _draw(long: Soak, rough: Soak) -> None:
     figure.savefig(PICTURE, dpi=110)
 
 
+# What a run prints and logs, and where it goes on after a kill.
+SCRIPTED = """
+import os, pathlib, sys, time
+folder, steps = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+(folder / "logs").mkdir(parents=True, exist_ok=True)
+for worker in ("generation-0", "policy-0"):
+    (folder / "logs" / f"{worker}.log").write_text(f"process {os.getpid()}")
+done = folder / "done"
+for step in range(int(done.read_text()) + 1 if done.exists() else 1, steps + 1):
+    time.sleep(0.05)
+    done.write_text(str(step))
+    print(f"step {step:3}/{steps} reward 0.5 0.1 s ", flush=True)
+"""
+
+
+def trial() -> None:
+    """Kill processes of a scripted run, and compose both kinds of real ones."""
+
+    class Scripted(Soak):
+        def command(self) -> list[str]:
+            return [sys.executable, "-c", SCRIPTED, str(self.folder), str(self.steps)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        for own in ((), ASYNC):
+            compose_config([f"policy.model_name={KNOWN_MODEL}", *Soak(Path(folder), 2, None, own).settings()[1:]])
+        soak = Scripted(Path(folder) / "scripted", 60, random.Random(0), (), (), 0.7, 1.0)
+        soak.run()
+    if not soak.kills or len(soak.step_s) < 60 - len(soak.kills):
+        sys.exit(f"{len(soak.kills)} kills, {len(soak.step_s)} steps")
+    print(record.write("soak", soak.recovered(), []))
+
+
 if __name__ == "__main__":
-    main()
+    record.start(main, trial)

@@ -7,7 +7,10 @@ or one file in it. Times in which several kernels ran at once count once. The re
 the run's time and the step).
 """
 
+import gzip
+import json
 import sys
+import tempfile
 from pathlib import Path
 
 import record
@@ -15,10 +18,10 @@ import record
 from nemo_rl_lite.run.report.busy import PhaseBusy, busy_by_phase, traces_of
 
 
-def main() -> None:
-    trace = Path(sys.argv[1]).resolve()
+def main(arguments: list[str]) -> None:
+    trace = Path(arguments[0]).resolve()
     step = trace if trace.is_dir() else trace.parent
-    name = sys.argv[2] if len(sys.argv) > 2 else f"{step.parent.parent.name}-{step.name}"
+    name = arguments[1] if len(arguments) > 1 else f"{step.parent.parent.name}-{step.name}"
     phases = busy_by_phase(traces_of(trace))
     if not phases:
         sys.exit(f"{trace}: no process has used a GPU")
@@ -42,5 +45,17 @@ def lines(phases: list[PhaseBusy]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
+def trial() -> None:
+    """Read a trace of one kernel in one phase."""
+    with tempfile.TemporaryDirectory() as folder:
+        step = Path(folder) / "run" / "profile" / "step-00000003"
+        step.mkdir(parents=True)
+        for name, category, begins, lasts in (("driver", "user_annotation", 0, 4e6), ("policy-0", "kernel", 1e6, 2e6)):
+            event = {"ph": "X", "cat": category, "name": "policy_training", "ts": begins, "dur": lasts}
+            with gzip.open(step / f"{name}.json.gz", "wt") as opened:
+                json.dump({"baseTimeNanoseconds": 0, "traceEvents": [event]}, opened)
+        main([str(step)])
+
+
 if __name__ == "__main__":
-    main()
+    record.start(main, trial)

@@ -1,32 +1,31 @@
-"""Whole runs of the train command: what is switched off in them, what their steps measure, and results made of it."""
+"""Run the train command, read what its steps measured, and try all that without the device."""
 
+import atexit
+import functools
 import json
+import multiprocessing
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
 import record
 
 # A run keeps nothing but its metrics, and takes steps and does nothing else.
-UNKEPT = ["checkpoint.export_hf_at_end=false", "checkpoint.save_period=0"]
 STEPS_ALONE = [
     *("algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=0", "logger.plots=false"),
-    *UNKEPT,
-]
-# 64 prompts x 8 responses of 512 tokens on one GPU, without a KL penalty.
-LARGE = [
-    *("policy=megatron_gpu", "generation=vllm_gpu", "cluster.gpus_per_node=1"),
-    *("policy.max_total_sequence_length=640", "generation.max_new_tokens=512", "algorithm.num_prompts_per_step=64"),
-    *("algorithm.num_generations_per_prompt=8", "policy.train_global_batch_size=512"),
-    *("algorithm.loss_fn.reference_policy_kl_penalty=0", "generation.vllm_cfg.gpu_memory_utilization=0.4"),
+    *("checkpoint.export_hf_at_end=false", "checkpoint.save_period=0"),
 ]
 STEP = "timing/train/total_step_time"
 Quantity = tuple[str, str, str, float]
-"""What it is, its unit, its metric, and what the metric is divided by."""
+"""Name, unit, metric, and the number that the metric is divided by."""
 PHASES: list[Quantity] = [
     ("whole step", "s", STEP, 1),
     ("generation", "s", "timing/train/generation", 1),
@@ -34,33 +33,112 @@ PHASES: list[Quantity] = [
     ("train", "s", "timing/train/policy_training", 1),
     ("refit", "s", "timing/train/prepare_for_generation/transfer_and_update_weights", 1),
 ]
+KNOWN_MODEL, KNOWN_EXPERTS = "Qwen/Qwen3-1.7B", "Qwen/Qwen3-30B-A3B"
+"""Models whose shapes the package knows, for commands that a trial only composes."""
+TINY = [
+    *("policy.max_total_sequence_length=32", "generation=transformers", "generation.max_new_tokens=8"),
+    *("algorithm.num_prompts_per_step=4", "algorithm.num_generations_per_prompt=2", "cluster.threads_per_worker=1"),
+    *("policy.train_global_batch_size=8", "policy.train_micro_batch_size=8", "algorithm.max_num_steps=8"),
+    *("algorithm.max_val_samples=4", "logger.plots=false", "checkpoint.save_period=0"),
+]
 
 
-def one_run(overrides: Sequence[str], warm: int) -> tuple[list[dict[str, float]], float]:
-    """Run the command; returns the metrics of its steps but the first `warm`, and the seconds from the command to the
-    first step."""
+def one_run(overrides: Sequence[str], warm: int, drained: int = 0) -> tuple[list[dict[str, float]], float]:
+    """Run the command. Return the metrics of its steps but the first `warm` and the last `drained`, and the seconds
+    from the command to the first step."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.time()
         steps = run_in(Path(folder) / "run", overrides)
-    return steps[warm:], steps[0]["time"] - steps[0][STEP] - started
+    return steps[warm : len(steps) - drained], steps[0]["time"] - steps[0][STEP] - started
 
 
 def run_in(folder: Path, overrides: Sequence[str]) -> list[dict[str, float]]:
-    """Run the command in a folder; returns the metrics of its steps. Raises SystemExit: it failed."""
-    command = [sys.executable, "-m", "nemo_rl_lite.train", *overrides, f"hydra.run.dir={folder}"]
-    with tempfile.TemporaryFile("w+") as log:
-        status = subprocess.run(command, cwd=record.ROOT, stdout=log, stderr=subprocess.STDOUT).returncode
-        if status:
-            log.seek(0)
-            raise SystemExit(f"status {status} of {overrides}\n{log.read()[-4000:]}")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if STEP in line]
+    """Run the command in a folder; return the metrics of its steps. Raises SystemExit: it failed."""
+    if _trial:
+        from nemo_rl_lite.rules.compose import compose_command
+
+        compose_command(list(overrides))
+        shutil.copytree(tiny_run(), folder)
+    else:
+        command = [sys.executable, "-m", "nemo_rl_lite.train", *overrides, f"hydra.run.dir={folder}"]
+        with tempfile.TemporaryFile("w+") as log:
+            status = subprocess.run(command, cwd=record.ROOT, stdout=log, stderr=subprocess.STDOUT).returncode
+            if status:
+                log.seek(0)
+                raise SystemExit(f"status {status} of {overrides}\n{log.read()[-4000:]}")
+    return steps_of(folder)
+
+
+def steps_of(folder: Path) -> list[dict[str, float]]:
+    """Return the metrics of a run's steps, in their order."""
+    steps: dict[int, dict[str, float]] = {}
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        steps.setdefault(line["step"], {}).update(line)
+    return [steps[step] for step in sorted(steps) if STEP in steps[step]]
 
 
 def results_of(steps: Sequence[dict[str, float]], config: str, quantities: Sequence[Quantity]) -> list[dict[str, Any]]:
-    """The results of those of the quantities that the steps have."""
+    """Return the results of those of the quantities that the steps have."""
     results = []
     for what, unit, metric, by in quantities:
         found = [line[metric] / by for line in steps if metric in line]
         results += [record.result(what, config, unit, found)] if found else []
     return results
+
+
+def model_key(model: Path) -> str:
+    """Return the override that names a model: a folder by its whole path, because runs start elsewhere."""
+    return f"policy.model_name={model.resolve() if model.exists() else model}"
+
+
+_trial = False
+
+
+@contextmanager
+def tried() -> Iterator[None]:
+    """In the block, compose each command instead of running it, and take the steps of `tiny_run`."""
+    global _trial
+    _trial = True
+    try:
+        yield
+    finally:
+        _trial = False
+
+
+@functools.cache
+def tiny_run() -> Path:
+    """Return the folder of a real run of an untrained model on CPUs, one for each process."""
+    global _trial
+    folder = _temporary()
+    before, _trial = _trial, False
+    try:
+        run_in(folder / "run", [*TINY, f"policy.model_name={tiny_model()}"])
+    finally:
+        _trial = before
+    return folder / "run"
+
+
+@functools.cache
+def tiny_model() -> Path:
+    """Return the folder of the embedded model without its warm start."""
+    from nemo_rl_lite.models.embedded.build import build_model, build_tokenizer
+
+    folder = _temporary() / "tiny"
+    build_model(seed=0).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def processes(on_gpus: bool) -> BaseContext:
+    """Return the context of a script's ranks: spawned with GPUs, forked on CPUs from a process with their imports."""
+    if on_gpus:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["preloaded"])
+    return context
+
+
+def _temporary() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=os.environ.get("NRL_BENCH_OUT")))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

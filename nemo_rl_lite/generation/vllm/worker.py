@@ -104,7 +104,7 @@ class VLLMEngine:
             **own,
         )
         with timed_parts():
-            # Stepped in this thread: an engine core in a process of its own is slower (docs/benchmarks/).
+            # Stepped in this thread: an engine core in a process of its own is slower.
             self._engine: Any = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         if policy.router_replay.enabled and not on_gpu:
             self._engine.apply_model(cpu_experts.record)

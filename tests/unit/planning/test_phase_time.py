@@ -168,9 +168,9 @@ def compared():
     """Run -> phase -> predicted and measured seconds, of the recorded runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [*sys.path, str(ROOT / "scripts" / "bench")])
-        import plan_time
+        import plan_check
 
-        return {run["name"]: {row[0]: row[2:] for row in plan_time.of_run(run)} for run in plan_time.runs()}
+        return {run["name"]: {row[0]: row[2:] for row in plan_check.of_run(run)} for run in plan_check.runs()}
 
 
 @pytest.mark.parametrize("phase", ["generation", "logprob", "train"])

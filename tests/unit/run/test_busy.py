@@ -125,12 +125,11 @@ def test_the_script_prints_the_table_and_writes_a_record(tmp_path, monkeypatch, 
     step = tmp_path / "my-run" / "profile" / "step-00000003"
     write_step(step)
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "scripts" / "bench")])
-    monkeypatch.setattr(sys, "argv", ["trace_busy.py", str(step)])
     monkeypatch.setenv("NRL_BENCH_OUT", str(tmp_path / "records"))
     monkeypatch.setenv("NRL_BENCH_COMMIT", "abc")
     import trace_busy
 
-    trace_busy.main()
+    trace_busy.main([str(step)])
     table = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert table[0] == ["phase", "s", "generation-0", "policy-0", "policy-1"]
     assert table[2] == ["train", "5.000", "10.0%", "80.0%", "40.0%"]

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import re
 import subprocess
 import sys
 import time
@@ -31,46 +30,12 @@ def scripts(monkeypatch):
     return importlib.import_module
 
 
-@pytest.mark.parametrize("small", [False, True], ids=["gpu", "small"])
-def test_every_tasks_and_algorithms_command_composes(scripts, small):
-    learning, tasks = scripts("learning"), scripts("learning_tasks").TASKS
-    base = [
-        *(learning.SMALL if small else learning.SHARED_GPU),
-        *learning.EVERYWHERE,
-        "policy.model_name=Qwen/Qwen3-1.7B",
-    ]
-    pairs = [(task, "grpo") for task in tasks.values()] + [(tasks["gcd"], name) for name in learning.ALGORITHMS]
-    for task, name in pairs:
-        config = compose_command([*base, *task.overrides(), f"algorithm={name}"])
-        assert (config.data.task, config.data.task_kwargs) == (task.task, task.arguments)
-        assert config.algorithm.loss_fn.reference_policy_kl_penalty == 0
-
-
-@pytest.mark.parametrize("small", [False, True], ids=["gpu", "small"])
-def test_every_recipes_command_composes(scripts, small):
-    recipes = scripts("recipes_once")
-    named = {name: [f"algorithm={name}"] for name in (*recipes.GENERATING, *recipes.SUPERVISED)}
-    assert set(named) == {file.stem for file in (ROOT / "configs" / "algorithm").glob("*.yaml")}
-    given = SimpleNamespace(model=Path("embedded"), steps=3, small=small)
-    few = {name: named[name] for name in ("grpo", "distillation", "sft")}
-    for name, own in (few if small else named | recipes.VARIANTS).items():
-        assert re.fullmatch(r"[\w-]+", name)
-        overrides = recipes.overrides(own, given)
-        asked = ["teacher.model_name=Qwen/Qwen3-1.7B"] if "algorithm=distillation" in own else []
-        kept = [one for one in overrides if "model_name=" not in one]
-        config = compose_command([*kept, "policy.model_name=Qwen/Qwen3-1.7B", *asked])
-        assert config.algorithm.max_num_steps == 3
-
-
-def test_a_recipe_is_right_with_a_finite_loss_in_each_step(scripts):
-    recipes, together = scripts("recipes_once"), scripts("together")
-    lines = [{"train/loss": loss, "timing/train/total_step_time": 1.0} for loss in (0.5, 0.25)]
-    job = together.Job("sft", [])
-    right = recipes.run_of(together.Ended(job, 0, 9.0, lines, Path()), 2)
-    assert recipes.is_right(right) and right["steps"] == [1.0, 1.0]
-    assert not recipes.is_right(recipes.run_of(together.Ended(job, 0, 9.0, lines, Path()), 3))
-    lines[1]["train/loss"] = float("nan")
-    assert not recipes.is_right(recipes.run_of(together.Ended(job, 0, 9.0, lines, Path()), 2))
+def test_every_tasks_and_algorithms_command_composes(scripts):
+    learning = scripts("learning")
+    for task in learning.TASKS:
+        given = SimpleNamespace(model=Path("Qwen/Qwen3-1.7B"), task=task, steps=3, override=[])
+        config = compose_command(learning.overrides(given, "grpo", 1))
+        assert config.algorithm.max_num_steps == 3 and config.algorithm.loss_fn.reference_policy_kl_penalty == 0
 
 
 def test_a_killed_script_leaves_no_training_behind(tmp_path):
@@ -78,7 +43,7 @@ def test_a_killed_script_leaves_no_training_behind(tmp_path):
     script.write_text(
         "import subprocess, sys, time\n"
         f"sys.path.insert(0, {str(ROOT / 'scripts' / 'bench')!r})\n"
-        "from together import end_with_the_script\n"
+        "from learning import end_with_the_script\n"
         "child = subprocess.Popen(['sleep', '60'], preexec_fn=end_with_the_script)\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(60)\n"
@@ -92,7 +57,7 @@ def test_a_killed_script_leaves_no_training_behind(tmp_path):
 
 
 def test_runs_share_a_gpu_and_end_at_the_limit(scripts, tmp_path, monkeypatch):
-    together = scripts("together")
+    together = scripts("learning")
     fake = tmp_path / "fake"
     fake.write_text(FAKE)
     fake.chmod(0o755)
@@ -113,13 +78,11 @@ def test_runs_share_a_gpu_and_end_at_the_limit(scripts, tmp_path, monkeypatch):
 def test_a_record_is_continued_with_the_runs_that_have_not_finished(scripts, tmp_path, monkeypatch):
     learning, kept = scripts("learning"), tmp_path / "kept.json"
     kept.write_text(json.dumps({"runs": [run("grpo", 1), run("dapo", 1) | {"finished": False}]}))
-    begun, written = [], []
-    monkeypatch.setattr(learning, "_run", lambda given, runs, report: begun.extend(runs))
-    monkeypatch.setattr(learning.learning_record, "write", lambda task, given, runs: written.extend(runs))
-    command = "learning.py compare small gcd --algorithms grpo dapo gspo --seeds 1 2 --only grpo:1 dapo:1 gspo:2"
-    monkeypatch.setattr(sys, "argv", [*command.split(), "--continue", str(kept)])
-    learning.main()
-    assert begun == ["gcd-dapo-1", "gcd-gspo-2"] and len(written) == 2
+    begun = []
+    monkeypatch.setattr(learning, "run_together", lambda jobs, *rest: begun.extend(job.name for job in jobs))
+    command = "small gcd --algorithms grpo dapo gspo --seeds 1 2 --only grpo:1 dapo:1 gspo:2"
+    learning.main([*command.split(), "--continue", str(kept)])
+    assert begun == ["dapo-1", "gspo-2"]
 
 
 def test_the_picture_is_stale_when_the_runs_change(scripts, tmp_path, monkeypatch):
@@ -147,7 +110,7 @@ def test_an_interval_over_seeds_is_that_of_student(scripts):
     runs = [run("grpo", seed) for seed in (1, 2, 3)]
     for one, accuracy in zip(runs, (0.4, 0.5, 0.6), strict=True):
         one["validation"][-1]["accuracy"] = accuracy
-    interval_of_seeds = scripts("learning_record").interval_of_seeds
+    interval_of_seeds = scripts("learning_figure").interval_of_seeds
     # 4.303 standard deviations of the mean, with two degrees of freedom.
     assert interval_of_seeds(runs) == pytest.approx((0.5 - 0.2484, 0.5 + 0.2484), abs=1e-3)
     assert interval_of_seeds(runs[:1]) is None
@@ -156,7 +119,7 @@ def test_an_interval_over_seeds_is_that_of_student(scripts):
 def test_a_problem_is_one_observation_of_several_seeds(scripts):
     one, other = run("grpo", 1), run("grpo", 2)
     one["validation"][-1]["right"], other["validation"][-1]["right"] = "1100", "1000"
-    mean, low, high = scripts("learning_record").over_seeds([one, other], -1)
+    mean, low, high = scripts("learning_figure").over_seeds([one, other], -1)
     assert mean == pytest.approx(3 / 8) and low < mean < high
 
 

@@ -1,9 +1,8 @@
-"""The scripts about NeMo-RL's published step: forced lengths, variants that compose, a simulated pipeline."""
+"""The scripts about NeMo-RL's published step: forced lengths, and variants that compose."""
 
 import asyncio
 import importlib
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -30,16 +29,16 @@ def scripts(monkeypatch):
 
 
 def test_forced_lengths_have_their_mean_and_their_tail(scripts):
-    lengths = scripts("forced_lengths").quantiles(2048, 795, 1.0, 3840)
+    lengths = scripts("published_row").quantiles(2048, 795, 1.0, 3840)
     assert fmean(lengths) == pytest.approx(795, abs=0.5)
     assert lengths[1024] < 600
     assert lengths[-1] == lengths[-20] == 3840
     with pytest.raises(ValueError, match="is not possible"):
-        scripts("forced_lengths").quantiles(8, 200, 1.0, 100)
+        scripts("published_row").quantiles(8, 200, 1.0, 100)
 
 
 def test_each_step_deals_the_same_lengths_to_other_responses(scripts, monkeypatch):
-    forced = scripts("forced_lengths")
+    forced = scripts("published_row")
     monkeypatch.setattr(SingleTurn, "play", SingleTurn.play)
     forced.force(30, 1.0, samples=4, count=32)
     sampling = Sampling(1.0, 1.0, None, 128, stop_token_ids=(2,), stop_strings=())
@@ -73,18 +72,6 @@ def test_every_variant_composes_with_its_share_of_the_batch(scripts, gpus, apart
     assert engines(config) == (gpus - policy or gpus)
     stages = min(2, policy)
     assert parallel_dims(config) == ParallelDims(tp=1, pp=stages, cp=1, ep=1, world=policy)
-
-
-def test_two_even_stages_are_idle_for_one_micro_batch(scripts, monkeypatch):
-    simulated = scripts("published_row_simulated")
-    monkeypatch.setattr(simulated, "LAUNCH_S", 1.0)
-    # Far more FLOP/s than needed: a layer takes what it takes to launch, in both stages and both passes.
-    variant = simulated.Variant("H100")
-    stage_s, packs = variant.shape.layers / 2, [[100]] * 5
-    assert simulated.pipeline(packs, variant, True, rate=1e30) == (12 * stage_s, 2 * stage_s)
-    assert simulated.pipeline(packs, variant, False, rate=1e30) == (6 * stage_s, stage_s)
-    alone = replace(variant, stages=1)
-    assert simulated.pipeline(packs, alone, True, rate=1e30) == (10 * 2 * stage_s, 0.0)
 
 
 def test_the_random_model_has_the_published_shape(scripts):
