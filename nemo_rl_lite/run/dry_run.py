@@ -15,8 +15,8 @@ from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.models.known import find_shape
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.redaction import described
+from nemo_rl_lite.planning.budget import size
 from nemo_rl_lite.planning.gpus import size_of
-from nemo_rl_lite.planning.memory_table import size
 from nemo_rl_lite.planning.page import make_plan, show
 from nemo_rl_lite.rules.compose import default_values
 from nemo_rl_lite.rules.machine import runs_here

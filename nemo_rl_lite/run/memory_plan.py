@@ -12,9 +12,8 @@ from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.offload.residency import Phase, Residency
 from nemo_rl_lite.planning.automatic import settle
-from nemo_rl_lite.planning.budget import ENGINE, Budget, budget
-from nemo_rl_lite.planning.memory_table import headers, render, size, title
-from nemo_rl_lite.planning.prediction import Bytes, predicted_metrics
+from nemo_rl_lite.planning.budget import ENGINE, Budget, budget, headers, render, size, title
+from nemo_rl_lite.planning.memory import Bytes, predicted_metrics
 
 NOTHING = Bytes()
 

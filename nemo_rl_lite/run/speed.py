@@ -7,8 +7,8 @@ from nemo_rl_lite.config.sizes import on_gpus, policy_ranks
 from nemo_rl_lite.host.devices import gpu_name
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.observability.speed import DecodingSpeed, PolicySpeed
-from nemo_rl_lite.planning.flops import DecodingBytes
 from nemo_rl_lite.planning.gpus import Gpu, known_by_name
+from nemo_rl_lite.planning.memory import DecodingBytes
 from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
 
 

@@ -22,7 +22,7 @@ import record
 from whole_runs import STEPS_ALONE, run_in
 
 from nemo_rl_lite.models.shape import read_model_shape
-from nemo_rl_lite.planning.flops import forward_flops
+from nemo_rl_lite.planning.memory import forward_flops
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.policy.megatron.shares import balanced_shares
 from nemo_rl_lite.rollout.files import read_rollout, rollout_files

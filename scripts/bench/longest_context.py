@@ -29,7 +29,7 @@ from nemo_rl_lite.offload.residency import Phase
 from nemo_rl_lite.planning.automatic import settle
 from nemo_rl_lite.planning.budget import Budget, budget
 from nemo_rl_lite.planning.gpus import size_of, speed_of
-from nemo_rl_lite.planning.phase_time import Lengths, optimizer_step_seconds
+from nemo_rl_lite.planning.time import Lengths, optimizer_step_seconds
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.environment import policy_environment
 from nemo_rl_lite.run.workers.reserve import policy_arguments

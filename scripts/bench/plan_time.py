@@ -23,8 +23,7 @@ from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import samples_per_step, sequences_per_optimizer_step
 from nemo_rl_lite.planning.gpus import speed_of
-from nemo_rl_lite.planning.phase_time import Lengths, optimizer_step_seconds
-from nemo_rl_lite.planning.step_time import predict_step
+from nemo_rl_lite.planning.time import Lengths, optimizer_step_seconds, predict_step
 from nemo_rl_lite.rules.compose import compose_config
 
 PHASES = {

@@ -36,8 +36,7 @@ from nemo_rl_lite.offload.residency import Phase
 from nemo_rl_lite.planning.automatic import settle
 from nemo_rl_lite.planning.budget import Budget, budget
 from nemo_rl_lite.planning.gpus import size_of
-from nemo_rl_lite.planning.phase_time import Lengths
-from nemo_rl_lite.planning.step_time import StepTime, predict_step
+from nemo_rl_lite.planning.time import Lengths, StepTime, predict_step
 from nemo_rl_lite.rules.compose import compose_command
 
 RECIPE, PUBLISHED = "grpo-llama3.1-8b-1n8g-pp2", "meta-llama/Llama-3.1-8B-Instruct"

@@ -2,8 +2,8 @@
 
 Responses have the lengths of forced_lengths.py. Engines decode them step by step; the launcher's own code shares rows
 between replicas and packs them; micro-batches pass through pipeline stages, the last of which has the vocabulary's
-matrix. The rates of GPUs are those of shown_rates.py. A layer takes `LAUNCH_S` of planning/phase_time.py or longer, and
-gradients and weights pass between replicas at `RATE_INSIDE` of planning/step_time.py.
+matrix. The rates of GPUs are those of shown_rates.py. A layer takes `LAUNCH_S` of planning/time.py or longer, and
+gradients and weights pass between replicas at `RATE_INSIDE` of planning/time.py.
 
 Not counted: messages between stages, judging, and what is between phases.
 """
@@ -24,11 +24,9 @@ from shown_rates import REQUESTS, Rates, reading, running, shown
 
 from nemo_rl_lite.models.known import find_shape
 from nemo_rl_lite.models.shape import ModelShape
-from nemo_rl_lite.planning.flops import forward_flops
 from nemo_rl_lite.planning.gpus import KNOWN, Gpu
-from nemo_rl_lite.planning.model_size import parameter_count
-from nemo_rl_lite.planning.phase_time import LAUNCH_S
-from nemo_rl_lite.planning.step_time import RATE_INSIDE, REFIT_APART_S
+from nemo_rl_lite.planning.memory import forward_flops, parameter_count
+from nemo_rl_lite.planning.time import LAUNCH_S, RATE_INSIDE, REFIT_APART_S
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.policy.megatron.shares import balanced_shares
 

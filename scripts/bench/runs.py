@@ -14,7 +14,7 @@ import supervised_runs
 from series import Run, mismatch_bars, typical, values
 
 from nemo_rl_lite.models.shape import model_shape
-from nemo_rl_lite.planning.model_size import parameter_count
+from nemo_rl_lite.planning.memory import parameter_count
 
 RUNS = record.FOLDER / "runs"
 PICTURE = record.ROOT / "docs" / "images" / "grpo-smollm2-135m-1n1g.png"

@@ -123,7 +123,7 @@ def train_with_trl(model: str, chats: str, steps: int, tokens: int, target: Path
 
 def parameters(model: str) -> int:
     from nemo_rl_lite.models.shape import read_model_shape
-    from nemo_rl_lite.planning.model_size import parameter_count
+    from nemo_rl_lite.planning.memory import parameter_count
 
     return parameter_count(read_model_shape(model))
 

@@ -1,7 +1,7 @@
 """Rates that one GPU or two have shown, read from records in docs/benchmarks/, for simulations of other layouts.
 
 - Training and logprob passes reach the MFU of published-row-1-512: eight layers of the same model on one H100.
-- Decoding reads at planning/phase_time.py's `READS` of the bandwidth. On top of that a step takes what
+- Decoding reads at planning/time.py's `READS` of the bandwidth. On top of that a step takes what
   speed-ablation-large-kept leaves for it, and a step in which a response ends what async-rate-2x-h100 leaves, where all
   steps took vLLM's own way through its scheduler. Both contain the sampler, there for up to `REQUESTS` requests; with
   fewer requests, a step takes a share of it.
@@ -19,9 +19,9 @@ import record
 from plan_check import shape_of
 
 from nemo_rl_lite.models.shape import ModelShape
-from nemo_rl_lite.planning.flops import matrix_weights
 from nemo_rl_lite.planning.gpus import KNOWN, Gpu
-from nemo_rl_lite.planning.phase_time import READS
+from nemo_rl_lite.planning.memory import matrix_weights
+from nemo_rl_lite.planning.time import READS
 
 # Of both records: requests of the engine, most tokens of a response, and about those of a prompt. The responses of
 # async-rate are geometric, with this mean before they are cut.

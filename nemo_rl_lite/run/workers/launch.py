@@ -12,7 +12,7 @@ from nemo_rl_lite.config.sizes import on_gpus, sequences_per_optimizer_step, seq
 from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.observability.timer import Timer
-from nemo_rl_lite.planning.flops import SequenceFlops
+from nemo_rl_lite.planning.memory import SequenceFlops
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
 from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration

@@ -15,7 +15,7 @@ from nemo_rl_lite.errors import CheckpointError, WorkerError
 from nemo_rl_lite.losses.batch import TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, summary
 from nemo_rl_lite.offload.mover import Move
-from nemo_rl_lite.planning.flops import SequenceFlops
+from nemo_rl_lite.planning.memory import SequenceFlops
 from nemo_rl_lite.policy.interface import HeldBatch, Scored, Work
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.policy.megatron.shares import Cost, balanced_shares

@@ -12,7 +12,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.losses.batch import TokenRows
 from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.offload.mover import Move
-from nemo_rl_lite.planning.flops import forward_flops
+from nemo_rl_lite.planning.memory import forward_flops
 from nemo_rl_lite.policy.balance import even_shares
 from nemo_rl_lite.policy.megatron.shares import Cost
 from nemo_rl_lite.policy.megatron.teacher import TeacherScores

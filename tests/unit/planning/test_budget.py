@@ -10,7 +10,6 @@ from nemo_rl_lite.config.engines import engines_share_weights
 from nemo_rl_lite.models.known import KNOWN_MODELS
 from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.offload.residency import Component, Phase
-from nemo_rl_lite.planning.alternatives import largest_micro_batch, preset_budgets
 from nemo_rl_lite.planning.budget import (
     OVERHEAD_ALONE,
     OVERHEAD_APART,
@@ -19,7 +18,8 @@ from nemo_rl_lite.planning.budget import (
     engines_copy,
     refit_bytes,
 )
-from nemo_rl_lite.planning.prediction import Bytes
+from nemo_rl_lite.planning.memory import Bytes
+from nemo_rl_lite.planning.page import largest_micro_batch, preset_budgets
 from nemo_rl_lite.rules.compose import compose_config
 
 ROOT = Path(__file__).parents[3]

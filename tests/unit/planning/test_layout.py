@@ -2,7 +2,7 @@
 
 from nemo_rl_lite.models.known import KNOWN_MODELS
 from nemo_rl_lite.models.shape import model_shape
-from nemo_rl_lite.planning.layout import batch_rows, parallel_rows, rank_rows
+from nemo_rl_lite.planning.page import batch_rows, parallel_rows, rank_rows
 from nemo_rl_lite.rules.compose import compose_config
 
 SHAPE = model_shape(KNOWN_MODELS["Qwen/Qwen3-8B"])

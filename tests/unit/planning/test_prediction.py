@@ -13,11 +13,18 @@ from nemo_rl_lite.models.known import find_shape
 from nemo_rl_lite.models.shape import ModelShape, model_shape
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
-from nemo_rl_lite.planning import activation_size
-from nemo_rl_lite.planning.activation_size import micro_batch, slice_logits
-from nemo_rl_lite.planning.memory_table import headers, render, title
-from nemo_rl_lite.planning.model_size import parameter_count, rank_parameters
-from nemo_rl_lite.planning.prediction import Bytes, predict, predicted_metrics, totals
+from nemo_rl_lite.planning import memory
+from nemo_rl_lite.planning.budget import headers, render, title
+from nemo_rl_lite.planning.memory import (
+    Bytes,
+    micro_batch,
+    parameter_count,
+    predict,
+    predicted_metrics,
+    rank_parameters,
+    slice_logits,
+    totals,
+)
 from nemo_rl_lite.rules.compose import compose_config
 
 GIB = 2**30
@@ -177,7 +184,7 @@ BATCH += ["policy.train_global_batch_size=256", "policy.model_name=a/model"]
 @pytest.mark.parametrize("name", MEASURED)
 def test_predictions_agree_with_what_was_measured(name, monkeypatch):
     """When these were measured, all logits existed at the same time."""
-    monkeypatch.setattr(activation_size, "VOCABULARY_SLICE", 10**9)
+    monkeypatch.setattr(memory, "VOCABULARY_SLICE", 10**9)
     shape, overrides, peaks, rest = MEASURED[name]
     config = compose_config([*ONE_GPU, *BATCH, *overrides])
     prediction = predict(config, shape, H100)
@@ -345,5 +352,5 @@ def test_context_parallel_ranks_share_activations_and_optimizer_states():
 def test_a_recomputed_layer_holds_its_mlps_gradients_as_well():
     """With Qwen3-8B's MLP of 12,288 units, that is 3 x 12,288 elements a token, in bfloat16."""
     config = compose_config(["policy=megatron_gpu", "cluster.gpus_per_node=1"])
-    batch = activation_size.MicroBatch(1000, 1000)
-    assert activation_size.mlp_gradients(config, find_shape("Qwen/Qwen3-8B"), batch) == 3 * 12288 * 1000 * 2
+    batch = memory.MicroBatch(1000, 1000)
+    assert memory.mlp_gradients(config, find_shape("Qwen/Qwen3-8B"), batch) == 3 * 12288 * 1000 * 2

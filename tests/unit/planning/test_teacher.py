@@ -12,10 +12,8 @@ from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.offload.residency import Component, Phase
 from nemo_rl_lite.planning.budget import OVERHEAD_SHARED, OVERHEAD_TEACHER, budget
 from nemo_rl_lite.planning.gpus import speed_of
-from nemo_rl_lite.planning.phase_time import logprob_seconds
-from nemo_rl_lite.planning.prediction import Bytes
-from nemo_rl_lite.planning.step_time import assumed_lengths, predict_step
-from nemo_rl_lite.planning.teacher import activation_bytes, teacher_shape
+from nemo_rl_lite.planning.memory import Bytes, teacher_activation_bytes, teacher_shape
+from nemo_rl_lite.planning.time import assumed_lengths, logprob_seconds, predict_step
 from nemo_rl_lite.rules.compose import compose_config
 
 GPU = int(79.2 * 2**30)
@@ -64,9 +62,9 @@ def test_its_process_and_its_micro_batches_take_memory():
     one, without = budget(config, POLICY, GPU), budget(compose_config(COMMON), POLICY, GPU)
     assert one.overhead == OVERHEAD_SHARED + OVERHEAD_TEACHER and without.overhead == OVERHEAD_SHARED
     scoring = Phase.LOGPROB, Component.ACTIVATIONS
-    assert one.prediction[scoring].device == activation_bytes(config) > without.prediction[scoring].device
+    assert one.prediction[scoring].device == teacher_activation_bytes(config) > without.prediction[scoring].device
     largest = compose_config([*TAUGHT, "algorithm.topk_logits_k=64"])
-    assert activation_bytes(largest) == activation_bytes(config) + 12 * 64 * 8192
+    assert teacher_activation_bytes(largest) == teacher_activation_bytes(config) + 12 * 64 * 8192
 
 
 def test_its_pass_takes_seconds():

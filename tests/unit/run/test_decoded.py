@@ -7,7 +7,7 @@ import pytest
 from nemo_rl_lite.generation.interface import Decoded, Drafts
 from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
 from nemo_rl_lite.models.shape import model_shape
-from nemo_rl_lite.planning.flops import DecodingBytes
+from nemo_rl_lite.planning.memory import DecodingBytes
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run import speed
 from nemo_rl_lite.run.workers import remote_generation

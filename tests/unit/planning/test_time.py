@@ -10,7 +10,7 @@ import pytest
 from nemo_rl_lite.models.known import KNOWN_MODELS
 from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.gpus import Gpu
-from nemo_rl_lite.planning.phase_time import (
+from nemo_rl_lite.planning.time import (
     ENGINE_STEP_S,
     LAUNCH_S,
     MFU,
