@@ -49,8 +49,7 @@ from nemo_rl_lite.config.sizes import (
     sequences_together,
 )
 from nemo_rl_lite.config.teacher import as_teacher, teacher_topk
-from nemo_rl_lite.models.known import find_shape
-from nemo_rl_lite.models.shape import ModelShape, NoModelError
+from nemo_rl_lite.models.shape import ModelShape, NoModelError, find_shape
 from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
 
 

@@ -29,8 +29,7 @@ from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from nemo_rl_lite.offload import copies
 from nemo_rl_lite.offload.mover import move_metrics
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.environment import MANY_QUEUES
-from nemo_rl_lite.run.workers.reserve import policy_arguments
+from nemo_rl_lite.run.workers.reserve import MANY_QUEUES, policy_arguments
 
 ON_GPU = torch.cuda.is_available()
 PROMPT = 46

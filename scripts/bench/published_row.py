@@ -30,8 +30,7 @@ from whole_runs import STEPS_ALONE
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import all_gpus, on_gpus, samples_per_step
-from nemo_rl_lite.models.known import find_shape
-from nemo_rl_lite.models.shape import ModelShape
+from nemo_rl_lite.models.shape import ModelShape, find_shape
 from nemo_rl_lite.offload.residency import Phase
 from nemo_rl_lite.planning.automatic import settle
 from nemo_rl_lite.planning.budget import Budget, budget

@@ -22,8 +22,7 @@ from forced_lengths import dealt
 from published_row import LAYERS, MEAN, PROMPT, PUBLISHED, SIGMA
 from shown_rates import REQUESTS, Rates, reading, running, shown
 
-from nemo_rl_lite.models.known import find_shape
-from nemo_rl_lite.models.shape import ModelShape
+from nemo_rl_lite.models.shape import ModelShape, find_shape
 from nemo_rl_lite.planning.gpus import KNOWN, Gpu
 from nemo_rl_lite.planning.memory import forward_flops, parameter_count
 from nemo_rl_lite.planning.time import LAUNCH_S, RATE_INSIDE, REFIT_APART_S

@@ -78,7 +78,7 @@ def ratio(seconds: dict[tuple[str, str], list[float]], lengths_are: str) -> floa
 
 def start(count: int, overrides: list[str], folder: str) -> RemoteGeneration:
     """Start engines on this machine's CPUs, each with its share of the cores."""
-    from nemo_rl_lite.run.workers.environment import worker_threads
+    from nemo_rl_lite.run.workers.reserve import worker_threads
 
     model = next((record.ROOT / "outputs" / "models").glob("reverse-4-digits-*"))
     own = [f"policy.model_name={model}", "policy.max_total_sequence_length=128", "generation.max_new_tokens=110"]

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from nemo_rl_lite.run.report.busy import union
+from trace_busy import union
 
 SMALL = 1 << 20
 # How many of the host's calls are named.

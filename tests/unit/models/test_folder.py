@@ -15,8 +15,7 @@ from nemo_rl_lite.errors import ConfigError, DataError
 from nemo_rl_lite.models.embedded.build import build_tokenizer
 from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
 from nemo_rl_lite.models.folder import check_model_folder
-from nemo_rl_lite.models.known import find_shape
-from nemo_rl_lite.models.shape import NoModelError, read_model_shape
+from nemo_rl_lite.models.shape import NoModelError, find_shape, read_model_shape
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.model import starting_model

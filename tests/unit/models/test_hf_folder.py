@@ -10,8 +10,7 @@ from transformers import GenerationConfig, Qwen3Config
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.models.embedded.build import build_tokenizer
 from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
-from nemo_rl_lite.models.hf_folder import write_hf_folder
-from nemo_rl_lite.models.templated import with_template
+from nemo_rl_lite.models.folder import with_template, write_hf_folder
 
 CHATML = "{% for m in messages %}<im>{{ m.content }}</im>{% endfor %}{% if add_generation_prompt %}<im>{% endif %}"
 OWN = build_tokenizer().eos_token_id

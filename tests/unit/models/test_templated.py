@@ -9,8 +9,8 @@ from nemo_rl_lite.data.problems import chat
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.models.embedded.build import build_tokenizer
+from nemo_rl_lite.models.folder import with_template
 from nemo_rl_lite.models.shape import NoModelError
-from nemo_rl_lite.models.templated import with_template
 
 OWN = (
     "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -4,8 +4,7 @@ import pytest
 
 from nemo_rl_lite.config.automatic import engine_share
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.models.known import KNOWN_MODELS
-from nemo_rl_lite.models.shape import model_shape
+from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.offload.residency import Component, Phase
 from nemo_rl_lite.planning.automatic import KEEPING_SHARE, MOST_TOKENS, USED, settle
 from nemo_rl_lite.planning.budget import budget

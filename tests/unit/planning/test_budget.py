@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_lite.config.engines import engines_share_weights
-from nemo_rl_lite.models.known import KNOWN_MODELS
-from nemo_rl_lite.models.shape import model_shape
+from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.offload.residency import Component, Phase
 from nemo_rl_lite.planning.budget import (
     OVERHEAD_ALONE,

@@ -2,8 +2,7 @@
 
 import pytest
 
-from nemo_rl_lite.models.known import KNOWN_MODELS
-from nemo_rl_lite.models.shape import model_shape
+from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.planning.time import Divisions, assumed_lengths, lines, rows
 from nemo_rl_lite.rules.compose import compose_command
 

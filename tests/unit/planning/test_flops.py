@@ -8,8 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_rl_lite.config.sections.policy import LoraConfig
 from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
-from nemo_rl_lite.models.known import KNOWN_MODELS
-from nemo_rl_lite.models.shape import ModelShape, model_shape
+from nemo_rl_lite.models.shape import KNOWN_MODELS, ModelShape, model_shape
 from nemo_rl_lite.planning.memory import DecodingBytes, SequenceFlops, forward_flops, matrix_weights
 from nemo_rl_lite.rules.compose import compose_config
 

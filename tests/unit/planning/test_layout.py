@@ -1,7 +1,6 @@
 """Who holds what and how batches are cut."""
 
-from nemo_rl_lite.models.known import KNOWN_MODELS
-from nemo_rl_lite.models.shape import model_shape
+from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.planning.page import batch_rows, parallel_rows, rank_rows
 from nemo_rl_lite.rules.compose import compose_config
 

@@ -8,8 +8,7 @@ import huggingface_hub.constants
 import pytest
 
 from nemo_rl_lite import plan
-from nemo_rl_lite.models.known import KNOWN_MODELS
-from nemo_rl_lite.models.shape import NoModelError
+from nemo_rl_lite.models.shape import KNOWN_MODELS, NoModelError
 from nemo_rl_lite.run.command import launch
 from tests.unit.rules.test_compose import HEAVY
 

@@ -9,8 +9,7 @@ from rich.console import Console
 from nemo_rl_lite.config.parallel import ParallelDims
 from nemo_rl_lite.config.sizes import parallel_dims
 from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
-from nemo_rl_lite.models.known import find_shape
-from nemo_rl_lite.models.shape import ModelShape, model_shape
+from nemo_rl_lite.models.shape import ModelShape, find_shape, model_shape
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.planning import memory

@@ -7,8 +7,7 @@ import pytest
 from nemo_rl_lite.config.automatic import keeps_logits
 from nemo_rl_lite.config.sizes import records_training
 from nemo_rl_lite.config.teacher import as_teacher
-from nemo_rl_lite.models.known import KNOWN_MODELS
-from nemo_rl_lite.models.shape import model_shape
+from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.offload.residency import Component, Phase
 from nemo_rl_lite.planning.budget import OVERHEAD_SHARED, OVERHEAD_TEACHER, budget
 from nemo_rl_lite.planning.gpus import speed_of

@@ -7,8 +7,7 @@ from statistics import median
 
 import pytest
 
-from nemo_rl_lite.models.known import KNOWN_MODELS
-from nemo_rl_lite.models.shape import model_shape
+from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.planning.gpus import Gpu
 from nemo_rl_lite.planning.time import (
     ENGINE_STEP_S,

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers import environment, reserve
-from nemo_rl_lite.run.workers.environment import worker_threads
+from nemo_rl_lite.run.workers import reserve
+from nemo_rl_lite.run.workers.reserve import worker_threads
 
 GPU = ["policy=megatron_gpu", "cluster.gpus_per_node=1", "policy.train_micro_batch_size=64"]
 GPU += ["policy.max_total_sequence_length=128"]
@@ -47,7 +47,7 @@ def test_on_cpus_no_gpu_is_seen_and_waiting_threads_sleep(monkeypatch, tmp_path)
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(2, 1, 2), (4, 1, 3), (4, 2, 2), (8, 2, 3), (1, 2, 1)])
 def test_of_more_than_two_cores_a_worker_leaves_one(cores, workers, threads, monkeypatch):
-    monkeypatch.setattr(environment, "available_cores", lambda: cores)
+    monkeypatch.setattr(reserve, "available_cores", lambda: cores)
     assert worker_threads(compose_config(), workers) == threads
     assert worker_threads(compose_config(["cluster.threads_per_worker=4"]), workers) == 4
 

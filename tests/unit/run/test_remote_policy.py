@@ -12,8 +12,8 @@ from nemo_rl_lite.losses.batch import Batch, TokenRow
 from nemo_rl_lite.losses.sft import SFTLoss
 from nemo_rl_lite.policy.interface import Work
 from nemo_rl_lite.policy.megatron.model import ParallelPlace
-from nemo_rl_lite.run.workers import remote_policy, replicas
-from nemo_rl_lite.run.workers.remote_policy import RemotePolicy
+from nemo_rl_lite.run.workers import policy as policy_module
+from nemo_rl_lite.run.workers.policy import RemotePolicy
 
 
 class Worker:
@@ -70,8 +70,7 @@ class Group:
 
 @pytest.fixture(autouse=True)
 def results_are_there(monkeypatch):
-    for module in (remote_policy, replicas):
-        monkeypatch.setattr(module, "wait", lambda call: call)
+    monkeypatch.setattr(policy_module, "wait", lambda call: call)
 
 
 def rows(*lengths: int) -> list[TokenRow]:
@@ -130,15 +129,6 @@ def test_each_optimizer_step_is_split_over_the_replicas():
     assert metrics == {"loss": 2.0, "grad_norm": 2.0, "lr": 0.1, "wd": 0.0, "skipped_steps": 0.0}
 
 
-def test_ranks_that_share_sequences_have_the_rows_of_their_replica_and_one_reports():
-    group = Group(replicas=2, tensor=1, context=2)
-    batch = RemotePolicy(group, global_batch=4).hold(rows(3, 4, 5, 6))
-    held = [[row.tokens[0] for row in worker.held["train"]] for worker in group.workers]
-    assert held[0] == held[1] and held[2] == held[3] and sorted(held[0] + held[2]) == [0, 1, 2, 3]
-    assert [worker.own.reports for worker in group.workers] == [True, False, True, False]
-    assert len(batch.rows) == 4
-
-
 def test_long_rows_of_an_optimizer_step_are_spread_over_the_replicas():
     remote, group = policy(replicas=2, global_batch=4)
     remote.train(remote.hold(rows(9, 8, 2, 1, 1, 5, 1, 5)), SFTLoss())
@@ -191,11 +181,6 @@ def test_each_row_is_compared_with_the_engines_once(scored):
         trained = remote.train(batch, SFTLoss())
         parts = 4 if scored == ["later"] or scored == ["later", "reference"] else 2
         assert (trained["rows"], trained["tokens"]) == (many, parts * 3.0 * many)
-
-
-def test_rows_that_no_engine_sampled_are_compared_with_none():
-    remote, _ = policy(replicas=2, global_batch=4)
-    assert "rows" not in remote.train(remote.hold(rows(*[3] * 4)), SFTLoss())
 
 
 def test_a_new_batch_takes_the_place_of_the_old_one():

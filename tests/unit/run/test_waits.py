@@ -5,8 +5,7 @@ from pyarrow import parquet
 
 from nemo_rl_lite.observability.metrics_log import with_every_age
 from nemo_rl_lite.rollout.files import RolloutFiles, rollout_files
-from nemo_rl_lite.run.report.record import read_run
-from nemo_rl_lite.run.report.waits import PARTS, STEPS
+from nemo_rl_lite.run.report.record import PARTS, STEPS, read_run
 from tests.unit.observability.rollouts import make_rollout
 from tests.unit.run.run_folders import make_asynchronous_run
 
