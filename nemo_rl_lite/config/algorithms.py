@@ -1,7 +1,7 @@
 """The algorithms, one row each: what other rooms must know about an algorithm without asking for its name.
 
 A new algorithm is its options (`sections/algorithm.py`, and the union in `schema.py`), a loop (`algorithms/`) with its
-job (`run/jobs/`), a file in `configs/algorithm/`, and a row here. Imports nothing heavy: a row names code above this
+job (`run/jobs.py`), a file in `configs/algorithm/`, and a row here. Imports nothing heavy: a row names code above this
 room by a dotted path.
 """
 
@@ -30,7 +30,7 @@ class Algorithm:
     data: str
     """What it trains on: a `data.kinds.Kind`."""
     job: str
-    """Its data, workers and loop: a class with the constructor and the method of `run.jobs.interface.Job`."""
+    """Its data, workers and loop: a class with the constructor and the method of `run.job.Job`."""
     loss: str
     """What makes its own loss from its options; `algorithm.loss` can replace it."""
     view: str

@@ -186,8 +186,14 @@ def show_memory_plan(config: Config, model_path: Path, console: RunConsole, metr
     if unknown and residency.engines_share_device:
         console.say("nvidia-smi reports no GPU memory on this machine, so the KV cache is not predicted")
     metrics.log(step, predicted_metrics(planned.prediction))
-    for warning in (*(() if unknown else _device_warnings(planned)), *_host_warnings(planned)):
+    for warning in () if unknown else _device_warnings(planned):
         console.say(warning)
+    # Each rank alone checks only its own part of the host's memory.
+    if planned.host > (free := free_host_bytes()):
+        console.say(
+            f"the {planned.ranks_per_host} policy rank(s) of a machine need {size(planned.host)} of host memory for "
+            f"offloaded components and reference weights, and this machine has {size(free)} free"
+        )
 
 
 def _shape(model_path: Path, console: RunConsole) -> ModelShape | None:
@@ -213,16 +219,6 @@ def _device_warnings(planned: Budget) -> Iterator[str]:
         yield (
             f"phase {phase.value} may not fit: {size(nbytes)} on a GPU of {size(planned.gpu_bytes)}, "
             f"of which {other} for the refit's buffers, contexts and captured graphs; {advice}; see nrl-lite plan"
-        )
-
-
-def _host_warnings(planned: Budget) -> Iterator[str]:
-    """Compare the host memory of all ranks with this machine's: each rank alone checks only its own part."""
-    free = free_host_bytes()
-    if planned.host > free:
-        yield (
-            f"the {planned.ranks_per_host} policy rank(s) of a machine need {size(planned.host)} of host memory for "
-            f"offloaded components and reference weights, and this machine has {size(free)} free"
         )
 
 

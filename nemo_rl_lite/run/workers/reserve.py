@@ -64,8 +64,10 @@ def reserve(config: Config, run_folder: Path) -> Reserved:
         WorkerError: there are too few GPUs, or a process did not start within `cluster.start_timeout_s`.
     """
     placement = place(config, engines(config) if generates(config) else 0, has_teacher(config))
-    policy = _policy_group(config, placement, run_folder)
-    teacher = _teacher_group(config, placement, run_folder) if has_teacher(config) else None
+    policy = policy_group(config, placement.policy, run_folder)
+    teacher = None
+    if has_teacher(config):
+        teacher = policy_group(as_teacher(config), placement.teacher, run_folder, "teacher")
     generation = generation_group(config, placement, run_folder) if generates(config) else None
     imports = [_load_policy(config, policy, POLICY_CLASS)]
     if teacher is not None:
@@ -111,15 +113,8 @@ def start_engines(config: Config, generation: WorkerGroup, model_path: Path) -> 
     return generation.start([arguments] * len(generation))
 
 
-def _policy_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
-    return _ranks("policy", config, placement.policy, run_folder)
-
-
-def _teacher_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
-    return _ranks("teacher", as_teacher(config), placement.teacher, run_folder)
-
-
-def _ranks(name: str, config: Config, slots: Sequence[Slot], run_folder: Path) -> WorkerGroup:
+def policy_group(config: Config, slots: Sequence[Slot], run_folder: Path, name: str = "policy") -> WorkerGroup:
+    """Start an empty process for every rank of the policy, or of the teacher; their logs are in the folder."""
     environment = policy_environment(config)
     log.info("environment of the %s: %s", name, environment)
     return WorkerGroup(name, slots, str(run_folder / "logs"), environment, limit_s=config.cluster.phase_timeout_s)
@@ -214,8 +209,13 @@ def policy_environment(config: Config) -> dict[str, str]:
     else:
         environment = ONE_QUEUE if dims.tp * dims.cp > 1 else MANY_QUEUES
         environment = environment | _segments(config)
-    threads = {"OMP_NUM_THREADS": str(worker_threads(config, policy_ranks(config)))}
-    return environment | threads | _of_activations(config)
+    environment = environment | {"OMP_NUM_THREADS": str(worker_threads(config, policy_ranks(config)))}
+    if config.policy.megatron_cfg.fine_grained_activation_offloading:
+        # This module imports torch, for which the launcher's other runs need not wait here.
+        from nemo_rl_lite.offload import activations
+
+        environment |= activations.environment(config.policy.megatron_cfg)
+    return environment
 
 
 def generation_environment(config: Config) -> dict[str, str]:
@@ -234,15 +234,6 @@ def worker_threads(config: Config, workers: int) -> int:
         return config.cluster.threads_per_worker or 1
     cores = available_cores() // -(-workers // config.cluster.num_nodes)
     return config.cluster.threads_per_worker or max(1, cores - (cores > 2))
-
-
-def _of_activations(config: Config) -> dict[str, str]:
-    if not config.policy.megatron_cfg.fine_grained_activation_offloading:
-        return {}
-    # This module imports torch, for which the launcher's other runs need not wait here.
-    from nemo_rl_lite.offload import activations
-
-    return activations.environment(config.policy.megatron_cfg)
 
 
 def _segments(config: Config) -> dict[str, str]:

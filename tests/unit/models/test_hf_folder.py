@@ -55,12 +55,6 @@ def test_the_models_other_end_tokens_stay(base):
     assert {7, OWN} < set(config.eos_token_id)
 
 
-def test_a_file_is_made_where_there_is_none(base):
-    config, _ = written(in_chatml(base))
-    assert OWN in config.eos_token_id and len(config.eos_token_id) == 2
-    assert (config.bos_token_id, config.pad_token_id) == (MODEL_CONFIG["bos_token_id"], MODEL_CONFIG["pad_token_id"])
-
-
 @pytest.mark.parametrize("content", [None, json.dumps({"eos_token_id": OWN})])
 def test_a_model_that_names_them_all_stays_as_it_is(base, content):
     if content is not None:

@@ -35,15 +35,6 @@ def test_ranks_stages_and_engines():
     ]
 
 
-def test_engines_on_gpus_of_their_own_come_after_the_policys():
-    apart = ["generation.colocated.enabled=false", "generation.colocated.resources.gpus_per_node=1"]
-    config = compose_config([*GPUS, *apart, "cluster.gpus_per_node=2"])
-    assert list(rank_rows(config)) == [
-        ["node 0", "GPU 0", "stage 0, replica 0", "-"],
-        ["node 0", "GPU 1", "-", "engine 0"],
-    ]
-
-
 def test_context_parallel_ranks_share_a_replica():
     config = compose_config([*GPUS, f"{PARALLEL}.context_parallel_size=4", "cluster.gpus_per_node=8"])
     assert dict(parallel_rows(config, SHAPE))["policy"] == "8 ranks: tensor 1 x pipeline 1 x context 4 x data 2"

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_rl_lite.config.automatic import keeps_logits
-from nemo_rl_lite.config.sizes import records_training
 from nemo_rl_lite.config.teacher import as_teacher
 from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.offload.residency import Component, Phase
@@ -47,13 +45,6 @@ def test_the_teacher_has_a_layout_of_its_own():
     taught = budget(compose_config([*TAUGHT, PARALLEL]), POLICY, GPU)
     for part in (Component.PARAMETERS, Component.OPTIMIZER_STATES):
         assert taught.prediction[Phase.TRAIN, part] == alone.prediction[Phase.TRAIN, part]
-
-
-def test_it_records_no_passes_and_keeps_no_logits():
-    policy = [f"policy.megatron_cfg.{one}" for one in ("cuda_graph_impl=full_iteration", "keep_logits=true")]
-    config = compose_config([*TAUGHT, *policy])
-    assert records_training(config) and keeps_logits(config.policy)
-    assert not records_training(as_teacher(config)) and not keeps_logits(as_teacher(config).policy)
 
 
 def test_its_process_and_its_micro_batches_take_memory():

@@ -28,10 +28,11 @@ def test_memory_that_is_shared_or_put_to_sleep_is_in_fixed_segments(overrides, s
     )
     more = ["cluster.gpus_per_node=2"] if segments is None else []
     config = compose_config([*GPU, *overrides, *more])
-    groups = [reserve._policy_group] + ([reserve.generation_group] if config.algorithm.name == "grpo" else [])
-    for group in groups:
+    reserve.policy_group(config, [], tmp_path)
+    assert {made.get("PYTORCH_CUDA_ALLOC_CONF"), made.get("PYTORCH_ALLOC_CONF")} == {segments}
+    if config.algorithm.name == "grpo":
         made.clear()
-        group(config, SimpleNamespace(policy=[], generation=[]), tmp_path)
+        reserve.generation_group(config, SimpleNamespace(generation=[]), tmp_path)
         assert {made.get("PYTORCH_CUDA_ALLOC_CONF"), made.get("PYTORCH_ALLOC_CONF")} == {segments}
 
 
@@ -40,8 +41,8 @@ def test_on_cpus_no_gpu_is_seen_and_waiting_threads_sleep(monkeypatch, tmp_path)
     monkeypatch.setattr(
         reserve, "WorkerGroup", lambda name, slots, logs, environment, *_, **__: made.append(environment)
     )
-    for group in (reserve._policy_group, reserve.generation_group):
-        group(compose_config(), SimpleNamespace(policy=[], generation=[]), tmp_path)
+    reserve.policy_group(compose_config(), [], tmp_path)
+    reserve.generation_group(compose_config(), SimpleNamespace(generation=[]), tmp_path)
     assert [(one["CUDA_VISIBLE_DEVICES"], one["OMP_WAIT_POLICY"]) for one in made] == [("", "PASSIVE")] * 2
 
 

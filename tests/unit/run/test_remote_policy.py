@@ -129,14 +129,6 @@ def test_each_optimizer_step_is_split_over_the_replicas():
     assert metrics == {"loss": 2.0, "grad_norm": 2.0, "lr": 0.1, "wd": 0.0, "skipped_steps": 0.0}
 
 
-def test_long_rows_of_an_optimizer_step_are_spread_over_the_replicas():
-    remote, group = policy(replicas=2, global_batch=4)
-    remote.train(remote.hold(rows(9, 8, 2, 1, 1, 5, 1, 5)), SFTLoss())
-    first, second = group.workers[0], group.workers[2]
-    assert [own for own, _ in first.steps] == [[0, 3], [4, 5]]
-    assert [own for own, _ in second.steps] == [[1, 2], [6, 7]]
-
-
 def test_pairs_stay_together_where_shares_are_balanced():
     remote, group = policy(replicas=2, global_batch=8, together=2)
     remote.hold(rows(9, 9, 8, 8, 1, 1, 2, 2))
@@ -191,9 +183,3 @@ def test_a_new_batch_takes_the_place_of_the_old_one():
     remote.score(other, ["previous"])
     with pytest.raises(ValueError, match="a newer batch 'train'"):
         remote.train(old, SFTLoss())
-
-
-def test_a_few_sequences_come_back_in_their_order():
-    remote, _ = policy(replicas=4, global_batch=8)
-    tokens_BT = torch.arange(10).view(5, 2)
-    assert torch.equal(remote.logprobs(tokens_BT, torch.full((5,), 2)), tokens_BT.float())

@@ -38,7 +38,3 @@ def test_many_episodes_are_thinned_evenly():
     found = timeline([{"step": 1, "spans": [span("generate", 0.0, 1.0 + place)]} for place in range(3 * EPISODES)])
     assert len(found["episodes"]) == EPISODES and found["count"] == 3 * EPISODES
     assert {after[0][2] - before[0][2] for before, after in pairwise(found["episodes"])} == {3.0}
-
-
-def test_runs_of_earlier_versions_have_none():
-    assert timeline([]) is None and timeline([{"step": 1}]) is None and timeline([{"step": 1, "spans": []}]) is None
