@@ -32,6 +32,10 @@ from nemo_rl_lite.refit.layout.plan import bucket_size
 OVERHEAD_SHARED, OVERHEAD_APART, OVERHEAD_ALONE = 7 * 2**30, 5 * 2**30, 3 * 2**30
 # That of a teacher's process in addition is assumed; nobody has measured it.
 OVERHEAD_TEACHER = 2 * 2**30
+# vLLM's own working memory, which is part of its share: bytes, and copies of a step's float32 logits.
+WORKING, LOGITS = 2 * 2**30, 6
+_GRAIN = 100
+GIB, MIB = 2**30, 2**20
 ENGINE = (Component.GENERATION_WEIGHTS, Component.KV_CACHE)
 
 
@@ -167,11 +171,6 @@ def _reference(config: Config, shape: ModelShape) -> int:
     return 2 * max(rank_parameters(shape, dims, stage).total for stage in range(dims.pp)) * item_bytes(config)
 
 
-# vLLM's own working memory, which is part of its share: bytes, and copies of a step's float32 logits.
-WORKING, LOGITS = 2 * 2**30, 6
-_GRAIN = 100
-
-
 def chooses_share(config: Config) -> bool:
     """Whether the run's engines share GPUs with the policy and their share is left to `auto`."""
     shared = Residency.of(config).engines_share_device and engine_of(config).takes_share
@@ -215,9 +214,6 @@ def _with_share(config: Config, share: float) -> Config:
     generation = config.generation
     settings = replace(generation.vllm_cfg, gpu_memory_utilization=share)
     return replace(config, generation=replace(generation, vllm_cfg=settings))
-
-
-GIB, MIB = 2**30, 2**20
 
 
 def title(config: Config, shape: ModelShape, device_bytes: int | None) -> str:

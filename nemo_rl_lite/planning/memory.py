@@ -52,6 +52,12 @@ from nemo_rl_lite.config.teacher import as_teacher, teacher_topk
 from nemo_rl_lite.models.shape import ModelShape, NoModelError, find_shape
 from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
 
+log = logging.getLogger(__name__)
+
+# Gradients are summed, over micro-batches and ranks, in float32.
+GRADIENT_BYTES = 4
+_ONE_RANK = ParallelDims(tp=1, pp=1, cp=1, ep=1, world=1)
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -258,7 +264,7 @@ def trained_parameters(
 def served_adapters(shape: ModelShape, peft: LoraConfig) -> int:
     """Elements of the adapters that engines get: A and B of each of a layer's projections, those that Megatron fuses
     included, which share their A in the policy."""
-    whole = trained_parameters(shape, ParallelDims(tp=1, pp=1, cp=1, ep=1, world=1), peft, stage=0, grouped=True).total
+    whole = trained_parameters(shape, _ONE_RANK, peft, stage=0, grouped=True).total
     again = {"linear_qkv": 2, "linear_fc1": 1}
     return whole + sum(again.get(name, 0) for name in peft.target_modules) * shape.layers * shape.hidden * peft.dim
 
@@ -275,10 +281,6 @@ def _in_layers(shape: ModelShape, layers: int, tensor: int, expert: int) -> tupl
         dense += sparse * (hidden * shape.experts + shared)
     experts = sparse * shape.experts * 3 * hidden * shape.expert_ffn // expert
     return dense * layers // shape.layers, experts * layers // shape.layers
-
-
-# Gradients are summed, over micro-batches and ranks, in float32.
-GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -421,9 +423,6 @@ def token_cache_bytes(config: Config, shape: ModelShape) -> int:
     return 2 * shape.layers * own_heads * shape.head_dim * item_bytes(config)
 
 
-log = logging.getLogger(__name__)
-
-
 def teacher_shape(config: Config) -> ModelShape | None:
     """The shape of the run's teacher; None where it has none, or one of unknown shape, which a warning says."""
     return _shape(config.teacher.model_name or "") if has_teacher(config) else None
@@ -455,9 +454,6 @@ def _shape(name: str) -> ModelShape | None:
     except NoModelError as error:
         log.warning("the teacher's memory and seconds are not predicted: %s", error)
         return None
-
-
-_ONE_RANK = ParallelDims(tp=1, pp=1, cp=1, ep=1, world=1)
 
 
 def matrix_weights(shape: ModelShape, experts: int) -> int:

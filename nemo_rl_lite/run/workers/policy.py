@@ -32,6 +32,11 @@ from nemo_rl_lite.refit.transport.one_copy import SharedWeights
 
 # Metrics that are the same on every replica, so that they are not summed.
 WHOLE_METRICS = ("grad_norm", "lr", "wd", "skipped_steps")
+# What is logged of a teacher's measurements, under which name: the other names are those of the policy's process.
+MEMORY = {
+    "measured/logprob/teacher_weights": "measured/logprob/teacher_weights",
+    "policy_peak_bytes/logprob": "teacher_peak_bytes/logprob",
+}
 
 
 class RemotePolicy:
@@ -228,13 +233,6 @@ class RemotePolicy:
         if self._held.get(batch.name) is not batch:
             raise ValueError(f"the workers hold a newer batch {batch.name!r} than this one")
         return batch.name
-
-
-# What is logged of a teacher's measurements, under which name: the other names are those of the policy's process.
-MEMORY = {
-    "measured/logprob/teacher_weights": "measured/logprob/teacher_weights",
-    "policy_peak_bytes/logprob": "teacher_peak_bytes/logprob",
-}
 
 
 class RemoteTeacher:
