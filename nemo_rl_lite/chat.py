@@ -20,7 +20,7 @@ from nemo_rl_lite.endpoint.chat_completions import ChatRequest
 from nemo_rl_lite.endpoint.protocol import RefusedError
 from nemo_rl_lite.errors import shown_as_message
 from nemo_rl_lite.generation.request_queue import RequestQueue
-from nemo_rl_lite.run.chat_keys import CHAT_KEYS
+from nemo_rl_lite.run.model import CHAT_KEYS
 from nemo_rl_lite.run.serving import find_served, start_engine
 
 _RESET, _QUIT = "/reset", "/quit"

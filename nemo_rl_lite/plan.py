@@ -5,18 +5,16 @@ Needs no GPU, no weights and a few seconds.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.overrides import given_keys
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import ConfigError, LauncherError, Violation
 from nemo_rl_lite.host.machine import local_path
-from nemo_rl_lite.models.known import MADE_HERE, find_shape
+from nemo_rl_lite.models.shape import MADE_HERE, find_shape
 from nemo_rl_lite.planning.gpus import KNOWN, parse_size, size_of
 from nemo_rl_lite.rules.compose import compose_command
 from nemo_rl_lite.rules.layout import shape_fits_the_layout
@@ -32,10 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpu", help=f"a GPU ({', '.join(KNOWN)}) or its memory (80GiB); default: this machine's")
     parser.add_argument("--host-memory", help="of one machine, such as 2TiB; default: not checked")
     parser.add_argument("--model-config", type=local_path, help="the model's config.json, where the model is not here")
-    lengths = parser.add_mutually_exclusive_group()
-    lengths.add_argument("--mean-length", type=float, metavar="TOKENS", help="of responses; default: half of the most")
-    lengths.add_argument("--from-run", type=local_path, metavar="RUN", help="a run's folder: its lengths and seconds")
-    parser.add_argument("--json", action="store_true", help="numbers instead of tables")
+    parser.add_argument("--mean-length", type=float, metavar="TOKENS", help="of responses; default: half of the most")
     given = parser.parse_intermixed_args(arguments)
     try:
         gpu = size_of(given.gpu)
@@ -54,34 +49,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         show([*notes(config, given_keys(given.overrides)), *notes_elsewhere(config)])
         from nemo_rl_lite.observability.console import RunConsole
         from nemo_rl_lite.planning import page
-        from nemo_rl_lite.planning.measured_run import read_measured
-        from nemo_rl_lite.planning.waiting import Basis
-        from nemo_rl_lite.run.folder import CONFIG_FILE
 
         shape = find_shape(config.policy.model_name, given.model_config)
         violations = list(shape_fits_the_layout(config, shape))
         if given.gpu and not on_gpus(config):
             fix = "cluster.gpus_per_node=1 policy=megatron_gpu generation=vllm_gpu, or no --gpu"
             violations.append(Violation("--gpu", given.gpu, "the run is on CPUs", fix))
-        flag = "--mean-length" if given.mean_length is not None else "--from-run" if given.from_run else None
-        if flag and not (generates(config) and on_gpus(config)):
-            rule = "is about the seconds of engines on GPUs, and this run has none"
-            violations.append(Violation(flag, None, rule, f"a GRPO run on GPUs, or no {flag}"))
+        length, most = given.mean_length, config.generation.max_new_tokens
+        if length is not None and not 0 < length <= most:
+            rule = f"is the mean length of responses, which have 1 to {most} tokens (generation.max_new_tokens)"
+            violations.append(Violation("--mean-length", f"{length:g}", rule, f"--mean-length {most // 2 or 1}"))
         if violations:
             raise ConfigError(violations)
-        basis = None
-        if given.from_run:
-            basis = Basis.measured(config, shape, gpu[1], read_measured(given.from_run, CONFIG_FILE))
-        elif given.mean_length is not None:
-            basis = Basis.assumed(config, given.mean_length)
-        plan = page.make_plan(config, overrides, shape, gpu, host, basis)
+        plan = page.make_plan(config, overrides, shape, gpu, host)
+        page.show(plan, RunConsole(), length)
     except LauncherError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(error.exit_status)
-    if given.json:
-        sys.stdout.write(json.dumps(page.as_json(plan), indent=2) + "\n")
-    else:
-        page.show(plan, RunConsole())
     sys.exit(0 if plan.fits else DOES_NOT_FIT)
 
 

@@ -15,7 +15,7 @@ from nemo_rl_lite.endpoint.anybody import Anybody, Speaker
 from nemo_rl_lite.endpoint.server import Endpoint
 from nemo_rl_lite.errors import shown_as_message
 from nemo_rl_lite.generation.request_queue import RequestQueue
-from nemo_rl_lite.run.chat_keys import CHAT_KEYS
+from nemo_rl_lite.run.model import CHAT_KEYS
 from nemo_rl_lite.run.serving import find_served, start_engine
 
 

@@ -1,7 +1,7 @@
 """The algorithms, one row each: what other rooms must know about an algorithm without asking for its name.
 
 A new algorithm is its options (`sections/algorithm.py`, and the union in `schema.py`), a loop (`algorithms/`) with its
-job (`run/jobs/`), a file in `configs/algorithm/`, and a row here. Imports nothing heavy: a row names code above this
+job (`run/jobs.py`), a file in `configs/algorithm/`, and a row here. Imports nothing heavy: a row names code above this
 room by a dotted path.
 """
 
@@ -30,7 +30,7 @@ class Algorithm:
     data: str
     """What it trains on: a `data.kinds.Kind`."""
     job: str
-    """Its data, workers and loop: a class with the constructor and the method of `run.jobs.interface.Job`."""
+    """Its data, workers and loop: a class with the constructor and the method of `run.job.Job`."""
     loss: str
     """What makes its own loss from its options; `algorithm.loss` can replace it."""
     view: str
@@ -52,7 +52,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "grpo": Algorithm(
         options=GRPOConfig,
         data="nemo_rl_lite.data.kinds.PROBLEMS",
-        job="nemo_rl_lite.run.jobs.grpo.GRPOJob",
+        job="nemo_rl_lite.run.jobs.GRPOJob",
         loss="nemo_rl_lite.losses.policy_gradient.grpo_loss",
         view="nemo_rl_lite.observability.views.REWARD",
         compares=lambda options: options.loss_fn.reference_policy_kl_penalty > 0,
@@ -60,14 +60,14 @@ ALGORITHMS: dict[str, Algorithm] = {
     "sft": Algorithm(
         options=SFTConfig,
         data="nemo_rl_lite.data.kinds.CHATS",
-        job="nemo_rl_lite.run.jobs.supervised.SupervisedJob",
+        job="nemo_rl_lite.run.jobs.SupervisedJob",
         loss="nemo_rl_lite.losses.sft.sft_loss",
         view="nemo_rl_lite.observability.views.LOSS",
     ),
     "dpo": Algorithm(
         options=DPOConfig,
         data="nemo_rl_lite.data.kinds.PAIRS",
-        job="nemo_rl_lite.run.jobs.supervised.SupervisedJob",
+        job="nemo_rl_lite.run.jobs.SupervisedJob",
         loss="nemo_rl_lite.losses.dpo.DPOLoss",
         view="nemo_rl_lite.observability.views.PREFERENCE",
         sequences_together=2,
@@ -76,7 +76,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "orpo": Algorithm(
         options=ORPOConfig,
         data="nemo_rl_lite.data.kinds.PAIRS",
-        job="nemo_rl_lite.run.jobs.supervised.SupervisedJob",
+        job="nemo_rl_lite.run.jobs.SupervisedJob",
         loss="nemo_rl_lite.losses.orpo.ORPOLoss",
         view="nemo_rl_lite.observability.views.PREFERENCE",
         sequences_together=2,
@@ -84,7 +84,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "kto": Algorithm(
         options=KTOConfig,
         data="nemo_rl_lite.data.kinds.UNPAIRED",
-        job="nemo_rl_lite.run.jobs.supervised.SupervisedJob",
+        job="nemo_rl_lite.run.jobs.SupervisedJob",
         loss="nemo_rl_lite.losses.kto.kto_loss",
         view="nemo_rl_lite.observability.views.UNPAIRED",
         compares=lambda options: True,
@@ -92,7 +92,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "distillation": Algorithm(
         options=DistillationConfig,
         data="nemo_rl_lite.data.kinds.PROBLEMS",
-        job="nemo_rl_lite.run.jobs.grpo.GRPOJob",
+        job="nemo_rl_lite.run.jobs.GRPOJob",
         loss="nemo_rl_lite.losses.distillation.distillation_loss",
         view="nemo_rl_lite.observability.views.TEACHER",
         compares=lambda options: options.topk_logits_k is None and options.loss_fn.reference_policy_kl_penalty > 0,

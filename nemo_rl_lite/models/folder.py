@@ -1,18 +1,29 @@
-"""Whether the files of a model's folder are whole and fit together, by what they say of themselves. Imports nothing
-heavy, and reads no weights."""
+"""A model's folder: whether its files are whole and fit together, with another chat template, and written in Hugging
+Face format. Imports nothing heavy."""
 
 import json
 import re
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_lite.models.shape import CAUSAL, NoModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _INDEX = "model.safetensors.index.json"
 # These are read where they exist.
 _OPTIONAL = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _EMBEDDING, _LAYER = "model.embed_tokens.weight", re.compile(r"model\.layers\.(\d+)\.")
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+# Its folder in that of a run.
+TEMPLATED = "model"
+TEMPLATE_FILE = "chat_template.jinja"
+# Where transformers keeps more templates of a model, by name.
+_MORE_TEMPLATES = "additional_chat_templates"
 # A safetensors file begins with the length of its header, in so many bytes.
 _LENGTH_BYTES = 8
 
@@ -91,3 +102,84 @@ def _json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise NoModelError(f"{file}: is not a JSON object")
     return content
+
+
+def with_template(model: Path, template: Path, target: Path) -> Path:
+    """Make the folder `target`, which links to the files of the folder `model` and has the chat template of the file
+    `template`; returns it. One that was made so before is replaced.
+
+    Raises:
+        NoModelError: `target` is something else.
+        OSError: a file cannot be read or written.
+    """
+    made_here = target.is_dir() and all(one.is_symlink() or one.name == TEMPLATE_FILE for one in target.iterdir())
+    if target.is_symlink() or (target.exists() and not made_here):
+        raise NoModelError(f"{target} has files of its own, and the model with another chat template would replace it")
+    text = template.read_text()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as unfinished:
+        folder = Path(unfinished) / target.name
+        folder.mkdir()
+        for entry in model.iterdir():
+            if entry.name not in (TEMPLATE_FILE, _MORE_TEMPLATES):
+                (folder / entry.name).symlink_to(entry.resolve())
+        (folder / TEMPLATE_FILE).write_text(text)
+        shutil.rmtree(target, ignore_errors=True)
+        folder.rename(target)
+    return target
+
+
+def on_host(weights: Iterable[tuple[str, "Tensor"]]) -> dict[str, "Tensor"]:
+    """Copies in host memory, one after the other: none is a view of another or of the model's."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
+
+
+def write_hf_folder(
+    weights: dict[str, "Tensor"],
+    source: Path,
+    target: Path,
+    check: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """Write `weights` (Hugging Face names, each in separate memory) to `target`, with the configuration and tokenizer
+    files of `source`. Its generation_config.json names all tokens that end a response, also where the chat template is
+    not the model's own.
+
+    The folder appears whole or not at all, and not if `check`, which sees it before, raises; one that exists is
+    replaced.
+    """
+    from huggingface_hub import save_torch_state_dict
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as unfinished:
+        folder = Path(unfinished) / target.name
+        folder.mkdir()
+        for file in source.iterdir():
+            if file.is_file() and not file.name.endswith(WEIGHT_FILES):
+                shutil.copy2(file, folder)
+        _name_end_tokens(folder)
+        save_torch_state_dict(weights, folder)
+        check(folder)
+        if target.exists():
+            target.rename(Path(unfinished) / "replaced")
+        folder.rename(target)
+
+
+def _name_end_tokens(folder: Path) -> None:
+    """Add the tokens that end the chat template's turns, at which a run ends responses, to those of the folder's
+    generation_config.json: transformers and vLLM would run on after others."""
+    from nemo_rl_lite.data.chat_template import ChatTemplate
+    from nemo_rl_lite.data.tokenizer_files import load_tokenizer
+
+    file = folder / "generation_config.json"
+    known = json.loads((file if file.exists() else folder / "config.json").read_text())
+    named = known.get("eos_token_id")
+    own = {named} if isinstance(named, int) else set(named or ())
+    ends = own.union(ChatTemplate(load_tokenizer(folder), {}).end_tokens)
+    if ends == own:
+        return
+    if not file.exists():
+        # transformers reads these in config.json only where there is no such file.
+        known = {name: known[name] for name in ("bos_token_id", "pad_token_id") if name in known}
+    # The copy may be as read-only as the source.
+    file.unlink(missing_ok=True)
+    file.write_text(json.dumps(known | {"eos_token_id": sorted(ends)}, indent=2) + "\n")

@@ -36,11 +36,16 @@ from nemo_rl_lite.config.sizes import (
 )
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.offload.residency import Phase, Residency
-from nemo_rl_lite.planning.activation_size import kept_logits, micro_batch, own_part
-from nemo_rl_lite.planning.budget import Budget, budget
-from nemo_rl_lite.planning.engine_room import chooses_share, with_first_share, with_more_share
-from nemo_rl_lite.planning.memory_table import size
-from nemo_rl_lite.planning.search import last_that
+from nemo_rl_lite.planning.budget import (
+    Budget,
+    budget,
+    chooses_share,
+    last_that,
+    size,
+    with_first_share,
+    with_more_share,
+)
+from nemo_rl_lite.planning.memory import kept_logits, micro_batch, own_part
 
 # Gradients are dropped and weights are copied; optimizer states are six times as large.
 CHEAPEST_FIRST: tuple[OffloadedComponent, ...] = ("gradients", "parameters", "optimizer_states")
@@ -80,8 +85,14 @@ def settle(config: Config, shape: ModelShape | None, gpu_bytes: int | None) -> S
     if config.policy.megatron_cfg.keep_logits == "auto":
         chosen, reason = _with_kept_logits(chosen, config, shape, gpu_bytes)
         of_logits = [reason]
-    of_memory = [*_of_moves(config, chosen, less), *_of_share(config, chosen)]
-    return Settled(chosen, [*of_memory, *_of_tokens(config, chosen), *of_logits])
+    reasons, mode = list(_of_moves(config, chosen, less)), batch_mode(config.policy, on_gpus(config))
+    if chooses_share(config):
+        reasons.append(f"an engine takes {engine_share(chosen.generation):.0%} of its GPU")
+    if mode != "fixed" and token_limits(config.policy, mode).train_mb_tokens == "auto":
+        reasons.append(
+            f"training micro-batches have up to {token_limits(chosen.policy, mode).train_mb_tokens:,} tokens"
+        )
+    return Settled(chosen, [*reasons, *of_logits])
 
 
 def _ways(config: Config) -> Iterator[Config]:
@@ -186,17 +197,6 @@ def _of_moves(config: Config, settled: Config, less: Budget | None) -> Iterator[
         yield _name(config, settled)
     else:
         yield f"{_name(config, settled)}, because policy and engines fit a GPU together"
-
-
-def _of_share(config: Config, settled: Config) -> Iterator[str]:
-    if chooses_share(config):
-        yield f"an engine takes {engine_share(settled.generation):.0%} of its GPU"
-
-
-def _of_tokens(config: Config, settled: Config) -> Iterator[str]:
-    mode = batch_mode(config.policy, on_gpus(config))
-    if mode != "fixed" and token_limits(config.policy, mode).train_mb_tokens == "auto":
-        yield f"training micro-batches have up to {token_limits(settled.policy, mode).train_mb_tokens:,} tokens"
 
 
 def _name(config: Config, way: Config) -> str:

@@ -1,20 +1,26 @@
-"""Whether a configuration fits a GPU and its host: predicted components, refit buffers and overhead."""
+"""Add refit buffers and overhead to predicted components: whether a configuration fits a GPU and its host; the table
+of it; an engine's share of a GPU, where that is left to `auto`."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import ceil, floor
 
 from nemo_rl_lite.config.algorithms import compares, generates, has_teacher
-from nemo_rl_lite.config.automatic import engine_share
-from nemo_rl_lite.config.engines import engine_of, engines_serve_adapters
+from nemo_rl_lite.config.automatic import SHARE_COLOCATED, engine_share
+from nemo_rl_lite.config.engines import engine_of, engines_serve_adapters, engines_sleep
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import on_gpus, parallel_dims, policy_ranks
+from nemo_rl_lite.config.sizes import engines, on_gpus, parallel_dims, policy_ranks, samples_per_step
 from nemo_rl_lite.models.shape import ModelShape
-from nemo_rl_lite.offload.residency import Component, Phase, Residency
-from nemo_rl_lite.planning.activation_size import item_bytes
-from nemo_rl_lite.planning.model_size import parameter_count, rank_parameters, served_adapters
-from nemo_rl_lite.planning.prediction import (
+from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
+from nemo_rl_lite.planning.memory import (
+    Bytes,
     Prediction,
     engine_weights,
+    item_bytes,
+    parameter_count,
     predict,
+    rank_parameters,
+    served_adapters,
     shared_weights,
     token_cache_bytes,
     totals,
@@ -26,6 +32,10 @@ from nemo_rl_lite.refit.layout.plan import bucket_size
 OVERHEAD_SHARED, OVERHEAD_APART, OVERHEAD_ALONE = 7 * 2**30, 5 * 2**30, 3 * 2**30
 # That of a teacher's process in addition is assumed; nobody has measured it.
 OVERHEAD_TEACHER = 2 * 2**30
+# vLLM's own working memory, which is part of its share: bytes, and copies of a step's float32 logits.
+WORKING, LOGITS = 2 * 2**30, 6
+_GRAIN = 100
+GIB, MIB = 2**30, 2**20
 ENGINE = (Component.GENERATION_WEIGHTS, Component.KV_CACHE)
 
 
@@ -159,3 +169,103 @@ def _reference(config: Config, shape: ModelShape) -> int:
     dims = parallel_dims(config)
     # The policy's own weights are on the host while the reference weights take their place on the device.
     return 2 * max(rank_parameters(shape, dims, stage).total for stage in range(dims.pp)) * item_bytes(config)
+
+
+def chooses_share(config: Config) -> bool:
+    """Whether the run's engines share GPUs with the policy and their share is left to `auto`."""
+    shared = Residency.of(config).engines_share_device and engine_of(config).takes_share
+    return shared and config.generation.vllm_cfg.gpu_memory_utilization == "auto"
+
+
+def with_first_share(config: Config, shape: ModelShape, gpu_bytes: int) -> Config:
+    """`config` with the share that all sequences need, up to half of the GPU, and no less than one sequence needs."""
+    if not chooses_share(config):
+        return config
+    longest = config.policy.max_total_sequence_length
+    least, all_of_them = (_needed(config, shape, tokens) for tokens in (longest, _running(config) * longest))
+    share = max(least, min(all_of_them, SHARE_COLOCATED * gpu_bytes)) / gpu_bytes
+    return _with_share(config, min(1, ceil(share * _GRAIN) / _GRAIN))
+
+
+def with_more_share(config: Config, shape: ModelShape, gpu_bytes: int, used: float) -> Config:
+    """`config`, whose share is `with_first_share`'s, with more of it for engines that sleep while the policy works: as
+    much as all sequences need and `used` of the GPU has room for."""
+    if not engines_sleep(config):
+        return config
+    first = engine_share(config.generation)
+    room = used - budget(config, shape, gpu_bytes).device[Phase.GENERATE] / gpu_bytes
+    needed = _needed(config, shape, _running(config) * config.policy.max_total_sequence_length) / gpu_bytes
+    most = min(first + room, needed)
+    return _with_share(config, max(first, floor(most * _GRAIN) / _GRAIN))
+
+
+def _running(config: Config) -> int:
+    """Sequences that an engine decodes at a time."""
+    return min(config.generation.vllm_cfg.max_num_seqs, -(-samples_per_step(config) // engines(config)))
+
+
+def _needed(config: Config, shape: ModelShape, tokens: int) -> int:
+    weights = engine_weights(config, shape)
+    logits = config.generation.vllm_cfg.max_num_seqs * shape.vocabulary * 4
+    return weights + WORKING + LOGITS * logits + tokens * token_cache_bytes(config, shape)
+
+
+def _with_share(config: Config, share: float) -> Config:
+    generation = config.generation
+    settings = replace(generation.vllm_cfg, gpu_memory_utilization=share)
+    return replace(config, generation=replace(generation, vllm_cfg=settings))
+
+
+def title(config: Config, shape: ModelShape, device_bytes: int | None) -> str:
+    """The table's title: which rank, which device, which model."""
+    ranks = policy_ranks(config)
+    whose = "the policy rank" if ranks == 1 else f"the fullest of {ranks} policy ranks"
+    device = "a CPU" if not on_gpus(config) else "a GPU" if device_bytes is None else f"a GPU of {size(device_bytes)}"
+    model = f"{config.policy.model_name} ({parameter_count(shape) / 1e6:,.0f} M parameters)"
+    return f"predicted memory of {whose} on {device}: {model}"
+
+
+def headers(residency: Residency) -> list[str]:
+    """The table's column headers: one per phase."""
+    return ["", *(phase.value for phase in residency.phases)]
+
+
+def render(residency: Residency, prediction: Prediction) -> list[list[str]]:
+    """The table's rows: each component's bytes and places by phase, then sums."""
+    rows = [
+        [
+            component.value.replace("_", " "),
+            *(_cell(residency.place(phase, component), prediction[phase, component]) for phase in residency.phases),
+        ]
+        for component in residency.components
+    ]
+    sums = totals(prediction)
+    return [
+        *rows,
+        ["sum on the device", *(size(sums[phase].device) if sums[phase].device else "-" for phase in residency.phases)],
+        ["sum on the host", *(size(sums[phase].host) if sums[phase].host else "-" for phase in residency.phases)],
+    ]
+
+
+def size(nbytes: int) -> str:
+    """`12.3 GiB`, or `513 MiB` below one."""
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.0f} MiB"
+
+
+def _cell(place: Place, nbytes: Bytes) -> str:
+    """One line for each place that holds a part of the component; only the place if it holds 0 bytes."""
+    if place is Place.RELEASED:
+        return "-"
+    parts = [(Place.DEVICE, nbytes.device), (Place.HOST, nbytes.host)]
+    return "\n".join(f"{size(part)} {where}" for where, part in parts if part or where is place)
+
+
+def last_that(holds: Callable[[int], bool], end: int) -> int | None:
+    """Return the largest number of 0..end for which the monotone `holds` is true; None if it is false for 0."""
+    if not holds(0):
+        return None
+    low, high = 0, end
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low

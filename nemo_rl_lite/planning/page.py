@@ -1,42 +1,56 @@
-"""A plan: what a run needs and whether it fits, as tables and as JSON."""
+"""A plan: what a run needs, whether it fits, what would fit, and the seconds of its step, as tables."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 from typing import Any
 
 from nemo_rl_lite.config.algorithms import generates
+from nemo_rl_lite.config.keys import groups
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import on_gpus
+from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
+from nemo_rl_lite.config.sizes import (
+    batch_mode,
+    engine_ranks,
+    engines,
+    generation_gpus,
+    micro_batch_sizes,
+    on_gpus,
+    parallel_dims,
+    samples_per_step,
+    sequences_per_optimizer_step,
+    sequences_together,
+)
+from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
-from nemo_rl_lite.planning import waiting as waiting_table
-from nemo_rl_lite.planning.alternatives import MicroBatchLimit, largest_micro_batch, preset_budgets
+from nemo_rl_lite.planning import time
 from nemo_rl_lite.planning.automatic import settle
-from nemo_rl_lite.planning.budget import Budget, budget, refit_bytes
-from nemo_rl_lite.planning.layout import Row, batch_rows, parallel_rows, rank_rows
-from nemo_rl_lite.planning.memory_table import headers, render, size, title
-from nemo_rl_lite.planning.waiting import Basis, Waiting, predict_waiting
+from nemo_rl_lite.planning.budget import Budget, budget, headers, last_that, refit_bytes, render, size, title
+from nemo_rl_lite.planning.gpus import speed_of
+from nemo_rl_lite.planning.memory import micro_batch, token_cache_bytes
+from nemo_rl_lite.rules.compose import compose_config
 
 RANK_ROWS = 24
+GRAIN = 256
+Row = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Plan:
     config: Config
+    overrides: Sequence[str]
+    """The overrides that `config` was composed from."""
     shape: ModelShape
     gpu: str
     """The device whose memory is planned."""
     host_bytes: int | None
     """Host memory of a machine; None if unknown."""
     budget: Budget
-    micro_batch: MicroBatchLimit
-    presets: dict[str, Budget | str]
-    """By name; the reason where the rules refuse the preset."""
-    waiting: Waiting | None
-    """None without engines on GPUs."""
+    micro_batch: "MicroBatchLimit"
     automatic: Sequence[str]
-    """What was settled of `auto`, a sentence each."""
+    """A sentence for each choice that was made for `auto`."""
 
     @property
     def fits(self) -> bool:
@@ -45,42 +59,20 @@ class Plan:
     def fits_host(self, one: Budget) -> bool:
         return self.host_bytes is None or one.host <= self.host_bytes
 
-    @property
-    def fitting_presets(self) -> list[str]:
-        there = ((name, one) for name, one in self.presets.items() if isinstance(one, Budget))
-        return [name for name, one in there if one.fits_device and self.fits_host(one)]
-
 
 def make_plan(
-    config: Config,
-    overrides: Sequence[str],
-    shape: ModelShape,
-    gpu: tuple[str, int],
-    host_bytes: int | None,
-    basis: Basis | None = None,
+    config: Config, overrides: Sequence[str], shape: ModelShape, gpu: tuple[str, int], host_bytes: int | None
 ) -> Plan:
-    """`overrides` are those that `config` was composed from; `gpu` is a name and its bytes, ignored for CPUs; the
-    seconds of a step rest on `basis`, or on assumptions."""
+    """`overrides` are those that `config` was composed from; `gpu` is a name and its bytes, ignored for CPUs."""
     name, nbytes = gpu if on_gpus(config) else ("CPUs", None)
     found = settle(config, shape, nbytes)
-    config, waiting = found.config, None
-    if generates(config) and nbytes is not None:
-        waiting = predict_waiting(config, overrides, shape, nbytes, basis or Basis.assumed(config))
-    return Plan(
-        config,
-        shape,
-        name,
-        host_bytes,
-        budget(config, shape, nbytes),
-        largest_micro_batch(config, shape, nbytes),
-        dict(preset_budgets(overrides, shape, nbytes)) if on_gpus(config) else {},
-        waiting,
-        found.reasons,
-    )
+    config = found.config
+    limit = largest_micro_batch(config, shape, nbytes)
+    return Plan(config, overrides, shape, name, host_bytes, budget(config, shape, nbytes), limit, found.reasons)
 
 
-def show(plan: Plan, console: RunConsole) -> None:
-    """Print the plan as tables."""
+def show(plan: Plan, console: RunConsole, mean_length: float | None = None) -> None:
+    """Print the plan as tables. `mean_length`: the mean tokens of a response, for the seconds of a step."""
     config, shape, one = plan.config, plan.shape, plan.budget
     console.table("layout", ["", ""], [list(row) for row in parallel_rows(config, shape)])
     if on_gpus(config):
@@ -88,123 +80,206 @@ def show(plan: Plan, console: RunConsole) -> None:
         console.table("what is where", ["", "", "policy", "generation"], rows[:RANK_ROWS])
         if len(rows) > RANK_ROWS:
             console.say(f"... and {len(rows) - RANK_ROWS} rows more")
-    console.table("batches", ["", ""], [list(row) for row in _batches(plan)])
-    console.table(f"{title(config, shape, one.gpu_bytes)}; {plan.gpu}", headers(_residency(plan)), _memory_rows(plan))
-    for line in (*(f"auto: {reason}" for reason in plan.automatic), *_verdict(plan)):
+    cache = one.prediction.get((Phase.GENERATE, Component.KV_CACHE))
+    batches = batch_rows(config, cache.device if cache else 0, shape)
+    console.table("batches", ["", ""], [list(row) for row in batches])
+    residency = Residency.of(config)
+    memory = render(residency, one.prediction)
+    if on_gpus(config):
+        *components, _, host = memory
+        memory = [
+            *components,
+            ["refit's buffers", *(size(nbytes) if nbytes else "-" for nbytes in one.buffers.values())],
+            ["contexts, graphs, slack", *([size(one.overhead)] * len(one.device))],
+            ["whole GPU", *(size(nbytes) for nbytes in one.device.values())],
+            host,
+        ]
+    console.table(f"{title(config, shape, one.gpu_bytes)}; {plan.gpu}", headers(residency), memory)
+    for reason in plan.automatic:
+        console.say(f"auto: {reason}")
+    presets = dict(preset_budgets(plan.overrides, shape, one.gpu_bytes)) if on_gpus(config) else {}
+    for line in _verdict(plan, presets):
         console.say(line)
-    if plan.presets:
-        console.table("offload presets", ["", "fullest phase", "GPU", "host, a machine", ""], _preset_rows(plan))
-        for name, reason in plan.presets.items():
+    if presets:
+        rows = [_preset_row(plan, name, preset) for name, preset in presets.items()]
+        console.table("offload presets", ["", "fullest phase", "GPU", "host, a machine", ""], rows)
+        for name, reason in presets.items():
             if isinstance(reason, str):
                 console.say(f"offload={name} is refused here: {reason}")
-    if plan.waiting:
-        console.table("seconds of a step", waiting_table.HEADERS, waiting_table.rows(plan.waiting))
-        for line in waiting_table.lines(plan.waiting, config):
-            console.say(line)
+    if generates(config) and one.gpu_bytes is not None:
+        _show_time(plan, one.gpu_bytes, mean_length, console)
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON; sizes are in bytes."""
+def _show_time(plan: Plan, gpu_bytes: int, mean_length: float | None, console: RunConsole) -> None:
+    config, lengths = plan.config, time.assumed_lengths(plan.config, mean_length)
+    divisions = time.Divisions(config, plan.overrides, plan.shape, gpu_bytes, lengths)
+    present = divisions.present()
+    others = list(divisions.others(present))
+    console.table("seconds of a step", time.HEADERS, time.rows(present, others))
+    said = "assumed; --mean-length N knows better" if mean_length is None else "as --mean-length says"
+    console.say(
+        f"predicted at the rates of {speed_of(gpu_bytes)[0]} GPUs, for prompts of {lengths.prompt:.0f} tokens and "
+        f"responses of {lengths.mean:.0f}, the longest of {lengths.longest:.0f} ({said})"
+    )
+    if config.environment.name is not None or config.agent.name is not None:
+        console.say("waiting for the environment or the agent is not predicted")
+    for line in time.lines(present, others):
+        console.say(line)
+
+
+def _verdict(plan: Plan, presets: dict[str, Budget | str]) -> Iterator[str]:
     one, limit = plan.budget, plan.micro_batch
-    cells = {
-        phase.value: {
-            component.value: {"device": nbytes.device, "host": nbytes.host}
-            for (where, component), nbytes in one.prediction.items()
-            if where is phase
-        }
-        for phase in one.device
-    }
-    return {
-        "fits": plan.fits,
-        "gpu": plan.gpu,
-        "gpu_bytes": one.gpu_bytes,
-        "layout": dict(parallel_rows(plan.config, plan.shape)),
-        "batches": dict(_batches(plan)),
-        "memory": cells,
-        "refit_buffers": {phase.value: nbytes for phase, nbytes in one.buffers.items()},
-        "overhead": one.overhead,
-        "device_bytes": {phase.value: nbytes for phase, nbytes in one.device.items()},
-        "fullest_phase": one.fullest.value,
-        "host_bytes": one.host,
-        "largest_micro_batch": {"key": limit.key, "now": limit.now, "most": limit.most},
-        "presets": {
-            name: {"refused": one}
-            if isinstance(one, str)
-            else {"device_bytes": one.device[one.fullest], "host_bytes": one.host}
-            for name, one in plan.presets.items()
-        },
-        "presets_that_fit": plan.fitting_presets,
-        "automatic": list(plan.automatic),
-    } | _generation_json(plan)
-
-
-def _residency(plan: Plan) -> Residency:
-    return Residency.of(plan.config)
-
-
-def _batches(plan: Plan) -> list[Row]:
-    cache = plan.budget.prediction.get((Phase.GENERATE, Component.KV_CACHE))
-    return list(batch_rows(plan.config, cache.device if cache else 0, plan.shape))
-
-
-def _memory_rows(plan: Plan) -> list[list[str]]:
-    one = plan.budget
-    *components, _, host = render(_residency(plan), one.prediction)
-    if not on_gpus(plan.config):
-        return render(_residency(plan), one.prediction)
-    phases = one.device
-    return [
-        *components,
-        ["refit's buffers", *(size(nbytes) if nbytes else "-" for nbytes in one.buffers.values())],
-        ["contexts, graphs, slack", *([size(one.overhead)] * len(phases))],
-        ["whole GPU", *(size(nbytes) for nbytes in phases.values())],
-        host,
-    ]
-
-
-def _verdict(plan: Plan) -> list[str]:
-    one, limit = plan.budget, plan.micro_batch
-    lines = []
     if one.gpu_bytes is not None:
         full = f"{size(one.device[one.fullest])} of {size(one.gpu_bytes)} in phase {one.fullest.value}"
-        lines.append(f"{'fits' if one.fits_device else 'DOES NOT FIT'}: {full} on {plan.gpu}")
+        yield f"{'fits' if one.fits_device else 'DOES NOT FIT'}: {full} on {plan.gpu}"
         most = f"{limit.most}{', all of an optimizer step' if limit.whole else ''}" if limit.most else "none fits"
         if one.engine_room < 0:
             needs = f"{size(-one.engine_room)} more of each GPU for its weights and one sequence"
-            lines.append(f"an engine wants {needs}: generation.vllm_cfg.gpu_memory_utilization, tensor_parallel_size")
-        lines.append(f"largest {limit.key} that trains: {most} (now {limit.now})")
+            yield f"an engine wants {needs}: generation.vllm_cfg.gpu_memory_utilization, tensor_parallel_size"
+        yield f"largest {limit.key} that trains: {most} (now {limit.now})"
     if one.host:
         there = f" of {size(plan.host_bytes)}" if plan.host_bytes is not None else ""
         for_what = ", for what leaves the GPUs and for reference weights" if on_gpus(plan.config) else ""
         word = "host memory" if plan.fits_host(one) else "HOST MEMORY DOES NOT SUFFICE"
-        lines.append(f"{word}: {size(one.host)}{there} a machine{for_what}")
-    if plan.waiting:
-        lines.append(f"a refit: {size(refit_bytes(plan.config, plan.shape))}")
+        yield f"{word}: {size(one.host)}{there} a machine{for_what}"
+    if generates(plan.config) and one.gpu_bytes is not None:
+        yield f"a refit: {size(refit_bytes(plan.config, plan.shape))}"
     if not plan.fits:
-        others = ", ".join(f"offload={preset}" for preset in plan.fitting_presets)
-        lines.append(f"would fit: {others or 'no offload preset'}")
-    return lines
+        fitting = [name for name, preset in presets.items() if _preset_row(plan, name, preset)[-1] == "fits"]
+        yield f"would fit: {', '.join(f'offload={name}' for name in fitting) or 'no offload preset'}"
 
 
-def _preset_rows(plan: Plan) -> list[list[str]]:
-    rows = []
-    for name, one in plan.presets.items():
-        if isinstance(one, str):
-            rows.append([name, "-", "-", "-", "refused here"])
-        else:
-            full = size(one.device[one.fullest])
-            rows.append([name, one.fullest.value, full, size(one.host) if one.host else "-", _word(plan, one)])
-    return rows
+def _preset_row(plan: Plan, name: str, one: Budget | str) -> list[str]:
+    if isinstance(one, str):
+        return [name, "-", "-", "-", "refused here"]
+    word = "too large" if not one.fits_device else "fits" if plan.fits_host(one) else "host too small"
+    return [name, one.fullest.value, size(one.device[one.fullest]), size(one.host) if one.host else "-", word]
 
 
-def _word(plan: Plan, one: Budget) -> str:
-    if not one.fits_device:
-        return "too large"
-    return "fits" if plan.fits_host(one) else "host too small"
+@dataclass(frozen=True)
+class MicroBatchLimit:
+    """`key` has the value `now` and fits up to `most`, 0 if training does not fit. `whole`: `most`
+    holds everything that a rank trains on in an optimizer step."""
+
+    key: str
+    now: int
+    most: int
+    whole: bool
 
 
-def _generation_json(plan: Plan) -> dict[str, Any]:
-    if plan.waiting is None:
-        return {}
-    refit = {"bytes": refit_bytes(plan.config, plan.shape)}
-    return {"refit": refit, "step": waiting_table.as_json(plan.waiting)}
+def largest_micro_batch(config: Config, shape: ModelShape, gpu_bytes: int | None) -> MicroBatchLimit:
+    """Find the largest training micro-batch that fits the GPU."""
+    policy, mode, section = config.policy, batch_mode(config.policy, on_gpus(config)), ""
+    replicas, longest = parallel_dims(config).dp, policy.max_total_sequence_length
+    if mode == "fixed":
+        key, now = "train_micro_batch_size", micro_batch_sizes(config)[0]
+        whole = policy.train_global_batch_size // replicas
+        values = [value for value in range(1, whole + 1) if whole % value == 0]
+    else:
+        section = "sequence_packing" if mode == "packed" else "dynamic_batching"
+        key, now = "train_mb_tokens", getattr(policy, section).train_mb_tokens
+        whole = -(-sequences_per_optimizer_step(config) // replicas) * longest
+        values = [*range(sequences_together(config) * longest, whole, GRAIN), whole]
+
+    def fits(value: int) -> bool:
+        changed: dict[str, Any] = {key: value}
+        if section:
+            changed = {section: replace(getattr(policy, section), **changed)}
+        planned = budget(replace(config, policy=replace(policy, **changed)), shape, gpu_bytes)
+        return planned.gpu_bytes is None or planned.device[Phase.TRAIN] <= planned.gpu_bytes
+
+    most = last_that(lambda index: fits(values[index]), len(values) - 1)
+    name = f"policy.{section}.{key}" if section else f"policy.{key}"
+    return MicroBatchLimit(name, now, 0 if most is None else values[most], most == len(values) - 1)
+
+
+def preset_budgets(
+    overrides: Sequence[str], shape: ModelShape, gpu_bytes: int | None
+) -> Iterator[tuple[str, Budget | str]]:
+    """Yield each offload preset with its budget, or with the reason why the rules refuse the preset here."""
+    others = [override for override in overrides if not override.startswith("offload=")]
+    for preset in groups()["offload"]:
+        try:
+            config = compose_config([*others, f"offload={preset}"])
+            yield preset, budget(settle(config, shape, gpu_bytes).config, shape, gpu_bytes)
+        except ConfigError as error:
+            first = error.violations[0]
+            yield preset, f"{first.key} {first.rule}"
+
+
+def parallel_rows(config: Config, shape: ModelShape) -> Iterator[Row]:
+    """Yield rows about the policy's ranks, the layers of each stage, and the engines."""
+    dims = parallel_dims(config)
+    context = f"context {dims.cp} x " if dims.cp > 1 else ""
+    sizes = f"tensor {dims.tp} x pipeline {dims.pp} x {context}data {dims.dp}"
+    if shape.experts:
+        sizes += f", experts over {dims.ep}"
+    yield "policy", f"{dims.world} rank{'s' * (dims.world > 1)}: {sizes}"
+    counts = dims.stage_layers(shape.layers)
+    for stage, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True) if dims.pp > 1 else ()):
+        ends = [name for name, there in (("embedding", stage == 0), ("output", stage == dims.pp - 1)) if there]
+        own = f"layers {end - count} to {end - 1}"
+        yield f"stage {stage}", f"{', '.join([own, *ends])}: rank{_span(dims.ranks_of_stage(stage))}"
+    if not generates(config):
+        return
+    count, wide = engines(config), engine_ranks(config)
+    where = "on the policy's GPUs" if config.generation.colocated.enabled else "on GPUs of their own"
+    where = where if on_gpus(config) else "on CPUs"
+    yield "engines", f"{count} of {config.generation.backend}, tensor {wide}, {where}"
+
+
+def rank_rows(config: Config) -> Iterator[list[str]]:
+    """Yield node, GPUs, and what runs on them; neighbours with the same stage, replica and engine share a row."""
+    dims, a_node = parallel_dims(config), config.cluster.gpus_per_node
+    wide, shared = config.generation.vllm_cfg.tensor_parallel_size, config.generation.colocated.enabled
+    generating = generation_gpus(config) if generates(config) else 0
+    first = 0 if shared else dims.world
+
+    def holds(gpu: int) -> tuple[int, str, str]:
+        policy = engine = "-"
+        if gpu < dims.world:
+            stage, replica = dims.stage_and_replica(gpu)
+            policy = f"stage {stage}, replica {replica}"
+        if first <= gpu < first + generating:
+            engine = f"engine {(gpu - first) // wide}"
+        return gpu // a_node, policy, engine
+
+    for (node, policy, engine), gpus in groupby(range(config.cluster.num_nodes * a_node), holds):
+        yield [f"node {node}", f"GPU{_span([gpu % a_node for gpu in gpus])}", policy, engine]
+
+
+def batch_rows(config: Config, kv_bytes: int, shape: ModelShape) -> Iterator[Row]:
+    """Yield rows from a step's samples to a rank's micro-batches. `kv_bytes`: the KV cache on an engine's GPU; 0 if
+    unknown."""
+    policy, replicas = config.policy, parallel_dims(config).dp
+    batch, longest = sequences_per_optimizer_step(config), policy.max_total_sequence_length
+    if generates(config):
+        options, samples, each = config.options(RolloutAlgorithmConfig), samples_per_step(config), engines(config)
+        prompts, answers = options.num_prompts_per_step, options.num_generations_per_prompt
+        steps = f"{samples // batch} optimizer step{'s' * (samples > batch)}"
+        yield "a step", f"{prompts} prompts x {answers} answers = {samples} samples, {steps}"
+        limit = config.generation.vllm_cfg.max_num_seqs
+        tokens, held = config.generation.max_new_tokens, ""
+        if kv_bytes and on_gpus(config):
+            held = f"; its KV cache holds {kv_bytes // (token_cache_bytes(config, shape) * longest)} of the longest"
+        yield (
+            "an engine",
+            f"{-(-samples // each)} samples of at most {tokens} tokens a turn, at most {limit} at a time{held}",
+        )
+    pairs = " (pairs count twice)" if sequences_together(config) > 1 else ""
+    yield (
+        "an optimizer step",
+        f"{batch} sequences{pairs} of at most {longest} tokens, {-(-batch // replicas)} a replica",
+    )
+    tokens, mode = micro_batch(config, training=True), batch_mode(policy, on_gpus(config))
+    together, share = sequences_together(config), -(-batch // replicas)
+    count = -(-share // (together * max(1, tokens.tokens // (together * longest))))
+    kind = {"packed": "packed into one row", "dynamic": "padded, of like length", "fixed": "padded"}[mode]
+    ranks = parallel_dims(config).cp
+    split = f", which {ranks} context-parallel ranks share" if ranks > 1 else ""
+    yield "a micro-batch", f"at most {tokens.tokens} tokens, {kind}{split}; at most {count} a rank and optimizer step"
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """` 3` or `s 0-3`."""
+    return f" {numbers[0]}" if len(numbers) == 1 else f"s {numbers[0]}-{numbers[-1]}"

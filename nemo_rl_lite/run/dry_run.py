@@ -12,17 +12,16 @@ from nemo_rl_lite.checkpoint.resume import changed, find_start
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import ConfigError, Violation
-from nemo_rl_lite.models.known import find_shape
+from nemo_rl_lite.models.shape import find_shape
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.environment import described
+from nemo_rl_lite.planning.budget import size
 from nemo_rl_lite.planning.gpus import size_of
-from nemo_rl_lite.planning.memory_table import size
 from nemo_rl_lite.planning.page import make_plan, show
 from nemo_rl_lite.rules.compose import default_values
 from nemo_rl_lite.run.folder import LOCK_FILE, check_folder, locked
-from nemo_rl_lite.run.jobs.interface import make_job
-from nemo_rl_lite.run.model import starting_model, with_chosen_template
-from nemo_rl_lite.run.teacher import with_teacher
+from nemo_rl_lite.run.job import make_job
+from nemo_rl_lite.run.model import starting_model, with_chosen_template, with_teacher
 
 
 def dry_run(config: Config, overrides: Sequence[str], run_folder: Path | None) -> None:

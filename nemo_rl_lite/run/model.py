@@ -1,18 +1,45 @@
-"""The folder of the model that a run starts from, checked against the configuration."""
+"""The models of a run: the folder that it starts from, the teacher, the chat template, predicted memory and speed."""
 
-import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from nemo_rl_lite.config.keys import RUN_FOLDER
+from omegaconf import OmegaConf
+
+from nemo_rl_lite.config.algorithms import has_teacher
+from nemo_rl_lite.config.keys import RUN_FOLDER, lay_over
+from nemo_rl_lite.config.overrides import check_overrides, given_keys
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import on_gpus, policy_ranks
+from nemo_rl_lite.config.teacher import as_teacher
+from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import ConfigError, Violation
-from nemo_rl_lite.models.folder import check_model_folder
-from nemo_rl_lite.models.shape import NoModelError, is_hub_name
+from nemo_rl_lite.host.machine import free_host_bytes, gpu_bytes, gpu_name
+from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, check_model_folder, with_template
+from nemo_rl_lite.models.shape import ModelShape, NoModelError, is_hub_name, read_model_shape
 from nemo_rl_lite.models.source import locate_model
-from nemo_rl_lite.models.templated import TEMPLATE_FILE, TEMPLATED, with_template
 from nemo_rl_lite.observability.console import RunConsole
+from nemo_rl_lite.observability.speed import DecodingSpeed, PolicySpeed
+from nemo_rl_lite.observability.trackers import MetricsLog
+from nemo_rl_lite.offload.residency import Phase, Residency
+from nemo_rl_lite.planning.automatic import settle
+from nemo_rl_lite.planning.budget import ENGINE, Budget, budget, headers, render, size, title
+from nemo_rl_lite.planning.gpus import Gpu, known_by_name
+from nemo_rl_lite.planning.memory import Bytes, DecodingBytes, predicted_metrics
 from nemo_rl_lite.rules import check_rules
+from nemo_rl_lite.rules.algorithm import TEACHER, with_teachers_keys
+from nemo_rl_lite.rules.base import is_of
+from nemo_rl_lite.rules.compose import resolve
+from nemo_rl_lite.rules.notes import show
+
+if TYPE_CHECKING:
+    # It imports torch, before which a run starts its workers.
+    from nemo_rl_lite.generation.interface import Decoded
+
+CHAT_KEYS = ("policy.tokenizer.chat_template", "policy.tokenizer.chat_template_kwargs")
+"""They mean what they mean for a run, and are those of a command for a run's model as for that of a folder."""
 
 
 def starting_model(config: Config, console: RunConsole) -> Path:
@@ -31,9 +58,8 @@ def starting_model(config: Config, console: RunConsole) -> Path:
         raise ConfigError([Violation("policy.model_name", config.policy.model_name, str(error), fix)]) from None
     if was_unknown:
         # The rules could not see the shape of a model on the hub before it was downloaded.
-        local = dataclasses.replace(config, policy=dataclasses.replace(config.policy, model_name=str(folder)))
-        violations = check_rules(local)
-        if violations:
+        local = replace(config, policy=replace(config.policy, model_name=str(folder)))
+        if violations := check_rules(local):
             raise ConfigError(violations)
     return folder
 
@@ -55,3 +81,169 @@ def with_chosen_template(config: Config, model: Path, run_folder: Path, say: Cal
         return with_template(model, given, own)
     except NoModelError as error:
         raise ConfigError([Violation(key, template, str(error), f"another {RUN_FOLDER}, or move it away")]) from None
+
+
+def with_teacher(config: Config, console: RunConsole) -> Config:
+    """Return the configuration with the folder of the teacher in `teacher.model_name`; it is made or downloaded where
+    it does not exist. Without a teacher, the configuration is the same.
+
+    Raises:
+        ConfigError: what `starting_model` finds, under the teacher's keys.
+    """
+    if not has_teacher(config):
+        return config
+    try:
+        folder = starting_model(as_teacher(config), console)
+    except ConfigError as error:
+        raise ConfigError(with_teachers_keys(error.violations)) from None
+    return replace(config, teacher=replace(config.teacher, model_name=str(folder)))
+
+
+def check_same_tokens(policy: ChatTokenizer, config: Config) -> None:
+    """Check that the teacher, whose folder is known, reads the policy's token ids as the policy writes them.
+
+    Raises:
+        ConfigError: its tokenizer cannot be read, or gives one of the policy's tokens another id.
+    """
+    name = config.teacher.model_name
+    try:
+        others = ChatTokenizer(Path(str(name))).vocabulary
+    except ConfigError as error:
+        raise ConfigError(with_teachers_keys(error.violations)) from None
+    own = policy.vocabulary
+    unlike = sorted(((token, text) for text, token in own.items() if others.get(text) != token), key=lambda one: one[0])
+    if unlike:
+        token, text = unlike[0]
+        there = f"{others[text]} there" if text in others else "not there"
+        rule = f"{len(unlike)} of the policy's {len(own)} tokens have other ids in the teacher: {text!r} is {token} in "
+        rule += f"policy.model_name and {there}"
+        raise ConfigError([Violation(TEACHER, name, rule, "a teacher of the policy's family, with the same tokenizer")])
+
+
+def chat_tokenizer(folder: Path, config: Config) -> ChatTokenizer:
+    """The tokenizer of a model's folder, with the chat template that the configuration names, if any.
+
+    Raises:
+        ConfigError: the folder's tokenizer or the chat template cannot be used.
+    """
+    given = config.policy.tokenizer
+    return ChatTokenizer(folder, given.chat_template_kwargs, given.chat_template)
+
+
+def with_chat_keys(config: Config, arguments: Sequence[str]) -> Config:
+    """Lay a command's overrides of `CHAT_KEYS` over a configuration.
+
+    Raises:
+        ConfigError: listing every override that cannot be, or names a template that cannot be used.
+    """
+    overrides, violations = check_overrides(arguments)
+    if violations:
+        raise ConfigError(violations)
+    overrides = with_effect(overrides, CHAT_KEYS)
+    if not overrides:
+        return config
+    given = given_keys(overrides)
+    composed = lay_over(OmegaConf.create(as_composed(config)), overrides)
+    return resolve(composed, matters=lambda broken: broken.key in given)
+
+
+def with_effect(overrides: Sequence[str], read: Sequence[str]) -> list[str]:
+    """Return the overrides of the keys that a command reads; note the others, which change nothing."""
+    kept = [one for one in overrides if any(is_of(key, read) for key in given_keys([one]))]
+    if unread := given_keys([one for one in overrides if one not in kept]):
+        show([f"without effect here: {', '.join(unread)} (read are {', '.join(read)})"])
+    return kept
+
+
+def as_composed(config: Config) -> dict[str, Any]:
+    """Return a configuration as mappings that overrides can be laid over. Its texts are whole, and nothing in them is
+    filled in a second time."""
+    return json.loads(json.dumps(asdict(config)).replace("${", "\\\\${"))
+
+
+def settled(config: Config, model_path: Path, console: RunConsole) -> Config:
+    """The configuration with numbers in place of `auto`, and the reasons on the console."""
+    shape = _shape(model_path, console)
+    found = settle(config, shape, gpu_bytes() if on_gpus(config) else None)
+    for reason in found.reasons:
+        console.say(f"auto: {reason}")
+    return found.config
+
+
+def show_memory_plan(config: Config, model_path: Path, console: RunConsole, metrics: MetricsLog, step: int) -> None:
+    """Print the residency table with predicted bytes, log them as `memory/predicted/...` at `step`, and warn about
+    phases that may not fit."""
+    shape = _shape(model_path, console)
+    if shape is None:
+        return
+    residency = Residency.of(config)
+    device_bytes = gpu_bytes() if on_gpus(config) else None
+    unknown = on_gpus(config) and device_bytes is None
+    # The KV cache is a share of the GPU. Without the GPU's size it is shown as 0 bytes.
+    planned = budget(config, shape, 0 if unknown else device_bytes)
+    console.table(title(config, shape, device_bytes), headers(residency), render(residency, planned.prediction))
+    if unknown and residency.engines_share_device:
+        console.say("nvidia-smi reports no GPU memory on this machine, so the KV cache is not predicted")
+    metrics.log(step, predicted_metrics(planned.prediction))
+    for warning in () if unknown else _device_warnings(planned):
+        console.say(warning)
+    # Each rank alone checks only its own part of the host's memory.
+    if planned.host > (free := free_host_bytes()):
+        console.say(
+            f"the {planned.ranks_per_host} policy rank(s) of a machine need {size(planned.host)} of host memory for "
+            f"offloaded components and reference weights, and this machine has {size(free)} free"
+        )
+
+
+def _shape(model_path: Path, console: RunConsole) -> ModelShape | None:
+    try:
+        return read_model_shape(str(model_path))
+    except NoModelError as error:
+        console.say(f"memory is not predicted for this model: {error}")
+        return None
+
+
+def _device_warnings(planned: Budget) -> Iterator[str]:
+    for phase, nbytes in planned.device.items():
+        if planned.gpu_bytes is None or nbytes <= planned.gpu_bytes:
+            continue
+        engine = sum(planned.prediction.get((phase, part), Bytes()).device for part in ENGINE)
+        if engine:
+            advice = "offload=pinned or a smaller generation.vllm_cfg.gpu_memory_utilization helps"
+        elif phase is Phase.TRAIN:
+            advice = "smaller train micro-batches, activation_checkpointing or offload=cpu_optimizer helps"
+        else:
+            advice = "smaller logprob micro-batches or offload=logprob helps"
+        other = size(planned.buffers[phase] + planned.overhead)
+        yield (
+            f"phase {phase.value} may not fit: {size(nbytes)} on a GPU of {size(planned.gpu_bytes)}, "
+            f"of which {other} for the refit's buffers, contexts and captured graphs; {advice}; see nrl-lite plan"
+        )
+
+
+def policy_speed(config: Config) -> PolicySpeed:
+    gpu = _gpu(config)
+    return PolicySpeed(policy_ranks(config), gpu.flops if gpu else None)
+
+
+def decoding_speed(
+    config: Config, shape: ModelShape | None, take_decoded: Callable[[], tuple["Decoded", float]]
+) -> Callable[[], dict[str, float]]:
+    """Return a function that gives the rates of the engines since its last call, and what speculation has done; no
+    rates for a model of unknown shape."""
+    speed, gpu = None, _gpu(config)
+    if shape is not None:
+        nbytes = DecodingBytes.of(config, shape)
+        speed = DecodingSpeed(nbytes.step, nbytes.token, gpu.bandwidth if gpu else None)
+
+    def take() -> dict[str, float]:
+        decoded, seconds = take_decoded()
+        rates = speed.metrics(decoded.steps, decoded.cached, seconds) if speed else {}
+        return rates | decoded.drafts.metrics()
+
+    return take
+
+
+def _gpu(config: Config) -> Gpu | None:
+    """This machine's kind of GPU, which all machines of a run have."""
+    return known_by_name(gpu_name()) if on_gpus(config) else None

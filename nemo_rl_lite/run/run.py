@@ -20,10 +20,8 @@ from nemo_rl_lite.observability.timer import Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.observability.views import view_of
 from nemo_rl_lite.run.folder import check_folder, locked, status_kept, write_ending, write_error, write_start
-from nemo_rl_lite.run.jobs.interface import Job, import_packages, make_job
-from nemo_rl_lite.run.memory_plan import settled
-from nemo_rl_lite.run.model import starting_model, with_chosen_template
-from nemo_rl_lite.run.teacher import with_teacher
+from nemo_rl_lite.run.job import Job, import_packages, make_job
+from nemo_rl_lite.run.model import settled, starting_model, with_chosen_template, with_teacher
 from nemo_rl_lite.run.workers.reserve import begin, reserve
 
 

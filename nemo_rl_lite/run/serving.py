@@ -27,8 +27,8 @@ from nemo_rl_lite.models.folder import check_model_folder
 from nemo_rl_lite.models.shape import NoModelError, is_hub_name
 from nemo_rl_lite.models.source import from_hub
 from nemo_rl_lite.rules.compose import restore
-from nemo_rl_lite.run.chat_keys import chat_tokenizer, with_chat_keys
 from nemo_rl_lite.run.folder import CONFIG_FILE, is_run
+from nemo_rl_lite.run.model import chat_tokenizer, with_chat_keys
 
 # Of a folder that says nothing of these: the most tokens of a chat, for which memory is taken, and of a response.
 _CHAT_TOKENS, _NEW_TOKENS = 8192, 512

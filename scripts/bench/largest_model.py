@@ -17,8 +17,7 @@ import runs
 
 from nemo_rl_lite.models.shape import ModelShape, model_shape
 from nemo_rl_lite.planning.budget import budget
-from nemo_rl_lite.planning.model_size import parameter_count
-from nemo_rl_lite.planning.prediction import engine_weights
+from nemo_rl_lite.planning.memory import engine_weights, parameter_count
 from nemo_rl_lite.rules.compose import compose_config
 
 COMMON_LAYERS = 24

@@ -23,15 +23,14 @@ import record
 from whole_runs import processes, tiny_model
 
 from nemo_rl_lite.host.machine import free_port, gpu_bytes, gpu_count
-from nemo_rl_lite.models.known import find_shape
+from nemo_rl_lite.models.shape import find_shape
 from nemo_rl_lite.offload.residency import Phase
 from nemo_rl_lite.planning.automatic import settle
 from nemo_rl_lite.planning.budget import Budget, budget
 from nemo_rl_lite.planning.gpus import size_of, speed_of
-from nemo_rl_lite.planning.phase_time import Lengths, optimizer_step_seconds
+from nemo_rl_lite.planning.time import Lengths, optimizer_step_seconds
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.environment import policy_environment
-from nemo_rl_lite.run.workers.reserve import policy_arguments
+from nemo_rl_lite.run.workers.reserve import policy_arguments, policy_environment
 
 MEGATRON = "policy.megatron_cfg"
 RECOMPUTED = f"{MEGATRON}.activation_checkpointing=true"

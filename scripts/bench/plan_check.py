@@ -28,12 +28,11 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import parallel_dims, samples_per_step, sequences_per_optimizer_step
 from nemo_rl_lite.models.shape import ModelShape, model_shape
 from nemo_rl_lite.offload.residency import Phase, Residency
-from nemo_rl_lite.planning import activation_size
-from nemo_rl_lite.planning.activation_size import micro_batch
+from nemo_rl_lite.planning import memory
 from nemo_rl_lite.planning.budget import budget
 from nemo_rl_lite.planning.gpus import speed_of
-from nemo_rl_lite.planning.phase_time import Lengths, optimizer_step_seconds
-from nemo_rl_lite.planning.step_time import predict_step
+from nemo_rl_lite.planning.memory import micro_batch
+from nemo_rl_lite.planning.time import Lengths, optimizer_step_seconds, predict_step
 from nemo_rl_lite.rules.compose import compose_config, restore
 
 RUNS = record.FOLDER / "runs"
@@ -152,8 +151,8 @@ def compared(run: dict[str, Any]) -> dict[str, tuple[float, float]]:
     packing = dataclasses.replace(policy.sequence_packing, train_mb_tokens=fullest_pack(run, config))
     as_packed = dataclasses.replace(config, policy=dataclasses.replace(policy, sequence_packing=packing))
     # Before this moment, a policy had all logits of a micro-batch at the same time.
-    width = activation_size.VOCABULARY_SLICE if run["date"] > "2026-11-24T10:30" else 10**9
-    with patch.object(activation_size, "VOCABULARY_SLICE", width):
+    width = memory.VOCABULARY_SLICE if run["date"] > "2026-11-24T10:30" else 10**9
+    with patch.object(memory, "VOCABULARY_SLICE", width):
         planned = budget(as_packed, shape_of(policy.model_name), gpu)
     shared = Residency.of(config).engines_share_device
     # Where engines have their own GPUs, the measurement of the generate phase is of those.

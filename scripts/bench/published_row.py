@@ -40,14 +40,12 @@ from nemo_rl_lite import train
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import all_gpus, on_gpus, samples_per_step
-from nemo_rl_lite.models.known import find_shape
-from nemo_rl_lite.models.shape import ModelShape
+from nemo_rl_lite.models.shape import ModelShape, find_shape
 from nemo_rl_lite.offload.residency import Phase
 from nemo_rl_lite.planning.automatic import settle
 from nemo_rl_lite.planning.budget import Budget, budget
 from nemo_rl_lite.planning.gpus import size_of
-from nemo_rl_lite.planning.phase_time import Lengths
-from nemo_rl_lite.planning.step_time import StepTime, predict_step
+from nemo_rl_lite.planning.time import Lengths, StepTime, predict_step
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.playing import Assistant, SingleTurn
 from nemo_rl_lite.rules.compose import compose_command

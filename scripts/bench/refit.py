@@ -33,7 +33,7 @@ from nemo_rl_lite.refit.engine.connection import Source
 from nemo_rl_lite.refit.engine.destinations import EngineLoader
 from nemo_rl_lite.refit.transport.group import Meeting
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.environment import MANY_QUEUES
+from nemo_rl_lite.run.workers.reserve import MANY_QUEUES
 
 ON_GPU = torch.cuda.device_count() > 0
 REPETITIONS, WARM_UP = 5, 2

@@ -23,8 +23,8 @@ from nemo_rl_lite.generation.interface import Request, Sampling
 from nemo_rl_lite.host.machine import gpu_name
 from nemo_rl_lite.models.shape import read_model_shape
 from nemo_rl_lite.observability.speed import DecodingSpeed
-from nemo_rl_lite.planning.flops import DecodingBytes
 from nemo_rl_lite.planning.gpus import known_by_name
+from nemo_rl_lite.planning.memory import DecodingBytes
 from nemo_rl_lite.rules.compose import compose_config
 
 PROMPT_TOKENS, REPEATS, TARGET = 46, 4, 0.6

@@ -36,7 +36,7 @@ from whole_runs import (
     tried,
 )
 
-from nemo_rl_lite.models.known import find_shape
+from nemo_rl_lite.models.shape import find_shape
 
 GIB = 2**30
 MEGATRON, PACKS = "policy.megatron_cfg", "policy.sequence_packing"

@@ -14,7 +14,7 @@ import pytest
 
 from nemo_rl_lite import evaluate
 from nemo_rl_lite.rollout.files import read_rollout
-from nemo_rl_lite.run.evaluation import folder as folder_module
+from nemo_rl_lite.run.evaluation import evaluate as evaluate_module
 from tests.functional.conftest import PYTHONPATH
 
 pytestmark = pytest.mark.functional
@@ -127,7 +127,7 @@ def test_a_table_numbers_and_every_response(tmp_path, model_folder, capsys):
 
 @pytest.mark.usefixtures("interruptible")
 def test_a_cut_evaluation_continues_and_is_the_same(whole, tmp_path, model_folder, capsys, monkeypatch):
-    monkeypatch.setattr(folder_module, "_EVERY_S", 0.0)
+    monkeypatch.setattr(evaluate_module, "_EVERY_S", 0.0)
     os.environ["CUT_AT"] = "12"
     assert status(*command(tmp_path, model_folder)) == evaluate.INTERRUPTED
     assert "the same command continues" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
 from nemo_rl_lite.models.shape import model_shape
-from nemo_rl_lite.planning.flops import matrix_weights
+from nemo_rl_lite.planning.memory import matrix_weights
 from tests.functional.here import run_here, train_here
 from tests.metric_names import not_logged, undocumented
 

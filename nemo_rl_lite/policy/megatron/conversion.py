@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.policy import PolicyConfig
 from nemo_rl_lite.errors import CheckpointError
-from nemo_rl_lite.models.hf_folder import on_host, write_hf_folder
+from nemo_rl_lite.models.folder import on_host, write_hf_folder
 from nemo_rl_lite.policy.megatron.batches import forward_scores
 from nemo_rl_lite.policy.megatron.checkpoint import PolicyState
 from nemo_rl_lite.policy.megatron.export_recipe import export_weights

@@ -1,37 +1,270 @@
 """Ask a model the held-out problems several times, through the same collector and rewards as in training."""
 
+import json
+import math
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+
+from nemo_rl_lite.checkpoint.resume import changed
+from nemo_rl_lite.cluster.calls import wait
+from nemo_rl_lite.cluster.placement import place
+from nemo_rl_lite.cluster.runtime import lost_process, ray_runtime
+from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.sizes import engines
 from nemo_rl_lite.data.kinds import problems
 from nemo_rl_lite.data.odd_texts import check_stop_strings
 from nemo_rl_lite.data.problems import FileSet, Problem
 from nemo_rl_lite.data.sources import TASKS, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.errors import CheckpointError, ConfigError, DataError, Violation, WorkerError
+from nemo_rl_lite.generation.interface import Generation, Requests
+from nemo_rl_lite.generation.request_queue import RequestQueue
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.environment import described
+from nemo_rl_lite.observability.liveness import watched
 from nemo_rl_lite.rewards.judge import Judge, make_judge, try_reward
 from nemo_rl_lite.rollout.collector import Gathering, RolloutCollector
+from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.failures import ErrorShares
 from nemo_rl_lite.rollout.files import RolloutFiles
-from nemo_rl_lite.rollout.groups import Wanted
+from nemo_rl_lite.rollout.groups import Group, Wanted
+from nemo_rl_lite.rollout.pass_at_k import RESAMPLES, interval, ks, pass_at_k, passes
 from nemo_rl_lite.rollout.prompts import fitting_prompts
 from nemo_rl_lite.rollout.rollout import Rollout
-from nemo_rl_lite.run.chat_keys import chat_tokenizer
-from nemo_rl_lite.run.evaluation.engines import running_engines
-from nemo_rl_lite.run.evaluation.folder import OUTPUT, Journal, claim, write_json
-from nemo_rl_lite.run.evaluation.summary import show, summarize
+from nemo_rl_lite.rollout.saved import SavedRollout, load_rollouts, save_rollouts
 from nemo_rl_lite.run.evaluation.task import Evaluation
-from nemo_rl_lite.run.folder import locked
-from nemo_rl_lite.run.jobs.playing import Playing
+from nemo_rl_lite.run.folder import is_run, locked
+from nemo_rl_lite.run.model import chat_tokenizer
+from nemo_rl_lite.run.playing import Playing
+from nemo_rl_lite.run.serving import Served, start_engine
+from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
+from nemo_rl_lite.run.workers.reserve import generation_group, load_generation, start_engines
 
+OUTPUT = "--output"
+IDENTITY_FILE, GROUPS = "evaluation.json", "groups"
+# Seconds between two files of groups.
+_EVERY_S = 5.0
 SUMMARY_FILE = "summary.json"
+_INTERVALS = f"95 %: percentiles of {RESAMPLES} resamples of the problems, with a fixed seed"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class AwakeEngines:
+    """`Generation` by engines that nobody shares a device with."""
+
+    queue: RequestQueue
+
+    def serving(self) -> AbstractAsyncContextManager[Requests]:
+        return self.queue.serving()
+
+    def finish_generation(self) -> dict[str, float]:
+        return {}
+
+
+@contextmanager
+def running_engines(served: Served, folder: Path, say: Say) -> Iterator[Generation]:
+    """Start the engines that the configuration asks for; those in actors end with the block, and their logs are in
+    `folder/logs`.
+
+    Raises:
+        WorkerError: there are too few GPUs, an engine does not start, or all have died too often.
+    """
+    if engines(served.config) == 1:
+        queue, _ = start_engine(served)
+        yield AwakeEngines(queue)
+        return
+    with ray_runtime(), watched(_last_words, lost_process):
+        yield AwakeEngines(Fleet(served, folder, say).queue)
+
+
+class Fleet:
+    """Engines in actors. The others take over the requests of one that dies; when none is left, all start again, at
+    most `cluster.max_restarts` times."""
+
+    def __init__(self, served: Served, folder: Path, say: Say):
+        self._served, self._say = served, say
+        self._left = served.config.cluster.max_restarts
+        self._lost: dict[int, WorkerError] = {}
+        config = served.config
+        self._group = generation_group(config, place(config, engines(config)), folder)
+        self._start(self._group)
+        replicas = RemoteGeneration(self._group, shares_device=False).replicas
+        capacity = config.generation.vllm_cfg.max_num_seqs
+        self.queue = RequestQueue(replicas, capacity, self._note_loss, self._restore)
+
+    def _start(self, group: WorkerGroup) -> None:
+        config, limit = self._served.config, self._served.config.cluster.start_timeout_s
+        wait(load_generation(config, group), timeout_s=limit)
+        wait(start_engines(config, group, self._served.folder), timeout_s=limit)
+
+    def _note_loss(self, rank: int, error: WorkerError) -> None:
+        self._lost[rank] = error
+        if len(self._lost) < len(self._group):
+            self._say(f"{error}; the other engines take over its requests")
+
+    def _restore(self) -> None:
+        ranks, error = sorted(self._lost), next(reversed(self._lost.values()))
+        if not self._left:
+            raise error
+        self._left -= 1
+        self._say(f"{error}; no engine is left: starting again ({self._left} more restarts, cluster.max_restarts)")
+        try:
+            self._start(self._group.replace(ranks))
+        except WorkerError as failure:
+            self._say(f"the restart failed: {failure}")
+            raise error from failure
+        self.queue.replaced(ranks)
+        self._lost.clear()
+
+
+def _last_words(error: WorkerError) -> None:
+    """What is left to say by a command that does not react any more."""
+    sys.stderr.write(f"{error}\n")
+    sys.stderr.flush()
+
+
+def claim(folder: Path, identity: Mapping[str, Any]) -> None:
+    """Make the folder that of one evaluation, or check that it already is. Where nothing has been kept of another one,
+    such as one whose reward did not work, the folder is taken over.
+
+    Raises:
+        ConfigError: it is a run's, has other files, or samples of another evaluation; with the first key that differs.
+    """
+    if is_run(folder):
+        raise ConfigError([Violation(OUTPUT, str(folder), "is the folder of a run", f"{OUTPUT} ANOTHER_FOLDER")])
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / IDENTITY_FILE
+    if not file.exists() and any(folder.iterdir()):
+        rule = "is not empty, and no evaluation has made it"
+        raise ConfigError([Violation(OUTPUT, str(folder), rule, f"{OUTPUT} ANOTHER_FOLDER")])
+    if not any((folder / GROUPS).glob("*.parquet")):
+        write_json(file, identity)
+        return
+    for key, (before, now) in changed(json.loads(file.read_text()), identity, but_for=()).items():
+        rule = f"the evaluation in {folder} was begun with {before!r}, and the two would be mixed"
+        raise ConfigError([Violation(key, now, rule, f"the same value, or another folder: {OUTPUT} FOLDER")])
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a file, whole or not at all."""
+    partial = file.with_name(f".{file.name}")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.replace(file)
+
+
+class Journal:
+    """Keeps complete groups of samples, those of a problem, in `groups/*.parquet`. A group of which a reward, an
+    environment or an agent failed is not complete: the next command tries it again."""
+
+    def __init__(self, folder: Path, problems: Sequence[Problem]):
+        """Raises:
+        CheckpointError: a file cannot be read.
+        ConfigError: the groups are of other problems.
+        """
+        self._folder, self._kept_at = folder / GROUPS, -math.inf
+        self._folder.mkdir(exist_ok=True)
+        self.done: dict[int, list[Episode]] = {}
+        try:
+            for saved in load_rollouts(self._folder):
+                self.done |= saved.done
+        except (OSError, pa.ArrowException) as error:
+            raise CheckpointError(f"{self._folder} cannot be read: {error}. Remove the folder to start again") from None
+        for number, episodes in self.done.items():
+            if number >= len(problems) or _asked(episodes[0].problem) != _asked(problems[number]):
+                rule = f"now has other problems than when {folder} was begun"
+                raise ConfigError([Violation("data", None, rule, f"{OUTPUT} ANOTHER_FOLDER")])
+        self._kept = set(self.done)
+
+    def keep(self, groups: Sequence[Group], at_once: bool = False) -> None:
+        """Write the groups that are complete and not on disk yet, now and then or `at_once`. Raises OSError."""
+        if not at_once and time.monotonic() - self._kept_at < _EVERY_S:
+            return
+        complete = {number: one.episodes for number, one in enumerate(groups) if one.is_done}
+        new = {
+            number: episodes
+            for number, episodes in complete.items()
+            if number not in self._kept and all(episode.reward is not None for episode in episodes)
+        }
+        if new:
+            self._write(new)
+        self._kept_at = time.monotonic()
+
+    def _write(self, new: Mapping[int, list[Episode]]) -> None:
+        """Readers of the folder see whole files alone."""
+        partial, place = self._folder / ".partial", len(list(self._folder.glob("*.parquet")))
+        partial.mkdir(exist_ok=True)
+        save_rollouts([SavedRollout(place, [], None, new)], partial)
+        for file in partial.glob(f"*{place}.parquet"):
+            file.replace(self._folder / file.name)
+        self._kept |= set(new)
+
+
+def _asked(problem: Problem) -> list[Any]:
+    return json.loads(json.dumps([problem.messages, problem.answer], default=str))
+
+
+def summarize(rollout: Rollout, pass_reward: float) -> dict[str, Any]:
+    """Return the numbers of all samples, as JSON has them. Lengths are in tokens.
+
+    Raises:
+        DataError: no response has a reward.
+    """
+    samples = rollout.samples_per_prompt
+    rewards_PK = rollout.rewards_B.view(-1, samples).numpy()
+    judged_PK = ~np.isnan(rewards_PK)
+    if not judged_PK.any():
+        raise DataError("no response has a reward: the log above has the first error")
+    problems, metrics = len(rewards_PK), rollout.metrics()
+    passed_P = passes(rewards_PK, pass_reward).sum(axis=1)
+    average = float(np.nanmean(rewards_PK))
+    at_k = {k: pass_at_k(passed_P, samples, k) for k in ks(samples)}
+    return {
+        "problems": problems,
+        "samples": samples,
+        "intervals": _INTERVALS,
+        "avg": _number(average, *interval(np.nansum(rewards_PK, axis=1), judged_PK.sum(axis=1))),
+        "pass_reward": pass_reward,
+        "pass_at_k": {
+            str(k): _number(float(found_P.mean()), *interval(found_P, np.ones(problems))) for k, found_P in at_k.items()
+        },
+        "reward_parts": {key: value for key, value in metrics.items() if key.startswith("reward/")},
+        "mean_length": metrics["mean_gen_tokens_per_sample"],
+        "max_length": metrics["max_gen_tokens_per_sample"],
+        "truncated_share": metrics["truncation_rate"],
+        "reward_errors": rollout.reward_errors,
+        "environment_errors": rollout.environment_errors,
+    }
+
+
+def show(found: Mapping[str, Any], title: str, console: RunConsole) -> None:
+    """Print the table."""
+    samples, rows = found["samples"], list[tuple[str, str, str]]()
+    rows.append((f"avg@{samples}", *_shown(found["avg"])))
+    rows += [(f"pass@{k}", *_shown(one)) for k, one in found["pass_at_k"].items()]
+    rows += [(name, f"{value:.4f}", "") for name, value in found["reward_parts"].items()]
+    rows.append(("mean length (tokens)", f"{found['mean_length']:.1f}", ""))
+    rows.append(("cut by length", f"{found['truncated_share']:.2%}", ""))
+    rows.append(("reward errors", str(found["reward_errors"]), ""))
+    if found["environment_errors"]:
+        rows.append(("environment errors", str(found["environment_errors"]), ""))
+    console.table(title, ("", "value", "95 % interval"), rows)
+
+
+def _number(value: float, low: float, high: float) -> dict[str, float]:
+    return {"value": value, "low": low, "high": high}
+
+
+def _shown(one: Mapping[str, float]) -> tuple[str, str]:
+    return f"{one['value']:.4f}", f"{one['low']:.4f} to {one['high']:.4f}"
 
 
 def evaluate(evaluation: Evaluation, folder: Path, console: RunConsole) -> dict[str, Any]:

@@ -24,9 +24,8 @@ from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.host.machine import gpu_count
 from nemo_rl_lite.observability.environment import HIDDEN, described
 from nemo_rl_lite.rewards.terms import terms_of
-from nemo_rl_lite.rules.base import is_of
 from nemo_rl_lite.rules.compose import resolve
-from nemo_rl_lite.run.chat_keys import CHAT_KEYS, as_composed
+from nemo_rl_lite.run.model import CHAT_KEYS, as_composed, with_effect
 from nemo_rl_lite.run.serving import Served, alone
 
 SECTIONS = ("data", "reward", "environment", "agent", "generation")
@@ -115,10 +114,10 @@ def compose(model: Served, arguments: Sequence[str], options: Options) -> Evalua
         ConfigError: listing every override that cannot be, every rule that is broken, and options that do not fit.
     """
     overrides, violations = check_overrides(arguments)
-    given = given_keys(overrides)
-    violations += _without_effect(given)
     if violations:
         raise ConfigError(violations)
+    overrides = with_effect(overrides, (*SECTIONS, *_KEYS))
+    given = given_keys(overrides)
     config = _resolved(lay_over(_base(model), overrides), given)
     evaluation = Evaluation(replace(model, config=_with_own_engines(config)), options)
     if violations := [*_held_out(config), *_missing(config), *_wrong_options(evaluation)]:
@@ -147,13 +146,6 @@ def _base(model: Served) -> DictConfig:
     for key, value in algorithm.items():
         base.algorithm[key] = value
     return base
-
-
-def _without_effect(given: Sequence[str]) -> Iterator[Violation]:
-    for key in given:
-        if not is_of(key, (*SECTIONS, *_KEYS)):
-            rule = "changes nothing here: an evaluation reads the sections " + ", ".join(SECTIONS)
-            yield Violation(key, None, f"{rule}, and {', '.join(_KEYS)}", f"leave {key} out")
 
 
 def _resolved(composed: DictConfig, given: Sequence[str]) -> Config:

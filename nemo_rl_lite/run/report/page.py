@@ -93,7 +93,6 @@ def _run(run: RunRecord, label: str, points: int) -> dict[str, Any]:
         "samples": run.samples,
         "timeline": run.timeline,
         "waits": run.waits,
-        "busy": run.busy,
     }
 
 

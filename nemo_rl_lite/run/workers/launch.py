@@ -7,17 +7,15 @@ from pathlib import Path
 from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.automatic import generates_ahead
-from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus, sequences_per_optimizer_step, sequences_together
 from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.observability.timer import Timer
-from nemo_rl_lite.planning.flops import SequenceFlops
+from nemo_rl_lite.planning.memory import SequenceFlops
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
+from nemo_rl_lite.run.workers.policy import RemotePolicy, RemoteTeacher
 from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
 from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
-from nemo_rl_lite.run.workers.remote_policy import RemotePolicy
-from nemo_rl_lite.run.workers.remote_teacher import RemoteTeacher
 from nemo_rl_lite.run.workers.reserve import Begun, load_generation, start_engines, start_policy, start_teacher
 from nemo_rl_lite.run.workers.weight_sync import ProbeSettings, WeightSync
 
@@ -36,10 +34,6 @@ class Workers:
     def groups(self) -> list[WorkerGroup]:
         """All workers."""
         return [self.policy.group, *([self.teacher.group] if self.teacher else []), self.engines]
-
-    def peak_memory(self) -> dict[str, int]:
-        """The highest resident memory of each worker, in bytes, by worker name."""
-        return {name: size for group in self.groups for name, size in _peak_memory(group).items()}
 
 
 def launch(
@@ -73,7 +67,6 @@ def launch(
     remote_policy = _ready_policy(begun, saved, setup)
     with setup("connect"):
         teacher = None if begun.teacher_group is None else RemoteTeacher.of(config, begun.teacher_group)
-    with setup("connect"):
         weights = WeightSync(remote_policy, remote_generation, config, ProbeSettings.of(config, probe_prompt))
 
     def restart_engines(group: WorkerGroup) -> None:
@@ -121,26 +114,20 @@ def _ready_policy(begun: Begun, saved: Path | None, setup: Timer) -> RemotePolic
     layout = Layout.configured(config.policy, "train", on_gpus(config), together)
     # Rows of a fixed layout are padded to the longest of the whole batch, on every replica.
     padding = None if layout.mode == "fixed" else layout
+    shape = described_shape(begun.model_path)
+    flops = None if shape is None else SequenceFlops(shape, config.policy.megatron_cfg.peft)
     with setup("connect"):
-        policy = RemotePolicy(begun.policy_group, batch, together, _flops(config, begun.model_path), padding)
+        policy = RemotePolicy(begun.policy_group, batch, together, flops, padding)
     if saved is not None:
-        with setup("resume"):
-            _load(policy, saved)
+        try:
+            with setup("resume"):
+                policy.load(str(saved))
+        except CheckpointError as error:
+            fix = f"If {saved.parent} is damaged, start a new run from another checkpoint: checkpoint.resume_from=..."
+            raise CheckpointError(f"{error}\n{fix}") from error
     return policy
 
 
-def _flops(config: Config, model_path: Path) -> SequenceFlops | None:
-    shape = described_shape(model_path)
-    return None if shape is None else SequenceFlops(shape, config.policy.megatron_cfg.peft)
-
-
-def _load(policy: RemotePolicy, saved: Path) -> None:
-    try:
-        policy.load(str(saved))
-    except CheckpointError as error:
-        advice = f"If {saved.parent} is damaged, start a new run from another checkpoint: checkpoint.resume_from=..."
-        raise CheckpointError(f"{error}\n{advice}") from error
-
-
-def _peak_memory(group: WorkerGroup) -> dict[str, int]:
-    return {f"{group.name}-{rank}": size for rank, size in enumerate(group.peak_memory())}
+def peak_memory(groups: Sequence[WorkerGroup]) -> dict[str, int]:
+    """Return the highest resident memory of each worker, in bytes, by its name."""
+    return {f"{group.name}-{rank}": size for group in groups for rank, size in enumerate(group.peak_memory())}

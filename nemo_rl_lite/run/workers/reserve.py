@@ -10,6 +10,7 @@ from typing import Any
 
 from nemo_rl_lite.cluster.calls import Call
 from nemo_rl_lite.cluster.placement import Placement, Slot, place
+from nemo_rl_lite.cluster.runtime import available_cores
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.algorithms import compares, generates, has_teacher
 from nemo_rl_lite.config.engines import engine_of
@@ -19,12 +20,13 @@ from nemo_rl_lite.config.sizes import (
     engines,
     micro_batch_sizes,
     on_gpus,
+    parallel_dims,
     policy_ranks,
     sequences_together,
 )
 from nemo_rl_lite.config.teacher import as_teacher, teacher_topk
+from nemo_rl_lite.host.machine import ON_CPUS
 from nemo_rl_lite.offload.residency import Residency
-from nemo_rl_lite.run.workers.environment import generation_environment, policy_environment, worker_threads
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +64,10 @@ def reserve(config: Config, run_folder: Path) -> Reserved:
         WorkerError: there are too few GPUs, or a process did not start within `cluster.start_timeout_s`.
     """
     placement = place(config, engines(config) if generates(config) else 0, has_teacher(config))
-    policy = _policy_group(config, placement, run_folder)
-    teacher = _teacher_group(config, placement, run_folder) if has_teacher(config) else None
+    policy = policy_group(config, placement.policy, run_folder)
+    teacher = None
+    if has_teacher(config):
+        teacher = policy_group(as_teacher(config), placement.teacher, run_folder, "teacher")
     generation = generation_group(config, placement, run_folder) if generates(config) else None
     imports = [_load_policy(config, policy, POLICY_CLASS)]
     if teacher is not None:
@@ -109,15 +113,8 @@ def start_engines(config: Config, generation: WorkerGroup, model_path: Path) -> 
     return generation.start([arguments] * len(generation))
 
 
-def _policy_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
-    return _ranks("policy", config, placement.policy, run_folder)
-
-
-def _teacher_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
-    return _ranks("teacher", as_teacher(config), placement.teacher, run_folder)
-
-
-def _ranks(name: str, config: Config, slots: Sequence[Slot], run_folder: Path) -> WorkerGroup:
+def policy_group(config: Config, slots: Sequence[Slot], run_folder: Path, name: str = "policy") -> WorkerGroup:
+    """Start an empty process for every rank of the policy, or of the teacher; their logs are in the folder."""
     environment = policy_environment(config)
     log.info("environment of the %s: %s", name, environment)
     return WorkerGroup(name, slots, str(run_folder / "logs"), environment, limit_s=config.cluster.phase_timeout_s)
@@ -193,3 +190,55 @@ def teacher_arguments(config: Config) -> dict[str, Any]:
         "on_gpu": on_gpus(config),
         "residency": Residency.of(config),
     }
+
+
+# megatron-core compiles a few fused functions. On a CPU that delays the first batch by seconds and gains nothing.
+CPU_POLICY_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
+_SEGMENTS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+# The number of hardware work queues of a process. With a single queue, a copy that waits for an earlier copy also
+# delays kernels that were launched after it. megatron-core's tensor and context parallelism need that order to
+# overlap communication with computation; other layouts do not.
+ONE_QUEUE, MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+
+def policy_environment(config: Config) -> dict[str, str]:
+    """Return the environment of a process of megatron-core, which depends on the layout of the policy in `config`."""
+    dims = parallel_dims(config)
+    if not on_gpus(config):
+        environment = CPU_POLICY_ENVIRONMENT | ON_CPUS
+    else:
+        environment = ONE_QUEUE if dims.tp * dims.cp > 1 else MANY_QUEUES
+        environment = environment | _segments(config)
+    environment = environment | {"OMP_NUM_THREADS": str(worker_threads(config, policy_ranks(config)))}
+    if config.policy.megatron_cfg.fine_grained_activation_offloading:
+        # This module imports torch, for which the launcher's other runs need not wait here.
+        from nemo_rl_lite.offload import activations
+
+        environment |= activations.environment(config.policy.megatron_cfg)
+    return environment
+
+
+def generation_environment(config: Config) -> dict[str, str]:
+    """Return the environment of a process of a generation engine."""
+    environment = engine_of(config).environment(config.generation, on_gpus(config))
+    environment |= _segments(config) if on_gpus(config) else ON_CPUS
+    return environment | {"OMP_NUM_THREADS": str(worker_threads(config, engines(config)))}
+
+
+def worker_threads(config: Config, workers: int) -> int:
+    """CPU threads of each of `workers` workers. On GPUs it is one: what is left to the CPU is small, and waking threads
+    takes longer than the work (the CPU optimizer takes more by itself). Otherwise they share the cores of their
+    machines; a worker with more than two leaves one to other processes, because all its threads wait for one that has
+    to share its core."""
+    if on_gpus(config):
+        return config.cluster.threads_per_worker or 1
+    cores = available_cores() // -(-workers // config.cluster.num_nodes)
+    return config.cluster.threads_per_worker or max(1, cores - (cores > 2))
+
+
+def _segments(config: Config) -> dict[str, str]:
+    """Set torch's allocator: batches of changing sizes fragment its cache less with expandable segments. Memory of such
+    segments can neither be shared with another process nor be put to sleep by vLLM."""
+    if not generates(config):
+        return dict.fromkeys(_SEGMENTS, "expandable_segments:True")
+    return dict.fromkeys(_SEGMENTS, "expandable_segments:False") if config.generation.colocated.enabled else {}

@@ -20,8 +20,8 @@ from nemo_rl_lite.refit.transport.report import (
     RefitReport,
     compare_checksums,
 )
+from nemo_rl_lite.run.workers.policy import RemotePolicy
 from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
-from nemo_rl_lite.run.workers.remote_policy import RemotePolicy
 
 PROBE_TOKENS = 16
 

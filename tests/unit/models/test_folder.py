@@ -11,12 +11,11 @@ from safetensors.torch import save_file
 
 from nemo_rl_lite.data.problems import chat
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
-from nemo_rl_lite.errors import ConfigError, DataError
+from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.models.embedded.build import build_tokenizer
 from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
 from nemo_rl_lite.models.folder import check_model_folder
-from nemo_rl_lite.models.known import find_shape
-from nemo_rl_lite.models.shape import NoModelError, read_model_shape
+from nemo_rl_lite.models.shape import NoModelError, find_shape, read_model_shape
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.model import starting_model
@@ -117,12 +116,6 @@ def test_a_runs_folder_is_answered_with_its_exported_model(folder, tmp_path, ins
         compose_config([f"policy.model_name={tmp_path / 'run' / inside}"])
 
 
-def test_a_tokenizer_that_cannot_be_read_is_an_error_of_the_model(folder):
-    (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"policy\.model_name = .*\n.*the tokenizer cannot be read"):
-        ChatTokenizer(folder)
-
-
 def test_of_mistrals_two_tokenizers_the_one_with_a_chat_template_is_taken(folder):
     own = ChatTokenizer(folder).prompt(chat("1 2"))
     tekken = Path(next(iter(mistral_common.__path__))) / "data" / "tekken_240718.json"
@@ -138,9 +131,3 @@ def test_a_broken_chat_template_is_an_error_of_the_model(folder):
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] ")
     with pytest.raises(ConfigError, match=r"policy\.model_name = .*\n.*chat template is broken: line 1"):
         ChatTokenizer(folder)
-
-
-def test_a_template_that_refuses_a_prompt_is_an_error_of_the_data(folder):
-    (folder / "chat_template.jinja").write_text("{{ raise_exception('no chats') }}")
-    with pytest.raises(DataError, match="chat template cannot write this chat: no chats"):
-        ChatTokenizer(folder).prompt(chat("?"))

@@ -10,8 +10,7 @@ from transformers import GenerationConfig, Qwen3Config
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.models.embedded.build import build_tokenizer
 from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
-from nemo_rl_lite.models.hf_folder import write_hf_folder
-from nemo_rl_lite.models.templated import with_template
+from nemo_rl_lite.models.folder import with_template, write_hf_folder
 
 CHATML = "{% for m in messages %}<im>{{ m.content }}</im>{% endfor %}{% if add_generation_prompt %}<im>{% endif %}"
 OWN = build_tokenizer().eos_token_id
@@ -54,12 +53,6 @@ def test_the_models_other_end_tokens_stay(base):
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, OWN]}))
     config, _ = written(in_chatml(base))
     assert {7, OWN} < set(config.eos_token_id)
-
-
-def test_a_file_is_made_where_there_is_none(base):
-    config, _ = written(in_chatml(base))
-    assert OWN in config.eos_token_id and len(config.eos_token_id) == 2
-    assert (config.bos_token_id, config.pad_token_id) == (MODEL_CONFIG["bos_token_id"], MODEL_CONFIG["pad_token_id"])
 
 
 @pytest.mark.parametrize("content", [None, json.dumps({"eos_token_id": OWN})])

@@ -9,8 +9,8 @@ from nemo_rl_lite.data.problems import chat
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.models.embedded.build import build_tokenizer
+from nemo_rl_lite.models.folder import with_template
 from nemo_rl_lite.models.shape import NoModelError
-from nemo_rl_lite.models.templated import with_template
 
 OWN = (
     "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -53,14 +53,6 @@ def test_what_it_does_not_read_is_refused(tmp_path, template, name):
         ChatTokenizer(with_template(model, template, tmp_path / "own"), {name: 1})
 
 
-def test_a_model_without_a_template_reads_nothing(tmp_path):
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"chat_template_kwargs\.twice = 1"):
-        ChatTokenizer(tmp_path, {"twice": 1})
-
-
 def test_a_folder_with_files_of_its_own_is_left_alone(tmp_path, template):
     model = tmp_path / "model"
     build_tokenizer().save_pretrained(model)
@@ -79,11 +71,3 @@ def test_a_tokenizer_takes_it_without_another_folder(tmp_path, template):
         ChatTokenizer(model, {"twice": True})
     tokenizer = ChatTokenizer(model, {"twice": True}, str(template))
     assert tokenizer.text(tokenizer.prompt(chat("12"))) == "12=="
-
-
-def test_one_made_before_can_be_made_of_itself(tmp_path, template):
-    model, target = tmp_path / "model", tmp_path / "run" / "model"
-    build_tokenizer().save_pretrained(model)
-    with_template(model, template, target)
-    (again := tmp_path / "again.jinja").write_text(f"7{OWN}")
-    assert written(with_template(target, again, target)) == "712="

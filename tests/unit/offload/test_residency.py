@@ -101,5 +101,5 @@ def test_a_teacher_is_on_the_device_to_score(offload, places):
 
 def test_predicting_imports_nothing_heavy():
     heavy = "{'torch', 'ray', 'vllm', 'megatron', 'transformers'} & set(sys.modules)"
-    code = f"import sys, nemo_rl_lite.planning.memory_table; print(*({heavy}))"
+    code = f"import sys, nemo_rl_lite.planning.budget; print(*({heavy}))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""

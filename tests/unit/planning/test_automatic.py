@@ -4,8 +4,7 @@ import pytest
 
 from nemo_rl_lite.config.automatic import engine_share
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.models.known import KNOWN_MODELS
-from nemo_rl_lite.models.shape import model_shape
+from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.offload.residency import Component, Phase
 from nemo_rl_lite.planning.automatic import KEEPING_SHARE, MOST_TOKENS, USED, settle
 from nemo_rl_lite.planning.budget import budget
@@ -84,17 +83,6 @@ def test_no_more_leaves_than_what_makes_room():
     assert roomy.policy.sequence_packing.train_mb_tokens == MOST_TOKENS
 
 
-def test_only_what_was_auto_is_named():
-    """`offload=pinned` says what leaves, and `sleep=true` that engines sleep: those were no choice."""
-    for model in (SMALL, LARGE):
-        _, (moves, *_) = settled(model, "offload=pinned")
-        assert moves == "engines sleep while the policy works"
-    _, (moves, *_) = settled(SMALL, "offload=none")
-    assert moves == "engines stay awake, because policy and engines fit a GPU together"
-    _, (moves, *_) = settled(LARGE, "offload=auto", ASLEEP)
-    assert moves.startswith("gradients, parameters, optimizer states leave the GPU while engines generate")
-
-
 def test_recorded_training_passes_have_room_in_all_phases_and_what_they_use_stays():
     graphs, plain = "policy.megatron_cfg.cuda_graph_impl=full_iteration", settled(MIDDLE, "offload=auto", ASLEEP)[0]
     config, _ = settled(MIDDLE, "offload=auto", ASLEEP, graphs)
@@ -147,11 +135,6 @@ def test_an_engine_takes_what_its_sequences_need_as_far_as_there_is_room():
     assert engine_share(settled(MIDDLE, *middle, "offload=none")[0].generation) == 0.5
 
 
-def test_states_of_an_optimizer_on_the_cpu_are_left_there():
-    config, _ = settled(LARGE, "offload=auto", "policy.megatron_cfg.optimizer.optimizer_cpu_offload=true")
-    assert "optimizer_states" not in config.policy.offload_for_generation
-
-
 def test_without_engines_on_the_gpu_only_micro_batches_are_chosen():
     apart = ["cluster.gpus_per_node=2", "generation.colocated.enabled=false"]
     config, (tokens, _) = settled(SMALL, *apart, "generation.colocated.resources.gpus_per_node=1", "offload=auto")
@@ -162,17 +145,6 @@ def test_without_engines_on_the_gpu_only_micro_batches_are_chosen():
     )
     found = settle(supervised, model_shape(KNOWN_MODELS[SMALL]), GPU)
     assert len(found.reasons) == 2 and isinstance(found.config.policy.sequence_packing.train_mb_tokens, int)
-
-
-def test_an_engine_that_cannot_sleep_leaves_the_command_as_it_is():
-    # The same configuration with the other engine, whose own file sets no options of vLLM.
-    own = [one for one in SHARED if not one.startswith("generation=")]
-    own += ["generation=transformers", "generation.max_new_tokens=512", "offload=pinned"]
-    given = compose_config([*own, *BATCH, f"policy.model_name={SMALL}"])
-    found = settle(given, model_shape(KNOWN_MODELS[SMALL]), GPU)
-    config, (moves, *_) = found.config, found.reasons
-    assert set(config.policy.offload_for_generation) == {"gradients", "parameters", "optimizer_states"}
-    assert config.generation.colocated.sleep is False and moves.startswith("engines stay awake, because")
 
 
 def test_nothing_is_settled_without_facts():

@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_lite.config.engines import engines_share_weights
-from nemo_rl_lite.models.known import KNOWN_MODELS
-from nemo_rl_lite.models.shape import model_shape
+from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.offload.residency import Component, Phase
-from nemo_rl_lite.planning.alternatives import largest_micro_batch, preset_budgets
 from nemo_rl_lite.planning.budget import (
     OVERHEAD_ALONE,
     OVERHEAD_APART,
@@ -19,7 +16,8 @@ from nemo_rl_lite.planning.budget import (
     engines_copy,
     refit_bytes,
 )
-from nemo_rl_lite.planning.prediction import Bytes
+from nemo_rl_lite.planning.memory import Bytes
+from nemo_rl_lite.planning.page import largest_micro_batch, preset_budgets
 from nemo_rl_lite.rules.compose import compose_config
 
 ROOT = Path(__file__).parents[3]
@@ -89,30 +87,6 @@ def test_an_engine_that_stays_awake_shares_the_frozen_weights_after_the_start():
     assert of_engine[0] == of_engine[1]
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["generation.colocated.sleep=true"],
-        ["generation.colocated.sleep=false", "generation.vllm_cfg.lora=merged"],
-        ["generation.colocated.sleep=false", *THROUGH_A_BUFFER],
-        [*APART],
-        ["policy.megatron_cfg.peft.enabled=false"],
-    ],
-)
-def test_other_engines_share_nothing(overrides):
-    lora = [*ONE, "policy.megatron_cfg.peft.enabled=true", "generation.vllm_cfg.lora=adapters"]
-    assert engines_share_weights(compose_config([*lora, "generation.colocated.sleep=false"]))
-    assert not engines_share_weights(compose_config([*lora, *overrides]))
-
-
-def test_an_engine_that_splits_its_matrices_otherwise_shares_nothing():
-    two = [*ONE, "cluster.gpus_per_node=2", "policy.megatron_cfg.peft.enabled=true", "generation.colocated.sleep=false"]
-    two += ["generation.vllm_cfg.lora=adapters", "policy.megatron_cfg.tensor_model_parallel_size=2"]
-    budgets = [planned([*two, f"generation.vllm_cfg.tensor_parallel_size={ranks}"]) for ranks in (1, 2)]
-    held = [one.prediction[Phase.TRAIN, Component.PARAMETERS].device for one in budgets]
-    assert held[0] > 3 * held[1]
-
-
 PARALLEL = "policy.megatron_cfg.{}_parallel_size"
 
 
@@ -164,12 +138,6 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not():
         planned([*room, f"{limit.key}={tokens}"]).device[Phase.TRAIN] for tokens in (limit.most, limit.most + 256)
     )
     assert first <= GPU < second
-
-
-def test_a_padded_micro_batch_counts_sequences():
-    room = [*SFT, "policy.sequence_packing.enabled=false", "policy.max_total_sequence_length=2048"]
-    limit = largest_micro_batch(compose_config([*room, "policy.train_global_batch_size=512"]), MODEL, GPU)
-    assert limit.key == "policy.train_micro_batch_size" and 1 < limit.most < 64
 
 
 def test_none_fits_a_small_gpu_and_all_fits_a_large_one():

@@ -1,8 +1,7 @@
 """Who holds what and how batches are cut."""
 
-from nemo_rl_lite.models.known import KNOWN_MODELS
-from nemo_rl_lite.models.shape import model_shape
-from nemo_rl_lite.planning.layout import batch_rows, parallel_rows, rank_rows
+from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
+from nemo_rl_lite.planning.page import batch_rows, parallel_rows, rank_rows
 from nemo_rl_lite.rules.compose import compose_config
 
 SHAPE = model_shape(KNOWN_MODELS["Qwen/Qwen3-8B"])
@@ -33,15 +32,6 @@ def test_ranks_stages_and_engines():
         ["node 0", "GPUs 2-3", "stage 0, replica 1", "engine 0"],
         ["node 0", "GPUs 4-5", "stage 1, replica 0", "engine 1"],
         ["node 0", "GPUs 6-7", "stage 1, replica 1", "engine 1"],
-    ]
-
-
-def test_engines_on_gpus_of_their_own_come_after_the_policys():
-    apart = ["generation.colocated.enabled=false", "generation.colocated.resources.gpus_per_node=1"]
-    config = compose_config([*GPUS, *apart, "cluster.gpus_per_node=2"])
-    assert list(rank_rows(config)) == [
-        ["node 0", "GPU 0", "stage 0, replica 0", "-"],
-        ["node 0", "GPU 1", "-", "engine 0"],
     ]
 
 

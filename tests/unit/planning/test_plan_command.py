@@ -8,10 +8,8 @@ import huggingface_hub.constants
 import pytest
 
 from nemo_rl_lite import plan
-from nemo_rl_lite.models.known import KNOWN_MODELS
-from nemo_rl_lite.models.shape import NoModelError
+from nemo_rl_lite.models.shape import KNOWN_MODELS, NoModelError
 from nemo_rl_lite.run.command import launch
-from tests.unit.planning.test_measured_run import write_run
 from tests.unit.rules.test_compose import HEAVY
 
 
@@ -31,15 +29,6 @@ def test_it_says_whether_it_fits(capsys):
     assert status == 1 and "HOST MEMORY DOES NOT SUFFICE" in text
 
 
-def test_json_has_the_same_numbers(capsys):
-    status, text, _ = ends_with(["recipes=grpo-qwen3-8b-1n8g-tp2", "--gpu", "H100", "--json"], capsys)
-    numbers = json.loads(text)
-    assert status == 0 and numbers["fits"] and numbers["gpu"] == "H100"
-    train_phase = sum(cell["device"] for cell in numbers["memory"]["train"].values())
-    assert numbers["device_bytes"]["train"] == train_phase + numbers["refit_buffers"]["train"] + numbers["overhead"]
-    assert "pinned" in numbers["presets_that_fit"] and numbers["refit"]["bytes"] == pytest.approx(16.4e9, rel=0.01)
-
-
 APART = [
     *("recipes=grpo-qwen3-8b-1n8g-tp2", "offload=none", "generation.colocated.enabled=false"),
     *("policy.sequence_packing.train_mb_tokens=8192", "policy.megatron_cfg.activation_checkpointing=true"),
@@ -52,33 +41,15 @@ def test_it_says_who_waits_for_whom(capsys):
     assert "4 (now)" in text and "the policy waits" in text and "responses of 1536" in text
     _, text, _ = ends_with([*APART, "--mean-length", "300"], capsys)
     assert "responses of 300, the longest of 3072 (as --mean-length says)" in text
-    _, text, _ = ends_with([*APART, "--json"], capsys)
-    step = json.loads(text)["step"]
-    assert step["rates_of"] == "H200" and step["present"]["engine_gpus"] == 4 and len(step["apart"]) == 7
-    phases = step["present"]["time"]
-    assert step["present"]["in_turn"] == pytest.approx(sum(phases.values()))
-    assert step["apart"][0]["reason"] and step["shortest"]["overrides"] == ["generation.colocated.enabled=true"]
-
-
-def test_from_a_run(capsys, tmp_path):
-    recipe = [one for one in APART if one not in ("--gpu", "H200")]
-    write_run(tmp_path, recipe)
-    _, text, _ = ends_with([*APART, "--from-run", str(tmp_path)], capsys)
-    assert f"responses of 200, the longest of 480 (measured in {tmp_path})" in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ([*APART, "--mean-length", "4000"], "--mean-length = '4000'"),
-        ([*APART, "--mean-length", "0"], "--mean-length = '0'"),
-        ([*APART, "--mean-length", "30", "--from-run", "."], "not allowed with argument --mean-length"),
-        ([*APART, "--from-run", "nowhere"], "is no run's folder"),
-        (["algorithm=sft", "--from-run", "."], "--from-run\n      is about the seconds of engines on GPUs"),
-        (["--mean-length", "30"], "--mean-length\n      is about the seconds of engines on GPUs"),
     ],
 )
-def test_lengths_and_runs_that_cannot_be_used(arguments, words, capsys):
+def test_lengths_that_cannot_be_used(arguments, words, capsys):
     status, _, error = ends_with(arguments, capsys)
     assert status == 2 and words in error
 
@@ -88,11 +59,11 @@ def test_a_mistake_is_one_line(capsys, tmp_path):
     status, _, error = ends_with(["--gpu", "H1000"], capsys)
     assert status == 2 and "neither a known GPU" in error
     status, _, error = ends_with(["--model-config", str(tmp_path / "none.json")], capsys)
-    assert status == 1 and "none.json cannot be used: [Errno 2] No such file" in error
+    assert status == 1 and "none.json" in error
     for content in ('{"eos_token_id": 0}', "[]"):
         (tmp_path / "generation_config.json").write_text(content)
         status, _, error = ends_with(["--model-config", str(tmp_path / "generation_config.json")], capsys)
-        assert status == 1 and "it is no config.json of a text model, which has num_hidden_layers, hidden" in error
+        assert status == 1 and "no config.json of a text model" in error
 
 
 REFUSED = {
@@ -132,8 +103,6 @@ def test_the_recipes_model_need_not_be_made_yet(capsys, tmp_path, monkeypatch):
     recipe = ["recipes=grpo-smollm2-135m-1n1g", "--gpu", "H100"]
     status, text, _ = ends_with(recipe, capsys)
     assert status == 0 and "HuggingFaceTB/SmolLM2-135M-Instruct (135 M parameters)" in text
-    status, text, _ = ends_with([*recipe, "--json"], capsys)
-    assert "pinned" in json.loads(text)["presets_that_fit"]
     status, _, error = ends_with([*recipe, "policy.lr=1"], capsys)
     assert status == 2 and "policy.lr" in error and "policy.model_name" not in error
     status, _, error = ends_with([*recipe, "policy.model_name=models/mine"], capsys)
@@ -144,7 +113,7 @@ def test_a_plan_imports_nothing_heavy():
     script = (
         "import sys\n"
         "from nemo_rl_lite import plan\n"
-        "try: plan.main(['recipes=grpo-qwen3-8b-1n8g-tp2', '--json'])\n"
+        "try: plan.main(['recipes=grpo-qwen3-8b-1n8g-tp2'])\n"
         f"finally: sys.stderr.write(str([name for name in {HEAVY} if name in sys.modules]))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

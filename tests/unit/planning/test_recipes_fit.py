@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_lite.models.known import find_shape
+from nemo_rl_lite.models.shape import find_shape
 from nemo_rl_lite.planning.automatic import settle
 from nemo_rl_lite.planning.budget import budget
 from nemo_rl_lite.rules.compose import compose_config

@@ -4,18 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_rl_lite.config.automatic import keeps_logits
-from nemo_rl_lite.config.sizes import records_training
 from nemo_rl_lite.config.teacher import as_teacher
-from nemo_rl_lite.models.known import KNOWN_MODELS
-from nemo_rl_lite.models.shape import model_shape
+from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.offload.residency import Component, Phase
 from nemo_rl_lite.planning.budget import OVERHEAD_SHARED, OVERHEAD_TEACHER, budget
 from nemo_rl_lite.planning.gpus import speed_of
-from nemo_rl_lite.planning.phase_time import logprob_seconds
-from nemo_rl_lite.planning.prediction import Bytes
-from nemo_rl_lite.planning.step_time import assumed_lengths, predict_step
-from nemo_rl_lite.planning.teacher import activation_bytes, teacher_shape
+from nemo_rl_lite.planning.memory import Bytes, teacher_activation_bytes, teacher_shape
+from nemo_rl_lite.planning.time import assumed_lengths, logprob_seconds, predict_step
 from nemo_rl_lite.rules.compose import compose_config
 
 GPU = int(79.2 * 2**30)
@@ -52,21 +47,14 @@ def test_the_teacher_has_a_layout_of_its_own():
         assert taught.prediction[Phase.TRAIN, part] == alone.prediction[Phase.TRAIN, part]
 
 
-def test_it_records_no_passes_and_keeps_no_logits():
-    policy = [f"policy.megatron_cfg.{one}" for one in ("cuda_graph_impl=full_iteration", "keep_logits=true")]
-    config = compose_config([*TAUGHT, *policy])
-    assert records_training(config) and keeps_logits(config.policy)
-    assert not records_training(as_teacher(config)) and not keeps_logits(as_teacher(config).policy)
-
-
 def test_its_process_and_its_micro_batches_take_memory():
     config = compose_config(TAUGHT)
     one, without = budget(config, POLICY, GPU), budget(compose_config(COMMON), POLICY, GPU)
     assert one.overhead == OVERHEAD_SHARED + OVERHEAD_TEACHER and without.overhead == OVERHEAD_SHARED
     scoring = Phase.LOGPROB, Component.ACTIVATIONS
-    assert one.prediction[scoring].device == activation_bytes(config) > without.prediction[scoring].device
+    assert one.prediction[scoring].device == teacher_activation_bytes(config) > without.prediction[scoring].device
     largest = compose_config([*TAUGHT, "algorithm.topk_logits_k=64"])
-    assert activation_bytes(largest) == activation_bytes(config) + 12 * 64 * 8192
+    assert teacher_activation_bytes(largest) == teacher_activation_bytes(config) + 12 * 64 * 8192
 
 
 def test_its_pass_takes_seconds():

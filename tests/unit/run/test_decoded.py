@@ -7,9 +7,9 @@ import pytest
 from nemo_rl_lite.generation.interface import Decoded, Drafts
 from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
 from nemo_rl_lite.models.shape import model_shape
-from nemo_rl_lite.planning.flops import DecodingBytes
+from nemo_rl_lite.planning.memory import DecodingBytes
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run import speed
+from nemo_rl_lite.run import model
 from nemo_rl_lite.run.workers import remote_generation
 from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
 from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
@@ -70,23 +70,19 @@ def test_work_and_seconds_are_those_between_the_ends_of_generation(generation):
     ids=["CPUs", "a known GPU", "another GPU"],
 )
 def test_a_step_has_the_rates_of_its_engines(generation, monkeypatch, overrides, name, bandwidth):
-    monkeypatch.setattr(speed, "gpu_name", lambda: name)
+    monkeypatch.setattr(model, "gpu_name", lambda: name)
     config = compose_config(overrides)
-    take, nbytes = speed.decoding_speed(config, SHAPE, generation), DecodingBytes.of(config, SHAPE)
+    take, nbytes = model.decoding_speed(config, SHAPE, generation.take_decoded), DecodingBytes.of(config, SHAPE)
     finish(generation, Decoded(10, 100), 2.0)
     rate = (20 * nbytes.step + 200 * nbytes.token) / 2.0
     expected = {"generation_read_gb_per_sec_per_gpu": rate / 1e9}
     expected |= {} if bandwidth is None else {"generation_bandwidth_share": rate / bandwidth}
     assert take() == pytest.approx(expected) and take() == {}
-    peak = speed.policy_speed(config).peak
+    peak = model.policy_speed(config).peak
     assert peak == (None if bandwidth is None else 989e12)
 
 
-def test_a_model_of_unknown_shape_has_no_rates(generation):
-    assert speed.decoding_speed(compose_config([]), None, generation)() == {}
-
-
 def test_drafts_are_told_of_a_model_of_unknown_shape_too(generation):
-    take = speed.decoding_speed(compose_config([]), None, generation)
+    take = model.decoding_speed(compose_config([]), None, generation.take_decoded)
     finish(generation, Decoded(10, 100, Drafts(2, 6, 3)), 2.0)
     assert take() == {"speculation_acceptance": 0.5, "speculation_accepted_length": 1.5} and take() == {}

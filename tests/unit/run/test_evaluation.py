@@ -11,12 +11,12 @@ from omegaconf import OmegaConf
 from nemo_rl_lite.config.keys import compose_files
 from nemo_rl_lite.config.sizes import engines, policy_ranks
 from nemo_rl_lite.data.problems import Problem, chat
-from nemo_rl_lite.errors import CheckpointError, ConfigError
+from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.groups import Group
 from nemo_rl_lite.rules.compose import compose_config, restore
 from nemo_rl_lite.run.evaluation import task
-from nemo_rl_lite.run.evaluation.folder import Journal, claim
+from nemo_rl_lite.run.evaluation.evaluate import Journal, claim
 from nemo_rl_lite.run.evaluation.task import Evaluation, Options, compose
 from nemo_rl_lite.run.serving import Served
 from tests.functional.conftest import model_folder  # noqa: F401
@@ -106,15 +106,6 @@ def test_engines_on_cpus_are_those_that_the_configuration_names(model):
     assert engines(compose(model, ["generation.data_parallel_size=2"], ONE).config) == 2
 
 
-def test_arguments_of_a_users_reward_are_taken(model, tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "def least(response, answer, length):\n    return float(len(response) >= length)\n"
-    )
-    given = [f"reward.name={tmp_path / 'mine.py'}:least", "reward.kwargs.length=3", "data.task_kwargs.num_digits=4"]
-    config = compose(model, given, ONE).config
-    assert config.reward.kwargs == {"length": 3} and config.data.task_kwargs == {"num_digits": 4}
-
-
 def test_secrets_are_neither_written_nor_guessed(model, tmp_path):
     (tmp_path / "mine.py").write_text("def ask(response, answer, api_key):\n    return 1.0\n")
     reward, key = f"reward.name={tmp_path / 'mine.py'}:ask", "reward.kwargs.api_key"
@@ -132,7 +123,7 @@ def test_a_runs_texts_are_taken_as_they_are(model):
     assert config.data.system_prompt == text and config.data.too_long == "drop"
 
 
-@pytest.mark.parametrize("task", ["math500", "aime24", "aime25"])
+@pytest.mark.parametrize("task", ["math500"])
 def test_tasks_of_the_hub_compose(model, task):
     evaluation = compose(model, [f"data={task}", "reward=math"], ONE)
     data = evaluation.config.data
@@ -140,11 +131,16 @@ def test_tasks_of_the_hub_compose(model, task):
     assert data.answer_column == "answer" and "boxed" in (data.system_prompt or "")
 
 
+def test_keys_that_an_evaluation_does_not_read_are_noted(model, capsys):
+    given = ["policy.megatron_cfg.optimizer.lr=1e-4", "recipes=grpo-tiny-1n0g-cpu", "cluster.cpu_ranks=2"]
+    assert compose(model, given, ONE).identity() == compose(model, [], ONE).identity()
+    said = capsys.readouterr().err
+    assert "note: without effect here: policy.megatron_cfg.optimizer.lr, recipes, cluster.cpu_ranks" in said
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["policy.megatron_cfg.optimizer.lr=1e-4"], "policy.megatron_cfg.optimizer.lr\n      changes nothing here"),
-        (["recipes=grpo-tiny-1n0g-cpu"], "recipes\n      changes nothing here"),
         (["data=gsm"], "data = 'gsm'"),
         (["data.trian_path=x"], "did you mean"),
         (["data=file"], "data.validation_path"),
@@ -152,7 +148,6 @@ def test_tasks_of_the_hub_compose(model, task):
         (["data=file", "data.validation_path=missing.jsonl"], "data.validation_path = 'missing.jsonl'"),
         (["generation.temperature=9"], "generation.temperature = 9"),
         (["generation.max_new_tokens=4000"], "generation.max_new_tokens = 4000"),
-        (["cluster.cpu_ranks=2"], "cluster.cpu_ranks\n      changes nothing here"),
         (["policy.precision=float8"], "policy.precision"),
     ],
 )
@@ -251,10 +246,3 @@ def test_groups_without_a_failure_are_kept(tmp_path):
         Journal(tmp_path, asked[::-1])
     with pytest.raises(ConfigError, match="now has other problems"):
         Journal(tmp_path, asked[:2])
-
-
-def test_groups_that_cannot_be_read_are_an_error(tmp_path):
-    (tmp_path / "groups").mkdir()
-    (tmp_path / "groups" / "rollout-00000000.parquet").write_text("cut short")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        Journal(tmp_path, [])

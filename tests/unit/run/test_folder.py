@@ -1,10 +1,6 @@
 """Which runs a folder can go on with, and that there is one at a time."""
 
 import dataclasses
-import errno
-import fcntl
-import json
-import logging
 import os
 import shlex
 import signal
@@ -26,7 +22,6 @@ from nemo_rl_lite.run.folder import (
     COMMAND_FILE,
     CONFIG_FILE,
     ERROR_FILE,
-    STATUS_FILE,
     check_folder,
     how_to_resume,
     locked,
@@ -121,13 +116,6 @@ def test_it_goes_on_where_it_is_given_more_steps(folder):
     assert not (folder / SUMMARY_FILE).exists()
 
 
-def test_a_checkpoint_that_was_being_replaced_counts(folder):
-    save(folder)
-    saved = checkpoint_store(compose_config(), folder).latest().path
-    saved.rename(saved.with_name(f".replaced-{saved.name}"))
-    enter(folder, "algorithm.seed=7")
-
-
 def test_a_second_run_at_the_same_time_is_refused_and_changes_nothing(folder):
     (unfinished := checkpoint_store(compose_config(), folder).begin(10)).joinpath("weights").write_text("half")
     files = lambda: {path: path.stat().st_mtime_ns for path in folder.rglob("*")}  # noqa: E731
@@ -137,12 +125,6 @@ def test_a_second_run_at_the_same_time_is_refused_and_changes_nothing(folder):
         with pytest.raises(ConfigError, match=f"hydra.run.dir = .*\n.*another process is running there {process}"):
             run(compose_config(), folder, "the command")
         assert files() == before and unfinished.exists()
-
-
-def test_who_runs_there_is_not_told_by_what_an_earlier_run_has_left(folder):
-    (folder / STATUS_FILE).write_text(json.dumps({"state": "done", "pid": 1, "host": "elsewhere"}))
-    with locked(folder), pytest.raises(ConfigError, match="another process is running there\n"), locked(folder):
-        pass
 
 
 def test_the_lock_ends_with_the_process_whatever_that_has_started(tmp_path):
@@ -160,22 +142,6 @@ def test_the_lock_ends_with_the_process_whatever_that_has_started(tmp_path):
         holder.kill()
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
-
-
-def test_where_the_file_system_has_no_locks_there_is_a_warning(tmp_path, monkeypatch, caplog):
-    def no_locks(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    with caplog.at_level(logging.WARNING), locked(tmp_path):
-        assert "cannot be locked against a second run in it" in caplog.text
-
-
-def test_what_a_run_raises_is_not_taken_for_a_lack_of_locks(tmp_path):
-    with pytest.raises(OSError, match="of the run"), locked(tmp_path):
-        raise OSError("of the run")
-    with locked(tmp_path):
-        pass
 
 
 def test_no_secret_is_in_the_folder_and_settings_are_not_for_everybody(tmp_path):

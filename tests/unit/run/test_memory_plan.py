@@ -6,7 +6,7 @@ from rich.console import Console
 from nemo_rl_lite.models.shape import NoModelError
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run import memory_plan
+from nemo_rl_lite.run import model
 
 ON_A_GPU = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gpu", "policy.model_name=a/b"]
 
@@ -25,14 +25,14 @@ def shown(monkeypatch, tmp_path):
     from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
     from nemo_rl_lite.models.shape import model_shape
 
-    monkeypatch.setattr(memory_plan, "read_model_shape", lambda name: model_shape(MODEL_CONFIG))
+    monkeypatch.setattr(model, "read_model_shape", lambda name: model_shape(MODEL_CONFIG))
 
     def show(overrides, gpu, host=2**40):
-        monkeypatch.setattr(memory_plan, "gpu_bytes", lambda: gpu)
-        monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: host)
+        monkeypatch.setattr(model, "gpu_bytes", lambda: gpu)
+        monkeypatch.setattr(model, "free_host_bytes", lambda: host)
         output, log = io.StringIO(), Log()
         console = RunConsole(Console(file=output, width=100))
-        memory_plan.show_memory_plan(compose_config(overrides), tmp_path, console, log, step=0)
+        model.show_memory_plan(compose_config(overrides), tmp_path, console, log, step=0)
         return output.getvalue(), log.logged
 
     return show
@@ -55,11 +55,6 @@ def test_a_phase_that_will_hardly_fit_is_said(shown):
     assert "hardly" not in shown(ON_A_GPU, 80 * 2**30)[0]
 
 
-def test_a_run_on_cpus_has_a_table_as_well(shown):
-    text, logged = shown([], None)
-    assert "on a CPU" in text and len(logged) == 1
-
-
 def test_without_the_size_of_a_gpu_the_table_says_what_it_lacks(shown):
     text, [(_, metrics)] = shown(ON_A_GPU, None)
     assert "parameters" in text and "the KV cache is not predicted" in " ".join(text.split())
@@ -70,14 +65,9 @@ def test_a_model_of_an_unknown_kind_has_a_line_instead(shown, monkeypatch):
     def unknown(name):
         raise NoModelError("config.json is unusable: it is no config.json of a text model")
 
-    monkeypatch.setattr(memory_plan, "read_model_shape", unknown)
+    monkeypatch.setattr(model, "read_model_shape", unknown)
     text, logged = shown(ON_A_GPU, 80 * 2**30)
     assert "memory is not predicted for this model" in text and logged == []
-
-
-def test_advice_is_for_the_phase_that_does_not_fit(shown):
-    text = " ".join(shown([*ON_A_GPU, "generation.vllm_cfg.gpu_memory_utilization=0.01"], 7 * 2**30)[0].split())
-    assert "phase train may not fit" in text and "activation_checkpointing" in text
 
 
 def test_host_memory_is_counted_for_all_ranks_of_a_machine(shown):
@@ -85,9 +75,3 @@ def test_host_memory_is_counted_for_all_ranks_of_a_machine(shown):
     assert "host memory" not in shown([*ON_A_GPU, *two], 80 * 2**30)[0]
     text = " ".join(shown([*ON_A_GPU, *two], 80 * 2**30, host=2**20)[0].split())
     assert "the 2 policy rank(s) of a machine need" in text and "has 1 MiB free" in text
-
-
-def test_engines_elsewhere_need_no_size(shown):
-    apart = ["generation.colocated.enabled=false", "generation.colocated.resources.gpus_per_node=1"]
-    text, logged = shown([*ON_A_GPU, "cluster.gpus_per_node=2", *apart], None)
-    assert "kv cache" not in text and len(logged) == 1

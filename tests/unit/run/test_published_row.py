@@ -12,8 +12,7 @@ import pytest
 from nemo_rl_lite.config.parallel import ParallelDims
 from nemo_rl_lite.config.sizes import engines, optimizer_steps, parallel_dims, samples_per_step
 from nemo_rl_lite.generation.interface import Sampling
-from nemo_rl_lite.models.known import find_shape
-from nemo_rl_lite.models.shape import model_shape
+from nemo_rl_lite.models.shape import find_shape, model_shape
 from nemo_rl_lite.rollout.playing import SingleTurn
 from nemo_rl_lite.rules.compose import compose_command
 

@@ -12,8 +12,8 @@ from nemo_rl_lite.losses.batch import Batch, TokenRow
 from nemo_rl_lite.losses.sft import SFTLoss
 from nemo_rl_lite.policy.interface import Work
 from nemo_rl_lite.policy.megatron.model import ParallelPlace
-from nemo_rl_lite.run.workers import remote_policy, replicas
-from nemo_rl_lite.run.workers.remote_policy import RemotePolicy
+from nemo_rl_lite.run.workers import policy as policy_module
+from nemo_rl_lite.run.workers.policy import RemotePolicy
 
 
 class Worker:
@@ -70,8 +70,7 @@ class Group:
 
 @pytest.fixture(autouse=True)
 def results_are_there(monkeypatch):
-    for module in (remote_policy, replicas):
-        monkeypatch.setattr(module, "wait", lambda call: call)
+    monkeypatch.setattr(policy_module, "wait", lambda call: call)
 
 
 def rows(*lengths: int) -> list[TokenRow]:
@@ -130,23 +129,6 @@ def test_each_optimizer_step_is_split_over_the_replicas():
     assert metrics == {"loss": 2.0, "grad_norm": 2.0, "lr": 0.1, "wd": 0.0, "skipped_steps": 0.0}
 
 
-def test_ranks_that_share_sequences_have_the_rows_of_their_replica_and_one_reports():
-    group = Group(replicas=2, tensor=1, context=2)
-    batch = RemotePolicy(group, global_batch=4).hold(rows(3, 4, 5, 6))
-    held = [[row.tokens[0] for row in worker.held["train"]] for worker in group.workers]
-    assert held[0] == held[1] and held[2] == held[3] and sorted(held[0] + held[2]) == [0, 1, 2, 3]
-    assert [worker.own.reports for worker in group.workers] == [True, False, True, False]
-    assert len(batch.rows) == 4
-
-
-def test_long_rows_of_an_optimizer_step_are_spread_over_the_replicas():
-    remote, group = policy(replicas=2, global_batch=4)
-    remote.train(remote.hold(rows(9, 8, 2, 1, 1, 5, 1, 5)), SFTLoss())
-    first, second = group.workers[0], group.workers[2]
-    assert [own for own, _ in first.steps] == [[0, 3], [4, 5]]
-    assert [own for own, _ in second.steps] == [[1, 2], [6, 7]]
-
-
 def test_pairs_stay_together_where_shares_are_balanced():
     remote, group = policy(replicas=2, global_batch=8, together=2)
     remote.hold(rows(9, 9, 8, 8, 1, 1, 2, 2))
@@ -193,11 +175,6 @@ def test_each_row_is_compared_with_the_engines_once(scored):
         assert (trained["rows"], trained["tokens"]) == (many, parts * 3.0 * many)
 
 
-def test_rows_that_no_engine_sampled_are_compared_with_none():
-    remote, _ = policy(replicas=2, global_batch=4)
-    assert "rows" not in remote.train(remote.hold(rows(*[3] * 4)), SFTLoss())
-
-
 def test_a_new_batch_takes_the_place_of_the_old_one():
     remote, group = policy(replicas=1, global_batch=2)
     old, other = remote.hold(rows(1, 1)), remote.hold(rows(2, 2), "validation")
@@ -206,9 +183,3 @@ def test_a_new_batch_takes_the_place_of_the_old_one():
     remote.score(other, ["previous"])
     with pytest.raises(ValueError, match="a newer batch 'train'"):
         remote.train(old, SFTLoss())
-
-
-def test_a_few_sequences_come_back_in_their_order():
-    remote, _ = policy(replicas=4, global_batch=8)
-    tokens_BT = torch.arange(10).view(5, 2)
-    assert torch.equal(remote.logprobs(tokens_BT, torch.full((5,), 2)), tokens_BT.float())

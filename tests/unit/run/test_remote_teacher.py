@@ -1,15 +1,13 @@
 """Which replica of a teacher scores which rows, and where its scores end up, without processes."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
 from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 from nemo_rl_lite.policy.megatron.model import ParallelPlace
 from nemo_rl_lite.policy.megatron.teacher import TeacherScores
-from nemo_rl_lite.run.workers import remote_teacher, replicas
-from nemo_rl_lite.run.workers.remote_teacher import RemoteTeacher
+from nemo_rl_lite.run.workers import policy as policy_module
+from nemo_rl_lite.run.workers.policy import RemoteTeacher
 
 ROWS = TokenRows.of([TokenRow(list(range(10 * row, 10 * row + 1 + row)), [True] * (row + 1)) for row in range(5)])
 
@@ -61,8 +59,7 @@ class Group:
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    for module in (remote_teacher, replicas):
-        monkeypatch.setattr(module, "wait", lambda results: results)
+    monkeypatch.setattr(policy_module, "wait", lambda results: results)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -97,8 +94,3 @@ def test_long_rows_are_shared_by_their_work():
 
 def test_memory_is_that_of_the_weights():
     assert RemoteTeacher(Group(2, topk=False)).take_memory() == {"measured/logprob/teacher_weights": 6.0}
-
-
-def test_a_teacher_of_unknown_shape_counts_tokens(tmp_path):
-    config = SimpleNamespace(teacher=SimpleNamespace(model_name=str(tmp_path)))
-    assert RemoteTeacher.of(config, Group(1, topk=False)).scored(ROWS).teacher_logprobs is not None

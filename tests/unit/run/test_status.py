@@ -67,15 +67,3 @@ def test_the_environment_is_told_without_environment_variables(tmp_path, monkeyp
     environment = json.loads(text)
     assert environment["versions"]["torch"] and environment["hardware"]["cores"] >= 1 and environment["host"]
     assert "very-secret-value" not in text and not (tmp_path / ERROR_FILE).exists()
-
-
-def test_the_commit_of_the_working_directory(tmp_path, monkeypatch):
-    from nemo_rl_lite.observability.environment import describe_environment
-
-    monkeypatch.chdir(tmp_path)
-    assert "commit" not in describe_environment()
-    author = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
-    for command in (["init", "-q"], ["add", "-A"], [*author, "commit", "-q", "--allow-empty", "-m", "x"]):
-        subprocess.run(["git", *command], check=True)
-    environment = describe_environment()
-    assert len(environment["commit"]) == 40 and environment["uncommitted_changes"] is False

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from nemo_rl_lite.run.report.timeline import EPISODES, PARTS, timeline
+from nemo_rl_lite.run.report.record import EPISODES, ROLLOUT_PARTS, timeline
 
 
 def span(what: str, begin: float, end: float, place: int = 0) -> dict:
@@ -21,7 +21,7 @@ def test_lanes_count_what_is_under_way():
     found = timeline(rows)
     assert (found["step"], found["seconds"], found["count"]) == (7, 8.0, 3)
     assert list(found["lanes"]) == ["engine 0", "engine 1", "environment", "reward"]
-    quarter = PARTS // 4
+    quarter = ROLLOUT_PARTS // 4
     in_quarters = {name: [counts[place * quarter] for place in range(4)] for name, counts in found["lanes"].items()}
     assert in_quarters == {
         "engine 0": [2, 0, 1, 0],
@@ -30,7 +30,7 @@ def test_lanes_count_what_is_under_way():
         "reward": [0, 0, 1, 1],
     }
     # What is counted is the time of all, whatever the parts.
-    assert abs(sum(found["lanes"]["engine 0"]) * 8 / PARTS - 6) < 0.01
+    assert abs(sum(found["lanes"]["engine 0"]) * 8 / ROLLOUT_PARTS - 6) < 0.01
     assert found["episodes"][0] == [["generate", 0.0, 4.0, 1], ["reward", 4.0, 8.0, 0]]
 
 
@@ -38,7 +38,3 @@ def test_many_episodes_are_thinned_evenly():
     found = timeline([{"step": 1, "spans": [span("generate", 0.0, 1.0 + place)]} for place in range(3 * EPISODES)])
     assert len(found["episodes"]) == EPISODES and found["count"] == 3 * EPISODES
     assert {after[0][2] - before[0][2] for before, after in pairwise(found["episodes"])} == {3.0}
-
-
-def test_runs_of_earlier_versions_have_none():
-    assert timeline([]) is None and timeline([{"step": 1}]) is None and timeline([{"step": 1, "spans": []}]) is None

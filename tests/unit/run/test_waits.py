@@ -1,12 +1,10 @@
 """Who waits for whom, from the files of a run."""
 
 import pytest
-from pyarrow import parquet
 
 from nemo_rl_lite.observability.trackers import with_every_age
-from nemo_rl_lite.rollout.files import RolloutFiles, rollout_files
-from nemo_rl_lite.run.report.record import read_run
-from nemo_rl_lite.run.report.waits import PARTS, STEPS
+from nemo_rl_lite.rollout.files import RolloutFiles
+from nemo_rl_lite.run.report.record import PARTS, STEPS, read_run
 from tests.unit.observability.rollouts import make_rollout
 from tests.unit.run.run_folders import make_asynchronous_run
 
@@ -63,13 +61,6 @@ def test_a_rollout_from_a_checkpoint_has_no_times_of_its_own(tmp_path):
     rollout.episodes[0].spans = []
     RolloutFiles(folder, None, done=3).write(0, "validation", rollout)
     assert len(found_in(folder)["steps"]) == 3
-
-
-def test_files_of_earlier_versions_tell_nothing(tmp_path):
-    folder = make_asynchronous_run(tmp_path / "run")
-    for file in rollout_files(folder):
-        parquet.write_table(parquet.read_table(file).replace_schema_metadata(None), file)
-    assert read_run(folder).waits is None
 
 
 def test_a_step_without_tokens_of_an_age_has_no_share_of_it():

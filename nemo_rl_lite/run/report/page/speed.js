@@ -23,18 +23,5 @@ function speed() {
     })));
     if (series.length) grid.append(new Chart(title, series, { legend: true, limits }).node);
   }
-  for (const run of RUNS.filter((one) => one.busy)) grid.append(busyTable(run));
   if (grid.childElementCount) section("Speed", grid);
-}
-
-// The share of each phase of a profiled step in which GPUs worked.
-function busyTable(run) {
-  const { step, phases: rows } = run.busy, kinds = Object.keys(rows[0].shares);
-  const percent = (share) => `${(100 * share).toFixed(1)} %`;
-  const cell = ([mean, least, most]) => (most > least ? `${percent(mean)} (${percent(least)} to ${percent(most)})` : percent(mean));
-  const title = `GPUs at work in step ${step}, by phase`;
-  return element("div", { class: "card busy" }, element("h3", { text: RUNS.length > 1 ? `${run.label}, ${title}` : title }),
-    table(["phase", "s", ...kinds.map((kind) => `for ${kind}`)],
-      rows.map((row) => [row.phase, number(row.seconds), ...kinds.map((kind) => cell(row.shares[kind]))]), [1, ...kinds.map((_, index) => index + 2)]),
-    element("p", { class: "missing", text: "from the step's traces; a profiled step takes longer than others" }));
 }

@@ -1,7 +1,9 @@
 """The policy in Ray actors: splits batches over data-parallel replicas and combines their results."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,22 +12,31 @@ from torch import Tensor
 
 from nemo_rl_lite.cluster.calls import Call, wait
 from nemo_rl_lite.cluster.workers import WorkerGroup
+from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.generation import RefitConfig
 from nemo_rl_lite.errors import CheckpointError, WorkerError
 from nemo_rl_lite.losses.batch import TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, summary
+from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.offload.mover import Move
-from nemo_rl_lite.planning.flops import SequenceFlops
+from nemo_rl_lite.planning.memory import SequenceFlops, forward_flops
+from nemo_rl_lite.policy.balance import even_shares
 from nemo_rl_lite.policy.interface import HeldBatch, Scored, Work
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
+from nemo_rl_lite.policy.megatron.model import ParallelPlace
 from nemo_rl_lite.policy.megatron.shares import Cost, balanced_shares
+from nemo_rl_lite.policy.megatron.teacher import TeacherScores
 from nemo_rl_lite.refit.layout.plan import RefitPlan
 from nemo_rl_lite.refit.transport.interface import Offer
 from nemo_rl_lite.refit.transport.one_copy import SharedWeights
-from nemo_rl_lite.run.workers.replicas import Replicas, combine_moves, idle_shares
 
 # Metrics that are the same on every replica, so that they are not summed.
 WHOLE_METRICS = ("grad_norm", "lr", "wd", "skipped_steps")
+# What is logged of a teacher's measurements, under which name: the other names are those of the policy's process.
+MEMORY = {
+    "measured/logprob/teacher_weights": "measured/logprob/teacher_weights",
+    "policy_peak_bytes/logprob": "teacher_peak_bytes/logprob",
+}
 
 
 class RemotePolicy:
@@ -222,3 +233,107 @@ class RemotePolicy:
         if self._held.get(batch.name) is not batch:
             raise ValueError(f"the workers hold a newer batch {batch.name!r} than this one")
         return batch.name
+
+
+class RemoteTeacher:
+    """`Teacher` over a group of started `TeacherWorker`s."""
+
+    def __init__(self, group: WorkerGroup, cost: Cost = float):
+        """`cost`: the work of a sequence by its number of tokens."""
+        self.group, self._cost = group, cost
+        self._replicas = Replicas(group)
+
+    @classmethod
+    def of(cls, config: Config, group: WorkerGroup) -> "RemoteTeacher":
+        """The teacher of a run, whose `teacher.model_name` is a folder."""
+        shape = described_shape(Path(str(config.teacher.model_name)))
+        return cls(group) if shape is None else cls(group, lambda tokens: forward_flops(shape, tokens))
+
+    def scored(self, rows: TokenRows) -> TokenRows:
+        """See `Teacher.scored`. Copies of the last row fill up the replicas, and are left out of the result."""
+        count, lengths, replicas, phase = len(rows), rows.lengths, self._replicas.count, "teacher logprobs"
+        index = np.arange(-(-count // replicas) * replicas).clip(max=count - 1)
+        shares = even_shares([self._cost(int(lengths[row])) for row in index], replicas)
+        wait(self.group.call("prepare_for_logprob", phase=phase))
+        scores = self._replicas.call("score", [(rows.select(index[share].tolist()),) for share in shares], phase=phase)
+        wait(self.group.call("leave", phase=phase))
+        return with_scores(rows, [index[share] for share in shares], scores)
+
+    def take_memory(self) -> dict[str, float]:
+        ranks = wait(self.group.call("take_memory"))
+        there = {kept for kept in MEMORY if any(kept in peaks for peaks in ranks)}
+        return {MEMORY[kept]: max(peaks.get(kept, 0.0) for peaks in ranks) for kept in sorted(there)}
+
+    def take_moves(self) -> dict[str, Move]:
+        return combine_moves(wait(self.group.call("take_moves")))
+
+
+def with_scores(rows: TokenRows, shares: Sequence[np.ndarray], scores: Sequence[TeacherScores]) -> TokenRows:
+    """The rows with the scores of shares of them, by the indices of each share's rows; some may be in several."""
+    starts = rows.ends - rows.lengths
+    places = np.concatenate([np.arange(starts[row], rows.ends[row]) for own in shares for row in own])
+
+    def laid_out(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+        there = [part for part in parts if part is not None]
+        if not there:
+            return None
+        joined = np.concatenate(there)
+        whole = np.empty((len(rows.tokens), *joined.shape[1:]), joined.dtype)
+        whole[places] = joined
+        return whole
+
+    return replace(
+        rows,
+        teacher_logprobs=laid_out([one.logprobs for one in scores]),
+        teacher_topk_logits=laid_out([one.topk_logits for one in scores]),
+        teacher_topk_ids=laid_out([one.topk_ids for one in scores]),
+    )
+
+
+class Replicas:
+    """A group of started workers, each of which has a `ParallelPlace`."""
+
+    def __init__(self, group: WorkerGroup):
+        self._group = group
+        self._places: list[ParallelPlace] = wait(group.call("place"))
+        self.count = self._places[0].data_size
+        """The number of data-parallel replicas."""
+
+    def call(self, method: str, own: Sequence[Sequence[Any]] | None = None, *common: Any, phase: str = "") -> list[Any]:
+        """Call a method of every rank; returns the results of the ranks that stand for a replica, in the replicas'
+        order. Each replica's `own` arguments are stored once and shared by its ranks."""
+        shared = [[self._group.put(value) for value in values] for values in own or [()] * self.count]
+        arguments = [(*shared[place.data_rank], *common) for place in self._places]
+        results = wait(self._group.call_each(method, arguments, phase))
+        reported = {p.data_rank: result for p, result in zip(self._places, results, strict=True) if p.reports}
+        return [reported[replica] for replica in range(self.count)]
+
+
+def idle_shares(replicas: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """See `Policy.take_waits`; from the seconds of each replica's passes, by phase. Replicas begin each pass at the
+    same time."""
+    found: dict[str, float] = {}
+    for phase in replicas[0]:
+        passes = list(zip(*(own[phase] for own in replicas), strict=True))
+        slowest = sum(map(max, passes))
+        found |= {phase: slowest, f"idle_share/{phase}": 1 - sum(map(sum, passes)) / len(replicas) / slowest}
+    return found
+
+
+def combine_moves(ranks: Sequence[Sequence[tuple[str, Move]]]) -> dict[str, Move]:
+    """Moves by name, those of the slowest rank: ranks move at the same time, and a rank's moves of one name one after
+    the other. The exposed time is the longest of any rank."""
+    combined: dict[str, Move] = {}
+    for name in sorted({name for moves in ranks for name, _ in moves}):
+        of_ranks = [_in_turn([move for own, move in moves if own == name]) for moves in ranks]
+        slowest = max(of_ranks, key=lambda move: move.transfer_s)
+        combined[name] = replace(slowest, exposed_s=max(move.exposed_s for move in of_ranks))
+    return combined
+
+
+def _in_turn(moves: Sequence[Move]) -> Move:
+    return Move(
+        sum(move.nbytes for move in moves),
+        sum(move.transfer_s for move in moves),
+        sum(move.exposed_s for move in moves),
+    )

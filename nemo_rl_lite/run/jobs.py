@@ -1,4 +1,4 @@
-"""A GRPO run: its data, its workers, the loop."""
+"""The jobs of all algorithms: data, workers and loop of GRPO, and of SFT, DPO, ORPO or KTO."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,23 +7,30 @@ from typing import Any
 
 from nemo_rl_lite.algorithms.grpo import GRPO
 from nemo_rl_lite.algorithms.report import Report
-from nemo_rl_lite.checkpoint.resume import Start
+from nemo_rl_lite.algorithms.steps import Steps
+from nemo_rl_lite.algorithms.supervised import Supervised, shown_limits, total_steps
+from nemo_rl_lite.checkpoint.checkpoints import Checkpoints, SaveRollouts, save_none
+from nemo_rl_lite.checkpoint.resume import Start, checkpoint_store
 from nemo_rl_lite.cluster.heartbeat import SystemUsage
+from nemo_rl_lite.cluster.workers import StepProfiler, WorkerGroup
 from nemo_rl_lite.config.algorithms import compares, has_teacher
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sections.algorithm import GRPOConfig
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import all_gpus, policy_ranks, previous_passes, repeats_first_pass
+from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
 from nemo_rl_lite.data.kinds import problems
 from nemo_rl_lite.data.odd_texts import check_stop_strings, check_texts
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.generation.interface import Generation, Sampling
+from nemo_rl_lite.host.stopping import Stopping, seconds
 from nemo_rl_lite.losses.registry import make_loss
 from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.observability.console import RunConsole, report_start
-from nemo_rl_lite.observability.timer import Phase, Timer
+from nemo_rl_lite.observability.environment import described
+from nemo_rl_lite.observability.timer import Phase, Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog
-from nemo_rl_lite.policy.interface import Scored
+from nemo_rl_lite.policy.interface import Policy, Scored
 from nemo_rl_lite.rewards.judge import make_judge, try_reward
 from nemo_rl_lite.rewards.terms import terms_of
 from nemo_rl_lite.rollout.ahead import Queue
@@ -40,12 +47,11 @@ from nemo_rl_lite.rollout.sampler import Sampler
 from nemo_rl_lite.rollout.saved import load_rollouts
 from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
 from nemo_rl_lite.rules.data import check_epochs
-from nemo_rl_lite.run.jobs.playing import Playing
-from nemo_rl_lite.run.jobs.steps import make_steps
-from nemo_rl_lite.run.memory_plan import show_memory_plan
-from nemo_rl_lite.run.speed import decoding_speed, policy_speed
-from nemo_rl_lite.run.teacher import check_same_tokens
-from nemo_rl_lite.run.workers.launch import Workers, launch
+from nemo_rl_lite.rules.notes import note_total_steps
+from nemo_rl_lite.run.model import check_same_tokens, decoding_speed, policy_speed, show_memory_plan
+from nemo_rl_lite.run.playing import Playing
+from nemo_rl_lite.run.workers.launch import Workers, launch, launch_policy, peak_memory
+from nemo_rl_lite.run.workers.policy import RemotePolicy
 from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
 from nemo_rl_lite.run.workers.reserve import Begun
 
@@ -103,12 +109,8 @@ class GRPOJob:
                 loop.run()
             finally:
                 loop.rollouts.close()
-        workers.policy.release_host_memory()
-        if config.checkpoint.export_hf_at_end:
-            workers.policy.export_hf(str(self._folder / "hf"))
-        # A failed checkpoint is an error only now that the trained weights are exported.
-        loop.steps.checkpoints.require()
-        return workers.peak_memory()
+        _finish(config, self._folder, workers.policy, loop.steps)
+        return peak_memory(workers.groups)
 
     def _loop(self, metrics: MetricsLog, start: Start, workers: Workers, collector: RolloutCollector) -> GRPO:
         config, console, groups = self._config, self._console, workers.groups
@@ -130,7 +132,7 @@ class GRPOJob:
             sampling=sampling,
             rollouts=rollouts,
             scored=_scored(config),
-            decoding_speed=decoding_speed(config, described_shape(self._model_path), workers.generation),
+            decoding_speed=decoding_speed(config, described_shape(self._model_path), workers.generation.take_decoded),
             check=workers.weights.check,
             keep=self._rollout_log(metrics, start),
             held_out=len(self._validation),
@@ -143,7 +145,9 @@ class GRPOJob:
     def _source(self, sampler: Sampler, generation: RecoveringGeneration, start: Start) -> RolloutSource:
         options = self._config.options(GRPOConfig)
         staleness = _staleness(options)
-        ahead = load_rollouts(start.folder) if staleness and start.folder and _samples_the_same(start) else []
+        # Keys that changed since the checkpoint may decide what a rollout is.
+        changed = any(f"{line.partition(':')[0]}.".startswith(_OF_ROLLOUTS) for line in start.changes)
+        ahead = load_rollouts(start.folder) if staleness and start.folder and not changed else []
         if not ahead:
             # Those in the checkpoint, if there are any, are not what this run would sample: it samples their prompts.
             sampler.order.give_back(start.rollouts.get("ahead", ()))
@@ -179,12 +183,6 @@ def _scored(config: Config) -> list[Scored]:
     return [*own, "reference"] if compares(config) else own
 
 
-def _samples_the_same(start: Start) -> bool:
-    """Whether nothing has changed since the checkpoint that decides what a rollout is."""
-    keys = [line.partition(":")[0] for line in start.changes]
-    return not any(f"{key}.".startswith(_OF_ROLLOUTS) for key in keys)
-
-
 def _staleness(options: GRPOConfig) -> Staleness | None:
     """How old rollouts may be; None where the weights that train are those that sampled."""
     rollouts = options.rollouts
@@ -193,3 +191,81 @@ def _staleness(options: GRPOConfig) -> Staleness | None:
     if rollouts.source == "one_step_off":
         return Staleness(max_age=1, in_flight=False)
     return Staleness(rollouts.max_trajectory_age_steps, rollouts.in_flight_weight_updates)
+
+
+class SupervisedJob:
+    """Reads and checks everything when it is made; waits for its workers when it runs."""
+
+    def __init__(self, config: Config, folder: Path, console: RunConsole, model_path: Path):
+        self._config, self._folder, self._console, self._model_path = config, folder, console, model_path
+        tokenizer = ChatTokenizer(model_path, config.policy.tokenizer.chat_template_kwargs)
+        encoder = Encoder(tokenizer, config.policy.max_total_sequence_length, config.data.too_long)
+        with console.busy("checking that every chat fits"):
+            self._training = training_examples(config, encoder)
+            check_texts(tokenizer, self._training.examples)
+            options, per_epoch = config.options(SupervisedConfig), self._training.steps_per_epoch
+            note_total_steps(config, total_steps(options, per_epoch))
+            self._validation = validation_examples(config, encoder, self._training.examples.finite())
+        if limits := shown_limits(options, per_epoch):
+            console.say(limits)
+
+    def run(self, metrics: MetricsLog, begun: Begun, start: Start, setup: Timer) -> dict[str, int]:
+        """See `Job.run`; the memory is by the workers' names."""
+        config, console = self._config, self._console
+        with setup("memory_plan"):
+            show_memory_plan(config, self._model_path, console, metrics, start.steps)
+        with console.busy(f"starting {policy_ranks(config)} policy rank(s)"):
+            policy = launch_policy(begun, start.policy, setup)
+        report_start(setup, start.steps, metrics, console)
+        options = config.options(SupervisedConfig)
+        steps = make_steps(config, self._folder, start, policy, metrics, console, [policy.group])
+        system = SystemUsage(policy.group.processes)
+        Supervised(
+            config=options,
+            loss=make_loss(options),
+            with_reference=compares(config),
+            shown=("accuracy", "rewards_margin_mean"),
+            policy=policy,
+            training=self._training,
+            validation=self._validation,
+            steps=steps,
+            report=Report(metrics, console, policy, policy_ranks(config), policy_speed(config), system.take),
+        ).run()
+        _finish(config, self._folder, policy, steps)
+        return peak_memory([policy.group])
+
+
+def make_steps(
+    config: Config,
+    folder: Path,
+    start: Start,
+    policy: Policy,
+    metrics: MetricsLog,
+    console: RunConsole,
+    groups: Sequence[WorkerGroup],
+    rollouts: SaveRollouts = save_none,
+) -> Steps:
+    """Make the steps of a run in `folder` after `start`. `groups`: all workers, for the profiler. `rollouts` saves
+    what the source of rollouts has in a checkpoint."""
+    options = config.checkpoint
+    checkpoints = Checkpoints(
+        checkpoint_store(config, folder),
+        policy,
+        options.save_period,
+        options.async_save,
+        {"config": described(config)},
+        console.say,
+        saved=start.steps or None,
+        rollouts=rollouts,
+    )
+    stopping = Stopping(seconds(options.must_save_by), seconds_since_start)
+    around = StepProfiler(config.profile, folder, groups).around
+    return Steps(start.steps, checkpoints, stopping, metrics, config.policy.max_skipped_steps, around)
+
+
+def _finish(config: Config, folder: Path, policy: RemotePolicy, steps: Steps) -> None:
+    policy.release_host_memory()
+    if config.checkpoint.export_hf_at_end:
+        policy.export_hf(str(folder / "hf"))
+    # A failed checkpoint is an error only now that the trained weights are exported.
+    steps.checkpoints.require()

@@ -1,0 +1,528 @@
+"""Predict the bytes of each component in each phase on the fullest policy rank, and count parameters and FLOPs.
+
+**Activations** follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section
+4: the tensors that each operation of a layer keeps for its backward pass. Their layer keeps 34 bytes a token and hidden
+unit in addition to attention scores, dropout masks included. Ours has no dropout, but grouped-query attention, RMSNorm
+and a gated MLP. With h the hidden size, q and k the widths of all queries and of all keys, and f the MLP's width, it
+keeps, in elements a token:
+
+    inputs and outputs of the two norms          4 h
+    queries, keys and values as attended to      q + 2 k     and q + k more where they are normalised
+    attention's output                           q
+    gated MLP                                    3 f fused, 5 f on CPUs, where it is computed step by step
+
+Measured activations of SmolLM2-135M and of a 1.7 B Qwen3 are within 3 % of this, and offloaded whole modules of the
+latter within 1 % (docs/benchmarks). Experts, pipeline stages and CPUs were not measured.
+
+**Parameters** are counted for models like Llama, Qwen2, Qwen3 and Mixtral, with or without experts: grouped-query
+attention, RMSNorm, gated MLPs. Latent attention (DeepSeek) is counted as if it were grouped-query attention.
+
+**FLOPs** are 2 a token for each weight of a matrix that the token meets: attention's projections, the MLP, or the
+router and the experts that it chooses, and the matrix of the vocabulary. In attention, a token meets itself and those
+before it, in each layer, for its scores and for its sum. Not counted: norms, biases, activations, rotary embeddings,
+softmax, the loss, the lookup of embeddings, padding, and what is computed a second time to save memory.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from math import ceil
+
+from nemo_rl_lite.config.algorithms import generates, has_teacher
+from nemo_rl_lite.config.automatic import keeps_logits, mb_tokens
+from nemo_rl_lite.config.engines import CacheFacts, engine_of, engines_serve_adapters, engines_share_weights
+from nemo_rl_lite.config.parallel import ParallelDims
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.policy import LoraConfig
+from nemo_rl_lite.config.sizes import (
+    VOCABULARY_SLICE,
+    batch_mode,
+    engine_ranks,
+    micro_batch_sizes,
+    on_gpus,
+    parallel_dims,
+    records_training,
+    row_round,
+    samples_per_step,
+    sequences_per_optimizer_step,
+    sequences_together,
+)
+from nemo_rl_lite.config.teacher import as_teacher, teacher_topk
+from nemo_rl_lite.models.shape import ModelShape, NoModelError, find_shape
+from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
+
+log = logging.getLogger(__name__)
+
+# Gradients are summed, over micro-batches and ranks, in float32.
+GRADIENT_BYTES = 4
+_ONE_RANK = ParallelDims(tp=1, pp=1, cp=1, ep=1, world=1)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """`tokens` of the model's input, in rows of `row` tokens."""
+
+    tokens: int
+    row: int
+
+
+def micro_batch(config: Config, training: bool) -> MicroBatch:
+    """The largest micro-batch of training, or of logprob inference. Context-parallel ranks share it."""
+    policy = config.policy
+    longest, mode = policy.max_total_sequence_length, batch_mode(policy, on_gpus(config))
+    together = sequences_together(config) if training else 1
+    if mode == "fixed":
+        for_training, for_logprobs = micro_batch_sizes(config)
+        return MicroBatch((for_training * together if training else for_logprobs) * longest, longest)
+    # A sequence or pair above the limit is a micro-batch by itself.
+    tokens = max(mb_tokens(policy, mode, training), together * longest)
+    # A replica's sequences per call are unknown for a validation set.
+    if training or generates(config):
+        sequences = sequences_per_optimizer_step(config) if training else samples_per_step(config)
+        tokens = min(tokens, -(-sequences // parallel_dims(config).dp) * longest)
+    round_to = row_round(policy)
+    tokens = -(-tokens // round_to) * round_to
+    return MicroBatch(tokens, tokens if mode == "packed" else longest)
+
+
+def own_part(config: Config, training: bool) -> MicroBatch:
+    """What one rank has of the largest micro-batch."""
+    whole = micro_batch(config, training)
+    return replace(whole, tokens=-(-whole.tokens // parallel_dims(config).cp))
+
+
+def item_bytes(config: Config) -> int:
+    return 2 if config.policy.precision == "bfloat16" else 4
+
+
+def hidden_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
+    """Bytes of the hidden states between two layers. Tensor-parallel ranks all hold them, unless they split the
+    sequence."""
+    parallel = config.policy.megatron_cfg
+    ranks = parallel_dims(config).tp if parallel.sequence_parallel else 1
+    return batch.tokens * item_bytes(config) * shape.hidden / ranks
+
+
+def layer_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> dict[str, float]:
+    """Bytes that a layer keeps for its backward pass, by module: the names of `offload_modules`, and `rest`. For a
+    model with experts, the mean over its layers."""
+    tensor, item, hidden = parallel_dims(config).tp, item_bytes(config), hidden_bytes(config, shape, batch)
+    # Bytes of one tensor per unit of its width.
+    elements = batch.tokens * item / tensor
+    queries, keys = elements * shape.heads * shape.head_dim, elements * shape.kv_heads * shape.head_dim
+    sparse = 1 - shape.dense_layers / shape.layers
+    shared = sparse * elements * shape.shared_ffn
+    # With tensor parallelism, experts require a split sequence, so each rank dispatches its own tokens.
+    dispatched = sparse * shape.experts_per_token
+    fused = on_gpus(config)
+    # Flash attention keeps one number a token and head, megatron-core's own attention all scores, both in float32.
+    scores = batch.tokens * 4 * shape.heads / tensor * (1 if on_gpus(config) else batch.row)
+    return {
+        # Transformer Engine fuses a norm into the following linear layer, except for the norm before experts.
+        "attn_norm": 0.0,
+        "qkv_linear": 2 * hidden + (queries + keys if shape.qk_norm else 0),
+        "core_attn": queries + 2 * keys,
+        "attn_proj": queries,
+        "mlp_norm": sparse * hidden,
+        "mlp": 2 * (1 - sparse) * hidden + (3 if fused else 5) * (1 - sparse) * elements * shape.ffn,
+        "expert_fc1": dispatched * hidden,
+        # The router's probability multiplies the expert's activation, which is one more tensor.
+        "moe_act": dispatched * elements * (3 if fused else 6) * shape.expert_ffn,
+        "rest": sparse * (hidden + 8 * batch.tokens * shape.experts) + (3 if fused else 5) * shared + scores,
+    }
+
+
+def mlp_gradients(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
+    """Bytes of the gradients of a gated MLP's two inner tensors and of their product, for a layer's mean width."""
+    sparse = 1 - shape.dense_layers / shape.layers
+    width = (1 - sparse) * shape.ffn + sparse * (shape.experts_per_token * shape.expert_ffn + shape.shared_ffn)
+    return 3 * width * batch.tokens * item_bytes(config) / parallel_dims(config).tp
+
+
+def training_activations(config: Config, shape: ModelShape, stage: int) -> tuple[int, int]:
+    """Bytes (device, host) at the start of the backward pass of pipeline stage `stage`, where memory peaks.
+
+    Stage s of p holds the activations of p - s micro-batches.
+    """
+    parallel, batch = config.policy.megatron_cfg, own_part(config, training=True)
+    dims = parallel_dims(config)
+    layer = layer_bytes(config, shape, batch)
+    layers, in_flight = dims.stage_layers(shape.layers)[stage], dims.pp - stage
+    hidden = hidden_bytes(config, shape, batch)
+    kept = hidden if parallel.activation_checkpointing else sum(layer.values())
+    head = 0.0
+    if stage == dims.pp - 1:
+        head = 2 * hidden + head_bytes(config, shape, batch)
+    waiting = 0.0
+    if parallel.fine_grained_activation_offloading and not parallel.activation_checkpointing:
+        # The inputs of the last layer stay on the device: the backward pass needs them first.
+        chosen = parallel.activation_offload_fraction * sum(layer[module] for module in parallel.offload_modules or ())
+        waiting = (layers * in_flight - 1) * chosen
+    # After the head, the gradient of a layer takes about as many bytes as the layer's activations. A recomputed layer
+    # has both at once; then the gradients of its MLP count most.
+    working = sum(layer.values()) + (mlp_gradients(config, shape, batch) if parallel.activation_checkpointing else 0.0)
+    device = layers * in_flight * kept - waiting + max(head, working)
+    return int(device), int(waiting)
+
+
+def logprob_activations(config: Config, shape: ModelShape, stage: int) -> int:
+    """Peak bytes of logprob inference on pipeline stage `stage`: in a layer, or for logits."""
+    batch = own_part(config, training=False)
+    working = sum(layer_bytes(config, shape, batch).values())
+    if stage < parallel_dims(config).pp - 1:
+        return int(working)
+    return int(max(slice_logits(config, shape, batch) * (item_bytes(config) + 4), working))
+
+
+def slice_logits(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
+    """Logits that exist at the same time (`linear_scores`)."""
+    return batch.tokens * min(VOCABULARY_SLICE, shape.vocabulary / parallel_dims(config).tp)
+
+
+def head_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
+    """Bytes at the start of the backward pass: a slice's logits in float32 and their gradient in the model's precision,
+    the float32 gradient of the hidden states, that of the last matrix, and the logits that are kept."""
+    item = item_bytes(config)
+    matrix = item * shape.hidden * shape.vocabulary / parallel_dims(config).tp
+    kept = kept_logits(config, shape, batch) if keeps_logits(config.policy) else 0.0
+    return slice_logits(config, shape, batch) * (4 + item) + batch.tokens * shape.hidden * 4 + matrix + kept
+
+
+def kept_logits(config: Config, shape: ModelShape, batch: MicroBatch) -> float:
+    """Bytes of a micro-batch's logits on one rank, where they are kept for the backward pass."""
+    return batch.tokens * item_bytes(config) * shape.vocabulary / parallel_dims(config).tp
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters of one rank. The two kinds are replicated over different groups of ranks."""
+
+    dense: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+def parameter_count(shape: ModelShape) -> int:
+    """Parameters of the whole model."""
+    layers = sum(_in_layers(shape, shape.layers, tensor=1, expert=1))
+    embeddings = 1 if shape.tied_embeddings else 2
+    return layers + embeddings * shape.vocabulary * shape.hidden + shape.hidden
+
+
+def rank_parameters(shape: ModelShape, dims: ParallelDims, stage: int) -> Parameters:
+    """Parameters of a rank of pipeline stage `stage`, from 0.
+
+    Layers that are not alike count as the mean one. Whole experts are spread over expert-parallel ranks; a
+    tensor-parallel group does not split single experts. Tied embeddings are on the first and on the last stage. The
+    vocabulary is not padded, since it must be a multiple of the tensor parallel size.
+    """
+    dense, experts = _in_layers(shape, dims.stage_layers(shape.layers)[stage], dims.tp, dims.ep)
+    first, last = stage == 0, stage == dims.pp - 1
+    matrices = 1 if dims.pp == 1 and shape.tied_embeddings else first + last
+    dense += matrices * shape.vocabulary * shape.hidden // dims.tp + (shape.hidden if last else 0)
+    return Parameters(dense, experts)
+
+
+def unlike_the_engine(shape: ModelShape, dims: ParallelDims, stage: int) -> int:
+    """Weights of a rank of pipeline stage `stage` that an engine with the same tensor parallel size has in another
+    order: Megatron has the queries, keys and values of a group of heads together, vLLM all queries, all keys and all
+    values."""
+    columns = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    return dims.stage_layers(shape.layers)[stage] * columns * (shape.hidden + (1 if shape.qkv_bias else 0)) // dims.tp
+
+
+def trained_parameters(
+    shape: ModelShape, dims: ParallelDims, peft: LoraConfig, stage: int, grouped: bool
+) -> Parameters:
+    """Parameters that have gradients: all, or with LoRA those of the adapters. A rank's experts share an adapter if
+    they are `grouped`, as on GPUs."""
+    if not peft.enabled:
+        return rank_parameters(shape, dims, stage)
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+
+    def of_mlp(width: int) -> dict[str, int]:
+        return {"linear_fc1": shape.hidden + 2 * width, "linear_fc2": width + shape.hidden}
+
+    attention = {"linear_qkv": shape.hidden + queries + 2 * keys, "linear_proj": queries + shape.hidden}
+    sparse = shape.layers - shape.dense_layers
+    widths = [(shape.layers, attention), (shape.dense_layers, of_mlp(shape.ffn))]
+    widths += [(sparse, of_mlp(shape.shared_ffn))] if shape.shared_ffn else []
+    dense, experts = (
+        sum(layers * sizes.get(name, 0) for layers, sizes in kinds for name in peft.target_modules)
+        for kinds in (widths, [(sparse, of_mlp(shape.expert_ffn))])
+    )
+    experts *= 1 if grouped else shape.experts // dims.ep
+    own = dims.stage_layers(shape.layers)[stage]
+    dense, experts = (count * peft.dim * own // shape.layers for count in (dense, experts))
+    return Parameters(dense // dims.tp, experts)
+
+
+def served_adapters(shape: ModelShape, peft: LoraConfig) -> int:
+    """Elements of the adapters that engines get: A and B of each of a layer's projections, those that Megatron fuses
+    included, which share their A in the policy."""
+    whole = trained_parameters(shape, _ONE_RANK, peft, stage=0, grouped=True).total
+    again = {"linear_qkv": 2, "linear_fc1": 1}
+    return whole + sum(again.get(name, 0) for name in peft.target_modules) * shape.layers * shape.hidden * peft.dim
+
+
+def _in_layers(shape: ModelShape, layers: int, tensor: int, expert: int) -> tuple[int, int]:
+    """Parameters that one rank has of `layers` of the model's layers: outside experts, and in experts."""
+    hidden, sparse = shape.hidden, shape.layers - shape.dense_layers
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    split = hidden * (2 * queries + 2 * keys) + (queries + 2 * keys if shape.qkv_bias else 0)
+    whole = 2 * hidden + (2 * shape.head_dim if shape.qk_norm else 0)
+    dense = shape.layers * (split // tensor + whole) + shape.dense_layers * 3 * hidden * shape.ffn // tensor
+    if sparse:
+        shared = 3 * hidden * shape.shared_ffn // tensor + (hidden if shape.shared_ffn else 0)
+        dense += sparse * (hidden * shape.experts + shared)
+    experts = sparse * shape.experts * 3 * hidden * shape.expert_ffn // expert
+    return dense * layers // shape.layers, experts * layers // shape.layers
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes on the rank's device, and in its host's memory."""
+
+    device: int = 0
+    host: int = 0
+
+    def __add__(self, other: "Bytes") -> "Bytes":
+        return Bytes(self.device + other.device, self.host + other.host)
+
+
+Prediction = Mapping[tuple[Phase, Component], Bytes]
+
+
+def predict(config: Config, shape: ModelShape, device_bytes: int | None) -> dict[tuple[Phase, Component], Bytes]:
+    """Predict every phase and component of `Residency.of(config)`, for the pipeline stage with the highest peak.
+
+    `device_bytes` is the size of one GPU, None on CPUs. CUDA's context, captured graphs, the refit's buffers and the
+    reference weights in host memory are not included. Optimizer states are those after the first step.
+
+    Raises:
+        ValueError: an engine shares a GPU, and `device_bytes` is None.
+    """
+    residency = Residency.of(config)
+    stages = [_of_stage(config, shape, residency, device_bytes, stage) for stage in range(parallel_dims(config).pp)]
+    return max(stages, key=lambda stage: max(sums.device for sums in totals(stage).values()))
+
+
+def totals(prediction: Prediction) -> dict[Phase, Bytes]:
+    """Sum all components, by phase."""
+    sums: dict[Phase, Bytes] = {}
+    for (phase, _), nbytes in prediction.items():
+        sums[phase] = sums.get(phase, Bytes()) + nbytes
+    return sums
+
+
+def predicted_metrics(prediction: Prediction) -> dict[str, float]:
+    """Metrics `memory/predicted/<phase>/<component>`: bytes on the device, logged once."""
+    return {
+        f"memory/predicted/{phase}/{component}": float(nbytes.device)
+        for (phase, component), nbytes in prediction.items()
+    }
+
+
+def _of_stage(
+    config: Config, shape: ModelShape, residency: Residency, device_bytes: int | None, stage: int
+) -> dict[tuple[Phase, Component], Bytes]:
+    dims, peft = parallel_dims(config), config.policy.megatron_cfg.peft
+    trained = trained_parameters(shape, dims, peft, stage, grouped=on_gpus(config))
+    held = rank_parameters(shape, dims, stage).total + (trained.total if peft.enabled else 0)
+    sizes = {
+        Component.PARAMETERS: held * item_bytes(config) - shared_weights(config, shape, stage),
+        Component.GRADIENTS: trained.total * GRADIENT_BYTES,
+    }
+    of_teacher = teacher_weight_bytes(config) if has_teacher(config) else 0
+    if residency.engines_share_device:
+        weights = engine_weights(config, shape)
+        sizes[Component.GENERATION_WEIGHTS] = weights
+        sizes[Component.KV_CACHE] = engine_of(config).kv_bytes(
+            config, CacheFacts(token_cache_bytes(config, shape), weights, device_bytes)
+        )
+
+    def cell(phase: Phase, component: Component) -> Bytes:
+        place = residency.place(phase, component)
+        if component is Component.OPTIMIZER_STATES:
+            return _optimizer_states(config, trained, place)
+        if component is Component.ACTIVATIONS:
+            return _activations(config, shape, phase, stage)
+        if component is Component.TEACHER_WEIGHTS:
+            # The copy in host memory stays there.
+            return Bytes(host=of_teacher if config.teacher.offload else 0) + _at(place, of_teacher, moved=False)
+        return _at(place, sizes[component])
+
+    return {
+        (phase, component): cell(phase, component) for phase in residency.phases for component in residency.components
+    }
+
+
+def _at(place: Place, nbytes: int, moved: bool = True) -> Bytes:
+    """Bytes at a place. Where nothing is `moved`, what is on the host is counted elsewhere."""
+    match place:
+        case Place.DEVICE:
+            return Bytes(device=nbytes)
+        case Place.HOST:
+            return Bytes(host=nbytes if moved else 0)
+        case Place.RELEASED:
+            return Bytes()
+
+
+def _activations(config: Config, shape: ModelShape, phase: Phase, stage: int) -> Bytes:
+    training = Bytes(*training_activations(config, shape, stage))
+    if phase is Phase.TRAIN:
+        return training
+    # A recorded training pass keeps its memory in all phases.
+    kept = training if records_training(config) else Bytes()
+    if phase is not Phase.LOGPROB:
+        return kept
+    own = logprob_activations(config, shape, stage)
+    # Teacher and policy score one after the other.
+    return kept + Bytes(max(own, teacher_activation_bytes(config)) if has_teacher(config) else own)
+
+
+def _optimizer_states(config: Config, parameters: Parameters, place: Place) -> Bytes:
+    """Bytes of float32 master weights, unless the parameters are float32, and of the optimizer's moments."""
+    settings, dims = config.policy.megatron_cfg.optimizer, parallel_dims(config)
+    held = parameters.total
+    if settings.use_distributed_optimizer:
+        held = ceil(parameters.dense / dims.dense_dp) + ceil(parameters.experts / dims.expert_dp)
+    masters = 4 if config.policy.precision == "bfloat16" else 0
+    past = 8 if settings.optimizer == "adam" else 4 if settings.sgd_momentum > 0 else 0
+    whole = held * (masters + past)
+    if not settings.optimizer_cpu_offload:
+        return _at(place, whole)
+    away = settings.optimizer_offload_fraction
+    # The CPU optimizer keeps float32 copies of the parameters and gradients that it steps.
+    return Bytes(device=int((1 - away) * whole), host=int(away * held * (4 + GRADIENT_BYTES + past)))
+
+
+def engine_weights(config: Config, shape: ModelShape) -> int:
+    """Bytes of weights, and of adapters that the engine applies itself, on one of an engine's devices."""
+    serves = engines_serve_adapters(config.generation, config.policy)
+    adapters = served_adapters(shape, config.policy.megatron_cfg.peft) if serves else 0
+    return (parameter_count(shape) + adapters) * item_bytes(config) // engine_ranks(config)
+
+
+def shared_weights(config: Config, shape: ModelShape, stage: int) -> int:
+    """Bytes of a policy rank's frozen weights that are in the memory of the engine on its GPU. Of matrices that the two
+    split over other numbers of ranks, nothing is."""
+    dims = parallel_dims(config)
+    if not engines_share_weights(config) or dims.tp != config.generation.vllm_cfg.tensor_parallel_size:
+        return 0
+    return (rank_parameters(shape, dims, stage).total - unlike_the_engine(shape, dims, stage)) * item_bytes(config)
+
+
+def token_cache_bytes(config: Config, shape: ModelShape) -> int:
+    """Bytes that a token takes of the KV cache on one GPU of an engine."""
+    own_heads = -(-shape.kv_heads // config.generation.vllm_cfg.tensor_parallel_size)
+    return 2 * shape.layers * own_heads * shape.head_dim * item_bytes(config)
+
+
+def teacher_shape(config: Config) -> ModelShape | None:
+    """The shape of the run's teacher; None where it has none, or one of unknown shape, which a warning says."""
+    return _shape(config.teacher.model_name or "") if has_teacher(config) else None
+
+
+def teacher_weight_bytes(config: Config) -> int:
+    """Bytes of the weights on the fullest rank of the teacher."""
+    shape, own = teacher_shape(config), as_teacher(config)
+    if shape is None:
+        return 0
+    dims = parallel_dims(own)
+    return max(rank_parameters(shape, dims, stage).total for stage in range(dims.pp)) * item_bytes(own)
+
+
+def teacher_activation_bytes(config: Config) -> int:
+    """Peak bytes of the teacher's pass over a micro-batch, with its largest logits."""
+    shape, own = teacher_shape(config), as_teacher(config)
+    if shape is None:
+        return 0
+    # A float32 logit and an int64 id.
+    top = 12 * (teacher_topk(config) or 0) * micro_batch(own, training=False).tokens
+    return logprob_activations(own, shape, parallel_dims(own).pp - 1) + top
+
+
+@cache
+def _shape(name: str) -> ModelShape | None:
+    try:
+        return find_shape(name)
+    except NoModelError as error:
+        log.warning("the teacher's memory and seconds are not predicted: %s", error)
+        return None
+
+
+def matrix_weights(shape: ModelShape, experts: int) -> int:
+    """Weights of the matrices that `experts` experts a layer, and everything outside experts, multiply with."""
+    hidden, sparse = shape.hidden, shape.layers - shape.dense_layers
+    attention = hidden * 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    shared = 3 * hidden * shape.shared_ffn + (hidden if shape.shared_ffn else 0)
+    mixture = hidden * shape.experts + shared + 3 * hidden * shape.expert_ffn * experts
+    layers = shape.layers * attention + shape.dense_layers * 3 * hidden * shape.ffn + sparse * mixture
+    return layers + shape.vocabulary * hidden
+
+
+def forward_flops(shape: ModelShape, tokens: float) -> float:
+    """FLOPs of a forward pass over a sequence of this length, without adapters."""
+    attention = 2 * shape.layers * shape.heads * shape.head_dim * tokens * (tokens + 1)
+    return _matrices(shape, tokens) + attention
+
+
+@dataclass(frozen=True)
+class SequenceFlops:
+    """FLOPs of the policy's passes over a sequence, by its number of tokens.
+
+    The backward pass takes twice the forward pass: the gradients of what a matrix was multiplied with, and of its
+    weights. With low-rank adapters, the weights of the model's own matrices are frozen and have no gradient: their
+    backward pass takes as much as the forward pass. (That of the first layer's first matrix, which is not needed then,
+    is counted all the same.)
+    """
+
+    shape: ModelShape
+    peft: LoraConfig
+
+    def reference(self, tokens: float) -> float:
+        """A forward pass of the reference policy, which has no adapters."""
+        return forward_flops(self.shape, tokens)
+
+    def forward(self, tokens: float) -> float:
+        """A forward pass of the policy."""
+        return forward_flops(self.shape, tokens) + 2 * self._adapter_weights * tokens
+
+    def training(self, tokens: float) -> float:
+        """A forward and a backward pass of the policy."""
+        frozen = _matrices(self.shape, tokens) if self.peft.enabled else 0.0
+        return 3 * self.forward(tokens) - frozen
+
+    @cached_property
+    def _adapter_weights(self) -> int:
+        """Weights of the adapters that a token meets. Each of the experts that it visits has one, be it one that they
+        share."""
+        if not self.peft.enabled or not self.shape.layers:
+            return 0
+        visited = replace(self.shape, experts=self.shape.experts_per_token)
+        return trained_parameters(visited, _ONE_RANK, self.peft, 0, grouped=False).total
+
+
+@dataclass(frozen=True)
+class DecodingBytes:
+    """Bytes that a GPU of an engine must read while it decodes."""
+
+    step: float
+    """In each step: the weights of all matrices, of all experts too. (Sequences that decode together visit nearly all
+    of them.) Of embeddings that are no matrix of the vocabulary only the rows of the tokens are read."""
+    token: float
+    """For each token that a sequence has in its KV cache, in each step in which the sequence takes part."""
+
+    @classmethod
+    def of(cls, config: Config, shape: ModelShape) -> "DecodingBytes":
+        weights = matrix_weights(shape, shape.experts) * item_bytes(config)
+        return cls(weights / engine_ranks(config), token_cache_bytes(config, shape))
+
+
+def _matrices(shape: ModelShape, tokens: float) -> float:
+    return 2 * matrix_weights(shape, shape.experts_per_token) * tokens

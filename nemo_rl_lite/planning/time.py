@@ -1,0 +1,341 @@
+"""Predict the seconds of a GRPO step on GPUs, and who waits for whom in each division of a run's GPUs.
+
+The policy takes the FLOPs of `planning/memory.py` at `MFU` of the peak, and those of its layers' forward pass once more
+where it recomputes activations. A layer takes at least `LAUNCH_S` a pass over a micro-batch, in which the processor
+launches its kernels. Engines read their weights once a step and each request's KV cache once a token, at `READS` of the
+memory's bandwidth, or take the FLOPs of the tokens, whichever is longer; the engine's own work comes on top.
+
+The constants were chosen from our records: docs/benchmarks, plan-time-against-measured. Not predicted: the moves of an
+offload preset, communication between ranks, environments, rewards, agents, and prompts that are replaced.
+"""
+
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+
+from nemo_rl_lite.config.algorithms import compares
+from nemo_rl_lite.config.automatic import generates_ahead, leaving_for_generation
+from nemo_rl_lite.config.engines import CacheFacts, engine_of, engines_sleep
+from nemo_rl_lite.config.keys import parse_override
+from nemo_rl_lite.config.leaves import leaves
+from nemo_rl_lite.config.overrides import given_keys
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig, RolloutAlgorithmConfig
+from nemo_rl_lite.config.sizes import (
+    all_gpus,
+    batch_mode,
+    engine_ranks,
+    engines,
+    generation_gpus,
+    on_gpus,
+    optimizer_steps,
+    parallel_dims,
+    policy_ranks,
+    previous_passes,
+    samples_per_step,
+    sequences_per_optimizer_step,
+)
+from nemo_rl_lite.config.teacher import as_teacher
+from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.models.shape import ModelShape
+from nemo_rl_lite.planning.automatic import settle
+from nemo_rl_lite.planning.budget import budget, refit_bytes
+from nemo_rl_lite.planning.gpus import Gpu, speed_of
+from nemo_rl_lite.planning.memory import (
+    SequenceFlops,
+    forward_flops,
+    item_bytes,
+    matrix_weights,
+    micro_batch,
+    parameter_count,
+    teacher_shape,
+    token_cache_bytes,
+    trained_parameters,
+)
+from nemo_rl_lite.rules.algorithm import corrects_age
+from nemo_rl_lite.rules.compose import compose_command
+
+# Shares of the peak FLOP/s and of the memory's bandwidth that are reached.
+MFU, READS = 0.5, 0.78
+# The least seconds of a layer for a forward pass over a micro-batch, and as many for a backward pass.
+LAUNCH_S = 4.5e-3
+# Seconds that an engine works by itself: in each of its steps, for each token, and for each request.
+ENGINE_STEP_S, TOKEN_S, REQUEST_S = 1e-3, 1.5e-5, 5e-4
+# Seconds that an optimizer on the CPU takes for each parameter of a rank.
+CPU_OPTIMIZER_S = 8e-10
+# Seconds of a refit besides its bytes, with the check that follows: engines on their own GPUs, engines that wake up,
+# and engines that stay awake on the policy's GPUs.
+REFIT_APART_S, REFIT_WAKING_S, REFIT_AWAKE_S = 0.2, 0.35, 0.1
+# Bytes/s of a refit: on one machine, and over a link of 400 Gb/s between machines.
+RATE_INSIDE, RATE_BETWEEN = 1e11, 5e10
+# Two predictions whose steps differ by less than this share cannot be told apart.
+CLOSE = 0.1
+HEADERS = ["engine GPUs", "policy GPUs", "generation", "logprob", "train", "refit", "in turn", "one step off"]
+_COLOCATED, _SOURCE, _LOSS = "generation.colocated", "algorithm.rollouts.source", "algorithm.loss_fn"
+_RESOURCES = [f"{_COLOCATED}.resources.{name}" for name in ("num_nodes", "gpus_per_node")]
+_CORRECTED = [f"{_LOSS}.use_importance_sampling_correction=true", f"{_LOSS}.truncated_importance_sampling_ratio=2"]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a step's sequences: mean prompt (with what an environment adds), mean response, longest response."""
+
+    prompt: float
+    mean: float
+    longest: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step's phases."""
+
+    generation: float
+    logprob: float
+    train: float
+    refit: float
+
+    @property
+    def policy(self) -> float:
+        """Seconds that the policy works on a rollout."""
+        return self.logprob + self.train
+
+    @property
+    def in_turn(self) -> float:
+        """Seconds of a step that generates its rollout and then trains on it."""
+        return self.generation + self.policy + self.refit
+
+    @property
+    def overlapped(self) -> float:
+        """Seconds of a step that trains while the engines generate the next rollout."""
+        return max(self.generation, self.policy) + self.refit
+
+
+def assumed_lengths(config: Config, mean: float | None = None) -> Lengths:
+    """Lengths before a run. Unless `mean` is given, responses have half of `max_new_tokens`; the longest has all of
+    them. Prompts have half of what the longest response leaves of a sequence."""
+    longest = config.generation.max_new_tokens
+    room = max(2, config.policy.max_total_sequence_length - longest)
+    return Lengths(room / 2, longest / 2 if mean is None else mean, longest)
+
+
+def predict_step(config: Config, shape: ModelShape, gpu_bytes: int, lengths: Lengths) -> StepTime:
+    """Predict a step of an algorithm that generates, on GPUs of `gpu_bytes`, whose speed is that of the known GPU with
+    the nearest memory."""
+    _, gpu = speed_of(gpu_bytes)
+    teacher = teacher_shape(config)
+    of_teacher = 0.0 if teacher is None else logprob_seconds(as_teacher(config), teacher, gpu, lengths)
+    apart = not config.generation.colocated.enabled
+    shared_s = REFIT_WAKING_S if engines_sleep(config) else REFIT_AWAKE_S
+    rate = RATE_BETWEEN if apart and config.cluster.num_nodes > 1 else RATE_INSIDE
+    return StepTime(
+        generation_seconds(config, shape, gpu, gpu_bytes, lengths),
+        (previous_passes(config) + compares(config)) * logprob_seconds(config, shape, gpu, lengths) + of_teacher,
+        optimizer_steps(config) * optimizer_step_seconds(config, shape, gpu, lengths),
+        (REFIT_APART_S if apart else shared_s) + refit_bytes(config, shape) / rate,
+    )
+
+
+def logprob_seconds(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths) -> float:
+    """Seconds for the logprobs of one set of weights on the samples of a step."""
+    return _passes(config, shape, gpu, lengths, samples_per_step(config), training=False)
+
+
+def optimizer_step_seconds(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths) -> float:
+    """Seconds of training on the sequences of one optimizer step."""
+    seconds = _passes(config, shape, gpu, lengths, sequences_per_optimizer_step(config), training=True)
+    parallel, dims = config.policy.megatron_cfg, parallel_dims(config)
+    if parallel.optimizer.optimizer_cpu_offload:
+        trained = trained_parameters(shape, dims, parallel.peft, 0, on_gpus(config)).total
+        seconds += parallel.optimizer.optimizer_offload_fraction * trained / dims.dense_dp * CPU_OPTIMIZER_S
+    return seconds
+
+
+def generation_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: int, lengths: Lengths) -> float:
+    """Seconds in which the engines sample a step's responses. A prompt is computed once for all its samples."""
+    item, wide = item_bytes(config), engine_ranks(config)
+    weights, token_bytes = parameter_count(shape) * item // wide, token_cache_bytes(config, shape)
+    cache = engine_of(config).kv_bytes(config, CacheFacts(token_bytes, weights, gpu_bytes))
+    room = min(config.generation.vllm_cfg.max_num_seqs, int(cache / (token_bytes * (lengths.prompt + lengths.mean))))
+    requests = -(-samples_per_step(config) // engines(config))
+    # Requests for which there is no room wait until others end.
+    waves = max(1, requests / max(1, room))
+    steps = waves * lengths.mean + max(0, lengths.longest - lengths.mean)
+    caches = requests * lengths.mean * (lengths.prompt + lengths.mean / 2) * token_bytes
+    read = steps * matrix_weights(shape, shape.experts) * item / wide + caches
+    rate = MFU * gpu.flops * wide
+    samples = config.options(RolloutAlgorithmConfig).num_generations_per_prompt
+    whole = lengths.prompt + lengths.mean
+    prompts = requests / samples * forward_flops(shape, lengths.prompt)
+    tokens = requests * lengths.mean / whole * forward_flops(shape, whole)
+    own = steps * ENGINE_STEP_S + requests * (lengths.mean * TOKEN_S + REQUEST_S)
+    return prompts / rate + max(read / (READS * gpu.bandwidth), tokens / rate) + own
+
+
+def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, sequences: int, training: bool) -> float:
+    """Seconds of the policy's passes over `sequences`: a forward pass, and in training the backward pass."""
+    parallel, dims = config.policy.megatron_cfg, parallel_dims(config)
+    padded = batch_mode(config.policy, on_gpus(config)) == "fixed"
+    length = lengths.prompt + (lengths.longest if padded else lengths.mean)
+    batch, share = micro_batch(config, training), sequences / dims.dp
+    # A pack has as many sequences as there is room for, a padded micro-batch its rows.
+    count = math.ceil(share / (batch.tokens // batch.row if padded else batch.tokens / length))
+    again = 1 if training and parallel.activation_checkpointing else 0
+    whole, matrix = (SequenceFlops(own, parallel.peft) for own in (shape, replace(shape, layers=0, dense_layers=0)))
+    work, last = ((own.training if training else own.forward)(length) for own in (whole, matrix))
+    of_layers = work - last + again * (whole.forward(length) - matrix.forward(length))
+    # The last pipeline stage has the vocabulary's matrix in addition to its layers. The others wait for the busiest.
+    layers = dims.stage_layers(shape.layers)
+    stages = [of_layers * own / shape.layers for own in layers]
+    stages[-1] += last
+    launches = 1 + again + (1 if training else 0)
+    flops = max(stages) * share / count / (dims.tp * dims.cp)
+    each = max(flops / (MFU * gpu.flops), launches * max(layers) * LAUNCH_S)
+    # The first micro-batch reaches the last pipeline stage when the others have worked on it.
+    return (count + dims.pp - 1) * each
+
+
+@dataclass(frozen=True)
+class Split:
+    """A division of a run's GPUs; colocated, each of them counts for both sides."""
+
+    engine_gpus: int
+    policy_gpus: int
+    colocated: bool
+    overlaps: bool = False
+    """Whether the engines generate while the policy trains. Where both work on the same GPUs, the sum of the phases is
+    the most that a step takes."""
+    time: StepTime | None = None
+    """None where the rules refuse the division, or it does not fit."""
+    refusal: str = ""
+    overrides: Sequence[str] = ()
+    """What the command needs besides its own overrides."""
+    instead_of: Sequence[str] = ()
+    """Overrides of the command that have to go."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step; infinite where it is refused."""
+        if self.time is None:
+            return math.inf
+        return self.time.overlapped if self.overlaps and not self.colocated else self.time.in_turn
+
+
+@dataclass(frozen=True)
+class Divisions:
+    """The divisions of the GPUs of `config`, which was composed from `overrides`; steps are one step off where engines
+    have their own GPUs."""
+
+    config: Config
+    overrides: Sequence[str]
+    shape: ModelShape
+    gpu_bytes: int
+    lengths: Lengths
+
+    def present(self) -> Split:
+        """The configuration as it is."""
+        return self._predicted(self.config)
+
+    def others(self, present: Split) -> Iterator[Split]:
+        """Yield the colocated division, and every number of GPUs for engines, or of whole machines where there are
+        several."""
+        nodes, total = self.config.cluster.num_nodes, all_gpus(self.config)
+        if not present.colocated:
+            wanted = [f"{_COLOCATED}.enabled=true", f"{_SOURCE}=on_policy"]
+            yield self._first([wanted, [*wanted, "offload=pinned"]], Split(total, total, colocated=True))
+        by_node, by_gpu = _RESOURCES
+        key, other, count = (by_node, by_gpu, nodes) if nodes > 1 else (by_gpu, by_node, total)
+        # A policy on GPUs of its own makes no room for engines.
+        makes_room = leaving_for_generation(self.config.policy)
+        for number in range(1, count):
+            wanted = [f"{_COLOCATED}.enabled=false", f"{key}={number}", f"{other}=null", *self._one_step_off()]
+            ways = [[*wanted, "offload=none"], [*wanted, "policy.offload_for_generation=[]"]]
+            split = Split(number * total // count, total - number * total // count, colocated=False)
+            yield self._first(ways if makes_room else [wanted], split)
+
+    def _one_step_off(self) -> list[str]:
+        options = self.config.options(GRPOConfig)
+        if generates_ahead(self.config):
+            return []
+        corrects = options.loss is not None or corrects_age(options.loss_fn)
+        return [f"{_SOURCE}=one_step_off", *([] if corrects else _CORRECTED)]
+
+    def _first(self, ways: Sequence[Sequence[str]], split: Split) -> Split:
+        """Return the first of the ways to ask for a division that the rules accept and that fits."""
+        reasons = []
+        for wanted in ways:
+            changes = [one for one in wanted if self._changes(one)]
+            # Colocated engines have no GPUs of their own to count.
+            replaced = {*given_keys(changes), *(_RESOURCES if split.colocated else [])}
+            gone = [one for one in self.overrides if replaced & {*given_keys([one])}]
+            try:
+                config = compose_command([*(one for one in self.overrides if one not in gone), *changes])
+            except ConfigError as error:
+                reasons.append(f"{error.violations[0].key} {error.violations[0].rule}")
+                continue
+            if budget(settle(config, self.shape, self.gpu_bytes).config, self.shape, self.gpu_bytes).fits_device:
+                return replace(self._predicted(config), overrides=changes, instead_of=gone)
+            reasons.append("it does not fit the GPUs' memory")
+        return replace(split, refusal=reasons[0])
+
+    def _changes(self, override: str) -> bool:
+        """Whether the configuration has another value, or the override chooses a file."""
+        parsed, values = parse_override(override), dict(leaves(asdict(self.config)))
+        return parsed is not None and values.get(parsed.key_or_group, override) != parsed.value()
+
+    def _predicted(self, config: Config) -> Split:
+        chosen = settle(config, self.shape, self.gpu_bytes).config
+        time = predict_step(chosen, self.shape, self.gpu_bytes, self.lengths)
+        colocated = config.generation.colocated.enabled
+        return Split(generation_gpus(config), policy_ranks(config), colocated, generates_ahead(config), time)
+
+
+def rows(present: Split, others: Sequence[Split]) -> list[list[str]]:
+    """A row for each division, in seconds; `now` marks the present one."""
+    table = []
+    others = [one for one in others if one.engine_gpus != present.engine_gpus]
+    for one in sorted([present, *others], key=lambda one: (not one.colocated, one.engine_gpus)):
+        gpus = [f"{'all ' if one.colocated else ''}{one.engine_gpus}{' (now)' if one is present else ''}"]
+        gpus.append("the same" if one.colocated else str(one.policy_gpus))
+        if one.time is None:
+            table.append([*gpus, *["-"] * 5, "refused"])
+        else:
+            overlapped = "-" if one.colocated else _seconds(one.time.overlapped)
+            table.append([*gpus, *map(_seconds, [*astuple(one.time), one.time.in_turn]), overlapped])
+    return table
+
+
+def lines(present: Split, others: Sequence[Split]) -> Iterator[str]:
+    """Yield sentences: who waits, what is refused, and what to type for the shortest step."""
+    if present.time is not None:
+        time, now = present.time, f"now: a step takes {_seconds(present.seconds)} s"
+        if present.colocated:
+            how = "work at the same time" if present.overlaps else "take turns"
+            yield f"{now}{' at most' * present.overlaps}, in which engines and policy {how} on the same GPUs"
+        else:
+            late = time.generation - time.policy
+            waits = (max(late, 0), max(-late, 0)) if present.overlaps else (time.generation, time.policy)
+            own, theirs = map(_seconds, waits)
+            yield f"{now}, in which the policy waits {own} s for the engines and the engines {theirs} s for the policy"
+    for key in dict.fromkeys(one.refusal.split()[0] for one in others if one.refusal):
+        alike = [one for one in others if one.refusal.startswith(f"{key} ")]
+        numbers = ", ".join(str(one.engine_gpus) for one in alike)
+        first = f"; with {alike[0].engine_gpus}" if len(alike) > 1 else ""
+        yield f"refused with {numbers} of the GPUs for engines{first}: {alike[0].refusal}"
+    shortest = min([present, *others], key=lambda one: one.seconds)
+    if not others:
+        yield "one GPU cannot be divided"
+    elif shortest.seconds >= (1 - CLOSE) * present.seconds:
+        yield f"no other division makes the step shorter by {CLOSE:.0%} or more"
+    else:
+        apart = f"{shortest.engine_gpus} of the GPUs for engines that work while the policy trains"
+        how = "colocated engines" if shortest.colocated else apart
+        yield f"shortest step: {_seconds(shortest.seconds)} s with {how}; the overrides for it:"
+        yield shlex.join(shortest.overrides)
+        if shortest.instead_of:
+            yield f"in place of: {shlex.join(shortest.instead_of)}"
+
+
+def _seconds(seconds: float) -> str:
+    """`0.43`, `4.3` or `43`."""
+    return f"{seconds:.2f}" if seconds < 1 else f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"
