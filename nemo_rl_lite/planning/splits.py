@@ -12,7 +12,7 @@ from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.config.sizes import all_gpus, generation_gpus, policy_ranks
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.planning.step_time import StepTime
-from nemo_rl_lite.rules.compose import compose_command
+from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.rules.loss import corrects_age
 
 _COLOCATED, _SOURCE, _LOSS = "generation.colocated", "algorithm.rollouts.source", "algorithm.loss_fn"
@@ -101,7 +101,7 @@ class Search:
             replaced = {*given_keys(changes), *without_effect}
             gone = [one for one in self.overrides if replaced & {*given_keys([one])}]
             try:
-                config = compose_command([*(one for one in self.overrides if one not in gone), *changes])
+                config = compose_config([*(one for one in self.overrides if one not in gone), *changes])
             except ConfigError as error:
                 reasons.append(f"{error.violations[0].key} {error.violations[0].rule}")
                 continue

@@ -1,10 +1,10 @@
-"""What a rule is, and how all rules are checked.
+"""Rules about keys that contradict each other.
 
-A rule names the keys it reads, so that a key with a wrong type does not also break every rule that uses it, and the
-options class of the algorithms that it is about, where other algorithms do not use what it checks.
+A rule refuses a run that would crash or hang after minutes, or that would train something else than asked. It names the
+sections and keys that it reads, and is skipped where one of them has a wrong type; `options` limits it to algorithms.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nemo_rl_lite.config.schema import Config
@@ -16,7 +16,7 @@ Check = Callable[[Config], Iterator[Violation]]
 
 @dataclass(frozen=True)
 class Rule:
-    keys: tuple[str, ...]
+    reads: tuple[str, ...]
     check: Check
     options: type[AlgorithmConfig]
 
@@ -24,27 +24,27 @@ class Rule:
 RULES: list[Rule] = []
 
 
-def rule(*keys: str, options: type[AlgorithmConfig] = AlgorithmConfig) -> Callable[[Check], Check]:
-    """Register a check with the keys (or sections) it reads, for algorithms with these `options`."""
+def rule(*reads: str, options: type[AlgorithmConfig] = AlgorithmConfig) -> Callable[[Check], Check]:
+    """Register a check, the sections and keys that it reads, and the algorithms that it is for."""
 
     def register(check: Check) -> Check:
-        RULES.append(Rule(keys, check, options))
+        RULES.append(Rule(reads, check, options))
         return check
 
     return register
 
 
 def check_rules(config: Config, unusable: frozenset[str] = frozenset()) -> list[Violation]:
-    """Everything the rules find wrong. Rules that read a key of `unusable`, or are about other algorithms, are left
-    out."""
+    """Return every violation. Rules that read a key of `unusable` are skipped."""
     return [
         violation
         for rule in RULES
         if isinstance(config.algorithm, rule.options)
-        and not any(_overlap(key, bad) for key in rule.keys for bad in unusable)
+        and not any(is_of(bad, rule.reads) or is_of(read, [bad]) for bad in unusable for read in rule.reads)
         for violation in rule.check(config)
     ]
 
 
-def _overlap(key: str, bad: str) -> bool:
-    return key == bad or key.startswith(f"{bad}.") or bad.startswith(f"{key}.")
+def is_of(key: str, names: Sequence[str]) -> bool:
+    """Return whether `key` is one of `names`, or below one of them."""
+    return any(f"{key}.".startswith(f"{name}.") for name in names)

@@ -5,14 +5,12 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from nemo_rl_lite.config.active import idle_note
+from nemo_rl_lite.config.keys import known_variables, unread_variables
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.variables import known_variables, unread_variables
 from nemo_rl_lite.rules.layout import MEGATRON
 from nemo_rl_lite.rules.loss import estimate_as_a_reward, steps_without_a_ratio
-from nemo_rl_lite.rules.newlines import NEWLINE, has_written_newline
-from nemo_rl_lite.rules.slips import slips
 from nemo_rl_lite.rules.steps import endless_warm_up, unfinished_decay
-from nemo_rl_lite.rules.without_effect import told_on_cpus
 
 
 def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
@@ -20,17 +18,13 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
     if unread := unread_variables():
         known = ", ".join(sorted(known_variables()))
         yield f"without effect, because nothing reads it: {', '.join(unread)} (read are {known})"
-    if unused := told_on_cpus(config, given):
-        yield f"without effect, because the run is on CPUs: {', '.join(unused)}"
-    for name in ("prompt_template", "system_prompt"):
-        if has_written_newline(getattr(config.data, name)):
-            yield f"data.{name} has a backslash and an n, which stay as they are; {NEWLINE}"
+    if idle := idle_note(config, given):
+        yield idle
     if f"{MEGATRON}.scheduler.lr_warmup_iters" in given and (told := endless_warm_up(config)):
         yield told
     if not {f"{MEGATRON}.scheduler.{name}" for name in ("lr_decay_style", "lr_decay_iters")}.isdisjoint(given):
         yield from unfinished_decay(config)
     yield from filter(None, (estimate_as_a_reward(config), steps_without_a_ratio(config)))
-    yield from slips(config, given)
     yield from _unread_environment(config)
 
 

@@ -9,11 +9,8 @@ from nemo_rl_lite.config.sections.algorithm import GRPOConfig, RolloutAlgorithmC
 from nemo_rl_lite.config.sizes import samples_per_step
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.rules.algorithm import patience_has_validations
-from nemo_rl_lite.rules.compose import changed_keys
 from nemo_rl_lite.rules.layout import MEGATRON
 from nemo_rl_lite.rules.profile import profiled_steps_are_taken
-from nemo_rl_lite.rules.step_effects import STEP_EFFECTS
-from nemo_rl_lite.rules.without_effect import is_of
 
 log = logging.getLogger(__name__)
 
@@ -22,8 +19,7 @@ def check_total_steps(config: Config, total: int) -> None:
     """Raise ConfigError where a run that ends after `total` steps, by its epochs, cannot do what its keys say."""
     options = dataclasses.replace(config.algorithm, max_num_steps=total)
     whole = dataclasses.replace(config, algorithm=options)
-    violations = [*profiled_steps_are_taken(whole), *patience_has_validations(whole)]
-    if violations := [*violations, *_without_effect(config, whole, total)]:
+    if violations := [*profiled_steps_are_taken(whole), *patience_has_validations(whole)]:
         raise ConfigError(violations)
     if total != config.algorithm.max_num_steps:
         for told in filter(None, (endless_warm_up(whole), *unfinished_decay(whole))):
@@ -77,14 +73,3 @@ def _optimizer_steps(config: Config) -> int | None:
     if steps is not None and isinstance(config.algorithm, RolloutAlgorithmConfig):
         steps *= max(1, samples_per_step(config) // config.policy.train_global_batch_size)
     return steps
-
-
-def _without_effect(config: Config, whole: Config, total: int) -> Iterator[Violation]:
-    """What has an effect as far as the keys say, and none in the whole run."""
-    for effect in STEP_EFFECTS:
-        if not effect.holds(config) or effect.holds(whole):
-            continue
-        for key in changed_keys(config):
-            if is_of(key, effect.keys):
-                rule_text = f"{effect.otherwise} in the {total} steps that the data has"
-                yield Violation(key, None, rule_text, f"leave {key} out, or {effect.needs}")

@@ -14,8 +14,8 @@ from nemo_rl_lite.config.overrides import check_overrides, given_keys
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.rules.base import is_of
 from nemo_rl_lite.rules.compose import resolve
-from nemo_rl_lite.rules.without_effect import is_of
 
 CHAT_KEYS = ("policy.tokenizer.chat_template", "policy.tokenizer.chat_template_kwargs")
 """They mean what they mean for a run, and are those of a command for a run's model as for that of a folder."""

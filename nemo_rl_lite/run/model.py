@@ -15,15 +15,16 @@ from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.rules import check_rules
 
 
-def starting_model(config: Config, console: RunConsole) -> Path:
-    """Find the model's folder; make or download it where it does not exist.
+def starting_model(config: Config, console: RunConsole, untrained: Path | None = None) -> Path:
+    """Find the model's folder; make or download it where it does not exist. With `untrained`, `locate_model` trains
+    nothing.
 
     Raises:
         ConfigError: the hub cannot be reached or has no such model; the model is broken, or does not fit the
             configuration.
     """
     was_unknown = is_hub_name(config.policy.model_name)
-    folder = locate_model(config, console)
+    folder = locate_model(config, console, untrained)
     try:
         check_model_folder(folder)
     except NoModelError as error:

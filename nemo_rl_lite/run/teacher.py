@@ -13,7 +13,7 @@ from nemo_rl_lite.rules.teacher import KEY, with_teachers_keys
 from nemo_rl_lite.run.model import starting_model
 
 
-def with_teacher(config: Config, console: RunConsole) -> Config:
+def with_teacher(config: Config, console: RunConsole, untrained: Path | None = None) -> Config:
     """Return the configuration with the folder of the teacher in `teacher.model_name`; it is made or downloaded where
     it does not exist. Without a teacher, the configuration is the same.
 
@@ -23,7 +23,7 @@ def with_teacher(config: Config, console: RunConsole) -> Config:
     if not has_teacher(config):
         return config
     try:
-        folder = starting_model(as_teacher(config), console)
+        folder = starting_model(as_teacher(config), console, untrained)
     except ConfigError as error:
         raise ConfigError(with_teachers_keys(error.violations)) from None
     return replace(config, teacher=replace(config.teacher, model_name=str(folder)))

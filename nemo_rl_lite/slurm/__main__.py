@@ -18,7 +18,7 @@ from nemo_rl_lite.config.overrides import RUN_FOLDER, given_keys, named_run_fold
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, LauncherError, shown_as_message
 from nemo_rl_lite.host.paths import local_path
-from nemo_rl_lite.rules.compose import compose_command
+from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.rules.notes import notes, notes_elsewhere, show
 from nemo_rl_lite.slurm.batch_job import BatchJob, Container
 from nemo_rl_lite.slurm.options import SBATCH, is_memory_share, option_problems
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     given = parser.parse_intermixed_args(words)
     with shown_as_message("nrl-lite slurm"):
-        config = compose_command(given.overrides)
+        config = compose_config(given.overrides)
         job = _job(given, config)
         show([*notes(config, given_keys(given.overrides)), *notes_elsewhere(config), *_of_the_job(job)])
         script = job.script(["nrl-lite", "slurm", *words])

@@ -18,8 +18,8 @@ from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import samples_per_step
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.playing import Assistant, SingleTurn
-from nemo_rl_lite.rules.compose import compose_command
-from nemo_rl_lite.run.flags import split_arguments
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run.command import split_arguments
 
 
 def quantiles(count: int, mean: float, sigma: float, most: int) -> list[int]:
@@ -60,7 +60,7 @@ def force(mean: float, sigma: float, samples: int, count: int) -> None:
 
 def main() -> None:
     mean, sigma, *arguments = sys.argv[1:]
-    config = compose_command(split_arguments(arguments)[1])
+    config = compose_config(split_arguments(arguments)[1])
     samples = config.options(RolloutAlgorithmConfig).num_generations_per_prompt
     force(float(mean), float(sigma), samples, samples_per_step(config))
     train.main(arguments)

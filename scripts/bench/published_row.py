@@ -38,7 +38,7 @@ from nemo_rl_lite.planning.budget import Budget, budget
 from nemo_rl_lite.planning.gpus import size_of
 from nemo_rl_lite.planning.phase_time import Lengths
 from nemo_rl_lite.planning.step_time import StepTime, predict_step
-from nemo_rl_lite.rules.compose import compose_command
+from nemo_rl_lite.rules.compose import compose_config
 
 RECIPE, PUBLISHED = "grpo-llama3.1-8b-1n8g-pp2", "meta-llama/Llama-3.1-8B-Instruct"
 PROMPT, MEAN, SIGMA, GPUS = 130, 795, 1.0, 8
@@ -115,7 +115,7 @@ def settings(gpus: int, batch: int, apart: bool) -> list[str]:
 
 def planned(overrides: list[str], shape: ModelShape, gpu_bytes: int) -> tuple[Config, Budget, StepTime]:
     """The settled configuration, and what the plan says of its memory and its seconds."""
-    config = settle(compose_command(overrides), shape, gpu_bytes).config
+    config = settle(compose_config(overrides), shape, gpu_bytes).config
     lengths = Lengths(PROMPT, MEAN, config.generation.max_new_tokens)
     return config, budget(config, shape, gpu_bytes), predict_step(config, shape, gpu_bytes, lengths)
 
@@ -157,7 +157,7 @@ def measure(given: argparse.Namespace) -> None:
         overrides = settings(given.gpus, given.batch, given.apart)
         overrides += [f"policy.model_name={model}", "data.name=file", f"data.train_path={questions}"]
         overrides += [f"algorithm.max_num_steps={warm + given.steps + drained}", *given.overrides]
-        config, mean = compose_command(overrides), MEAN if given.gpus else 40
+        config, mean = compose_config(overrides), MEAN if given.gpus else 40
         command = [sys.executable, str(Path(__file__).with_name("forced_lengths.py")), str(mean), str(SIGMA)]
         command += [*overrides, *(["--dry-run"] if given.dry_run else []), f"hydra.run.dir={folder}/run"]
         if status := subprocess.run(command, cwd=record.ROOT).returncode:

@@ -21,8 +21,8 @@ from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.host.devices import gpu_count
 from nemo_rl_lite.observability.redaction import HIDDEN, described
+from nemo_rl_lite.rules.base import is_of
 from nemo_rl_lite.rules.compose import resolve
-from nemo_rl_lite.rules.without_effect import is_of
 from nemo_rl_lite.run.chat_keys import CHAT_KEYS, as_composed
 from nemo_rl_lite.run.evaluation.code import code_digests
 from nemo_rl_lite.run.serving import Served, alone

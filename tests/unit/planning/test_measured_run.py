@@ -12,7 +12,7 @@ from nemo_rl_lite.planning.measured_run import read_measured
 from nemo_rl_lite.planning.phase_time import Lengths
 from nemo_rl_lite.planning.step_time import StepTime
 from nemo_rl_lite.planning.waiting import Basis, predict_waiting
-from nemo_rl_lite.rules.compose import compose_command
+from nemo_rl_lite.rules.compose import compose_config
 
 SHAPE = model_shape(KNOWN_MODELS["Qwen/Qwen3-1.7B"])
 SIZES = ["policy.model_name=Qwen/Qwen3-1.7B", "cluster.gpus_per_node=4", "policy.train_global_batch_size=96"]
@@ -36,7 +36,7 @@ SLOW = {name: 9 * value for name, value in STEP.items()}
 
 def write_run(folder, overrides=RUN, steps=(SLOW, STEP, STEP, STEP)):
     """A run's folder; its metrics have lines of other steps, too, and the last one is incomplete."""
-    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(compose_command(overrides))))
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(compose_config(overrides))))
     entries = [{"step": 0, "validation/accuracy": 0.5}, *({"step": n, **one} for n, one in enumerate(steps, 1))]
     text = "".join(f"{json.dumps(one)}\n" for one in entries)
     (folder / "metrics.jsonl").write_text(f'{text}{{"step": 9, "timi')
@@ -51,7 +51,7 @@ def test_medians_without_the_first_step(tmp_path):
 
 
 def test_the_runs_own_configuration_gets_the_runs_own_seconds(tmp_path):
-    config = compose_command(RUN)
+    config = compose_config(RUN)
     basis = Basis.measured(config, SHAPE, GPU_BYTES, read_measured(write_run(tmp_path), "config.json"))
     found = predict_waiting(config, RUN, SHAPE, GPU_BYTES, basis)
     assert dataclasses.astuple(found.present.time) == pytest.approx((20, 4, 11, 1))
@@ -60,7 +60,7 @@ def test_the_runs_own_configuration_gets_the_runs_own_seconds(tmp_path):
 
 def test_other_divisions_are_as_far_from_the_prediction_as_the_run_was(tmp_path):
     """Fewer GPUs take longer, with more to generate for each engine or more to train on for each rank."""
-    config = compose_command(RUN)
+    config = compose_config(RUN)
     basis = Basis.measured(config, SHAPE, GPU_BYTES, read_measured(write_run(tmp_path), "config.json"))
     one, two, three = predict_waiting(config, RUN, SHAPE, GPU_BYTES, basis).apart
     assert one.time.generation > two.time.generation > three.time.generation
@@ -69,7 +69,7 @@ def test_other_divisions_are_as_far_from_the_prediction_as_the_run_was(tmp_path)
 
 def refusal(folder, config=RUN) -> str:
     with pytest.raises(ConfigError) as error:
-        Basis.measured(compose_command(config), SHAPE, GPU_BYTES, read_measured(folder, "config.json"))
+        Basis.measured(compose_config(config), SHAPE, GPU_BYTES, read_measured(folder, "config.json"))
     [violation] = error.value.violations
     assert violation.key == "--from-run" and violation.fix
     return violation.rule

@@ -7,7 +7,7 @@ from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.splits import Refusal, Search, Split
 from nemo_rl_lite.planning.step_time import StepTime
 from nemo_rl_lite.planning.waiting import Basis, as_json, lines, predict_waiting, rows
-from nemo_rl_lite.rules.compose import compose_command
+from nemo_rl_lite.rules.compose import compose_config
 
 SHAPE = model_shape(KNOWN_MODELS["Qwen/Qwen3-8B"])
 GPUS = ["policy=megatron_gpu", "generation=vllm_gpu", "policy.model_name=Qwen/Qwen3-8B", "cluster.gpus_per_node=8"]
@@ -31,7 +31,7 @@ def shares(generation: float, train: float):
 
 
 def search(overrides, predict, fits=lambda _: True) -> Search:
-    return Search(compose_command(overrides), overrides, predict, fits)
+    return Search(compose_config(overrides), overrides, predict, fits)
 
 
 @pytest.mark.parametrize(("generation", "train", "engines"), [(60, 20, 6), (40, 40, 4), (20, 60, 2)])
@@ -56,7 +56,7 @@ def test_the_overrides_are_accepted_as_they_are(overrides):
     assert len(found) == 7
     for split in found:
         kept = [override for override in overrides if override not in split.instead_of]
-        again = Search(compose_command([*kept, *split.overrides]), (), shares(10, 10), lambda _: True).present()
+        again = Search(compose_config([*kept, *split.overrides]), (), shares(10, 10), lambda _: True).present()
         assert (again.engine_gpus, again.colocated, again.overlaps) == (
             split.engine_gpus,
             split.colocated,
@@ -90,7 +90,7 @@ def test_what_the_rules_refuse_or_does_not_fit_has_its_reason():
 def waiting(*overrides: str):
     """What is said of Qwen3-8B on H200s with responses of 400 tokens."""
     command = [*GPUS, "policy.megatron_cfg.activation_checkpointing=true", *overrides]
-    config = compose_command(command)
+    config = compose_config(command)
     return predict_waiting(config, command, SHAPE, 141 * 2**30, Basis.assumed(config, 400)), config
 
 
@@ -150,7 +150,7 @@ def test_one_gpu_is_not_divided():
 def test_engines_that_work_beside_the_policy_on_its_gpu_are_predicted_in_turn_as_the_most():
     own = ["policy=megatron_gpu", "generation=vllm_gpu", "policy.model_name=Qwen/Qwen3-8B", "cluster.gpus_per_node=1"]
     command = [*own, "generation.colocated.sleep=false", *OFF]
-    config = compose_command(command)
+    config = compose_config(command)
     waiting = predict_waiting(config, command, SHAPE, 80 * 2**30, Basis.assumed(config))
     assert waiting.present.seconds == waiting.present.time.in_turn
     said = "\n".join(lines(waiting, config))

@@ -6,16 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from nemo_rl_lite.rules.effects import EFFECTS
+from nemo_rl_lite.rules.without_effect import ON_GPUS, told_on_cpus
 
 from nemo_rl_lite.config import keys
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import micro_batch_sizes
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.rules.compose import compose_command, compose_config, resolve
-from nemo_rl_lite.rules.effects import EFFECTS
-from nemo_rl_lite.rules.without_effect import ON_GPUS, told_on_cpus
+from nemo_rl_lite.rules.compose import compose_config, resolve
 from nemo_rl_lite.run import command
-from nemo_rl_lite.run.flags import split_arguments
+from nemo_rl_lite.run.command import split_arguments
 
 HEAVY = ("torch", "ray", "vllm", "megatron", "transformers", "numpy")
 
@@ -231,7 +231,7 @@ def test_who_gives_a_key_expects_an_effect(tmp_path):
     """A recipe may set what its algorithm does not use, and so may a command that gives what is the default anyway."""
     given = ["algorithm=sft", "reward=math", "generation.top_p=0.5", "environment.max_turns=3", "profile.tool=nsys"]
     with pytest.raises(ConfigError) as error:
-        compose_command(given)
+        compose_config(given)
     told = {violation.key: violation.fix for violation in error.value.violations}
     assert list(told) == ["reward", "generation.top_p", "environment.max_turns", "profile.tool"]
     assert (
@@ -239,7 +239,7 @@ def test_who_gives_a_key_expects_an_effect(tmp_path):
         and "profile.steps=[3]" in told["profile.tool"]
     )
     assert resolve(keys.compose_files(given)).generation.top_p == 0.5
-    assert compose_command(["algorithm=sft", "reward=exact_match", "environment=none", "generation=vllm_gpu"])
+    assert compose_config(["algorithm=sft", "reward=exact_match", "environment=none", "generation=vllm_gpu"])
 
 
 def test_every_key_of_the_table_exists():
@@ -330,9 +330,9 @@ def test_a_command_for_gpus_is_told_what_does_nothing_on_cpus():
 def test_what_the_table_has_for_gpus_alone_is_among_them(key, value, without):
     """Where it would do nothing on GPUs either, it is refused."""
     half = ["policy=megatron_gpu", f"{key}={value}"]
-    assert told_on_cpus(compose_command(half), [key]) == [key]
+    assert told_on_cpus(compose_config(half), [key]) == [key]
     with pytest.raises(ConfigError, match=f"{re.escape(key)}\n +has no effect without"):
-        compose_command([*half, without])
+        compose_config([*half, without])
 
 
 def test_kernels_for_gpus_and_the_packs_of_a_teacher_are_among_them():
@@ -350,18 +350,18 @@ def test_what_packs_on_cpus_has_limits_there():
 
 
 def test_gsm8k_comes_from_the_hub_by_the_override_that_its_refusal_names():
-    data = compose_command(["data=gsm8k", "data.name=hub"]).data
+    data = compose_config(["data=gsm8k", "data.name=hub"]).data
     assert (data.name, data.path, data.subset, data.validation_split) == ("hub", "openai/gsm8k", "main", "test")
 
 
 def test_a_length_that_is_offered_suffices():
     given = ["policy.model_name=Qwen/Qwen3-8B", "generation.max_new_tokens=2048"]
     with pytest.raises(ConfigError, match=r"fix: policy\.max_total_sequence_length=4096, or generation"):
-        compose_command(given)
-    assert compose_command([*given, "policy.max_total_sequence_length=4096"])
+        compose_config(given)
+    assert compose_config([*given, "policy.max_total_sequence_length=4096"])
 
 
 def test_a_constant_rate_has_a_warm_up_of_any_length():
     scheduler = "policy.megatron_cfg.scheduler"
-    config = compose_command([f"{scheduler}.lr_warmup_iters=2000"]).policy.megatron_cfg.scheduler
+    config = compose_config([f"{scheduler}.lr_warmup_iters=2000"]).policy.megatron_cfg.scheduler
     assert config.lr_warmup_iters > config.lr_decay_iters and config.lr_decay_style == "constant"

@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_rl_lite.config.overrides import given_keys
-from nemo_rl_lite.rules.compose import compose_command
+from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.rules.notes import notes
 
 OPTIMIZER = "policy.megatron_cfg.optimizer"
@@ -12,7 +12,7 @@ WARM_UP = "policy.megatron_cfg.scheduler.lr_warmup_iters"
 
 
 def told(*arguments: str) -> str:
-    return " | ".join(notes(compose_command(arguments), given_keys(arguments)))
+    return " | ".join(notes(compose_config(arguments), given_keys(arguments)))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from nemo_rl_lite.rules.compose import compose_command
+from nemo_rl_lite.rules.compose import compose_config
 
 ROOT = Path(__file__).parents[3]
 FAKE = """#!/bin/bash
@@ -41,7 +41,7 @@ def test_every_tasks_and_algorithms_command_composes(scripts, small):
     ]
     pairs = [(task, "grpo") for task in tasks.values()] + [(tasks["gcd"], name) for name in learning.ALGORITHMS]
     for task, name in pairs:
-        config = compose_command([*base, *task.overrides(), f"algorithm={name}"])
+        config = compose_config([*base, *task.overrides(), f"algorithm={name}"])
         assert (config.data.task, config.data.task_kwargs) == (task.task, task.arguments)
         assert config.algorithm.loss_fn.reference_policy_kl_penalty == 0
 
@@ -58,7 +58,7 @@ def test_every_recipes_command_composes(scripts, small):
         overrides = recipes.overrides(own, given)
         asked = ["teacher.model_name=Qwen/Qwen3-1.7B"] if "algorithm=distillation" in own else []
         kept = [one for one in overrides if "model_name=" not in one]
-        config = compose_command([*kept, "policy.model_name=Qwen/Qwen3-1.7B", *asked])
+        config = compose_config([*kept, "policy.model_name=Qwen/Qwen3-1.7B", *asked])
         assert config.algorithm.max_num_steps == 3
 
 
