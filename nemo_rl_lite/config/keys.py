@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -276,6 +275,8 @@ def _longest[Answer](table: Mapping[str, Answer], key: str) -> Answer | None:
 @cache
 def _aliases(part: str) -> dict[str, str | list[str]]:
     """Return one part of aliases.yaml, an entry for each name; sections of NeMo-RL before their keys."""
+    import yaml
+
     entries = yaml.safe_load((config_dir() / ALIASES).read_text())[part]
     found = {}
     for names, answer in entries.items():

@@ -4,7 +4,7 @@ import pytest
 
 from nemo_rl_lite.algorithms.supervised import shown_limits
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.rules.compose import changed_keys, compose_config
+from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.rules.steps import check_epochs, check_total_steps
 
 LATE = ["algorithm=sft", "algorithm.val_at_start=false", "algorithm.val_at_end=false", "algorithm.val_period=20"]
@@ -16,30 +16,12 @@ def refused(*arguments: str, total: int = 10) -> str:
     return str(caught.value)
 
 
-def test_a_validation_that_never_comes():
-    assert "algorithm.val_period" in refused() and "in the 10 steps that the data has" in refused()
-    check_total_steps(compose_config(LATE), 20)
-    # The default period is nobody's.
-    check_total_steps(compose_config(LATE[:3]), 5)
-
-
-def test_a_best_checkpoint_that_nothing_measures():
-    keys = ["algorithm.val_period=6", "checkpoint.save_period=4", "checkpoint.keep_best=3"]
-    assert "checkpoint.keep_best" in refused(*keys)
-    check_total_steps(compose_config([*LATE, *keys]), 12)
-
-
 def test_a_warm_up_as_long_as_the_run_is_told(caplog):
     config = compose_config(["algorithm=sft", "policy.megatron_cfg.scheduler.lr_warmup_iters=10"])
     check_total_steps(config, 11)
     assert not caplog.records
     check_total_steps(config, 10)
     assert "lr_warmup_iters = 10: the run has 10 optimizer steps" in caplog.text
-
-
-def test_keys_that_are_not_the_algorithms_defaults():
-    assert changed_keys(compose_config(["algorithm=dpo"])) == []
-    assert changed_keys(compose_config(["algorithm=sft", "algorithm.seed=7"])) == ["algorithm.seed"]
 
 
 @pytest.mark.parametrize(
