@@ -112,7 +112,8 @@ def _composed(folder: Path, choices: tuple[str, ...]) -> DictConfig:
 
 def _set_values(composed: DictConfig, overrides: Sequence[str]) -> None:
     with _readable_errors(), read_write(composed), open_dict(composed):
-        OmegaConf.set_readonly(composed.get(HYDRA_PACKAGE), None)
+        if HYDRA_PACKAGE in composed:
+            OmegaConf.set_readonly(composed[HYDRA_PACKAGE], None)
         for one in filter(None, map(parse_override, overrides)):
             if not chooses_file(one):
                 OmegaConf.update(composed, one.key_or_group, one.value(), merge=True, force_add=True)
