@@ -19,7 +19,7 @@ from nemo_rl_lite.host.paths import local_path
 from nemo_rl_lite.models.known import MADE_HERE, find_shape
 from nemo_rl_lite.planning.gpus import KNOWN, parse_size, size_of
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.rules.model import shape_fits_the_layout
+from nemo_rl_lite.rules.layout import shape_fits_the_layout
 from nemo_rl_lite.rules.notes import notes, notes_elsewhere, show
 
 DOES_NOT_FIT = 1

@@ -197,7 +197,7 @@ python -m nemo_rl_lite.train algorithm=sft policy.megatron_cfg.optimizer.lr=1e-4
 
 `--cfg job` prints the configuration that a command line composes and runs nothing. `hydra.run.dir=FOLDER` names the
 run's folder. Unknown keys, values out of range and keys that contradict each other are reported at once, before
-anything starts; a note names keys of the command line that have no effect in that run. `${a.b}` stands for the value of
+anything starts. Keys of the command line that have no effect in that run are noted. `${a.b}` stands for the value of
 another key.
 
 `-m algorithm.seed=1,2,3` is a sweep: a run for each value, one after the other, in numbered folders under

@@ -12,8 +12,6 @@ from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.data.rows import Row
 from nemo_rl_lite.errors import DataError
 
-# A number, and what would belong to it.
-_PART, _REST = re.compile(r"[-+]?[\d,]*\.?\d+"), re.compile(r"\d*(?:,\d{3}(?!\d))*(?:\.\d+)?(?<=\d)")
 _WITH_COMMAS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
@@ -60,16 +58,6 @@ def template_columns(template: str) -> list[str]:
             raise ValueError(f"the field {name!r} is more, or less, than a column's name")
         columns.append(name)
     return columns
-
-
-def cut_number(config: DataConfig, row: Row) -> tuple[str, str] | None:
-    """Return what `data.answer_pattern` takes out of a number, and that number; None where it takes all of it."""
-    text = row.get(config.answer_column or "")
-    found = re.search(config.answer_pattern, text) if config.answer_pattern and isinstance(text, str) else None
-    if found is None or found[1] is None or not _PART.fullmatch(found[1]):
-        return None
-    rest = _REST.match(found.string, found.end(1))
-    return (found[1], f"{found[1]}{rest[0]}") if rest and rest[0] else None
 
 
 def filled(template: str, row: Row, where: str) -> str:

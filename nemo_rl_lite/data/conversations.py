@@ -103,11 +103,6 @@ def _says_something(message: Message) -> bool:
     return any((message["content"].strip(), message.get("reasoning_content"), message.get("tool_calls")))
 
 
-def has_whole_chats(config: DataConfig, row: Row) -> bool:
-    """Whether a row is a whole chat, and no prompt with a response."""
-    return _messages_column(config, row) is not None
-
-
 def _messages_column(config: DataConfig, row: Row) -> str | None:
     """The column that is named, or of a usual name in a row that has no prompt."""
     if config.messages_column is not None:

@@ -24,8 +24,6 @@ class Kind[T: Asked]:
     name: str
     from_row: Callable[[DataConfig, Row, str], T | LeftOut]
     from_problem: Callable[[Problem], T]
-    unread: tuple[str, ...] = ()
-    """Keys of `data` that name columns of the other kinds."""
     reads_answers: bool = False
     """Whether `data.answer_pattern` finds the answers of its rows."""
 
@@ -40,14 +38,13 @@ def problems(tools: Sequence[Tool] = ()) -> Kind[Problem]:
     def from_problem(problem: Problem) -> Problem:
         return replace(problem, tools=tuple(tools))
 
-    return Kind("problems", from_row, from_problem, unread=("messages_column", "min_reward"), reads_answers=True)
+    return Kind("problems", from_row, from_problem, reads_answers=True)
 
 
-_CHAT_COLUMNS = ("messages_column", "tools_column", "min_reward")
 PROBLEMS = problems()
 CHATS = Kind[Example]("chats", to_chat, chat_of)
-PAIRS = Kind[Example]("pairs", to_pair, pair_of, unread=(*_CHAT_COLUMNS, "response_column", "prompt_template"))
-UNPAIRED = Kind[Example]("labelled responses", to_labelled, labelled_of, unread=(*_CHAT_COLUMNS, "prompt_template"))
+PAIRS = Kind[Example]("pairs", to_pair, pair_of)
+UNPAIRED = Kind[Example]("labelled responses", to_labelled, labelled_of)
 # Those that a task has only where it knows a wrong answer to each problem.
 OF_MISTAKES = (PAIRS, UNPAIRED)
 

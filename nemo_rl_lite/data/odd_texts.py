@@ -1,8 +1,8 @@
-"""What is odd about the texts of rows for a model's tokenizer and chat template. What may be meant is told."""
+"""Checks of the texts of rows against a model's tokenizer and chat template."""
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 from nemo_rl_lite.data.conversations import Example
@@ -17,8 +17,7 @@ _LOOKED_AT = 500
 
 
 def check_texts(tokenizer: ChatTokenizer, training: TrainingSet[Problem] | TrainingSet[Example]) -> None:
-    """Warn of special tokens that rows have as text, of characters that the model does not know, and of system messages
-    that its chat template leaves out.
+    """Warn of special tokens that rows have as text, and of system messages that the chat template leaves out.
 
     Raises:
         ConfigError: the chat template leaves out what the user says.
@@ -27,10 +26,12 @@ def check_texts(tokenizer: ChatTokenizer, training: TrainingSet[Problem] | Train
         rule, fix = "has a chat template that leaves out what the user says", "correct its chat_template"
         raise ConfigError([Violation("policy.model_name", None, rule, fix)])
     items = list(islice(training.finite(), _LOOKED_AT))
-    rows = [_texts(one) for one in items]
     special = re.compile("|".join(map(re.escape, sorted(tokenizer.special_tokens, key=len, reverse=True))) or "(?!)")
-    _note(rows, "have special tokens of the model as text, which the chat template writes already", special.findall)
-    _note(rows, "have characters that the model's tokenizer does not know", tokenizer.unknown)
+    if found := [part for one in items if (part := next(filter(None, map(special.search, _texts(one))), None))]:
+        rule = "have special tokens of the model as text, which the chat template writes already"
+        log.warning(
+            "%d of %d rows %s, such as %r in %r", len(found), len(items), rule, found[0][0], found[0].string[:60]
+        )
     if tokenizer.leaves_out("system") and any(_has_a_system_message(one) for one in [training.problem(0), *items]):
         log.warning("the model's chat template leaves out system messages, which the data or data.system_prompt has")
 
@@ -44,16 +45,8 @@ def check_stop_strings(tokenizer: ChatTokenizer, stop_strings: Sequence[str]) ->
             raise ConfigError([Violation(key, text, rule, f"generation.stop_token_ids=[{token}], and no such string")])
 
 
-def _note(rows: Sequence[Sequence[str]], rule: str, find: Callable[[str], Sequence[str]]) -> None:
-    odd = [next(((parts[0], text) for text in row if (parts := find(text))), None) for row in rows]
-    if found := [one for one in odd if one is not None]:
-        part, text = found[0]
-        start = max(text.find(part) - 30, 0)
-        log.warning("%d of %d rows %s, such as %r in %r", len(found), len(rows), rule, part, text[start : start + 60])
-
-
 def _texts(one: Problem | Example) -> list[str]:
-    """The texts of a row: those of its messages, and the answer."""
+    """Return the texts of a row's messages, and its answer."""
     chats = [one.messages] if isinstance(one, Problem) else [each.messages for each in one.conversations]
     answers = [one.answer] if isinstance(one, Problem) else []
     return [*(message["content"] for chat in chats for message in chat), *answers]

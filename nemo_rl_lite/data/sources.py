@@ -8,10 +8,10 @@ from typing import Protocol
 
 from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data.columns import find_column
+from nemo_rl_lite.data.conversations import Example
 from nemo_rl_lite.data.files import share_a_file
 from nemo_rl_lite.data.gym import ReasoningGym
 from nemo_rl_lite.data.kinds import Kind
-from nemo_rl_lite.data.odd_rows import note_odd, note_trained_on
 from nemo_rl_lite.data.problems import Asked, Derived, FileSet, LeftOut, Problem, TrainingSet, is_held_out
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.rows import Row, file_rows, hub_rows
@@ -43,8 +43,7 @@ def training_set[T: Asked](config: DataConfig, seed: int, kind: Kind[T]) -> Trai
     """
     if config.name in TASKS:
         return Derived(TASKS[config.name](config, seed), kind.from_problem)
-    problems, left_out = _read(config, rows := list(_training_rows(config)), kind)
-    note_odd(config, rows, problems, left_out, kind.reads_answers)
+    problems = _used(config, _training_rows(config), kind)
     fraction = config.validation_fraction
     kept = tuple(problem for problem in problems if not is_held_out(problem, fraction))
     if not kept:
@@ -73,9 +72,11 @@ def validation_set[T: Asked](config: DataConfig, limit: int, kind: Kind[T], trai
         rows = list(islice(_validation_rows(config), limit))
         if not rows:
             raise DataError(f"{validation_source(config)}: no rows")
-        held_out, left_out = _read(config, rows, kind)
-        note_odd(config, rows, held_out, left_out, kind.reads_answers)
-        note_trained_on(training, held_out, str(validation_source(config)))
+        held_out = _used(config, rows, kind)
+        trained = {_said(one) for one in training}
+        if count := sum(_said(one) in trained for one in held_out):
+            rule = "rows for validation are trained on, too"
+            log.warning("%s: %d of the %d %s", validation_source(config), count, len(held_out), rule)
         return held_out
     if not fraction:
         return []
@@ -121,6 +122,21 @@ def _read[T: Asked](
         whys = " and ".join(f"{count} {why}" for why, count in left_out.items())
         raise DataError(f"{first} and the {len(found) - 1} after it are all left out: {whys}")
     return kept, left_out
+
+
+def _used[T: Asked](config: DataConfig, rows: Iterable[tuple[str, Row]], kind: Kind[T]) -> list[T]:
+    """Turn rows into items of this kind. A warning says how many are left out."""
+    kept, left_out = _read(config, rows, kind)
+    for why, count in left_out.items():
+        log.warning("%d of %d rows %s and were left out", count, len(kept) + left_out.total(), why)
+    return kept
+
+
+def _said(one: Asked) -> tuple[str, ...]:
+    """Return what a row asks, and what it answers."""
+    answers = [one.answer] if isinstance(one, Problem) else []
+    trained = [each.messages[each.first_trained :] for each in one.conversations] if isinstance(one, Example) else []
+    return tuple(message["content"] for said in (one.messages, *trained) for message in said) + tuple(answers)
 
 
 def _training_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:

@@ -78,13 +78,6 @@ class ChatTokenizer:
         added = self._tokenizer.added_tokens_decoder.items()
         return {one.content: token for token, one in added if one.special and one.content.strip()}
 
-    def unknown(self, text: str) -> list[str]:
-        """Return the characters of a text for which there is no token; none where all texts can be written."""
-        unknown = self._tokenizer.unk_token_id
-        if unknown is None or unknown not in self._tokens(text):
-            return []
-        return [letter for letter in dict.fromkeys(text) if unknown in self._tokens(letter)]
-
     def leaves_out(self, role: str) -> bool:
         """Return whether the chat template writes nothing of what this role says before the assistant's turn."""
         return self._template.leaves_out(role)

@@ -12,8 +12,8 @@ from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.config.sizes import all_gpus, generation_gpus, policy_ranks
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.planning.step_time import StepTime
+from nemo_rl_lite.rules.algorithm import corrects_age
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.rules.loss import corrects_age
 
 _COLOCATED, _SOURCE, _LOSS = "generation.colocated", "algorithm.rollouts.source", "algorithm.loss_fn"
 _RESOURCES = [f"{_COLOCATED}.resources.{name}" for name in ("num_nodes", "gpus_per_node")]

@@ -1,53 +1,6 @@
-"""Rules about combinations of configuration keys. Each rule is a small function that yields violations."""
+"""Rules about combinations of configuration keys. Each rule is a function that yields violations."""
 
-from nemo_rl_lite.rules import (
-    adapters,
-    algorithm,
-    batches,
-    checkpoint,
-    data,
-    experts,
-    generation,
-    graphs,
-    judge,
-    kwargs,
-    layout,
-    logger,
-    loss,
-    machine,
-    model,
-    offload,
-    patterns,
-    policy,
-    profile,
-    reward,
-    teacher,
-    vllm,
-)
+from nemo_rl_lite.rules import algorithm, data, engine, layout, rewards
 from nemo_rl_lite.rules.base import check_rules
 
-__all__ = [
-    "adapters",
-    "algorithm",
-    "batches",
-    "check_rules",
-    "checkpoint",
-    "data",
-    "experts",
-    "generation",
-    "graphs",
-    "judge",
-    "kwargs",
-    "layout",
-    "logger",
-    "loss",
-    "machine",
-    "model",
-    "offload",
-    "patterns",
-    "policy",
-    "profile",
-    "reward",
-    "teacher",
-    "vllm",
-]
+__all__ = ["algorithm", "check_rules", "data", "engine", "layout", "rewards"]

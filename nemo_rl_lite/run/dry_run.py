@@ -19,7 +19,6 @@ from nemo_rl_lite.planning.gpus import size_of
 from nemo_rl_lite.planning.memory_table import size
 from nemo_rl_lite.planning.page import make_plan, show
 from nemo_rl_lite.rules.compose import default_values
-from nemo_rl_lite.rules.machine import runs_here
 from nemo_rl_lite.run.folder import LOCK_FILE, check_folder, locked
 from nemo_rl_lite.run.jobs.interface import make_job
 from nemo_rl_lite.run.model import starting_model, with_chosen_template
@@ -50,7 +49,8 @@ def dry_run(config: Config, overrides: Sequence[str], run_folder: Path | None) -
         model = starting_model(config, console, untrained=Path(empty))
         model = with_chosen_template(config, model, Path(empty), console.say)
         make_job(with_teacher(config, console, untrained=Path(empty)), Path(empty), console, model)
-    there = psutil.virtual_memory().total if runs_here(config) else None
+    runs_here = not on_gpus(config) and config.cluster.num_nodes == 1
+    there = psutil.virtual_memory().total if runs_here else None
     plan = make_plan(config, overrides, find_shape(config.policy.model_name), size_of(None), there)
     show(plan, console)
     if there is not None and not plan.fits:

@@ -9,7 +9,7 @@ from nemo_rl_lite.config.teacher import as_teacher
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.rules.teacher import KEY, with_teachers_keys
+from nemo_rl_lite.rules.algorithm import TEACHER, with_teachers_keys
 from nemo_rl_lite.run.model import starting_model
 
 
@@ -47,4 +47,4 @@ def check_same_tokens(policy: ChatTokenizer, config: Config) -> None:
         there = f"{others[text]} there" if text in others else "not there"
         rule = f"{len(unlike)} of the policy's {len(own)} tokens have other ids in the teacher: {text!r} is {token} in "
         rule += f"policy.model_name and {there}"
-        raise ConfigError([Violation(KEY, name, rule, "a teacher of the policy's family, with the same tokenizer")])
+        raise ConfigError([Violation(TEACHER, name, rule, "a teacher of the policy's family, with the same tokenizer")])

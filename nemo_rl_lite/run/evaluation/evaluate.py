@@ -17,7 +17,6 @@ from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.redaction import described
 from nemo_rl_lite.rewards.judge import Judge, make_judge, try_reward
-from nemo_rl_lite.rewards.rows import check_rows
 from nemo_rl_lite.rollout.collector import Gathering, RolloutCollector
 from nemo_rl_lite.rollout.failures import ErrorShares
 from nemo_rl_lite.rollout.files import RolloutFiles
@@ -86,7 +85,6 @@ def _problems(
     with console.busy("checking that every prompt fits", announced=False):
         _, asked = fitting_prompts(FileSet((), 0, False), asked, tokenizer, config)
     check_stop_strings(tokenizer, config.generation.stop_strings)
-    check_rows(config.reward, FileSet(tuple(asked), 0, False))
     try_reward(judge, asked[0])
     return asked
 

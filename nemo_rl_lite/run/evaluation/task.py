@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,16 @@ from nemo_rl_lite.config.leaves import leaves
 from nemo_rl_lite.config.overrides import check_overrides, given_keys
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import engines, on_gpus
+from nemo_rl_lite.config.user_code import file_of
 from nemo_rl_lite.data.sources import validation_source
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.host.devices import gpu_count
 from nemo_rl_lite.observability.redaction import HIDDEN, described
+from nemo_rl_lite.rewards.terms import terms_of
 from nemo_rl_lite.rules.base import is_of
 from nemo_rl_lite.rules.compose import resolve
 from nemo_rl_lite.run.chat_keys import CHAT_KEYS, as_composed
-from nemo_rl_lite.run.evaluation.code import code_digests
 from nemo_rl_lite.run.serving import Served, alone
 
 SECTIONS = ("data", "reward", "environment", "agent", "generation")
@@ -77,6 +79,7 @@ class Evaluation:
         whole = described(self.config)
         template = self.config.policy.tokenizer.chat_template
         text = Path(template).expanduser().read_bytes() if template else b""
+        own_rewards = [term for term in terms_of(self.config.reward) if "." in term.name]
         known = {
             "MODEL": str(self.served.folder),
             "MODEL's weights, written": written,
@@ -88,7 +91,7 @@ class Evaluation:
             **({"policy.tokenizer.chat_template's text": sha256(text).hexdigest()[:8]} if template else {}),
             **{section: whole[section] for section in SECTIONS},
             "generation": {name: value for name, value in whole["generation"].items() if name not in _PLACES},
-            **{f"code of {key}": digest for key, digest in code_digests(self.config).items()},
+            **{f"code of {term.section}.name": _digest(term.name) for term in own_rewards},
         }
         return json.loads(json.dumps(known))
 
@@ -96,6 +99,13 @@ class Evaluation:
         """The folder where the same command finds what it has sampled."""
         digest = sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()[:8]
         return Path("outputs") / "evaluations" / f"{self.served.name}-{self.config.data.name}-{digest}"
+
+
+def _digest(reward: str) -> str:
+    """Return a digest of the file of a user's reward, which may have changed under the same name."""
+    spec = None if (file := file_of(reward)) else find_spec(reward.rpartition(".")[0])
+    source = Path(spec.origin) if spec and spec.origin else file
+    return sha256(source.read_bytes()).hexdigest()[:8] if source else ""
 
 
 def compose(model: Served, arguments: Sequence[str], options: Options) -> Evaluation:

@@ -26,7 +26,6 @@ from nemo_rl_lite.observability.start_up import report_start
 from nemo_rl_lite.observability.timer import Phase, Timer
 from nemo_rl_lite.policy.interface import Scored
 from nemo_rl_lite.rewards.judge import make_judge, try_reward
-from nemo_rl_lite.rewards.rows import check_rows
 from nemo_rl_lite.rewards.terms import terms_of
 from nemo_rl_lite.rollout.ahead import Queue
 from nemo_rl_lite.rollout.collector import RolloutCollector
@@ -41,7 +40,7 @@ from nemo_rl_lite.rollout.rollout import Rollout
 from nemo_rl_lite.rollout.sampler import Sampler
 from nemo_rl_lite.rollout.saved import load_rollouts
 from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
-from nemo_rl_lite.rules.steps import check_epochs
+from nemo_rl_lite.rules.data import check_epochs
 from nemo_rl_lite.run.jobs.playing import Playing
 from nemo_rl_lite.run.jobs.steps import make_steps
 from nemo_rl_lite.run.memory_plan import show_memory_plan
@@ -84,7 +83,6 @@ class GRPOJob:
         note_long_answers(self._training, self._tokenizer, config)
         check_texts(self._tokenizer, self._training)
         check_stop_strings(self._tokenizer, config.generation.stop_strings)
-        check_rows(config.reward, self._training)
         try_reward(self._judge, self._training.problem(0))
 
     def run(self, metrics: MetricsLog, begun: Begun, start: Start, setup: Timer) -> dict[str, int]:

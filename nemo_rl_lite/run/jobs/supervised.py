@@ -18,7 +18,7 @@ from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.observability.start_up import report_start
 from nemo_rl_lite.observability.timer import Timer
-from nemo_rl_lite.rules.steps import check_total_steps
+from nemo_rl_lite.rules.notes import note_total_steps
 from nemo_rl_lite.run.jobs.steps import make_steps
 from nemo_rl_lite.run.memory_plan import show_memory_plan
 from nemo_rl_lite.run.speed import policy_speed
@@ -37,7 +37,7 @@ class SupervisedJob:
             self._training = training_examples(config, encoder)
             check_texts(tokenizer, self._training.examples)
             options, per_epoch = config.options(SupervisedConfig), self._training.steps_per_epoch
-            check_total_steps(config, total_steps(options, per_epoch))
+            note_total_steps(config, total_steps(options, per_epoch))
             self._validation = validation_examples(config, encoder, self._training.examples.finite())
         if limits := shown_limits(options, per_epoch):
             console.say(limits)

@@ -15,7 +15,6 @@ from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
 from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention
 from nemo_rl_lite.config.sections.algorithm import SFTConfig
 from nemo_rl_lite.data.examples import TrainingExamples
-from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.host.stopping import Stopping
 from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 from nemo_rl_lite.losses.sft import SFTLoss
@@ -24,8 +23,6 @@ from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.observability.speed import PolicySpeed
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.policy.interface import HeldBatch, Work
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.rules.steps import check_total_steps
 
 CONFIG = SFTConfig(
     name="sft",
@@ -119,22 +116,6 @@ def sft(validation=ROWS, steps_per_epoch=3, **changes) -> Supervised:
 )
 def test_a_run_ends_at_its_first_limit(epochs, steps, of_epoch, expected):
     assert sft(max_num_epochs=epochs, max_num_steps=steps, steps_per_epoch=of_epoch).total() == expected
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("profile.steps=[9]", "step 9 is after the run's last, which is 8"),
-        ("algorithm.early_stop_patience=4", "8 steps have 2"),
-    ],
-)
-def test_what_comes_after_the_last_step_is_refused_where_the_data_says_how_many_there_are(override, words):
-    often = ["algorithm=sft", "algorithm.max_num_steps=null", "algorithm.max_num_epochs=2"]
-    rows = ["data=hub", "data.path=a/b", "data.validation_fraction=0.1"]
-    config = compose_config([*often, *rows, override])
-    check_total_steps(config, 40)
-    with pytest.raises(ConfigError, match=words):
-        check_total_steps(config, 8)
 
 
 def test_phases_alternate_and_metrics_have_nemo_rls_names():

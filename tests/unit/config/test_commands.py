@@ -91,7 +91,7 @@ def test_a_command_that_cannot_start(line, failed):
         ("beta=0.04", "algorithm.loss_fn.reference_policy_kl_penalty=0.04"),
         ("algorithm=dpo beta=0.04", "algorithm.reference_policy_kl_penalty=0.04"),
         ("tp=1", "policy.megatron_cfg.tensor_model_parallel_size=1"),
-        ("reward_fn=tests.unit.rules.own.decorated", "reward.name=tests.unit.rules.own.decorated"),
+        ("reward_fn=tests.unit.rules.own.score", "reward.name=tests.unit.rules.own.score"),
         ("policy.lr=1e-4", "policy.megatron_cfg.optimizer.lr=1e-4"),
         ("policy.generation.temperature=0.9", "generation.temperature=0.9"),
     ],

@@ -162,15 +162,6 @@ def test_validation_on_a_link_to_the_training_file_is_warned_of(tmp_path, caplog
     assert "validation is on what was trained on" in caplog.text
 
 
-@pytest.mark.parametrize("plain", [0, 1])
-def test_a_system_prompt_that_no_row_takes_is_told(tmp_path, caplog, plain):
-    own = [{"prompt": [{"role": "system", "content": "Sum."}, {"role": "user", "content": "1"}], "answer": "1"}] * 3
-    path = write(tmp_path / "rows.jsonl", own + ROWS[:plain])
-    data = config("data=file", f"data.train_path={path}", "data.validation_fraction=0.1", "data.system_prompt=Answer.")
-    training_set(data, 0, PROBLEMS)
-    assert ("data.system_prompt is not used" in caplog.text) == (plain == 0)
-
-
 def loaded(tmp_path, rows, *arguments, kind=PROBLEMS, fraction=0.5):
     path = write(tmp_path / "rows.jsonl", rows)
     data = config("data=file", f"data.train_path={path}", f"data.validation_fraction={fraction}", *arguments)
@@ -178,26 +169,16 @@ def loaded(tmp_path, rows, *arguments, kind=PROBLEMS, fraction=0.5):
     validation_set(data, limit=1000, kind=kind)
 
 
-def test_an_answer_pattern_that_cuts_a_number(tmp_path, caplog):
-    rows = [
-        {"prompt": f"{i}", "answer": f"so #### {answer}"} for i, answer in enumerate(["1,200", "3.5", "7.", "8"] * 9)
-    ]
-    loaded(tmp_path, rows, "data.answer_pattern='#### (-?[0-9]+)'")
-    (told,) = caplog.messages
-    assert told.startswith("data.answer_pattern takes 1 out of 1,200, and so a part of a number in 18 of 36 rows; [-")
-    caplog.clear()
-    loaded(tmp_path, rows, "data.answer_pattern='#### (.+)'")
-    assert not caplog.messages
-
-
-def test_a_column_in_the_system_prompt(tmp_path, caplog):
-    loaded(tmp_path, ROWS, "data.system_prompt='Answer {prompt} with {{x}}.'")
-    assert caplog.messages == [
-        "data.system_prompt has {prompt} as it stands: only data.prompt_template fills in columns"
-    ]
-
-
 def test_pairs_that_prefer_nothing_are_counted_once(tmp_path, caplog):
     rows = [{"prompt": f"{i}", "chosen": "a", "rejected": "ab"[i > 0]} for i in range(30)]
     loaded(tmp_path, rows, "algorithm=dpo", "policy.train_global_batch_size=8", kind=PAIRS)
     assert caplog.messages == ["1 of 30 rows prefer neither response and were left out"]
+
+
+def test_rows_for_validation_that_are_trained_on_are_counted(tmp_path, caplog):
+    rows = [{"prompt": f"{i}", "answer": f"{-i}"} for i in range(10)]
+    write(tmp_path / "train.jsonl", rows)
+    held_out = write(tmp_path / "held_out.jsonl", [*rows[:3], {"prompt": "3", "answer": "4"}])
+    data = config("data=file", f"data.train_path={tmp_path / 'train.jsonl'}", f"data.validation_path={held_out}")
+    validation_set(data, 100, PROBLEMS, training_set(data, 0, PROBLEMS).finite())
+    assert caplog.messages == [f"{held_out}: 3 of the 4 rows for validation are trained on, too"]

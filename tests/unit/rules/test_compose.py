@@ -249,17 +249,6 @@ def test_a_value_of_a_wrong_type_is_one_problem():
     ]
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["reward.name=tests.unit.rules.own.decorated"],
-        ["environment.name=tests.unit.rules.own.Assigned", "environment.max_turns=2"],
-    ],
-)
-def test_what_a_source_file_does_not_show_is_not_refused(overrides):
-    compose_config(overrides)
-
-
 def test_gsm8k_comes_from_the_hub_by_the_override_that_its_refusal_names():
     data = compose_config(["data=gsm8k", "data.name=hub"]).data
     assert (data.name, data.path, data.subset, data.validation_split) == ("hub", "openai/gsm8k", "main", "test")
