@@ -16,7 +16,7 @@ from nemo_rl_lite.errors import ConfigError, LauncherError, Violation
 from nemo_rl_lite.host.machine import local_path
 from nemo_rl_lite.models.shape import MADE_HERE, find_shape
 from nemo_rl_lite.planning.gpus import KNOWN, parse_size, size_of
-from nemo_rl_lite.rules.compose import compose_command
+from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.rules.layout import shape_fits_the_layout
 from nemo_rl_lite.rules.notes import notes, notes_elsewhere, show
 
@@ -73,14 +73,14 @@ def _compose(overrides: list[str]) -> tuple[Config, list[str]]:
     """Compose the configuration; returns it with its overrides. If the model of the recipes has not been made yet, the
     published model with the same sizes takes its place."""
     try:
-        return compose_command(overrides), overrides
+        return compose_config(overrides), overrides
     except ConfigError as error:
         names = [str(one.value) for one in error.violations if one.key == "policy.model_name"]
         published = [MADE_HERE[name] for name in names if name in MADE_HERE and not Path(name).exists()]
         if not published:
             raise
     overrides = [*overrides, f"policy.model_name={published[0]}"]
-    return compose_command(overrides), overrides
+    return compose_config(overrides), overrides
 
 
 if __name__ == "__main__":

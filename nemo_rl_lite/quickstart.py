@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.models.embedded.reverse_digits import NAME, embedded_folder
-from nemo_rl_lite.rules.compose import compose_command
-from nemo_rl_lite.run.command import fail, launch
-from nemo_rl_lite.run.flags import split_arguments
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run.command import fail, launch, split_arguments
 
 # The time of this import: scripts/quickstart.sh becomes this process after it has set up the machine.
 STARTED = time.perf_counter()
@@ -36,7 +35,7 @@ def main() -> None:
 def _forget_warm_start(overrides: Sequence[str]) -> None:
     """Remove the warm start of an earlier run, because the job includes making it."""
     try:
-        config = compose_command(overrides)
+        config = compose_config(overrides)
     except ConfigError as error:
         fail(error)
     if config.policy.model_name == NAME:

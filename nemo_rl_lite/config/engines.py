@@ -41,8 +41,6 @@ class Engine:
     """Bytes of the KV cache on one of the engine's devices. Raises ValueError: the device's size is needed."""
     environment: Callable[[GenerationConfig, bool], dict[str, str]] = lambda generation, on_gpu: {}
     """What its process needs in its environment from the start; the second argument is whether it runs on a GPU."""
-    own_keys: tuple[str, ...] = ()
-    """Keys of the configuration that no other engine reads."""
     can_sleep: bool = False
     """Whether, on a GPU, it gives its memory to the policy between generation phases."""
     takes_share: bool = False
@@ -100,14 +98,6 @@ ENGINES: dict[str, Engine] = {
         package="vllm",
         kv_bytes=_vllm_cache,
         environment=_vllm_environment,
-        own_keys=(
-            "generation.vllm_kwargs",
-            "generation.vllm_cfg.enforce_eager",
-            "generation.vllm_cfg.gpu_memory_utilization",
-            "generation.vllm_cfg.cpu_kv_cache_gib",
-            "generation.vllm_cfg.recompute_kv_cache_after_weight_updates",
-            "generation.vllm_cfg.lora",
-        ),
         can_sleep=True,
         takes_share=True,
         spans_gpus=True,

@@ -1,116 +1,62 @@
-"""What `configs/` holds: its groups, their files, and every key they give."""
+"""The keys that there are, by the schema; what Hydra composes of `configs/`; and what an unknown key means."""
 
 import copy
 import difflib
+import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.utils import run_and_report
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_rl_lite.config.nemo_rl_names import instead_of_nemo_rls, name_here
-from nemo_rl_lite.config.other_names import instead_of, meant_keys, most_like
+from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, Violation
 
-CONFIG_NAME = "train"
+CONFIG_NAME, ALIASES = "train", "aliases.yaml"
 HYDRA_PACKAGE = "hydra"
 RUN_FOLDER, SWEEP_FOLDER = "hydra.run.dir", "hydra.sweep.dir"
-# How much a misspelt key is like what is meant, as a ratio: in its own section, and elsewhere.
-_LIKE_A_SIBLING, _LIKE = 0.7, 0.8
-# Of how many keys the last part may be that a guess goes by; that of more, such as `name`, says nothing.
+DEFAULT_ALGORITHM = "grpo"
+# A guess is at least so much like the key that was given, as a ratio.
+_LIKE = 0.8
+# A last part that more keys have, such as `name`, says nothing.
 _FEW = 3
-# Sections whose keys belong to somebody else: a user's reward, environment or agent, vLLM, a task's generator.
-_OPEN_SECTIONS = (
-    "algorithm.loss_kwargs",
-    "reward.kwargs",
-    "reward.terms",
-    "environment.kwargs",
-    "agent.kwargs",
-    "generation.vllm_kwargs",
-    "data.task_kwargs",
-    "policy.tokenizer.chat_template_kwargs",
-)
+_VARIABLE = re.compile(r"\boc\.env:(\w+)")
+_OWN_VARIABLES = "NRL_REFIT_"
+
+
+# --- The files
 
 
 def config_dir() -> Path:
-    """The folder of YAML groups: inside the package in a wheel, next to it in a checkout."""
+    """Return the folder of YAML groups: inside the package in a wheel, next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
-def compose_files(overrides: Sequence[str]) -> DictConfig:
-    """Return what Hydra composes of `configs/` and `overrides`, neither resolved nor validated.
-
-    Hydra reads the files once for each set of them, and sets plain values in a copy. The folder of a run is no part of
-    its configuration.
-
-    Raises:
-        ConfigError: Hydra cannot; with its reason.
-    """
-    choices, values = [], []
-    for argument in overrides:
-        override = parse_override(argument)
-        if override is not None and _names_file(override):
-            choices.append(argument)
-        elif override is not None and _is_plain(override):
-            values.append(override)
-        elif override is None or not _names_folder(override):
-            return compose_with_hydra(overrides)
-    composed = copy.deepcopy(_composed_files(config_dir(), tuple(choices)))
-    with _readable_errors():
-        ConfigLoaderImpl._apply_overrides_to_config(values, composed)
-    return composed
-
-
-def lay_over(base: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Return a copy of a composed configuration with valid overrides: sections of the files that they choose take the
-    place of its own, then values are set.
-
-    Raises:
-        ConfigError: Hydra cannot; with its reason.
-    """
-    composed = copy.deepcopy(base)
-    parsed = [override for override in map(parse_override, overrides) if override]
-    for one in filter(_names_file, parsed):
-        composed[one.key_or_group] = compose_files([f"{one.key_or_group}={one.value()}"])[one.key_or_group]
-    with _readable_errors():
-        values = [one for one in parsed if not _names_file(one)]
-        ConfigLoaderImpl._apply_overrides_to_config(values, composed)
-    return composed
-
-
-def compose_with_hydra(overrides: Sequence[str]) -> DictConfig:
-    """Return what `compose_files` does, which is faster."""
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())), _readable_errors():
-        return compose(CONFIG_NAME, overrides=list(overrides))
-
-
-def run_with_hydra(task: Callable[[DictConfig], None], overrides: Sequence[str], sweeps: bool) -> None:
-    """Make the folder of a run, or of each run of a sweep, and call `task` there, as `hydra.main` does. That composes
-    the configuration once more, to find out whether it sweeps."""
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
-        hydra = GlobalHydra.instance().hydra
-        begin, mode = (hydra.multirun, "MULTIRUN") if sweeps else (hydra.run, "RUN")  # pyrefly: ignore
-        run_and_report(lambda: begin(CONFIG_NAME, task, [*overrides, f"{HYDRA_PACKAGE}.mode={mode}"]))
+@cache
+def groups() -> dict[str, list[str]]:
+    """Return each group with the names of its files."""
+    return {
+        folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+        for folder in sorted(config_dir().iterdir())
+        if folder.is_dir()
+    }
 
 
 @cache
 def parse_override(argument: str) -> Override | None:
-    """Parse one override as Hydra does; None where it is not one."""
+    """Parse one override as Hydra does; None if it is not one."""
     try:
         return OverridesParser.create().parse_override(argument)
     except HydraException:
@@ -118,29 +64,59 @@ def parse_override(argument: str) -> Override | None:
 
 
 def chooses_file(override: Override) -> bool:
-    """Whether an override is of the form `group=file`."""
+    """Return whether an override is of the form `group=file`."""
     return override.package is None and override.key_or_group in groups()
 
 
-def _names_file(override: Override) -> bool:
-    """As Hydra decides it: a mapping is a value also where it is given to a group."""
-    return chooses_file(override) and not isinstance(override.value(), dict)
+def compose_job(overrides: Sequence[str]) -> DictConfig:
+    """Return what Hydra composes of the files that `overrides` choose, with the values that they set.
+
+    Raises:
+        ConfigError: Hydra cannot; with its reason.
+    """
+    choices = tuple(one for one in overrides if (parsed := parse_override(one)) and chooses_file(parsed))
+    composed = copy.deepcopy(_composed(config_dir(), choices))
+    _set_values(composed, overrides)
+    return composed
 
 
-def _is_plain(override: Override) -> bool:
-    """Whether an override only sets a value of the run's configuration, whatever else that contains."""
-    key = override.key_or_group
-    return _only_sets(override) and "/" not in key and key.split(".")[0] != HYDRA_PACKAGE
+def compose_files(overrides: Sequence[str]) -> DictConfig:
+    """Return what `compose_job` does, without the section `hydra`. Nothing is resolved or validated."""
+    composed = compose_job(overrides)
+    with open_dict(composed):
+        del composed[HYDRA_PACKAGE]
+    return composed
 
 
-def _names_folder(override: Override) -> bool:
-    """Whether an override only tells Hydra the folder of a run or a sweep."""
-    is_text = isinstance(override.value(), str | QuotedString)
-    return _only_sets(override) and override.key_or_group in (RUN_FOLDER, SWEEP_FOLDER) and is_text
+def lay_over(base: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Return a copy of a composed configuration with valid overrides: sections of chosen files, then values.
+
+    Raises:
+        ConfigError: Hydra cannot; with its reason.
+    """
+    composed = copy.deepcopy(base)
+    for one in filter(None, map(parse_override, overrides)):
+        if chooses_file(one):
+            composed[one.key_or_group] = compose_files([f"{one.key_or_group}={one.value()}"])[one.key_or_group]
+    _set_values(composed, overrides)
+    return composed
 
 
-def _only_sets(override: Override) -> bool:
-    return override.package is None and not (override.is_delete() or override.is_add() or override.is_sweep_override())
+@cache
+def _composed(folder: Path, choices: tuple[str, ...]) -> DictConfig:
+    """Compose the chosen files of `folder`. Callers must not change the result."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(version_base="1.3", config_dir=str(folder)), _readable_errors():
+        return compose(CONFIG_NAME, overrides=list(choices), return_hydra_config=True)
+
+
+def _set_values(composed: DictConfig, overrides: Sequence[str]) -> None:
+    with _readable_errors(), read_write(composed), open_dict(composed):
+        if HYDRA_PACKAGE in composed:
+            OmegaConf.set_readonly(composed[HYDRA_PACKAGE], None)
+        for one in filter(None, map(parse_override, overrides)):
+            if not chooses_file(one):
+                OmegaConf.update(composed, one.key_or_group, one.value(), merge=True, force_add=True)
 
 
 @contextmanager
@@ -153,97 +129,160 @@ def _readable_errors() -> Iterator[None]:
 
 
 @cache
-def _composed_files(folder: Path, choices: tuple[str, ...]) -> DictConfig:
-    """Cache what Hydra composes of the files of `folder` that `choices` name. Callers must not change it."""
-    return compose_with_hydra(choices)
+def known_variables() -> frozenset[str]:
+    """Return the environment variables that the files refer to."""
+    return frozenset(name for file in config_dir().rglob("*.yaml") for name in _VARIABLE.findall(file.read_text()))
+
+
+def unread_variables() -> list[str]:
+    """Return the environment's variables that look like one of the files', and that none reads."""
+    return sorted(name for name in os.environ if name.startswith(_OWN_VARIABLES) and name not in known_variables())
+
+
+def variables_of(composed: DictConfig, key: str) -> list[str]:
+    """Return the variables of this environment that the value of a key refers to."""
+    value = OmegaConf.to_container(composed, resolve=False)
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return [name for name in _VARIABLE.findall(str(value)) if name in os.environ]
+
+
+# --- The keys
 
 
 @cache
-def groups() -> dict[str, list[str]]:
-    """Group -> its files' names."""
-    return {
-        folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
-        for folder in sorted(config_dir().iterdir())
-        if folder.is_dir()
-    }
+def _schema() -> dict[str, dict[str, bool]]:
+    """Map each algorithm to its keys, in the schema's order, and whether any key may stand below them."""
+    variants = get_args(get_type_hints(Config)["algorithm"])
+    names = {get_args(get_type_hints(variant)["name"])[0]: variant for variant in variants}
+    return {name: dict(_keys(Config, variant)) for name, variant in names.items()}
+
+
+def _keys(section: Any, algorithm: Any, prefix: str = "") -> Iterator[tuple[str, bool]]:
+    for name, kind in get_type_hints(section).items():
+        yield f"{prefix}{name}", get_origin(kind) is dict
+        below = algorithm if f"{prefix}{name}" == "algorithm" else kind
+        if is_dataclass(below):
+            yield from _keys(below, algorithm, f"{prefix}{name}.")
 
 
 @cache
-def known_keys(choices: tuple[str, ...] = ()) -> list[str]:
-    """Every key path, sections included, of the default configuration with other files chosen (`algorithm=sft`)."""
-    return list(_paths(OmegaConf.to_container(compose_files(choices), resolve=False)))
+def known_keys(algorithm: str | None = None) -> tuple[str, ...]:
+    """Return every key path, sections included, of one algorithm's configuration or of all."""
+    chosen = _schema().values() if algorithm is None else [_schema()[algorithm]]
+    return tuple(dict.fromkeys(key for keys in chosen for key in keys))
 
 
-def is_open(key: str) -> bool:
-    """Whether any key may stand there."""
-    return any(f"{key}.".startswith(f"{section}.") for section in _OPEN_SECTIONS)
+def owners(key: str) -> list[str]:
+    """Return the algorithms that have a key."""
+    return [name for name, keys in _schema().items() if key in keys]
 
 
 def is_section(key: str) -> bool:
-    """Whether the key is one below which any key may stand."""
-    return key in _OPEN_SECTIONS
+    """Return whether any key may stand below this one: a reward's arguments, vLLM's."""
+    return any(keys.get(key, False) for keys in _schema().values())
 
 
-def nearest_key(key: str, known: Sequence[str], cutoff: float = _LIKE) -> str | None:
-    """The known key that a misspelt or misplaced one most likely means, or None."""
-    if meant := meant_keys(key, known):
-        return meant[0]
-    leaves: dict[str, list[str]] = {}
-    for path in known:
-        leaves.setdefault(path.rpartition(".")[2], []).append(path)
-    close = difflib.get_close_matches(key.rpartition(".")[2], leaves, n=1, cutoff=cutoff)
-    if not close:
-        return None
-    nearest = most_like(key, leaves[close[0]])
-    return nearest if len(leaves[close[0]]) <= _FEW or difflib.get_close_matches(key, [nearest], cutoff=_LIKE) else None
+def is_open(key: str) -> bool:
+    """Return whether this key may be any: it is, or is below, such a section."""
+    parts = key.split(".")
+    return any(is_section(".".join(parts[:end])) for end in range(1, len(parts) + 1))
 
 
-def unknown_key(key: str, given: object, known: Sequence[str]) -> Violation:
-    """A key that is not among `known`: another file's, another launcher's, or a misspelt one."""
+# --- Unknown keys
+
+
+def unknown_key(key: str, given: object, algorithm: str = DEFAULT_ALGORITHM) -> Violation:
+    """Return the problem of a key that this algorithm does not have: another's, another launcher's, or misspelt."""
+    known, rule = known_keys(algorithm), "unknown key"
     here = name_here(key)
+    have = owners(here)
     if here in known:
-        return Violation(key, given, "unknown key", f"did you mean {here}?")
-    owners = _owners(here, key.split(".")[0])
-    if answer := instead_of_nemo_rls(key) or (None if owners else instead_of_nemo_rls(here)):
-        return Violation(key, given, "unknown key", f"did you mean {answer}?" if answer in known else answer)
-    if owners:
-        fix = f"remove it, or {owners[0]}" if here == key else f"{here}, which needs {owners[0]}"
-        return Violation(key, given, f"is a key of {' and '.join(owners)} only", fix)
+        has_keys = any(one.startswith(f"{here}.") for one in known)
+        return Violation(key, given, rule, _fix(here if has_keys else f"{here}={{}}", given, algorithm))
+    theirs = re.sub(r"^data\.(train|validation|default)\.(?=\w)", "data.*.", key)
+    answer = _longest(_aliases("nemo_rl"), theirs) or _longest(_aliases("nemo_rl"), key)
+    if answer := answer or (None if have else _longest(_aliases("nemo_rl"), here)):
+        return Violation(key, given, rule, _fix(answer, given, algorithm))
+    if have:
+        files = [f"algorithm={name}" for name in sorted(have, key=lambda name: name != key.split(".")[0])]
+        fix = f"remove it, or {files[0]}" if here == key else f"{here}, which needs {files[0]}"
+        return Violation(key, given, f"is a key of {' and '.join(files)} only", fix)
     if term := re.fullmatch(r"(reward\.terms\.\w+)\.(\w+)", key):
         fix = f"{term[1]}.kwargs.{term[2]}, where the reward has such an argument"
-        return Violation(key, given, "unknown key: a term has name, weight and kwargs", fix)
-    hint = " and ".join(meant_keys(key, known))
-    if not hint and (fix := instead_of(key)):
-        return Violation(key, given, "unknown key", fix)
-    siblings = [path for path in known if path.rpartition(".")[0] == here.rpartition(".")[0]]
-    hint = hint or nearest_key(here, siblings, _LIKE_A_SIBLING)
-    if not hint and here != key:
-        fix = f"the section is {here.split('.')[0]} here; --cfg job lists its keys"
-        return Violation(key, given, "unknown key", fix)
-    hint = hint or nearest_key(key, known)
-    nothing = "remove it: no key here is like it; --cfg job lists them"
-    return Violation(key, given, "unknown key", f"did you mean {hint}?" if hint else nothing)
+        return Violation(key, given, f"{rule}: a term has name, weight and kwargs", fix)
+    names, parts = _aliases("names"), key.split(".")
+    if answer := names.get(".".join(parts[-2:])) or names.get(parts[-1]):
+        return Violation(key, given, rule, _fix(answer, given, algorithm))
+    if near := nearest_key(here, known):
+        return Violation(key, given, rule, f"did you mean {near}?")
+    if here != key:
+        return Violation(key, given, rule, f"the section is {here.split('.')[0]} here; --cfg job lists its keys")
+    return Violation(key, given, rule, "remove it: no key here is like it; --cfg job lists them")
 
 
-def _owners(key: str, meant: str) -> list[str]:
-    """The choices of files that have a key; first the file `meant`, or else the group's default."""
-    section = key.split(".")[0]
-    files = groups().get(section, [])
-    have = [file for file in files if len(files) > 1 and key in known_keys((f"{section}={file}",))]
-    # A file over another of them, which it names, says nothing more.
-    owners = [file for file in have if _name_in(section, file) not in {*have} - {file}]
-    usual = compose_files(())[section].get("name") if owners else None
-    return [f"{section}={file}" for file in sorted(owners, key=lambda file: (file != meant, file != usual))]
+def instead_of_file(group: str, name: str | None) -> str | None:
+    """Return what to write in place of a file that a group does not have; None if nothing is known."""
+    answer = _aliases("files").get(f"{group}={name}")
+    return None if answer is None else str(answer)
 
 
-def _name_in(section: str, file: str) -> object:
-    """The value of the key `name` in a section with this file; None where it has none."""
-    return compose_files((f"{section}={file}",))[section].get("name")
+def name_here(key: str) -> str:
+    """Return a key of NeMo-RL by the name that its section has here; any other key as it is."""
+    sections, parts = _aliases("sections"), key.split(".")
+    for end in range(len(parts), 0, -1):
+        if section := sections.get(".".join(parts[:end])):
+            return ".".join([str(section), *parts[end:]])
+    return key
 
 
-def _paths(node: Any, prefix: str = "") -> Iterator[str]:
-    if not isinstance(node, dict):
-        return
-    for name, child in node.items():
-        yield f"{prefix}{name}"
-        yield from _paths(child, f"{prefix}{name}.")
+def nearest_key(key: str, known: Sequence[str]) -> str | None:
+    """Return the known key that a misspelt or misplaced one means; None if none is much like it."""
+    section, _, leaf = key.rpartition(".")
+    siblings = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
+    if close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=_LIKE):
+        return siblings[close[0]]
+    if len(longer := [one for name, one in siblings.items() if len(leaf) > _FEW and name.startswith(leaf)]) == 1:
+        return longer[0]
+    same = [one for one in known if one.rpartition(".")[2] == leaf]
+    if 0 < len(same) <= _FEW:
+        return max(same, key=lambda one: difflib.SequenceMatcher(None, one, key).ratio())
+    # Of a misspelt section, the last part is right.
+    return next(iter(difflib.get_close_matches(key, same or known, n=1, cutoff=0.9)), None)
+
+
+def _fix(answer: str | Sequence[str], given: object, algorithm: str) -> str:
+    """Return an answer of the aliases as a fix: of several the first that this algorithm can have."""
+    known = known_keys(algorithm)
+    answers = [answer] if isinstance(answer, str) else list(answer)
+    keys = [re.match(r"algorithm\.[\w.]+", one) for one in answers]
+    fits = [one for one, key in zip(answers, keys, strict=True) if key is None or key[0].rstrip(".") in known]
+    chosen = fits[0] if fits else answers[0]
+    if chosen.endswith("={}") and not isinstance(given, str):
+        chosen = chosen.removesuffix("={}")
+    needs = "" if fits or not keys[0] else f", which needs algorithm={owners(keys[0][0])[0]}"
+    if chosen in known and not needs:
+        return f"did you mean {chosen}?"
+    return chosen.replace("{}", str(given)) + needs
+
+
+def _longest[Answer](table: Mapping[str, Answer], key: str) -> Answer | None:
+    """Return the entry of a key, or of the nearest section above it that has one."""
+    while key and key not in table:
+        key = key.rpartition(".")[0]
+    return table.get(key)
+
+
+@cache
+def _aliases(part: str) -> dict[str, str | list[str]]:
+    """Return one part of aliases.yaml, an entry for each name; sections of NeMo-RL before their keys."""
+    import yaml
+
+    entries = yaml.safe_load((config_dir() / ALIASES).read_text())[part]
+    found = {}
+    for names, answer in entries.items():
+        below = answer if isinstance(answer, dict) else {"": answer}
+        for name in names.split():
+            for ends, one in below.items():
+                found |= {f"{name}.{end}".rstrip("."): one for end in (ends.split() or [""])}
+    return found

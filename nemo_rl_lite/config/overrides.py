@@ -1,4 +1,4 @@
-"""The command line's overrides: which of them Hydra can take, and readable errors for the others."""
+"""The command line's overrides: which of them can be composed, and readable errors for the others."""
 
 import difflib
 import os
@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 
 from nemo_rl_lite.config.keys import (
+    DEFAULT_ALGORITHM,
     HYDRA_PACKAGE,
     RUN_FOLDER,
     SWEEP_FOLDER,
     chooses_file,
+    compose_files,
     groups,
+    instead_of_file,
     is_open,
     is_section,
     known_keys,
@@ -24,62 +27,60 @@ from nemo_rl_lite.errors import ConfigError, Violation
 
 
 def check_overrides(arguments: Sequence[str], sweeps: bool = False) -> tuple[list[str], list[Violation]]:
-    """Split the command line's overrides into those Hydra can take, in order, and what is wrong with the others.
+    """Split the command line's overrides into those that can be composed, in order, and what is wrong with the others.
 
-    `+key=value` becomes `key=value` where the key exists, and the reverse where it does not and the section is open. An
-    unknown key, group or file is answered with the nearest known one. Only where it `sweeps` may a key have several
-    values.
+    `key=value`, `+key=value` and `++key=value` are the same. A key of another algorithm is accepted here, and refused
+    once the algorithm is known. Only where it `sweeps` may a key have several values.
     """
     violations: list[Violation] = []
     accepted: list[str] = []
     chosen: dict[str, str] = {}
-    known = _known_keys([override for override in map(parse_override, arguments) if override])
+    unknown: list[Override] = []
     for argument in arguments:
         override = parse_override(argument)
         if override is None:
             violations.append(Violation(argument, None, "is not an override", _as_override(argument)))
-            continue
-        problem = _override_problem(override, known, sweeps) or _chosen_again(override, chosen)
-        if problem:
+        elif problem := _problem(override, sweeps) or _chosen_again(override, chosen):
             violations.append(problem)
+        elif not (chooses_file(override) or _is_known(override.key_or_group)):
+            unknown.append(override)
         elif override.key_or_group != "recipes" or override.value() is not None:
             accepted.append(_as_hydra_takes_it(argument, override.key_or_group))
+    if unknown:
+        algorithm = _algorithm([one for one in accepted if one.partition("=")[0] in ("algorithm", "recipes")])
+        violations += [unknown_key(one.key_or_group, _given(one), algorithm) for one in unknown]
     return accepted, violations
 
 
 def named_run_folder(arguments: Sequence[str], key: str = RUN_FOLDER) -> str | None:
-    """The run's folder (or with another `key`, the sweep's), where valid overrides name it: without `~`, and with
-    `${...}` as it stands there."""
+    """Return the folder that valid overrides name for the run, or with another `key` for the sweep, without `~`."""
     parsed = [override for override in map(parse_override, arguments) if override]
     named = [str(override.value()) for override in parsed if override.key_or_group == key]
     return os.path.expanduser(named[-1]) if named else None  # noqa: PTH111 - an unknown home stays as it is
 
 
 def given_keys(arguments: Sequence[str]) -> list[str]:
-    """The keys and groups that overrides set, each once."""
+    """Return the keys and groups that overrides set, each once."""
     parsed = [override for override in map(parse_override, arguments) if override]
     return list(dict.fromkeys(override.key_or_group for override in parsed))
 
 
-def chosen_file(arguments: Sequence[str], group: str) -> str | None:
-    """The file of a group that valid overrides choose, if they choose one."""
-    chosen = [one for one in map(parse_override, arguments) if one and chooses_file(one) and one.key_or_group == group]
-    return str(chosen[-1].value()) if chosen else None
+def _algorithm(choices: Sequence[str]) -> str:
+    """Return the name of the algorithm that these files choose; the default's where they cannot be composed."""
+    if not choices:
+        return DEFAULT_ALGORITHM
+    try:
+        return compose_files(choices).algorithm.name
+    except ConfigError:
+        return DEFAULT_ALGORITHM
 
 
-def _known_keys(overrides: Sequence[Override]) -> list[str]:
-    """The keys of the files that are chosen; in a sweep, of all that it chooses."""
-    chosen = [override for override in overrides if chooses_file(override) and not _group_problem(override)]
-    fixed = {override.key_or_group: _files(override)[0] for override in chosen if not override.is_sweep_override()}
-    swept = [{o.key_or_group: file} for o in chosen if o.is_sweep_override() for file in _files(o)]
-    keys: dict[str, None] = {}
-    for choice in [{}, *swept]:
-        try:
-            files = tuple(f"{group}={file}" for group, file in (fixed | choice).items() if file is not None)
-            keys |= dict.fromkeys(known_keys(files))
-        except ConfigError:  # a recipe that does not compose; the run's own composition says why
-            keys |= dict.fromkeys(known_keys())
-    return list(keys)
+def _is_known(key: str) -> bool:
+    return key.split(".")[0] == HYDRA_PACKAGE or key in known_keys() or is_open(key)
+
+
+def _given(override: Override) -> str:
+    return (override.input_line or "").partition("=")[2]
 
 
 def _as_hydra_takes_it(argument: str, key: str) -> str:
@@ -87,12 +88,12 @@ def _as_hydra_takes_it(argument: str, key: str) -> str:
         override, folder = parse_override(argument), named_run_folder([argument], key) or ""
         is_at_home = override is not None and str(override.value()).startswith("~")
         # Hydra would make a folder called ~.
-        return "{}='{}'".format(key, folder.replace("'", "\\'")) if is_at_home else argument
-    return ("++" if is_open(key) else "") + argument.lstrip("+")
+        return "{}='{}'".format(key, folder.replace("'", "\\'")) if is_at_home else argument.lstrip("+")
+    return ("++" if key not in groups() else "") + argument.lstrip("+")
 
 
 def _as_override(argument: str) -> str:
-    """The fix for what Hydra cannot read: where its value in quotes is an override, that as a shell takes it."""
+    """Return the fix for what cannot be parsed: its value in quotes, if that helps."""
     key, _, value = argument.partition("=")
     text = value.replace("'", r"\'")
     quoted = f"{key}='{text}'"
@@ -102,9 +103,9 @@ def _as_override(argument: str) -> str:
     return "write key.path=value or group=file; quote a value with unusual letters: \"key.path='value'\""
 
 
-def _override_problem(override: Override, known: Sequence[str], sweeps: bool) -> Violation | None:
-    key = override.key_or_group
-    given = (override.input_line or "").partition("=")[2]
+def _problem(override: Override, sweeps: bool) -> Violation | None:
+    """Return what is wrong with an override, whether or not its key is known."""
+    key, given = override.key_or_group, _given(override)
     if override.is_sweep_override() and not sweeps:
         fix = f"'{key}=[{given}]' for a list, quotes for a text, or nrl-lite train -m for a run with each"
         return Violation(key, given, "gives several values", fix)
@@ -119,15 +120,14 @@ def _override_problem(override: Override, known: Sequence[str], sweeps: bool) ->
         return Violation(key, None, "deletes a key, and every key is needed", "set it to null where it may be empty")
     if key == "algorithm.name":
         return Violation(key, given, "is set by the algorithm's file", f"algorithm={given}")
-    if isinstance(override.value(), list) and (is_section(key) or any(one.startswith(f"{key}.") for one in known)):
+    has_keys = is_section(key) or any(one.startswith(f"{key}.") for one in known_keys())
+    if has_keys and isinstance(override.value(), list):
         return Violation(key, given, "is a section, and no list", f"{key}.NAME=..., one override for each of its keys")
-    if key in known or is_open(key):
-        return None
-    return unknown_key(key, given, known)
+    return None
 
 
 def _hydra_problem(override: Override, key: str, given: str, sweeps: bool) -> Violation | None:
-    """Folders are what a command may say to Hydra."""
+    """Return what is wrong with an override of Hydra's section, of which a command may set the folders."""
     if key not in (RUN_FOLDER, SWEEP_FOLDER):
         fix = f"{RUN_FOLDER}=FOLDER, or with -m {SWEEP_FOLDER}=FOLDER"
         return Violation(key, given, "is no setting of this launcher", fix)
@@ -151,15 +151,16 @@ def _group_problem(override: Override) -> Violation | None:
     for name in _files(override):
         if name in files or (group == "recipes" and name is None):
             continue
-        close = difflib.get_close_matches(str(name), files, n=1, cutoff=0.4)
+        close = difflib.get_close_matches(str(name), files, n=1, cutoff=0.7)
         listing = ", ".join(files) or "none"
-        hint = f"did you mean {group}={close[0]}? files: {listing}" if close else f"choose one of: {listing}"
-        return Violation(group, name, f"no such file in the group '{group}'", hint)
+        hint = instead_of_file(group, name) or (f"did you mean {group}={close[0]}?" if close else "")
+        fix = f"{hint}; files: {listing}" if hint else f"choose one of: {listing}"
+        return Violation(group, name, f"no such file in the group '{group}'", fix)
     return None
 
 
 def _chosen_again(override: Override, chosen: dict[str, str]) -> Violation | None:
-    """A problem where an earlier override, which this one would replace, has chosen a file of the same group."""
+    """Return a problem if an earlier override, which this one would replace, has chosen a file of the same group."""
     if not chooses_file(override):
         return None
     group, name = override.key_or_group, str(override.value())
@@ -170,7 +171,7 @@ def _chosen_again(override: Override, chosen: dict[str, str]) -> Violation | Non
 
 
 def _files(override: Override) -> list[str | None]:
-    """What a `group=file` override chooses, several in a sweep."""
+    """Return what a `group=file` override chooses, several in a sweep."""
     choice = override.value()
     if isinstance(choice, Glob):
         return list(choice.filter(groups()[override.key_or_group]))

@@ -22,7 +22,7 @@ from nemo_rl_lite.config.sections.data import AgentConfig, DataConfig, Environme
 from nemo_rl_lite.config.sections.generation import GenerationConfig, RefitConfig
 from nemo_rl_lite.config.sections.policy import PolicyConfig, TeacherConfig
 from nemo_rl_lite.config.sections.run import CheckpointConfig, ClusterConfig, LoggerConfig, ProfileConfig
-from nemo_rl_lite.config.sections.types import RUN_NAME, STRICT
+from nemo_rl_lite.config.sections.types import RUN_NAME, STRICT, ActiveIf
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -32,13 +32,13 @@ class Config:
         GRPOConfig | SFTConfig | DPOConfig | ORPOConfig | KTOConfig | DistillationConfig, Field(discriminator="name")
     ]
     policy: PolicyConfig
-    teacher: TeacherConfig
-    generation: GenerationConfig
-    refit: RefitConfig
+    teacher: Annotated[TeacherConfig, ActiveIf("a teacher")]
+    generation: Annotated[GenerationConfig, ActiveIf("an algorithm that generates")]
+    refit: Annotated[RefitConfig, ActiveIf("an algorithm that generates")]
     data: DataConfig
-    reward: RewardConfig
-    environment: EnvironmentConfig
-    agent: AgentConfig
+    reward: Annotated[RewardConfig, ActiveIf("an algorithm that generates")]
+    environment: Annotated[EnvironmentConfig, ActiveIf("an algorithm that generates"), ActiveIf("environment.name")]
+    agent: Annotated[AgentConfig, ActiveIf("an algorithm that generates"), ActiveIf("agent.name")]
     cluster: ClusterConfig
     logger: LoggerConfig
     profile: ProfileConfig

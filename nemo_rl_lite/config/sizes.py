@@ -23,6 +23,14 @@ def records_training(config: Config) -> bool:
     return on_gpus(config) and config.policy.megatron_cfg.cuda_graph_impl != "none"
 
 
+def validates(config: Config) -> bool:
+    """Return whether the run validates at all."""
+    options = config.algorithm
+    last = options.max_num_steps
+    periodic = options.val_period > 0 and (last is None or options.val_period <= last)
+    return options.val_at_start or options.val_at_end or periodic
+
+
 def has_endpoint(config: Config) -> bool:
     """Whether the engines also answer over HTTP."""
     return config.generation.serve.enabled or config.agent.name is not None

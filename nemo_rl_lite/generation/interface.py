@@ -34,7 +34,7 @@ class Sampling:
             top_k=config.top_k,
             max_new_tokens=config.max_new_tokens,
             stop_token_ids=tuple(sorted({*end_tokens, *config.stop_token_ids})),
-            stop_strings=tuple(config.stop_strings or ()),
+            stop_strings=tuple(config.stop_strings),
         )
 
     def greedy(self) -> "Sampling":

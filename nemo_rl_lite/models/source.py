@@ -9,15 +9,16 @@ from nemo_rl_lite.models.shape import NoModelError, is_hub_name
 from nemo_rl_lite.observability.console import RunConsole
 
 
-def locate_model(config: Config, console: RunConsole) -> Path:
+def locate_model(config: Config, console: RunConsole, untrained: Path | None = None) -> Path:
     """Return the folder of `policy.model_name`; make the embedded model, or download a hub model, if it is missing.
+    With `untrained`, a missing embedded model is made below that folder, without its warm-up.
 
     Raises:
         ConfigError: the hub cannot be reached, or has no such model.
     """
     name = config.policy.model_name
     if name == NAME:
-        return _embedded(config, console)
+        return _embedded(config, console, untrained)
     if not is_hub_name(name):
         return Path(name).expanduser().resolve()
     try:
@@ -44,10 +45,12 @@ def from_hub(name: str) -> Path:
         raise NoModelError(f"cannot be fetched from the hub: {cause}", fix) from None
 
 
-def _embedded(config: Config, console: RunConsole) -> Path:
+def _embedded(config: Config, console: RunConsole, untrained: Path | None) -> Path:
     from nemo_rl_lite.models.embedded.build import prepare
 
     digits, folder = embedded_digits(config), embedded_folder(config)
+    if not folder.is_dir() and untrained is not None:
+        return prepare(untrained / folder.name, digits, config.algorithm.seed, steps=0)
     if not folder.is_dir():
         console.say(f"warming up a tiny model on {digits}-digit strings by SFT; it is kept in {folder}")
         prepare(folder, digits, config.algorithm.seed, lambda step, loss: _show(console, step, loss))

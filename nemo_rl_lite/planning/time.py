@@ -54,7 +54,7 @@ from nemo_rl_lite.planning.memory import (
     trained_parameters,
 )
 from nemo_rl_lite.rules.algorithm import corrects_age
-from nemo_rl_lite.rules.compose import compose_command
+from nemo_rl_lite.rules.compose import compose_config
 
 # Shares of the peak FLOP/s and of the memory's bandwidth that are reached.
 MFU, READS = 0.5, 0.78
@@ -269,7 +269,7 @@ class Divisions:
             replaced = {*given_keys(changes), *(_RESOURCES if split.colocated else [])}
             gone = [one for one in self.overrides if replaced & {*given_keys([one])}]
             try:
-                config = compose_command([*(one for one in self.overrides if one not in gone), *changes])
+                config = compose_config([*(one for one in self.overrides if one not in gone), *changes])
             except ConfigError as error:
                 reasons.append(f"{error.violations[0].key} {error.violations[0].rule}")
                 continue

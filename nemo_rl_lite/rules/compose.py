@@ -5,9 +5,9 @@ reported at once, before anything heavy is imported.
 """
 
 import copy
-import dataclasses
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,26 +17,51 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from nemo_rl_lite.config.keys import compose_files, groups, known_keys
-from nemo_rl_lite.config.leaves import leaves
+from nemo_rl_lite.config.keys import DEFAULT_ALGORITHM, compose_files, groups, known_keys, variables_of
 from nemo_rl_lite.config.overrides import check_overrides
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.variables import variables_of
 from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.models.embedded.reverse_digits import NAME as EMBEDDED
+from nemo_rl_lite.models.shape import NoModelError, read_model_shape
 from nemo_rl_lite.rules import check_rules
-from nemo_rl_lite.rules.defaults import register_defaults
 from nemo_rl_lite.rules.type_errors import described, is_of_variant, merged
 
-register_defaults()
+
+def _default_length(model: object, of_the_embedded: int, most: int) -> int:
+    """`${default_length:MODEL,A,B}`: A tokens for the embedded model, for others B or all their positions."""
+    if model == EMBEDDED:
+        return of_the_embedded
+    try:
+        shape = read_model_shape(str(model))
+    except (NoModelError, OSError, UnicodeDecodeError, RuntimeError):
+        # A rule reports it.
+        return most
+    # The shape of a hub model may not be known yet.
+    return min(most, shape.max_positions) if shape else most
 
 
-def compose_command(arguments: Sequence[str]) -> Config:
-    """Compose and validate the configuration of a user's command.
+def _default_response(model: object, of_the_embedded: int, most: int, length: object) -> int:
+    """`${default_response:MODEL,A,B,LENGTH}`: A tokens for the embedded model, for others B or half of LENGTH."""
+    return of_the_embedded if model == EMBEDDED else max(1, min(most, _tokens(length, 2 * most) // 2))
 
-    Raises:
-        ConfigError: listing what `compose_config` does.
-    """
-    return compose_config(arguments)
+
+def _default_micro_batch(model: object, of_the_embedded: int, tokens: int, length: object) -> int:
+    """`${default_micro_batch:MODEL,A,B,LENGTH}`: A sequences, for other models as many of LENGTH as have B tokens."""
+    return of_the_embedded if model == EMBEDDED else max(1, tokens // _tokens(length, tokens))
+
+
+def _default_rate(model: object, of_the_embedded: float, of_others: float, trains_adapters: object) -> float:
+    """`${default_rate:MODEL,A,B,LORA}`: A for the embedded model and for LoRA, B for all weights of other models."""
+    return of_the_embedded if model == EMBEDDED or trains_adapters is True else of_others
+
+
+def _tokens(length: object, otherwise: int) -> int:
+    """Return the length; `otherwise` if it is no number of tokens, which is reported as an error of its key."""
+    return length if isinstance(length, int) and length > 0 else otherwise
+
+
+for _resolver in (_default_length, _default_response, _default_micro_batch, _default_rate):
+    OmegaConf.register_new_resolver(_resolver.__name__.removeprefix("_"), _resolver, replace=True)
 
 
 def compose_config(arguments: Sequence[str] = ()) -> Config:
@@ -46,6 +71,9 @@ def compose_config(arguments: Sequence[str] = ()) -> Config:
         ConfigError: listing every violation: of the arguments, of types and ranges, of the rules.
     """
     overrides, violations = check_overrides(arguments)
+    if violations and not overrides:
+        # The defaults are valid.
+        raise ConfigError(violations)
     try:
         config = resolve(compose_files(overrides))
     except ConfigError as error:
@@ -71,26 +99,15 @@ def resolve(composed: DictConfig, matters: Callable[[Violation], bool] = lambda 
     if config is not None:
         violations += filter(matters, check_rules(config, unusable))
     if violations or config is None:
-        raise ConfigError(_without_followers(violations, composed))
+        keys = {one.key for one in violations}
+        # What follows from a wrong value is no problem of its own.
+        raise ConfigError([one for one in violations if keys.isdisjoint(_references(composed, one.key))])
     return config
-
-
-def _without_followers(violations: Sequence[Violation], composed: DictConfig) -> list[Violation]:
-    """Leave out problems of keys whose value follows from another key that has a problem."""
-    raw, keys = OmegaConf.to_container(composed, resolve=False), {one.key for one in violations}
-    sources = {one.key: str(_at(raw, one.key)) for one in violations}
-    return [one for one in violations if not any(f"${{{key}}}" in sources[one.key] for key in keys)]
 
 
 def default_values(algorithm: str) -> dict[str, Any]:
     """The configuration of this algorithm and nothing else, which may lack what a command must give."""
-    return copy.deepcopy(_defaults((f"algorithm={algorithm}",)))
-
-
-def changed_keys(config: Config) -> list[str]:
-    """The keys whose values are not the defaults of the configuration's algorithm."""
-    defaults = dict(leaves(default_values(config.algorithm.name)))
-    return [key for key, value in leaves(dataclasses.asdict(config)) if defaults.get(key) != value]
+    return copy.deepcopy(_defaults(algorithm))
 
 
 def restore(text: str) -> Config:
@@ -137,6 +154,14 @@ def _naming_its_variable(one: Violation, composed: DictConfig) -> Violation:
     return Violation(one.key, one.value, one.rule, fix) if names else one
 
 
+def _references(composed: DictConfig, key: str) -> Iterator[str]:
+    """Yield the keys that the value of a key is made from."""
+    value = _at(OmegaConf.to_container(composed, resolve=False), key)
+    for name in re.findall(r"\$\{([.\w]+)\}", value) if isinstance(value, str) else ():
+        above = len(name) - len(name.lstrip("."))
+        yield ".".join([*(key.split(".")[:-above] if above else []), name.lstrip(".")])
+
+
 # Stands for a value already reported, so that it is not reported twice.
 _UNUSABLE = "\0unusable"
 
@@ -147,8 +172,7 @@ def _validate(values: dict[str, Any]) -> tuple[Config | None, list[Violation]]:
         return TypeAdapter(Config).validate_json(json.dumps(values)), []
     except ValidationError as error:
         errors = [details for details in error.errors(include_url=False) if not _is_reported(details)]
-        known = known_keys(_algorithm_file(values))
-        return None, merged([described(details, known) for details in errors])
+        return None, merged([described(details, known_keys(), _algorithm(values)) for details in errors])
 
 
 def _is_reported(details: ErrorDetails) -> bool:
@@ -156,15 +180,14 @@ def _is_reported(details: ErrorDetails) -> bool:
     return given == _UNUSABLE or (is_of_variant(details) and given.get("name") == _UNUSABLE)
 
 
-def _algorithm_file(values: dict[str, Any]) -> tuple[str, ...]:
-    """The choice of file that the values' algorithm comes from."""
+def _algorithm(values: dict[str, Any]) -> str:
     name = _at(values, "algorithm.name")
-    return (f"algorithm={name}",) if name in groups()["algorithm"] else ()
+    return name if name in groups()["algorithm"] else DEFAULT_ALGORITHM
 
 
 def _with_defaults(values: dict[str, Any], unusable: frozenset[str]) -> dict[str, Any]:
     """A copy of `values` in which the keys of `unusable` have their default, or are gone where they have none."""
-    repaired, defaults = copy.deepcopy(values), _defaults(_algorithm_file(values))
+    repaired, defaults = copy.deepcopy(values), _defaults(_algorithm(values))
     for key in unusable:
         section, _, name = key.rpartition(".")
         parent, default_parent = _at(repaired, section), _at(defaults, section)
@@ -176,8 +199,8 @@ def _with_defaults(values: dict[str, Any], unusable: frozenset[str]) -> dict[str
 
 
 @cache
-def _defaults(algorithm_file: tuple[str, ...]) -> dict[str, Any]:
-    return _plain(compose_files(algorithm_file))[0]
+def _defaults(algorithm: str) -> dict[str, Any]:
+    return _plain(compose_files([f"algorithm={algorithm}"]))[0]
 
 
 def _at(node: Any, path: str) -> Any:

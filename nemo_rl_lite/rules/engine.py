@@ -100,7 +100,7 @@ def check_sampling(config: Config) -> Iterator[Violation]:
         if value and not lowest <= value <= highest:
             rule_text = f"the {generation.backend} engine takes {lowest:g} to {highest:g}"
             yield Violation(key, value, rule_text, f"{key}={min(max(value, lowest), highest):g}")
-    if "" in (generation.stop_strings or ()):
+    if "" in generation.stop_strings:
         key = "generation.stop_strings"
         yield Violation(key, generation.stop_strings, "an empty string stops at once", f"{key}=[]")
     if generation.top_k == 1:

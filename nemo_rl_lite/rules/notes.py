@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from nemo_rl_lite.config.active import idle_note
 from nemo_rl_lite.config.algorithms import compares
+from nemo_rl_lite.config.keys import known_variables, unread_variables
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.algorithm import LossConfig, RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import optimizer_steps, samples_per_step
-from nemo_rl_lite.config.variables import known_variables, unread_variables
 from nemo_rl_lite.rules.algorithm import LOSS, reads_ratios
 from nemo_rl_lite.rules.layout import BATCH, MEGATRON
 
@@ -23,6 +24,8 @@ def notes(config: Config, given: Sequence[str]) -> Iterator[str]:
     if unread := unread_variables():
         known = ", ".join(sorted(known_variables()))
         yield f"without effect, because nothing reads it: {', '.join(unread)} (read are {known})"
+    if idle := idle_note(config, given):
+        yield idle
     if any(key.startswith(f"{MEGATRON}.scheduler.") for key in given):
         yield from _schedule_notes(config)
     yield from filter(None, (_estimate_as_a_reward(config), _steps_without_a_ratio(config)))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from pydantic_core import ErrorDetails
 
-from nemo_rl_lite.config.keys import groups, unknown_key
+from nemo_rl_lite.config.keys import DEFAULT_ALGORITHM, groups, unknown_key
 from nemo_rl_lite.config.sections.types import DURATION, RUN_NAME, USER_CODE
 from nemo_rl_lite.errors import Violation
 
@@ -30,8 +30,8 @@ _PATTERNS = {
 }
 
 
-def described(details: ErrorDetails, known: Sequence[str]) -> Violation:
-    """The violation that an error of pydantic is, by the key that it is about; `known`: the keys that there are."""
+def described(details: ErrorDetails, known: Sequence[str], algorithm: str = DEFAULT_ALGORITHM) -> Violation:
+    """Return the violation that an error of pydantic is, by its key. `known`: the keys that there are."""
     location = [str(part) for part in details["loc"]]
     if location[0] == "algorithm":
         del location[1:2]  # pydantic's name of the variant
@@ -44,7 +44,7 @@ def described(details: ErrorDetails, known: Sequence[str]) -> Violation:
         fix = " or ".join(f"algorithm={file}" for file in groups()["algorithm"])
         return Violation(f"{key}.name", given.get("name"), "no such algorithm", fix)
     if kind == "unexpected_keyword_argument":
-        return unknown_key(key, given, known)
+        return unknown_key(key, given, algorithm)
     if kind == "missing":
         return Violation(key, None, "has no value", f"set it: {key}=...")
     rule = _EXPECTED.get(kind) or _PATTERNS.get(context.get("pattern", ""))

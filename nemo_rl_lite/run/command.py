@@ -1,45 +1,149 @@
-"""Turns a training command line into runs: compose, validate, run."""
+"""Turns a training command line into runs: flags, jobs of a sweep, compose, validate, run."""
 
+import difflib
+import itertools
 import logging
 import shlex
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
-
-from nemo_rl_lite.config.keys import CONFIG_NAME, config_dir, run_with_hydra
-from nemo_rl_lite.config.overrides import RUN_FOLDER, SWEEP_FOLDER, check_overrides, given_keys, named_run_folder
+from nemo_rl_lite.config.keys import (
+    CONFIG_NAME,
+    RUN_FOLDER,
+    SWEEP_FOLDER,
+    compose_job,
+    config_dir,
+    parse_override,
+    unknown_key,
+)
+from nemo_rl_lite.config.overrides import check_overrides, given_keys, named_run_folder
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
 from nemo_rl_lite.host.machine import check_ray_address, check_single_launcher, why_not_writable
-from nemo_rl_lite.rules.compose import compose_command, resolve
+from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.rules.notes import notes, show
-from nemo_rl_lite.run.flags import split_arguments
-from nemo_rl_lite.run.sweep import Sweep, jobs, sweep_problems
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from nemo_rl_lite.config.schema import Config
+    from nemo_rl_lite.observability.summary import Summary
 
 log = logging.getLogger(__name__)
 
-if TYPE_CHECKING:
-    from nemo_rl_lite.observability.summary import Summary
+# This launcher's own flag: do everything up to the first process.
+DRY_RUN = "--dry-run"
+SWEEP = ("--multirun", "-m")
+_CFG, _INFO = ("--cfg", "-c"), ("--info", "-i")
+# What may follow a flag. The value of --info may be left out.
+_VALUES = {
+    _CFG: ("job", "hydra", "all"),
+    _INFO: ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+    ("--package", "-p"): None,
+}
+# Hydra's flags that print something instead of running.
+_INFORMATION = ("--help", "-h", "--hydra-help", "--version", *_CFG, *_INFO)
+# These belong to --cfg.
+_OF_CFG = ("--resolve", "--package", "-p")
+FLAGS = (*_INFORMATION, *_OF_CFG, *SWEEP, DRY_RUN)
 
 
 def launch(arguments: Sequence[str]) -> "list[Summary]":
     """Run the command line, and return the summary of each run (several with -m, none with --help and the like)."""
     flags, overrides = split_arguments(arguments)
-    sweep = Sweep(overrides)
-    summaries: list[Summary] = []
+    try:
+        configs = _checked(flags, overrides)
+        if not flags.only_informs:
+            _check_place(overrides, SWEEP_FOLDER if flags.sweeps else RUN_FOLDER)
+        if flags.dry_run:
+            _dry_run(configs, named_run_folder(overrides))
+            return []
+    except ConfigError as error:
+        fail(error)
+    if not flags.only_informs:
+        return _run_all(flags, overrides, configs, shlex.join(["python", "-m", "nemo_rl_lite.train", *arguments]))
+    import hydra
 
-    def task(composed: DictConfig) -> None:
-        hydra_config = HydraConfig.get()
-        folder = Path(hydra_config.runtime.output_dir)
+    sys.argv = [sys.argv[0], *flags.given, *check_overrides(overrides, flags.sweeps)[0]]
+    hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=CONFIG_NAME)(lambda _: None)()
+    return []
+
+
+def fail(error: LauncherError, *more: str) -> NoReturn:
+    """Print the error and exit with its status."""
+    sys.stderr.write("\n".join([str(error), *more]) + "\n")
+    sys.exit(error.exit_status)
+
+
+def _checked(flags: "Flags", overrides: Sequence[str]) -> "list[tuple[list[str], Config]]":
+    """Return the overrides and the configuration of each job, and print what there is to note.
+
+    Raises:
+        ConfigError: of everything that is wrong with the flags, the overrides, and the first job that is wrong.
+    """
+    accepted, violations = check_overrides(overrides, flags.sweeps)
+    wrong = [*flags.problems(), *sweep_problems(flags, overrides)]
+    if violations and not accepted:
+        # The defaults are valid: nothing else can be wrong.
+        raise ConfigError([*wrong, *violations])
+    if flags.only_informs and not (wrong or violations):
+        return []
+
+    found: list[tuple[list[str], Config]] = []
+    try:
+        for job in jobs(overrides) if flags.sweeps else [list(overrides)]:
+            found.append((job, compose_config(job)))
+    except ConfigError as error:
+        raise ConfigError([*wrong, *error.violations]) from None
+    if wrong or violations:
+        raise ConfigError([*wrong, *violations])
+    show(dict.fromkeys(note for job, config in found for note in notes(config, given_keys(job))))
+    return found
+
+
+def _check_place(overrides: Sequence[str], key: str) -> None:
+    """Raise ConfigError if the folder of the run or the sweep cannot be used, or this machine's Ray is another's."""
+    from nemo_rl_lite.run.folder import check_place
+
+    named = named_run_folder(overrides, key)
+    # Only Hydra knows what a reference stands for.
+    folder = "." if named is not None and "${" in named else "outputs" if named is None else named
+    if rule := why_not_writable(Path(folder)) if folder else "is empty":
+        raise ConfigError([Violation(key, folder, rule, "name another folder, or free some space")])
+    check_place(Path(folder), key)
+    check_single_launcher()
+    check_ray_address()
+
+
+def _dry_run(configs: "Sequence[tuple[list[str], Config]]", named: str | None) -> None:
+    from nemo_rl_lite.run.dry_run import dry_run
+
+    try:
+        for job, config in configs:
+            # Each job of a sweep has its own folder.
+            dry_run(config, job, Path(named) if named and len(configs) == 1 else None)
+    except LauncherError as error:
+        fail(error)
+
+
+# --- Runs
+
+
+def _run_all(
+    flags: "Flags", overrides: Sequence[str], configs: "Sequence[tuple[list[str], Config]]", command: str
+) -> "list[Summary]":
+    """Run the jobs one after the other. One that fails does not end a sweep; one that is ended does."""
+    sweep = Sweep(overrides)
+    fixed = [one for one in overrides if values_of(one) == [one]]
+    parent = str(compose_job(check_overrides(fixed)[0]).hydra.sweep.dir) if flags.sweeps else None
+    for number, (job, config) in enumerate(configs):
+        folder = _begin(compose_job(check_overrides(job)[0]), parent, number)
         end: Summary | int
         try:
-            end = _guarded(composed, folder, arguments)
-            summaries.append(end)
+            end = _guarded(config, folder, command)
         except SystemExit as status:
             if not flags.sweeps or _was_ended(status):
                 raise
@@ -47,91 +151,33 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
         except Exception:
             if not flags.sweeps:
                 raise
-            # Hydra would report only the first failure, after all jobs.
             traceback.print_exc()
             end = LauncherError.exit_status
-        sweep.ended.append((hydra_config.overrides.task, folder, end))
-
-    try:
-        accepted, violations = check_overrides(overrides, flags.sweeps)
-        wrong = [*flags.problems(), *sweep_problems(flags, overrides)]
-        if wrong or violations or not flags.only_informs:
-            # Check before Hydra makes the run's folder, and before the first job of a sweep.
-            _check(jobs(overrides) if flags.sweeps else [overrides], wrong, violations)
-        if not flags.only_informs:
-            _check_folder(overrides, SWEEP_FOLDER if flags.sweeps else RUN_FOLDER)
-            check_single_launcher()
-            check_ray_address()
-        if flags.dry_run:
-            _dry_run(overrides, flags.sweeps)
-            return []
-        if flags.only_informs:
-            sys.argv = [sys.argv[0], *flags.given, *accepted]
-            hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=CONFIG_NAME)(task)()
-        else:
-            run_with_hydra(task, accepted, flags.sweeps)
-    except ConfigError as error:
-        fail(error)
+        sweep.ended.append((job, folder, end))
     if flags.sweeps:
         sweep.show()
     if failed := sweep.failed:
         numbers = ", ".join(f"#{number}" for number, _ in failed)
         sys.stderr.write(f"{len(failed)} of {len(sweep.ended)} jobs of the sweep failed: {numbers}\n")
         sys.exit(failed[0][1])
-    return summaries
+    return [end for *_, end in sweep.ended if not isinstance(end, int)]
 
 
-def _check(jobs: Iterable[Sequence[str]], wrong: Sequence[Violation], of_overrides: Sequence[Violation]) -> None:
-    """Check the overrides of every job, and print what there is to note. Raises ConfigError, of what is wrong
-    with a job, and of `wrong`; of `of_overrides`, those of the whole command, where no job has a problem."""
-    told: dict[str, None] = {}
-    try:
-        for job in jobs:
-            told |= dict.fromkeys(notes(compose_command(job), given_keys(job)))
-    except ConfigError as error:
-        raise ConfigError([*wrong, *error.violations]) from None
-    if wrong or of_overrides:
-        raise ConfigError([*wrong, *of_overrides])
-    show(told)
+def _begin(composed: "DictConfig", parent: str | None, number: int) -> Path:
+    """Make the folder of a run, or of a job of the sweep in `parent`, and log to it as Hydra does."""
+    from hydra.core.utils import configure_log
+    from omegaconf import OmegaConf
+
+    OmegaConf.update(composed, "hydra.job.num", number, force_add=True)
+    hydra = composed.hydra
+    folder = Path(hydra.run.dir) if parent is None else Path(parent) / str(hydra.sweep.subdir)
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.update(composed, "hydra.runtime.output_dir", str(folder.absolute()), force_add=True)
+    configure_log(hydra.job_logging, hydra.verbose)
+    return folder.absolute()
 
 
-def _check_folder(overrides: Sequence[str], key: str) -> None:
-    """Raise ConfigError where the folder of the run or of the sweep is empty text, cannot be written, or is inside
-    another run's."""
-    named = named_run_folder(overrides, key)
-    # Only Hydra knows what a reference stands for.
-    folder = "." if named is not None and "${" in named else "outputs" if named is None else named
-    if rule := why_not_writable(Path(folder)) if folder else "is empty":
-        raise ConfigError([Violation(key, folder, rule, "name another folder, or free some space")])
-    from nemo_rl_lite.run.folder import check_place
-
-    check_place(Path(folder), key)
-
-
-def _was_ended(end: SystemExit) -> bool:
-    """Whether the user or the scheduler ended the job, which also ends the sweep."""
-    from nemo_rl_lite.host.stopping import INTERRUPTED, was_asked_to_end
-
-    return end.code in (INTERRUPTED, RunStopped.exit_status) or was_asked_to_end()
-
-
-def _dry_run(overrides: Sequence[str], sweeps: bool) -> None:
-    from nemo_rl_lite.run.dry_run import dry_run
-
-    # Each job of a sweep has its own folder.
-    named = None if sweeps else named_run_folder(overrides)
-    try:
-        for job in jobs(overrides):
-            dry_run(compose_command(job), job, Path(named) if named else None)
-    except LauncherError as error:
-        fail(error)
-
-
-def _guarded(composed: DictConfig, folder: Path, arguments: Sequence[str]) -> "Summary":
-    try:
-        config = resolve(composed)
-    except ConfigError as error:
-        fail(error)
+def _guarded(config: "Config", folder: Path, command: str) -> "Summary":
     from nemo_rl_lite.cluster.access import close_to_others
 
     close_to_others()
@@ -139,7 +185,6 @@ def _guarded(composed: DictConfig, folder: Path, arguments: Sequence[str]) -> "S
     from nemo_rl_lite.run.folder import ERROR_FILE, how_to_resume, write_error
     from nemo_rl_lite.run.run import run
 
-    command = shlex.join(["python", "-m", "nemo_rl_lite.train", *arguments])
     try:
         return run(config, folder, command)
     except WorkerError as error:
@@ -156,7 +201,160 @@ def _guarded(composed: DictConfig, folder: Path, arguments: Sequence[str]) -> "S
         sys.exit(interrupted_status(saves))
 
 
-def fail(error: LauncherError, *more: str) -> NoReturn:
-    """Print the error and exit with its status."""
-    sys.stderr.write("\n".join([str(error), *more]) + "\n")
-    sys.exit(error.exit_status)
+def _was_ended(end: SystemExit) -> bool:
+    """Return whether the user or the scheduler ended the job, which also ends the sweep."""
+    from nemo_rl_lite.host.stopping import INTERRUPTED, was_asked_to_end
+
+    return end.code in (INTERRUPTED, RunStopped.exit_status) or was_asked_to_end()
+
+
+# --- Sweeps
+
+
+@dataclass
+class Sweep:
+    """What came of the jobs, in their order: overrides and folder of each, and its summary or exit status."""
+
+    overrides: Sequence[str]
+    """Of the whole sweep."""
+    ended: "list[tuple[Sequence[str], Path, Summary | int]]" = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[tuple[int, int]]:
+        """Number and exit status of each job that failed."""
+        return [(number, end) for number, (_, _, end) in enumerate(self.ended) if isinstance(end, int)]
+
+    def show(self) -> None:
+        """Print a table of the jobs."""
+        from nemo_rl_lite.observability.console import RunConsole
+
+        swept = tuple(f"{one.partition('=')[0]}=" for one in self.overrides if values_of(one) != [one])
+        rows = []
+        for number, (overrides, _, end) in enumerate(self.ended):
+            own = " ".join(override for override in overrides if override.startswith(swept))
+            seconds = "-" if isinstance(end, int) else f"{end.seconds_a_step:.2f}"
+            rows.append([f"#{number}", own, _result(end), seconds])
+        RunConsole().table("sweep", ["", "job", "result", "s a step"], rows)
+        if self.ended:
+            sys.stdout.write(f"one page of all jobs: nrl-lite report {self.ended[0][1].parent}\n")
+
+
+def _result(end: "Summary | int") -> str:
+    if isinstance(end, int):
+        return f"failed (status {end})"
+    pairs = {
+        "accuracy": (end.accuracy_before, end.accuracy_after),
+        "validation loss": (end.val_loss_before, end.val_loss_after),
+    }
+    shown = [f"{name} {_number(before)} -> {_number(after)}" for name, (before, after) in pairs.items() if after]
+    return ", ".join(shown) or f"{end.steps} steps"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the overrides of each job of a sweep, without the sweep's folder; the last key changes first."""
+    own = [override for override in overrides if not override.startswith(f"{SWEEP_FOLDER}=")]
+    return map(list, itertools.product(*(values for override in own if (values := values_of(override)))))
+
+
+def values_of(argument: str) -> list[str]:
+    """Return an override for each value of a sweep; none if they are not a list."""
+    override = parse_override(argument)
+    if override is None or not override.is_sweep_override():
+        return [argument]
+    if not override.is_discrete_sweep():
+        return []
+    return [f"{argument.partition('=')[0]}={value}" for value in override.sweep_string_iterator()]
+
+
+def sweep_problems(flags: "Flags", overrides: Sequence[str]) -> list[Violation]:
+    """Return what is wrong with a sweep that has fewer than two jobs, one of them twice, or endlessly many."""
+    if not flags.sweeps:
+        return []
+    listed = [values_of(override) for override in overrides]
+    for key, given in [(one.partition("=")[0], one.partition("=")[2]) for one in overrides if not values_of(one)]:
+        return [Violation(key, given, "has no list of values", f"{key}=1,2,3 or {key}=range(1,4)")]
+    if all(len(values) == 1 for values in listed):
+        rule_text, fix = "no key has several values", f"algorithm.seed=1,2,3, or leave {SWEEP[1]} out"
+        return [Violation(SWEEP[1], None, rule_text, fix)]
+    if twice := next((values for values in listed if len(set(values)) < len(values)), None):
+        return [Violation(SWEEP[1], None, f"{' '.join(twice)} has one job twice", "give each value once")]
+    return []
+
+
+# --- Flags
+
+
+@dataclass(frozen=True)
+class Flags:
+    """`given`: the flags with their values, in order."""
+
+    given: tuple[str, ...]
+
+    @property
+    def sweeps(self) -> bool:
+        return any(flag in SWEEP for flag in self.given)
+
+    @property
+    def dry_run(self) -> bool:
+        return DRY_RUN in self.given
+
+    @property
+    def only_informs(self) -> bool:
+        """Whether Hydra will print something (--help, --cfg job, ...) and run nothing."""
+        return any(_name(flag) in _INFORMATION for flag in self.given)
+
+    def problems(self) -> Iterator[Violation]:
+        """Yield what is wrong with the flags."""
+        for flag in self.given:
+            if flag.startswith("-") and _name(flag) not in FLAGS:
+                yield _unknown(flag)
+            elif "=" in flag and not any(_name(flag) in names for names in _VALUES):
+                yield Violation(flag, None, "is a flag, which takes no value", f"write {_name(flag)}, or leave it out")
+        names = {_name(flag) for flag in self.given}
+        if names & set(_OF_CFG) and not names & set(_CFG):
+            lonely = next(flag for flag in self.given if _name(flag) in _OF_CFG)
+            yield Violation(lonely, None, "says how --cfg prints the configuration", f"--cfg job {lonely}")
+        kinds = {_kind(name) for name in names if name in FLAGS}
+        if len(kinds) > 1 and kinds != {DRY_RUN, SWEEP}:
+            rule_text = "one of them runs, the other only prints"
+            yield Violation(" ".join(self.given), None, rule_text, "drop one")
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[Flags, list[str]]:
+    """Return the flags (with their values) and the overrides."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    for argument, previous in zip(arguments, ["", *arguments], strict=False):
+        (flags if argument.startswith("-") or _follows(previous, argument) else overrides).append(argument)
+    return Flags(tuple(flags)), overrides
+
+
+def _follows(flag: str, argument: str) -> bool:
+    """Return whether `argument` is the value of the flag before it; an unknown flag takes anything but an override."""
+    if not flag.startswith("-") or "=" in flag:
+        return False
+    if flag not in FLAGS:
+        return "=" not in argument
+    values = next((values for names, values in _VALUES.items() if flag in names), ())
+    return values is None or argument in values
+
+
+def _kind(name: str) -> object:
+    return SWEEP if name in SWEEP else DRY_RUN if name == DRY_RUN else _INFORMATION
+
+
+def _name(flag: str) -> str:
+    return flag.partition("=")[0]
+
+
+def _unknown(flag: str) -> Violation:
+    close = difflib.get_close_matches(_name(flag), FLAGS, n=1, cutoff=0.8)
+    name, _, value = flag.lstrip("-").partition("=")
+    if close:
+        return Violation(flag, None, "is no flag of this command", f"did you mean {close[0]}?")
+    fix = unknown_key(name.replace("-", "_"), value or "...").fix
+    return Violation(flag, None, "is no flag of this command", f"options are written as key=value: {fix}")

@@ -45,8 +45,9 @@ def dry_run(config: Config, overrides: Sequence[str], run_folder: Path | None) -
                 pass
         for line in find_start(config, whole_config, folder, console.busy).lines():
             console.say(line)
-        model = with_chosen_template(config, starting_model(config, console), Path(empty), console.say)
-        make_job(with_teacher(config, console), Path(empty), console, model)
+        model = starting_model(config, console, untrained=Path(empty))
+        model = with_chosen_template(config, model, Path(empty), console.say)
+        make_job(with_teacher(config, console, untrained=Path(empty)), Path(empty), console, model)
     runs_here = not on_gpus(config) and config.cluster.num_nodes == 1
     there = psutil.virtual_memory().total if runs_here else None
     plan = make_plan(config, overrides, find_shape(config.policy.model_name), size_of(None), there)

@@ -87,7 +87,7 @@ class GRPOJob:
         check_epochs(config, self._epoch_length)
         note_long_answers(self._training, self._tokenizer, config)
         check_texts(self._tokenizer, self._training)
-        check_stop_strings(self._tokenizer, config.generation.stop_strings or ())
+        check_stop_strings(self._tokenizer, config.generation.stop_strings)
         try_reward(self._judge, self._training.problem(0))
 
     def run(self, metrics: MetricsLog, begun: Begun, start: Start, setup: Timer) -> dict[str, int]:

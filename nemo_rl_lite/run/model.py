@@ -42,15 +42,16 @@ CHAT_KEYS = ("policy.tokenizer.chat_template", "policy.tokenizer.chat_template_k
 """They mean what they mean for a run, and are those of a command for a run's model as for that of a folder."""
 
 
-def starting_model(config: Config, console: RunConsole) -> Path:
-    """Find the model's folder; make or download it where it does not exist.
+def starting_model(config: Config, console: RunConsole, untrained: Path | None = None) -> Path:
+    """Find the model's folder; make or download it where it does not exist. With `untrained`, `locate_model` trains
+    nothing.
 
     Raises:
         ConfigError: the hub cannot be reached or has no such model; the model is broken, or does not fit the
             configuration.
     """
     was_unknown = is_hub_name(config.policy.model_name)
-    folder = locate_model(config, console)
+    folder = locate_model(config, console, untrained)
     try:
         check_model_folder(folder)
     except NoModelError as error:
@@ -83,7 +84,7 @@ def with_chosen_template(config: Config, model: Path, run_folder: Path, say: Cal
         raise ConfigError([Violation(key, template, str(error), f"another {RUN_FOLDER}, or move it away")]) from None
 
 
-def with_teacher(config: Config, console: RunConsole) -> Config:
+def with_teacher(config: Config, console: RunConsole, untrained: Path | None = None) -> Config:
     """Return the configuration with the folder of the teacher in `teacher.model_name`; it is made or downloaded where
     it does not exist. Without a teacher, the configuration is the same.
 
@@ -93,7 +94,7 @@ def with_teacher(config: Config, console: RunConsole) -> Config:
     if not has_teacher(config):
         return config
     try:
-        folder = starting_model(as_teacher(config), console)
+        folder = starting_model(as_teacher(config), console, untrained)
     except ConfigError as error:
         raise ConfigError(with_teachers_keys(error.violations)) from None
     return replace(config, teacher=replace(config.teacher, model_name=str(folder)))

@@ -21,7 +21,7 @@ from nemo_rl_lite.config.overrides import RUN_FOLDER, given_keys, named_run_fold
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, LauncherError, Violation, shown_as_message
 from nemo_rl_lite.host.machine import local_path
-from nemo_rl_lite.rules.compose import compose_command
+from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.rules.notes import notes, notes_elsewhere, show
 
 # Options of sbatch: `--NAME VALUE` becomes `#SBATCH --NAME=VALUE`.
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else list(arguments)
     given = _parser().parse_intermixed_args(words)
     with shown_as_message("nrl-lite slurm"):
-        config, run_folder = compose_command(given.overrides), named_run_folder(given.overrides)
+        config, run_folder = compose_config(given.overrides), named_run_folder(given.overrides)
         if given.log.endswith("/") or Path(given.log).is_dir():
             given.log = f"{given.log.rstrip('/')}/slurm-%j.out"
         if violations := list(_problems(given.log, run_folder)):

@@ -48,8 +48,8 @@ from nemo_rl_lite.planning.gpus import size_of
 from nemo_rl_lite.planning.time import Lengths, StepTime, predict_step
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.playing import Assistant, SingleTurn
-from nemo_rl_lite.rules.compose import compose_command
-from nemo_rl_lite.run.flags import split_arguments
+from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.run.command import split_arguments
 
 RECIPE, PUBLISHED = "grpo-llama3.1-8b-1n8g-pp2", "meta-llama/Llama-3.1-8B-Instruct"
 PROMPT, MEAN, SIGMA, GPUS = 130, 795, 1.0, 8
@@ -128,7 +128,7 @@ def settings(gpus: int, batch: int, apart: bool) -> list[str]:
 
 def planned(overrides: list[str], shape: ModelShape, gpu_bytes: int) -> tuple[Config, Budget, StepTime]:
     """The settled configuration, and what the plan says of its memory and its seconds."""
-    config = settle(compose_command(overrides), shape, gpu_bytes).config
+    config = settle(compose_config(overrides), shape, gpu_bytes).config
     lengths = Lengths(PROMPT, MEAN, config.generation.max_new_tokens)
     return config, budget(config, shape, gpu_bytes), predict_step(config, shape, gpu_bytes, lengths)
 
@@ -170,7 +170,7 @@ def measure(given: argparse.Namespace) -> None:
         overrides = settings(given.gpus, given.batch, given.apart)
         overrides += [f"policy.model_name={model}", "data.name=file", f"data.train_path={questions}"]
         overrides += [f"algorithm.max_num_steps={warm + given.steps + drained}", *given.overrides]
-        config, mean = compose_command(overrides), MEAN if given.gpus else 40
+        config, mean = compose_config(overrides), MEAN if given.gpus else 40
         command = [sys.executable, __file__, "forced", str(mean), str(SIGMA)]
         command += [*overrides, *(["--dry-run"] if given.dry_run else []), f"hydra.run.dir={folder}/run"]
         if status := subprocess.run(command, cwd=record.ROOT).returncode:
@@ -260,7 +260,7 @@ def force(mean: float, sigma: float, samples: int, count: int) -> None:
 
 def train_forced(mean: str, sigma: str, *arguments: str) -> None:
     """Run the train command with forced lengths."""
-    config = compose_command(split_arguments(arguments)[1])
+    config = compose_config(split_arguments(arguments)[1])
     samples = config.options(RolloutAlgorithmConfig).num_generations_per_prompt
     force(float(mean), float(sigma), samples, samples_per_step(config))
     train.main(list(arguments))
@@ -269,7 +269,7 @@ def train_forced(mean: str, sigma: str, *arguments: str) -> None:
 def trial() -> None:
     """Compose a forced run, deal its lengths, and make the records of a run's steps."""
     overrides = [*settings(0, 2048, apart=False), f"policy.model_name={KNOWN_MODEL}"]
-    config = compose_command(overrides)
+    config = compose_config(overrides)
     with patch.object(SingleTurn, "play", SingleTurn.play):
         force(40, SIGMA, 4, samples_per_step(config))
     given = argparse.Namespace(model=Path(KNOWN_MODEL), gpus=0, apart=False, batch=2048)

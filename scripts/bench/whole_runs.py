@@ -55,9 +55,9 @@ def one_run(overrides: Sequence[str], warm: int, drained: int = 0) -> tuple[list
 def run_in(folder: Path, overrides: Sequence[str]) -> list[dict[str, float]]:
     """Run the command in a folder; return the metrics of its steps. Raises SystemExit: it failed."""
     if _trial:
-        from nemo_rl_lite.rules.compose import compose_command
+        from nemo_rl_lite.rules.compose import compose_config
 
-        compose_command(list(overrides))
+        compose_config(list(overrides))
         shutil.copytree(tiny_run(), folder)
     else:
         command = [sys.executable, "-m", "nemo_rl_lite.train", *overrides, f"hydra.run.dir={folder}"]

@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.rules.compose import compose_command, compose_config
+from nemo_rl_lite.rules.compose import compose_config
 from tests.gpu import test_async, test_checkpoints, test_context, test_graphs, test_lora, test_router_replay, test_run
 
 # How many runs a test makes, where it compares some.
@@ -54,7 +54,7 @@ def test_settings_of_a_whole_run_are_no_configuration_error(
 
     def compose(folder: Path, model: Path, *overrides: str, **_: Any) -> tuple[str, Any]:
         try:
-            composed.append(compose_command([f"policy.model_name={model}", *overrides]))
+            composed.append(compose_config([f"policy.model_name={model}", *overrides]))
         except ConfigError as error:
             errors.append(error)
         return "", MagicMock()

@@ -5,32 +5,32 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from nemo_rl_lite.config.sections.types import STRICT, PositiveFloat, PositiveInt
+from nemo_rl_lite.config.sections.types import STRICT, ActiveIf, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
     name: str
-    train_path: str | None
-    validation_path: str | None
-    path: str | None
-    subset: str | None
-    train_split: str
-    validation_split: str | None
-    task: str | None
+    train_path: Annotated[str | None, ActiveIf(".name", "file")]
+    validation_path: Annotated[str | None, ActiveIf(".name", "file")]
+    path: Annotated[str | None, ActiveIf(".name", "hub")]
+    subset: Annotated[str | None, ActiveIf(".name", "hub")]
+    train_split: Annotated[str, ActiveIf(".name", "hub")]
+    validation_split: Annotated[str | None, ActiveIf(".name", "hub")]
+    task: Annotated[str | None, ActiveIf(".name", "reasoning_gym")]
     task_kwargs: dict[str, Any]
     validation_fraction: Annotated[float, Field(ge=0, lt=1)]
     prompt_column: str
     prompt_template: str | None
     answer_column: str | None
-    answer_pattern: str | None
+    answer_pattern: Annotated[str | None, ActiveIf("as data", "problems")]
     response_column: str | None
     messages_column: str | None
     tools_column: str | None
-    train_on: Literal["all", "last"]
-    chosen_column: str
-    rejected_column: str
-    label_column: str
+    train_on: Annotated[Literal["all", "last"], ActiveIf("as data", "chats")]
+    chosen_column: Annotated[str, ActiveIf("as data", "pairs")]
+    rejected_column: Annotated[str, ActiveIf("as data", "pairs")]
+    label_column: Annotated[str, ActiveIf("as data", "unpaired")]
     system_prompt: str | None
     min_reward: float | None
     shuffle: bool
@@ -52,8 +52,8 @@ class RewardConfig:
     batch_size: PositiveInt | None
     terms: dict[Annotated[str, Field(pattern=r"^\w+$")], RewardTerm]
     timeout_s: PositiveFloat | None
-    processes: Annotated[int, Field(gt=0, le=4096)]
-    concurrency: Annotated[int, Field(gt=0, le=4096)]
+    processes: Annotated[int, Field(gt=0, le=4096), ActiveIf(".timeout_s")]
+    concurrency: Annotated[int, Field(gt=0, le=4096), ActiveIf(".timeout_s")]
     max_error_share: Annotated[float, Field(ge=0, le=1)]
 
 

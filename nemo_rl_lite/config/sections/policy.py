@@ -7,6 +7,7 @@ from pydantic.dataclasses import dataclass
 
 from nemo_rl_lite.config.sections.types import (
     STRICT,
+    ActiveIf,
     Auto,
     Fraction,
     NonNegativeFloat,
@@ -29,24 +30,27 @@ TokenLimit = PositiveInt | Auto
 class OptimizerConfig:
     optimizer: Literal["adam", "sgd"]
     lr: Annotated[float, Field(gt=0, le=10)]
-    min_lr: NonNegativeFloat
+    min_lr: Annotated[
+        NonNegativeFloat,
+        ActiveIf("policy.megatron_cfg.scheduler.lr_decay_style", "linear", "cosine", "inverse-square-root"),
+    ]
     weight_decay: NonNegativeFloat
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)]
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)]
-    adam_eps: PositiveFloat
-    sgd_momentum: Annotated[float, Field(ge=0, lt=1)]
+    adam_beta1: Annotated[float, Field(ge=0, lt=1), ActiveIf(".optimizer", "adam")]
+    adam_beta2: Annotated[float, Field(ge=0, lt=1), ActiveIf(".optimizer", "adam")]
+    adam_eps: Annotated[PositiveFloat, ActiveIf(".optimizer", "adam")]
+    sgd_momentum: Annotated[float, Field(ge=0, lt=1), ActiveIf(".optimizer", "sgd")]
     use_distributed_optimizer: bool
     optimizer_cpu_offload: bool
-    optimizer_offload_fraction: Annotated[float, Field(ge=0, le=1)]
+    optimizer_offload_fraction: Annotated[float, Field(ge=0, le=1), ActiveIf(".optimizer_cpu_offload")]
     overlap_cpu_optimizer_d2h_h2d: bool
 
 
 @dataclass(frozen=True, config=STRICT)
 class SchedulerConfig:
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"]
-    lr_decay_iters: PositiveInt
+    lr_decay_iters: Annotated[PositiveInt, ActiveIf(".lr_decay_style", "linear", "cosine", "inverse-square-root")]
     lr_warmup_iters: NonNegativeInt
-    lr_warmup_init: NonNegativeFloat
+    lr_warmup_init: Annotated[NonNegativeFloat, ActiveIf(".lr_warmup_iters")]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -62,33 +66,35 @@ class LoraConfig:
 class DataParallelConfig:
     overlap_grad_reduce: bool
     overlap_param_gather: bool
-    bucket_size: PositiveInt | None
+    bucket_size: Annotated[PositiveInt | None, ActiveIf(".overlap_grad_reduce")]
 
 
 @dataclass(frozen=True, config=STRICT)
 class MegatronConfig:
     tensor_model_parallel_size: PositiveInt
     pipeline_model_parallel_size: PositiveInt
-    num_layers_in_first_pipeline_stage: PositiveInt | None
-    num_layers_in_last_pipeline_stage: PositiveInt | None
+    num_layers_in_first_pipeline_stage: Annotated[
+        PositiveInt | None, ActiveIf(".pipeline_model_parallel_size", above=1)
+    ]
+    num_layers_in_last_pipeline_stage: Annotated[PositiveInt | None, ActiveIf(".pipeline_model_parallel_size", above=1)]
     context_parallel_size: PositiveInt
-    cp_comm_type: Literal["p2p", "a2a"]
+    cp_comm_type: Annotated[Literal["p2p", "a2a"], ActiveIf(".context_parallel_size", above=1)]
     expert_model_parallel_size: PositiveInt
     sequence_parallel: bool
     freeze_moe_router: bool
     moe_router_dtype: Literal["fp32", "fp64"] | None
     moe_router_bias_update_rate: NonNegativeFloat
-    moe_grouped_gemm: bool
-    moe_permute_fusion: bool
-    moe_router_fusion: bool
-    cuda_graph_impl: Literal["none", "full_iteration"]
+    moe_grouped_gemm: Annotated[bool, ActiveIf("GPUs")]
+    moe_permute_fusion: Annotated[bool, ActiveIf("GPUs")]
+    moe_router_fusion: Annotated[bool, ActiveIf("GPUs")]
+    cuda_graph_impl: Annotated[Literal["none", "full_iteration"], ActiveIf("GPUs")]
     activation_checkpointing: bool
     fine_grained_activation_offloading: bool
-    offload_modules: list[OffloadModule] | None
-    activation_offload_fraction: Fraction
+    offload_modules: Annotated[list[OffloadModule] | None, ActiveIf(".fine_grained_activation_offloading")]
+    activation_offload_fraction: Annotated[Fraction, ActiveIf(".fine_grained_activation_offloading")]
     keep_logits: bool | Auto
-    peft: LoraConfig
-    distributed_data_parallel_config: DataParallelConfig
+    peft: Annotated[LoraConfig, ActiveIf("policy.megatron_cfg.peft.enabled")]
+    distributed_data_parallel_config: Annotated[DataParallelConfig, ActiveIf("data-parallel ranks")]
     optimizer: OptimizerConfig
     scheduler: SchedulerConfig
 
@@ -96,15 +102,15 @@ class MegatronConfig:
 @dataclass(frozen=True, config=STRICT)
 class SequencePackingConfig:
     enabled: bool | Auto
-    train_mb_tokens: TokenLimit
-    logprob_mb_tokens: TokenLimit
+    train_mb_tokens: Annotated[TokenLimit, ActiveIf("batches", "packed")]
+    logprob_mb_tokens: Annotated[TokenLimit, ActiveIf("batches", "packed")]
 
 
 @dataclass(frozen=True, config=STRICT)
 class DynamicBatchingConfig:
     enabled: bool
-    train_mb_tokens: TokenLimit
-    logprob_mb_tokens: TokenLimit
+    train_mb_tokens: Annotated[TokenLimit, ActiveIf("batches", "dynamic")]
+    logprob_mb_tokens: Annotated[TokenLimit, ActiveIf("batches", "dynamic")]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -124,19 +130,19 @@ class PolicyConfig:
     tokenizer: TokenizerConfig
     precision: Precision
     train_global_batch_size: PositiveInt
-    train_micro_batch_size: PositiveInt
-    logprob_batch_size: PositiveInt
+    train_micro_batch_size: Annotated[PositiveInt, ActiveIf("batches", "fixed")]
+    logprob_batch_size: Annotated[PositiveInt, ActiveIf("batches", "fixed")]
     sequence_packing: SequencePackingConfig
     dynamic_batching: DynamicBatchingConfig
-    sequence_length_round: PositiveInt
+    sequence_length_round: Annotated[PositiveInt, ActiveIf("batches", "packed", "dynamic")]
     max_total_sequence_length: PositiveInt
-    router_replay: RouterReplayConfig
+    router_replay: Annotated[RouterReplayConfig, ActiveIf("an algorithm that generates")]
     max_grad_norm: PositiveFloat | None
     max_skipped_steps: PositiveInt
-    offload_optimizer_states_for_logprob: bool
-    offload_for_generation: list[OffloadedComponent] | Auto
-    use_pinned_optimizer_offload: bool
-    overlap_offload: bool
+    offload_optimizer_states_for_logprob: Annotated[bool, ActiveIf("GPUs"), ActiveIf("phases without the optimizer")]
+    offload_for_generation: Annotated[list[OffloadedComponent] | Auto, ActiveIf("GPUs")]
+    use_pinned_optimizer_offload: Annotated[bool, ActiveIf("GPUs")]
+    overlap_offload: Annotated[bool, ActiveIf("GPUs")]
     megatron_cfg: MegatronConfig
 
 
@@ -146,8 +152,10 @@ class TeacherParallelConfig:
 
     tensor_model_parallel_size: PositiveInt
     pipeline_model_parallel_size: PositiveInt
-    num_layers_in_first_pipeline_stage: PositiveInt | None
-    num_layers_in_last_pipeline_stage: PositiveInt | None
+    num_layers_in_first_pipeline_stage: Annotated[
+        PositiveInt | None, ActiveIf(".pipeline_model_parallel_size", above=1)
+    ]
+    num_layers_in_last_pipeline_stage: Annotated[PositiveInt | None, ActiveIf(".pipeline_model_parallel_size", above=1)]
     expert_model_parallel_size: PositiveInt
     sequence_parallel: bool
     moe_router_dtype: Literal["fp32", "fp64"] | None
@@ -159,7 +167,7 @@ class TeacherConfig:
 
     model_name: Annotated[str, Field(min_length=1)] | None
     precision: Precision
-    logprob_batch_size: PositiveInt
-    logprob_mb_tokens: TokenLimit
+    logprob_batch_size: Annotated[PositiveInt, ActiveIf("batches", "fixed")]
+    logprob_mb_tokens: Annotated[TokenLimit, ActiveIf("batches", "packed", "dynamic")]
     offload: bool
     megatron_cfg: TeacherParallelConfig

@@ -1,8 +1,9 @@
-"""Types, ranges and patterns that the keys of several sections have."""
+"""Types, ranges and patterns that the keys of several sections have, and when a key has an effect."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -20,7 +21,37 @@ USER_CODE = r"^(\w+(\.\w+)+|.+\.py:\w+)$"
 DURATION = r"^(\d+:){1,3}\d{1,2}$"
 # The name is part of a path, so it must not lead to another folder.
 RUN_NAME = r"^[^./\\\s][^/\\]{0,199}$"
+# For a list: null is an empty one.
+NullIsEmpty = BeforeValidator(lambda value: [] if value is None else value)
 UserCode = Annotated[str, Field(pattern=USER_CODE)]
 # `auto`: what fits the GPUs decides when the run starts (`config.automatic`); for `algorithm.oversample`, see
 # `rollout.groups`.
 Auto = Literal["auto"]
+
+
+@dataclass(frozen=True, init=False)
+class ActiveIf:
+    """Metadata of a key or section that has an effect only if something else is on. Several must all hold.
+
+    `key` is the something: another key, a key of the same section (`.name`), or a fact of `config.active.FACTS`.
+    It is on with one of `values`; without values, if it is set, true, and larger than `above`.
+    """
+
+    key: str
+    values: tuple[object, ...]
+    above: int
+
+    def __init__(self, key: str, *values: object, above: int = 0):
+        for name, value in (("key", key), ("values", values), ("above", above)):
+            object.__setattr__(self, name, value)
+
+    def holds(self, value: object) -> bool:
+        """Return whether it is on."""
+        if self.values:
+            return value in self.values
+        return value > self.above if isinstance(value, int | float) else bool(value)
+
+    def __str__(self) -> str:
+        if self.values:
+            return f"{self.key}={' or '.join('null' if one is None else str(one).lower() for one in self.values)}"
+        return f"{self.key}>{self.above}" if self.above else self.key

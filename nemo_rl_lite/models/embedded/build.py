@@ -27,10 +27,17 @@ from nemo_rl_lite.models.embedded.reverse_digits import (
 Progress = Callable[[int, float], None]
 
 
-def prepare(folder: Path, num_digits: int, seed: int, progress: Progress = lambda step, loss: None) -> Path:
+def prepare(
+    folder: Path,
+    num_digits: int,
+    seed: int,
+    progress: Progress = lambda step, loss: None,
+    steps: int = MAX_STEPS,
+) -> Path:
     """Write the warmed-up model to `folder` in Hugging Face format and return it; a folder that exists is kept.
 
-    `progress` is called with the step and the running loss. The folder appears whole or not at all.
+    `progress` is called with the step and the running loss. The warm-up has at most `steps`.
+    The folder appears whole or not at all.
     """
     if folder.is_dir():
         return folder
@@ -39,7 +46,7 @@ def prepare(folder: Path, num_digits: int, seed: int, progress: Progress = lambd
         transformers_logging.disable_progress_bar()
         tokenizer = build_tokenizer()
         model = build_model(seed)
-        warm_up(model, tokenizer, ReverseDigits(num_digits, seed), progress)
+        warm_up(model, tokenizer, ReverseDigits(num_digits, seed), progress, steps)
         target = Path(unfinished) / folder.name
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)
@@ -75,12 +82,16 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def warm_up(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: ReverseDigits, progress: Progress
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    task: ReverseDigits,
+    progress: Progress,
+    steps: int = MAX_STEPS,
 ) -> float:
     """Supervised steps on the task's training problems, loss on the answers; returns the running loss at the end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     running = float("inf")
-    for step in range(MAX_STEPS):
+    for step in range(steps):
         tokens, prompt_length = _batch(tokenizer, task, step * BATCH)
         logits = model(tokens[:, :-1]).logits[:, prompt_length - 1 :]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, prompt_length:].flatten())

@@ -317,7 +317,7 @@ def _problems(
         tokenizer.check_tools()
     with console.busy("checking that every prompt fits", announced=False):
         _, asked = fitting_prompts(FileSet((), 0, False), asked, tokenizer, config)
-    check_stop_strings(tokenizer, config.generation.stop_strings or ())
+    check_stop_strings(tokenizer, config.generation.stop_strings)
     try_reward(judge, asked[0])
     return asked
 

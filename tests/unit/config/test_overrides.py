@@ -27,6 +27,6 @@ def test_a_folder_at_home_is_written_out_for_hydra(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert named_run_folder(["hydra.run.dir='~/it\\'s'"]) == "/home/me/it's"
     given = ["hydra.run.dir='~/it\\'s'", "run_name='~x'"]
-    assert check_overrides(given) == (["hydra.run.dir='/home/me/it\\'s'", "run_name='~x'"], [])
+    assert check_overrides(given) == (["hydra.run.dir='/home/me/it\\'s'", "++run_name='~x'"], [])
     assert parse_override(check_overrides(given)[0][0]).value() == "/home/me/it's"
     assert check_overrides(["hydra.run.dir=outputs/${run_name}"])[0] == ["hydra.run.dir=outputs/${run_name}"]

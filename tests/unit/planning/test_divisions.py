@@ -4,7 +4,7 @@ import pytest
 
 from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.planning.time import Divisions, assumed_lengths, lines, rows
-from nemo_rl_lite.rules.compose import compose_command
+from nemo_rl_lite.rules.compose import compose_config
 
 SHAPE = model_shape(KNOWN_MODELS["Qwen/Qwen3-8B"])
 GPUS = ["policy=megatron_gpu", "generation=vllm_gpu", "policy.model_name=Qwen/Qwen3-8B", "cluster.gpus_per_node=8"]
@@ -21,7 +21,7 @@ TENSOR = "policy.megatron_cfg.tensor_model_parallel_size"
 
 def divisions(*overrides: str, gib: int = 141):
     """Return the present division, the others, and what is said of them, for responses of 400 tokens."""
-    config = compose_command([*GPUS, *overrides])
+    config = compose_config([*GPUS, *overrides])
     found = Divisions(config, [*GPUS, *overrides], SHAPE, gib * 2**30, assumed_lengths(config, 400))
     present = found.present()
     others = list(found.others(present))
@@ -36,7 +36,7 @@ def test_the_overrides_are_accepted_as_they_are(own):
     assert len(others) == (8 if own[0] == APART[0] else 7)
     for split in (one for one in others if one.time):
         kept = [override for override in [*GPUS, *SIZES, *own] if override not in split.instead_of]
-        config = compose_command([*kept, *split.overrides])
+        config = compose_config([*kept, *split.overrides])
         again = Divisions(config, (), SHAPE, 141 * 2**30, assumed_lengths(config, 400)).present()
         assert (again.engine_gpus, again.colocated) == (split.engine_gpus, split.colocated)
         assert again.overlaps is not split.colocated and again.seconds == split.seconds

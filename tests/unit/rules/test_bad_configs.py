@@ -3,8 +3,6 @@
 import gzip
 import json
 import re
-import shlex
-from pathlib import Path
 
 import pytest
 
@@ -242,24 +240,6 @@ def problems(arguments: list[str]) -> ConfigError:
 def test_a_bad_command(arguments, places):
     words = [_place(word, places) for word in split(arguments)]
     assert CASES[arguments] in str(problems(words))
-
-
-def commands(name: str) -> list[str]:
-    """Lines of a file of commands, but for sweeps."""
-    lines = (Path(__file__).with_name(f"{name}.txt")).read_text().splitlines()
-    return [line for line in lines if line and line[0] not in "#-"]
-
-
-@pytest.mark.parametrize("command", commands("works"))
-def test_a_command_that_works(command):
-    compose_config(shlex.split(command))
-
-
-@pytest.mark.parametrize("command", commands("fails"))
-def test_a_command_that_fails(command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    key = command.rpartition(" ")[2].partition("=")[0]
-    assert key.rpartition(".")[2] in str(problems(shlex.split(command)))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from nemo_rl_lite.config.sections.algorithm import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import micro_batch_sizes
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.rules.compose import compose_config, resolve
-from nemo_rl_lite.run import command
-from nemo_rl_lite.run.flags import split_arguments
+from nemo_rl_lite.rules.notes import notes
+from nemo_rl_lite.run.command import split_arguments
 
 HEAVY = ("torch", "ray", "vllm", "megatron", "transformers", "numpy")
 
@@ -68,19 +68,11 @@ def test_environment_variables_of_the_refit_are_read_and_bad_values_are_errors(
         compose_config()
 
 
-def test_a_variable_that_nothing_reads_is_told(monkeypatch, capsys):
+def test_a_variable_that_nothing_reads_is_told(monkeypatch):
     monkeypatch.setenv("NRL_REFIT_NUM_BUFFER", "4")
     monkeypatch.setenv("NRL_REFIT_NUM_BUFFERS", "3")
-    command._check([[]], [], [])
-    told = capsys.readouterr().err
+    told = " ".join(notes(compose_config(), []))
     assert "because nothing reads it: NRL_REFIT_NUM_BUFFER (read are " in told and "NRL_REFIT_NUM_BUFFERS)" in told
-
-
-def test_valid_but_unusual_overrides_are_accepted():
-    assert compose_config(["recipes=null"]).run_name == "grpo-reverse_digits"
-    assert compose_config(["generation.vllm_kwargs={block_size:16}"]).generation.vllm_kwargs == {"block_size": 16}
-    config = compose_config(["policy.megatron_cfg.optimizer.lr=1e-6", "run_name='ünï-code'"])
-    assert config.run_name == "ünï-code"
 
 
 @pytest.mark.parametrize("place", [[], ["policy=megatron_gpu", "cluster.gpus_per_node=1"]])
@@ -162,29 +154,10 @@ def test_a_recipes_keys_are_checked_too(tmp_path, monkeypatch):
     assert "policy.learning_rate" in str(error.value)
 
 
-def test_every_key_has_a_comment_or_a_telling_name():
-    """Keys that need explaining are explained: each YAML file of a group has comments, or fewer than four keys."""
-    for file in keys.config_dir().glob("*/*.yaml"):
-        text = file.read_text()
-        assert "#" in text or text.count(":") < 4, file
-
-
 def test_flags_and_overrides_are_told_apart():
     flags, overrides = split_arguments(["-m", "a=1,2", "--cfg", "job", "--learning-rate", "1e-5", "b=3", "--resolve"])
     assert flags.given == ("-m", "--cfg", "job", "--learning-rate", "1e-5", "--resolve")
     assert overrides == ["a=1,2", "b=3"]
-
-
-def test_bad_configs_are_reported_without_heavy_imports():
-    script = (
-        "import sys\n"
-        "from nemo_rl_lite import train\n"
-        "try: train.main(['policy.lr=1', 'algorithm.seed=x', 'policy.logprob_batch_size=48'])\n"
-        f"finally: print([name for name in {HEAVY} if name in sys.modules], file=sys.stdout)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
-    assert done.stdout.strip() == "[]"
 
 
 def test_the_config_package_imports_nothing_heavy():
@@ -254,14 +227,15 @@ def test_a_recipes_algorithm_is_spoken_of_when_a_key_of_it_is_wrong(tmp_path, mo
     recipe.write_text(f"# @package _global_\ndefaults:\n  - override /algorithm: sft\n{content}")
     monkeypatch.setattr(keys, "config_dir", lambda: tmp_path / "configs")
     keys.groups.cache_clear()
-    keys.known_keys.cache_clear()
     try:
         with pytest.raises(ConfigError) as error:
             compose_config(["recipes=mine", "algorithm.max_num_epochs=2"])
     finally:
         keys.groups.cache_clear()
-        keys.known_keys.cache_clear()
-    assert [violation.key for violation in error.value.violations] == ["algorithm.max_num_epoch", "algorithm.loss_fn"]
+        assert [violation.key for violation in error.value.violations] == [
+            "algorithm.max_num_epoch",
+            "algorithm.loss_fn",
+        ]
     assert "did you mean algorithm.max_num_epochs?" in str(error.value)
     assert "is a key of algorithm=grpo and algorithm=distillation only" in str(error.value)
 

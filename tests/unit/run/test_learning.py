@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from nemo_rl_lite.rules.compose import compose_command
+from nemo_rl_lite.rules.compose import compose_config
 
 ROOT = Path(__file__).parents[3]
 FAKE = """#!/bin/bash
@@ -34,7 +34,7 @@ def test_every_tasks_and_algorithms_command_composes(scripts):
     learning = scripts("learning")
     for task in learning.TASKS:
         given = SimpleNamespace(model=Path("Qwen/Qwen3-1.7B"), task=task, steps=3, override=[])
-        config = compose_command(learning.overrides(given, "grpo", 1))
+        config = compose_config(learning.overrides(given, "grpo", 1))
         assert config.algorithm.max_num_steps == 3 and config.algorithm.loss_fn.reference_policy_kl_penalty == 0
 
 

@@ -14,7 +14,7 @@ from nemo_rl_lite.config.sizes import engines, optimizer_steps, parallel_dims, s
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.models.shape import find_shape, model_shape
 from nemo_rl_lite.rollout.playing import SingleTurn
-from nemo_rl_lite.rules.compose import compose_command
+from nemo_rl_lite.rules.compose import compose_config
 
 ROOT = Path(__file__).parents[3]
 MODEL = "policy.model_name=a/model"
@@ -64,7 +64,7 @@ def test_each_step_deals_the_same_lengths_to_other_responses(scripts, monkeypatc
     ("gpus", "apart"), [(8, False), (8, True), (4, False), (4, True), (2, False), (2, True), (1, False)]
 )
 def test_every_variant_composes_with_its_share_of_the_batch(scripts, gpus, apart, batch):
-    config = compose_command([*scripts("published_row").settings(gpus, batch, apart), MODEL])
+    config = compose_config([*scripts("published_row").settings(gpus, batch, apart), MODEL])
     assert samples_per_step(config) == 256 * gpus
     assert optimizer_steps(config) == 2048 // batch
     policy = gpus // 2 if apart else gpus

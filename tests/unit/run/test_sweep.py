@@ -4,7 +4,7 @@ from pathlib import Path
 
 from nemo_rl_lite import report
 from nemo_rl_lite.observability.summary import Summary
-from nemo_rl_lite.run.sweep import Sweep, jobs
+from nemo_rl_lite.run.command import Sweep, jobs
 
 
 def test_jobs_are_in_the_order_of_hydras_sweeper():
