@@ -19,10 +19,9 @@ from nemo_rl_lite.observability.metrics_log import under
 from nemo_rl_lite.observability.timer import Phase, Timer
 from nemo_rl_lite.offload.mover import Move, move_metrics
 from nemo_rl_lite.policy.interface import Policy, Scored, Teacher
-from nemo_rl_lite.rollout.files import Split
-from nemo_rl_lite.rollout.pass_at_k import pass_at_k, passes
-from nemo_rl_lite.rollout.rollout import Rollout
+from nemo_rl_lite.rollout.episode import Rollout, pass_at_k, passes
 from nemo_rl_lite.rollout.source import RolloutSource
+from nemo_rl_lite.rollout.store import Split
 
 log = logging.getLogger(__name__)
 

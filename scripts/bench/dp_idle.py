@@ -25,7 +25,7 @@ from nemo_rl_lite.models.shape import read_model_shape
 from nemo_rl_lite.planning.flops import forward_flops
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.policy.megatron.shares import balanced_shares
-from nemo_rl_lite.rollout.files import read_rollout, rollout_files
+from nemo_rl_lite.rollout.store import read_rollout, rollout_files
 
 WARM, RANKS, MEAN, TARGET = 3, 2, 100, 0.05
 TASK = [

@@ -25,8 +25,8 @@ from transformers import AutoTokenizer
 
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.rewards.text import last_number
-from nemo_rl_lite.rollout.files import read_rollout
-from nemo_rl_lite.rollout.pass_at_k import interval
+from nemo_rl_lite.rollout.episode import interval
+from nemo_rl_lite.rollout.store import read_rollout
 
 SAME_GREEDY, SEED = 0.9, 42
 

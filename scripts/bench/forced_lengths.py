@@ -17,7 +17,7 @@ from nemo_rl_lite import train
 from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import samples_per_step
 from nemo_rl_lite.rollout.episode import Episode
-from nemo_rl_lite.rollout.playing import Assistant, SingleTurn
+from nemo_rl_lite.rollout.play import Assistant, SingleTurn
 from nemo_rl_lite.rules.compose import compose_command
 from nemo_rl_lite.run.flags import split_arguments
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import record
 
-from nemo_rl_lite.rollout.files import read_rollout, rollout_files
+from nemo_rl_lite.rollout.store import read_rollout, rollout_files
 
 GENERATED = ("reasoning_gym", "reverse_digits")
 RUNS = record.FOLDER / "runs"

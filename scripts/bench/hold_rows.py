@@ -22,8 +22,7 @@ from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.losses.interface import count_masked
 from nemo_rl_lite.policy.megatron.model import ParallelPlace
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
-from nemo_rl_lite.rollout.episode import Episode
-from nemo_rl_lite.rollout.rollout import Rollout
+from nemo_rl_lite.rollout.episode import Episode, Rollout
 from nemo_rl_lite.run.workers.remote_policy import RemotePolicy
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import record
 from together import Ended
 
-from nemo_rl_lite.rollout.files import read_rollout, rollout_files, step_of
-from nemo_rl_lite.rollout.pass_at_k import interval
+from nemo_rl_lite.rollout.episode import interval
+from nemo_rl_lite.rollout.store import read_rollout, rollout_files, step_of
 
 LAST = 10
 _QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)

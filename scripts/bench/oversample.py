@@ -20,11 +20,8 @@ import record
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.generation.interface import Completion, Sampling
-from nemo_rl_lite.rollout.collector import RolloutCollector
-from nemo_rl_lite.rollout.failures import ErrorShares
-from nemo_rl_lite.rollout.order import PromptOrder
-from nemo_rl_lite.rollout.resting import Resting
-from nemo_rl_lite.rollout.sampler import Sampler
+from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
+from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
 from nemo_rl_lite.rules.compose import compose_config
 from tests.unit.rollout.script import Letters, judged_by
 
@@ -95,7 +92,7 @@ def rollouts(
     engine = Engine(share)
     judge = judged_by(lambda response, problem: float(response[:1] == problem.answer))
     collector = RolloutCollector(engine, Letters(), judge, 64, ErrorShares(0, 0))
-    order = PromptOrder(Endless(), Resting(0, 0), {"position": 0})
+    order = PromptOrder(Endless(), PromptCooldown(0, 0), {"position": 0})
     sampler = Sampler(options, collector, Sampling(1.0, 1.0, None, 8, (0,), ()), [], order)
     seconds, begun, kept = list[float](), list[float](), list[str]()
     for step in range(given.repeats + 1):

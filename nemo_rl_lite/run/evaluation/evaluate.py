@@ -18,12 +18,10 @@ from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.redaction import described
 from nemo_rl_lite.rewards.judge import Judge, make_judge, try_reward
 from nemo_rl_lite.rewards.rows import check_rows
-from nemo_rl_lite.rollout.collector import Gathering, RolloutCollector
-from nemo_rl_lite.rollout.failures import ErrorShares
-from nemo_rl_lite.rollout.files import RolloutFiles
-from nemo_rl_lite.rollout.groups import Wanted
+from nemo_rl_lite.rollout.collector import ErrorShares, GroupSelection, RolloutCollector, RolloutTask
+from nemo_rl_lite.rollout.episode import Rollout
 from nemo_rl_lite.rollout.prompts import fitting_prompts
-from nemo_rl_lite.rollout.rollout import Rollout
+from nemo_rl_lite.rollout.store import RolloutFiles
 from nemo_rl_lite.run.chat_keys import chat_tokenizer
 from nemo_rl_lite.run.evaluation.engines import running_engines
 from nemo_rl_lite.run.evaluation.folder import OUTPUT, Journal, claim, write_json
@@ -102,8 +100,8 @@ def _sampled(
     console: RunConsole,
 ) -> Rollout:
     config, samples, count = evaluation.config, evaluation.options.samples, engines(evaluation.config)
-    wanted = Wanted(asked.__getitem__, len(asked), samples)
-    gathering = Gathering(wanted, evaluation.sampling(tokenizer.end_tokens), config.algorithm.seed, journal.done)
+    wanted = GroupSelection(asked.__getitem__, len(asked), samples)
+    gathering = RolloutTask(wanted, evaluation.sampling(tokenizer.end_tokens), config.algorithm.seed, journal.done)
     with ExitStack() as stack:
         with console.busy(f"starting {evaluation.served}" + (f", {count} engines" if count > 1 else "")):
             started = stack.enter_context(running_engines(evaluation.served, folder, console.say))

@@ -12,9 +12,9 @@ import pyarrow as pa
 from nemo_rl_lite.checkpoint.resume import changed
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import CheckpointError, ConfigError, Violation
+from nemo_rl_lite.rollout.collector import Group
 from nemo_rl_lite.rollout.episode import Episode
-from nemo_rl_lite.rollout.groups import Group
-from nemo_rl_lite.rollout.saved import SavedRollout, load_rollouts, save_rollouts
+from nemo_rl_lite.rollout.store import SavedRollout, load_rollouts, save_rollouts
 from nemo_rl_lite.run.folder import is_run
 
 OUTPUT = "--output"

@@ -7,8 +7,7 @@ import numpy as np
 
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.rollout.pass_at_k import RESAMPLES, interval, ks, pass_at_k, passes
-from nemo_rl_lite.rollout.rollout import Rollout
+from nemo_rl_lite.rollout.episode import RESAMPLES, Rollout, interval, ks, pass_at_k, passes
 
 _INTERVALS = f"95 %: percentiles of {RESAMPLES} resamples of the problems, with a fixed seed"
 

@@ -28,19 +28,14 @@ from nemo_rl_lite.policy.interface import Scored
 from nemo_rl_lite.rewards.judge import make_judge, try_reward
 from nemo_rl_lite.rewards.rows import check_rows
 from nemo_rl_lite.rewards.terms import terms_of
-from nemo_rl_lite.rollout.ahead import Queue
-from nemo_rl_lite.rollout.collector import RolloutCollector
-from nemo_rl_lite.rollout.coming import Staleness
-from nemo_rl_lite.rollout.failures import ErrorShares
-from nemo_rl_lite.rollout.files import RolloutFiles, Split
-from nemo_rl_lite.rollout.order import PromptOrder
-from nemo_rl_lite.rollout.playing import Play
+from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
+from nemo_rl_lite.rollout.episode import Rollout
+from nemo_rl_lite.rollout.play import EpisodeRunner
 from nemo_rl_lite.rollout.prompts import fitting_prompts, note_long_answers
-from nemo_rl_lite.rollout.resting import Resting
-from nemo_rl_lite.rollout.rollout import Rollout
-from nemo_rl_lite.rollout.sampler import Sampler
-from nemo_rl_lite.rollout.saved import load_rollouts
+from nemo_rl_lite.rollout.queue import AsyncRolloutSource, Staleness
+from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
 from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
+from nemo_rl_lite.rollout.store import RolloutFiles, Split, load_rollouts
 from nemo_rl_lite.rules.steps import check_epochs
 from nemo_rl_lite.run.jobs.playing import Playing
 from nemo_rl_lite.run.jobs.steps import make_steps
@@ -117,7 +112,7 @@ class GRPOJob:
         config, console, groups = self._config, self._console, workers.groups
         options = config.options(GRPOConfig)
         saved: dict[str, Any] = {"position": start.steps * options.num_prompts_per_step, **start.rollouts}
-        resting = Resting(options.rest_epochs, self._epoch_length, saved.get("resting"), saved["position"])
+        resting = PromptCooldown(options.rest_epochs, self._epoch_length, saved.get("resting"), saved["position"])
         order = PromptOrder(self._training, resting, saved)
         sampling = Sampling.of(config.generation, self._tokenizer.end_tokens)
         sampler = Sampler(options, collector, sampling, self._validation, order)
@@ -154,9 +149,9 @@ class GRPOJob:
             return OnPolicy(sampler, generation)
         stall_s = self._config.cluster.phase_timeout_s or math.inf
         done, steps, saves = start.steps, options.max_num_steps, options.rollouts.save_begun
-        return Queue(sampler, generation, staleness, done, steps, ahead, stall_s, saves)
+        return AsyncRolloutSource(sampler, generation, staleness, done, steps, ahead, stall_s, saves)
 
-    def _collector(self, generation: Generation, play: Play) -> RolloutCollector:
+    def _collector(self, generation: Generation, play: EpisodeRunner) -> RolloutCollector:
         config = self._config
         taking_part = config.agent if play.section == "agent" else config.environment
         shares = ErrorShares(config.reward.max_error_share, taking_part.max_error_share)

@@ -17,7 +17,7 @@ from nemo_rl_lite.observability.profiling import FOLDER as PROFILE
 from nemo_rl_lite.observability.profiling import SUFFIX
 from nemo_rl_lite.observability.redaction import redact, redact_command
 from nemo_rl_lite.observability.samples import spread, text_of
-from nemo_rl_lite.rollout.files import read_rollout, rollout_files
+from nemo_rl_lite.rollout.store import read_rollout, rollout_files
 from nemo_rl_lite.rules.compose import default_values
 from nemo_rl_lite.run.folder import COMMAND_FILE, CONFIG_FILE, ERROR_FILE, STATUS_FILE
 from nemo_rl_lite.run.report.busy import UNREADABLE, busy_by_phase, traces_of

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from nemo_rl_lite.observability.console import PHASES
-from nemo_rl_lite.rollout.files import Times, read_spans, read_times, rollout_files, step_of
+from nemo_rl_lite.rollout.store import Times, read_spans, read_times, rollout_files, step_of
 
 # The most steps that are drawn, and the parts of their time in which requests are counted.
 STEPS, PARTS = 12, 300

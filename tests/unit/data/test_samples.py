@@ -11,7 +11,7 @@ from nemo_rl_lite.data.kinds import CHATS
 from nemo_rl_lite.data.sources import training_set
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.rollout.episode import Ending
-from nemo_rl_lite.rollout.files import RolloutFiles
+from nemo_rl_lite.rollout.store import RolloutFiles
 from nemo_rl_lite.rules.compose import compose_config
 from tests.unit.observability.rollouts import make_rollout
 

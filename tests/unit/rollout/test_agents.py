@@ -14,10 +14,8 @@ from nemo_rl_lite.environments.sessions import InThisProcess
 from nemo_rl_lite.errors import ConfigError, DataError, EngineError
 from nemo_rl_lite.rewards.registry import find_reward
 from nemo_rl_lite.rollout.agents import AgentPlay
-from nemo_rl_lite.rollout.collector import Gathering, RolloutCollector
-from nemo_rl_lite.rollout.failures import ErrorShares
-from nemo_rl_lite.rollout.groups import Wanted
-from nemo_rl_lite.rollout.turns import Turns
+from nemo_rl_lite.rollout.collector import ErrorShares, GroupSelection, RolloutCollector, RolloutTask
+from nemo_rl_lite.rollout.play import Turns
 from tests.unit.endpoint.served import LOCAL, SAMPLING
 from tests.unit.pages import DOCS, blocks
 from tests.unit.rollout.script import Letters, completion, judged_by, plain
@@ -64,7 +62,7 @@ def collect(engines, agent, share=0.0, max_length=200, samples=1):
     with Endpoint(LOCAL, Letters(), "own", max_length).running() as endpoint:
         play = AgentPlay(Agents(agent, "127.0.0.1"), endpoint, SAMPLING)
         return collector(ServedGeneration(engines, endpoint, None), play, share, max_length).collect(
-            Gathering(wanted(samples), SAMPLING, 5)
+            RolloutTask(wanted(samples), SAMPLING, 5)
         )
 
 
@@ -74,14 +72,14 @@ def collector(generation, play, share=0.0, max_length=200):
 
 
 def wanted(samples):
-    return Wanted([Problem(chat(ASKED), "43")].__getitem__, 1, samples)
+    return GroupSelection([Problem(chat(ASKED), "43")].__getitem__, 1, samples)
 
 
 @pytest.mark.parametrize("agent", [config("player", how="two turns"), config("plain")], ids=["async", "plain"])
 def test_an_agents_episode_is_that_of_an_environment_with_the_same_conversation(agent):
     through_environment, through_agent = Book(), Book()
     turns = Turns(InThisProcess("calculator", {"role": "user"}), 4)
-    expected = collector(through_environment, turns).collect(Gathering(wanted(2), SAMPLING, 5))
+    expected = collector(through_environment, turns).collect(RolloutTask(wanted(2), SAMPLING, 5))
     found = collect(through_agent, agent, samples=2)
     assert plain(found.rows([0.5, -0.5], 0)) == plain(expected.rows([0.5, -0.5], 0))
     assert sum(found.rows([1.0, 1.0], 0)[0].mask) == 20

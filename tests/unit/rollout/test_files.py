@@ -9,7 +9,7 @@ import pytest
 from nemo_rl_lite.observability.samples import spread, text_of
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.rollout.episode import Span
-from nemo_rl_lite.rollout.files import RolloutFiles, Times, read_rollout, read_spans, read_times, rollout_files
+from nemo_rl_lite.rollout.store import RolloutFiles, Times, read_rollout, read_spans, read_times, rollout_files
 from tests.unit.observability.rollouts import make_rollout
 
 FOUR = make_rollout(["a", "b", "c", "d"], [0.0, 1.0, 0.5, 0.25], samples=2)

@@ -5,8 +5,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from nemo_rl_lite.rollout import pass_at_k as module
-from nemo_rl_lite.rollout.pass_at_k import interval, ks, pass_at_k, passes
+from nemo_rl_lite.rollout import episode as module
+from nemo_rl_lite.rollout.episode import interval, ks, pass_at_k, passes
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 8])

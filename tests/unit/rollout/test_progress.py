@@ -4,9 +4,8 @@ import asyncio
 import time
 
 from nemo_rl_lite.data.problems import Problem, chat
+from nemo_rl_lite.rollout.collector import Group, progress
 from nemo_rl_lite.rollout.episode import Episode, Span
-from nemo_rl_lite.rollout.groups import Group
-from nemo_rl_lite.rollout.progress import progress
 from tests.unit.rollout.script import completion
 
 

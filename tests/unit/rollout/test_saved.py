@@ -9,9 +9,8 @@ from pyarrow import parquet
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.generation.interface import Completion
-from nemo_rl_lite.rollout.episode import Episode
-from nemo_rl_lite.rollout.rollout import Rollout
-from nemo_rl_lite.rollout.saved import SavedRollout, load_rollouts, save_rollouts
+from nemo_rl_lite.rollout.episode import Episode, Rollout
+from nemo_rl_lite.rollout.store import SavedRollout, load_rollouts, save_rollouts
 
 
 def make_rollout() -> Rollout:

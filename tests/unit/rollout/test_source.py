@@ -9,10 +9,9 @@ import pytest
 from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
 from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention
 from nemo_rl_lite.errors import CheckpointError, EngineError, WorkerError
-from nemo_rl_lite.rollout.ahead import Queue
-from nemo_rl_lite.rollout.coming import Staleness
-from nemo_rl_lite.rollout.saved import load_rollouts
+from nemo_rl_lite.rollout.queue import AsyncRolloutSource, Staleness
 from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
+from nemo_rl_lite.rollout.store import load_rollouts
 from tests.unit.checkpoint.test_checkpoints import NotingPolicy
 from tests.unit.rollout.fleet import Fleet, asked, sampler, versions
 
@@ -40,10 +39,10 @@ def begin():
         saves_begun=True,
         given_back=(),
         **options,
-    ) -> Queue:
+    ) -> AsyncRolloutSource:
         own = sampler(fleet, state, **options)
         own.order.give_back(given_back)
-        source = Queue(own, fleet, staleness, done, steps, saved, stall_s, saves_begun)
+        source = AsyncRolloutSource(own, fleet, staleness, done, steps, saved, stall_s, saves_begun)
         sources.append(source)
         source.publish(done)
         return source
@@ -108,9 +107,9 @@ def test_the_next_rollout_is_generated_while_a_step_trains(begin, staleness):
     source = begin(Fleet(), staleness)
     source.take(1, silent)
     deadline = time.monotonic() + 10
-    while source._coming._begun[2].is_under_way and time.monotonic() < deadline:
+    while source._prefetcher._begun[2].is_under_way and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert not source._coming._begun[2].is_under_way
+    assert not source._prefetcher._begun[2].is_under_way
 
 
 def test_in_flight_responses_continue_with_new_weights_and_none_is_older_than_allowed(begin):
@@ -128,10 +127,10 @@ def test_in_flight_responses_continue_with_new_weights_and_none_is_older_than_al
 def test_no_more_rollouts_exist_than_the_age_allows(begin):
     source = begin(Fleet(), IN_FLIGHT, steps=100)
     time.sleep(0.3)
-    assert sorted(source._coming._begun) == [1, 2, 3] and not source._coming.gatherings()
+    assert sorted(source._prefetcher._begun) == [1, 2, 3] and not source._prefetcher.gatherings()
     source.take(1, silent)
     source.publish(1)
-    assert sorted(source._coming._begun) == [2, 3, 4]
+    assert sorted(source._prefetcher._begun) == [2, 3, 4]
 
 
 @pytest.mark.parametrize("published", [False, True])
@@ -232,7 +231,7 @@ def test_one_step_off_held_out_problems_have_the_engines_for_themselves(begin):
     source.take(1, silent)
     source._engines.refit = None
     source.held_out(1, silent)
-    assert not source._coming.gatherings()
+    assert not source._prefetcher.gatherings()
 
 
 @pytest.mark.parametrize("staleness", [ONE_STEP_OFF, IN_FLIGHT])

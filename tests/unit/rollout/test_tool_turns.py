@@ -19,11 +19,9 @@ from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.models.embedded.build import build_tokenizer
 from nemo_rl_lite.rewards.registry import find_reward
-from nemo_rl_lite.rollout.collector import Gathering, RolloutCollector
-from nemo_rl_lite.rollout.failures import ErrorShares
-from nemo_rl_lite.rollout.files import RolloutFiles, rollout_files
-from nemo_rl_lite.rollout.groups import Wanted
-from nemo_rl_lite.rollout.turns import Turns
+from nemo_rl_lite.rollout.collector import ErrorShares, GroupSelection, RolloutCollector, RolloutTask
+from nemo_rl_lite.rollout.play import Turns
+from nemo_rl_lite.rollout.store import RolloutFiles, rollout_files
 from tests.unit.rollout.script import Script, judged_by
 
 LIMITS = {"call": "tool", "seconds": 20, "memory_mib": 512, "max_characters": 200}
@@ -74,7 +72,7 @@ def collect(tokenizer, environment, *turns):
         Turns(InThisProcess(path[name], kwargs), 5),
     )
     sampling = Sampling(1.0, 1.0, None, 100, tokenizer.end_tokens, ())
-    return collector.collect(Gathering(Wanted([problem].__getitem__, 1, 1), sampling, 1)), script
+    return collector.collect(RolloutTask(GroupSelection([problem].__getitem__, 1, 1), sampling, 1)), script
 
 
 def test_the_embedded_model_is_offered_python_and_uses_it(tmp_path):

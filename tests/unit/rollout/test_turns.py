@@ -11,10 +11,8 @@ from nemo_rl_lite.environments.sessions import InThisProcess
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.registry import find_reward
-from nemo_rl_lite.rollout.collector import Gathering, RolloutCollector
-from nemo_rl_lite.rollout.failures import ErrorShares
-from nemo_rl_lite.rollout.groups import Wanted
-from nemo_rl_lite.rollout.turns import Turns, _check
+from nemo_rl_lite.rollout.collector import ErrorShares, GroupSelection, RolloutCollector, RolloutTask
+from nemo_rl_lite.rollout.play import Turns, _check
 from tests.unit.rollout.script import END, Letters, Script, judged_by
 
 HERE = "tests.unit.rollout.test_turns"
@@ -26,7 +24,9 @@ def collect(script, environment, max_turns=4, max_length=200, reward="exact_matc
     judge = judged_by(find_reward(reward, {}))
     turns = Turns(InThisProcess(*environment), max_turns)
     collector = RolloutCollector(script, Letters(), judge, max_length, ErrorShares(0.0, max_error_share), turns)
-    return collector.collect(Gathering(Wanted([Problem(chat("6*7+1?"), "43")].__getitem__, 1, 2), SAMPLING, 5))
+    return collector.collect(
+        RolloutTask(GroupSelection([Problem(chat("6*7+1?"), "43")].__getitem__, 1, 2), SAMPLING, 5)
+    )
 
 
 def endings(rollout):

@@ -15,7 +15,7 @@ from nemo_rl_lite.config.sizes import engines, optimizer_steps, parallel_dims, s
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.models.known import find_shape
 from nemo_rl_lite.models.shape import model_shape
-from nemo_rl_lite.rollout.playing import SingleTurn
+from nemo_rl_lite.rollout.play import SingleTurn
 from nemo_rl_lite.rules.compose import compose_command
 
 ROOT = Path(__file__).parents[3]

@@ -4,7 +4,7 @@ import pytest
 from pyarrow import parquet
 
 from nemo_rl_lite.observability.metrics_log import with_every_age
-from nemo_rl_lite.rollout.files import RolloutFiles, rollout_files
+from nemo_rl_lite.rollout.store import RolloutFiles, rollout_files
 from nemo_rl_lite.run.report.record import read_run
 from nemo_rl_lite.run.report.waits import PARTS, STEPS
 from tests.unit.observability.rollouts import make_rollout
