@@ -10,7 +10,7 @@ from nemo_rl_lite.config.sections.algorithm import SupervisedConfig
 from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.losses.batch import TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Loss
-from nemo_rl_lite.losses.kto import MeanLogRatio, mismatched
+from nemo_rl_lite.losses.preference import MeanLogRatio, mismatched
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.policy.interface import HeldBatch, Policy, Scored
 

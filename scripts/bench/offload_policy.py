@@ -25,7 +25,7 @@ from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.host.ports import free_port
 from nemo_rl_lite.losses.batch import TokenRow
-from nemo_rl_lite.losses.policy_gradient import GRPOLoss
+from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.offload import copies
 from nemo_rl_lite.offload.mover import move_metrics
 from nemo_rl_lite.rules.compose import compose_config

@@ -9,8 +9,8 @@ import pytest
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS
 from nemo_rl_lite.config.sections.algorithm import DistillationLossConfig, DPOConfig, KTOConfig, LossConfig
-from nemo_rl_lite.losses.policy_terms import POLICY_TERMS
-from nemo_rl_lite.losses.preferences import PREFERENCES
+from nemo_rl_lite.losses.grpo import POLICY_TERMS
+from nemo_rl_lite.losses.preference import PREFERENCES
 from tests.unit.pages import DOCS
 
 TITLE = "## What the losses are checked against"

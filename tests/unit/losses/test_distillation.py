@@ -7,8 +7,8 @@ import torch
 
 from nemo_rl_lite.config.sections.algorithm import DistillationLossConfig
 from nemo_rl_lite.losses.distillation import SampledKLLoss, TopkKLLoss
+from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import count_masked
-from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from tests.unit.losses.batches import batch_of, rows_of
 from tests.unit.losses.test_losses_match_trl import loss_config
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemo_rl_lite.config.sections.algorithm import DPOConfig
-from nemo_rl_lite.losses.dpo import DPOLoss
+from nemo_rl_lite.losses.preference import DPOLoss
 from tests.unit.losses.batches import batch_of, rows_of
 
 TOLERANCE = 1e-5

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nemo_rl_lite.errors import TrainingError
+from nemo_rl_lite.losses.grpo import GRPOLoss, kl_estimate
 from nemo_rl_lite.losses.interface import combine_metrics, count_masked, floats, loss_of
-from nemo_rl_lite.losses.policy_gradient import GRPOLoss, kl_estimate
 from tests.unit.losses.batches import batch_of, rows_of
 from tests.unit.losses.test_losses_match_trl import loss_config, our_loss, random_inputs
 

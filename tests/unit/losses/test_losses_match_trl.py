@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from nemo_rl_lite.config.sections.algorithm import LossConfig
+from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import count_masked
-from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from tests.unit.losses.batches import batch_of, rows_of
 
 TOLERANCE = 1e-5

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import count_masked, needs_of
-from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from tests.unit.losses.batches import batch_of, rows_of
 from tests.unit.losses.test_losses_match_trl import loss_config, our_loss, random_inputs
 

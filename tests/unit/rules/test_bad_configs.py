@@ -966,17 +966,19 @@ CASES = {
     "algorithm.loss=no_such_package.Loss": ["algorithm.loss", "cannot be imported", "package.module.Class"],
     "algorithm=sft algorithm.loss=math.nothing": ["algorithm.loss", "cannot be imported", "algorithm.loss=null"],
     "algorithm=dpo algorithm.loss=math.pi": ["algorithm.loss", "cannot be called", "name a class"],
-    "algorithm.loss=nemo_rl_lite.losses.dpo.DPOLoss +algorithm.loss_kwargs.limit=5": [
+    "algorithm.loss=nemo_rl_lite.losses.preference.DPOLoss +algorithm.loss_kwargs.limit=5": [
         "algorithm.loss_kwargs",
-        "do not fit nemo_rl_lite.losses.dpo.DPOLoss",
+        "do not fit nemo_rl_lite.losses.preference.DPOLoss",
         "limit",
         "DPOLoss(options, **algorithm.loss_kwargs)",
     ],
     "algorithm.loss=builtins.repr": ["algorithm.loss", "makes a str without __call__ and counts", "protocol Loss"],
     "+algorithm.loss_kwargs.limit=5": ["algorithm.loss_kwargs", "algorithm.loss, which is null"],
-    "algorithm.loss=nemo_rl_lite.losses.sft.sft_loss": ["makes the loss of algorithm=sft", "algorithm.loss=null"],
-    "algorithm.loss=nemo_rl_lite.losses.dpo.DPOLoss": ["makes the loss of algorithm=dpo", "this run is algorithm=grpo"],
-    "algorithm=sft algorithm.loss=nemo_rl_lite.losses.policy_gradient.GRPOLoss": ["makes the loss of algorithm=grpo"],
+    "algorithm.loss=nemo_rl_lite.losses.sft.sft_loss": ["is made from SFTConfig", "algorithm.loss=null"],
+    "algorithm.loss=nemo_rl_lite.losses.preference.DPOLoss": [
+        "is made from DPOConfig",
+        "this run is algorithm=grpo",
+    ],
     "algorithm.loss=tests.unit.rules.losses.Unheard": ["algorithm.loss", "needs attention", "entropy and topk_logits"],
     "algorithm.loss=tests.unit.rules.losses.Topk": ["algorithm.loss", "needs topk_logits and has no int `topk`"],
     "algorithm.loss=tests.unit.rules.losses.OfTeacher": [
