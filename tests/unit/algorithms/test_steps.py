@@ -75,11 +75,6 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(steps):
     assert steps.checkpoints.store.latest().step == 2
 
 
-def test_a_signal_in_the_last_step_changes_nothing(steps):
-    taken, _ = take(steps, 2, NEVER, lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None)
-    assert taken == [1, 2]
-
-
 def test_too_many_skipped_steps_in_a_row_end_the_run(steps):
     skipped = {1: 1.0, 2: 0.5, 3: 1.0, 4: 1.0}
     with pytest.raises(TrainingError, match=r"2 steps in a row .*policy\.max_skipped_steps"):

@@ -15,7 +15,6 @@ from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
 from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention
 from nemo_rl_lite.config.sections.algorithm import SFTConfig
 from nemo_rl_lite.data.examples import TrainingExamples
-from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.host.stopping import Stopping
 from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 from nemo_rl_lite.losses.sft import SFTLoss
@@ -24,8 +23,6 @@ from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.observability.speed import PolicySpeed
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.policy.interface import HeldBatch, Work
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.rules.steps import check_total_steps
 
 CONFIG = SFTConfig(
     name="sft",
@@ -121,22 +118,6 @@ def test_a_run_ends_at_its_first_limit(epochs, steps, of_epoch, expected):
     assert sft(max_num_epochs=epochs, max_num_steps=steps, steps_per_epoch=of_epoch).total() == expected
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("profile.steps=[9]", "step 9 is after the run's last, which is 8"),
-        ("algorithm.early_stop_patience=4", "8 steps have 2"),
-    ],
-)
-def test_what_comes_after_the_last_step_is_refused_where_the_data_says_how_many_there_are(override, words):
-    often = ["algorithm=sft", "algorithm.max_num_steps=null", "algorithm.max_num_epochs=2"]
-    rows = ["data=hub", "data.path=a/b", "data.validation_fraction=0.1"]
-    config = compose_config([*often, *rows, override])
-    check_total_steps(config, 40)
-    with pytest.raises(ConfigError, match=words):
-        check_total_steps(config, 8)
-
-
 def test_phases_alternate_and_metrics_have_nemo_rls_names():
     job = sft(max_num_steps=3)
     job.run()
@@ -149,12 +130,6 @@ def test_phases_alternate_and_metrics_have_nemo_rls_names():
     expected = {"train/loss", "train/grad_norm", "train/lr", "train/global_valid_seqs", "performance/tokens_per_sec"}
     expected |= {"timing/train/total_step_time", "timing/train/policy_training", "timing/train/data_processing"}
     assert set().union(*job.report.metrics.history) >= expected
-
-
-def test_without_held_out_chats_nothing_is_validated():
-    job = sft(validation=[])
-    job.run()
-    assert "logprob" not in job.policy.calls and len(job.policy.calls) == 18
 
 
 @pytest.mark.parametrize(("patience", "stopped_at"), [(1, 4), (2, 6), (None, 12)])
@@ -182,21 +157,3 @@ def test_the_reference_scores_each_batch_before_training_and_held_out_ones_once(
         assert rates == pytest.approx([tera / 2 / own for own in seconds])
         _, shares = job.report.metrics.series(f"performance/{phase}_fp_utilization")
         assert shares == pytest.approx([rate / 1000 for rate in rates])
-
-
-def test_without_a_reference_there_is_no_rate_of_logprobs_and_without_a_shape_none_at_all():
-    job, unknown = sft(max_num_steps=1), sft(max_num_steps=1)
-    unknown.policy.work = lambda batch, which: None
-    job.run()
-    unknown.run()
-    names, others = (set().union(*one.report.metrics.history) for one in (job, unknown))
-    rates = {name for name in names if "flops" in name or "utilization" in name}
-    assert rates == {"performance/train_flops_per_gpu", "performance/train_fp_utilization"}
-    assert names - others == rates
-
-
-def test_a_loss_of_ones_own_may_have_other_metrics():
-    job = sft(max_num_steps=1)
-    job.shown = ("accuracy",)
-    job.run()
-    assert job.report.metrics.series("train/loss")[1] == [1.0]

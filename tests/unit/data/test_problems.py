@@ -64,12 +64,6 @@ def test_a_bad_row_far_down_is_named(tmp_path):
         training_set(file_config(tmp_path, rows), seed=0, kind=PROBLEMS)
 
 
-@pytest.mark.parametrize("prompt", [None, 3, [], ["text"], [{"role": "user"}]])
-def test_other_prompts_are_refused(prompt):
-    with pytest.raises(DataError, match="row 7"):
-        chat(prompt, None, "file, row 7")
-
-
 @pytest.mark.parametrize(
     ("messages", "words"),
     [

@@ -24,34 +24,6 @@ class Own:
 HERE = "tests.unit.environments.test_environments"
 
 
-class Unchecked(Own):
-    """Finds before the run that something is missing."""
-
-    level = 0
-
-    def __init__(self):
-        """Needs nothing."""
-
-    def check(self):
-        raise ConnectionError("no server")
-
-
-class Toolless(Unchecked):
-    """Offers what is no tool."""
-
-    tools = ({"type": "function"},)
-
-    def check(self):
-        """Finds nothing."""
-
-
-class Exits:
-    """An environment that ends the process when it is made."""
-
-    def __init__(self):
-        raise SystemExit(0)
-
-
 def config(name, timeout_s=None, concurrency=8, processes=2, **kwargs):
     return EnvironmentConfig(
         name=name,
@@ -111,12 +83,6 @@ def test_environments_by_name_by_dotted_path_and_by_file():
         ("tests.unit.environments.test_environments.Absent", {}, r"environment\.name.*\n.*cannot be imported"),
         ("tests.unit.environments.test_environments.Own", {}, r"environment\.name.*\n.*missing 1 required.*\n.*give"),
         ("tests.unit.environments.test_environments.Own", {"lvel": 1}, r"environment\.kwargs.*\n.*'lvel'.*\n.*correct"),
-        ("tests.unit.environments.test_environments.Exits", {}, r"environment\.name.*\n.*SystemExit: 0"),
-        ("tests.unit.exits.Anything", {}, r"environment\.name.*\n.*cannot be imported: SystemExit: 0"),
-        ("calculator", {"role": "clown"}, r"environment\.kwargs.*\n.*role must be user or tool"),
-        (f"{__file__}:Absent", {}, r"environment\.name.*\n.*test_environments.py has no Absent"),
-        (f"{HERE}.Unchecked", {}, r"environment\.name.*\n.*cannot be made.*ConnectionError: no server"),
-        (f"{HERE}.Toolless", {}, r"environment\.name.*\n.*offers no usable tools: .*a tool has no name"),
         ("builtins.dict", {}, r"environment\.name.*\n.*no method step"),
     ],
 )

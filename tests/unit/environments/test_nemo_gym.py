@@ -97,18 +97,3 @@ def test_a_server_that_hangs_or_is_gone_costs_the_episode(server):
     check = config("nemo_gym", url=server.url, max_characters=100)
     with pytest.raises(ConfigError, match=rf"environment\.kwargs.*\n.*no server answers at {server.url}"):
         check_environment(check)
-
-
-def test_a_server_that_is_there_is_enough_for_the_check(server):
-    assert check_environment(config("nemo_gym", url=server.url, max_characters=100)) == ()
-    with pytest.raises(ConfigError, match="url must begin with http"):
-        check_environment(config("nemo_gym", url=None, max_characters=100))
-
-
-def test_other_rows_are_refused(server):
-    async def ask():
-        environment = NeMoGym(server.url, 10)
-        await environment.step(Problem(PROBLEM.messages, "", {}), [turn("7")])
-
-    with pytest.raises(ValueError, match="no column responses_create_params"):
-        asyncio.run(ask())

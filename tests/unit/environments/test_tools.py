@@ -185,12 +185,3 @@ def test_python_in_blocks_is_for_models_without_tools():
     assert asyncio.run(made.step(PROBLEM, [{"role": "assistant", "content": "```\nprint(1)\n```"}])).done
     # A model with tools may show a block without a call.
     assert asyncio.run(Python("tool", **LIMITS).step(PROBLEM, [turn])).done
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [({"call": "fence"}, "call must be tool or block, not 'fence'"), ({"seconds": 0}, "must be positive")],
-)
-def test_python_refuses_what_it_does_not_know(wrong, message):
-    with pytest.raises(ConfigError, match=message):
-        check_environment(config("python", **{"call": "tool", **LIMITS, **wrong}))

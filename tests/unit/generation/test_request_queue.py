@@ -174,26 +174,6 @@ def test_the_others_finish_what_a_dead_engine_has_not():
     assert told == [(1, LOST)] and engines[0].sampled == 2 + 4 * 9
 
 
-def test_an_engine_that_dies_while_requests_are_taken_back_is_a_loss_like_any_other():
-
-    class DiesWhenAborted(Engine):
-        def work(self, submitted, aborted):
-            if aborted:
-                raise LOST
-            return super().work(submitted, aborted)
-
-    engine, told = DiesWhenAborted(8), []
-
-    async def serve() -> None:
-        async with queue(engine, on_loss=lambda *loss: told.append(loss)).serving() as requests:
-            left = asyncio.create_task(requests.sample(request(10**6)))
-            await asyncio.sleep(0.005)
-        left.cancel()
-
-    asyncio.run(serve())
-    assert told == [(0, LOST)]
-
-
 def test_when_none_is_left_all_come_back_with_their_requests():
     engines, restored = [Engine(8, fails_at=3), Engine(8, fails_at=3)], []
 

@@ -102,13 +102,6 @@ def test_what_is_no_list_of_rewards_names_the_function(first, told):
         batched("wrong", first, "b")
 
 
-@pytest.mark.parametrize("timeout_s", [None, 30.0])
-def test_a_wrong_list_ends_a_run_before_it_starts(timeout_s):
-    judge = make_judge(config(f"{HERE}.wrong", timeout_s, batch_size=4))
-    with pytest.raises(ConfigError, match=r"(?s)reward\.name.*returned a float for a list.*with batch_size, a list"):
-        try_reward(judge, problem("one"))
-
-
 def test_a_class_is_made_once_and_called():
     Model.made = 0
     assert batched("Model", "ab", factor=2.0) == [4.0]
@@ -171,20 +164,6 @@ def test_while_a_batch_is_judged_others_collect():
 
     assert asyncio.run(trickle()) == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert recorder.sizes == [1, 4]
-
-
-def test_one_that_is_cancelled_is_not_judged_and_costs_no_other():
-    recorder = Recorder()
-    batches = Batches(recorder, 4, 1)
-
-    async def two():
-        gone, kept = (asyncio.ensure_future(batches(text, problem(""))) for text in "12")
-        await asyncio.sleep(0)
-        gone.cancel()
-        return await kept
-
-    assert asyncio.run(two()) == 2.0
-    assert recorder.sizes == [1]
 
 
 @pytest.mark.parametrize("timeout_s", [None, 30.0])

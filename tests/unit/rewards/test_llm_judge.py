@@ -1,16 +1,12 @@
 """A language model judges: what is asked, what its answer is worth, and what happens where there is none."""
 
 import asyncio
-import inspect
-import sqlite3
-from dataclasses import MISSING, fields
 
 import pytest
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.rewards.judge import Judged, make_judge, try_reward
-from nemo_rl_lite.rewards.llm_judge import JudgeOptions
 from nemo_rl_lite.rewards.terms import RewardCalls, Term
 from nemo_rl_lite.rewards.value import RewardError, UnavailableReward
 from nemo_rl_lite.rules.compose import compose_config
@@ -61,12 +57,6 @@ def test_a_score_may_be_negative_and_its_range_may_be_repeated(server, text, rew
     assert ask(server.url, "x", worst=-10.0, best=10.0) == [reward]
 
 
-def test_a_negative_score_is_out_of_a_range_from_zero(server):
-    server.answer = "Score: -5"
-    (beyond,) = ask(server.url, "x")
-    assert str(beyond) == "the judge's score -5 is not between 0 and 10"
-
-
 class Unscored:
     def __eq__(self, other):
         return type(other) is RewardError and str(other).startswith("the judge's answer has no score; it ends ")
@@ -89,22 +79,6 @@ def test_equal_requests_are_sent_once(server, tmp_path):
     assert ask(server.url, "a", cache_path=kept, sampling={"temperature": 1.0}) == [0.1], "another request"
     assert ask(server.url, "a", cache_path=kept, model="other") == [0.1]
     assert len(server.asked) == 6
-
-
-def test_only_answers_with_a_score_are_kept(server, tmp_path):
-    kept = str(tmp_path / "answers.sqlite")
-    server.answer = "no idea"
-    assert ask(server.url, "a", cache_path=kept) == [UNSCORED]
-    server.answer = "Score: 5"
-    assert ask(server.url, "a", cache_path=kept) == [0.5]
-
-
-def test_a_file_of_answers_may_be_in_use_by_another_process(server, tmp_path):
-    kept = tmp_path / "answers.sqlite"
-    ask(server.url, "a", cache_path=str(kept))
-    other = sqlite3.connect(kept)
-    assert other.execute("SELECT answer FROM answers").fetchall() == [("Score: 8",)]
-    assert ask(server.url, "b", cache_path=str(kept)) == [0.8]
 
 
 @pytest.mark.parametrize(
@@ -148,20 +122,6 @@ def test_the_key_comes_from_a_variable_and_no_other_is_sent(server, monkeypatch)
     assert isinstance(error, UnavailableReward) and "variable NO_SUCH_KEY (api_key_env) is not set" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "told"),
-    [
-        ({"prompt": "{response} {depth}"}, "the prompt of the judge: no column 'depth' (columns: level, question"),
-        ({"sampling": {"volume": 3}}, "unexpected keyword argument 'volume'"),
-        ({"cache_path": "/dev/null/answers"}, "cannot be kept in /dev/null/answers (cache_path)"),
-    ],
-)
-def test_what_no_sample_could_be_judged_with_is_no_error_of_the_sample_alone(server, kwargs, told):
-    (error,) = ask(server.url, "a", **kwargs)
-    assert isinstance(error, UnavailableReward) and told in str(error)
-    assert server.asked == []
-
-
 def command(url, *overrides):
     own = [f"reward.kwargs.base_url={url}", "reward.kwargs.model=m", "reward.kwargs.max_retries=0"]
     return compose_config(["reward=judge", *own, *overrides]).reward
@@ -201,11 +161,3 @@ def test_a_judge_may_be_a_term(server):
     server.close()
     with pytest.raises(ConfigError, match=r"reward\.terms\.style\.name"):
         try_reward(make_judge(config.reward), PROBLEM)
-
-
-def test_a_term_has_the_defaults_of_the_file():
-    here = command("http://localhost:1/v1").kwargs
-    assert set(here) == {one.name for one in fields(JudgeOptions)}
-    for one in fields(JudgeOptions):
-        if one.default is not MISSING and one.name not in ("max_retries", "sampling"):
-            assert here[one.name] == inspect.signature(JudgeOptions).parameters[one.name].default, one.name

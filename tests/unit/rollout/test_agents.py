@@ -5,13 +5,13 @@ from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 
-from nemo_rl_lite.agents.calls import Agents, check_agent
+from nemo_rl_lite.agents.calls import Agents
 from nemo_rl_lite.config.sections.data import AgentConfig
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.endpoint.served import ServedGeneration
 from nemo_rl_lite.endpoint.server import Endpoint
 from nemo_rl_lite.environments.sessions import InThisProcess
-from nemo_rl_lite.errors import ConfigError, DataError, EngineError
+from nemo_rl_lite.errors import EngineError
 from nemo_rl_lite.rewards.registry import find_reward
 from nemo_rl_lite.rollout.agents import AgentPlay
 from nemo_rl_lite.rollout.collector import ErrorShares, GroupSelection, RolloutCollector, RolloutTask
@@ -133,11 +133,6 @@ def test_the_agent_of_the_docs(tmp_path, monkeypatch):
     assert episode.reward == 0.75 and [said["content"] for said in episode.said] == [CALL, "again", FINAL]
 
 
-def test_above_a_share_failing_agents_end_the_run():
-    with pytest.raises(DataError, match=r"the agent failed on 1 of 1 samples, .* agent.max_error_share = 0 .*KeyError"):
-        collect(Book(), config("player", how="raises"))
-
-
 def test_an_agent_that_hangs_is_late(caplog):
     rollout = collect(Book(), config("player", timeout_s=0.5, how="late"), share=1.0)
     assert "no answer within agent.timeout_s = 0.5" in caplog.text and rollout.environment_errors == 1
@@ -166,17 +161,3 @@ def test_an_agent_may_hang_up_and_ask_again():
 def test_a_failing_engine_is_the_runs_error_and_not_the_agents():
     with pytest.raises(EngineError, match="not finite"):
         collect(Book(error=EngineError("not finite")), config("player", how="two turns"), share=1.0)
-
-
-@pytest.mark.parametrize(
-    ("agent", "said"),
-    [
-        (config("nobody"), r"agent.name .*\n.*has no nobody"),
-        (config("TOOL"), r"agent.name .*\n.*is not a function"),
-        (config("player"), r"agent.kwargs .*\n.*missing a required argument: 'how'"),
-        (config("plain", how="fast"), r"agent.kwargs .*\n.*unexpected keyword argument 'how'"),
-    ],
-)
-def test_what_is_no_agent_is_an_error_before_the_run(agent, said):
-    with pytest.raises(ConfigError, match=said):
-        check_agent(agent)

@@ -30,11 +30,6 @@ def thread():
     assert not background._thread.is_alive()
 
 
-def test_the_main_thread_looks_while_it_waits(thread):
-    looks = []
-    assert thread.wait(later(), lambda: looks.append(True)) == "done" and looks
-
-
 def test_an_error_is_raised_where_somebody_waits(thread):
     with pytest.raises(TimeoutError, match="of the coroutine"):
         thread.wait(later(0.01, TimeoutError("of the coroutine")), lambda: None)

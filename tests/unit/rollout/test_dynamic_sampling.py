@@ -5,12 +5,9 @@ import math
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 
-import pytest
-
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.generation.interface import Completion, Sampling
-from nemo_rl_lite.losses.advantages import differ, overlong_penalty
 from nemo_rl_lite.rollout.collector import ErrorShares, GroupSelection, RolloutCollector
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
 from nemo_rl_lite.rules.compose import compose_config
@@ -154,15 +151,3 @@ def test_truncated_responses_are_left_out_and_long_ones_lose_reward():
     assert [any(row.mask) for row in rows] == [True] * 4 + [False] * 4 + [True] * 4
     assert rollout.metrics()["left_out_samples"] == 4 and rollout.metrics()["num_valid_samples"] == 8
     assert rollout.rewards_B.tolist() == [1, 0, 0, 0, 0.5, -0.5, -0.5, -0.5, 1, 0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("rewards", "expected"),
-    [([0, 0], False), ([0, 1], True), ([1, math.nan], False), ([0, math.nan, 1], True), ([math.nan] * 2, False)],
-)
-def test_rewards_that_teach(rewards, expected):
-    assert differ(rewards) is expected
-
-
-def test_the_penalty_of_a_long_response_grows_to_its_limit():
-    assert [overlong_penalty(tokens, 100, 20, 2.0) for tokens in (10, 80, 90, 100)] == [0, 0, -1, -2]

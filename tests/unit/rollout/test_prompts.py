@@ -53,14 +53,6 @@ def test_long_prompts_are_dropped_and_counted(caplog):
     assert "1 of 2 validation problems dropped" in caplog.text
 
 
-def test_a_prompt_of_100_mb_is_not_tokenized():
-    message = r"a prompt of 25000000 tokens and .* exceed policy.max_total_sequence_length = 20: 'xxx"
-    with pytest.raises(DataError, match=message):
-        fit(problems(3, 10**8), [], "error")
-    training, _ = fit(problems(3, 10**8), [], "drop")
-    assert len(training.finite()) == 1
-
-
 def test_nothing_left_is_an_error():
     with pytest.raises(DataError, match="all 2 training prompts exceed 10 tokens"):
         fit(problems(11, 12), [], "drop")

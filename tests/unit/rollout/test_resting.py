@@ -36,17 +36,6 @@ def test_it_continues_from_what_a_checkpoint_kept():
     assert sampled_epochs(again[1], range(4, 10), {8}) == [8, 9]
 
 
-def test_other_data_or_no_resting_lets_nobody_rest_too_long():
-    before = PromptCooldown(4, EPOCH)
-    assert sampled_epochs(before, range(100, 101), set()) == [100]
-    kept = before.state()
-    # The file has ten times as many rows now: position 1010 is in its epoch 10.
-    longer = PromptCooldown(4, 10 * EPOCH, kept, position=1010)
-    assert [longer.is_left_out(ROW, position) for position in (1010, 1150, 1210)] == [True, True, False]
-    assert not PromptCooldown(0, EPOCH, kept, 1010).is_left_out(ROW, 1010)
-    assert not PromptCooldown(1, 0, kept, 1010).is_left_out(ROW, 1010)
-
-
 def test_a_source_passes_over_them_and_says_how_many():
     rows = FileSet(tuple(Problem(chat(text), "1") for text in ("m a", "x b", "m c", "m d", "x e", "m f")), 0, False)
     own, engine = source([], resting=PromptCooldown(1, 6), oversample=1.0)

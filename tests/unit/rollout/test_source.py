@@ -189,17 +189,6 @@ def test_a_full_disk_is_told_of_and_training_goes_on(tmp_path, begin):
     assert prompts([*found, *taken(again, range(3, 7))]) == first(18)
 
 
-def test_what_another_kind_of_run_cannot_use_it_samples_again(tmp_path, begin):
-    source = begin(Fleet(), IN_FLIGHT)
-    taken(source, range(1, 3))
-    state = source.save(tmp_path)
-    fleet = Fleet()
-    on_policy = OnPolicy(sampler(fleet, state), fleet)
-    on_policy._sampler.order.give_back(state["ahead"])
-    on_policy.publish(2)
-    assert prompts(taken(on_policy, range(3, 5))) == first(12)[6:]
-
-
 def test_rollouts_that_are_older_than_the_run_allows_are_sampled_again(tmp_path, begin, caplog):
     source = begin(Fleet(), Staleness(4, in_flight=True))
     source.take(1, silent)
@@ -212,26 +201,12 @@ def test_rollouts_that_are_older_than_the_run_allows_are_sampled_again(tmp_path,
     assert "the rollout of step 3 in the checkpoint is 2 steps old: it is sampled again" in caplog.text
 
 
-def test_a_run_that_begins_from_a_checkpoint_of_on_policy_training(begin):
-    found = taken(begin(Fleet(), ONE_STEP_OFF, 3, {"position": 9}), range(4, 7))
-    assert [versions(rollout) for rollout in found] == [{3}, {3}, {4}] and prompts(found) == first(18)[9:]
-
-
 @pytest.mark.parametrize("staleness", [ONE_STEP_OFF, IN_FLIGHT])
 def test_held_out_problems_get_the_newest_weights(begin, staleness):
     source = begin(Fleet(), staleness)
     before = taken(source, range(1, 3))
     assert versions(source.held_out(2, silent)) == {2}
     assert prompts([*before, *taken(source, range(3, 7))]) == first(18)
-
-
-def test_one_step_off_held_out_problems_have_the_engines_for_themselves(begin):
-    """Then what they sample is the same to the bit every time."""
-    source = begin(Fleet())
-    source.take(1, silent)
-    source._engines.refit = None
-    source.held_out(1, silent)
-    assert not source._prefetcher.gatherings()
 
 
 @pytest.mark.parametrize("staleness", [ONE_STEP_OFF, IN_FLIGHT])
@@ -357,9 +332,3 @@ def test_how_long_the_engines_waited_is_known(begin):
     source.publish(1)
     assert source.take(2, silent).seconds()["engines_idle"] > 0.1
     assert source.finish_generation() == {"engine/kv_cache": 4.0}
-
-
-def test_a_step_without_a_rollout_is_an_error(begin):
-    source = begin(Fleet())
-    with pytest.raises(RuntimeError, match=r"no rollout of step 5 was begun; there are those of \[1\]"):
-        source.take(5, silent)

@@ -15,7 +15,6 @@ from nemo_rl_lite.data.tools import callable_tools
 from nemo_rl_lite.environments.python import Python
 from nemo_rl_lite.environments.sessions import InThisProcess
 from nemo_rl_lite.environments.tools import Functions
-from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.models.embedded.build import build_tokenizer
 from nemo_rl_lite.rewards.registry import find_reward
@@ -154,13 +153,6 @@ def test_several_calls_of_a_turn_where_the_template_writes_one(tmp_path):
     answers = [{"role": "tool", "content": str(n), "name": "add", "tool_call_id": f"call0100{n}"} for n in (1, 2)]
     text = tokenizer._tokenizer.decode(tokenizer.between_turns(answers, tokenizer.end_tokens[0]))
     assert '"1"<|eot_id|>' in text and '"2"<|eot_id|>' in text and text.endswith("assistant<|end_header_id|>\n\n")
-
-
-def test_a_template_without_tools_is_an_error_that_names_the_environment(tmp_path):
-    for name, end in (("llama3.jinja", "<|eot_id|>"), ("phi3.jinja", "<|end|>"), ("gemma4.jinja", "<turn|>")):
-        with pytest.raises(ConfigError, match=r"environment\.name\n.*offers tools, and the chat template"):
-            tokenizer_of(tmp_path, template(name), end).check_tools()
-    tokenizer_of(tmp_path).check_tools()
 
 
 def test_what_a_model_thinks_is_no_call(tmp_path):
