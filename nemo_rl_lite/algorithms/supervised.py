@@ -4,8 +4,7 @@ loss."""
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from nemo_rl_lite.algorithms.report import Report
-from nemo_rl_lite.algorithms.steps import Steps, ValidationTimes
+from nemo_rl_lite.algorithms.loop import Report, Steps, ValidationTimes
 from nemo_rl_lite.config.sections.algorithm import SupervisedConfig
 from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.losses.batch import TokenRow, TokenRows

@@ -28,7 +28,7 @@ class Algorithm:
 
     options: type[AlgorithmConfig]
     data: str
-    """What it trains on: a `data.kinds.Kind`."""
+    """What it trains on: a `data.formats.RowFormat`."""
     job: str
     """Its data, workers and loop: a class with the constructor and the method of `run.jobs.interface.Job`."""
     loss: str
@@ -51,7 +51,7 @@ class Algorithm:
 ALGORITHMS: dict[str, Algorithm] = {
     "grpo": Algorithm(
         options=GRPOConfig,
-        data="nemo_rl_lite.data.kinds.PROBLEMS",
+        data="nemo_rl_lite.data.formats.PROBLEMS",
         job="nemo_rl_lite.run.jobs.grpo.GRPOJob",
         loss="nemo_rl_lite.losses.grpo.grpo_loss",
         view="nemo_rl_lite.observability.views.REWARD",
@@ -59,14 +59,14 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
     "sft": Algorithm(
         options=SFTConfig,
-        data="nemo_rl_lite.data.kinds.CHATS",
+        data="nemo_rl_lite.data.formats.CHATS",
         job="nemo_rl_lite.run.jobs.supervised.SupervisedJob",
         loss="nemo_rl_lite.losses.sft.sft_loss",
         view="nemo_rl_lite.observability.views.LOSS",
     ),
     "dpo": Algorithm(
         options=DPOConfig,
-        data="nemo_rl_lite.data.kinds.PAIRS",
+        data="nemo_rl_lite.data.formats.PAIRS",
         job="nemo_rl_lite.run.jobs.supervised.SupervisedJob",
         loss="nemo_rl_lite.losses.preference.DPOLoss",
         view="nemo_rl_lite.observability.views.PREFERENCE",
@@ -75,7 +75,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
     "orpo": Algorithm(
         options=ORPOConfig,
-        data="nemo_rl_lite.data.kinds.PAIRS",
+        data="nemo_rl_lite.data.formats.PAIRS",
         job="nemo_rl_lite.run.jobs.supervised.SupervisedJob",
         loss="nemo_rl_lite.losses.preference.ORPOLoss",
         view="nemo_rl_lite.observability.views.PREFERENCE",
@@ -83,7 +83,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
     "kto": Algorithm(
         options=KTOConfig,
-        data="nemo_rl_lite.data.kinds.UNPAIRED",
+        data="nemo_rl_lite.data.formats.UNPAIRED",
         job="nemo_rl_lite.run.jobs.supervised.SupervisedJob",
         loss="nemo_rl_lite.losses.preference.kto_loss",
         view="nemo_rl_lite.observability.views.UNPAIRED",
@@ -91,7 +91,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
     "distillation": Algorithm(
         options=DistillationConfig,
-        data="nemo_rl_lite.data.kinds.PROBLEMS",
+        data="nemo_rl_lite.data.formats.PROBLEMS",
         job="nemo_rl_lite.run.jobs.grpo.GRPOJob",
         loss="nemo_rl_lite.losses.distillation.distillation_loss",
         view="nemo_rl_lite.observability.views.TEACHER",

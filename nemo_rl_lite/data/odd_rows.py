@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data.columns import cut_number, is_number
-from nemo_rl_lite.data.conversations import REWARD_COLUMN, Example, has_whole_chats
+from nemo_rl_lite.data.formats import REWARD_COLUMN, Example, has_whole_chats
 from nemo_rl_lite.data.problems import Asked, LeftOut, Problem
 from nemo_rl_lite.data.rows import Row
 
@@ -28,7 +28,7 @@ def note_odd(
     reads_answers: bool,
 ) -> None:
     """Warn of what is odd about the rows, of which `kept` are used. `left_out`: how many are not, and why.
-    `reads_answers`: as `Kind` has it."""
+    `reads_answers`: as `RowFormat` has it."""
     if not kept:
         return
     for why, count in left_out.items():

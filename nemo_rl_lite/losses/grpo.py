@@ -281,7 +281,10 @@ class GRPOLoss:
         if self.config.policy_loss in CHOOSES_BY_COVARIANCE:
             own |= count_covariances(self.config, rows)
         if self.config.positive_example_nll_weight:
-            own[_POSITIVE] = _positive_tokens(TokenRows.of(rows))
+            joined = TokenRows.of(rows)
+            if joined.rewards is None:
+                raise ValueError("positive_example_nll_weight needs rows with rewards")
+            own[_POSITIVE] = max(float((np.repeat(joined.rewards > 0, joined.lengths) & joined.mask).sum()), 1.0)
         return replace(count_masked(rows), own=own)
 
     def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -383,13 +386,6 @@ class GRPOLoss:
 
 def grpo_loss(options: GRPOConfig) -> GRPOLoss:
     return GRPOLoss(options.loss_fn)
-
-
-def _positive_tokens(rows: TokenRows) -> float:
-    """Tokens that have a loss in rows with a positive reward, at least 1."""
-    if rows.rewards is None:
-        raise ValueError("positive_example_nll_weight needs rows with rewards")
-    return max(float((np.repeat(rows.rewards > 0, rows.lengths) & rows.mask).sum()), 1.0)
 
 
 @torch.no_grad()

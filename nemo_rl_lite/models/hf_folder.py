@@ -10,7 +10,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 from nemo_rl_lite.data.chat_template import ChatTemplate
-from nemo_rl_lite.data.tokenizer_files import load_tokenizer
+from nemo_rl_lite.data.tokenizer import load_tokenizer
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 

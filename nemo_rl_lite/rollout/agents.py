@@ -10,13 +10,12 @@ from nemo_rl_lite.agents import interface
 from nemo_rl_lite.agents.calls import Agents
 from nemo_rl_lite.data.problems import Message
 from nemo_rl_lite.endpoint.anybody import FULL, limited
-from nemo_rl_lite.endpoint.chat_completions import ChatRequest
-from nemo_rl_lite.endpoint.protocol import Answer, Asked, RefusedError
+from nemo_rl_lite.endpoint.protocol import Answer, Asked, ChatRequest, RefusedError
 from nemo_rl_lite.endpoint.server import Endpoint
 from nemo_rl_lite.errors import DataError, EngineError, WorkerError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.host.call import CallError, as_call_error
-from nemo_rl_lite.rewards.value import RewardError, checked_reward
+from nemo_rl_lite.rewards.registry import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode, Span
 from nemo_rl_lite.rollout.play import Assistant, Section
 

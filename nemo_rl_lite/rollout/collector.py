@@ -18,7 +18,7 @@ from nemo_rl_lite.host.call import CallError
 from nemo_rl_lite.losses.advantages import differ
 from nemo_rl_lite.observability import limits
 from nemo_rl_lite.rewards.judge import Judge, Judged
-from nemo_rl_lite.rewards.value import RewardError, WrongReward
+from nemo_rl_lite.rewards.registry import RewardError, WrongReward
 from nemo_rl_lite.rollout.episode import Episode, Rollout
 from nemo_rl_lite.rollout.play import Assistant, EpisodeRunner, SingleTurn
 from nemo_rl_lite.rollout.prompts import check_length
@@ -167,22 +167,6 @@ class GroupSelection:
         return [group for group in groups if group in filled]
 
 
-def progress(groups: Sequence[Group], wanted: int, seconds: float) -> str:
-    """Say how many of the `wanted` prompts are done, how fast tokens came in these `seconds`, and what the episodes
-    under way wait for. Tokens count once their response is done."""
-    episodes = [episode for group in groups for episode in group.episodes]
-    done = sum(group.is_done for group in groups)
-    said = [f"{done} of {max(wanted, len(groups))} prompts"]
-    if tokens := sum(episode.generated for episode in episodes):
-        said.append(f"{tokens / seconds:,.0f} tokens/s")
-    waiting = [episode for episode in episodes if episode.waits_for]
-    if generating := [episode.spans[-1].seconds for episode in waiting if episode.waits_for == "generate"]:
-        said.append(f"{len(generating)} responses under way, the longest for {max(generating):.0f} s")
-    counts = Counter(episode.waits_for for episode in waiting)
-    said += [f"{counts[what]} wait for the {what}" for what in ("environment", "reward") if counts[what]]
-    return ", ".join(said)
-
-
 # Seconds between two signs of life of the launcher, while it waits for engines, environments, agents and rewards.
 _ALIVE_S = 0.5
 
@@ -206,8 +190,20 @@ class RolloutTask:
     began: float = field(default_factory=time.perf_counter, init=False)
 
     def progress(self) -> str:
-        """Say how far it is."""
-        return progress(self.groups, self.wanted.count, time.perf_counter() - self.began)
+        """Say how many of the prompts are done, how fast tokens came, and what the episodes under way wait for. Tokens
+        count once their response is done."""
+        groups, seconds = list(self.groups), time.perf_counter() - self.began
+        episodes = [episode for group in groups for episode in group.episodes]
+        done = sum(group.is_done for group in groups)
+        said = [f"{done} of {max(self.wanted.count, len(groups))} prompts"]
+        if tokens := sum(episode.generated for episode in episodes):
+            said.append(f"{tokens / seconds:,.0f} tokens/s")
+        waiting = [episode for episode in episodes if episode.waits_for]
+        if generating := [episode.spans[-1].seconds for episode in waiting if episode.waits_for == "generate"]:
+            said.append(f"{len(generating)} responses under way, the longest for {max(generating):.0f} s")
+        counts = Counter(episode.waits_for for episode in waiting)
+        said += [f"{counts[what]} wait for the {what}" for what in ("environment", "reward") if counts[what]]
+        return ", ".join(said)
 
     @property
     def waits_for_others(self) -> bool:
@@ -236,7 +232,7 @@ class RolloutCollector:
         """See `Generation.serving`."""
         return self._generation.serving()
 
-    def collect(self, gathering: RolloutTask, show: Show = lambda _: None) -> Rollout:
+    def collect(self, task: RolloutTask, show: Show = lambda _: None) -> Rollout:
         """Sample and judge the wanted episodes; `show` is told twice a second how far they are.
 
         Raises:
@@ -245,32 +241,33 @@ class RolloutCollector:
             EngineError, WorkerError: see `RequestQueue.sample`.
         """
         found: list[Rollout] = []
+
         # The task itself returns nothing: asyncio writes its result out as text where it gives SIGINT back, which takes
         # a part of a second for a rollout.
-        asyncio.run(self._collect(gathering, show, found))
+        async def run() -> None:
+            alive = asyncio.create_task(_show_life(task, show))
+            try:
+                async with self.serving() as requests:
+                    found.append(await self.gather(task, requests))
+            finally:
+                alive.cancel()
+                await asyncio.gather(alive, return_exceptions=True)
+
+        asyncio.run(run())
         return found[0]
 
-    async def _collect(self, gathering: RolloutTask, show: Show, found: list[Rollout]) -> None:
-        alive = asyncio.create_task(_show_life(gathering, show))
-        try:
-            async with self.serving() as requests:
-                found.append(await self.gather(gathering, requests))
-        finally:
-            alive.cancel()
-            await asyncio.gather(alive, return_exceptions=True)
-
-    async def gather(self, gathering: RolloutTask, requests: Requests) -> Rollout:
+    async def gather(self, task: RolloutTask, requests: Requests) -> Rollout:
         """Sample and judge the wanted episodes, while the engines serve. Raises what `collect` raises."""
         rewards = Failures("the reward", "reward.max_error_share", self._shares.reward)
-        section, wanted, groups = self._play.section, gathering.wanted, gathering.groups
+        section, wanted, groups = self._play.section, task.wanted, task.groups
         ended: asyncio.Queue[asyncio.Future] = asyncio.Queue()
         environments = Failures(f"the {section}", f"{section}.max_error_share", self._shares.environment)
         try:
-            while missing := max(wanted.missing(groups), gathering.begun - len(groups)):
+            while missing := max(wanted.missing(groups), task.begun - len(groups)):
                 # The engines form the same batches every time.
                 with requests.together():
                     for number in range(len(groups), len(groups) + missing):
-                        group = self._begin(number, gathering, requests, environments, rewards)
+                        group = self._begin(number, task, requests, environments, rewards)
                         group.played.add_done_callback(ended.put_nowait)
                         groups.append(group)
                     await asyncio.sleep(0)
@@ -286,80 +283,55 @@ class RolloutCollector:
         played = [episode for episode in sampled if episode.ending != "error"]
         reward_errors, environment_errors = sum(one.reward is None for one in played), len(sampled) - len(played)
         environments.check(environment_errors, len(sampled))
-        # Those that are wrong because they were late have a reward, and show all the same that judging is too slow.
+        # Timeouts that scored 0 count as failures too.
         rewards.check(sum(one.reward is None or rewards.has(one) for one in played), len(played))
         rollout = wanted.rollout(groups, reward_errors, environment_errors)
-        rollout.took_s = time.perf_counter() - gathering.began
+        rollout.took_s = time.perf_counter() - task.began
         return rollout
 
     def _begin(
-        self,
-        number: int,
-        gathering: RolloutTask,
-        requests: Requests,
-        environments: Failures,
-        rewards: Failures,
+        self, number: int, task: RolloutTask, requests: Requests, environments: Failures, rewards: Failures
     ) -> Group:
         """Begin the samples of the prompt of this number, or take those of an earlier run."""
-        problem = gathering.wanted.problem(number)
-        if number in gathering.done:
+        problem, sampling = task.wanted.problem(number), task.sampling
+        if number in task.done:
             played = asyncio.get_running_loop().create_future()
             played.set_result(None)
-            return Group(gathering.done[number], played)
-        episodes = self._episodes(problem, gathering.wanted.samples, gathering.sampling)
-        players = [
-            _Player(episode, gathering.sampling, (gathering.seed, number, sample), environments, rewards)
-            for sample, episode in enumerate(episodes)
-        ]
-        return Group(episodes, asyncio.gather(*(self._bring_to_its_end(player, requests) for player in players)))
-
-    def _episodes(self, problem: Problem, samples: int, sampling: Sampling) -> list[Episode]:
+            return Group(task.done[number], played)
         prompt = self._tokenizer.prompt(problem.messages, problem.tools)
         check_length(problem, len(prompt), sampling.max_new_tokens, self._max_length)
-        return [Episode(problem, list(prompt), len(prompt)) for _ in range(samples)]
+        episodes = [Episode(problem, list(prompt), len(prompt)) for _ in range(task.wanted.samples)]
 
-    async def _bring_to_its_end(self, player: "_Player", requests: Requests) -> None:
-        episode = player.episode
-        assistant = Assistant(
-            episode, requests, self._tokenizer, player.sampling, player.seeds, max_length=self._max_length
-        )
-        try:
-            await self._play.play(episode, assistant)
-        except CallError as error:
-            episode.ending, episode.reward = "error", None
-            player.environments.add(error, episode)
-        if episode.reward is None and episode.ending != "error":
-            await self._be_judged(player)
+        async def run(sample: int, episode: Episode) -> None:
+            seeds = (task.seed, number, sample)
+            assistant = Assistant(episode, requests, self._tokenizer, sampling, seeds, self._max_length)
+            try:
+                await self._play.play(episode, assistant)
+            except CallError as error:
+                episode.ending, episode.reward = "error", None
+                environments.add(error, episode)
+            if episode.reward is None and episode.ending != "error":
+                await self._be_judged(episode, rewards)
 
-    async def _be_judged(self, player: "_Player") -> None:
+        return Group(episodes, asyncio.gather(*(run(sample, episode) for sample, episode in enumerate(episodes))))
+
+    async def _be_judged(self, episode: Episode, rewards: Failures) -> None:
         """Give the episode its reward, or leave it without one where the reward fails."""
-        episode = player.episode
         with episode.waiting("reward"):
             verdict = await self._judge(episode.response, episode.problem)
         if isinstance(verdict, WrongReward):
             raise DataError(f"{verdict.section}.name: {verdict}; the response was {shown(episode)}")
         if failure := verdict if isinstance(verdict, RewardError) else verdict.late:
-            player.rewards.add(failure, episode)
+            rewards.add(failure, episode)
         if isinstance(verdict, Judged):
             episode.reward, episode.reward_parts = verdict.reward, verdict.parts
 
 
-@dataclass(frozen=True)
-class _Player:
-    """An episode, how its responses are sampled, and where its failures are counted."""
-
-    episode: Episode
-    sampling: Sampling
-    seeds: tuple[int, ...]
-    environments: Failures
-    rewards: Failures
-
-
-async def _show_life(gathering: RolloutTask, show: Show) -> None:
+async def _show_life(task: RolloutTask, show: Show) -> None:
     """Say again and again how far the rollout is, and that the launcher's own work does not hang: what it waits for has
     limits of its own."""
     with suppress(asyncio.CancelledError):
         while True:
             limits.progressed()
             await asyncio.sleep(_ALIVE_S)
-            show(gathering.progress())
+            show(task.progress())

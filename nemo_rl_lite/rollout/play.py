@@ -9,10 +9,10 @@ from typing import ClassVar, Literal, Protocol
 from nemo_rl_lite.data.problems import Message
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.environments.interface import Observation
-from nemo_rl_lite.environments.sessions import Environments
+from nemo_rl_lite.environments.registry import Environments
 from nemo_rl_lite.generation.interface import Request, Requests, Sampling
 from nemo_rl_lite.host.call import as_call_error
-from nemo_rl_lite.rewards.value import RewardError, checked_reward
+from nemo_rl_lite.rewards.registry import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode
 
 Section = Literal["environment", "agent"]

@@ -118,7 +118,7 @@ class _Begun:
     """The rollout of a coming step: under way, or complete."""
 
     draft: PendingRollout
-    gathering: RolloutTask | None
+    task: RolloutTask | None
     rollout: asyncio.Future[Rollout]
 
     @property
@@ -128,7 +128,7 @@ class _Begun:
 
 class RolloutPrefetcher:
     """Begins the rollout of a step as soon as its weights are new enough. At most `max_age + 1` rollouts exist,
-    whatever happens. The coroutines run in the thread of the engines; the main thread looks at `gatherings`."""
+    whatever happens. The coroutines run in the thread of the engines; the main thread looks at `tasks`."""
 
     def __init__(
         self,
@@ -185,26 +185,26 @@ class RolloutPrefetcher:
         self._is_held = False
         self._begin()
 
-    async def gather(self, gathering: RolloutTask, step: int) -> Rollout:
+    async def gather(self, task: RolloutTask, step: int) -> Rollout:
         """Sample something else, such as a validation, which belongs to a step."""
         if self.requests is None:
             raise RuntimeError("the engines have no weights yet")
-        return await self._sampler.gather(gathering, step, self.requests)
+        return await self._sampler.gather(task, step, self.requests)
 
     async def snapshot(self) -> tuple[dict[str, Any], list[SavedRollout]]:
         """Return the place in the data, and the rollouts that come next."""
         self._raise_failed()
         found = []
         for step, one in sorted(self._begun.items()):
-            groups = [] if one.gathering is None else one.gathering.groups
+            groups = [] if one.task is None else one.task.groups
             done = {number: group.episodes for number, group in enumerate(groups) if group.is_done}
             rollout = None if one.is_under_way else one.rollout.result()
             found.append(SavedRollout(step, list(one.draft.draws), rollout, done))
         return self._sampler.order.state(), [*found, *self._saved.values()]
 
-    def gatherings(self) -> list[RolloutTask]:
+    def tasks(self) -> list[RolloutTask]:
         """Those of the rollouts under way."""
-        return [one.gathering for one in self._under_way() if one.gathering is not None]
+        return [one.task for one in self._under_way() if one.task is not None]
 
     def _begin(self) -> None:
         """Begin the rollouts whose weights are new enough."""
@@ -213,24 +213,24 @@ class RolloutPrefetcher:
                 return
             step, self._next = self._next, self._next + 1
             saved = self._saved.pop(step, None)
+            draft = PendingRollout(step, saved.draws if saved else [])
             if saved is not None and saved.rollout is not None:
                 ready = asyncio.get_running_loop().create_future()
                 ready.set_result(saved.rollout)
-                self._begun[step] = _Begun(PendingRollout(step, saved.draws), None, ready)
+                self._begun[step] = _Begun(draft, None, ready)
                 continue
-            draft = PendingRollout(step) if saved is None else PendingRollout(step, saved.draws)
-            gathering = self._sampler.gathering(draft, saved.done if saved else None)
-            task = asyncio.ensure_future(self._sample(draft, gathering))
-            self._begun[step] = _Begun(draft, gathering, task)
-            task.add_done_callback(self._ended)
+            task = self._sampler.task(draft, saved.done if saved else None)
+            future = asyncio.ensure_future(self._sample(draft, task))
+            self._begun[step] = _Begun(draft, task, future)
+            future.add_done_callback(self._ended)
 
-    def _ended(self, task: asyncio.Task[Rollout]) -> None:
+    async def _sample(self, draft: PendingRollout, task: RolloutTask) -> Rollout:
+        return self._sampler.finish(draft, await self.gather(task, draft.step))
+
+    def _ended(self, future: asyncio.Task[Rollout]) -> None:
         # An error is raised when the main thread looks.
-        if not task.cancelled() and task.exception() is None:
+        if not future.cancelled() and future.exception() is None:
             self._begin()
-
-    async def _sample(self, draft: PendingRollout, gathering: RolloutTask) -> Rollout:
-        return self._sampler.finish(draft, await self.gather(gathering, draft.step))
 
     def _young_enough(self, saved: Sequence[SavedRollout]) -> dict[int, SavedRollout]:
         """Return those by step that are not too old for this run, and give back the prompts of the others."""
@@ -346,7 +346,7 @@ class AsyncRolloutSource:
             nonlocal seen, since
             if restores and not queue.has_engines:
                 self.publish(self._prefetcher.version)
-            sampled = self._prefetcher.gatherings()
+            sampled = self._prefetcher.tasks()
             sampled = [self._validation, *sampled] if self._validation is not None else sampled
             if queue.exchanges != seen or any(one.waits_for_others for one in sampled):
                 seen, since = queue.exchanges, time.monotonic()

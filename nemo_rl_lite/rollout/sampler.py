@@ -145,19 +145,19 @@ class Sampler:
         """Sample the rollout of a step; see `RolloutCollector.collect` for `show`."""
         draft = PendingRollout(step)
         with _naming(step):
-            return self.finish(draft, self.collector.collect(self.gathering(draft), show))
+            return self.finish(draft, self.collector.collect(self.task(draft), show))
 
     def held_out(self, step: int, show: Show = lambda _: None) -> Rollout:
         """`val_samples_per_problem` responses to each held-out problem, at `val_temperature`."""
         with _naming(step):
             return self.collector.collect(self.held_out_task(step), show)
 
-    async def gather(self, gathering: RolloutTask, step: int, requests: Requests) -> Rollout:
+    async def gather(self, task: RolloutTask, step: int, requests: Requests) -> Rollout:
         """Sample what belongs to a step while the engines serve, perhaps several steps at a time."""
         with _naming(step):
-            return await self.collector.gather(gathering, _PrioritizedRequests(requests, step))
+            return await self.collector.gather(task, _PrioritizedRequests(requests, step))
 
-    def gathering(self, draft: PendingRollout, done: Mapping[int, list[Episode]] | None = None) -> RolloutTask:
+    def task(self, draft: PendingRollout, done: Mapping[int, list[Episode]] | None = None) -> RolloutTask:
         """Return the rollout to sample. `done`: the episodes of its prompts, by number, that an earlier run has
         finished."""
         options = self.config
@@ -196,19 +196,16 @@ class Sampler:
         rollout.rested = sum(len(draw) - 1 for draw in draft.draws)
         if self.config.overlong_filtering:
             rollout.leave_out_truncated()
-        if self.config.reward_shaping.overlong_buffer_length is not None:
-            self._shape(rollout, self.config.reward_shaping.overlong_buffer_length)
+        shaping = self.config.reward_shaping
+        if (buffer := shaping.overlong_buffer_length) is not None:
+            most, penalty = self.sampling.max_new_tokens, shaping.overlong_buffer_penalty
+            for episode in rollout.episodes:
+                if episode.reward is not None:
+                    episode.reward += overlong_penalty(len(episode.turns[-1][1].tokens), most, buffer, penalty)
         return rollout
 
     def _seed(self, step: int) -> int:
         return self.config.seed * 1_000_003 + step
-
-    def _shape(self, rollout: Rollout, buffer: int) -> None:
-        most, penalty = self.sampling.max_new_tokens, self.config.reward_shaping.overlong_buffer_penalty
-        for episode in rollout.episodes:
-            if episode.reward is not None:
-                _, last = episode.turns[-1]
-                episode.reward += overlong_penalty(len(last.tokens), most, buffer, penalty)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import io
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -91,8 +91,13 @@ class RolloutFiles:
         partial = file.with_name(f".{file.name}")
         try:
             self._folder.mkdir(exist_ok=True)
-            table = _table(step, split, rollout, self._limit)
-            table = table.replace_schema_metadata({_TIMES: _times(rollout, phases)})
+            rows = [{"step": step, "split": split, **row} for row in _rows(rollout)][: self._limit]
+            began = _began(rollout)
+            times = {
+                "began": None if began is None else unix_time(began),
+                "phases": [(one.name, unix_time(one.begin), unix_time(one.end)) for one in phases],
+            }
+            table = pa.Table.from_pylist(rows, SCHEMA.with_metadata({_TIMES: json.dumps(times)}))
             parquet.write_table(table, partial, compression="zstd")
             partial.replace(file)
         except OSError as error:
@@ -125,20 +130,8 @@ def read_spans(file: Path) -> list[dict[str, Any]]:
     return [span for spans in samples for span in spans or []]
 
 
-def _table(step: int, split: Split, rollout: Rollout, limit: int | None) -> pa.Table:
-    rows = list(_rows(rollout))[:limit]
-    return pa.Table.from_pylist([{"step": step, "split": split, **row} for row in rows], SCHEMA)
-
-
 def _began(rollout: Rollout) -> float | None:
     return min((span.begin for episode in rollout.episodes for span in episode.spans), default=None)
-
-
-def _times(rollout: Rollout, phases: Sequence[Phase]) -> str:
-    """`Times` as JSON."""
-    began = _began(rollout)
-    own = [(one.name, unix_time(one.begin), unix_time(one.end)) for one in phases]
-    return json.dumps({"began": None if began is None else unix_time(began), "phases": own})
 
 
 def _rows(rollout: Rollout) -> Iterator[dict[str, Any]]:
@@ -233,7 +226,10 @@ def save_rollouts(rollouts: Sequence[SavedRollout], folder: Path) -> None:
     """Write a file for each rollout to `folder`. Raises OSError where one cannot be written."""
     for one in rollouts:
         try:
-            rows = list(_rows_of(one))
+            parts = [(own, number, False) for number, own in one.done.items()]
+            if one.rollout is not None:
+                parts = [(one.rollout.episodes, None, False), (one.rollout.dropped, None, True)]
+            rows = [_saved_row(episode, number, dropped) for own, number, dropped in parts for episode in own]
         except (TypeError, ValueError) as error:
             cause = f"its messages or rows are not JSON: {error}"
             raise OSError(f"the rollout of step {one.step} cannot be saved: {cause}") from error
@@ -252,9 +248,7 @@ def load_rollouts(folder: Path) -> list[SavedRollout]:
 def _load_saved(file: Path) -> SavedRollout:
     table = parquet.read_table(file)
     known = json.loads(table.schema.metadata[b"rollout"])
-    step, numbers = known["step"], known["complete"]
-    # Files of earlier versions do not say which positions were passed over.
-    draws = known["draws"] if "draws" in known else [[position] for position in known["positions"]]
+    step, numbers, draws = known["step"], known["complete"], known["draws"]
     episodes: dict[bool, list[Episode]] = {False: [], True: []}
     done: dict[int, list[Episode]] = {}
     for row in table.to_pylist():
@@ -267,42 +261,32 @@ def _load_saved(file: Path) -> SavedRollout:
     return SavedRollout(step, draws, rollout, {})
 
 
-def _rows_of(saved: SavedRollout) -> Iterator[dict[str, Any]]:
-    if saved.rollout is not None:
-        yield from _saved_rows(saved.rollout.episodes, None, dropped=False)
-        yield from _saved_rows(saved.rollout.dropped, None, dropped=True)
-    else:
-        for number, episodes in saved.done.items():
-            yield from _saved_rows(episodes, number, dropped=False)
-
-
-def _saved_rows(episodes: Iterable[Episode], prompt: int | None, dropped: bool) -> list[dict[str, Any]]:
-    return [
-        {
-            "prompt": prompt,
-            "is_dropped": dropped,
-            "problem": _problem(one),
-            "tokens": one.tokens,
-            "prompt_length": one.prompt_length,
-            "turns": [
-                {
-                    "start": start,
-                    "length": len(turn.tokens),
-                    "logprobs": turn.logprobs,
-                    "finish_reason": turn.finish_reason,
-                    "versions": turn.versions,
-                    "routed_experts": _array_bytes(turn.routed_experts),
-                }
-                for start, turn in one.turns
-            ],
-            "said": json.dumps(one.said, default=str),
-            "reward": one.reward,
-            "reward_parts": json.dumps(dict(one.reward_parts)),
-            "ending": one.ending,
-            "is_left_out": one.is_left_out,
-        }
-        for one in episodes
-    ]
+def _saved_row(episode: Episode, prompt: int | None, dropped: bool) -> dict[str, Any]:
+    problem = episode.problem
+    asked = [problem.messages, problem.answer, problem.metadata, problem.tools, episode.own_prompt]
+    return {
+        "prompt": prompt,
+        "is_dropped": dropped,
+        "problem": json.dumps(asked, default=str),
+        "tokens": episode.tokens,
+        "prompt_length": episode.prompt_length,
+        "turns": [
+            {
+                "start": start,
+                "length": len(turn.tokens),
+                "logprobs": turn.logprobs,
+                "finish_reason": turn.finish_reason,
+                "versions": turn.versions,
+                "routed_experts": _array_bytes(turn.routed_experts),
+            }
+            for start, turn in episode.turns
+        ],
+        "said": json.dumps(episode.said, default=str),
+        "reward": episode.reward,
+        "reward_parts": json.dumps(dict(episode.reward_parts)),
+        "ending": episode.ending,
+        "is_left_out": episode.is_left_out,
+    }
 
 
 def _array_bytes(array: np.ndarray | None) -> bytes | None:
@@ -311,15 +295,6 @@ def _array_bytes(array: np.ndarray | None) -> bytes | None:
     file = io.BytesIO()
     np.save(file, array)
     return file.getvalue()
-
-
-def _array(file: bytes | None) -> np.ndarray | None:
-    return None if file is None else np.load(io.BytesIO(file))
-
-
-def _problem(episode: Episode) -> str:
-    one = episode.problem
-    return json.dumps([one.messages, one.answer, one.metadata, one.tools, episode.own_prompt], default=str)
 
 
 def _episode(row: dict[str, Any]) -> Episode:
@@ -333,7 +308,7 @@ def _episode(row: dict[str, Any]) -> Episode:
                 tuple(turn["logprobs"]),
                 turn["finish_reason"],
                 tuple(turn["versions"]),
-                _array(turn.get("routed_experts")),
+                None if turn["routed_experts"] is None else np.load(io.BytesIO(turn["routed_experts"])),
             ),
         )
         for turn in row["turns"]

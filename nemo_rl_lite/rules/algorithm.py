@@ -6,7 +6,7 @@ from nemo_rl_lite.config.algorithms import has_teacher
 from nemo_rl_lite.config.engines import engines_sleep
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.algorithm import DPOConfig, GRPOConfig, KTOConfig, SupervisedConfig
-from nemo_rl_lite.data.kinds import CHATS, OF_MISTAKES, PROBLEMS, UNPAIRED, kind_of
+from nemo_rl_lite.data.formats import CHATS, NEEDS_NEGATIVES, PROBLEMS, UNPAIRED, kind_of
 from nemo_rl_lite.data.sources import TASKS
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.rules.base import rule
@@ -97,7 +97,7 @@ def several_samples_measure_pass_at_k(config: Config) -> Iterator[Violation]:
 @rule("data.name")
 def tasks_know_mistakes(config: Config) -> Iterator[Violation]:
     kind = kind_of(config)
-    if config.data.name == "reasoning_gym" and kind in OF_MISTAKES:
+    if config.data.name == "reasoning_gym" and kind in NEEDS_NEGATIVES:
         rule_text = f"has right answers only, and {kind.name} need wrong ones as well"
         yield Violation("data.name", config.data.name, rule_text, f"data=file or data=hub, with {kind.name}")
 

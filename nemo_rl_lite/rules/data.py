@@ -11,9 +11,8 @@ from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig, Super
 from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data import gym
 from nemo_rl_lite.data.columns import MissingColumnError, template_columns
-from nemo_rl_lite.data.files import FileError
-from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, Kind, kind_of
-from nemo_rl_lite.data.rows import file_rows
+from nemo_rl_lite.data.formats import CHATS, PAIRS, PROBLEMS, RowFormat, kind_of
+from nemo_rl_lite.data.rows import FileError, file_rows
 from nemo_rl_lite.data.sources import ROWS, TASKS, check_file, validation_source
 from nemo_rl_lite.errors import DataError, Violation
 from nemo_rl_lite.rules.base import rule
@@ -112,7 +111,7 @@ def files_can_be_read(config: Config) -> Iterator[Violation]:
             yield Violation(key, path, str(error), _right_columns(data, error, kind))
 
 
-def _right_columns(data: DataConfig, error: DataError, kind: Kind) -> str:
+def _right_columns(data: DataConfig, error: DataError, kind: RowFormat) -> str:
     """The fix for a row that cannot be read; it names the key of a column that is missing. What `data.answer_column`
     names is a response where no pattern finds an answer in it."""
     if isinstance(error, MissingColumnError) and error.name not in template_columns(data.prompt_template or ""):

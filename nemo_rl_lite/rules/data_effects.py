@@ -1,6 +1,6 @@
 """Keys of the data that have an effect only with some sources of rows, or some algorithms."""
 
-from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS, UNPAIRED, kind_of
+from nemo_rl_lite.data.formats import CHATS, PAIRS, PROBLEMS, UNPAIRED, kind_of
 from nemo_rl_lite.data.sources import ROWS, TASKS
 from nemo_rl_lite.rules.step_effects import Effect
 

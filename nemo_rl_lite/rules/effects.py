@@ -12,8 +12,8 @@ from nemo_rl_lite.config.sections.data import AgentConfig, EnvironmentConfig
 from nemo_rl_lite.config.sizes import batch_mode, has_endpoint, on_gpus
 from nemo_rl_lite.config.teacher import as_teacher
 from nemo_rl_lite.environments import registry as environments
+from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.rewards.registry import INSTANT
-from nemo_rl_lite.rewards.terms import terms_of
 from nemo_rl_lite.rules.data_effects import DATA_EFFECTS
 from nemo_rl_lite.rules.loss_effects import LOSS_EFFECTS
 from nemo_rl_lite.rules.policy_effects import POLICY_EFFECTS

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.rewards.judge import Term, terms_of
 from nemo_rl_lite.rewards.llm_judge import JudgeOptions
-from nemo_rl_lite.rewards.terms import Term, terms_of
 from nemo_rl_lite.rules.base import rule
 from nemo_rl_lite.rules.type_errors import described
 

@@ -13,8 +13,8 @@ from nemo_rl_lite.config.user_code import own_name
 from nemo_rl_lite.data.columns import is_number
 from nemo_rl_lite.environments.registry import ENVIRONMENTS
 from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.rewards.registry import REWARDS
-from nemo_rl_lite.rewards.terms import terms_of
 from nemo_rl_lite.rules import code
 from nemo_rl_lite.rules.base import rule
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.errors import Violation
-from nemo_rl_lite.rewards.terms import terms_of
+from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.rules.base import rule
 
 # What is meant to be a command of LaTeX begins with an escape where it has one backslash (or three): \b, \f or \t.

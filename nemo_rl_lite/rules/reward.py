@@ -10,8 +10,8 @@ from nemo_rl_lite.config.sections.algorithm import GRPOConfig, RolloutAlgorithmC
 from nemo_rl_lite.data.sources import ROWS
 from nemo_rl_lite.environments.registry import ENVIRONMENTS
 from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.rewards.judge import Term, terms_of
 from nemo_rl_lite.rewards.registry import INSTANT, NONE, REWARDS
-from nemo_rl_lite.rewards.terms import Term, terms_of
 from nemo_rl_lite.rules import code
 from nemo_rl_lite.rules.base import rule
 

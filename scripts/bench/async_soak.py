@@ -20,7 +20,7 @@ import record
 from soak import Soak
 
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
-from nemo_rl_lite.data.kinds import problems
+from nemo_rl_lite.data.formats import problems
 from nemo_rl_lite.data.sources import training_set
 from nemo_rl_lite.rollout.store import ROLLOUTS, read_rollout, step_of
 from nemo_rl_lite.rules.compose import compose_config

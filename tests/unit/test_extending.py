@@ -12,7 +12,7 @@ import torch
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.config.sections.data import EnvironmentConfig
 from nemo_rl_lite.data import sources
-from nemo_rl_lite.data.kinds import CHATS, PROBLEMS
+from nemo_rl_lite.data.formats import CHATS, PROBLEMS
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.environments.registry import check_environment, find_environment

@@ -22,5 +22,5 @@ DURATION = r"^(\d+:){1,3}\d{1,2}$"
 RUN_NAME = r"^[^./\\\s][^/\\]{0,199}$"
 UserCode = Annotated[str, Field(pattern=USER_CODE)]
 # `auto`: what fits the GPUs decides when the run starts (`config.automatic`); for `algorithm.oversample`, see
-# `rollout.groups`.
+# `rollout.collector`.
 Auto = Literal["auto"]

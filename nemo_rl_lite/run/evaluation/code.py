@@ -11,7 +11,7 @@ from pathlib import Path
 import nemo_rl_lite
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.user_code import file_of
-from nemo_rl_lite.rewards.terms import terms_of
+from nemo_rl_lite.rewards.judge import terms_of
 
 _OURS, _PYTHON = Path(nemo_rl_lite.__file__).parent, Path(sysconfig.get_path("stdlib"))
 _INSTALLED = {"site-packages", "dist-packages"}

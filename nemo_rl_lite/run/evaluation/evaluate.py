@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.config.sizes import engines
-from nemo_rl_lite.data.kinds import problems
+from nemo_rl_lite.data.formats import problems
 from nemo_rl_lite.data.odd_texts import check_stop_strings
 from nemo_rl_lite.data.problems import FileSet, Problem
 from nemo_rl_lite.data.sources import TASKS, validation_set
@@ -17,7 +17,7 @@ from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.redaction import described
 from nemo_rl_lite.rewards.judge import Judge, make_judge, try_reward
-from nemo_rl_lite.rewards.rows import check_rows
+from nemo_rl_lite.rewards.program import check_programs
 from nemo_rl_lite.rollout.collector import ErrorShares, GroupSelection, RolloutCollector, RolloutTask
 from nemo_rl_lite.rollout.episode import Rollout
 from nemo_rl_lite.rollout.prompts import fitting_prompts
@@ -84,7 +84,7 @@ def _problems(
     with console.busy("checking that every prompt fits", announced=False):
         _, asked = fitting_prompts(FileSet((), 0, False), asked, tokenizer, config)
     check_stop_strings(tokenizer, config.generation.stop_strings)
-    check_rows(config.reward, FileSet(tuple(asked), 0, False))
+    check_programs(config.reward, FileSet(tuple(asked), 0, False))
     try_reward(judge, asked[0])
     return asked
 
@@ -101,7 +101,7 @@ def _sampled(
 ) -> Rollout:
     config, samples, count = evaluation.config, evaluation.options.samples, engines(evaluation.config)
     wanted = GroupSelection(asked.__getitem__, len(asked), samples)
-    gathering = RolloutTask(wanted, evaluation.sampling(tokenizer.end_tokens), config.algorithm.seed, journal.done)
+    task = RolloutTask(wanted, evaluation.sampling(tokenizer.end_tokens), config.algorithm.seed, journal.done)
     with ExitStack() as stack:
         with console.busy(f"starting {evaluation.served}" + (f", {count} engines" if count > 1 else "")):
             started = stack.enter_context(running_engines(evaluation.served, folder, console.say))
@@ -114,9 +114,9 @@ def _sampled(
 
             def shown(progress: str) -> None:
                 tell(progress)
-                journal.keep(gathering.groups)
+                journal.keep(task.groups)
 
             try:
-                return collector.collect(gathering, shown)
+                return collector.collect(task, shown)
             finally:
-                journal.keep(gathering.groups, at_once=True)
+                journal.keep(task.groups, at_once=True)

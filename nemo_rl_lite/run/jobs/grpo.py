@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.algorithms.grpo import GRPO
-from nemo_rl_lite.algorithms.report import Report
+from nemo_rl_lite.algorithms.loop import Report
 from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.cluster.system_usage import SystemUsage
 from nemo_rl_lite.config.algorithms import compares, has_teacher
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.config.sizes import all_gpus, policy_ranks, previous_passes, repeats_first_pass
-from nemo_rl_lite.data.kinds import problems
+from nemo_rl_lite.data.formats import problems
 from nemo_rl_lite.data.odd_texts import check_stop_strings, check_texts
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
@@ -25,13 +25,12 @@ from nemo_rl_lite.observability.metrics_log import MetricsLog
 from nemo_rl_lite.observability.start_up import report_start
 from nemo_rl_lite.observability.timer import Phase, Timer
 from nemo_rl_lite.policy.interface import Scored
-from nemo_rl_lite.rewards.judge import make_judge, try_reward
-from nemo_rl_lite.rewards.rows import check_rows
-from nemo_rl_lite.rewards.terms import terms_of
+from nemo_rl_lite.rewards.judge import make_judge, terms_of, try_reward
+from nemo_rl_lite.rewards.program import check_programs
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
 from nemo_rl_lite.rollout.episode import Rollout
 from nemo_rl_lite.rollout.play import EpisodeRunner
-from nemo_rl_lite.rollout.prompts import fitting_prompts, note_long_answers
+from nemo_rl_lite.rollout.prompts import fitting_prompts
 from nemo_rl_lite.rollout.queue import AsyncRolloutSource, Staleness
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
 from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
@@ -76,10 +75,9 @@ class GRPOJob:
         self._training, self._validation = fitted
         self._epoch_length = len(self._training.finite())
         check_epochs(config, self._epoch_length)
-        note_long_answers(self._training, self._tokenizer, config)
         check_texts(self._tokenizer, self._training)
         check_stop_strings(self._tokenizer, config.generation.stop_strings)
-        check_rows(config.reward, self._training)
+        check_programs(config.reward, self._training)
         try_reward(self._judge, self._training.problem(0))
 
     def run(self, metrics: MetricsLog, begun: Begun, start: Start, setup: Timer) -> dict[str, int]:

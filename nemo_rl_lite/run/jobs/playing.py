@@ -11,8 +11,7 @@ from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import has_endpoint
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
-from nemo_rl_lite.environments.registry import check_environment
-from nemo_rl_lite.environments.sessions import make_environments
+from nemo_rl_lite.environments.registry import check_environment, make_environments
 from nemo_rl_lite.generation.interface import Generation, Sampling
 from nemo_rl_lite.rollout.play import EpisodeRunner, SingleTurn, Turns
 
@@ -57,8 +56,7 @@ class Playing:
     ) -> Iterator[tuple[Generation, EpisodeRunner]]:
         # FastAPI takes a second to import, and few runs need it.
         from nemo_rl_lite.endpoint.anybody import Speaker
-        from nemo_rl_lite.endpoint.served import ServedGeneration
-        from nemo_rl_lite.endpoint.server import Endpoint
+        from nemo_rl_lite.endpoint.server import Endpoint, ServedGeneration
         from nemo_rl_lite.rollout.agents import AgentPlay
 
         config, longest = self._config, self._config.policy.max_total_sequence_length

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl_lite.algorithms.steps import Steps
+from nemo_rl_lite.algorithms.loop import Steps
 from nemo_rl_lite.checkpoint.checkpoints import Checkpoints, SaveRollouts, save_none
 from nemo_rl_lite.checkpoint.resume import Start, checkpoint_store
 from nemo_rl_lite.cluster.profiler import StepProfiler

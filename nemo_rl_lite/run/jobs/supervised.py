@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nemo_rl_lite.algorithms.report import Report
+from nemo_rl_lite.algorithms.loop import Report
 from nemo_rl_lite.algorithms.supervised import Supervised, shown_limits, total_steps
 from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.cluster.system_usage import SystemUsage

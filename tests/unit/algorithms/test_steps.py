@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from nemo_rl_lite.algorithms.steps import Steps, ValidationTimes
+from nemo_rl_lite.algorithms.loop import Steps, ValidationTimes
 from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
 from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention
 from nemo_rl_lite.errors import RunStopped, TrainingError

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl_lite.algorithms.report import Report
-from nemo_rl_lite.algorithms.steps import Steps
+from nemo_rl_lite.algorithms.loop import Report, Steps
 from nemo_rl_lite.algorithms.supervised import Supervised
 from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
 from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention

@@ -35,11 +35,6 @@ def test_only_the_thousands_commas_of_a_number_found_by_a_pattern_are_dropped():
     assert to_problem(data(answer_pattern="(.*)"), row | {"answer": "1,2"}, "here").answer == "1,2"
 
 
-def test_a_row_without_the_pattern_is_named():
-    with pytest.raises(DataError, match=r"f.jsonl, row 9: data.answer_pattern is not in column 'answer', which ends"):
-        to_problem(data(answer_pattern="#### (.+)"), {"question": "?", "answer": "42"}, "f.jsonl, row 9")
-
-
 def test_a_template_fills_in_columns_and_keeps_plain_braces():
     config = data(prompt_template="{question}\nWrite \\boxed{{}}, as {n} people do.", system_prompt="Be brief.")
     problem = to_problem(config, WORKED | {"n": 3}, "here")

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from nemo_rl_lite.data.conversations import Example, to_chat
 from nemo_rl_lite.data.examples import training_examples
+from nemo_rl_lite.data.formats import Example, to_chat
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.models.embedded.build import build_tokenizer
@@ -101,19 +101,6 @@ def test_what_arrow_adds_to_a_row_is_not_written(tmp_path):
     assert conversation.tools == ({"function": {"name": "f"}},)
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (CHATML, "does not write the call of add.*; name one that does with policy.tokenizer.chat_template"),
-        (None, "without a chat template"),
-    ],
-)
-def test_calls_that_would_not_be_written_are_an_error(template, words, tmp_path):
-    message = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
-    with pytest.raises(DataError, match=words):
-        trained_texts(tmp_path, chat([*said("u:1"), message]), template)
-
-
 def test_without_a_template_turns_follow_each_other_in_lines(tmp_path):
     whole, runs = trained_texts(tmp_path, chat(said("u:1", "a:2", "u:3", "a:4")), None)
     assert runs == ["2<eos>", "4<eos>"] and whole == "12<eos><unk>34<eos>"
@@ -167,13 +154,6 @@ def test_chats_that_are_too_long_are_cut_and_counted(tmp_path, caplog):
     assert len(row.tokens) == 40 and any(row.mask)
     prompt = len(ChatTokenizer(tmp_path).prompt(said("u:2")))
     assert row.mask == [False] * prompt + [True] * (40 - prompt)
-
-
-@pytest.mark.parametrize("name", ["messages", "conversations"])
-def test_messages_in_a_column_of_a_usual_name_are_found(name):
-    chat = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
-    (said,) = to_chat(compose_config(["algorithm=sft"]).data, {name: chat, "source": "x"}, "row 1").conversations
-    assert said.messages == tuple(chat) and said.first_trained == 1
 
 
 def test_messages_in_sharegpts_format_are_read():

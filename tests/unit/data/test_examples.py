@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from nemo_rl_lite.data.conversations import chat_of
 from nemo_rl_lite.data.examples import Encoder, TrainingExamples, training_examples, validation_examples
+from nemo_rl_lite.data.formats import chat_of
 from nemo_rl_lite.data.problems import Derived, Problem
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
@@ -99,12 +99,6 @@ def sft_config(folder, rows: list[dict], *overrides: str):
 
 ROWS = [{"prompt": str(number), "answer": "7", "solution": f"it is {number}"} for number in range(10)]
 SMALL = ["policy.train_global_batch_size=4", "policy.train_micro_batch_size=4"]
-
-
-def test_the_response_column_is_trained_on(tmp_path):
-    config = sft_config(tmp_path, ROWS, *SMALL, "data.response_column=solution", "data.shuffle=false")
-    texts = trained_texts(training_examples(config, encoder(tmp_path)).rows(0))
-    assert texts == [f"it is {number}<eos>" for number in range(4)]
 
 
 def test_an_epoch_has_whole_batches_of_different_rows_and_steps_repeat(tmp_path):

@@ -4,8 +4,7 @@ import gzip
 
 import pytest
 
-from nemo_rl_lite.data.files import FileError, share_a_file
-from nemo_rl_lite.data.rows import file_rows
+from nemo_rl_lite.data.rows import FileError, file_rows, share_a_file
 
 ROW = b'{"prompt": "1"}\n'
 

@@ -1,6 +1,6 @@
 import pytest
 
-from nemo_rl_lite.data.kinds import CHATS, PROBLEMS
+from nemo_rl_lite.data.formats import CHATS, PROBLEMS
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.rewards.registry import find_reward

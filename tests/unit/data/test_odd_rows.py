@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS
+from nemo_rl_lite.data.formats import CHATS, PAIRS, PROBLEMS
 from nemo_rl_lite.data.sources import training_set, validation_set
 from tests.unit.data.test_sources import config, write
 

@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from nemo_rl_lite.data.kinds import PAIRS
-from nemo_rl_lite.data.pairs import pair_of, to_pair
+from nemo_rl_lite.data.formats import PAIRS, pair_of, to_pair
 from nemo_rl_lite.data.problems import LeftOut, Problem, chat
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.sources import training_set

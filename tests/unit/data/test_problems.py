@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from nemo_rl_lite.data.kinds import PROBLEMS
+from nemo_rl_lite.data.formats import PROBLEMS
 from nemo_rl_lite.data.problems import chat
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.sources import training_set, validation_set

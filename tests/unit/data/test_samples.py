@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_lite.data.kinds import CHATS
+from nemo_rl_lite.data.formats import CHATS
 from nemo_rl_lite.data.sources import training_set
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.rollout.episode import Ending

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from nemo_rl_lite.data.kinds import PROBLEMS
+from nemo_rl_lite.data.formats import PROBLEMS
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.rules.compose import compose_config

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nemo_rl_lite.data.kinds import problems
+from nemo_rl_lite.data.formats import problems
 from nemo_rl_lite.data.sources import training_set
 from nemo_rl_lite.data.tool_format import WrittenCall
 from nemo_rl_lite.data.tools import callable_tools, checked_calls

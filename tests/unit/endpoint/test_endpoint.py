@@ -11,21 +11,8 @@ import pytest
 from nemo_rl_lite.config.sections.generation import ServeConfig
 from nemo_rl_lite.endpoint.server import Endpoint
 from nemo_rl_lite.errors import ConfigError
-from tests.unit.endpoint.served import LOCAL, SAMPLING, Client, Echo, answering, leaving_client
+from tests.unit.endpoint.served import SAMPLING, Client, Echo, answering, leaving_client
 from tests.unit.rollout.script import END, Letters
-
-
-@pytest.fixture(scope="module")
-def endpoint():
-    with Endpoint(LOCAL, Letters(), "own", 100).running() as running:
-        yield running
-
-
-@pytest.fixture
-def echo(endpoint):
-    engine = Echo()
-    with answering(endpoint, engine):
-        yield engine
 
 
 def test_an_answer_has_the_tokens_and_logprobs_that_were_sampled(endpoint, echo):

@@ -3,11 +3,9 @@ import time
 import pytest
 
 from nemo_rl_lite.config.sections.data import EnvironmentConfig
-from nemo_rl_lite.data.problems import Problem, chat
-from nemo_rl_lite.environments.calculator import Calculator, calculate
 from nemo_rl_lite.environments.interface import Observation
-from nemo_rl_lite.environments.registry import check_environment, find_environment
-from nemo_rl_lite.environments.sessions import make_environments
+from nemo_rl_lite.environments.registry import check_environment, find_environment, make_environments
+from nemo_rl_lite.environments.tools import Calculator, calculate
 from nemo_rl_lite.errors import ConfigError
 
 
@@ -59,14 +57,6 @@ def test_anything_else_is_answered_with_words_and_at_once(expression):
     started = time.process_time()
     assert calculate(expression).startswith("error: ")
     assert time.process_time() - started < 0.5
-
-
-def test_a_turn_without_a_call_is_final():
-    problem, calculator = Problem(chat("6*7?"), "42"), Calculator(role="tool")
-    call = [*problem.messages, {"role": "assistant", "content": "<calc>1</calc> or <calc>6*7</calc>"}]
-    assert calculator.step(problem, call).messages == ({"role": "tool", "content": "42"},)
-    final = calculator.step(problem, [*problem.messages, {"role": "assistant", "content": "42"}])
-    assert final.done and final.reward is None
 
 
 def test_environments_by_name_by_dotted_path_and_by_file():

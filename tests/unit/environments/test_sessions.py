@@ -8,7 +8,7 @@ import pytest
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.environments.interface import Observation
-from nemo_rl_lite.environments.sessions import make_environments
+from nemo_rl_lite.environments.registry import make_environments
 from nemo_rl_lite.host.call import CallError
 from tests.unit.environments.test_environments import config
 

@@ -283,37 +283,6 @@ def test_the_time_without_requests_is_counted(clock):
     asyncio.run(serve())
 
 
-def test_the_time_with_requests_is_counted_for_each_engine_unless_it_is_paused(clock):
-    engines = [Engine(8), Engine(8)]
-    requests = queue(*engines)
-
-    async def serve() -> None:
-        async with requests.serving():
-            asked = [asyncio.create_task(requests.sample(request(1000))) for _ in engines]
-            await all_work(*engines)
-            clock.now += 4.0
-            await requests.pause()
-            clock.now += 100.0
-            assert requests.busy_s == 2 * 4.0
-            requests.resume()
-            # The engines are timed again when the queue has seen that the pause is over.
-            await asyncio.sleep(0.01)
-            clock.now += 2.0
-            assert requests.busy_s == 2 * (4.0 + 2.0)
-            await asyncio.gather(*asked)
-            clock.now += 100.0
-            assert requests.busy_s == 2 * (4.0 + 2.0)
-            asked.append(asyncio.create_task(requests.sample(request(10_000))))
-            await all_work(engines[0])
-            clock.now += 1.0
-            assert requests.busy_s == 2 * (4.0 + 2.0) + 1.0
-
-    asyncio.run(serve())
-    # What is aborted at the end keeps no engine busy.
-    clock.now += 100.0
-    assert requests.busy_s == 2 * (4.0 + 2.0) + 1.0
-
-
 def test_a_pause_ends_with_the_error_of_an_engine():
     """Who brings new weights must not wait for an engine that will never stop."""
 

@@ -6,7 +6,7 @@ from math import prod
 import pytest
 import torch
 
-from nemo_rl_lite.losses.grpo import GRPOLoss, correction, corrects
+from nemo_rl_lite.losses.grpo import GRPOLoss, correction
 from nemo_rl_lite.losses.interface import count_masked, summary
 from tests.unit.losses.batches import batch_of, rows_of
 from tests.unit.losses.test_losses_match_trl import loss_config, our_loss, random_inputs
@@ -178,14 +178,6 @@ def test_the_effective_sample_size_is_one_for_equal_weights_and_none_where_all_i
     nothing = GRPOLoss(config).summarize(metrics_of(loss_config(**SEQ_MASK), inputs, counts))
     assert nothing["correction/ess"] == nothing["correction/weight"] == nothing["loss"] == 0
     assert nothing["correction/rejected"] == 1
-
-
-def test_without_a_correction_there_are_no_such_metrics():
-    inputs = random_inputs()
-    assert not corrects(loss_config())
-    metrics = metrics_of(loss_config(), inputs, count_masked(rows_of(inputs["mask"])))
-    assert not [name for name in metrics if name.startswith("correction/")]
-    assert GRPOLoss(loss_config()).summarize(metrics) == metrics
 
 
 def test_a_weight_that_overflows_is_truncated_masked_or_rejected():

@@ -119,13 +119,6 @@ def test_it_does_not_where_both_would_not_fit(caplog):
     assert sum("do not overlap with other work" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_engines_that_stay_awake_get_no_memory():
-    policy = Policy("generation.colocated.sleep=false")
-    for phase in STEP:
-        policy.memory.enter(phase)
-    assert policy.trimmed == 0 and policy.held() == (400, 400, 800)
-
-
 def test_what_comes_back_needs_room_as_well():
     overrides = ["policy.offload_for_generation=[parameters,gradients]", "policy.overlap_offload=true"]
     policy = Policy(*overrides, "policy.offload_optimizer_states_for_logprob=true", total=4_000)
@@ -272,12 +265,3 @@ def test_host_memory_is_released_once_everything_is_back():
         policy.memory.release()
     policy.memory.enter(Phase.TRAIN)
     policy.memory.release()
-
-
-def test_moves_are_named_by_component_and_direction():
-    policy = Policy("offload=logprob")
-    policy.memory.enter(Phase.LOGPROB)
-    policy.memory.enter(Phase.TRAIN)
-    names = [name for name, _ in policy.memory.take_moves()]
-    assert names == ["optimizer_states/to_host", "optimizer_states/to_device"]
-    assert policy.memory.take_moves() == []

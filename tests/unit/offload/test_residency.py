@@ -60,12 +60,6 @@ def test_sleeping_engines_keep_the_weights_that_no_refit_brings(lora, away):
     assert row(table, Component.KV_CACHE) == (D, R, R, R) and table.engines_sleep
 
 
-@pytest.mark.parametrize("overrides", [[], ["generation=transformers"]])
-def test_engines_on_cpus_stay_awake(overrides):
-    table = residency(*overrides)
-    assert row(table, Component.GENERATION_WEIGHTS) == row(table, Component.KV_CACHE) == (D, D, D, D)
-
-
 def test_engines_on_gpus_of_their_own_are_not_in_the_table_and_nothing_leaves_for_them():
     engines = ["policy.train_global_batch_size=128", *APART]
     table = residency(*GPU, *engines, "offload=logprob")

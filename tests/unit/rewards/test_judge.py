@@ -14,8 +14,7 @@ import pytest
 from nemo_rl_lite.config.sections.data import RewardConfig, RewardTerm
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.rewards.judge import Judged, make_judge, try_reward
-from nemo_rl_lite.rewards.terms import Term
+from nemo_rl_lite.rewards.judge import Judged, Term, make_judge, try_reward
 
 HERE = "tests.unit.rewards.test_judge"
 
@@ -101,7 +100,7 @@ def test_a_sample_that_hangs_is_an_error_and_the_others_get_their_verdict():
 
 
 def test_a_rollout_is_judged_fast_but_for_a_number_that_no_computer_can_hold():
-    math_judge = judge("math", timeout_s=4.0)
+    math_judge = judge("math", timeout_s=1.5)
     verdicts = math_judge(["$9^{9^{9^9}}$", "\\boxed{4}"], problems("42", "4"))
     assert verdicts == [0.0, 1.0]
     started = time.perf_counter()
@@ -181,7 +180,7 @@ def test_a_judging_process_ends_quietly_when_the_launcher_is_gone(is_told):
     theirs.close()
     if is_told:
         kept = {"terms": [Term("moody", f"{HERE}.moody", {}, 1.0, "reward")]}
-        ours.send((sys.path, "nemo_rl_lite.rewards.terms.RewardCalls", kept, 1))
+        ours.send((sys.path, "nemo_rl_lite.rewards.judge.RewardCalls", kept, 1))
     ours.close()
     _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (0, "")
@@ -229,9 +228,9 @@ def test_terms_are_added_with_their_weights_and_keep_their_names():
 def test_a_response_that_takes_for_ever_is_wrong_where_no_other_reward_is_late_with_it():
     endless, problem = "$9^{9^{9^9}}$", problems("42")[0]
     style = {"name": "format", "weight": 2.0, "kwargs": {"pattern": ".*"}}
-    verdict = asyncio.run(make_judge(config("math", 2.0, style=style))(endless, problem))
+    verdict = asyncio.run(make_judge(config("math", 1.0, style=style))(endless, problem))
     assert verdict.reward == 0.0 and verdict.parts == {"math": 0.0, "style": 0.0}
-    assert str(verdict.late) == "no answer within reward.timeout_s = 2"
+    assert str(verdict.late) == "no answer within reward.timeout_s = 1"
     size = {"name": f"{HERE}.length", "weight": 1.0}
-    verdict = asyncio.run(make_judge(config("math", 2.0, size=size))(endless, problem))
-    assert str(verdict) == "no answer within reward.timeout_s = 2"
+    verdict = asyncio.run(make_judge(config("math", 1.0, size=size))(endless, problem))
+    assert str(verdict) == "no answer within reward.timeout_s = 1"

@@ -8,9 +8,11 @@ import time
 import psutil
 import pytest
 
-from nemo_rl_lite.data.problems import Problem, chat
+from nemo_rl_lite.data.problems import FileSet, Problem, chat
+from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.host.sandbox import Limits, run_python
-from nemo_rl_lite.rewards.program import passes_tests
+from nemo_rl_lite.rewards.program import check_programs, passes_tests
+from nemo_rl_lite.rules.compose import compose_config
 
 DOUBLE = "Here it is:\n```python\ndef double(x):\n    return 2 * x\n```\nDone."
 FAST = Limits(seconds=2.0, memory_mib=256, output=1000)
@@ -65,6 +67,16 @@ LONG = 30_000 * "9"
 )
 def test_all_that_is_expected_is_compared_and_nothing_of_standard_error(code, reward):
     assert judged(f"```python\n{code}\n```", [{"input": "", "output": LONG}]) == reward
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [([{}] * 4, "4 of 4 rows .*'prompt 0'"), ([{"tests": "assert True"}], "an empty program passes .*'prompt 0'")],
+)
+def test_rows_that_judge_nothing_are_an_error_before_the_run(rows, words):
+    problems = tuple(Problem(chat(f"prompt {number}"), "", row) for number, row in enumerate(rows))
+    with pytest.raises(DataError, match=words):
+        check_programs(compose_config(["reward=program"]).reward, FileSet(problems, 0, shuffle=True))
 
 
 CHECK = "METADATA = {}\ndef check(candidate):\n    assert candidate(2) == 4\n"

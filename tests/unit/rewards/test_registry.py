@@ -6,8 +6,7 @@ import torch
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.rewards.registry import find_reward
-from nemo_rl_lite.rewards.value import RewardError, WrongReward, checked_reward
+from nemo_rl_lite.rewards.registry import RewardError, WrongReward, checked_reward, find_reward
 
 
 def shout(response: str, answer: str, volume: float = 1.0) -> float:

@@ -8,9 +8,8 @@ import pytest
 from nemo_rl_lite.agents.calls import Agents
 from nemo_rl_lite.config.sections.data import AgentConfig
 from nemo_rl_lite.data.problems import Problem, chat
-from nemo_rl_lite.endpoint.served import ServedGeneration
-from nemo_rl_lite.endpoint.server import Endpoint
-from nemo_rl_lite.environments.sessions import InThisProcess
+from nemo_rl_lite.endpoint.server import Endpoint, ServedGeneration
+from nemo_rl_lite.environments.registry import InThisProcess
 from nemo_rl_lite.errors import EngineError
 from nemo_rl_lite.rewards.registry import find_reward
 from nemo_rl_lite.rollout.agents import AgentPlay
@@ -101,18 +100,9 @@ def test_an_agents_episode_is_that_of_an_environment_with_the_same_conversation(
         ("raises", "KeyError: 'state'"),
         ("dies", "the agent's process ended with status 7"),
         ("silent", "the agent asked the endpoint for no response"),
-        ("no number", "the agent returned 'well done', a str; a reward is one number"),
         ("hot", "temperature = 0.5: training samples with generation.temperature = 1.0"),
         ("several", "n = 2: an agent's episode is one sequence of tokens, so a request has one answer"),
-        ("stops", "stop: set generation.stop_strings, which holds for all responses"),
-        (
-            "offers",
-            "tools are not supported in an agent's episode: describe the tools in a message, or let environment",
-        ),
-        ("text", "an agent's episode is a chat: ask /chat/completions"),
         ("rewrites", "the request does not continue its episode: message 1 was"),
-        ("repeats", "it has 1 messages, and the conversation 2 already"),
-        ("prefills", "a message of the assistant is not one that the policy has written"),
     ],
 )
 def test_an_agent_that_fails_costs_its_episode(how, said, caplog):

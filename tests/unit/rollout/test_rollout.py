@@ -6,7 +6,7 @@ from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.rewards.judge import Judged
-from nemo_rl_lite.rewards.value import LateReward, checked_reward
+from nemo_rl_lite.rewards.registry import LateReward, checked_reward
 from nemo_rl_lite.rollout.collector import ErrorShares, GroupSelection, RolloutCollector, RolloutTask
 from nemo_rl_lite.rollout.episode import Rollout
 from tests.unit.rollout.script import Letters, Script, judged_by

@@ -12,9 +12,8 @@ from tokenizers import AddedToken
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.data.tools import callable_tools
-from nemo_rl_lite.environments.python import Python
-from nemo_rl_lite.environments.sessions import InThisProcess
-from nemo_rl_lite.environments.tools import Functions
+from nemo_rl_lite.environments.registry import InThisProcess
+from nemo_rl_lite.environments.tools import Functions, Python
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.models.embedded.build import build_tokenizer
 from nemo_rl_lite.rewards.registry import find_reward
@@ -61,7 +60,7 @@ class Tokens(Script):
 def collect(tokenizer, environment, *turns):
     name, kwargs = environment
     problem = Problem(chat("6*7?"), "42", tools=OFFERED[name])
-    path = {"python": "nemo_rl_lite.environments.python.Python", "tools": "nemo_rl_lite.environments.tools.Functions"}
+    path = {"python": "nemo_rl_lite.environments.tools.Python", "tools": "nemo_rl_lite.environments.tools.Functions"}
     collector = RolloutCollector(
         script := Tokens(tokenizer, *([turn] for turn in turns)),
         tokenizer,
