@@ -1,6 +1,5 @@
 """install.sh's answers to what a new machine may lack. Nothing is installed here."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -11,15 +10,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TOOLS = ["bash", "cat", "sha256sum", "cut", "flock", "rm", "df", "awk", "du", "sleep", "kill", "dirname", "grep"]
 TOOLS += ["tail", "wc"]
-
-# pip's settings for a machine without network.
-NOWHERE = {
-    "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
-    "PIP_EXTRA_INDEX_URL": "",
-    "PIP_FIND_LINKS": "",
-    "PIP_CONFIG_FILE": os.devnull,
-    "PIP_RETRIES": "0",
-}
 
 
 @pytest.fixture
@@ -44,18 +34,6 @@ def install(machine, *arguments: str, **environment: str) -> subprocess.Complete
     return subprocess.run(
         command, cwd=checkout, env=own | environment, capture_output=True, text=True, check=False, timeout=600
     )
-
-
-def test_without_network_it_says_so_and_the_next_run_tries_again(machine):
-    """Python 3.12 is also found in pyenv."""
-    checkout, _ = machine
-    versions = checkout.parent / "pyenv" / "versions" / "3.12.9" / "bin"
-    versions.mkdir(parents=True)
-    (versions / "python3.12").symlink_to(sys.executable)
-    done = install(machine, "cpu", PYENV_ROOT=str(checkout.parent / "pyenv"), **NOWHERE)
-    assert done.returncode == 1 and (checkout / ".venv" / "bin" / "python").exists()
-    assert "packages could not be fetched: is the package index reachable" in done.stderr
-    assert not (checkout / ".venv" / "installed").exists()
 
 
 def test_an_unknown_kind_of_machine_is_refused(machine):
