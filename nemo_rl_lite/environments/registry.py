@@ -113,9 +113,8 @@ class Sessions:
         self._environments: dict[int, Environment] = {}
         is_async = inspect.iscoroutinefunction(getattr(self._kind, "step", None))
         # A pool runs coroutine functions in its event loop, and everything else in threads.
-        self.step, self.cut_short, self.close = (
-            _as_coroutine(method) if is_async else method for method in (self._step, self._cut_short, self._close)
-        )
+        wrap: Callable[..., Callable[..., Any]] = _as_coroutine if is_async else lambda method: method
+        self.step, self.cut_short, self.close = wrap(self._step), wrap(self._cut_short), wrap(self._close)
 
     def _step(self, session: int, problem: Problem, conversation: Sequence[Message]) -> Any:
         return self._environment(session).step(problem, conversation)
