@@ -16,8 +16,7 @@ from rich.console import Console
 
 from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.endpoint.anybody import Anybody, Speaker
-from nemo_rl_lite.endpoint.chat_completions import ChatRequest
-from nemo_rl_lite.endpoint.protocol import RefusedError
+from nemo_rl_lite.endpoint.protocol import ChatRequest, RefusedError
 from nemo_rl_lite.errors import shown_as_message
 from nemo_rl_lite.generation.request_queue import RequestQueue
 from nemo_rl_lite.run.model import CHAT_KEYS

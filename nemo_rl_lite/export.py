@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl_lite.checkpoint.resume import POLICY, checkpoints_around, locate
+from nemo_rl_lite.checkpoint.checkpoints import POLICY
+from nemo_rl_lite.checkpoint.resume import checkpoints_around, locate
 from nemo_rl_lite.checkpoint.store import Checkpoint
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import CheckpointError, ConfigError, shown_as_message

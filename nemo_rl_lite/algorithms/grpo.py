@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nemo_rl_lite.algorithms.report import Report
-from nemo_rl_lite.algorithms.steps import Steps, ValidationTimes
+from nemo_rl_lite.algorithms.loop import Report, Steps, ValidationTimes
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.losses.advantages import baseline_metrics, clip_advantages, group_advantages, separate_advantages
@@ -19,10 +18,9 @@ from nemo_rl_lite.observability.timer import Phase, Timer
 from nemo_rl_lite.observability.trackers import under
 from nemo_rl_lite.offload.mover import Move, move_metrics
 from nemo_rl_lite.policy.interface import Policy, Scored, Teacher
-from nemo_rl_lite.rollout.files import Split
-from nemo_rl_lite.rollout.pass_at_k import pass_at_k, passes
-from nemo_rl_lite.rollout.rollout import Rollout
+from nemo_rl_lite.rollout.episode import Rollout, pass_at_k, passes
 from nemo_rl_lite.rollout.source import RolloutSource
+from nemo_rl_lite.rollout.store import Split
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +39,7 @@ class GRPO:
     sampling: Sampling
     rollouts: RolloutSource
     scored: Sequence[Scored]
-    """Whose logprobs take a pass of their own; nothing where training passes alone are enough."""
+    """Models that need a separate logprob pass."""
     decoding_speed: Callable[[], dict[str, float]]
     """Rates at which the engines have decoded since the last call."""
     check: Callable[[], dict[str, float]]
@@ -113,7 +111,7 @@ class GRPO:
                 refitted = self.rollouts.publish(step)
         seconds, sampled, ages = timer.take(), rollout.metrics(), rollout.ages(step - 1)
         if not ages["trajectory_age_max"]:
-            # Of an older rollout, the policy's own steps are part of the mismatch.
+            # A stale rollout's mismatch includes policy drift; do not warn.
             self._warn_of_mismatch(step, trained["token_mult_prob_error"])
         speed = {"generation_tokens_per_sec": rollout.generated / rollout.took_s} | self.decoding_speed()
         if self.scored:

@@ -4,13 +4,12 @@ loss."""
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from nemo_rl_lite.algorithms.report import Report
-from nemo_rl_lite.algorithms.steps import Steps, ValidationTimes
+from nemo_rl_lite.algorithms.loop import Report, Steps, ValidationTimes
 from nemo_rl_lite.config.sections.algorithm import SupervisedConfig
 from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.losses.batch import TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Loss
-from nemo_rl_lite.losses.kto import MeanLogRatio, mismatched
+from nemo_rl_lite.losses.preference import MeanLogRatio, mismatched
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.policy.interface import HeldBatch, Policy, Scored
 

@@ -28,7 +28,7 @@ class Algorithm:
 
     options: type[AlgorithmConfig]
     data: str
-    """What it trains on: a `data.kinds.Kind`."""
+    """What it trains on: a `data.formats.RowFormat`."""
     job: str
     """Its data, workers and loop: a class with the constructor and the method of `run.job.Job`."""
     loss: str
@@ -51,47 +51,47 @@ class Algorithm:
 ALGORITHMS: dict[str, Algorithm] = {
     "grpo": Algorithm(
         options=GRPOConfig,
-        data="nemo_rl_lite.data.kinds.PROBLEMS",
+        data="nemo_rl_lite.data.formats.PROBLEMS",
         job="nemo_rl_lite.run.jobs.GRPOJob",
-        loss="nemo_rl_lite.losses.policy_gradient.grpo_loss",
+        loss="nemo_rl_lite.losses.grpo.grpo_loss",
         view="nemo_rl_lite.observability.views.REWARD",
         compares=lambda options: options.loss_fn.reference_policy_kl_penalty > 0,
     ),
     "sft": Algorithm(
         options=SFTConfig,
-        data="nemo_rl_lite.data.kinds.CHATS",
+        data="nemo_rl_lite.data.formats.CHATS",
         job="nemo_rl_lite.run.jobs.SupervisedJob",
         loss="nemo_rl_lite.losses.sft.sft_loss",
         view="nemo_rl_lite.observability.views.LOSS",
     ),
     "dpo": Algorithm(
         options=DPOConfig,
-        data="nemo_rl_lite.data.kinds.PAIRS",
+        data="nemo_rl_lite.data.formats.PAIRS",
         job="nemo_rl_lite.run.jobs.SupervisedJob",
-        loss="nemo_rl_lite.losses.dpo.DPOLoss",
+        loss="nemo_rl_lite.losses.preference.DPOLoss",
         view="nemo_rl_lite.observability.views.PREFERENCE",
         sequences_together=2,
         compares=lambda options: True,
     ),
     "orpo": Algorithm(
         options=ORPOConfig,
-        data="nemo_rl_lite.data.kinds.PAIRS",
+        data="nemo_rl_lite.data.formats.PAIRS",
         job="nemo_rl_lite.run.jobs.SupervisedJob",
-        loss="nemo_rl_lite.losses.orpo.ORPOLoss",
+        loss="nemo_rl_lite.losses.preference.ORPOLoss",
         view="nemo_rl_lite.observability.views.PREFERENCE",
         sequences_together=2,
     ),
     "kto": Algorithm(
         options=KTOConfig,
-        data="nemo_rl_lite.data.kinds.UNPAIRED",
+        data="nemo_rl_lite.data.formats.UNPAIRED",
         job="nemo_rl_lite.run.jobs.SupervisedJob",
-        loss="nemo_rl_lite.losses.kto.kto_loss",
+        loss="nemo_rl_lite.losses.preference.kto_loss",
         view="nemo_rl_lite.observability.views.UNPAIRED",
         compares=lambda options: True,
     ),
     "distillation": Algorithm(
         options=DistillationConfig,
-        data="nemo_rl_lite.data.kinds.PROBLEMS",
+        data="nemo_rl_lite.data.formats.PROBLEMS",
         job="nemo_rl_lite.run.jobs.GRPOJob",
         loss="nemo_rl_lite.losses.distillation.distillation_loss",
         view="nemo_rl_lite.observability.views.TEACHER",

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from nemo_rl_lite.data.conversations import Conversation
-from nemo_rl_lite.data.problems import Message
+from nemo_rl_lite.data.formats import Conversation
+from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.tool_format import ToolFormat, sample_call, tool_format
 from nemo_rl_lite.data.tools import Tool
 from nemo_rl_lite.errors import DataError

@@ -38,7 +38,12 @@ def to_problem(config: DataConfig, row: Row, where: str) -> Problem:
         prompt = column(row, config.prompt_column, where)
     answer = _text(row, config.answer_column, where) if config.answer_column is not None else ""
     if config.answer_pattern is not None:
-        answer = _find_answer(config, answer, where)
+        found = re.search(config.answer_pattern, answer)
+        if not found or found[1] is None:
+            rule = f"data.answer_pattern is not in column '{config.answer_column}', which ends {answer[-60:]!r}"
+            raise DataError(f"{where}: {rule}")
+        answer = found[1].strip()
+        answer = answer.replace(",", "") if _WITH_COMMAS.fullmatch(answer) else answer
     if answer.isspace() or (not answer and config.answer_pattern is not None):
         raise DataError(f"{where}: the answer in column '{config.answer_column}' is nothing but blanks")
     return Problem(chat(prompt, config.system_prompt, where), answer, row)
@@ -100,15 +105,6 @@ def shown_columns(row: Row) -> str:
 def is_number(value: object) -> TypeGuard[int | float]:
     """Return whether a value is a number. True and false are none, nor is what is not finite."""
     return isfinite(value) if isinstance(value, float) else isinstance(value, int) and not isinstance(value, bool)
-
-
-def _find_answer(config: DataConfig, text: str, where: str) -> str:
-    found = re.search(config.answer_pattern or "", text)
-    if not found or found[1] is None:
-        end = text[-60:]
-        raise DataError(f"{where}: data.answer_pattern is not in column '{config.answer_column}', which ends {end!r}")
-    answer = found[1].strip()
-    return answer.replace(",", "") if _WITH_COMMAS.fullmatch(answer) else answer
 
 
 def _text(row: Row, name: str, where: str) -> str:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.data.conversations import Conversation, Example
-from nemo_rl_lite.data.kinds import kind_of
+from nemo_rl_lite.data.formats import Conversation, Example, kind_of
 from nemo_rl_lite.data.problems import TrainingSet
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
@@ -40,8 +39,6 @@ class Encoder:
     def fits(self, example: Example) -> bool:
         """Whether no conversation is too long or, where chats are truncated, a trained token is left in each."""
         for said in example.conversations:
-            if self._is_far_too_long(said):
-                return False
             tokens, trained = self.tokenizer.conversation(said)
             whole = self.too_long != "truncate"
             if len(tokens) > self.max_length and (whole or not any(trained[: self.max_length])):
@@ -58,9 +55,10 @@ class Encoder:
         longer: list[tuple[int, Example, Conversation]] = []
         for example in examples:
             try:
-                count, said = max(((self._length(one), one) for one in example.conversations), key=lambda one: one[0])
+                counted = [(len(self.tokenizer.conversation(one)[0]), one) for one in example.conversations]
             except DataError as error:
                 raise DataError(f"{example.where}: {error}") from None
+            count, said = max(counted, key=lambda one: one[0])
             if count > self.max_length:
                 longer.append((count, example, said))
         if longer and self.too_long == "error":
@@ -71,15 +69,6 @@ class Encoder:
             raise DataError(told)
         return len(longer)
 
-    def _is_far_too_long(self, said: Conversation) -> bool:
-        """Whether a chat that is not to be cut cannot fit, which is known without its tokens."""
-        return self.too_long != "truncate" and self.tokenizer.least_tokens(said.messages) > self.max_length
-
-    def _length(self, said: Conversation) -> int:
-        """The number of tokens, or a smaller number that is already too large."""
-        far = self._is_far_too_long(said)
-        return self.tokenizer.least_tokens(said.messages) if far else len(self.tokenizer.conversation(said)[0])
-
     def _encode(self, said: Conversation) -> tuple[list[int], list[bool]]:
         tokens, trained = self.tokenizer.conversation(said)
         if self.too_long == "error" and len(tokens) > self.max_length:
@@ -88,9 +77,8 @@ class Encoder:
 
     def _too_long(self, said: Conversation, count: int) -> str:
         asked = said.messages[max(said.first_trained - 1, 0)]["content"]
-        least = "at least " if self._is_far_too_long(said) else ""
         return (
-            f"prompt and response are {least}{count} tokens, policy.max_total_sequence_length = {self.max_length}: "
+            f"prompt and response are {count} tokens, policy.max_total_sequence_length = {self.max_length}: "
             f"{asked[:60]!r}. Raise the limit, or data.too_long=drop, or data.too_long=truncate."
         )
 

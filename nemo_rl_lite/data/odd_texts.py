@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from itertools import islice
 
-from nemo_rl_lite.data.conversations import Example
+from nemo_rl_lite.data.formats import Example
 from nemo_rl_lite.data.problems import Problem, TrainingSet
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import ConfigError, Violation

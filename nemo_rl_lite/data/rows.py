@@ -1,13 +1,86 @@
 """Read rows of files and of hub datasets, each with a text that names it in errors. Heavy imports are deferred."""
 
+import glob
 import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from nemo_rl_lite.config.sections.data import DataConfig
-from nemo_rl_lite.data.files import PARQUET, check_beginning, files_of
 from nemo_rl_lite.errors import DataError
+
+JSON = (".jsonl", ".json")
+PARQUET = ".parquet"
+_UNPACK = "unpack it with gunzip, and name the file that this makes"
+_RECODE = "write it as UTF-8: iconv -f UTF-16 -t UTF-8 OLD > NEW"
+# How files of another format begin -> what they are, and what to do with them.
+_BEGINNINGS = {
+    b"\x1f\x8b": ("is compressed by gzip", _UNPACK),
+    b"\xff\xfe": ("is text in UTF-16", _RECODE),
+    b"\xfe\xff": ("is text in UTF-16", _RECODE),
+    b"version https://git-lfs": ("is a pointer of Git LFS, which stands for the file", "git lfs pull"),
+}
+
+
+class FileError(DataError):
+    """A path is not a file of rows. `problem` says what it is, and `fix` what to do about it."""
+
+    def __init__(self, problem: str, fix: str):
+        self.problem, self.fix = problem, fix
+        super().__init__(f"{problem}; {fix}")
+
+
+def files_of(path: str) -> list[Path]:
+    """Return the file, or all files that a pattern such as `data/*.jsonl` matches, by name. The file need not exist.
+
+    Raises:
+        DataError: the name is not one of a JSON or Parquet file, or no file matches the pattern.
+    """
+    if "://" in path:
+        fix = "download the file; for a dataset of the hub: data=hub data.path=ORGANISATION/NAME"
+        raise FileError(f"{path}: is an address, not a file of this machine", fix)
+    if Path(path).suffix not in (*JSON, PARQUET):
+        raise FileError(f"{path}: the name must end in {PARQUET}, or in {' or '.join(JSON)}", _other_format(path))
+    try:
+        whole = Path(path).expanduser()
+    except RuntimeError as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
+    if not glob.has_magic(str(whole)) or whole.exists():
+        return [whole]
+    files = sorted(glob.glob(str(whole), recursive=True))  # noqa: PTH207 - pathlib takes no absolute patterns
+    if not files:
+        raise DataError(f"{path}: no file matches")
+    return list(map(Path, files))
+
+
+def check_beginning(file: Path, shown: str) -> None:
+    """Raise FileError where a file is a folder, a pipe or a device, or is in another format. A pipe would wait."""
+    if file.exists() and not file.is_file():
+        raise FileError(f"{shown}: cannot be read: it is no regular file", "name a file, or a pattern: 'data/*.jsonl'")
+    with file.open("rb") as opened:
+        start = opened.read(32)
+    for beginning, (problem, fix) in _BEGINNINGS.items():
+        if start.startswith(beginning):
+            raise FileError(f"{shown}: cannot be read: it {problem}", fix)
+
+
+def share_a_file(one: str, other: str) -> bool:
+    """Return whether two paths name a file in common, through links and other spellings too."""
+    first, second = ([file for file in files_of(path) if file.exists()] for path in (one, other))
+    return any(file.samefile(another) for file in first for another in second)
+
+
+def _other_format(path: str) -> str:
+    """What to do about a name of another ending."""
+    if path.endswith(".gz"):
+        return _UNPACK
+    if path.endswith(".csv"):
+        table = f"pandas.read_csv({path!r})"
+        return f"write it as JSON, in Python: {table}.to_json('rows.jsonl', orient='records', lines=True)"
+    if re.fullmatch(r"[\w-]+/[\w.-]+", path) and not Path(path).exists():
+        return f"for a dataset of the hub: data=hub data.path={path}"
+    return "name such a file, or a pattern such as 'data/*.jsonl'"
+
 
 Row = Mapping[str, object]
 # One of two halves that JSON writes a rare character with; without the other it cannot be text.
@@ -65,23 +138,11 @@ def _json(path: Path) -> Iterator[tuple[int, str | Row]]:
         first = next((line for line in lines if line.strip()), "")
         lines.seek(0)
         if first.lstrip().startswith("["):
-            yield from enumerate(json.load(lines, parse_constant=_refuse, object_pairs_hook=_unique), start=1)
+            yield from enumerate(json.load(lines), start=1)
             return
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield number, line
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _unique(pairs: list[tuple[str, object]]) -> Row:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key '{next(name for name in row if names.count(name) > 1)}' is there twice")
-    return row
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Row]]:
@@ -89,7 +150,6 @@ def _parquet(path: Path) -> Iterator[tuple[int, Row]]:
 
     number = 0
     with ParquetFile(path) as file:
-        _unique([(name, None) for name in file.schema_arrow.names])
         for batch in file.iter_batches(batch_size=1024):
             for row in batch.to_pylist():
                 number += 1
@@ -98,14 +158,11 @@ def _parquet(path: Path) -> Iterator[tuple[int, Row]]:
 
 def _parse(line: str, where: str) -> Row:
     try:
-        row = json.loads(line, parse_constant=_refuse, object_pairs_hook=_unique)
+        row = json.loads(line)
     except json.JSONDecodeError as error:
         hint = "a JSON file has one object a line, or is one list of objects"
-        raise DataError(
-            f"{where}: not JSON ({error.msg.removesuffix(' at')} at column {error.colno}); {hint}"
-        ) from None
-    except ValueError as error:
-        raise DataError(f"{where}: {error}") from None
+        rule = f"not JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
+        raise DataError(f"{where}: {rule}; {hint}") from None
     if _SURROGATE.search(line):
         try:
             json.dumps(row, ensure_ascii=False).encode()

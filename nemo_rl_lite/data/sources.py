@@ -8,13 +8,11 @@ from typing import Protocol
 
 from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data.columns import find_column
-from nemo_rl_lite.data.conversations import Example
-from nemo_rl_lite.data.files import share_a_file
+from nemo_rl_lite.data.formats import Example, RowFormat
 from nemo_rl_lite.data.gym import ReasoningGym
-from nemo_rl_lite.data.kinds import Kind
 from nemo_rl_lite.data.problems import Asked, Derived, FileSet, LeftOut, Problem, TrainingSet, is_held_out
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
-from nemo_rl_lite.data.rows import Row, file_rows, hub_rows
+from nemo_rl_lite.data.rows import Row, file_rows, hub_rows, share_a_file
 from nemo_rl_lite.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -35,7 +33,7 @@ TASKS: dict[str, Callable[[DataConfig, int], Task]] = {
 ROWS = ("file", "hub")
 
 
-def training_set[T: Asked](config: DataConfig, seed: int, kind: Kind[T]) -> TrainingSet[T]:
+def training_set[T: Asked](config: DataConfig, seed: int, kind: RowFormat[T]) -> TrainingSet[T]:
     """Return what a configuration trains on, shuffled or generated from `seed`.
 
     Raises:
@@ -51,7 +49,7 @@ def training_set[T: Asked](config: DataConfig, seed: int, kind: Kind[T]) -> Trai
     return FileSet(kept, seed, config.shuffle)
 
 
-def validation_set[T: Asked](config: DataConfig, limit: int, kind: Kind[T], training: Sequence[T] = ()) -> list[T]:
+def validation_set[T: Asked](config: DataConfig, limit: int, kind: RowFormat[T], training: Sequence[T] = ()) -> list[T]:
     """Return at most `limit` held-out items, always the same ones; none where the configuration holds nothing out. A
     warning says how many of them are among the `training` items.
 
@@ -69,7 +67,9 @@ def validation_set[T: Asked](config: DataConfig, limit: int, kind: Kind[T], trai
         ):
             log.warning("data.validation_path has a file of data.train_path: validation is on what was trained on")
             training = ()
-        rows = list(islice(_validation_rows(config), limit))
+        split, path = config.validation_split or "", config.validation_path or ""
+        source = hub_rows(config, split, "data.validation_split") if config.name == "hub" else file_rows(path)
+        rows = list(islice(source, limit))
         if not rows:
             raise DataError(f"{validation_source(config)}: no rows")
         held_out = _used(config, rows, kind)
@@ -92,7 +92,7 @@ def validation_source(config: DataConfig) -> str | None:
     return config.validation_path if config.name == "file" else config.validation_split
 
 
-def check_file(config: DataConfig, path: str, limit: int, kind: Kind) -> None:
+def check_file(config: DataConfig, path: str, limit: int, kind: RowFormat) -> None:
     """Read the first `limit` rows of a file. Raises DataError: a row is not of this kind, or there are none."""
     rows = list(islice(file_rows(path), limit))
     if not rows:
@@ -101,7 +101,7 @@ def check_file(config: DataConfig, path: str, limit: int, kind: Kind) -> None:
 
 
 def _read[T: Asked](
-    config: DataConfig, rows: Iterable[tuple[str, Row]], kind: Kind[T], all_rows: bool = True
+    config: DataConfig, rows: Iterable[tuple[str, Row]], kind: RowFormat[T], all_rows: bool = True
 ) -> tuple[list[T], Counter[LeftOut]]:
     """Turn rows into items of this kind; how many are left out, and why. `all_rows`: there are no others.
 
@@ -124,7 +124,7 @@ def _read[T: Asked](
     return kept, left_out
 
 
-def _used[T: Asked](config: DataConfig, rows: Iterable[tuple[str, Row]], kind: Kind[T]) -> list[T]:
+def _used[T: Asked](config: DataConfig, rows: Iterable[tuple[str, Row]], kind: RowFormat[T]) -> list[T]:
     """Turn rows into items of this kind. A warning says how many are left out."""
     kept, left_out = _read(config, rows, kind)
     for why, count in left_out.items():
@@ -145,12 +145,6 @@ def _training_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:
     if config.train_path is None:
         raise DataError("data.train_path is null: name a file")
     return file_rows(config.train_path)
-
-
-def _validation_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:
-    if config.name == "hub":
-        return hub_rows(config, config.validation_split or "", "data.validation_split")
-    return file_rows(config.validation_path or "")
 
 
 def _empty(source: str | None, problems: Sequence[Asked], what: str, fraction: float) -> str:

@@ -8,12 +8,34 @@ from types import MappingProxyType
 from typing import Any
 
 from nemo_rl_lite.data.chat_template import ChatTemplate
-from nemo_rl_lite.data.conversations import Conversation
-from nemo_rl_lite.data.problems import Message
-from nemo_rl_lite.data.tokenizer_files import load_tokenizer, unusable
+from nemo_rl_lite.data.formats import Conversation
+from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.tool_format import WrittenCall, before_calls
 from nemo_rl_lite.data.tools import Tool, checked_calls
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Load a Hugging Face tokenizer. Raises ConfigError: the folder's files cannot be used."""
+    from transformers import AutoTokenizer
+
+    # Newer models of Mistral have a second tokenizer in their folder, in the format of mistral-common. transformers
+    # takes that one, without a chat template, unless it is told to correct the split pattern of the first.
+    mistral = (folder / "tekken.json").exists()
+    if mistral and not (folder / "tokenizer.json").exists():
+        fix = "take a copy of the model with tokenizer.json and a chat template"
+        raise unusable(folder, "tekken.json is its only tokenizer, and has no chat template", fix)
+    options = {"fix_mistral_regex": True} if mistral else {}
+    try:
+        return AutoTokenizer.from_pretrained(folder, **options)
+    except Exception as error:  # a broken file raises errors of many libraries
+        raise unusable(folder, f"the tokenizer cannot be read: {type(error).__name__}: {error}") from error
+
+
+def unusable(folder: Path, rule: str, fix: str = "correct the file, or copy the model's folder again") -> ConfigError:
+    """The error of a model whose tokenizer or chat template cannot be used."""
+    return ConfigError([Violation("policy.model_name", str(folder), rule, fix)])
+
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +80,6 @@ class ChatTokenizer:
             key, value = f"policy.tokenizer.chat_template_kwargs.{unread[0]}", template_kwargs[unread[0]]
             fix = f"leave it out, or one that it reads: {', '.join(options)}" if options else "leave it out"
             raise ConfigError([Violation(key, value, "the model's chat template does not read this", fix)])
-        self._longest_token = max(map(len, tokenizer.get_vocab()))
         self.highest_token: int = max(tokenizer.get_vocab().values())
         """The highest token id; all from 0 to it may be in a prompt."""
 
@@ -81,15 +102,6 @@ class ChatTokenizer:
     def leaves_out(self, role: str) -> bool:
         """Return whether the chat template writes nothing of what this role says before the assistant's turn."""
         return self._template.leaves_out(role)
-
-    def least_tokens(self, messages: Sequence[Message]) -> int:
-        """The fewest tokens that these messages can have, by their number of characters alone: a text of 100 MB would
-        take many times its size to be tokenized."""
-        return sum(len(message.get("content") or "") for message in messages) // self._longest_token
-
-    def length(self, text: str) -> int:
-        """The number of tokens of a text."""
-        return len(self._tokens(text))
 
     @property
     def takes_tools(self) -> bool:

@@ -1,4 +1,4 @@
-"""The endpoint: an HTTP server in a thread of this process, and what it answers."""
+"""The endpoint: an HTTP server in a thread of this process, and the gate from it to the event loop of the engines."""
 
 import asyncio
 import json
@@ -6,8 +6,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
@@ -17,11 +19,102 @@ from starlette.exceptions import HTTPException
 
 from nemo_rl_lite.config.sections.generation import ServeConfig
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
-from nemo_rl_lite.endpoint.chat_completions import ChatRequest
-from nemo_rl_lite.endpoint.completions import CompletionRequest
-from nemo_rl_lite.endpoint.gate import ASLEEP, Gate
-from nemo_rl_lite.endpoint.protocol import Asked, RefusedError, Respondent, read_request
+from nemo_rl_lite.endpoint.anybody import Anybody, Speaker
+from nemo_rl_lite.endpoint.protocol import (
+    Answer,
+    Asked,
+    ChatRequest,
+    CompletionRequest,
+    RefusedError,
+    Respondent,
+    read_request,
+)
 from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.generation.interface import Generation, Requests
+
+Written = dict[str, Any]
+"""The body of a response."""
+
+ASLEEP = (
+    "the engines do not generate now, because the policy trains or gets its new weights to them: ask again during the "
+    "next rollout"
+)
+
+
+@dataclass(eq=False)
+class _Session:
+    """Who answers the requests of a key, and those that are under way."""
+
+    respondent: Respondent
+    tasks: set[asyncio.Task] = field(default_factory=set)
+
+
+class Gate:
+    """Knows the keys, and gives each request to the respondent of its key."""
+
+    def __init__(self, token: str, write: Callable[[Asked, Answer], Written]):
+        """`token` is a key that is known also while the gate is closed. `write` makes a response of an answer."""
+        self._token, self._write = token, write
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._sessions: dict[str, _Session] = {}
+
+    @property
+    def is_open(self) -> bool:
+        return self._loop is not None
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Within the block requests are answered, in this event loop. Those that are left at its end are cancelled."""
+        with self._lock:
+            self._loop = asyncio.get_running_loop()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._loop = None
+            # What the server's thread has just handed over begins now, and ends at once.
+            await asyncio.sleep(0)
+
+    @asynccontextmanager
+    async def session(self, respondent: Respondent, key: str | None = None) -> AsyncIterator[str]:
+        """Within the block the respondent answers the requests with the key that this yields. What is under way at its
+        end is cancelled, and has ended."""
+        key, session = key or secrets.token_urlsafe(24), _Session(respondent)
+        self._sessions[key] = session
+        try:
+            yield key
+        finally:
+            del self._sessions[key]
+            for task in session.tasks:
+                task.cancel()
+            await asyncio.gather(*session.tasks, return_exceptions=True)
+
+    def knows(self, key: str) -> bool:
+        """Whether a request with this key may be answered, now or later."""
+        return key in self._sessions or secrets.compare_digest(key.encode(), self._token.encode())
+
+    def ask(self, key: str, asked: Asked) -> Future[Written]:
+        """Hand over a request; called by the server's thread. Cancelling the future aborts the request.
+
+        Raises:
+            RefusedError: the gate is closed.
+        """
+        with self._lock:
+            if self._loop is None:
+                raise RefusedError(503, ASLEEP)
+            return asyncio.run_coroutine_threadsafe(self._answer(key, asked), self._loop)
+
+    async def _answer(self, key: str, asked: Asked) -> Written:
+        session = self._sessions.get(key)
+        if session is None or not self.is_open:
+            raise RefusedError(503, ASLEEP)
+        task = asyncio.current_task()
+        if task is not None:
+            session.tasks.add(task)
+            task.add_done_callback(session.tasks.discard)
+        return self._write(asked, await session.respondent.respond(asked))
+
 
 # nginx's status for a client that has gone; nobody reads it.
 _CLIENT_GONE = 499
@@ -204,3 +297,25 @@ async def _gone(request: Request) -> None:
     with suppress(asyncio.CancelledError):
         while (await request.receive())["type"] != "http.disconnect":
             pass
+
+
+@dataclass(frozen=True)
+class ServedGeneration:
+    """`Generation` that also answers over HTTP. `speaker` answers requests with the token; None: they are refused, and
+    only the sessions of episodes get answers."""
+
+    generation: Generation
+    endpoint: Endpoint
+    speaker: Speaker | None
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[Requests]:
+        """See `Generation.serving`."""
+        async with self.generation.serving() as requests:
+            anybody = None if self.speaker is None else Anybody(self.speaker, requests)
+            async with self.endpoint.answering(anybody):
+                yield requests
+
+    def finish_generation(self) -> dict[str, float]:
+        """See `Generation.finish_generation`."""
+        return self.generation.finish_generation()

@@ -4,7 +4,8 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from nemo_rl_lite.data.problems import Message, Problem
+from nemo_rl_lite.data.messages import Message
+from nemo_rl_lite.data.problems import Problem
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from nemo_rl_lite.data.problems import Message, Problem
+from nemo_rl_lite.data.messages import Message
+from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.environments.tools import EpisodeError, ToolEnvironment, shortened
 

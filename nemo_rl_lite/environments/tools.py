@@ -1,8 +1,11 @@
-"""Environments that offer tools: a base class, and one whose tools are plain functions."""
+"""Environments that offer tools: a base class, plain functions, Python in the sandbox, and a calculator."""
 
+import ast
 import asyncio
 import importlib
 import inspect
+import operator
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
 from typing import Any
 
-from nemo_rl_lite.data.problems import Message, Problem
+from nemo_rl_lite.data.messages import Message
+from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tools import Tool
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.host.pool import as_call_error
+from nemo_rl_lite.host.sandbox import Limits, run_python
 
 # Plain functions run in threads, which start as they are needed; environment.concurrency is the limit.
 _THREADS = ThreadPoolExecutor(4096, thread_name_prefix="tool")
@@ -74,9 +79,13 @@ class Functions(ToolEnvironment):
         """
         if not tools:
             raise ValueError("tools names no function")
-        self._functions = {path.rpartition(".")[2]: _function(path) for path in tools}
-        if len(self._functions) < len(tools):
-            raise ValueError("two tools have the same name")
+        self._functions: dict[str, Callable[..., Any]] = {}
+        for path in tools:
+            module, _, name = path.rpartition(".")
+            function = getattr(importlib.import_module(module), name)
+            if not callable(function) or name in self._functions:
+                raise ValueError(f"{path} is no function, or another tool has its name")
+            self._functions[name] = function
         self._max_characters = max_characters
 
     @cached_property
@@ -102,14 +111,6 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}\n[{len(text) - most} more characters]"
 
 
-def _function(path: str) -> Callable[..., Any]:
-    module_name, _, name = path.rpartition(".")
-    function = getattr(importlib.import_module(module_name), name)
-    if not callable(function):
-        raise ValueError(f"{path} is no function")
-    return function
-
-
 def _schema(name: str, function: Callable[..., Any]) -> Tool:
     from transformers.utils import get_json_schema
 
@@ -127,3 +128,112 @@ def _schema(name: str, function: Callable[..., Any]) -> Tool:
 def _report_once(name: str, kind: str, text: str) -> None:
     # The model reads it; a mistake in the tool is for people.
     sys.stderr.write(f"the tool {name} raised, and the model reads the error: {text}\n")
+
+
+_BLOCK = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.DOTALL)
+_CODE = {"type": "string", "description": "The code. What it prints is the answer."}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "python",
+        "description": "Run Python code. Each call starts afresh, without the variables of earlier ones.",
+        "parameters": {"type": "object", "properties": {"code": _CODE}, "required": ["code"]},
+    },
+}
+
+
+class Python(ToolEnvironment):
+    """Offers the tool `python(code)`. With `call="block"` it offers none: the last fenced block of Python in a turn is
+    the call, and the user's next message the answer, so that any model can use it."""
+
+    def __init__(self, call: str, seconds: float, memory_mib: int, max_characters: int):
+        """`seconds` of a call's time, `memory_mib` of its memory, and the characters of its output that are kept.
+
+        Raises:
+            ValueError: `call` is neither `tool` nor `block`, or a limit is not positive.
+        """
+        if call not in ("tool", "block"):
+            raise ValueError(f"call must be tool or block, not {call!r}")
+        if min(seconds, memory_mib, max_characters) <= 0:
+            raise ValueError("seconds, memory_mib and max_characters must be positive")
+        self.tools: Sequence[Tool] = [_TOOL] if call == "tool" else []
+        # A character has up to four bytes.
+        self._limits, self._most = Limits(seconds, memory_mib, output=4 * max_characters + 4), max_characters
+
+    async def call(self, problem: Problem, name: str, arguments: Mapping[str, Any]) -> str:
+        """Run the code of a call."""
+        return await self._run(arguments["code"])
+
+    async def step(self, problem: Problem, conversation: Sequence[Message]) -> Observation:
+        """See `Environment.step`."""
+        blocks = () if self.tools else _BLOCK.findall(conversation[-1]["content"])
+        if not blocks:
+            return await super().step(problem, conversation)
+        return Observation(({"role": "user", "content": await self._run(blocks[-1])},))
+
+    async def _run(self, code: str) -> str:
+        ran = await called(run_python, code, limits=self._limits)
+        said = [shortened(ran.output.rstrip(), self._most)] if ran.output.strip() else []
+        if ran.status is None:
+            said.append(f"error: the code took longer than {self._limits.seconds:g} s")
+        elif ran.status < 0:
+            said.append(f"error: the code was ended by signal {-ran.status}")
+        return "\n".join(said) or "[nothing was printed]"
+
+
+_CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
+_BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+# Values are limited, because products of long numbers grow without bound; powers are left out for the same reason.
+_LARGEST = 10**30
+_LONGEST = 200
+
+
+class Calculator:
+    """Answers a turn that calls the tool with the value; a turn without a call is final."""
+
+    def __init__(self, role: str):
+        if role not in ("user", "tool"):
+            raise ValueError(f"role must be user or tool, not {role!r}")
+        self._role = role
+
+    def step(self, problem: Problem, conversation: Sequence[Message]) -> Observation:
+        """Answer with the value of the last expression, or with what is wrong with it."""
+        calls = _CALL.findall(conversation[-1]["content"])
+        if not calls:
+            return Observation(done=True)
+        return Observation(({"role": self._role, "content": calculate(calls[-1])},))
+
+
+def calculate(expression: str) -> str:
+    """Return the value of +, -, *, /, //, % and parentheses over numbers; for anything else a text beginning with
+    `error`."""
+    try:
+        if len(expression) > _LONGEST:
+            raise ValueError("the expression is too long")
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
+        return f"error: {error.msg if isinstance(error, SyntaxError) else error}"
+    whole = isinstance(value, float) and value.is_integer()
+    return str(int(value)) if whole else f"{value:.10g}" if isinstance(value, float) else str(value)
+
+
+def _value(node: ast.expr) -> float:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            value = number
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _BINARY:
+            value = _BINARY[type(operation)](_value(left), _value(right))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            value = -_value(operand)
+        case _:
+            raise ValueError("only numbers, + - * / // % and parentheses are understood")
+    if abs(value) > _LARGEST:
+        raise ValueError("the value is too large")
+    return value

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from nemo_rl_lite.data.problems import Message, Problem
+from nemo_rl_lite.data.messages import Message
+from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tools import Tool
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.environments.tools import EpisodeError

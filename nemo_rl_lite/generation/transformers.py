@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemo_rl_lite.config.sections.generation import GenerationConfig
 from nemo_rl_lite.config.sections.policy import PolicyConfig
-from nemo_rl_lite.data.tokenizer_files import load_tokenizer
+from nemo_rl_lite.data.tokenizer import load_tokenizer
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.interface import Completion, Decoded, Request, Sampling
 from nemo_rl_lite.refit.engine.connection import Source, WeightsState, connect

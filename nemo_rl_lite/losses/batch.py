@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.losses.sending import sent_together
-
 # The arrays of `TokenRow` and `TokenRows` that have an entry for each token.
 OF_TOKENS = {
     "tokens": np.int32,
@@ -223,10 +221,6 @@ class Batch:
             return torch.nn.functional.pad(values, (*(0, 0) * (values.dim() - 2), *columns, 0, rows - len(values)))
 
         return self._each(padded)
-
-    def to(self, device: torch.device) -> "Batch":
-        """Begin to copy all fields to `device`: see `sent_together`."""
-        return replace(self, **sent_together(self.present(), device))
 
     def require(self, *names: str) -> tuple[Tensor, ...]:
         """The fields of these names. Raises ValueError: one of them is None."""

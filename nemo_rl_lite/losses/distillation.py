@@ -12,8 +12,8 @@ from torch import Tensor
 
 from nemo_rl_lite.config.sections.algorithm import DistillationConfig, DistillationLossConfig
 from nemo_rl_lite.losses.batch import Batch, TokenRow
+from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import Loss, Metrics, Need, Normalizers, count_masked, masked_sum
-from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 
 # The logarithm of the probability that a teacher's distribution has outside its k largest, as in NeMo-RL.
 LOG_NOTHING = -100.0

@@ -10,9 +10,6 @@ from nemo_rl_lite.config.user_code import imported, own_name
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.losses.interface import Loss, Need
 
-# The module of each algorithm's own loss, and the algorithm.
-_OWNERS = {row.loss.rpartition(".")[0]: name for name, row in ALGORITHMS.items()}
-
 
 def make_loss(options: AlgorithmConfig) -> Loss:
     """What a run with these options of its algorithm trains with.
@@ -32,7 +29,8 @@ def make_loss(options: AlgorithmConfig) -> Loss:
         raise _error("loss", path, "cannot be called", "name a class or a function that returns a loss")
     called = f"{attribute}(options, **algorithm.loss_kwargs), where options are the keys below `algorithm`"
     try:
-        inspect.signature(factory).bind(options, **options.loss_kwargs)
+        signature = inspect.signature(factory)
+        signature.bind(options, **options.loss_kwargs)
         loss = factory(options, **options.loss_kwargs)
     except (Exception, SystemExit) as error:  # a user's class may raise anything
         cause, fix = f"{type(error).__name__}: {error}", f"it is called as {called}"
@@ -40,10 +38,10 @@ def make_loss(options: AlgorithmConfig) -> Loss:
             raise _error("loss_kwargs", dict(options.loss_kwargs), f"do not fit {path}: {cause}", fix) from error
         raise _error("loss", path, f"cannot be made: {cause}", fix) from error
     _check(path, loss)
-    owner = _OWNERS.get(type(loss).__module__, options.name)
-    if owner != options.name:
-        rule = f"makes the loss of algorithm={owner}, and this run is algorithm={options.name}"
-        raise _error("loss", path, rule, f"algorithm={owner}, or algorithm.loss=null")
+    asked = next(iter(signature.parameters.values())).annotation
+    if isinstance(asked, type) and issubclass(asked, AlgorithmConfig) and not isinstance(options, asked):
+        rule = f"is made from {asked.__name__}, and this run is algorithm={options.name}"
+        raise _error("loss", path, rule, "set the algorithm whose loss it is, or algorithm.loss=null")
     return loss
 
 

@@ -168,7 +168,7 @@ def _name_end_tokens(folder: Path) -> None:
     """Add the tokens that end the chat template's turns, at which a run ends responses, to those of the folder's
     generation_config.json: transformers and vLLM would run on after others."""
     from nemo_rl_lite.data.chat_template import ChatTemplate
-    from nemo_rl_lite.data.tokenizer_files import load_tokenizer
+    from nemo_rl_lite.data.tokenizer import load_tokenizer
 
     file = folder / "generation_config.json"
     known = json.loads((file if file.exists() else folder / "config.json").read_text())

@@ -1,19 +1,154 @@
-"""Judge one response at a time: in this process, or in others with a time limit for each."""
+"""Judge responses by the sum of the configured rewards: in this process, or in others with a time limit for each."""
 
 import asyncio
+import inspect
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_rl_lite.config.sections.data import RewardConfig
+from nemo_rl_lite.config.user_code import own_name
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
-from nemo_rl_lite.host.pool import CallError, CallPool, LateError, StartError, Target
-from nemo_rl_lite.rewards.batches import Batches
-from nemo_rl_lite.rewards.registry import INSTANT, WRONG_WHERE_LATE
-from nemo_rl_lite.rewards.terms import Parts, RewardCalls, Term, terms_of
-from nemo_rl_lite.rewards.value import LateReward, RewardError, UnavailableReward, WrongReward
+from nemo_rl_lite.host.pool import CallError, CallPool, LateError, StartError, Target, as_call_error, place_of
+from nemo_rl_lite.rewards.registry import (
+    INSTANT,
+    WRONG_WHERE_LATE,
+    LateReward,
+    RewardError,
+    UnavailableReward,
+    WrongReward,
+    find_batch_reward,
+    find_reward,
+)
+
+Parts = dict[str, float] | RewardError
+"""Rewards by the label of their term, or the error that prevented one."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """One part of a reward; `name` and `kwargs` as `find_reward` has them, `section` the keys that hold them."""
+
+    label: str
+    name: str
+    kwargs: Mapping[str, Any]
+    weight: float
+    section: str
+    batch_size: int | None = None
+
+
+def terms_of(config: RewardConfig) -> list[Term]:
+    """The configured reward, with weight 1, and then those that are added to it."""
+    found = [Term(own_name(config.name), config.name, config.kwargs, 1.0, "reward", config.batch_size)]
+    for label, one in config.terms.items():
+        found.append(Term(label, one.name, one.kwargs, one.weight, f"reward.terms.{label}", one.batch_size))
+    return found
+
+
+class RewardCalls:
+    """Calls the rewards of the terms in this process. An error of a reward becomes a `RewardError`."""
+
+    def __init__(self, terms: Sequence[Term]):
+        """Raises ConfigError where there is no such reward."""
+        self._terms = {term.label: term for term in terms}
+        self._single = {
+            term.label: find_reward(term.name, term.kwargs, term.section) for term in terms if term.batch_size is None
+        }
+        self._batched = {
+            term.label: find_batch_reward(term.name, term.kwargs, term.section)
+            for term in terms
+            if term.batch_size is not None
+        }
+
+    async def one(self, response: str, problem: Problem) -> Parts:
+        """Judge a response by the terms that take one at a time."""
+        parts = dict[str, float]()
+        for label, reward in self._single.items():
+            part = await self._called(label, reward, response, problem)
+            if isinstance(part, RewardError):
+                return part
+            parts[label] = part
+        return parts
+
+    async def batch(
+        self, label: str, responses: Sequence[str], problems: Sequence[Problem]
+    ) -> Sequence[float | RewardError]:
+        """Judge responses by the term `label`, which takes many. An error of the call is the error of each response."""
+        found = await self._called(label, self._batched[label], responses, problems)
+        return [found] * len(responses) if isinstance(found, RewardError) else found
+
+    async def _called(self, label: str, reward: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            value = reward(*arguments)
+            return await value if inspect.isawaitable(value) else value
+        except RewardError as error:
+            failure = error
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
+            raised = as_call_error(error)
+            failure = RewardError(f"{raised}{place_of(error)}", raised.details)
+        failure.section = self._terms[label].section
+        return failure
+
+
+JudgeBatch = Callable[[Sequence[str], Sequence[Problem]], Awaitable[Sequence[float | RewardError]]]
+"""Returns for each response its reward, or why there is none."""
+
+# Seconds that a batch with room waits for more responses.
+_WAIT_S = 0.05
+
+
+@dataclass(eq=False)
+class _WaitingResponse:
+    response: str
+    problem: Problem
+    reward: asyncio.Future
+
+
+class Batches:
+    """Gives the responses that wait to `judge`, at most `size` in a call, and in at most `at_once` calls at a time.
+    While all calls are under way, responses collect."""
+
+    def __init__(self, judge: JudgeBatch, size: int, at_once: int):
+        self._judge, self._size, self._at_once = judge, size, at_once
+        self._waiting: list[_WaitingResponse] = []
+        self._workers: set[asyncio.Task] = set()
+
+    async def __call__(self, response: str, problem: Problem) -> float | RewardError:
+        """Judge a response as a part of a batch. Raises what `judge` raises."""
+        own = _WaitingResponse(response, problem, asyncio.get_running_loop().create_future())
+        self._waiting.append(own)
+        # Workers of an event loop that has ended are done.
+        self._workers = {worker for worker in self._workers if not worker.done()}
+        if len(self._workers) < self._at_once:
+            self._workers.add(asyncio.create_task(self._work()))
+        try:
+            return await own.reward
+        finally:
+            # An episode that is cancelled waits no more.
+            if own in self._waiting:
+                self._waiting.remove(own)
+
+    async def _work(self) -> None:
+        while self._waiting:
+            if len(self._waiting) < self._size:
+                await asyncio.sleep(_WAIT_S)
+            batch, self._waiting = self._waiting[: self._size], self._waiting[self._size :]
+            if batch:
+                await self._settle(batch)
+
+    async def _settle(self, batch: Sequence[_WaitingResponse]) -> None:
+        try:
+            rewards = await self._judge([one.response for one in batch], [one.problem for one in batch])
+        except Exception as error:  # it belongs to those who wait
+            for one in batch:
+                if not one.reward.done():
+                    one.reward.set_exception(error)
+            return
+        for one, reward in zip(batch, rewards, strict=True):
+            if not one.reward.done():
+                one.reward.set_result(reward)
 
 
 @dataclass(frozen=True)
@@ -46,21 +181,7 @@ def make_judge(config: RewardConfig) -> Judge:
     return sum_of(terms, _RemoteCalls(config, terms), at_once=config.processes * config.concurrency)
 
 
-class Calls(Protocol):
-    """`RewardCalls`, here or in other processes."""
-
-    async def one(self, response: str, problem: Problem) -> Parts:
-        """See `RewardCalls.one`."""
-        ...
-
-    async def batch(
-        self, label: str, responses: Sequence[str], problems: Sequence[Problem]
-    ) -> Sequence[float | RewardError]:
-        """See `RewardCalls.batch`."""
-        ...
-
-
-def sum_of(terms: Sequence[Term], calls: Calls, at_once: int) -> Judge:
+def sum_of(terms: Sequence[Term], calls: "RewardCalls | _RemoteCalls", at_once: int) -> Judge:
     """The judge that adds up the terms. Each term with a `batch_size` collects its own batches."""
     sources = [calls.one] if any(term.batch_size is None for term in terms) else []
     sources += [_batched(term.label, term.batch_size, calls, at_once) for term in terms if term.batch_size is not None]
@@ -81,7 +202,9 @@ def sum_of(terms: Sequence[Term], calls: Calls, at_once: int) -> Judge:
     return judge
 
 
-def _batched(label: str, size: int, calls: Calls, at_once: int) -> Callable[[str, Problem], Awaitable[Parts]]:
+def _batched(
+    label: str, size: int, calls: "RewardCalls | _RemoteCalls", at_once: int
+) -> Callable[[str, Problem], Awaitable[Parts]]:
     batches = Batches(lambda responses, problems: calls.batch(label, responses, problems), size, at_once)
 
     async def judge(response: str, problem: Problem) -> Parts:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import sqlite3
 from collections.abc import Mapping
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -16,8 +17,35 @@ from nemo_rl_lite.config.sections.types import STRICT, NonNegativeInt, PositiveF
 from nemo_rl_lite.data.columns import filled, template_columns
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.rewards.answers import Answers
-from nemo_rl_lite.rewards.value import RewardError, UnavailableReward
+from nemo_rl_lite.rewards.registry import RewardError, UnavailableReward
+
+# Seconds to wait while another process writes.
+_LOCK_S = 60.0
+
+
+class Answers:
+    """Answers by their request, so that nothing is asked twice: a table in a file, which several processes and later
+    runs share; without a file, for this process."""
+
+    def __init__(self, path: str | None):
+        """Raises UnavailableReward: the file cannot be used."""
+        try:
+            # Without a path it is a temporary file, which goes with the process.
+            self._database = sqlite3.connect(path or "", timeout=_LOCK_S, autocommit=True)
+            self._database.execute(
+                "CREATE TABLE IF NOT EXISTS answers (request TEXT PRIMARY KEY, answer TEXT NOT NULL)"
+            )
+        except sqlite3.Error as error:
+            raise UnavailableReward(f"the answers cannot be kept in {path} (cache_path): {error}") from error
+
+    def get(self, request: str) -> str | None:
+        """The answer to a request, if it was answered."""
+        row = self._database.execute("SELECT answer FROM answers WHERE request = ?", (request,)).fetchone()
+        return None if row is None else row[0]
+
+    def put(self, request: str, answer: str) -> None:
+        """Keep the answer to a request; the last one counts."""
+        self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (request, answer))
 
 
 def _is_address(text: str) -> str:
@@ -139,7 +167,9 @@ class LLMJudge:
         try:
             said: Any = await self._client.chat.completions.create(**request)
         except (OpenAIError, TypeError, ValueError) as error:  # a wrong argument, no JSON
-            raise UnavailableReward(f"the judge {self._shown} gave no answer: {_why(error)}") from error
+            # `Connection error.` alone says little.
+            why = f"{error} ({error.__cause__})" if str(error.__cause__ or "") else str(error) or type(error).__name__
+            raise UnavailableReward(f"the judge {self._shown} gave no answer: {why}") from error
         try:
             text = said.choices[0].message.content
         except (AttributeError, IndexError, TypeError):
@@ -158,8 +188,3 @@ class LLMJudge:
         if not min(options.worst, options.best) <= score <= max(options.worst, options.best):
             raise RewardError(f"the judge's score {score:g} is not between {options.worst:g} and {options.best:g}")
         return (score - options.worst) / (options.best - options.worst)
-
-
-def _why(error: BaseException) -> str:
-    """The error in one line, with what it comes from: `Connection error.` alone says little."""
-    return f"{error} ({error.__cause__})" if str(error.__cause__ or "") else str(error) or type(error).__name__

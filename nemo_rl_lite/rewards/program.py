@@ -1,13 +1,132 @@
 """The response is a Python program, and tests of the row judge it."""
 
-from dataclasses import replace
+import ast
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 from markdown_it import MarkdownIt
 
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.host.sandbox import Limits, run_python
-from nemo_rl_lite.rewards.program_tests import Assertions, Test, read_tests
+
+# The number of problems whose tests are looked at before a run, and of those for which an empty program is run.
+# Statements that may contain others which are run with them. Functions and classes are not: something must call them.
+_BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.match_case, ast.ExceptHandler)
+_INPUTS, _OUTPUTS = ("input", "inputs"), ("output", "outputs")
+
+
+@dataclass(frozen=True)
+class Assertions:
+    """Python code that follows the program, and raises where it is wrong."""
+
+    code: str
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What the program reads from standard input, and what it has to print."""
+
+    given: str
+    expected: str
+
+
+Test = Assertions | Printed
+
+
+def read_tests(row: Mapping[str, Any], column: str) -> list[Test]:
+    """Return the tests in a column of a row: a text of assertions, an `input` with its `output`, or a list of these; as
+    JSON text, too, and with the lists `inputs` and `outputs` (APPS). Where the text defines `check` and the row names
+    the function to check as `entry_point` (HumanEval), that call is added.
+
+    Raises:
+        ValueError: there are none, or one cannot be read, or would pass any program.
+    """
+    found = _decoded(row.get(column))
+    if isinstance(found, Mapping):
+        found = _pairs(found, column)
+    tests = [found] if isinstance(found, str) else found
+    if not isinstance(tests, list) or not tests:
+        raise ValueError(f"the row has no tests in its column {column}")
+    return [_test(test, column, row.get("entry_point")) for test in tests]
+
+
+def _decoded(found: Any) -> Any:
+    """The structure that a text holds as JSON; the text where it holds none."""
+    if not isinstance(found, str) or not found.lstrip().startswith(("[", "{")):
+        return found
+    try:
+        decoded = json.loads(found)
+    except ValueError:
+        return found
+    return decoded if isinstance(decoded, list | dict) else found
+
+
+def _pairs(found: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
+    """One test for each of the inputs and outputs that a structure lists, or the one that it is."""
+    if found.get("fn_name"):
+        rule = f"calls the function {found['fn_name']} (fn_name), and tests are assertions or texts of standard input"
+        raise ValueError(f"a test of the column {column} {rule}")
+    inputs, outputs = (next((found[name] for name in names if name in found), None) for names in (_INPUTS, _OUTPUTS))
+    if "outputs" not in found and not (isinstance(inputs, list) and isinstance(outputs, list)):
+        return [dict(found)]
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise ValueError(f"the column {column} does not have an output for each of its inputs")
+    return [{"input": given, "output": expected} for given, expected in zip(inputs, outputs, strict=True)]
+
+
+def _test(test: Any, column: str, entry_point: Any) -> Test:
+    if isinstance(test, str):
+        return Assertions(_calling(test, column, entry_point))
+    if isinstance(test, Mapping) and "output" in test:
+        return Printed(_text(test.get("input", ""), test, column), _text(test["output"], test, column))
+    raise ValueError(f"a test of the column {column} is neither a text nor has an output: {test!r:.80}")
+
+
+def _text(value: Any, test: Any, column: str) -> str:
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(line.removesuffix("\n") for line in value)
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    rule = "has an input or an output that is neither a text, nor a number, nor a list of lines"
+    raise ValueError(f"a test of the column {column} {rule}: {test!r:.80}")
+
+
+def _calling(code: str, column: str, entry_point: Any) -> str:
+    """The code, with a call of its function `check` where nothing else calls that."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ValueError(f"a test of the column {column} is no Python ({error}): {code!r:.80}") from None
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    if any(ast.unparse(call.func) == "unittest.main" for call in calls):
+        rule = "calls unittest.main, which exits before the last line, so that no program would pass; write assertions"
+        raise ValueError(f"a test of the column {column} {rule}")
+    if _checks_something(tree.body):
+        return code
+    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    if "check" in defined and isinstance(entry_point, str) and entry_point.isidentifier():
+        return f"{code}\n\ncheck({entry_point})\n"
+    rule = f"defines {' and '.join(defined)}, and nothing calls it" if defined else "asserts nothing"
+    raise ValueError(f"a test of the column {column} {rule}, so that any program would pass: {code!r:.80}")
+
+
+def _checks_something(statements: list[ast.stmt]) -> bool:
+    """Whether the statements, as they run, assert, raise or call something."""
+    for statement in statements:
+        if isinstance(statement, ast.Assert | ast.Raise):
+            return True
+        if isinstance(statement, ast.Expr | ast.Assign) and isinstance(statement.value, ast.Call):
+            return True
+        if isinstance(statement, _BLOCKS):
+            inner = chain.from_iterable(getattr(statement, part, ()) for part in ("body", "orelse", "finalbody"))
+            inner = [*inner, *getattr(statement, "handlers", ()), *getattr(statement, "cases", ())]
+            if _checks_something(inner):
+                return True
+    return False
+
 
 # Bytes of output that are compared in addition to twice the expected ones: blanks at the ends of lines do not count.
 _BLANKS = 10_000

@@ -7,15 +7,72 @@ once in each process, with the kwargs, and the object is called like a function.
 """
 
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
+from numbers import Real
 from typing import Any
 
 from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.host.pool import as_call_error
-from nemo_rl_lite.rewards.value import RewardError, UnavailableReward, WrongReward, checked_reward
+
+# Rewards become float32, like all that is trained on.
+_LARGEST = 3.4028234663852886e38
+
+
+class RewardError(Exception):
+    """The reward of one sample could not be computed; the message says why. `section` holds the reward's keys, and
+    `details` the traceback of a user's code."""
+
+    section = "reward"
+
+    def __init__(self, message: str, details: str = ""):
+        super().__init__(message)
+        self.details = details
+
+
+class LateReward(RewardError):
+    """The response takes too long to judge, and that is its own fault: its reward is 0."""
+
+
+class WrongReward(RewardError):
+    """A function returns what is no reward: it is written for something else."""
+
+
+class UnavailableReward(RewardError):
+    """What the reward needs is not there: a server does not answer, or a class cannot be made. A run does not start so;
+    one that is under way may go on (`reward.max_error_share`)."""
+
+
+def checked_reward(source: str, value: Any) -> float:
+    """What `source`, a function or an environment, returned as the reward of a sample.
+
+    Raises:
+        RewardError: None, NaN or an infinity, which say that this sample cannot be judged.
+        WrongReward: not a number, or one that is too large for float32.
+    """
+    if value is None:
+        raise RewardError(f"{source} returned None")
+    # Scalars of numpy and torch are numbers; their arrays are not.
+    with suppress(AttributeError, TypeError, ValueError, RuntimeError):
+        value = value.item()
+    if not isinstance(value, Real):
+        shown = f"{value!r:.80}" + "..." * (len(repr(value)) > 80)
+        raise WrongReward(f"{source} returned {shown}, a {type(value).__name__}; a reward is one number")
+    try:
+        reward = float(value)
+    except OverflowError:
+        # A whole number that even float64 does not hold.
+        reward = 2 * _LARGEST
+    if not math.isfinite(reward):
+        raise RewardError(f"{source} returned {reward}")
+    if abs(reward) > _LARGEST:
+        raise WrongReward(f"{source} returned a number that is too large for float32: {value!s:.40}")
+    return reward
+
 
 Reward = Callable[[str, Problem], float | Awaitable[float]]
 """Returns the reward of a response to a problem, or a coroutine that does. A user's function may raise anything."""
@@ -82,16 +139,15 @@ def _checked_rewards(name: str, values: Any, count: int) -> list[float | RewardE
         raise WrongReward(f"{name} returned a {type(values).__name__} for a list of responses; it returns a list")
     if len(values) != count:
         raise WrongReward(f"{name} returned {len(values)} rewards for {count} responses")
-    return [_reward_or_error(name, value) for value in values]
-
-
-def _reward_or_error(name: str, value: Any) -> float | RewardError:
-    try:
-        return checked_reward(name, value)
-    except WrongReward:
-        raise
-    except RewardError as error:
-        return error
+    found = list[float | RewardError]()
+    for value in values:
+        try:
+            found.append(checked_reward(name, value))
+        except WrongReward:
+            raise
+        except RewardError as error:
+            found.append(error)
+    return found
 
 
 def _found(
@@ -100,7 +156,10 @@ def _found(
     """What calls the user's function, or a class' object, with `arguments` and what is of the problem."""
     target = _import(REWARDS.get(name, name), section)
     is_class = inspect.isclass(target)
-    function = _calls_of(target) if is_class else target
+    function = target
+    if is_class:
+        # The method of its objects.
+        function = next((vars(one)["__call__"] for one in target.__mro__ if "__call__" in vars(one)), None)
     if function is None:
         raise ConfigError([Violation(f"{section}.name", name, "is not a function", "name a function")])
     takes_problem = of_problem in inspect.signature(function).parameters
@@ -125,11 +184,6 @@ def _found(
         return made()(first, second, **own, **given)
 
     return call
-
-
-def _calls_of(target: type) -> Callable[..., Any] | None:
-    """The method `__call__` of a class' objects."""
-    return next((vars(one)["__call__"] for one in target.__mro__ if "__call__" in vars(one)), None)
 
 
 def _made(name: str, target: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:

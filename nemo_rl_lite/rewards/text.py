@@ -6,7 +6,6 @@ import unicodedata
 # A minus after a digit or a bracket is a subtraction, not a sign.
 _NUMBER = re.compile(r"(?:(?<![\w)\]])-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|(?<![\w.])\.\d+)")
 
-
 # The minus sign of typography.
 _MINUS = "\N{MINUS SIGN}"
 

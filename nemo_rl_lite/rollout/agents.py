@@ -8,17 +8,16 @@ from typing import Any, ClassVar
 
 from nemo_rl_lite.agents import interface
 from nemo_rl_lite.agents.calls import Agents
-from nemo_rl_lite.data.problems import Message
+from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.endpoint.anybody import FULL, limited
-from nemo_rl_lite.endpoint.chat_completions import ChatRequest
-from nemo_rl_lite.endpoint.protocol import Answer, Asked, RefusedError
+from nemo_rl_lite.endpoint.protocol import Answer, Asked, ChatRequest, RefusedError
 from nemo_rl_lite.endpoint.server import Endpoint
 from nemo_rl_lite.errors import DataError, EngineError, WorkerError
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.host.pool import CallError, as_call_error
 from nemo_rl_lite.rewards.registry import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode, Span
-from nemo_rl_lite.rollout.playing import Assistant, Section
+from nemo_rl_lite.rollout.play import Assistant, Section
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class AgentPlay:
     section: ClassVar[Section] = "agent"
 
     async def play(self, episode: Episode, assistant: Assistant) -> None:
-        """See `Play.play`. An agent that fails after its conversation got too long has been cut."""
+        """See `EpisodeRunner.play`. An agent that fails after its conversation got too long has been cut."""
         session = AgentSession(episode, assistant, self.training)
         try:
             async with self.endpoint.gate.session(session) as key:

@@ -1,8 +1,12 @@
-"""Problems -> sampled and judged episodes, whatever the engine. Each episode is a coroutine."""
+"""Problems to sampled and judged episodes, whatever the engine. Each episode is a coroutine."""
 
 import asyncio
+import logging
+import math
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 
@@ -11,16 +15,157 @@ from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Generation, Requests, Sampling
 from nemo_rl_lite.host.pool import CallError
+from nemo_rl_lite.losses.advantages import differ
 from nemo_rl_lite.observability.liveness import progressed
 from nemo_rl_lite.rewards.judge import Judge, Judged
-from nemo_rl_lite.rewards.value import RewardError, WrongReward
-from nemo_rl_lite.rollout.episode import Episode
-from nemo_rl_lite.rollout.failures import ErrorShares, Failures, shown
-from nemo_rl_lite.rollout.groups import Group, Wanted
-from nemo_rl_lite.rollout.playing import Assistant, Play, SingleTurn
-from nemo_rl_lite.rollout.progress import progress
+from nemo_rl_lite.rewards.registry import RewardError, WrongReward
+from nemo_rl_lite.rollout.episode import Episode, Rollout
+from nemo_rl_lite.rollout.play import Assistant, EpisodeRunner, SingleTurn
 from nemo_rl_lite.rollout.prompts import check_length
-from nemo_rl_lite.rollout.rollout import Rollout
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ErrorShares:
+    """The largest shares of a rollout's episodes whose reward, and whose environment or agent, may fail."""
+
+    reward: float
+    environment: float
+
+
+@dataclass
+class Failures:
+    """Errors of one kind in a rollout: the first is logged, all are counted."""
+
+    what: str
+    key: str
+    limit: float
+    errors: list[Exception] = field(default_factory=list)
+    _failed: set[int] = field(default_factory=set)
+
+    def add(self, error: Exception, episode: Episode) -> None:
+        """The error is that of the episode."""
+        self.errors.append(error)
+        self._failed.add(id(episode))
+        if len(self.errors) == 1:
+            log.warning("%s failed on %s: %s", self.what, shown(episode), error)
+            if isinstance(error, CallError | RewardError) and error.details:
+                log.info("%s", error.details)
+
+    def has(self, episode: Episode) -> bool:
+        """Whether the episode has failed."""
+        return id(episode) in self._failed
+
+    def check(self, failed: int, episodes: int) -> None:
+        """Raise DataError where too many of this number of episodes have failed."""
+        if failed > self.limit * episodes:
+            first = f"; first with {self.errors[0]}" if self.errors else ""
+            raise DataError(
+                f"{self.what} failed on {failed} of {episodes} samples, and at most the share "
+                f"{self.key} = {self.limit:g} may fail{first}"
+            )
+
+
+def shown(episode: Episode) -> str:
+    """The end of an episode's response, and the answer, for messages."""
+    return f"{episode.response[-200:]!r} (answer {episode.problem.answer!r})"
+
+
+# At most eight times the missing prompts are under way, even if almost none is useful.
+_LEAST_SHARE = 1 / 8
+
+
+@dataclass(eq=False)
+class Group:
+    """The samples of one prompt."""
+
+    episodes: list[Episode]
+    played: asyncio.Future
+    _useful: bool | None = field(default=None, init=False)
+
+    @property
+    def is_done(self) -> bool:
+        # An aborted one ends with CancelledError.
+        return self.played.done() and not self.played.cancelled() and self.played.exception() is None
+
+    @property
+    def is_useful(self) -> bool:
+        """Whether it is done and its rewards differ."""
+        if self._useful is None and self.is_done:
+            self._useful = differ([math.nan if one.reward is None else one.reward for one in self.episodes])
+        return bool(self._useful)
+
+
+@dataclass(frozen=True)
+class GroupSelection:
+    """The prompts that a rollout shall have: `count` of them, with `samples` episodes each.
+
+    Where they shall be `useful`, those whose rewards are all the same are replaced by the next ones of `problem`.
+    `oversample` times `count`, without those that are useful already, are under way; by default as many as it probably
+    takes: `share` is the share of useful ones that is expected before prompts of this rollout have ended. What is kept
+    are the first `count` useful ones in the order of `problem`. Neither the lengths of responses nor time choose, nor
+    how many are under way. At most `most` are sampled; then those that are not useful fill the rollout.
+    """
+
+    problem: Callable[[int], Problem]
+    count: int
+    samples: int
+    useful: bool = False
+    oversample: float | None = None
+    share: float = 1.0
+    most: int = sys.maxsize
+
+    def missing(self, groups: Sequence[Group]) -> int:
+        """How many more prompts to begin."""
+        if not self.useful:
+            return self.count - len(groups)
+        if self._kept(groups) is not None:
+            return 0
+        useful, ended = sum(group.is_useful for group in groups), sum(group.is_done for group in groups)
+        under_way = len(groups) - ended
+        return max(min(self._at_a_time(useful, ended) - under_way, self.most - len(groups)), 0)
+
+    def is_settled(self, groups: Sequence[Group]) -> bool:
+        """Whether what is done decides what is kept."""
+        return self._kept(groups) is not None
+
+    def rollout(self, groups: Sequence[Group], reward_errors: int, environment_errors: int) -> Rollout:
+        """Put together what is kept. The failures are those of all groups."""
+        kept = self._kept(groups) or []
+        last = max(groups.index(group) for group in kept)
+        dropped = [group for group in groups if group not in kept]
+        return Rollout(
+            [episode for group in kept for episode in group.episodes],
+            self.samples,
+            reward_errors,
+            environment_errors,
+            tuple(group.is_useful for group in groups[: last + 1]),
+            dropped=tuple(episode for group in dropped for episode in group.episodes),
+        )
+
+    def _at_a_time(self, useful: int, ended: int) -> int:
+        """How many prompts shall be under way, given how many have ended and how many of these are useful."""
+        if self.oversample is not None:
+            return math.ceil(self.count * self.oversample) - useful
+        # What was expected counts like `count` prompts of this rollout.
+        share = (self.share * self.count + useful) / (self.count + ended)
+        return math.ceil((self.count - useful) / max(share, _LEAST_SHARE))
+
+    def _kept(self, groups: Sequence[Group]) -> list[Group] | None:
+        """The groups to keep, in the order of the data; None while that is open."""
+        kept, others = list[Group](), list[Group]()
+        for group in groups:
+            if not group.is_done:
+                return None
+            (kept if group.is_useful or not self.useful else others).append(group)
+            if len(kept) == self.count:
+                return kept
+        if len(groups) < self.most:
+            return None
+        filled = [*kept, *others[: self.count - len(kept)]]
+        return [group for group in groups if group in filled]
+
 
 # Seconds between two signs of life of the launcher, while it waits for engines, environments, agents and rewards.
 _ALIVE_S = 0.5
@@ -30,10 +175,10 @@ Show = Callable[[str], None]
 
 
 @dataclass(eq=False)
-class Gathering:
+class RolloutTask:
     """A rollout while it is sampled."""
 
-    wanted: Wanted
+    wanted: GroupSelection
     sampling: Sampling
     seed: int
     """The seed of a response follows from it and the numbers of its prompt, its sample and its turn."""
@@ -45,8 +190,20 @@ class Gathering:
     began: float = field(default_factory=time.perf_counter, init=False)
 
     def progress(self) -> str:
-        """Say how far it is."""
-        return progress(self.groups, self.wanted.count, time.perf_counter() - self.began)
+        """Say how many of the prompts are done, how fast tokens came, and what the episodes under way wait for. Tokens
+        count once their response is done."""
+        groups, seconds = list(self.groups), time.perf_counter() - self.began
+        episodes = [episode for group in groups for episode in group.episodes]
+        done = sum(group.is_done for group in groups)
+        said = [f"{done} of {max(self.wanted.count, len(groups))} prompts"]
+        if tokens := sum(episode.generated for episode in episodes):
+            said.append(f"{tokens / seconds:,.0f} tokens/s")
+        waiting = [episode for episode in episodes if episode.waits_for]
+        if generating := [episode.spans[-1].seconds for episode in waiting if episode.waits_for == "generate"]:
+            said.append(f"{len(generating)} responses under way, the longest for {max(generating):.0f} s")
+        counts = Counter(episode.waits_for for episode in waiting)
+        said += [f"{counts[what]} wait for the {what}" for what in ("environment", "reward") if counts[what]]
+        return ", ".join(said)
 
     @property
     def waits_for_others(self) -> bool:
@@ -66,7 +223,7 @@ class RolloutCollector:
         judge: Judge,
         max_length: int,
         shares: ErrorShares,
-        play: Play | None = None,
+        play: EpisodeRunner | None = None,
     ):
         self._generation, self._tokenizer, self._judge = generation, tokenizer, judge
         self._max_length, self._shares, self._play = max_length, shares, play or SingleTurn()
@@ -75,7 +232,7 @@ class RolloutCollector:
         """See `Generation.serving`."""
         return self._generation.serving()
 
-    def collect(self, gathering: Gathering, show: Show = lambda _: None) -> Rollout:
+    def collect(self, task: RolloutTask, show: Show = lambda _: None) -> Rollout:
         """Sample and judge the wanted episodes; `show` is told twice a second how far they are.
 
         Raises:
@@ -84,32 +241,33 @@ class RolloutCollector:
             EngineError, WorkerError: see `RequestQueue.sample`.
         """
         found: list[Rollout] = []
+
         # The task itself returns nothing: asyncio writes its result out as text where it gives SIGINT back, which takes
         # a part of a second for a rollout.
-        asyncio.run(self._collect(gathering, show, found))
+        async def run() -> None:
+            alive = asyncio.create_task(_show_life(task, show))
+            try:
+                async with self.serving() as requests:
+                    found.append(await self.gather(task, requests))
+            finally:
+                alive.cancel()
+                await asyncio.gather(alive, return_exceptions=True)
+
+        asyncio.run(run())
         return found[0]
 
-    async def _collect(self, gathering: Gathering, show: Show, found: list[Rollout]) -> None:
-        alive = asyncio.create_task(_show_life(gathering, show))
-        try:
-            async with self.serving() as requests:
-                found.append(await self.gather(gathering, requests))
-        finally:
-            alive.cancel()
-            await asyncio.gather(alive, return_exceptions=True)
-
-    async def gather(self, gathering: Gathering, requests: Requests) -> Rollout:
+    async def gather(self, task: RolloutTask, requests: Requests) -> Rollout:
         """Sample and judge the wanted episodes, while the engines serve. Raises what `collect` raises."""
         rewards = Failures("the reward", "reward.max_error_share", self._shares.reward)
-        section, wanted, groups = self._play.section, gathering.wanted, gathering.groups
+        section, wanted, groups = self._play.section, task.wanted, task.groups
         ended: asyncio.Queue[asyncio.Future] = asyncio.Queue()
         environments = Failures(f"the {section}", f"{section}.max_error_share", self._shares.environment)
         try:
-            while missing := max(wanted.missing(groups), gathering.begun - len(groups)):
+            while missing := max(wanted.missing(groups), task.begun - len(groups)):
                 # The engines form the same batches every time.
                 with requests.together():
                     for number in range(len(groups), len(groups) + missing):
-                        group = self._begin(number, gathering, requests, environments, rewards)
+                        group = self._begin(number, task, requests, environments, rewards)
                         group.played.add_done_callback(ended.put_nowait)
                         groups.append(group)
                     await asyncio.sleep(0)
@@ -125,80 +283,55 @@ class RolloutCollector:
         played = [episode for episode in sampled if episode.ending != "error"]
         reward_errors, environment_errors = sum(one.reward is None for one in played), len(sampled) - len(played)
         environments.check(environment_errors, len(sampled))
-        # Those that are wrong because they were late have a reward, and show all the same that judging is too slow.
+        # Timeouts that scored 0 count as failures too.
         rewards.check(sum(one.reward is None or rewards.has(one) for one in played), len(played))
         rollout = wanted.rollout(groups, reward_errors, environment_errors)
-        rollout.took_s = time.perf_counter() - gathering.began
+        rollout.took_s = time.perf_counter() - task.began
         return rollout
 
     def _begin(
-        self,
-        number: int,
-        gathering: Gathering,
-        requests: Requests,
-        environments: Failures,
-        rewards: Failures,
+        self, number: int, task: RolloutTask, requests: Requests, environments: Failures, rewards: Failures
     ) -> Group:
         """Begin the samples of the prompt of this number, or take those of an earlier run."""
-        problem = gathering.wanted.problem(number)
-        if number in gathering.done:
+        problem, sampling = task.wanted.problem(number), task.sampling
+        if number in task.done:
             played = asyncio.get_running_loop().create_future()
             played.set_result(None)
-            return Group(gathering.done[number], played)
-        episodes = self._episodes(problem, gathering.wanted.samples, gathering.sampling)
-        players = [
-            _Player(episode, gathering.sampling, (gathering.seed, number, sample), environments, rewards)
-            for sample, episode in enumerate(episodes)
-        ]
-        return Group(episodes, asyncio.gather(*(self._bring_to_its_end(player, requests) for player in players)))
-
-    def _episodes(self, problem: Problem, samples: int, sampling: Sampling) -> list[Episode]:
+            return Group(task.done[number], played)
         prompt = self._tokenizer.prompt(problem.messages, problem.tools)
         check_length(problem, len(prompt), sampling.max_new_tokens, self._max_length)
-        return [Episode(problem, list(prompt), len(prompt)) for _ in range(samples)]
+        episodes = [Episode(problem, list(prompt), len(prompt)) for _ in range(task.wanted.samples)]
 
-    async def _bring_to_its_end(self, player: "_Player", requests: Requests) -> None:
-        episode = player.episode
-        assistant = Assistant(
-            episode, requests, self._tokenizer, player.sampling, player.seeds, max_length=self._max_length
-        )
-        try:
-            await self._play.play(episode, assistant)
-        except CallError as error:
-            episode.ending, episode.reward = "error", None
-            player.environments.add(error, episode)
-        if episode.reward is None and episode.ending != "error":
-            await self._be_judged(player)
+        async def run(sample: int, episode: Episode) -> None:
+            seeds = (task.seed, number, sample)
+            assistant = Assistant(episode, requests, self._tokenizer, sampling, seeds, self._max_length)
+            try:
+                await self._play.play(episode, assistant)
+            except CallError as error:
+                episode.ending, episode.reward = "error", None
+                environments.add(error, episode)
+            if episode.reward is None and episode.ending != "error":
+                await self._be_judged(episode, rewards)
 
-    async def _be_judged(self, player: "_Player") -> None:
+        return Group(episodes, asyncio.gather(*(run(sample, episode) for sample, episode in enumerate(episodes))))
+
+    async def _be_judged(self, episode: Episode, rewards: Failures) -> None:
         """Give the episode its reward, or leave it without one where the reward fails."""
-        episode = player.episode
         with episode.waiting("reward"):
             verdict = await self._judge(episode.response, episode.problem)
         if isinstance(verdict, WrongReward):
             raise DataError(f"{verdict.section}.name: {verdict}; the response was {shown(episode)}")
         if failure := verdict if isinstance(verdict, RewardError) else verdict.late:
-            player.rewards.add(failure, episode)
+            rewards.add(failure, episode)
         if isinstance(verdict, Judged):
             episode.reward, episode.reward_parts = verdict.reward, verdict.parts
 
 
-@dataclass(frozen=True)
-class _Player:
-    """An episode, how its responses are sampled, and where its failures are counted."""
-
-    episode: Episode
-    sampling: Sampling
-    seeds: tuple[int, ...]
-    environments: Failures
-    rewards: Failures
-
-
-async def _show_life(gathering: Gathering, show: Show) -> None:
+async def _show_life(task: RolloutTask, show: Show) -> None:
     """Say again and again how far the rollout is, and that the launcher's own work does not hang: what it waits for has
     limits of its own."""
     with suppress(asyncio.CancelledError):
         while True:
             progressed()
             await asyncio.sleep(_ALIVE_S)
-            show(gathering.progress())
+            show(task.progress())

@@ -1,16 +1,21 @@
-"""One sampled sequence: a prompt, the assistant's turns, and what an environment says between them."""
+"""Sampled sequences: an episode, a rollout of episodes, and pass@k over problems. Shapes: P problems, B episodes."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from nemo_rl_lite.data.problems import Message, Problem
+from nemo_rl_lite.data.messages import Message
+from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.generation.interface import Completion
-from nemo_rl_lite.losses.batch import NO_EXPERT, OF_TOKENS, TokenRow
+from nemo_rl_lite.losses.batch import NO_EXPERT, OF_TOKENS, TokenRow, TokenRows
+from nemo_rl_lite.observability.sink import Sample, spread, text_of
 
 Ending = Literal["stop", "length", "turns", "error"]
 """The policy, the environment or the agent ended it; it was cut for lack of room; no turn is left; its environment or
@@ -140,3 +145,171 @@ class Episode:
                 found[known : len(completion.routed_experts)] = completion.routed_experts[known:]
                 known = len(completion.routed_experts)
         return found
+
+
+@dataclass
+class Rollout:
+    """Judged episodes, those of a prompt next to each other."""
+
+    episodes: list[Episode]
+    samples_per_prompt: int
+    reward_errors: int
+    environment_errors: int = 0
+    taught: tuple[bool, ...] = ()
+    """Of each prompt up to the last one that is kept, in the order of the data, whether its rewards differ. The next
+    rollout begins behind it."""
+    rested: int = 0
+    """Prompts of the data that were passed over on the way to those of `taught`, because they taught nothing
+    earlier."""
+    took_s: float = 0.0
+    """Seconds from its first request to its last reward."""
+    engines_idle_s: float | None = None
+    """Seconds in which no engine had a request, since the rollout before was taken; None where engines and policy take
+    turns anyway."""
+    dropped: tuple[Episode, ...] = ()
+    """Episodes of prompts that were replaced because all their rewards are the same, or were not needed any more."""
+
+    @property
+    def rewards_B(self) -> Tensor:
+        """The episodes' rewards, float64; NaN where the reward failed."""
+        rewards = [math.nan if episode.reward is None else episode.reward for episode in self.episodes]
+        return torch.tensor(rewards, dtype=torch.float64)
+
+    def parts_NB(self, weights: Mapping[str, float]) -> Tensor:
+        """The episodes' rewards part by part, float64, [parts + 1, B]: those that `weights` names, without their
+        weight; in the last row what else there is, such as a punishment for length. NaN where a part is not there;
+        in the last row, where the reward failed."""
+        rows = [[episode.reward_parts.get(name, math.nan) for episode in self.episodes] for name in weights]
+        rest = [
+            math.nan
+            if episode.reward is None
+            # Added up as the reward was, so that nothing is left over where there is nothing else.
+            else episode.reward - sum(weights[name] * part for name, part in episode.reward_parts.items())
+            for episode in self.episodes
+        ]
+        return torch.tensor([*rows, rest], dtype=torch.float64)
+
+    def leave_out_truncated(self) -> None:
+        """Keep truncated responses out of the loss; they stay in the baseline."""
+        for episode in self.episodes:
+            episode.is_left_out = episode.ending == "length"
+
+    @property
+    def generated(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(episode.generated for episode in self.episodes)
+
+    def rows(self, advantages: Sequence[float], version: int) -> TokenRows:
+        """The episodes to train on, with an advantage each, by a policy of this version. Those whose reward failed have
+        no token with a loss."""
+        each = zip(self.episodes, advantages, strict=True)
+        turns = (turn for one in self.episodes for _, turn in one.turns)
+        experts = next((turn.routed_experts.shape[1:] for turn in turns if turn.routed_experts is not None), None)
+        return TokenRows.of([episode.row(advantage, version, experts) for episode, advantage in each])
+
+    def metrics(self) -> dict[str, float]:
+        """Rollout metrics under NeMo-RL's names."""
+        samples, generated = len(self.episodes), self.generated
+        turns = [len(episode.turns) for episode in self.episodes]
+        endings = [episode.ending for episode in self.episodes]
+        prompt_tokens = sum(episode.prompt_length for episode in self.episodes)
+        total = sum(len(episode.tokens) for episode in self.episodes)
+        trained = [episode.generated for episode in self.episodes if episode.is_trained]
+        valid, dropped = float(sum(map(bool, trained))), sum(episode.generated for episode in self.dropped)
+        return {
+            "reward": self.rewards_B.nanmean().item(),
+            "mean_prompt_length": prompt_tokens / samples,
+            "mean_gen_tokens_per_sample": generated / samples,
+            "max_gen_tokens_per_sample": float(max(episode.generated for episode in self.episodes)),
+            "mean_env_tokens_per_sample": (total - prompt_tokens - generated) / samples,
+            "mean_total_tokens_per_sample": total / samples,
+            "total_num_tokens": float(total),
+            "avg_turns_per_sample": sum(turns) / samples,
+            "max_turns_per_sample": float(max(turns)),
+            "natural_termination_rate": endings.count("stop") / samples,
+            "truncation_rate": endings.count("length") / samples,
+            "max_turns_reached_rate": endings.count("turns") / samples,
+            "reward_errors": float(self.reward_errors),
+            "environment_errors": float(self.environment_errors),
+            "filtered_prompts": len(self.taught) - samples / self.samples_per_prompt,
+            "rested_prompts": float(self.rested),
+            "dropped_tokens": float(dropped),
+            "useful_tokens_share": generated / max(generated + dropped, 1),
+            "left_out_samples": float(sum(episode.is_left_out for episode in self.episodes)),
+            "global_valid_seqs": valid,
+            "global_valid_toks": float(sum(trained)),
+            "num_valid_samples": valid,
+        } | self._parts()
+
+    def ages(self, version: int) -> dict[str, float]:
+        """How many steps of the run, one rollout each, lie between the weights that sampled a token and those of
+        `version`, with which the step that trains on it begins: the mean over tokens, and the most."""
+        ages = [version - own for one in self.episodes for _, turn in one.turns for own in turn.versions]
+        mean = sum(ages) / max(len(ages), 1)
+        return {"trajectory_age_mean": mean, "trajectory_age_max": float(max(ages, default=0))}
+
+    def _parts(self) -> dict[str, float]:
+        """The mean of each part of the reward, before its weight."""
+        found: dict[str, list[float]] = {}
+        for episode in self.episodes:
+            for name, part in episode.reward_parts.items():
+                found.setdefault(f"reward/{name}", []).append(part)
+        return {name: sum(parts) / len(parts) for name, parts in found.items()}
+
+    def seconds(self) -> dict[str, float]:
+        """How long an episode waited for its responses, its environment (or agent) and its reward: mean and longest;
+        and how long engines waited for requests."""
+        found = {what: [one.seconds(what) for one in self.episodes] for what in get_args(Activity)}
+        means = {f"{what}_mean": sum(seconds) / len(seconds) for what, seconds in found.items()}
+        idle = {} if self.engines_idle_s is None else {"engines_idle": self.engines_idle_s}
+        return means | {f"{what}_max": max(seconds) for what, seconds in found.items()} | idle
+
+    def samples(self, count: int) -> list[Sample]:
+        """`count` samples to show to people, from the worst reward to the best."""
+        judged = [(one, one.reward) for one in self.episodes if one.reward is not None]
+        shown = [judged[place] for place in spread([reward for _, reward in judged], count)]
+        return [Sample(text_of(one.prompt), text_of(one.said), reward) for one, reward in shown]
+
+
+RESAMPLES = 2000
+_SEED, _TAILS = 0, (2.5, 97.5)
+# The sums of a reward's terms are not exact.
+_ROUNDING = 1e-6
+
+
+def passes(rewards: np.ndarray, least: float = 1.0) -> np.ndarray:
+    """Whether each response passes: its reward is at least `least`. One whose reward failed (NaN) does not."""
+    return rewards >= least - _ROUNDING
+
+
+def pass_at_k(passed_P: np.ndarray, samples: int, k: int) -> np.ndarray:
+    """Estimate for each problem, without bias, the probability that at least one of `k` responses passes, from the
+    number of its `samples` responses that passed: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021). float64 [P].
+
+    Raises:
+        ValueError: `k` is not between 1 and `samples`.
+    """
+    if not 1 <= k <= samples:
+        raise ValueError(f"k = {k} is not between 1 and {samples}")
+    failed_P, taken_k = samples - np.asarray(passed_P), np.arange(k)
+    return 1.0 - np.prod(np.maximum(failed_P[:, None] - taken_k, 0) / (samples - taken_k), axis=1)
+
+
+def ks(samples: int) -> list[int]:
+    """1, 2, 4, ... and `samples` itself."""
+    return sorted({samples, *(2**power for power in range(samples.bit_length()))})
+
+
+def interval(sums_P: Sequence[float] | np.ndarray, counts_P: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """The 95 % interval of sum(sums) / sum(counts): percentiles of a bootstrap over problems, with a fixed seed. It has
+    no width where all problems have the same result. Resamples without any count are left out."""
+    table_P2 = np.stack([np.asarray(sums_P, np.float64), np.asarray(counts_P, np.float64)], axis=1)
+    problems = len(table_P2)
+    source = np.random.default_rng(_SEED)
+    found = []
+    for _ in range(RESAMPLES):
+        total, count = table_P2[source.integers(problems, size=problems)].sum(axis=0)
+        if count:
+            found.append(total / count)
+    low, high = np.percentile(found, _TAILS)
+    return float(low), float(high)

@@ -1,4 +1,4 @@
-"""Check that prompts leave room for a response, and that a response can be the answer."""
+"""Check that prompts leave room for a response."""
 
 import logging
 from collections.abc import Sequence
@@ -7,7 +7,6 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.data.problems import Problem, TrainingSet
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.rewards.terms import terms_of
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +22,7 @@ def fitting_prompts(
     max_new_tokens, max_length = config.generation.max_new_tokens, config.policy.max_total_sequence_length
 
     def length(problem: Problem) -> int:
-        least = tokenizer.least_tokens(problem.messages)
-        return least if least > max_length else len(tokenizer.prompt(problem.messages, problem.tools))
+        return len(tokenizer.prompt(problem.messages, problem.tools))
 
     if config.data.too_long == "error":
         for problem in [*validation, *training.finite()]:
@@ -38,22 +36,6 @@ def fitting_prompts(
     _report("training", len(training.finite()), len(kept.finite()), max_length - max_new_tokens)
     _report("validation", len(validation), len(kept_validation), max_length - max_new_tokens)
     return kept, kept_validation
-
-
-def note_long_answers(training: TrainingSet[Problem], tokenizer: ChatTokenizer, config: Config) -> None:
-    """Warn of answers that no response can be, where a reward compares the two letter by letter."""
-    answers, most = [problem.answer for problem in training.finite()], config.generation.max_new_tokens
-    if not any(term.name == "exact_match" for term in terms_of(config.reward)):
-        return
-    if longer := [answer for answer in answers if tokenizer.length(answer.strip()) > most]:
-        rule = "%d of %d answers have more than generation.max_new_tokens = %d tokens, such as %r"
-        log.warning(
-            f"{rule}: exact_match is 0 for every response to these prompts",
-            len(longer),
-            len(answers),
-            most,
-            longer[0][:60],
-        )
 
 
 def check_length(problem: Problem, tokens: int, max_new_tokens: int, max_length: int) -> None:

@@ -23,7 +23,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.models.embedded.reverse_digits import NAME as EMBEDDED
 from nemo_rl_lite.models.shape import NoModelError, read_model_shape
-from nemo_rl_lite.rules import check_rules
+from nemo_rl_lite.rules.base import check_rules
 from nemo_rl_lite.rules.type_errors import described, is_of_variant, merged
 
 

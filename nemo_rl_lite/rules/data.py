@@ -11,8 +11,8 @@ from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data import gym
 from nemo_rl_lite.data.columns import MissingColumnError, template_columns
-from nemo_rl_lite.data.files import FileError
-from nemo_rl_lite.data.kinds import CHATS, OF_MISTAKES, PAIRS, PROBLEMS, Kind, kind_of
+from nemo_rl_lite.data.formats import CHATS, NEEDS_NEGATIVES, PAIRS, PROBLEMS, RowFormat, kind_of
+from nemo_rl_lite.data.rows import FileError
 from nemo_rl_lite.data.sources import ROWS, TASKS, check_file, validation_source
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
 from nemo_rl_lite.rules.base import rule
@@ -27,7 +27,7 @@ def check_source(config: Config) -> Iterator[Violation]:
         yield Violation("data.name", data.name, "no such dataset", f"choose one of: {', '.join((*ROWS, *TASKS))}")
     if data.name == "hub" and not data.path:
         yield Violation("data.path", data.path, "names no dataset", "data.path=organisation/name")
-    if data.name == "reasoning_gym" and kind in OF_MISTAKES:
+    if data.name == "reasoning_gym" and kind in NEEDS_NEGATIVES:
         rule_text = f"has right answers only, and {kind.name} need wrong ones as well"
         yield Violation("data.name", data.name, rule_text, f"data=file or data=hub, with {kind.name}")
     for name, source in (("train_path", "file"), ("path", "hub")):
@@ -82,7 +82,7 @@ def _texts(data: DataConfig) -> Iterator[Violation]:
         yield Violation(key, pattern, f"is no regular expression: {error}", fix)
 
 
-def _columns(config: Config, kind: Kind) -> Iterator[Violation]:
+def _columns(config: Config, kind: RowFormat) -> Iterator[Violation]:
     """Yield columns that are missing, read as two, or shown to a model that has to answer with them."""
     data = config.data
     if kind is CHATS and data.messages_column is not None:
@@ -107,7 +107,7 @@ def _columns(config: Config, kind: Kind) -> Iterator[Violation]:
             yield Violation(f"data.{second}", getattr(data, second), rule_text, "the names of two columns")
 
 
-def _right_columns(data: DataConfig, error: DataError, kind: Kind) -> str:
+def _right_columns(data: DataConfig, error: DataError, kind: RowFormat) -> str:
     """Return the fix for a row that cannot be read; it names the key of a missing column."""
     if isinstance(error, MissingColumnError) and error.name not in template_columns(data.prompt_template or ""):
         named = dataclasses.asdict(data).items()

@@ -12,9 +12,9 @@ from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.sources import ROWS
 from nemo_rl_lite.environments.registry import ENVIRONMENTS
 from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.rewards.judge import Term, terms_of
 from nemo_rl_lite.rewards.llm_judge import JudgeOptions
 from nemo_rl_lite.rewards.registry import NONE, REWARDS, find_batch_reward, find_reward
-from nemo_rl_lite.rewards.terms import Term, terms_of
 from nemo_rl_lite.rules.base import rule
 from nemo_rl_lite.rules.type_errors import described
 

@@ -182,7 +182,8 @@ def _guarded(config: "Config", folder: Path, command: str) -> "Summary":
 
     close_to_others()
     from nemo_rl_lite.host.stopping import interrupted_status
-    from nemo_rl_lite.run.folder import ERROR_FILE, how_to_resume, write_error
+    from nemo_rl_lite.observability.environment import ERROR_FILE
+    from nemo_rl_lite.run.folder import how_to_resume, write_error
     from nemo_rl_lite.run.run import run
 
     try:

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, changed, checkpoints_around
 from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention, has_any
+from nemo_rl_lite.config.keys import RUN_FOLDER
 from nemo_rl_lite.config.leaves import leaves
-from nemo_rl_lite.config.overrides import RUN_FOLDER
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
 from nemo_rl_lite.host.stopping import interrupted_status
 from nemo_rl_lite.observability.environment import (

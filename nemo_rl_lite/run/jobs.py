@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.algorithms.grpo import GRPO
-from nemo_rl_lite.algorithms.report import Report
-from nemo_rl_lite.algorithms.steps import Steps
+from nemo_rl_lite.algorithms.loop import Report, Steps
 from nemo_rl_lite.algorithms.supervised import Supervised, shown_limits, total_steps
 from nemo_rl_lite.checkpoint.checkpoints import Checkpoints, SaveRollouts, save_none
 from nemo_rl_lite.checkpoint.resume import Start, checkpoint_store
@@ -18,7 +17,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig, SupervisedConfig
 from nemo_rl_lite.config.sizes import all_gpus, policy_ranks, previous_passes, repeats_first_pass
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
-from nemo_rl_lite.data.kinds import problems
+from nemo_rl_lite.data.formats import problems
 from nemo_rl_lite.data.odd_texts import check_stop_strings, check_texts
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
@@ -31,21 +30,15 @@ from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.timer import Phase, Timer, seconds_since_start
 from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.policy.interface import Policy, Scored
-from nemo_rl_lite.rewards.judge import make_judge, try_reward
-from nemo_rl_lite.rewards.terms import terms_of
-from nemo_rl_lite.rollout.ahead import Queue
-from nemo_rl_lite.rollout.collector import RolloutCollector
-from nemo_rl_lite.rollout.coming import Staleness
-from nemo_rl_lite.rollout.failures import ErrorShares
-from nemo_rl_lite.rollout.files import RolloutFiles, Split
-from nemo_rl_lite.rollout.order import PromptOrder
-from nemo_rl_lite.rollout.playing import Play
-from nemo_rl_lite.rollout.prompts import fitting_prompts, note_long_answers
-from nemo_rl_lite.rollout.resting import Resting
-from nemo_rl_lite.rollout.rollout import Rollout
-from nemo_rl_lite.rollout.sampler import Sampler
-from nemo_rl_lite.rollout.saved import load_rollouts
+from nemo_rl_lite.rewards.judge import make_judge, terms_of, try_reward
+from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
+from nemo_rl_lite.rollout.episode import Rollout
+from nemo_rl_lite.rollout.play import EpisodeRunner
+from nemo_rl_lite.rollout.prompts import fitting_prompts
+from nemo_rl_lite.rollout.queue import AsyncRolloutSource, Staleness
+from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
 from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
+from nemo_rl_lite.rollout.store import RolloutFiles, Split, load_rollouts
 from nemo_rl_lite.rules.data import check_epochs
 from nemo_rl_lite.rules.notes import note_total_steps
 from nemo_rl_lite.run.model import check_same_tokens, decoding_speed, policy_speed, show_memory_plan
@@ -85,7 +78,6 @@ class GRPOJob:
         self._training, self._validation = fitted
         self._epoch_length = len(self._training.finite())
         check_epochs(config, self._epoch_length)
-        note_long_answers(self._training, self._tokenizer, config)
         check_texts(self._tokenizer, self._training)
         check_stop_strings(self._tokenizer, config.generation.stop_strings)
         try_reward(self._judge, self._training.problem(0))
@@ -116,7 +108,7 @@ class GRPOJob:
         config, console, groups = self._config, self._console, workers.groups
         options = config.options(GRPOConfig)
         saved: dict[str, Any] = {"position": start.steps * options.num_prompts_per_step, **start.rollouts}
-        resting = Resting(options.rest_epochs, self._epoch_length, saved.get("resting"), saved["position"])
+        resting = PromptCooldown(options.rest_epochs, self._epoch_length, saved.get("resting"), saved["position"])
         order = PromptOrder(self._training, resting, saved)
         sampling = Sampling.of(config.generation, self._tokenizer.end_tokens)
         sampler = Sampler(options, collector, sampling, self._validation, order)
@@ -155,9 +147,9 @@ class GRPOJob:
             return OnPolicy(sampler, generation)
         stall_s = self._config.cluster.phase_timeout_s or math.inf
         done, steps, saves = start.steps, options.max_num_steps, options.rollouts.save_begun
-        return Queue(sampler, generation, staleness, done, steps, ahead, stall_s, saves)
+        return AsyncRolloutSource(sampler, generation, staleness, done, steps, ahead, stall_s, saves)
 
-    def _collector(self, generation: Generation, play: Play) -> RolloutCollector:
+    def _collector(self, generation: Generation, play: EpisodeRunner) -> RolloutCollector:
         config = self._config
         taking_part = config.agent if play.section == "agent" else config.environment
         shares = ErrorShares(config.reward.max_error_share, taking_part.max_error_share)

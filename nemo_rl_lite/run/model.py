@@ -28,9 +28,8 @@ from nemo_rl_lite.planning.automatic import settle
 from nemo_rl_lite.planning.budget import ENGINE, Budget, budget, headers, render, size, title
 from nemo_rl_lite.planning.gpus import Gpu, known_by_name
 from nemo_rl_lite.planning.memory import Bytes, DecodingBytes, predicted_metrics
-from nemo_rl_lite.rules import check_rules
 from nemo_rl_lite.rules.algorithm import TEACHER, with_teachers_keys
-from nemo_rl_lite.rules.base import is_of
+from nemo_rl_lite.rules.base import check_rules, is_of
 from nemo_rl_lite.rules.compose import resolve
 from nemo_rl_lite.rules.notes import show
 

@@ -11,11 +11,9 @@ from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import has_endpoint
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
-from nemo_rl_lite.environments.registry import check_environment
-from nemo_rl_lite.environments.sessions import make_environments
+from nemo_rl_lite.environments.registry import check_environment, make_environments
 from nemo_rl_lite.generation.interface import Generation, Sampling
-from nemo_rl_lite.rollout.playing import Play, SingleTurn
-from nemo_rl_lite.rollout.turns import Turns
+from nemo_rl_lite.rollout.play import EpisodeRunner, SingleTurn, Turns
 
 ENDPOINT_FILE = "endpoint.json"
 
@@ -31,13 +29,15 @@ class Playing:
         self._config = config
         environments = make_environments(config.environment)
         # One for all attempts of a run, so that no session of an earlier attempt has the same number.
-        self._play: Play = SingleTurn() if environments is None else Turns(environments, config.environment.max_turns)
+        self._play: EpisodeRunner = (
+            SingleTurn() if environments is None else Turns(environments, config.environment.max_turns)
+        )
         self._agents = None if config.agent.name is None else Agents(config.agent, config.generation.serve.host)
 
     @contextmanager
     def through(
         self, generation: Generation, tokenizer: ChatTokenizer, folder: Path, say: Callable[[str], None]
-    ) -> Iterator[tuple[Generation, Play]]:
+    ) -> Iterator[tuple[Generation, EpisodeRunner]]:
         """Yield what rollouts need: the engines, with their endpoint where the run has one, and how an episode is
         played. The endpoint ends with the block.
 
@@ -53,11 +53,10 @@ class Playing:
     @contextmanager
     def _through_endpoint(
         self, generation: Generation, tokenizer: ChatTokenizer, folder: Path, say: Callable[[str], None]
-    ) -> Iterator[tuple[Generation, Play]]:
+    ) -> Iterator[tuple[Generation, EpisodeRunner]]:
         # FastAPI takes a second to import, and few runs need it.
         from nemo_rl_lite.endpoint.anybody import Speaker
-        from nemo_rl_lite.endpoint.served import ServedGeneration
-        from nemo_rl_lite.endpoint.server import Endpoint
+        from nemo_rl_lite.endpoint.server import Endpoint, ServedGeneration
         from nemo_rl_lite.rollout.agents import AgentPlay
 
         config, longest = self._config, self._config.policy.max_total_sequence_length

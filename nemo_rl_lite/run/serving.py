@@ -26,8 +26,9 @@ from nemo_rl_lite.host.machine import ON_CPUS, gpu_bytes
 from nemo_rl_lite.models.folder import check_model_folder
 from nemo_rl_lite.models.shape import NoModelError, is_hub_name
 from nemo_rl_lite.models.source import from_hub
+from nemo_rl_lite.observability.environment import CONFIG_FILE
 from nemo_rl_lite.rules.compose import restore
-from nemo_rl_lite.run.folder import CONFIG_FILE, is_run
+from nemo_rl_lite.run.folder import is_run
 from nemo_rl_lite.run.model import chat_tokenizer, with_chat_keys
 
 # Of a folder that says nothing of these: the most tokens of a chat, for which memory is taken, and of a response.

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from nemo_rl_lite.config.overrides import RUN_FOLDER, given_keys, named_run_folder
+from nemo_rl_lite.config.keys import RUN_FOLDER
+from nemo_rl_lite.config.overrides import given_keys, named_run_folder
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, LauncherError, Violation, shown_as_message
 from nemo_rl_lite.host.machine import local_path

@@ -27,8 +27,8 @@ from typing import Any
 import record
 from whole_runs import KNOWN_MODEL, model_key, run_in, tiny_run, tried
 
-from nemo_rl_lite.rollout.files import read_rollout, rollout_files, step_of
-from nemo_rl_lite.rollout.pass_at_k import interval
+from nemo_rl_lite.rollout.episode import interval
+from nemo_rl_lite.rollout.store import read_rollout, rollout_files, step_of
 
 ALGORITHMS = ("grpo", "dapo", "drgrpo", "cispo", "gspo")
 EVERYWHERE = [

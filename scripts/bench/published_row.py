@@ -47,7 +47,7 @@ from nemo_rl_lite.planning.budget import Budget, budget
 from nemo_rl_lite.planning.gpus import size_of
 from nemo_rl_lite.planning.time import Lengths, StepTime, predict_step
 from nemo_rl_lite.rollout.episode import Episode
-from nemo_rl_lite.rollout.playing import Assistant, SingleTurn
+from nemo_rl_lite.rollout.play import Assistant, SingleTurn
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.command import split_arguments
 

@@ -35,9 +35,9 @@ from safetensors.torch import load_file
 from whole_runs import KNOWN_MODEL
 
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
-from nemo_rl_lite.data.kinds import problems
+from nemo_rl_lite.data.formats import problems
 from nemo_rl_lite.data.sources import training_set
-from nemo_rl_lite.rollout.files import ROLLOUTS, read_rollout, step_of
+from nemo_rl_lite.rollout.store import ROLLOUTS, read_rollout, step_of
 from nemo_rl_lite.rules.compose import compose_config
 
 KILL_EVERY_S, SAVE_EVERY = 25.0, 5

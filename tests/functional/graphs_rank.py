@@ -21,11 +21,9 @@ from nemo_rl_lite.config.sections.algorithm import DistillationConfig, DPOConfig
 from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.distillation import SampledKLLoss, TopkKLLoss
-from nemo_rl_lite.losses.dpo import DPOLoss
+from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import Loss
-from nemo_rl_lite.losses.kto import KTOLoss
-from nemo_rl_lite.losses.orpo import ORPOLoss
-from nemo_rl_lite.losses.policy_gradient import GRPOLoss
+from nemo_rl_lite.losses.preference import DPOLoss, KTOLoss, ORPOLoss
 from nemo_rl_lite.losses.sft import SFTLoss
 from nemo_rl_lite.policy.megatron.graphs import KEY, MicroBatchGraphs
 from nemo_rl_lite.policy.megatron.memory import gradient_buffers

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
-from nemo_rl_lite.losses.policy_gradient import GRPOLoss
+from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.refit.transport.one_copy import InEngine, share_weights
 from nemo_rl_lite.rules.compose import compose_config

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
-from nemo_rl_lite.losses.policy_gradient import GRPOLoss
+from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.reserve import policy_arguments

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import NO_EXPERT, TokenRow
-from nemo_rl_lite.losses.policy_gradient import GRPOLoss
+from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.models.shape import read_model_shape
 from nemo_rl_lite.policy.megatron.export_recipe import export_weights, find_export
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker

@@ -15,7 +15,7 @@ import torch
 
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
-from nemo_rl_lite.losses.policy_gradient import GRPOLoss
+from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.policy.megatron import routers
 from nemo_rl_lite.policy.megatron import worker as worker_module
 from nemo_rl_lite.policy.megatron.model import MegatronModel

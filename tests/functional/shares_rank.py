@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
+from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import combine_metrics
-from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.policy.megatron.shares import balanced_shares
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker

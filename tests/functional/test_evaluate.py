@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from nemo_rl_lite import evaluate
-from nemo_rl_lite.rollout.files import read_rollout
+from nemo_rl_lite.rollout.store import read_rollout
 from nemo_rl_lite.run.evaluation import evaluate as evaluate_module
 from tests.functional.conftest import PYTHONPATH
 

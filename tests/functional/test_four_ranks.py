@@ -12,7 +12,7 @@ from nemo_rl_lite.config.sizes import parallel_dims
 from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
 from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.memory import trained_parameters
-from nemo_rl_lite.rollout.files import read_rollout, rollout_files
+from nemo_rl_lite.rollout.store import read_rollout, rollout_files
 from nemo_rl_lite.rules.compose import compose_config
 from tests.functional import test_dpo, test_lora, test_sft
 from tests.functional.conftest import train

@@ -11,7 +11,7 @@ from threading import Thread
 import pytest
 
 from nemo_rl_lite import export
-from nemo_rl_lite.rollout.files import read_rollout, rollout_files
+from nemo_rl_lite.rollout.store import read_rollout, rollout_files
 from tests.functional.conftest import PYTHONPATH, run_command
 from tests.functional.here import run_here, train_here
 from tests.functional.ranks import run_ranks

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from nemo_rl_lite.models.embedded.build import build_tokenizer
-from nemo_rl_lite.rollout.files import read_rollout
+from nemo_rl_lite.rollout.store import read_rollout
 from tests.functional.conftest import PYTHONPATH
 from tests.functional.here import train_here
 

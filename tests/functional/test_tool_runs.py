@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
-from nemo_rl_lite.rollout.files import rollout_files
+from nemo_rl_lite.rollout.store import rollout_files
 from tests.functional.here import run_here, train_here
 from tests.functional.test_failures import SMALL
 

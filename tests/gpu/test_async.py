@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl_lite.rollout.files import read_rollout, rollout_files
+from nemo_rl_lite.rollout.store import read_rollout, rollout_files
 from tests.functional.conftest import train
 from tests.gpu.test_run import APART, SMALL
 

@@ -12,12 +12,12 @@ import torch
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.config.sections.data import EnvironmentConfig
 from nemo_rl_lite.data import sources
-from nemo_rl_lite.data.kinds import CHATS, PROBLEMS
+from nemo_rl_lite.data.formats import CHATS, PROBLEMS
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.environments.registry import check_environment, find_environment
+from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import Loss, combine_metrics, needs_of
-from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from nemo_rl_lite.losses.registry import make_loss
 from nemo_rl_lite.rewards.judge import Judged, make_judge
 from nemo_rl_lite.rewards.registry import find_batch_reward, find_reward

@@ -147,9 +147,3 @@ def test_what_cannot_be_converted_is_named(changes, words, tmp_path):
     write_gguf(tmp_path / "model.gguf", random_llama(bpe.get_vocab_size(), tied=True), bpe, **changes)
     with pytest.raises(UnsupportedGGUFError, match=words):
         convert(tmp_path / "model.gguf", tmp_path, torch.float32)
-
-
-def test_a_file_that_is_no_gguf_is_named(tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"not a model" * 100)
-    with pytest.raises(UnsupportedGGUFError, match=r"model.gguf: no readable GGUF file"):
-        convert(tmp_path / "model.gguf", tmp_path, torch.float32)

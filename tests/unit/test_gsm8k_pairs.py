@@ -26,8 +26,3 @@ def test_each_right_solution_is_chosen_against_each_wrong_one(tmp_path):
     assert done.returncode == 0 and done.stdout.startswith("2 pairs of 1 questions")
     pairs = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
     assert pairs == [{"prompt": "2+2", "chosen": "4", "rejected": wrong} for wrong in ("5", "6")]
-
-
-def test_a_missing_file_is_named(tmp_path):
-    done = convert(tmp_path / "none.jsonl", tmp_path / "pairs.jsonl")
-    assert done.returncode == 1 and "none.jsonl: no such file" in done.stderr and "Traceback" not in done.stderr

@@ -25,7 +25,7 @@ RUN_NAME = r"^[^./\\\s][^/\\]{0,199}$"
 NullIsEmpty = BeforeValidator(lambda value: [] if value is None else value)
 UserCode = Annotated[str, Field(pattern=USER_CODE)]
 # `auto`: what fits the GPUs decides when the run starts (`config.automatic`); for `algorithm.oversample`, see
-# `rollout.groups`.
+# `rollout.collector`.
 Auto = Literal["auto"]
 
 

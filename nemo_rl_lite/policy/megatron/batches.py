@@ -10,7 +10,6 @@ from torch import Tensor
 
 from nemo_rl_lite.losses.batch import Batch
 from nemo_rl_lite.losses.interface import Loss, Normalizers
-from nemo_rl_lite.losses.sending import sent, sent_together
 from nemo_rl_lite.offload import activations
 from nemo_rl_lite.policy.megatron.context import Shard
 from nemo_rl_lite.policy.megatron.graphs import MicroBatchGraphs
@@ -27,6 +26,7 @@ from nemo_rl_lite.policy.megatron.one_pass import (
     view_of,
 )
 from nemo_rl_lite.policy.megatron.scores import TopLogits, scores_of
+from nemo_rl_lite.policy.megatron.sending import sent, sent_together
 
 Last = tuple[Callable[..., dict[str, Tensor]], Callable[..., Any]]
 """What the last stage does with a micro-batch: see `scores_of`; what is made of these scores."""
@@ -114,7 +114,8 @@ def forward_backward(
     scale = len(micro_batches) * model.place.data_size
 
     def train(shard: Shard) -> Last:
-        own = rows_of(shard.micro, batch).to(model.device)
+        own = rows_of(shard.micro, batch)
+        own = replace(own, **sent_together(own.present(), model.device))
 
         def scaled_loss(scores: dict[str, Tensor]) -> tuple[Tensor, Trained]:
             value, trained = trained_on(scores, own, loss, counts, mismatch_counts)

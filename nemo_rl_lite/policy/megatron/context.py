@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_lite.errors import TrainingError
-from nemo_rl_lite.losses.sending import sent_together
 from nemo_rl_lite.policy.megatron.micro_batches import ModelInput
+from nemo_rl_lite.policy.megatron.sending import sent_together
 
 
 @dataclass(frozen=True)

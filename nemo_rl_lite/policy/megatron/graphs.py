@@ -19,13 +19,13 @@ from torch import Tensor
 from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.losses.batch import Batch
 from nemo_rl_lite.losses.interface import Loss, Normalizers
-from nemo_rl_lite.losses.sending import packed, packed_bytes, sent_together, unpacked
 from nemo_rl_lite.policy.megatron import leftovers
 from nemo_rl_lite.policy.megatron.memory import gradient_buffers
 from nemo_rl_lite.policy.megatron.micro_batches import ModelInput
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 from nemo_rl_lite.policy.megatron.one_pass import Trained, announced
 from nemo_rl_lite.policy.megatron.recorded_pass import COUNTS, Arguments, Work, arguments_of, as_tensors, names_of
+from nemo_rl_lite.policy.megatron.sending import packed, packed_bytes, sent_together, unpacked
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from nemo_rl_lite.config.automatic import mb_tokens
 from nemo_rl_lite.config.sections.policy import PolicyConfig
 from nemo_rl_lite.config.sizes import BatchMode, batch_mode, row_round
-from nemo_rl_lite.losses.sending import sent_together
 from nemo_rl_lite.policy.megatron.buckets import Bucket
+from nemo_rl_lite.policy.megatron.sending import sent_together
 
 
 @dataclass(frozen=True)

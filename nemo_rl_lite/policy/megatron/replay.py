@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.losses.batch import NO_EXPERT
-from nemo_rl_lite.losses.sending import sent
 from nemo_rl_lite.policy.megatron.context import ContextRanks
 from nemo_rl_lite.policy.megatron.micro_batches import ModelInput
+from nemo_rl_lite.policy.megatron.sending import sent
 
 
 @dataclass(eq=False)

@@ -14,7 +14,8 @@ from torch import Tensor
 from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.losses.interface import Loss, Need, needs_of
 from nemo_rl_lite.policy.megatron.context import Shard
-from nemo_rl_lite.policy.megatron.linear_scores import Head, LinearScores
+from nemo_rl_lite.policy.megatron.linear_scores import LinearScores
+from nemo_rl_lite.policy.megatron.slice_scores import Head
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from nemo_rl_lite.cluster.placement import place
 from nemo_rl_lite.cluster.runtime import lost_process, ray_runtime
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.config.sizes import engines
-from nemo_rl_lite.data.kinds import problems
+from nemo_rl_lite.data.formats import problems
 from nemo_rl_lite.data.odd_texts import check_stop_strings
 from nemo_rl_lite.data.problems import FileSet, Problem
 from nemo_rl_lite.data.sources import TASKS, validation_set
@@ -31,15 +31,10 @@ from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.liveness import watched
 from nemo_rl_lite.rewards.judge import Judge, make_judge, try_reward
-from nemo_rl_lite.rollout.collector import Gathering, RolloutCollector
-from nemo_rl_lite.rollout.episode import Episode
-from nemo_rl_lite.rollout.failures import ErrorShares
-from nemo_rl_lite.rollout.files import RolloutFiles
-from nemo_rl_lite.rollout.groups import Group, Wanted
-from nemo_rl_lite.rollout.pass_at_k import RESAMPLES, interval, ks, pass_at_k, passes
+from nemo_rl_lite.rollout.collector import ErrorShares, Group, GroupSelection, RolloutCollector, RolloutTask
+from nemo_rl_lite.rollout.episode import RESAMPLES, Episode, Rollout, interval, ks, pass_at_k, passes
 from nemo_rl_lite.rollout.prompts import fitting_prompts
-from nemo_rl_lite.rollout.rollout import Rollout
-from nemo_rl_lite.rollout.saved import SavedRollout, load_rollouts, save_rollouts
+from nemo_rl_lite.rollout.store import RolloutFiles, SavedRollout, load_rollouts, save_rollouts
 from nemo_rl_lite.run.evaluation.task import Evaluation
 from nemo_rl_lite.run.folder import is_run, locked
 from nemo_rl_lite.run.model import chat_tokenizer
@@ -333,8 +328,8 @@ def _sampled(
     console: RunConsole,
 ) -> Rollout:
     config, samples, count = evaluation.config, evaluation.options.samples, engines(evaluation.config)
-    wanted = Wanted(asked.__getitem__, len(asked), samples)
-    gathering = Gathering(wanted, evaluation.sampling(tokenizer.end_tokens), config.algorithm.seed, journal.done)
+    wanted = GroupSelection(asked.__getitem__, len(asked), samples)
+    task = RolloutTask(wanted, evaluation.sampling(tokenizer.end_tokens), config.algorithm.seed, journal.done)
     with ExitStack() as stack:
         with console.busy(f"starting {evaluation.served}" + (f", {count} engines" if count > 1 else "")):
             started = stack.enter_context(running_engines(evaluation.served, folder, console.say))
@@ -347,9 +342,9 @@ def _sampled(
 
             def shown(progress: str) -> None:
                 tell(progress)
-                journal.keep(gathering.groups)
+                journal.keep(task.groups)
 
             try:
-                return collector.collect(gathering, shown)
+                return collector.collect(task, shown)
             finally:
-                journal.keep(gathering.groups, at_once=True)
+                journal.keep(task.groups, at_once=True)

@@ -23,7 +23,7 @@ from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.host.machine import gpu_count
 from nemo_rl_lite.observability.environment import HIDDEN, described
-from nemo_rl_lite.rewards.terms import terms_of
+from nemo_rl_lite.rewards.judge import terms_of
 from nemo_rl_lite.rules.compose import resolve
 from nemo_rl_lite.run.model import CHAT_KEYS, as_composed, with_effect
 from nemo_rl_lite.run.serving import Served, alone

@@ -28,7 +28,7 @@ from nemo_rl_lite.observability.environment import (
 )
 from nemo_rl_lite.observability.sink import spread, text_of
 from nemo_rl_lite.observability.trackers import METRICS_FILE, with_every_age
-from nemo_rl_lite.rollout.files import Times, read_rollout, read_spans, read_times, rollout_files, step_of
+from nemo_rl_lite.rollout.store import Times, read_rollout, read_spans, read_times, rollout_files, step_of
 from nemo_rl_lite.rules.compose import default_values
 
 # The report shows this many rollouts, evenly over the run, and this many samples of each.

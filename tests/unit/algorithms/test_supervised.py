@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl_lite.algorithms.report import Report
-from nemo_rl_lite.algorithms.steps import Steps
+from nemo_rl_lite.algorithms.loop import Report, Steps
 from nemo_rl_lite.algorithms.supervised import Supervised
 from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
 from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention
@@ -132,12 +131,6 @@ def test_phases_alternate_and_metrics_have_nemo_rls_names():
     assert set().union(*job.report.metrics.history) >= expected
 
 
-def test_without_held_out_chats_nothing_is_validated():
-    job = sft(validation=[])
-    job.run()
-    assert "logprob" not in job.policy.calls and len(job.policy.calls) == 18
-
-
 @pytest.mark.parametrize(("patience", "stopped_at"), [(1, 4), (2, 6), (None, 12)])
 def test_a_run_stops_when_validations_no_longer_improve(patience, stopped_at):
     """Validations after steps 0, 2, 4, ...: the second is better, those after it are not."""
@@ -163,21 +156,3 @@ def test_the_reference_scores_each_batch_before_training_and_held_out_ones_once(
         assert rates == pytest.approx([tera / 2 / own for own in seconds])
         _, shares = job.report.metrics.series(f"performance/{phase}_fp_utilization")
         assert shares == pytest.approx([rate / 1000 for rate in rates])
-
-
-def test_without_a_reference_there_is_no_rate_of_logprobs_and_without_a_shape_none_at_all():
-    job, unknown = sft(max_num_steps=1), sft(max_num_steps=1)
-    unknown.policy.work = lambda batch, which: None
-    job.run()
-    unknown.run()
-    names, others = (set().union(*one.report.metrics.history) for one in (job, unknown))
-    rates = {name for name in names if "flops" in name or "utilization" in name}
-    assert rates == {"performance/train_flops_per_gpu", "performance/train_fp_utilization"}
-    assert names - others == rates
-
-
-def test_a_loss_of_ones_own_may_have_other_metrics():
-    job = sft(max_num_steps=1)
-    job.shown = ("accuracy",)
-    job.run()
-    assert job.report.metrics.series("train/loss")[1] == [1.0]

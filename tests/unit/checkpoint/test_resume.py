@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, POLICY, Start, checkpoint_store, find_start, locate
+from nemo_rl_lite.checkpoint.checkpoints import POLICY
+from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, Start, checkpoint_store, find_start, locate
 from nemo_rl_lite.errors import CheckpointError, ConfigError
 from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
 from nemo_rl_lite.rules.compose import compose_config

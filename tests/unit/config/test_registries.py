@@ -12,7 +12,7 @@ from nemo_rl_lite.config.keys import groups
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.generation import GenerationConfig
 from nemo_rl_lite.config.user_code import imported
-from nemo_rl_lite.data.kinds import Kind
+from nemo_rl_lite.data.formats import RowFormat
 from nemo_rl_lite.observability.views import Panel
 from nemo_rl_lite.rules.compose import compose_config
 from tests.unit.pages import ROOT
@@ -32,7 +32,7 @@ def composed(file: str) -> Config:
 def test_an_algorithms_row_leads_to_its_code(name):
     row, config = ALGORITHMS[name], composed(name)
     assert isinstance(config.algorithm, row.options)
-    assert isinstance(imported(row.data), Kind)
+    assert isinstance(imported(row.data), RowFormat)
     assert list(signature(imported(row.job)).parameters) == ["config", "folder", "console", "model_path"]
     loss = imported(row.loss)(config.algorithm)
     assert all(callable(getattr(loss, method)) for method in ("counts", "__call__"))

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from nemo_rl_lite.data.conversations import chat_of
 from nemo_rl_lite.data.examples import Encoder, TrainingExamples, training_examples, validation_examples
+from nemo_rl_lite.data.formats import chat_of
 from nemo_rl_lite.data.problems import Derived, Problem
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
@@ -101,12 +101,6 @@ ROWS = [{"prompt": str(number), "answer": "7", "solution": f"it is {number}"} fo
 SMALL = ["policy.train_global_batch_size=4", "policy.train_micro_batch_size=4"]
 
 
-def test_the_response_column_is_trained_on(tmp_path):
-    config = sft_config(tmp_path, ROWS, *SMALL, "data.response_column=solution", "data.shuffle=false")
-    texts = trained_texts(training_examples(config, encoder(tmp_path)).rows(0))
-    assert texts == [f"it is {number}<eos>" for number in range(4)]
-
-
 def test_an_epoch_has_whole_batches_of_different_rows_and_steps_repeat(tmp_path):
     data = training_examples(sft_config(tmp_path, ROWS, *SMALL), encoder(tmp_path))
     assert data.steps_per_epoch == 2
@@ -114,11 +108,6 @@ def test_an_epoch_has_whole_batches_of_different_rows_and_steps_repeat(tmp_path)
     assert all(len(set(epoch)) == 8 for epoch in epochs) and epochs[0] != epochs[1]
     again = training_examples(sft_config(tmp_path, ROWS, *SMALL), encoder(tmp_path))
     assert again.rows(3) == data.rows(3)
-
-
-def test_validation_takes_every_chat_up_to_the_limit(tmp_path):
-    rows = validation_examples(sft_config(tmp_path, ROWS, *SMALL, "algorithm.max_val_samples=7"), encoder(tmp_path))
-    assert len(rows) == 7
 
 
 def test_chats_that_are_too_long_are_errors_or_dropped(tmp_path, caplog):
@@ -135,41 +124,8 @@ def test_chats_that_are_too_long_are_errors_or_dropped(tmp_path, caplog):
         validation_examples(config, encoder(tmp_path, max_length=5, too_long="drop"))
 
 
-def test_too_few_rows_for_a_batch_are_an_error(tmp_path):
-    config = sft_config(tmp_path, ROWS[:5], *SMALL, "data.validation_path=null", "data.validation_fraction=0.9")
-    with pytest.raises(DataError, match=r"train.jsonl: . chats do not fill a batch of .*train_global_batch_size = 4"):
-        training_examples(config, encoder(tmp_path))
-
-
 def test_generated_data_never_ends(tmp_path):
     chats = encoder(tmp_path)
     data = TrainingExamples(Derived(ReverseDigits(4, seed=0), chat_of), chats, batch_size=3)
     assert data.steps_per_epoch is None
     assert data.rows(5) != data.rows(6)
-
-
-@pytest.mark.parametrize("too_long", ["error", "drop"])
-def test_a_chat_of_100_mb_is_not_tokenized(tmp_path, monkeypatch, too_long):
-    chats = encoder(tmp_path, too_long=too_long)
-    example = chat_of(Problem(TURNS[1:2], "4" * 10**8))
-    monkeypatch.setattr(chats.tokenizer, "conversation", lambda said: pytest.fail("it was tokenized"))
-    assert not chats.fits(example)
-    if too_long == "drop":
-        assert chats.longer([example]) == 1
-    else:
-        with pytest.raises(DataError, match=r"prompt and response are at least \d{7,} tokens, policy.max_total"):
-            chats.longer([example])
-
-
-def test_ends_that_are_left_out_are_counted(tmp_path, caplog):
-    chats = [{"messages": [*TURNS[1:3], *more]} for more in ([], TURNS[3:], [])]
-    config = sft_config(tmp_path, chats, "policy.train_global_batch_size=1", "policy.train_micro_batch_size=1")
-    training_examples(config, encoder(tmp_path))
-    assert "train.jsonl: 1 of 3 chats go on after the assistant's last message" in caplog.text
-
-
-def test_rows_that_were_dropped_for_their_length_are_why_a_batch_is_not_filled(tmp_path):
-    chats = encoder(tmp_path, max_length=5, too_long="drop")
-    words = "0 chats do not fill .* = 4; raise policy.max_total_sequence_length = 5, which the other 10 exceed"
-    with pytest.raises(DataError, match=words):
-        training_examples(sft_config(tmp_path, ROWS, *SMALL), chats)

@@ -1,12 +1,10 @@
 """Files that are no rows of JSON or Parquet are refused, with what to do about them."""
 
 import gzip
-import os
 
 import pytest
 
-from nemo_rl_lite.data.files import FileError, share_a_file
-from nemo_rl_lite.data.rows import file_rows
+from nemo_rl_lite.data.rows import FileError, file_rows, share_a_file
 
 ROW = b'{"prompt": "1"}\n'
 
@@ -30,14 +28,6 @@ def test_a_byte_order_mark_is_no_part_of_the_rows(tmp_path):
     for name, content in (("a.jsonl", ROW), ("a.json", b"[" + ROW + b"]")):
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
         assert [row for _, row in file_rows(str(tmp_path / name))] == [{"prompt": "1"}]
-
-
-def test_a_pipe_and_a_folder_are_refused_and_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    (tmp_path / "folder.jsonl").mkdir()
-    for name in ("pipe.jsonl", "folder.jsonl"):
-        with pytest.raises(FileError, match=rf"{name}: cannot be read: it is no regular file"):
-            list(file_rows(str(tmp_path / name)))
 
 
 def test_files_are_the_same_by_every_name(tmp_path):

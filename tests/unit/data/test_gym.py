@@ -1,10 +1,8 @@
-import sys
-
 import pytest
 
-from nemo_rl_lite.data.kinds import CHATS, PROBLEMS
+from nemo_rl_lite.data.formats import CHATS, PROBLEMS
 from nemo_rl_lite.data.sources import training_set, validation_set
-from nemo_rl_lite.errors import ConfigError, DataError
+from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.rewards.registry import find_reward
 from nemo_rl_lite.rules.compose import compose_config
 
@@ -70,14 +68,3 @@ def test_a_task_with_many_right_answers():
     assert find_reward("reasoning_gym", {"answer_tag": None})("no idea", problem) < 1
     with pytest.raises(DataError, match="a problem of the task graph_color has no answer to train on"):
         training_set(data, seed=0, kind=CHATS).problem(0)
-
-
-@pytest.mark.parametrize("missing", ["reasoning_gym", "reasoning_gym.factory"])
-def test_a_package_that_is_missing_or_lacks_something_is_one_error(missing, monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == "reasoning_gym"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ConfigError, match="1 problem found") as caught:
-        config()
-    assert "the package reasoning-gym is not installed here, or not with all it needs" in str(caught.value)
-    assert "install.sh" in str(caught.value)

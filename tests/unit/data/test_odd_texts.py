@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl_lite.data.conversations import chat_of
+from nemo_rl_lite.data.formats import chat_of
 from nemo_rl_lite.data.odd_texts import check_stop_strings, check_texts
 from nemo_rl_lite.data.problems import FileSet, Problem, chat
 from nemo_rl_lite.data.tokenizer import ChatTokenizer

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from nemo_rl_lite.data.kinds import PROBLEMS
+from nemo_rl_lite.data.formats import PROBLEMS
 from nemo_rl_lite.data.problems import chat
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.sources import training_set, validation_set
@@ -62,12 +62,6 @@ def test_a_bad_row_far_down_is_named(tmp_path):
     rows = [{"prompt": "x", "answer": "y"}] * 150 + [{"prompt": 7, "answer": "y"}]
     with pytest.raises(DataError, match=r"problems.jsonl, row 151: the prompt must be text"):
         training_set(file_config(tmp_path, rows), seed=0, kind=PROBLEMS)
-
-
-@pytest.mark.parametrize("prompt", [None, 3, [], ["text"], [{"role": "user"}]])
-def test_other_prompts_are_refused(prompt):
-    with pytest.raises(DataError, match="row 7"):
-        chat(prompt, None, "file, row 7")
 
 
 @pytest.mark.parametrize(

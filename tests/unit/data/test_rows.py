@@ -38,26 +38,3 @@ def test_a_list_of_objects_is_read_as_well(tmp_path):
     (tmp_path / "rows.json").write_text('[{"prompt": "1"}, 3]')
     with pytest.raises(DataError, match=r"row 2: a JSON object is needed, found int"):
         list(file_rows(str(tmp_path / "rows.json")))
-
-
-@pytest.mark.parametrize("value", ["NaN", "Infinity"])
-def test_what_is_no_json_is_refused(tmp_path, value):
-    with pytest.raises(DataError, match=rf"row 1: {value} is not JSON"):
-        rows(tmp_path, f'{{"prompt": "1", "answer": {value}}}')
-
-
-def test_a_key_that_is_there_twice_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"rows.jsonl, row 2: the key 'answer' is there twice"):
-        rows(tmp_path, '{"answer": 1}', '{"answer": 1, "prompt": "1", "answer": 2}')
-    with pytest.raises(DataError, match=r"the key 'answer' is there twice"):
-        rows(tmp_path, '[{"answer": 1, "answer": 2}]')
-
-
-def test_a_column_that_is_there_twice_is_named(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
-    table = pyarrow.Table.from_arrays([pyarrow.array(["1"]), pyarrow.array(["2"])], names=["prompt", "prompt"])
-    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"rows.parquet: cannot be read: the key 'prompt' is there twice"):
-        list(file_rows(str(tmp_path / "rows.parquet")))

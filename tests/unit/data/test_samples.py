@@ -1,17 +1,16 @@
 """SFT on the samples of a teacher: what an evaluation has written, by reward."""
 
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from nemo_rl_lite.data.kinds import CHATS
+from nemo_rl_lite.data.formats import CHATS
 from nemo_rl_lite.data.sources import training_set
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.rollout.episode import Ending
-from nemo_rl_lite.rollout.files import RolloutFiles
+from nemo_rl_lite.rollout.store import RolloutFiles
 from nemo_rl_lite.rules.compose import compose_config
 from tests.unit.observability.rollouts import make_rollout
 
@@ -57,33 +56,6 @@ def test_samples_that_were_cut_are_not_trained_on(tmp_path, caplog):
     assert "3 of 5 rows were cut before their end (column 'ending') and were left out" in caplog.text
 
 
-def test_each_reason_is_told(tmp_path, caplog):
-    assert len(samples(tmp_path, [1.0, 1.0, 0.0, 0.0, 0.0], ("length",))) == 1
-    assert "3 of 5 rows have no reward" in caplog.text and "1 of 5 rows were cut" in caplog.text
-
-
-def test_another_column_of_that_name_says_nothing(tmp_path):
-    file = tmp_path / "stories.jsonl"
-    file.write_text(json.dumps({"prompt": "Tell me a story.", "answer": "They lived.", "ending": "happy"}) + "\n")
-    config = compose_config(["algorithm=sft", "data=file", f"data.train_path={file}", *SMALL, *OFF])
-    assert len(training_set(config.data, 0, CHATS).finite()) == 1
-
-
-def test_several_samples_of_a_problem_are_usual(tmp_path, caplog):
-    assert len(samples(tmp_path, [1.0] * 16)) == 16 and not caplog.messages
-
-
 def test_where_nothing_is_right_there_is_nothing_to_train_on(tmp_path):
     with pytest.raises(LauncherError, match=r"all left out: 2 have no reward of at least data\.min_reward = 1"):
         samples(tmp_path, [0.0, None])
-
-
-@pytest.mark.parametrize(
-    ("row", "said"), [("{}", "no column 'reward', which data.min_reward"), ('{"reward": "good"}', "found 'good'")]
-)
-def test_rows_without_a_number_are_an_error(tmp_path, row, said):
-    file = tmp_path / "rows.jsonl"
-    file.write_text(row + "\n")
-    with pytest.raises(LauncherError) as error:
-        compose_config(["algorithm=sft", "data=samples", f"data.train_path={file}"])
-    assert "row 1" in str(error.value) and said in str(error.value)

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from nemo_rl_lite.data.kinds import CHATS, PAIRS, PROBLEMS
+from nemo_rl_lite.data.formats import PAIRS, PROBLEMS
 from nemo_rl_lite.data.sources import training_set, validation_set
-from nemo_rl_lite.errors import ConfigError, DataError
+from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.rules.compose import compose_config
 
 ROWS = [{"prompt": f"What is {i} + 1?", "answer": i + 1} for i in range(400)]
@@ -56,35 +56,6 @@ def test_what_is_held_out_depends_on_neither_seed_nor_the_other_rows(tmp_path):
     assert set(map(str, first.finite())) == set(map(str, second.finite()))
 
 
-def test_too_few_rows_to_hold_one_out(tmp_path):
-    data = split(tmp_path, ".jsonl", ROWS[:3], fraction=0.001)
-    with pytest.raises(DataError, match=r"none of the 3 rows is held out with data.validation_fraction = 0.001"):
-        validation_set(data, limit=10, kind=PROBLEMS)
-
-
-def test_a_column_of_tools_that_no_row_has_is_an_error(tmp_path):
-    rows = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}] * 3
-    write(tmp_path / "a.jsonl", [*rows, rows[0] | {"tools": []}])
-    columns = ["data.messages_column=messages", "data.validation_fraction=0.1"]
-    sft = [
-        "algorithm=sft",
-        "policy.train_global_batch_size=4",
-        "data=file",
-        f"data.train_path={tmp_path / 'a.jsonl'}",
-        *columns,
-    ]
-    data = compose_config([*sft, "data.tools_column=tools"]).data
-    assert len(training_set(data, seed=0, kind=CHATS).finite()) == 4
-    with pytest.raises(ConfigError, match=r"no row has the column 'toolz' \(data.tools_column\)"):
-        compose_config([*sft, "data.tools_column=toolz"])
-
-
-def test_parquet_rows_are_numbered_from_one(tmp_path):
-    data = split(tmp_path, ".parquet", [*ROWS, {"prompt": None, "answer": 1}])
-    with pytest.raises(DataError, match=r"rows.parquet, row 401: column 'prompt' is null"):
-        training_set(data, seed=0, kind=PROBLEMS)
-
-
 def test_parquet_holds_chats_too(tmp_path):
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     path = write(tmp_path / "chats.parquet", [{"prompt": chat, "answer": "d"}])
@@ -121,18 +92,6 @@ def test_a_fraction_of_a_hub_split_is_held_out(hub):
     )
 
 
-def test_a_hub_that_cannot_be_reached_names_the_dataset(monkeypatch):
-    import datasets
-
-    def unreachable(path, name):
-        raise ConnectionError(f"Couldn't reach {path} on the Hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    data = config("data=hub", "data.path=openai/gsm8k", "data.subset=main", "data.validation_split=test")
-    with pytest.raises(DataError, match=r"data.path = openai/gsm8k \(main\): cannot be loaded from the hub: Conn"):
-        training_set(data, seed=0, kind=PROBLEMS)
-
-
 def test_the_gsm8k_preset_serves_files_and_the_hub(monkeypatch):
     import datasets
 
@@ -145,21 +104,6 @@ def test_the_gsm8k_preset_serves_files_and_the_hub(monkeypatch):
         and validation_set(data, 5, kind=PROBLEMS)[0].answer == "0"
     )
     assert seen == [("openai/gsm8k", "main")] * 2
-
-
-@pytest.mark.parametrize("kept", ["held out", "to train on"])
-def test_equal_prompts_go_together_and_the_error_says_so(tmp_path, kept):
-    data = split(tmp_path, ".jsonl", ROWS[:1] * 20, fraction=0.999 if kept == "to train on" else 0.001)
-    with pytest.raises(DataError, match=rf"none of the 20 rows is {kept} .*go together; different prompts: 1\)"):
-        (training_set(data, 0, PROBLEMS), validation_set(data, 5, PROBLEMS))
-
-
-def test_validation_on_a_link_to_the_training_file_is_warned_of(tmp_path, caplog):
-    path = write(tmp_path / "rows.jsonl", ROWS[:5])
-    (tmp_path / "link.jsonl").symlink_to(path)
-    data = config("data=file", f"data.train_path={path}", f"data.validation_path={tmp_path / 'link.jsonl'}")
-    assert len(validation_set(data, limit=9, kind=PROBLEMS)) == 5
-    assert "validation is on what was trained on" in caplog.text
 
 
 def loaded(tmp_path, rows, *arguments, kind=PROBLEMS, fraction=0.5):

@@ -53,9 +53,7 @@ CODER = TaggedCalls("<tool_call>\n<function=", "<parameter=", ">", "</parameter>
     [
         ("qwen2_5.jinja", HERMES),
         ("qwen3.jinja", HERMES),
-        ("qwen3_instruct_2507.jinja", HERMES),
         ("llama3_1.jinja", JSONCalls("", "name", "parameters")),
-        ("llama3_2.jinja", JSONCalls("", "name", "parameters")),
         ("qwen3_5_think.jinja", CODER),
         ("nemotron_3_nano.jinja", CODER),
         ("glm4moe.jinja", TaggedCalls("<tool_call>", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>")),
@@ -63,10 +61,7 @@ CODER = TaggedCalls("<tool_call>\n<function=", "<parameter=", ">", "</parameter>
         (MISTRAL_11, NamedCalls("[TOOL_CALLS]", "[ARGS]")),
         # No tools in the prompt, and calls in a format that is not known.
         ("llama3.jinja", None),
-        ("phi3.jinja", None),
         ("deepseek_r1_distill.jinja", None),
-        ("gemma4.jinja", None),
-        ("lfm2_2_5.jinja", None),
         ("{{ raise_exception('no') }}", None),
     ],
 )
@@ -83,21 +78,17 @@ CALL = WrittenCall("add", {"a": 1})
     ("own", "text", "calls"),
     [
         (HERMES, 'Well.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', [CALL]),
-        (HERMES, '<tool_call>{"arguments":{"a":1},"name":"add"}</tool_call>' * 2, [CALL, CALL]),
         (HERMES, '<tool_call>{"name": "now"}', [WrittenCall("now", {})]),
         (HERMES, "no call, but {braces}", []),
         (HERMES, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [CALL]),
         # An argument may have line ends, and may quote a call.
-        (HERMES, '<tool_call>{"name": "add", "arguments": {"a": "x\ny"}}', [WrittenCall("add", {"a": "x\ny"})]),
         (
             HERMES,
             '<tool_call>{"name": "add", "arguments": {"a": "<tool_call>"}}',
             [WrittenCall("add", {"a": "<tool_call>"})],
         ),
         (LLAMA, '{"name": "add", "parameters": {"a": 1}}', [CALL]),
-        (LLAMA, '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', [CALL]),
         (LLAMA, '{"sum": 3}', []),
-        (LLAMA, 'The call is {"name": "add", "parameters": {"a": 1}}', []),
         (
             JSONCalls("[TOOL_CALLS]", "name", "arguments"),
             '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]',
@@ -120,21 +111,10 @@ def test_calls_are_found(own, text, calls):
     ("own", "text", "trouble"),
     [
         (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1}', "not valid JSON: Expecting"),
-        (HERMES, "<tool_call>add(1)</tool_call>", "not valid JSON"),
         (HERMES, '<tool_call>{"tool": "add"}</tool_call>', 'an object with "name" and "arguments"'),
-        (HERMES, "<tool_call>7</tool_call>", 'an object with "name"'),
         (HERMES, '<tool_call>{"name": "add", "arguments": [1]}', "the arguments must be an object"),
-        (HERMES, '<tool_call>{"name": "add", "arguments": "{"}', "the arguments are not valid JSON: Expecting"),
-        (
-            HERMES,
-            '<tool_call>{"name": "add", "arguments": {"a": NaN}}',
-            "the arguments are not valid JSON: Out of range",
-        ),
-        (HERMES, '<tool_call>{"name": "\\ud800", "arguments": {}}', "not valid JSON: .* surrogates not allowed"),
         (LLAMA, '{"name": "add", "parameters": {"a": 1}', "not valid JSON"),
         (MISTRAL, "[TOOL_CALLS]add(1)", r"\[ARGS\] has to follow"),
-        (MISTRAL, "[TOOL_CALLS]add[ARGS]{", "not valid JSON"),
-        (MISTRAL, "[TOOL_CALLS]add[ARGS]7", "the arguments must be an object"),
         (CODER, "<tool_call><function=add><parameter=a>1", "<parameter=NAME>VALUE</parameter>"),
         (CODER, "<tool_call><function=>", "the tool's name has to follow"),
     ],

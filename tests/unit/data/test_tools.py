@@ -1,11 +1,10 @@
 """Calls are held against the schemas of the tools, which rows may have themselves."""
 
 import json
-from functools import reduce
 
 import pytest
 
-from nemo_rl_lite.data.kinds import problems
+from nemo_rl_lite.data.formats import problems
 from nemo_rl_lite.data.sources import training_set
 from nemo_rl_lite.data.tool_format import WrittenCall
 from nemo_rl_lite.data.tools import callable_tools, checked_calls
@@ -52,19 +51,11 @@ def test_calls_that_do_not_fit_say_why(call, error):
     assert "'three' is not of type 'integer'" in checked("weather", {"city": "a", "days": "three"}, is_text=True)
 
 
-DEEP = reduce(lambda schema, _: {"not": schema}, range(300), {})
-
-
 @pytest.mark.parametrize(
     ("tools", "message"),
     [
-        (
-            [{"name": "x", "parameters": DEEP}],
-            "the parameters of the tool x are no JSON schema: they are nested too deep",
-        ),
         ({"name": "x"}, "must be a list of functions"),
         ([{"type": "function"}], "a tool has no name"),
-        ([{"name": "x", "parameters": True}], "the parameters of the tool x are no JSON schema: they are no object"),
         ([{"name": "x", "parameters": {"type": "int"}}], "the parameters of the tool x are no JSON schema: 'int'"),
     ],
 )
@@ -103,13 +94,6 @@ def test_a_text_that_fits_its_schema_stays_text(schema):
     tool = {"type": "function", "function": {"name": "year", "parameters": parameters}}
     (call,) = checked_calls([WrittenCall("year", {"x": "2024"}, is_text=True)], [tool], 0)
     assert call["function"]["arguments"] == {"x": "2024"} and "error" not in call
-
-
-def test_a_schema_that_names_another_which_is_not_there_is_told_to_the_model():
-    parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/nowhere"}}}
-    tool = {"type": "function", "function": {"name": "year", "parameters": parameters}}
-    (call,) = checked_calls([WrittenCall("year", {"x": 1})], [tool], 0)
-    assert "the tool's schema cannot be used" in call["error"]
 
 
 def test_a_schema_is_not_fetched(monkeypatch):

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
+from nemo_rl_lite.data.formats import labelled_of, to_labelled
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
-from nemo_rl_lite.data.unpaired import labelled_of, to_labelled
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.rules.compose import compose_config
 from tests.unit.data.test_conversations import said
@@ -39,10 +39,7 @@ def test_a_response_and_its_label(row, changes, label):
     ("row", "said"),
     [
         ({"prompt": "1", "completion": "2", "label": "yes"}, "must be true or false, found 'yes'"),
-        ({"prompt": "1", "completion": "2", "label": None}, "must be true or false"),
         ({"prompt": "1", "completion": "2"}, "needed: 'prompt', 'completion' and 'label'"),
-        ({"prompt": "1", "chosen": "2", "rejected": "3"}, "pairs are for algorithm=dpo or orpo"),
-        ({"completion": "2", "label": True}, "prompt"),
         ({"prompt": "1", "completion": ASKED, "label": True}, "must end with a message of the assistant"),
     ],
 )

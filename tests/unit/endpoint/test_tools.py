@@ -127,13 +127,6 @@ def test_a_call_that_cannot_be_read_or_is_only_considered_is_text(model, said, e
     assert choice.message.content == said and choice.message.tool_calls is None and choice.finish_reason == ending
 
 
-def test_a_request_may_leave_its_tools_out(model):
-    model.said = hermes()
-    (choice,) = model.ask(tool_choice="none").choices
-    assert choice.message.content == hermes() and choice.finish_reason == "stop" and "adds" not in model.prompt
-    assert model.ask(tool_choice="auto").choices[0].finish_reason == "tool_calls" and "adds" in model.prompt
-
-
 @pytest.mark.parametrize(
     ("parameters", "param", "said"),
     [
@@ -142,26 +135,13 @@ def test_a_request_may_leave_its_tools_out(model):
             "tool_choice",
             "'required' is not supported here: nothing makes the engines write",
         ),
-        ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice", 'choose "auto" or "none"'),
         ({"tools": [{"type": "function"}]}, "tools", "tools: a tool has no name"),
-        (
-            {"tools": [{"name": "add", "parameters": {"type": "int"}}]},
-            "tools",
-            "the tool add are no JSON schema: 'int'",
-        ),
     ],
 )
 def test_tools_that_cannot_be_offered_are_refused(model, parameters, param, said):
     with pytest.raises(BadRequestError) as refused:
         model.ask(**parameters)
     assert said in refused.value.message and refused.value.param == param and not model.asked
-
-
-def test_a_history_of_calls_that_cannot_be_written_is_refused(model):
-    for arguments in ("{", "[" * 100_000, '"\\ud800"'):
-        call = {"id": "123456789", "type": "function", "function": {"name": "add", "arguments": arguments}}
-        with pytest.raises(BadRequestError, match="message 2: the arguments of add are not JSON"):
-            model.ask(ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, ASKED)
 
 
 @pytest.mark.parametrize(("name", "end"), [("llama3.jinja", "<|eot_id|>"), ("gemma4.jinja", "<turn|>")])

@@ -3,11 +3,9 @@ import time
 import pytest
 
 from nemo_rl_lite.config.sections.data import EnvironmentConfig
-from nemo_rl_lite.data.problems import Problem, chat
-from nemo_rl_lite.environments.calculator import Calculator, calculate
 from nemo_rl_lite.environments.interface import Observation
-from nemo_rl_lite.environments.registry import check_environment, find_environment
-from nemo_rl_lite.environments.sessions import make_environments
+from nemo_rl_lite.environments.registry import check_environment, find_environment, make_environments
+from nemo_rl_lite.environments.tools import Calculator, calculate
 from nemo_rl_lite.errors import ConfigError
 
 
@@ -22,34 +20,6 @@ class Own:
 
 
 HERE = "tests.unit.environments.test_environments"
-
-
-class Unchecked(Own):
-    """Finds before the run that something is missing."""
-
-    level = 0
-
-    def __init__(self):
-        """Needs nothing."""
-
-    def check(self):
-        raise ConnectionError("no server")
-
-
-class Toolless(Unchecked):
-    """Offers what is no tool."""
-
-    tools = ({"type": "function"},)
-
-    def check(self):
-        """Finds nothing."""
-
-
-class Exits:
-    """An environment that ends the process when it is made."""
-
-    def __init__(self):
-        raise SystemExit(0)
 
 
 def config(name, timeout_s=None, concurrency=8, processes=2, **kwargs):
@@ -89,14 +59,6 @@ def test_anything_else_is_answered_with_words_and_at_once(expression):
     assert time.process_time() - started < 0.5
 
 
-def test_a_turn_without_a_call_is_final():
-    problem, calculator = Problem(chat("6*7?"), "42"), Calculator(role="tool")
-    call = [*problem.messages, {"role": "assistant", "content": "<calc>1</calc> or <calc>6*7</calc>"}]
-    assert calculator.step(problem, call).messages == ({"role": "tool", "content": "42"},)
-    final = calculator.step(problem, [*problem.messages, {"role": "assistant", "content": "42"}])
-    assert final.done and final.reward is None
-
-
 def test_environments_by_name_by_dotted_path_and_by_file():
     check_environment(config(None))
     assert make_environments(config(None)) is None
@@ -111,12 +73,6 @@ def test_environments_by_name_by_dotted_path_and_by_file():
         ("tests.unit.environments.test_environments.Absent", {}, r"environment\.name.*\n.*cannot be imported"),
         ("tests.unit.environments.test_environments.Own", {}, r"environment\.name.*\n.*missing 1 required.*\n.*give"),
         ("tests.unit.environments.test_environments.Own", {"lvel": 1}, r"environment\.kwargs.*\n.*'lvel'.*\n.*correct"),
-        ("tests.unit.environments.test_environments.Exits", {}, r"environment\.name.*\n.*SystemExit: 0"),
-        ("tests.unit.exits.Anything", {}, r"environment\.name.*\n.*cannot be imported: SystemExit: 0"),
-        ("calculator", {"role": "clown"}, r"environment\.kwargs.*\n.*role must be user or tool"),
-        (f"{__file__}:Absent", {}, r"environment\.name.*\n.*test_environments.py has no Absent"),
-        (f"{HERE}.Unchecked", {}, r"environment\.name.*\n.*cannot be made.*ConnectionError: no server"),
-        (f"{HERE}.Toolless", {}, r"environment\.name.*\n.*offers no usable tools: .*a tool has no name"),
         ("builtins.dict", {}, r"environment\.name.*\n.*no method step"),
     ],
 )

@@ -8,9 +8,7 @@ import pytest
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.environments.interface import Observation
-from nemo_rl_lite.environments.sessions import make_environments
-from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.host import pool
+from nemo_rl_lite.environments.registry import make_environments
 from nemo_rl_lite.host.pool import CallError
 from tests.unit.environments.test_environments import config
 
@@ -150,36 +148,3 @@ def test_a_coroutine_that_only_a_call_shows_and_a_close_that_fails(capfd):
         said += capfd.readouterr().err
         time.sleep(0.05)
     assert "close() of the environment failed: ValueError: the box is not empty" in said
-
-
-def test_what_cannot_be_sent_is_an_error_of_its_episode():
-    environments = make_environments(config(f"{HERE}.Counter"))
-    odd, fine = answers(environments, (0, "odd"), (1, "go"))
-    assert isinstance(odd, CallError) and "pickle" in str(odd) and fine.startswith("1 ")
-    unsendable = Problem(chat("?"), "", {"column": lambda: None})
-
-    async def ask() -> None:
-        await environments.step(2, unsendable, says("go"))
-
-    with pytest.raises(CallError, match="pickle"):
-        asyncio.run(ask())
-    assert answers(environments, (3, "go"))[0].startswith("1 ")
-
-
-def test_a_process_that_the_machine_cannot_start_ends_the_run(monkeypatch):
-    environments = make_environments(config(f"{HERE}.Counter", processes=1, concurrency=1))
-    answers(environments, (0, "go"))
-    answers(environments, (1, "die"))
-
-    def refuse(*arguments, **others):
-        raise BlockingIOError("Resource temporarily unavailable")
-
-    monkeypatch.setattr(pool.subprocess, "Popen", refuse)
-    (error,) = answers(environments, (2, "go"))
-    assert isinstance(error, DataError) and "cannot be started: Resource temporarily unavailable" in str(error)
-
-
-def test_processes_that_do_not_start_end_the_run():
-    environments = make_environments(config(f"{HERE}.Absent"))
-    (error,) = answers(environments, (0, "go"))
-    assert isinstance(error, DataError) and "environment.name" in str(error) and "ended with status" in str(error)

@@ -16,7 +16,6 @@ from nemo_rl_lite.environments import verifiers as adapter
 from nemo_rl_lite.environments.registry import check_environment
 from nemo_rl_lite.environments.tools import EpisodeError
 from nemo_rl_lite.environments.verifiers import Verifiers, write_rows
-from nemo_rl_lite.errors import ConfigError
 from tests.unit.environments.test_environments import config
 
 GAMES = "tests.unit.environments.verifiers_games"
@@ -96,9 +95,3 @@ def test_its_rows_are_written_for_the_launcher(tmp_path):
     write_rows(GAMES, str(tmp_path / "rows.jsonl"))
     row = json.loads((tmp_path / "rows.jsonl").read_text())
     assert row["prompt"] == [{"role": "user", "content": "2+3?"}] and row["answer"] == "5"
-
-
-def test_without_the_package_the_error_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "verifiers", None)
-    with pytest.raises(ConfigError, match=r"environment\.kwargs.*\n.*pip install 'verifiers"):
-        check_environment(config("verifiers", environment="some-game", arguments={}))

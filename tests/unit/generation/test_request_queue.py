@@ -174,26 +174,6 @@ def test_the_others_finish_what_a_dead_engine_has_not():
     assert told == [(1, LOST)] and engines[0].sampled == 2 + 4 * 9
 
 
-def test_an_engine_that_dies_while_requests_are_taken_back_is_a_loss_like_any_other():
-
-    class DiesWhenAborted(Engine):
-        def work(self, submitted, aborted):
-            if aborted:
-                raise LOST
-            return super().work(submitted, aborted)
-
-    engine, told = DiesWhenAborted(8), []
-
-    async def serve() -> None:
-        async with queue(engine, on_loss=lambda *loss: told.append(loss)).serving() as requests:
-            left = asyncio.create_task(requests.sample(request(10**6)))
-            await asyncio.sleep(0.005)
-        left.cancel()
-
-    asyncio.run(serve())
-    assert told == [(0, LOST)]
-
-
 def test_when_none_is_left_all_come_back_with_their_requests():
     engines, restored = [Engine(8, fails_at=3), Engine(8, fails_at=3)], []
 
@@ -301,37 +281,6 @@ def test_the_time_without_requests_is_counted(clock):
             assert requests.idle_s == 4.0
 
     asyncio.run(serve())
-
-
-def test_the_time_with_requests_is_counted_for_each_engine_unless_it_is_paused(clock):
-    engines = [Engine(8), Engine(8)]
-    requests = queue(*engines)
-
-    async def serve() -> None:
-        async with requests.serving():
-            asked = [asyncio.create_task(requests.sample(request(1000))) for _ in engines]
-            await all_work(*engines)
-            clock.now += 4.0
-            await requests.pause()
-            clock.now += 100.0
-            assert requests.busy_s == 2 * 4.0
-            requests.resume()
-            # The engines are timed again when the queue has seen that the pause is over.
-            await asyncio.sleep(0.01)
-            clock.now += 2.0
-            assert requests.busy_s == 2 * (4.0 + 2.0)
-            await asyncio.gather(*asked)
-            clock.now += 100.0
-            assert requests.busy_s == 2 * (4.0 + 2.0)
-            asked.append(asyncio.create_task(requests.sample(request(10_000))))
-            await all_work(engines[0])
-            clock.now += 1.0
-            assert requests.busy_s == 2 * (4.0 + 2.0) + 1.0
-
-    asyncio.run(serve())
-    # What is aborted at the end keeps no engine busy.
-    clock.now += 100.0
-    assert requests.busy_s == 2 * (4.0 + 2.0) + 1.0
 
 
 def test_a_pause_ends_with_the_error_of_an_engine():

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from nemo_rl_lite.config.sections.policy import LoraConfig
-from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.vllm.adapters import AdapterSlot, engine_options
 from nemo_rl_lite.refit.engine.destinations import Destinations
 from nemo_rl_lite.refit.layout.packing import Arrived, view
@@ -110,24 +109,6 @@ def test_a_rank_may_have_none_of_the_adapters_dimensions():
     slot = AdapterSlot(Manager(2, 1), scaling=1)
     named = [("l.q_proj.lora_A.weight", torch.ones(MOST // 2, HIDDEN))]
     assert slot.load(named) == {"l.q_proj.A"} and not any(one.any() for one in slot.memory)
-
-
-def test_vllm_learns_of_the_adapter_once_and_not_while_it_sleeps():
-    manager = Manager()
-    slot = AdapterSlot(manager, scaling=1)
-    assert manager.events == [] and len(slot.memory) == 8
-    slot.take()
-    slot.take()
-    assert manager.events == ["cleared", 1, "active 1"]
-
-
-def test_an_adapter_that_vllm_has_no_layer_for_is_an_error():
-    with pytest.raises(RefitError, match=r"no adapter to l\.gate_proj.*lora=merged"):
-        AdapterSlot(Manager(), 1).load([("l.gate_proj.lora_A.weight", torch.zeros(DIM, HIDDEN))])
-    odd = Manager()
-    odd.packed_modules["l.qkv_proj"] = ["l.qk_proj", "l.v_proj"]
-    with pytest.raises(RefitError, match=r"l\.qkv_proj in 3 parts, the checkpoint has 2"):
-        AdapterSlot(odd, 1)
 
 
 @pytest.mark.parametrize(("dim", "ranks", "most"), [(1, 1, 1), (1, 2, 8), (9, 1, 16), (512, 4, 512), (300, 1, 320)])

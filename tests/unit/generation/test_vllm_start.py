@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 
-from nemo_rl_lite.generation.vllm import worker
 from nemo_rl_lite.generation.vllm.start import graph_sizes, timed_parts, with_graph_sizes
 from nemo_rl_lite.observability.timer import SETUP
 
@@ -20,18 +19,6 @@ def test_graphs_reach_the_most_sequences_and_pad_little(most):
         # A batch of one more than `before` is padded to `after`.
         assert after <= max(2 * before, 2)
         assert after - before <= max(32, before / 4)
-
-
-def test_there_are_few():
-    assert len(graph_sizes(512)) == 17
-
-
-def test_other_settings_of_the_compilation_stay():
-    own = {"compilation_config": {"mode": 0}, "enable_sleep_mode": True}
-    found = with_graph_sizes(own, 4)
-    assert found == {"compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4]}, "enable_sleep_mode": True}
-    assert own["compilation_config"] == {"mode": 0}
-    assert with_graph_sizes({}, 2) == {"compilation_config": {"cudagraph_capture_sizes": [1, 2]}}
 
 
 @pytest.mark.parametrize(
@@ -62,12 +49,3 @@ def test_the_parts_of_a_start_end_where_vllm_says_so():
     assert list(SETUP.take()) == ["model", "cuda_graphs", "warm_up"]
     logger.error("Model loading took no time: the block is over")
     assert SETUP.take() == {}
-
-
-def test_an_engine_that_cannot_wake_names_the_key():
-    full, other = "CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:163", "no such tag"
-    expected = r"2\.0 GiB of the engine's kv cache: 70\.5 GiB .*gpu_memory_utilization"
-    with pytest.raises(RuntimeError, match=expected), worker.short_of_memory("kv cache", 2 << 30, 141 << 29):
-        raise RuntimeError(full)
-    with pytest.raises(RuntimeError, match=other), worker.short_of_memory("kv cache", 2 << 30, 141 << 29):
-        raise RuntimeError(other)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
-from nemo_rl_lite.losses.interface import Normalizers, count_masked
+from nemo_rl_lite.losses.interface import count_masked
 
 ROWS = [
     TokenRow([5, 6, 7], [False, True, True], [0.0, -1.0, -2.0], 0.5, [0, 2, 1]),
@@ -29,11 +29,6 @@ def test_a_part_of_a_batch_is_a_part_of_all_of_its_fields():
     part = Batch.padded(ROWS).rows(torch.tensor([1, 0]), width=2)
     assert part.tokens.tolist() == [[8, 0], [5, 6]] and part.mask.tolist() == [[0, 0], [0, 1]]
     assert part.advantages.tolist() == [-0.5, 0.5] and part.lengths.tolist() == [1, 3] and part.topk_ids is None
-
-
-def test_counts_are_at_least_one():
-    assert count_masked(ROWS) == Normalizers(tokens=2.0, sequences=1.0, tokens_by_age={1: 1, 2: 1})
-    assert count_masked(ROWS[1:]) == Normalizers(tokens=1.0, sequences=1.0)
 
 
 def test_rows_are_joined_selected_and_taken_apart_again():

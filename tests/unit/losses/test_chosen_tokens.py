@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from nemo_rl_lite.losses.batch import TokenRow
+from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import needs_of
-from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from tests.unit.losses.batches import batch_of
 from tests.unit.losses.test_losses_match_trl import loss_config, random_inputs
 

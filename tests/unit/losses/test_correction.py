@@ -6,9 +6,8 @@ from math import prod
 import pytest
 import torch
 
-from nemo_rl_lite.losses.correction import correction, corrects, summarize
-from nemo_rl_lite.losses.interface import combine_metrics, count_masked, summary
-from nemo_rl_lite.losses.policy_gradient import GRPOLoss
+from nemo_rl_lite.losses.grpo import GRPOLoss, correction
+from nemo_rl_lite.losses.interface import count_masked, summary
 from tests.unit.losses.batches import batch_of, rows_of
 from tests.unit.losses.test_losses_match_trl import loss_config, our_loss, random_inputs
 
@@ -124,28 +123,6 @@ def test_on_policy_all_modes_are_the_same(settings, formula):
         assert torch.equal(value, other)
 
 
-WIDE = {"truncated_importance_sampling_ratio_min": 1e-6, "truncated_importance_sampling_ratio": 1e6}
-WIDE_REJECTION = {"sequence_rejection_ratio_min": 1e-6, "sequence_rejection_ratio": 1e6, "token_veto_ratio": 1e-6}
-
-
-@pytest.mark.parametrize("kind", ["tis", "icepop", "seq-mask-tis"])
-@pytest.mark.parametrize("rejection", [{}, WIDE_REJECTION], ids=["", "rejection"])
-def test_a_bound_that_no_weight_meets_changes_nothing(kind, rejection):
-    inputs, settings = random_inputs(), ON | WIDE | {"truncated_importance_sampling_type": kind} | rejection
-    for value, other in zip(
-        our_loss(loss_config(**settings), inputs), our_loss(loss_config(**ON), inputs), strict=True
-    ):
-        assert torch.equal(value, other)
-
-
-def test_the_level_follows_the_ratio_unless_it_is_set():
-    assert [
-        loss_config(sequence_level_importance_ratios=one, importance_sampling_correction_level=level).correction_level
-        for one in (False, True)
-        for level in (None, "token", "sequence")
-    ] == ["token", "token", "sequence", "sequence", "token", "sequence"]
-
-
 def metrics_of(config, inputs, counts):
     _, metrics = GRPOLoss(config)(inputs["logprobs"], batch_of(inputs), counts)
     return {name: value.item() for name, value in metrics.items()}
@@ -195,17 +172,12 @@ def test_the_effective_sample_size_is_one_for_equal_weights_and_none_where_all_i
     inputs = random_inputs()
     inputs["generation_logprobs"] = inputs["previous_logprobs"] - 0.3
     config, counts = loss_config(**ON), count_masked(rows_of(inputs["mask"]))
-    assert summarize(metrics_of(config, inputs, counts))["correction/ess"] == pytest.approx(1, rel=1e-5)
-    nothing = summarize(metrics_of(loss_config(**SEQ_MASK), inputs, counts))
+    assert GRPOLoss(config).summarize(metrics_of(config, inputs, counts))["correction/ess"] == pytest.approx(
+        1, rel=1e-5
+    )
+    nothing = GRPOLoss(config).summarize(metrics_of(loss_config(**SEQ_MASK), inputs, counts))
     assert nothing["correction/ess"] == nothing["correction/weight"] == nothing["loss"] == 0
     assert nothing["correction/rejected"] == 1
-
-
-def test_without_a_correction_there_are_no_such_metrics():
-    inputs = random_inputs()
-    assert not corrects(loss_config())
-    metrics = metrics_of(loss_config(), inputs, count_masked(rows_of(inputs["mask"])))
-    assert not [name for name in metrics if name.startswith("correction/")] and summarize(metrics) == metrics
 
 
 def test_a_weight_that_overflows_is_truncated_masked_or_rejected():
@@ -229,8 +201,3 @@ def test_the_clip_is_counted_where_it_acts():
             high += ratio > 1.2 and advantage > 0
     assert 0 < metrics["clip_ratio/low"] == pytest.approx(low / tokens)
     assert 0 < metrics["clip_ratio/high"] == pytest.approx(high / tokens)
-
-
-def test_a_loss_without_a_summary_logs_the_sums_of_its_shares():
-    shares = [{"loss": 1.0, "x_max": 2.0}, {"loss": 0.5, "x_max": 3.0}]
-    assert summary(lambda *arguments: None, shares) == combine_metrics(shares) == {"loss": 1.5, "x_max": 3.0}

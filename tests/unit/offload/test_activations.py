@@ -93,29 +93,6 @@ def score(model, micro_batches: int) -> None:
         model.run(micro_batches, forward_only=True)
 
 
-def test_the_environment_is_transformer_engines_first_version_where_it_is_on():
-    assert activations.environment(settings("offload=activations")) == {"NVTE_CPU_OFFLOAD_V1": "1"}
-    assert activations.environment(settings()) == {}
-
-
-def test_the_provider_gets_the_modules(monkeypatch):
-    provider = SimpleNamespace(fine_grained_activation_offloading=False, offload_modules=[])
-    activations.set_fields(provider, settings())
-    assert not provider.fine_grained_activation_offloading
-    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
-    activations.set_fields(provider, settings("offload=activations"))
-    assert provider.fine_grained_activation_offloading and provider.offload_modules == ["core_attn", "attn_proj"]
-
-
-@pytest.mark.parametrize(("chosen", "given"), [("mlp", ["attn_norm"]), ("core_attn,mlp", ["core_attn"])])
-def test_megatron_core_is_not_told_of_the_module_that_is_ours(chosen, given, monkeypatch):
-    provider = SimpleNamespace()
-    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
-    names = f"policy.megatron_cfg.offload_modules=[{chosen}]"
-    activations.set_fields(provider, settings("offload=activations", names))
-    assert provider.offload_modules == given and provider.activation_offload_fraction == 1.0
-
-
 class MLP(torch.nn.Module):
     """Returns result and bias, as megatron-core's MLP does."""
 
@@ -155,12 +132,6 @@ def test_a_watched_module_is_a_group_of_its_own_with_the_same_gradients(model):
     score(model, 3)
     train(model, 2)
     assert model.manager()._cached_chunks_forward is chunks
-
-
-def test_a_process_without_the_environment_is_an_error(monkeypatch):
-    monkeypatch.delenv("NVTE_CPU_OFFLOAD_V1", raising=False)
-    with pytest.raises(RuntimeError, match="NVTE_CPU_OFFLOAD_V1=1"):
-        activations.set_fields(SimpleNamespace(), settings("offload=activations"))
 
 
 def test_passes_without_gradients_are_not_the_pattern(model):
@@ -222,19 +193,3 @@ def test_after_an_error_all_is_as_before(model):
         raise KeyError
     assert not model._forward_hooks
     train(model, 2)
-
-
-def test_within_a_pause_another_ends_with_the_outer_one(model):
-    with activations.suspended([model]):
-        score(model, 1)
-        assert not model.config.fine_grained_activation_offloading
-    assert model.config.fine_grained_activation_offloading
-
-
-def test_a_model_without_it_is_left_alone(model):
-    model.config.fine_grained_activation_offloading = False
-    before = model.manager()
-    score(model, 1)
-    with activations.training_pass([model], 2):
-        pass
-    assert model.manager() is before and not model.config.fine_grained_activation_offloading

@@ -78,13 +78,6 @@ def test_moves_are_idempotent_and_reported_once():
     assert own.take_moves() == []
 
 
-def test_nothing_to_move_is_no_move():
-    own = movable()
-    own.leave()
-    own.settle()
-    assert not own.on_host and own.take_moves() == []
-
-
 def test_the_next_move_waits_for_the_last():
     weights = torch.ones(10)
     own = movable(weights)

@@ -1,7 +1,7 @@
 """A policy of a few tensors goes through the phases of a step."""
 
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ CPU = torch.device("cpu")
 SHARED = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gpu"]
 SHARED += ["policy.max_total_sequence_length=64", "generation.max_new_tokens=16"]
 STEP = (Phase.REFIT, Phase.GENERATE, Phase.LOGPROB, Phase.TRAIN)
-HELD = {"parameters": 400, "optimizer_states": 800, "gradients": 400}
 
 
 class Policy:
@@ -120,28 +119,6 @@ def test_it_does_not_where_both_would_not_fit(caplog):
     assert sum("do not overlap with other work" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_nothing_is_said_where_nothing_leaves(caplog):
-    policy = Policy("policy.overlap_offload=true", total=1_700)
-    with caplog.at_level("INFO"):
-        for phase in STEP:
-            policy.memory.enter(phase, working_bytes=1_000)
-    assert not caplog.records
-
-
-def test_engines_that_stay_awake_get_no_memory():
-    policy = Policy("generation.colocated.sleep=false")
-    for phase in STEP:
-        policy.memory.enter(phase)
-    assert policy.trimmed == 0 and policy.held() == (400, 400, 800)
-
-
-def test_memory_that_torch_keeps_for_later_is_handed_to_the_engine_first():
-    policy = Policy("offload=pinned")
-    policy.cached = 8_000
-    policy.memory.enter(Phase.REFIT, working_bytes=8_000)
-    assert policy.held() == (400, 0, 800) and policy.trimmed == 1
-
-
 def test_what_comes_back_needs_room_as_well():
     overrides = ["policy.offload_for_generation=[parameters,gradients]", "policy.overlap_offload=true"]
     policy = Policy(*overrides, "policy.offload_optimizer_states_for_logprob=true", total=4_000)
@@ -176,12 +153,6 @@ def test_where_a_return_finds_the_device_full_what_is_leaving_goes_first(monkeyp
     assert policy.held() == (400, 400, 800) and torch.equal(policy.states, torch.arange(200.0))
 
 
-def test_it_does_not_where_moves_are_to_come_one_after_the_other():
-    policy = Policy("offload=colocated")
-    policy.memory.enter(Phase.REFIT, working_bytes=0)
-    assert policy.held() == (400, 0, 0)
-
-
 def test_states_come_back_before_the_last_micro_batch():
     policy = Policy("offload=pinned")
     for phase in (Phase.REFIT, Phase.GENERATE, Phase.LOGPROB):
@@ -211,38 +182,6 @@ def test_states_leave_beside_the_first_micro_batches_and_come_back_beside_the_la
     ]
 
 
-def test_what_moves_between_micro_batches_is_wrapped_and_nothing_else():
-    policy, held = Policy("offload=logprob", "policy.overlap_offload=true"), []
-
-    @contextmanager
-    def around():
-        before = policy.held()
-        yield
-        held.append((before, policy.held()))
-
-    policy.enter_with_copies_done(Phase.LOGPROB)
-    between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=1000, around=around)
-    for remaining in (4, 3, 2, 1):
-        between(remaining, 0)
-    assert held[0] == ((400, 400, 800), (400, 400, 0)) and held[-1] == ((400, 400, 0), (400, 400, 800))
-    assert len(held) == 2
-
-
-def test_before_a_pass_that_no_training_follows_what_has_left_is_freed_and_nothing_returns():
-    policy = Policy("offload=logprob", "policy.overlap_offload=true")
-    policy.enter_with_copies_done(Phase.LOGPROB)
-    between = policy.memory.between_micro_batches(Phase.TRAIN, working_bytes=None, around=nullcontext)
-    between(1, 0)
-    assert policy.held() == (400, 400, 0)
-
-
-def test_nothing_is_done_between_micro_batches_where_moves_come_one_after_the_other():
-    assert (
-        Policy("offload=colocated").memory.between_micro_batches(Phase.TRAIN, working_bytes=0, around=nullcontext)
-        is None
-    )
-
-
 def test_states_may_come_back_while_training_has_begun():
     """What training needs at once is there, and the states when somebody waits for them."""
     policy = Policy("offload=pinned")
@@ -264,14 +203,6 @@ def test_states_may_come_back_while_training_has_begun():
     assert torch.equal(policy.states, torch.arange(200.0))
 
 
-def test_states_that_are_leaving_do_not_arrive():
-    policy = Policy("offload=logprob", "policy.overlap_offload=true")
-    policy.enter_with_copies_done(Phase.LOGPROB)
-    for wait in (policy.memory.expect, policy.memory.arrive):
-        with pytest.raises(RuntimeError, match="optimizer_states are not on the device"):
-            wait(Component.OPTIMIZER_STATES)
-
-
 def test_a_phase_without_them_waits_for_states_that_are_coming_back():
     policy = Policy("offload=pinned")
     policy.memory.enter(Phase.GENERATE)
@@ -280,13 +211,6 @@ def test_a_phase_without_them_waits_for_states_that_are_coming_back():
         policy.memory.enter(phase)
         assert policy.held() == held and not policy.memory._movable[Component.OPTIMIZER_STATES].moving
     assert torch.equal(policy.states, torch.arange(200.0))
-
-
-def test_states_come_back_before_training_begins_where_moves_do_not_overlap():
-    policy = Policy("offload=pinned", "policy.overlap_offload=false")
-    policy.memory.enter(Phase.GENERATE)
-    policy.memory.enter(Phase.TRAIN, later=[Component.OPTIMIZER_STATES])
-    policy.memory.require(Component.OPTIMIZER_STATES)
 
 
 def test_what_has_one_place_throughout_never_moves():
@@ -327,37 +251,11 @@ def test_a_prefetch_begins_when_what_is_left_takes_as_long_as_the_transfer(monke
     assert begun == [8.0, 9.0]
 
 
-def test_a_transfer_that_waits_for_a_running_micro_batch_begins_before_it_ends(monkeypatch):
-    now, begun = [0.0], []
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    prefetch = Prefetch(transfer_s=2.5, begin=lambda: begun.append(now[0]))
-    # The host launches one in no time, and is one ahead of the device from then on.
-    prefetch(10)
-    for remaining in range(9, 0, -1):
-        prefetch(remaining, running=1)
-        now[0] += 1.0
-    # Two are to launch: they will run for two seconds once the running one, for which the transfer waits, has ended.
-    assert begun == [7.0, 8.0]
-
-
-def test_a_prefetch_begins_with_the_only_micro_batch():
-    begun = []
-    Prefetch(transfer_s=0.0, begin=lambda: begun.append(1))(1)
-    assert begun == [1]
-
-
 def test_gradients_that_accumulate_stop_a_change_of_phase():
     policy = Policy("offload=colocated")
     with policy.memory.gradients.accumulating(), pytest.raises(RuntimeError, match="being accumulated"):
         policy.memory.enter(Phase.REFIT)
     assert policy.held() == (400, 400, 800)
-
-
-def test_an_unknown_phase_is_an_error_also_where_nothing_moves():
-    with pytest.raises(ValueError, match="sleep"):
-        Policy().memory.enter("sleep")
-    with pytest.raises(ValueError, match="generate"):
-        Policy("algorithm=sft").memory.enter(Phase.GENERATE)
 
 
 def test_host_memory_is_released_once_everything_is_back():
@@ -367,12 +265,3 @@ def test_host_memory_is_released_once_everything_is_back():
         policy.memory.release()
     policy.memory.enter(Phase.TRAIN)
     policy.memory.release()
-
-
-def test_moves_are_named_by_component_and_direction():
-    policy = Policy("offload=logprob")
-    policy.memory.enter(Phase.LOGPROB)
-    policy.memory.enter(Phase.TRAIN)
-    names = [name for name, _ in policy.memory.take_moves()]
-    assert names == ["optimizer_states/to_host", "optimizer_states/to_device"]
-    assert policy.memory.take_moves() == []

@@ -32,15 +32,6 @@ def test_the_sums_are_nearly_equal_where_neighbours_are_alike():
     assert idle(even_shares(costs, 8)) < 0.005
 
 
-def test_one_replica_has_everything_in_order():
-    assert even_shares([3.0, 1.0, 2.0], 1) == [[0, 1, 2]]
-
-
-def test_a_count_that_cannot_be_shared_is_an_error():
-    with pytest.raises(ValueError, match="3 items cannot be shared evenly by 2"):
-        even_shares([1.0, 1.0, 1.0], 2)
-
-
 def test_swaps_bring_together_work_that_depends_on_who_meets_whom():
     """Two long items of one share cost less than two of two shares, as padding does."""
     sizes = [8.0, 7.0, 7.0, 6.0, 2.0, 1.0]

@@ -1,12 +1,9 @@
 """How context-parallel ranks share packed sequences."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from nemo_rl_lite.errors import TrainingError
-from nemo_rl_lite.policy.megatron.context import ContextRanks, Shard, check_shareable, own_places
+from nemo_rl_lite.policy.megatron.context import ContextRanks, Shard, own_places
 from nemo_rl_lite.policy.megatron.micro_batches import Layout, cut
 from nemo_rl_lite.rules.compose import compose_config
 
@@ -100,18 +97,3 @@ def test_the_configured_layout_gives_each_rank_halves_of_whole_tokens(size, roun
     config = compose_config([*own, f"{MEGATRON}.context_parallel_size={size}"])
     layout = Layout.configured(config.policy, "train", on_gpu=True)
     assert (layout.mode, layout.round_to, layout.piece) == ("packed", round_to, 2 * size if size > 1 else 1)
-
-
-@pytest.mark.parametrize(
-    ("model", "way", "fix"),
-    [
-        ({"window_size": (128, 0)}, "p2p", "cp_comm_type=a2a"),
-        ({"multi_latent_attention": True}, "a2a", "cp_comm_type=p2p"),
-    ],
-)
-def test_attention_that_ranks_cannot_share_is_an_error(model, way, fix):
-    plain = {"window_size": None, "multi_latent_attention": False}
-    check_shareable(SimpleNamespace(context_parallel_size=2, cp_comm_type=way, **plain))
-    check_shareable(SimpleNamespace(context_parallel_size=1, cp_comm_type=way, **plain | model))
-    with pytest.raises(TrainingError, match=fix):
-        check_shareable(SimpleNamespace(context_parallel_size=2, cp_comm_type=way, **plain | model))

@@ -1,8 +1,6 @@
 """The order of tokens where ranks exchange heads."""
 
-import sys
 from itertools import accumulate
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -51,29 +49,3 @@ def test_an_order_is_computed_once_for_a_row_and_anew_for_equal_boundaries_elsew
     assert orders[0] is orders[1] is orders[2]
     assert head_exchange.places_of_ranks(boundaries([8]), 2, 8) is not orders[0]
     assert whole[orders[0]].tolist() == [0, 1, 4, 5, 6, 7, 2, 3]
-
-
-@pytest.fixture
-def library(monkeypatch) -> SimpleNamespace:
-    """What stands for Transformer Engine's module, which cannot be imported without a GPU."""
-    path, found = "transformer_engine.pytorch.attention.dot_product_attention", SimpleNamespace()
-    for depth in range(4):
-        package = ModuleType(path.rsplit(".", depth)[0])
-        package.context_parallel = found
-        monkeypatch.setitem(sys.modules, package.__name__, package)
-    return found
-
-
-@pytest.mark.parametrize(("size", "way", "replaced"), [(2, "a2a", True), (2, "p2p", False), (1, "a2a", False)])
-def test_only_models_that_exchange_heads_need_it(size, way, replaced, library):
-    for name in NAMES:
-        setattr(library, name, "theirs")
-    head_exchange.install(SimpleNamespace(context_parallel_size=size, cp_comm_type=way))
-    for name in NAMES:
-        assert getattr(library, name) is (getattr(head_exchange, name) if replaced else "theirs")
-
-
-def test_a_release_without_the_functions_stays_as_it_is(library):
-    library.thd_cp_rank_order_to_sequence_order = "theirs"
-    head_exchange.install(SimpleNamespace(context_parallel_size=2, cp_comm_type="a2a"))
-    assert vars(library) == {"thd_cp_rank_order_to_sequence_order": "theirs"}

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
-from nemo_rl_lite.policy.megatron.leftovers import GIB, MIB, HeldSegments, forget, mostly_empty
+from nemo_rl_lite.policy.megatron.leftovers import GIB, MIB, forget, mostly_empty
 
 
 class Rotary(torch.nn.Module):
@@ -37,14 +36,6 @@ def test_results_and_inputs_of_passes_are_let_go():
     assert [one() for one in held] == [None] * 3
 
 
-def test_megatrons_rotary_embedding_keeps_its_results():
-    """Where it no longer does, there is nothing to empty."""
-    prepare_import()
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
-    assert hasattr(RotaryEmbedding.forward, "cache_clear")
-
-
 def segment(total: int, used: int) -> dict[str, int]:
     return {"total_size": total, "allocated_size": used}
 
@@ -55,17 +46,3 @@ def test_large_segments_with_little_in_use_are_named():
     assert "the largest has 8.00 GiB, of which 2.0 MiB" in found
     assert mostly_empty([segment(4 * GIB, 3 * GIB), segment(20 * MIB, 1 * MIB)]) is None
     assert mostly_empty([]) is None
-
-
-def test_they_are_named_once(monkeypatch, caplog):
-    snapshots = iter([[], [segment(8 * GIB, MIB)]])
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: next(snapshots))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: MIB)
-    caplog.set_level("INFO")
-    held, counts = HeldSegments(), []
-    # A snapshot takes time: none is made where there is nothing to say, or where it was said.
-    for reserved in (2 * MIB, 8 * GIB, 8 * GIB, 8 * GIB):
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda reserved=reserved: reserved)
-        held.report()
-        counts.append(len(caplog.records))
-    assert counts == [0, 0, 1, 1]

@@ -63,12 +63,6 @@ def test_packs_are_even():
     assert max(sums) - min(sums) <= 2
 
 
-def test_a_sequence_longer_than_the_limit_has_a_pack_of_its_own():
-    tokens, lengths = torch.zeros(3, 50, dtype=torch.long), torch.tensor([50, 4, 5])
-    groups = [micro.rows.tolist() for micro in cut(tokens, lengths, Layout("packed", 40, 1))]
-    assert [0] in groups and sorted(row for group in groups for row in group) == [0, 1, 2]
-
-
 @MODES
 def test_logprobs_find_their_tokens_again(layout):
     """A model that gives token k the logprob -k, at the position before it."""

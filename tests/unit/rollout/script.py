@@ -6,9 +6,8 @@ import numpy as np
 
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.losses.batch import OF_TOKENS
-from nemo_rl_lite.rewards.judge import Judge, sum_of
+from nemo_rl_lite.rewards.judge import Judge, RewardCalls, Term, sum_of
 from nemo_rl_lite.rewards.registry import Reward
-from nemo_rl_lite.rewards.terms import RewardCalls, Term
 
 END = 0
 

@@ -5,18 +5,11 @@ import math
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 
-import pytest
-
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.generation.interface import Completion, Sampling
-from nemo_rl_lite.losses.advantages import differ, overlong_penalty
-from nemo_rl_lite.rollout.collector import RolloutCollector
-from nemo_rl_lite.rollout.failures import ErrorShares
-from nemo_rl_lite.rollout.groups import Wanted
-from nemo_rl_lite.rollout.order import PromptOrder
-from nemo_rl_lite.rollout.resting import Resting
-from nemo_rl_lite.rollout.sampler import Sampler
+from nemo_rl_lite.rollout.collector import ErrorShares, GroupSelection, RolloutCollector
+from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
 from nemo_rl_lite.rules.compose import compose_config
 from tests.unit.rollout.script import Letters, judged_by
 
@@ -65,7 +58,7 @@ def source(texts, position=0, resting=None, **options):
     sampling, engine = Sampling(1.0, 1.0, None, 8, (0,), ()), Engine()
     judge = judged_by(lambda response, problem: float(response[:1] == "1"))
     collector = RolloutCollector(engine, Letters(), judge, 64, ErrorShares(0.0, 0.0))
-    order = PromptOrder(Data(texts), resting or Resting(0, 0), {"position": position})
+    order = PromptOrder(Data(texts), resting or PromptCooldown(0, 0), {"position": position})
     return Sampler(config, collector, sampling, [], order), engine
 
 
@@ -101,7 +94,7 @@ class Ended:
 
 def missing_with(ended=0, useful=0, under_way=0, **own):
     groups = [Ended(True, place < useful) for place in range(ended)] + [Ended(False, False)] * under_way
-    return Wanted(Data(["m"]).problem, count=10, samples=SAMPLES, useful=True, **own).missing(groups)
+    return GroupSelection(Data(["m"]).problem, count=10, samples=SAMPLES, useful=True, **own).missing(groups)
 
 
 def test_as_many_are_under_way_as_the_missing_ones_probably_take():
@@ -158,15 +151,3 @@ def test_truncated_responses_are_left_out_and_long_ones_lose_reward():
     assert [any(row.mask) for row in rows] == [True] * 4 + [False] * 4 + [True] * 4
     assert rollout.metrics()["left_out_samples"] == 4 and rollout.metrics()["num_valid_samples"] == 8
     assert rollout.rewards_B.tolist() == [1, 0, 0, 0, 0.5, -0.5, -0.5, -0.5, 1, 0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("rewards", "expected"),
-    [([0, 0], False), ([0, 1], True), ([1, math.nan], False), ([0, math.nan, 1], True), ([math.nan] * 2, False)],
-)
-def test_rewards_that_teach(rewards, expected):
-    assert differ(rewards) is expected
-
-
-def test_the_penalty_of_a_long_response_grows_to_its_limit():
-    assert [overlong_penalty(tokens, 100, 20, 2.0) for tokens in (10, 80, 90, 100)] == [0, 0, -1, -2]

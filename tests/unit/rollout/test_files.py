@@ -6,10 +6,10 @@ import time
 import pyarrow.dataset
 import pytest
 
-from nemo_rl_lite.observability.sink import spread, text_of
+from nemo_rl_lite.observability.sink import spread
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.rollout.episode import Span
-from nemo_rl_lite.rollout.files import RolloutFiles, Times, read_rollout, read_spans, read_times, rollout_files
+from nemo_rl_lite.rollout.store import RolloutFiles, Times, read_rollout, read_spans, read_times, rollout_files
 from tests.unit.observability.rollouts import make_rollout
 
 FOUR = make_rollout(["a", "b", "c", "d"], [0.0, 1.0, 0.5, 0.25], samples=2)
@@ -102,17 +102,3 @@ def test_samples_are_spread_from_the_worst_to_the_best():
     assert spread([1.0], 2) == [0] and spread([], 2) == []
     worst, best = FOUR.samples(2)
     assert (worst.response, worst.reward, best.response, best.reward) == ("a", 0.0, "b", 1.0)
-
-
-def test_who_said_what_is_told_where_there_are_several():
-    assert text_of([{"role": "user", "content": "1+1"}]) == "1+1"
-    said = [{"role": "assistant", "content": "let me see"}, {"role": "tool", "content": None}]
-    assert text_of(said) == "assistant: let me see\ntool: "
-
-
-def test_tool_calls_are_kept(tmp_path):
-    rollout = make_rollout(["a"], [0.0])
-    rollout.episodes[0].said.append({"role": "tool", "content": "2", "tool_call_id": "x"})
-    RolloutFiles(tmp_path, None, done=0).write(1, "train", rollout)
-    (row,) = read_rollout(rollout_files(tmp_path)[0])
-    assert row["turns"][1]["other"] == '{"tool_call_id": "x"}'

@@ -3,8 +3,7 @@
 import math
 
 from nemo_rl_lite.data.problems import Problem
-from nemo_rl_lite.rollout.episode import Episode
-from nemo_rl_lite.rollout.rollout import Rollout
+from nemo_rl_lite.rollout.episode import Episode, Rollout
 from tests.unit.rollout.test_saved import chat
 
 WEIGHTS = {"right": 1.0, "short": 0.1}

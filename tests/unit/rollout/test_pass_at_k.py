@@ -5,8 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from nemo_rl_lite.rollout import pass_at_k as module
-from nemo_rl_lite.rollout.pass_at_k import interval, ks, pass_at_k, passes
+from nemo_rl_lite.rollout.episode import interval, pass_at_k, passes
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 8])
@@ -24,17 +23,6 @@ def test_pass_at_k_is_the_share_of_choices_with_a_response_that_passes(samples):
 def test_there_is_no_pass_at_more_responses_than_there_are(k):
     with pytest.raises(ValueError, match="is not between 1 and 4"):
         pass_at_k(np.array([1]), 4, k)
-
-
-def test_many_samples_do_not_overflow():
-    assert pass_at_k(np.array([0, 1, 4096]), 4096, 2048) == pytest.approx([0, 0.5, 1])
-
-
-@pytest.mark.parametrize(
-    ("samples", "expected"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (12, [1, 2, 4, 8, 12])]
-)
-def test_ks_are_powers_of_two_and_all_samples(samples, expected):
-    assert ks(samples) == expected
 
 
 def test_a_response_passes_from_a_reward_on_and_a_failed_reward_does_not():
@@ -56,8 +44,3 @@ def test_an_interval_is_about_the_problems_and_as_wide_as_their_mean_is_unsure()
     low, high = interval(values_P, np.ones(400))
     assert (high - low) / 2 == pytest.approx(1.96 * values_P.std() / 400**0.5, rel=0.1)
     assert low < values_P.mean() < high
-
-
-def test_a_resample_in_which_every_reward_failed_is_left_out(monkeypatch):
-    monkeypatch.setattr(module, "RESAMPLES", 50)
-    assert interval([1.0, 0.0], [2, 0]) == (0.5, 0.5)

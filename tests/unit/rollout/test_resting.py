@@ -3,15 +3,14 @@
 import json
 
 from nemo_rl_lite.data.problems import FileSet, Problem, chat
-from nemo_rl_lite.rollout.order import PromptOrder
-from nemo_rl_lite.rollout.resting import Resting
+from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder
 from tests.unit.rollout.test_dynamic_sampling import kept, source
 
 ROW = Problem(chat("x"), "1")
 EPOCH = 10
 
 
-def sampled_epochs(resting: Resting, epochs: range, teaches: set[int]) -> list[int]:
+def sampled_epochs(resting: PromptCooldown, epochs: range, teaches: set[int]) -> list[int]:
     """The epochs in which a prompt is sampled that teaches something in some of them."""
     found = []
     for epoch in epochs:
@@ -23,34 +22,23 @@ def sampled_epochs(resting: Resting, epochs: range, teaches: set[int]) -> list[i
 
 
 def test_a_prompt_rests_twice_as_long_each_time_until_it_teaches():
-    assert sampled_epochs(Resting(4, EPOCH), range(20), set()) == [0, 3, 8, 13, 18]
-    assert sampled_epochs(Resting(4, EPOCH), range(14), {8}) == [0, 3, 8, 9, 12]
-    assert sampled_epochs(Resting(0, EPOCH), range(4), set()) == [0, 1, 2, 3]
+    assert sampled_epochs(PromptCooldown(4, EPOCH), range(20), set()) == [0, 3, 8, 13, 18]
+    assert sampled_epochs(PromptCooldown(4, EPOCH), range(14), {8}) == [0, 3, 8, 9, 12]
+    assert sampled_epochs(PromptCooldown(0, EPOCH), range(4), set()) == [0, 1, 2, 3]
 
 
 def test_it_continues_from_what_a_checkpoint_kept():
-    before = Resting(4, EPOCH)
+    before = PromptCooldown(4, EPOCH)
     assert sampled_epochs(before, range(4), set()) == [0, 3]
     kept = json.loads(json.dumps(before.state()))
-    again = [Resting(4, EPOCH, kept, position=4 * EPOCH) for _ in range(2)]
+    again = [PromptCooldown(4, EPOCH, kept, position=4 * EPOCH) for _ in range(2)]
     assert sampled_epochs(again[0], range(4, 20), set()) == [8, 13, 18]
     assert sampled_epochs(again[1], range(4, 10), {8}) == [8, 9]
 
 
-def test_other_data_or_no_resting_lets_nobody_rest_too_long():
-    before = Resting(4, EPOCH)
-    assert sampled_epochs(before, range(100, 101), set()) == [100]
-    kept = before.state()
-    # The file has ten times as many rows now: position 1010 is in its epoch 10.
-    longer = Resting(4, 10 * EPOCH, kept, position=1010)
-    assert [longer.is_left_out(ROW, position) for position in (1010, 1150, 1210)] == [True, True, False]
-    assert not Resting(0, EPOCH, kept, 1010).is_left_out(ROW, 1010)
-    assert not Resting(1, 0, kept, 1010).is_left_out(ROW, 1010)
-
-
 def test_a_source_passes_over_them_and_says_how_many():
     rows = FileSet(tuple(Problem(chat(text), "1") for text in ("m a", "x b", "m c", "m d", "x e", "m f")), 0, False)
-    own, engine = source([], resting=Resting(1, 6), oversample=1.0)
+    own, engine = source([], resting=PromptCooldown(1, 6), oversample=1.0)
     own.order._training = rows
     assert kept(own.rollout(1)) == ["m a", "m c", "m d"] and own.order.state()["position"] == 4
     first = own.rollout(2)
@@ -74,7 +62,7 @@ def test_those_that_a_step_passed_over_are_counted_alike_however_many_prompts_be
     for oversample in (1.0, "auto", 4.0):
         steps, state = [], {"position": 0, "resting": {}}
         for step in range(1, 9):
-            resting = Resting(4, 6, state["resting"], state["position"])
+            resting = PromptCooldown(4, 6, state["resting"], state["position"])
             own, _ = source([], oversample=oversample)
             own.order = PromptOrder(rows, resting, state)
             rollout = own.rollout(step)
@@ -86,6 +74,6 @@ def test_those_that_a_step_passed_over_are_counted_alike_however_many_prompts_be
 
 
 def test_prompts_rest_without_dynamic_sampling_too():
-    own, _ = source([], resting=Resting(1, 4), use_dynamic_sampling=False)
+    own, _ = source([], resting=PromptCooldown(1, 4), use_dynamic_sampling=False)
     own.order._training = FileSet(tuple(Problem(chat(text), "1") for text in ("m a", "x b", "m c", "m d")), 0, False)
     assert [kept(own.rollout(step)) for step in (1, 2)] == [["m a", "x b", "m c"], ["m d", "m a", "m c"]]

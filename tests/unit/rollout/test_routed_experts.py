@@ -11,8 +11,7 @@ from nemo_rl_lite.errors import EngineError
 from nemo_rl_lite.generation.interface import Completion
 from nemo_rl_lite.generation.vllm.samples import Samples, _Sample
 from nemo_rl_lite.losses.batch import NO_EXPERT, Batch, TokenRows
-from nemo_rl_lite.rollout.episode import Episode
-from nemo_rl_lite.rollout.rollout import Rollout
+from nemo_rl_lite.rollout.episode import Episode, Rollout
 
 
 def experts(first: int, count: int) -> np.ndarray:

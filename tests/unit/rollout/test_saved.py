@@ -1,17 +1,14 @@
 """Rollouts in a checkpoint are the same to the bit."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
-from pyarrow import parquet
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.generation.interface import Completion
-from nemo_rl_lite.rollout.episode import Episode
-from nemo_rl_lite.rollout.rollout import Rollout
-from nemo_rl_lite.rollout.saved import SavedRollout, load_rollouts, save_rollouts
+from nemo_rl_lite.rollout.episode import Episode, Rollout
+from nemo_rl_lite.rollout.store import SavedRollout, load_rollouts, save_rollouts
 
 
 def make_rollout() -> Rollout:
@@ -39,18 +36,6 @@ def test_a_saved_rollout_is_the_same_to_the_bit(tmp_path):
     found = load_rollouts(tmp_path)
     assert [dataclasses.asdict(one) for one in found] == [dataclasses.asdict(one) for one in saved]
     assert [one.oldest for one in found] == [2, 1, 11]
-
-
-def test_a_file_of_an_earlier_version_has_the_positions_of_the_prompts_alone(tmp_path):
-    save_rollouts([SavedRollout(3, [[5, 6], [7]], make_rollout(), {})], tmp_path)
-    (file,) = tmp_path.iterdir()
-    table = parquet.read_table(file)
-    known = json.loads(table.schema.metadata[b"rollout"])
-    del known["draws"]
-    known |= {"positions": [6, 7], "passed_over": 1}
-    parquet.write_table(table.replace_schema_metadata({"rollout": json.dumps(known)}), file)
-    (found,) = load_rollouts(tmp_path)
-    assert found.draws == [[6], [7]] and found.rollout.rested == 4
 
 
 def test_routed_experts_are_saved(tmp_path):

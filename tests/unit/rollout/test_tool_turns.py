@@ -12,18 +12,14 @@ from tokenizers import AddedToken
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.data.tools import callable_tools
-from nemo_rl_lite.environments.python import Python
-from nemo_rl_lite.environments.sessions import InThisProcess
-from nemo_rl_lite.environments.tools import Functions
-from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.environments.registry import InThisProcess
+from nemo_rl_lite.environments.tools import Functions, Python
 from nemo_rl_lite.generation.interface import Completion, Sampling
 from nemo_rl_lite.models.embedded.build import build_tokenizer
 from nemo_rl_lite.rewards.registry import find_reward
-from nemo_rl_lite.rollout.collector import Gathering, RolloutCollector
-from nemo_rl_lite.rollout.failures import ErrorShares
-from nemo_rl_lite.rollout.files import RolloutFiles, rollout_files
-from nemo_rl_lite.rollout.groups import Wanted
-from nemo_rl_lite.rollout.turns import Turns
+from nemo_rl_lite.rollout.collector import ErrorShares, GroupSelection, RolloutCollector, RolloutTask
+from nemo_rl_lite.rollout.play import Turns
+from nemo_rl_lite.rollout.store import RolloutFiles, rollout_files
 from tests.unit.rollout.script import Script, judged_by
 
 LIMITS = {"call": "tool", "seconds": 20, "memory_mib": 512, "max_characters": 200}
@@ -64,7 +60,7 @@ class Tokens(Script):
 def collect(tokenizer, environment, *turns):
     name, kwargs = environment
     problem = Problem(chat("6*7?"), "42", tools=OFFERED[name])
-    path = {"python": "nemo_rl_lite.environments.python.Python", "tools": "nemo_rl_lite.environments.tools.Functions"}
+    path = {"python": "nemo_rl_lite.environments.tools.Python", "tools": "nemo_rl_lite.environments.tools.Functions"}
     collector = RolloutCollector(
         script := Tokens(tokenizer, *([turn] for turn in turns)),
         tokenizer,
@@ -74,7 +70,7 @@ def collect(tokenizer, environment, *turns):
         Turns(InThisProcess(path[name], kwargs), 5),
     )
     sampling = Sampling(1.0, 1.0, None, 100, tokenizer.end_tokens, ())
-    return collector.collect(Gathering(Wanted([problem].__getitem__, 1, 1), sampling, 1)), script
+    return collector.collect(RolloutTask(GroupSelection([problem].__getitem__, 1, 1), sampling, 1)), script
 
 
 def test_the_embedded_model_is_offered_python_and_uses_it(tmp_path):
@@ -156,13 +152,6 @@ def test_several_calls_of_a_turn_where_the_template_writes_one(tmp_path):
     answers = [{"role": "tool", "content": str(n), "name": "add", "tool_call_id": f"call0100{n}"} for n in (1, 2)]
     text = tokenizer._tokenizer.decode(tokenizer.between_turns(answers, tokenizer.end_tokens[0]))
     assert '"1"<|eot_id|>' in text and '"2"<|eot_id|>' in text and text.endswith("assistant<|end_header_id|>\n\n")
-
-
-def test_a_template_without_tools_is_an_error_that_names_the_environment(tmp_path):
-    for name, end in (("llama3.jinja", "<|eot_id|>"), ("phi3.jinja", "<|end|>"), ("gemma4.jinja", "<turn|>")):
-        with pytest.raises(ConfigError, match=r"environment\.name\n.*offers tools, and the chat template"):
-            tokenizer_of(tmp_path, template(name), end).check_tools()
-    tokenizer_of(tmp_path).check_tools()
 
 
 def test_what_a_model_thinks_is_no_call(tmp_path):

@@ -58,7 +58,7 @@ def test_without_a_ratio_a_rollout_has_one_optimizer_step(algorithm):
 
 
 def test_a_loss_without_that_term_says_nothing_of_ratios():
-    own = "algorithm.loss=nemo_rl_lite.losses.policy_gradient.GRPOLoss"
+    own = "algorithm.loss=nemo_rl_lite.losses.grpo.GRPOLoss"
     assert told("algorithm=rloo", own) == told("algorithm=grpo") == told("algorithm=sft") == ""
 
 

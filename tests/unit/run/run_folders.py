@@ -6,12 +6,13 @@ from functools import cache
 from pathlib import Path
 
 from nemo_rl_lite.observability.console import ENGINES_IDLE
+from nemo_rl_lite.observability.environment import STATUS_FILE
 from nemo_rl_lite.observability.timer import Phase
 from nemo_rl_lite.observability.trackers import METRICS_FILE
 from nemo_rl_lite.rollout.episode import Span
-from nemo_rl_lite.rollout.files import RolloutFiles
+from nemo_rl_lite.rollout.store import RolloutFiles
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.folder import STATUS_FILE, status_kept, write_start
+from nemo_rl_lite.run.folder import status_kept, write_start
 from tests.unit.observability.rollouts import make_rollout
 
 REFIT = "prepare_for_generation/transfer_and_update_weights"

@@ -12,8 +12,8 @@ from nemo_rl_lite.config.keys import compose_files
 from nemo_rl_lite.config.sizes import engines, policy_ranks
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.rollout.collector import Group
 from nemo_rl_lite.rollout.episode import Episode
-from nemo_rl_lite.rollout.groups import Group
 from nemo_rl_lite.rules.compose import compose_config, restore
 from nemo_rl_lite.run.evaluation import task
 from nemo_rl_lite.run.evaluation.evaluate import Journal, claim

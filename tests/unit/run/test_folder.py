@@ -14,21 +14,11 @@ import pytest
 from nemo_rl_lite.checkpoint.resume import checkpoint_store
 from nemo_rl_lite.checkpoint.store import RECORD
 from nemo_rl_lite.errors import ConfigError, WorkerError
-from nemo_rl_lite.observability.environment import described
+from nemo_rl_lite.observability.environment import COMMAND_FILE, CONFIG_FILE, ERROR_FILE, described
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
 from nemo_rl_lite.observability.trackers import METRICS_FILE
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.folder import (
-    COMMAND_FILE,
-    CONFIG_FILE,
-    ERROR_FILE,
-    check_folder,
-    how_to_resume,
-    locked,
-    status_kept,
-    write_error,
-    write_start,
-)
+from nemo_rl_lite.run.folder import check_folder, how_to_resume, locked, status_kept, write_error, write_start
 from nemo_rl_lite.run.run import run
 
 # Takes the lock, starts a program that would inherit every file it may, names it and waits.

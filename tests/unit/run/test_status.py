@@ -10,8 +10,8 @@ import pytest
 
 from nemo_rl_lite.errors import RefitError, RunStopped
 from nemo_rl_lite.host import stopping
-from nemo_rl_lite.observability.environment import ENVIRONMENT_FILE
-from nemo_rl_lite.run.folder import ERROR_FILE, STATUS_FILE, status_kept, write_start
+from nemo_rl_lite.observability.environment import ENVIRONMENT_FILE, ERROR_FILE, STATUS_FILE
+from nemo_rl_lite.run.folder import status_kept, write_start
 
 
 def status(folder) -> dict:

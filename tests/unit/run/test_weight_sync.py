@@ -7,9 +7,7 @@ import torch
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.errors import EngineError, RefitError, WorkerError
 from nemo_rl_lite.generation.interface import Completion, Request, Sampling
-from nemo_rl_lite.rollout.order import PromptOrder
-from nemo_rl_lite.rollout.resting import Resting
-from nemo_rl_lite.rollout.sampler import Sampler
+from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers import remote_generation
 from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
@@ -112,7 +110,7 @@ def test_an_engine_that_computes_no_numbers_is_named_with_its_step(monkeypatch, 
     generation = engines(monkeypatch, -1.0, logprob)
     collect = SimpleNamespace(collect=lambda *_: sampled(generation, request))
     config = compose_config().options(GRPOConfig)
-    order = PromptOrder(None, Resting(0, 0), {"position": 0})  # pyrefly: ignore
+    order = PromptOrder(None, PromptCooldown(0, 0), {"position": 0})  # pyrefly: ignore
     source = Sampler(config, collect, sampling, [], order)  # pyrefly: ignore
     for sample in (lambda: source.rollout(7), lambda: source.held_out(7)):
         with pytest.raises(EngineError, match=r"^step 7: generation rank 1 "):

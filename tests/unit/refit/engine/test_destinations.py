@@ -185,10 +185,3 @@ def test_numbers_that_are_none_are_copied_as_well():
     destinations = Destinations(engine.load, engine.parameters.values())
     refit(destinations, weights(0) | {"norm": torch.full((HIDDEN,), float("nan")).bfloat16()}, 1)
     assert "norm" not in destinations.left
-
-
-def test_a_loader_that_does_not_say_what_it_filled():
-    engine = Engine()
-    destinations = Destinations(lambda named: (engine.load(named), None)[1], engine.parameters.values())
-    refit(destinations, weights(0), 1024)
-    assert destinations.filled is None

@@ -194,11 +194,6 @@ def test_without_an_engine_buckets_are_put_together(tmp_path):
     assert set(report.seconds) == {"transfer"}
 
 
-def test_another_plan_is_refused_before_any_memory_is_opened(tmp_path):
-    _, refused = run([share(tmp_path, 1), fill(tmp_path, 1, bucket_bytes=10**6)], SHORT)
-    assert isinstance(refused, RefitError) and "another plan" in str(refused)
-
-
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (5, 4), (2, 50)])
 def test_what_is_compared_slab_by_slab_is_all_of_it(shape, monkeypatch):
     monkeypatch.setattr(direct, "_COMPARED", 8)

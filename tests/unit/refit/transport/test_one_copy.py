@@ -54,16 +54,5 @@ def test_memory_that_changes_is_noticed(files):
         in_engine.check()
 
 
-def test_memory_that_cannot_be_opened_is_an_error_with_the_way_out(files):
-    weight = files.new("weight", torch.randn(4, 8))
-    weights = share_weights([weight], files)
-    files.opened = refuse
-    with pytest.raises(RefitError, match=r"no such process; refit\.direct=false keeps a copy of the frozen weights"):
-        InEngine(files).take(weights, [frozen(weight)])
-    files.handle = refuse
-    with pytest.raises(RefitError, match=r"no such process; refit\.direct=false keeps a copy of the frozen weights"):
-        share_weights([weight], files)
-
-
 def refuse(asked):
     raise RefitError("no such process")

@@ -1,9 +1,7 @@
 """Two policy ranks that have the weights together, and a tensor-parallel engine's ranks."""
 
-import logging
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from nemo_rl_lite.refit.layout.packing import same_bytes
 from nemo_rl_lite.refit.layout.plan import make_plan
 from nemo_rl_lite.refit.layout.views import Numbering, find_segments
 from nemo_rl_lite.refit.transport import group as refit_group
-from nemo_rl_lite.refit.transport import sharing as sharing_module
 from nemo_rl_lite.refit.transport.direct import DirectReceiver, DirectSender
 from nemo_rl_lite.refit.transport.group import Meeting, RefitGroup
 from nemo_rl_lite.refit.transport.sharing import Sharing, opened
@@ -202,41 +199,6 @@ def test_memory_that_cannot_be_opened_is_seen_at_the_start(memory, tmp_path):
     if memory is Closed:
         with pytest.raises(RefitError, match="cuIpcGetMemHandle"):
             sharing.addresses()
-
-
-@pytest.mark.parametrize("others", [True, False])
-@pytest.mark.parametrize("memory", [Files, Closed, Unreachable])
-def test_all_ranks_share_or_none(memory, others, tmp_path, monkeypatch, caplog):
-    """`others`: whether the ranks that this one is not connected with can share."""
-    files, asked = memory(tmp_path), []
-    monkeypatch.setattr(sharing_module, "group_by_need", lambda needed, *rest: asked.append(needed) or ([0, 1], None))
-    monkeypatch.setattr(sharing_module, "Sharing", partial(TwoRanks, memory=files))
-    monkeypatch.setattr(sharing_module, "all_gather", lambda own: [own, True])
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    if not others:
-        answers = iter([True, False])
-        monkeypatch.setattr(sharing_module, "all_gather", lambda own: [own, next(answers)])
-    parameters = {0: files.new("weights", torch.randn(4))}
-    with caplog.at_level(logging.WARNING):
-        _, one_machine, opens = sharing_module.probe_sharing(parameters, recipe(0), [], 60.0)
-    assert asked == [{0, 1}] and one_machine
-    assert opens == (others and memory is Files)
-    assert bool(caplog.records) == (not opens)
-
-
-def test_ranks_of_several_machines_do_not_share(monkeypatch):
-    sharing = Sharing({}, 0, [0, 1], None)
-    assert sharing.on_one_machine()
-    monkeypatch.setattr(sharing, "_all_gather", lambda own: [own, "another"])
-    assert not sharing.on_one_machine()
-
-
-def test_machines_are_told_apart_by_their_kernels_start(monkeypatch, tmp_path):
-    boot = tmp_path / "boot_id"
-    monkeypatch.setattr(sharing_module, "_BOOT", boot)
-    by_name = sharing_module._machine()
-    boot.write_text("c0ffee\n")
-    assert sharing_module._machine() == "c0ffee\n" != by_name
 
 
 def test_only_what_is_wanted_is_opened(tmp_path):

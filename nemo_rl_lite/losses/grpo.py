@@ -1,0 +1,457 @@
+"""GRPO's loss and its variants as pure functions of logprobs. Shapes: B sequences, T tokens, N tokens that have a loss.
+
+A policy term is what a sampled token adds to the loss, by the name in `loss_fn.policy_loss`. Its ratio is that of the
+trained policy's probability to the previous policy's, [B, T], or one a sequence, [B, 1].
+
+A correction weights tokens whose probability in the engine differs from the policy's: the engine rounds otherwise, or
+older weights sampled the token. Its ratio is previous policy / engine, where the previous policy is the one at the
+start of the step (decoupled PPO, Hilton et al. 2021; AReaL, Fu et al. 2025). Tokens and sequences that are left out
+have weight 0, and still count in what the loss is divided by, as in NeMo-RL and TRL.
+
+The covariance of a token is (A - mean A)(log pi - mean log pi); the entropy falls most by tokens with large ones (Cui
+et al. 2025, arXiv:2505.22617). Means and thresholds are those of the whole optimizer step, from the engine's logprobs,
+so that a token's choice does not depend on micro-batches and replicas. In verl, quantiles are of a micro-batch.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_rl_lite.config.sections.algorithm import GRPOConfig, LossConfig
+from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
+from nemo_rl_lite.losses.interface import Metrics, Need, Normalizers, count_masked, masked_sum, mean_over_tokens
+
+_ADVANTAGE, _LOGPROB = "covariance/advantage", "covariance/logprob"
+_LEAST, _CHANCE = "covariance/least", "covariance/chance"
+
+
+def count_covariances(config: LossConfig, rows: Sequence[TokenRow]) -> dict[str, float]:
+    """What the tokens of an optimizer step's rows are compared with: the mean advantage and logprob, the smallest
+    covariance of the share `kl_cov_ratio` with the largest ones, and the chance with which a covariance within the
+    bounds of `clip_cov` is chosen, so that the share `clip_cov_ratio` of all tokens is."""
+    joined = TokenRows.of(rows)
+    if joined.advantages is None or joined.generation_logprobs is None:
+        raise ValueError("covariances are of rows with advantages and with logprobs of the engine")
+    # Of float32, as a batch has them, so that the same token has the same covariance here and there.
+    advantages_N = np.repeat(joined.advantages.astype(np.float32), joined.lengths)[joined.mask].astype(np.float64)
+    logprobs_N = joined.generation_logprobs[joined.mask].astype(np.float64)
+    if not len(logprobs_N):
+        return dict.fromkeys((_ADVANTAGE, _LOGPROB, _LEAST, _CHANCE), 0.0)
+    advantage, logprob = advantages_N.mean(), logprobs_N.mean()
+    covariances_N = (advantages_N - advantage) * (logprobs_N - logprob)
+    largest = max(int(config.kl_cov_ratio * len(covariances_N)), 1)
+    within = int(((config.clip_cov_lb < covariances_N) & (covariances_N < config.clip_cov_ub)).sum())
+    chosen = max(int(config.clip_cov_ratio * len(covariances_N)), 1)
+    return {
+        _ADVANTAGE: float(advantage),
+        _LOGPROB: float(logprob),
+        _LEAST: float(np.partition(covariances_N, -largest)[-largest]),
+        _CHANCE: min(chosen / max(within, 1), 1.0),
+    }
+
+
+@torch.no_grad()
+def covariances(step: Mapping[str, float], logprobs_BT: Tensor, advantages: Tensor) -> Tensor:
+    """The covariance of each token, [B, T], in an optimizer step with these counts."""
+    return (advantages.double() - step[_ADVANTAGE]) * (logprobs_BT.double() - step[_LOGPROB])
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The tokens of a micro-batch. Logprobs are 0 outside the mask."""
+
+    ratio: Tensor
+    advantages: Tensor
+    """Of a sequence, [B, 1], or of each token, [B, T]."""
+    logprobs_BT: Tensor
+    """Of the trained policy, with gradient."""
+    previous_BT: Tensor
+    step: Mapping[str, float]
+    """What the loss has counted over the optimizer step: `Normalizers.own`."""
+
+
+@dataclass(frozen=True)
+class PolicyTerm:
+    """What the tokens of a micro-batch add to the loss. Each tensor broadcasts to [B, T]."""
+
+    loss: Tensor
+    """With gradient."""
+    bounded: Tensor
+    """The ratios within their bounds."""
+    low: Tensor
+    """Whether the lower bound acts."""
+    high: Tensor
+    """Whether the upper bound acts."""
+    chosen: Tensor | None = None
+    """Whether the token was chosen by its covariance, where the term chooses some."""
+
+
+def clip(config: LossConfig, sampled: Sampled) -> PolicyTerm:
+    """max(-A r, -A clip(r, 1 - min, 1 + max)), and at most -A c where A < 0.
+
+    Sources: PPO (Schulman et al. 2017, arXiv:1707.06347), separate upper bound (DAPO, Yu et al. 2025,
+    arXiv:2503.14476), dual clip (Ye et al. 2020, arXiv:1912.09729).
+    """
+    ratio, advantages = sampled.ratio, sampled.advantages
+    clipped = _clipped(config, ratio)
+    loss = torch.maximum(-advantages * ratio, -advantages * clipped)
+    if config.ratio_clip_c is not None:
+        loss = torch.where(advantages < 0, loss.minimum(-advantages * config.ratio_clip_c), loss)
+    # The clip acts on one side for each sign of the advantage.
+    return PolicyTerm(loss, clipped, (ratio < clipped) & (advantages < 0), (ratio > clipped) & (advantages > 0))
+
+
+def clip_cov(config: LossConfig, sampled: Sampled) -> PolicyTerm:
+    """The term of `clip`, or 0 for `clip_cov_ratio` of all tokens: some that the clip leaves alone, chosen at random
+    from those with a covariance within `clip_cov_lb` and `clip_cov_ub` (Clip-Cov, Cui et al. 2025, arXiv:2505.22617).
+    """
+    term = clip(config, sampled)
+    covariances_BT = covariances(sampled.step, sampled.logprobs_BT, sampled.advantages)
+    chosen_BT = (config.clip_cov_lb < covariances_BT) & (covariances_BT < config.clip_cov_ub)
+    chosen_BT &= torch.rand_like(covariances_BT) < sampled.step[_CHANCE]
+    chosen_BT &= ~(term.low | term.high)
+    return replace(term, loss=torch.where(chosen_BT, 0.0, term.loss), chosen=chosen_BT)
+
+
+def kl_cov(config: LossConfig, sampled: Sampled) -> PolicyTerm:
+    """-A r, without bounds, and c |log pi - log previous| more for the `kl_cov_ratio` of all tokens that have the
+    largest covariances, with c = `ppo_kl_coef` (KL-Cov, Cui et al. 2025, arXiv:2505.22617)."""
+    covariances_BT = covariances(sampled.step, sampled.logprobs_BT, sampled.advantages)
+    chosen_BT = covariances_BT >= sampled.step[_LEAST]
+    moved_BT = (sampled.logprobs_BT - sampled.previous_BT).abs()
+    loss_BT = -sampled.advantages * sampled.ratio + torch.where(chosen_BT, config.ppo_kl_coef * moved_BT, 0.0)
+    return replace(_without_bounds(loss_BT, sampled.ratio), chosen=chosen_BT)
+
+
+def cispo(config: LossConfig, sampled: Sampled) -> PolicyTerm:
+    """-A sg(clip(r, 1 - min, 1 + max)) log pi, with sg a constant for the gradient: a token out of the bounds keeps its
+    gradient, with the weight of the bound (CISPO, MiniMax 2025, arXiv:2506.13585; there min = 1, no lower bound)."""
+    ratio, clipped = sampled.ratio, _clipped(config, sampled.ratio)
+    loss_BT = -sampled.advantages * clipped.detach() * sampled.logprobs_BT
+    return PolicyTerm(loss_BT, clipped, ratio < clipped, ratio > clipped)
+
+
+def sapo(config: LossConfig, sampled: Sampled) -> PolicyTerm:
+    """-A (4 / tau) sigmoid(tau (r - 1)): a gate whose gradient is that of r at r = 1 and fades away from it, faster
+    with a larger tau, which is one for A > 0 and another for the rest (SAPO, Gao et al. 2025, arXiv:2511.20347)."""
+    ratio, advantages = sampled.ratio, sampled.advantages
+    tau = torch.where(advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
+    return _without_bounds(-advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, ratio)
+
+
+def reinforce(config: LossConfig, sampled: Sampled) -> PolicyTerm:
+    """-A log pi, without a ratio (REINFORCE, Williams 1992; RLOO, Ahmadian et al. 2024, arXiv:2402.14740)."""
+    return _without_bounds(-sampled.advantages * sampled.logprobs_BT, sampled.ratio)
+
+
+POLICY_TERMS: Mapping[str, Callable[[LossConfig, Sampled], PolicyTerm]] = {
+    "clip": clip,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "cispo": cispo,
+    "sapo": sapo,
+    "reinforce": reinforce,
+}
+
+CHOOSES_BY_COVARIANCE = ("clip_cov", "kl_cov")
+
+
+def importance_ratio(config: LossConfig, logprobs_BT: Tensor, previous_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """The ratio of each token, [B, T], or the geometric mean of a sequence's, [B, 1] (GSPO, Zheng et al. 2025,
+    arXiv:2507.18071). With `token` each token has the sequence's ratio and the gradient of its own logprob,
+    sg(s) pi / sg(pi), [B, T] (GSPO-token, the same). Logprobs are 0 outside the mask."""
+    log_ratio_BT, level = logprobs_BT - previous_BT, config.sequence_level_importance_ratios
+    if not level:
+        return log_ratio_BT.exp()
+    ratio_B1 = (log_ratio_BT.sum(dim=1, keepdim=True) / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)).exp()
+    return ratio_B1.detach() * (logprobs_BT - logprobs_BT.detach()).exp() if level == "token" else ratio_B1
+
+
+def _clipped(config: LossConfig, ratio: Tensor) -> Tensor:
+    return ratio.clamp(1 - config.ratio_clip_min, 1 + config.ratio_clip_max)
+
+
+def _without_bounds(loss: Tensor, ratio: Tensor) -> PolicyTerm:
+    nothing = torch.zeros_like(ratio, dtype=torch.bool)
+    return PolicyTerm(loss, ratio, nothing, nothing)
+
+
+_SQUARE = "correction/weight_square"
+
+
+@dataclass(frozen=True)
+class Correction:
+    """The weights of a micro-batch, and what was done to them. Each tensor broadcasts to [B, T]."""
+
+    weights: Tensor
+    """What a token's policy term is multiplied by."""
+    truncated: Tensor
+    """Whether the weight was clamped."""
+    masked: Tensor
+    """Whether the weight was set to 0 because it was out of bounds."""
+    rejected_B1: Tensor
+    """Whether the whole sequence was left out."""
+
+    def metrics(self, mask_BT: Tensor, counts: Normalizers) -> Metrics:
+        """This micro-batch's share of the metrics, which `summarize` completes."""
+        of_tokens = {
+            "correction/weight": self.weights,
+            _SQUARE: self.weights.square(),
+            "correction/truncated": self.truncated,
+            "correction/masked": self.masked,
+        }
+        return {
+            **{name: mean_over_tokens(values, mask_BT, counts) for name, values in of_tokens.items()},
+            "correction/rejected": self.rejected_B1.sum() / counts.sequences,
+        }
+
+
+def corrects(config: LossConfig) -> bool:
+    """Whether any weight can differ from 1."""
+    rejects = (config.sequence_rejection_ratio, config.sequence_rejection_ratio_min, config.token_veto_ratio)
+    return config.use_importance_sampling_correction or any(limit is not None for limit in rejects)
+
+
+def correction(config: LossConfig, log_ratio_BT: Tensor, mask_BT: Tensor) -> Correction:
+    """The weights of tokens with these log ratios, which are 0 outside the mask.
+
+    Sources: truncated importance sampling (`tis`, Yao et al. 2025), masked tokens (`icepop`, Ring-1T, Ling Team 2025),
+    one weight or one mask for a sequence, its geometric mean, and the veto by a token (Liu, Li et al. 2025, "When speed
+    kills stability"). `seq-mask-tis` leaves the weights of the sequences that it keeps as they are, as NeMo-RL does.
+    """
+    total_B1 = log_ratio_BT.sum(dim=1, keepdim=True)
+    geometric_mean_B1 = (total_B1 / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)).exp()
+    nothing = torch.zeros_like(total_B1, dtype=torch.bool)
+    weights, truncated, masked = torch.ones_like(total_B1), nothing, nothing
+    limits = _bounds(config.sequence_rejection_ratio_min, config.sequence_rejection_ratio)
+    rejected_B1 = _outside(geometric_mean_B1, *limits)
+    if config.token_veto_ratio is not None:
+        rejected_B1 = rejected_B1 | (log_ratio_BT < math.log(config.token_veto_ratio)).any(dim=1, keepdim=True)
+    if config.use_importance_sampling_correction:
+        weights = (total_B1 if config.correction_level == "sequence" else log_ratio_BT).exp()
+        bounds = _bounds(config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio)
+        match config.truncated_importance_sampling_type:
+            case "tis":
+                truncated, weights = _outside(weights, *bounds), weights.clamp(*bounds)
+            case "icepop":
+                masked = _outside(weights, *bounds)
+                weights = weights.masked_fill(masked, 0.0)
+            case "seq-mask-tis":
+                rejected_B1 = rejected_B1 | _outside(geometric_mean_B1, *bounds)
+    return Correction(weights.masked_fill(rejected_B1, 0.0), truncated, masked, rejected_B1)
+
+
+def _bounds(low: float | None, high: float | None) -> tuple[float, float]:
+    return 0.0 if low is None else low, math.inf if high is None else high
+
+
+def _outside(ratios: Tensor, low: float, high: float) -> Tensor:
+    return (ratios < low) | (ratios > high)
+
+
+_POSITIVE = "positive_tokens"
+
+
+@dataclass(frozen=True)
+class GRPOLoss:
+    """A policy term for each token, a KL penalty, an entropy bonus and the likelihood of good responses, of one
+    micro-batch's current logprobs.
+
+    The KL penalty is a term of the loss or, with `use_kl_in_reward`, a part of the advantages (`less_kl_to_go`).
+
+    Sources: GRPO (Shao et al. 2024), KL estimators (Schulman 2020), likelihood of responses with a positive reward
+    (VAPO, Yue et al. 2025, arXiv:2504.05118, eq. 10), tokens of high entropy alone (Wang et al. 2025,
+    arXiv:2506.01939).
+    """
+
+    config: LossConfig
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        asked = self.config.entropy_coef or self.config.top_entropy_quantile < 1
+        return frozenset[Need](("entropy",) if asked else ())
+
+    def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
+        """Count tokens and sequences, tokens of responses with a positive reward, and covariances."""
+        own: dict[str, float] = {}
+        if self.config.policy_loss in CHOOSES_BY_COVARIANCE:
+            own |= count_covariances(self.config, rows)
+        if self.config.positive_example_nll_weight:
+            joined = TokenRows.of(rows)
+            if joined.rewards is None:
+                raise ValueError("positive_example_nll_weight needs rows with rewards")
+            own[_POSITIVE] = max(float((np.repeat(joined.rewards > 0, joined.lengths) & joined.mask).sum()), 1.0)
+        return replace(count_masked(rows), own=own)
+
+    def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of a global batch, with the effective sample size of its weights as a share of its tokens,
+        (sum w)^2 / (N sum w^2) (Kish 1965), instead of the mean square that it is made of."""
+        if _SQUARE not in metrics:
+            return metrics
+        square = metrics[_SQUARE]
+        effective = metrics["correction/weight"] ** 2 / square if square else 0.0
+        return {name: value for name, value in metrics.items() if name != _SQUARE} | {"correction/ess": effective}
+
+    def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
+        """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value).
+
+        Reads `previous_logprobs`, `generation_logprobs`, `advantages`, `reference_logprobs` with a KL penalty,
+        `entropy` with a bonus for it or a mask by it, and `rewards` with the likelihood of good responses.
+        """
+        previous_BT, generation_BT = batch.require("previous_logprobs", "generation_logprobs")
+        config, mask_BT = self.config, batch.mask
+        # A selection, not a product: logprobs outside the mask may be infinite, whose gradient would be NaN.
+        logprobs_BT, previous_BT, generation_BT = (
+            torch.where(mask_BT > 0, values, 0.0) for values in (logprobs_BT, previous_BT, generation_BT)
+        )
+        ratio = importance_ratio(config, logprobs_BT, previous_BT, mask_BT)
+        advantages, kl_BT = self.advantages(batch, previous_BT), None
+        penalty, in_reward = config.reference_policy_kl_penalty, config.use_kl_in_reward
+        if penalty > 0:
+            (reference_BT,) = batch.require("reference_logprobs")
+            kl_BT = kl_estimate(
+                previous_BT if in_reward else logprobs_BT,
+                torch.where(mask_BT > 0, reference_BT, 0.0),
+                config.reference_policy_kl_type,
+                previous_BT if config.use_bias_correction_kl else None,
+                config.kl_input_clamp_value,
+                config.kl_output_clamp_value,
+            )
+            if in_reward:
+                advantages = less_kl_to_go(advantages, kl_BT, mask_BT, penalty)
+        sampled = Sampled(ratio, advantages, logprobs_BT, previous_BT, counts.own)
+        term = POLICY_TERMS[config.policy_loss](config, sampled)
+        corrected = correction(config, previous_BT - generation_BT, mask_BT)
+        loss_BT = (term.loss * corrected.weights).expand_as(mask_BT)
+
+        open_BT, nll = None, None
+        if config.top_entropy_quantile < 1:
+            (entropy_BT,) = batch.require("entropy")
+            open_BT = _of_high_entropy(entropy_BT, mask_BT, config.top_entropy_quantile)
+            loss_BT = torch.where(open_BT, loss_BT, 0.0)
+        if kl_BT is not None and not in_reward:
+            loss_BT = loss_BT + penalty * kl_BT
+
+        total, entropy = self._mean(loss_BT, mask_BT, counts), None
+        if config.entropy_coef:
+            (entropy_BT,) = batch.require("entropy")
+            entropy = masked_sum(entropy_BT, mask_BT) / counts.tokens
+            total = total - config.entropy_coef * entropy
+        if config.positive_example_nll_weight:
+            (rewards_B,) = batch.require("rewards")
+            nll = -masked_sum(logprobs_BT, mask_BT * (rewards_B > 0)[:, None]) / counts.own[_POSITIVE]
+            total = total + config.positive_example_nll_weight * nll
+        with torch.no_grad():
+            metrics = {
+                "sampling_importance_ratio": masked_sum((previous_BT - generation_BT).exp(), mask_BT) / counts.tokens,
+                "approx_entropy": -((logprobs_BT - generation_BT).exp() * logprobs_BT).sum() / counts.tokens,
+                **_spread("probs_ratio", ratio, mask_BT, counts),
+                **_spread("probs_ratio_clamped", term.bounded, mask_BT, counts),
+                "clip_ratio/low": mean_over_tokens(term.low, mask_BT, counts),
+                "clip_ratio/high": mean_over_tokens(term.high, mask_BT, counts),
+            }
+            if corrects(config):
+                metrics |= corrected.metrics(mask_BT, counts)
+            if kl_BT is not None:
+                metrics["kl_penalty"] = masked_sum(kl_BT, mask_BT) / counts.tokens
+            if entropy is not None:
+                metrics["entropy"] = entropy.detach().clone()
+            if nll is not None:
+                metrics["positive_nll"] = nll.detach().clone()
+            for name, tokens_BT in (("high_entropy_share", open_BT), ("covariance_share", term.chosen)):
+                if tokens_BT is not None:
+                    metrics[name] = mean_over_tokens(tokens_BT, mask_BT, counts)
+            metrics["loss"] = total.detach().clone()
+        return total, metrics
+
+    def advantages(self, batch: Batch, previous_BT: Tensor) -> Tensor:
+        """How much better than expected each token is, without gradient; broadcasts to [B, T]. `previous_BT`: previous
+        logprobs, 0 outside the mask."""
+        (advantages_B,) = batch.require("advantages")
+        return advantages_B[:, None]
+
+    def _mean(self, values_BT: Tensor, mask_BT: Tensor, counts: Normalizers) -> Tensor:
+        """The mean over tokens, the sum over them for each sequence by one constant length (Dr. GRPO, Liu et al. 2025,
+        arXiv:2503.20783), or the mean over sequences of their token means."""
+        if self.config.token_level_loss == "constant":
+            return masked_sum(values_BT, mask_BT) / (counts.sequences * self.config.constant_length)
+        if self.config.token_level_loss:
+            return masked_sum(values_BT, mask_BT) / counts.tokens
+        return ((values_BT * mask_BT).sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)).sum() / counts.sequences
+
+
+def grpo_loss(options: GRPOConfig) -> GRPOLoss:
+    return GRPOLoss(options.loss_fn)
+
+
+@torch.no_grad()
+def _of_high_entropy(entropy_BT: Tensor, mask_BT: Tensor, share: float) -> Tensor:
+    """Whether a token is of this share of the micro-batch's tokens, those with the highest entropy: at or above the
+    quantile, as TRL has it. The entropy is known in the training pass alone, which sees one micro-batch at a time."""
+    least = torch.where(mask_BT > 0, entropy_BT.float(), math.nan).nanquantile(1 - share)
+    return (entropy_BT >= least) & (mask_BT > 0)
+
+
+def _spread(name: str, values: Tensor, mask_BT: Tensor, counts: Normalizers) -> Metrics:
+    """Mean, smallest and largest of values that broadcast to the mask, over its tokens."""
+    # The values that a boolean index keeps are counted first, for which the host would wait.
+    values_BT, kept_BT = values.expand_as(mask_BT), mask_BT > 0
+    return {
+        name: mean_over_tokens(values, mask_BT, counts),
+        f"{name}_min": torch.where(kept_BT, values_BT, math.inf).min(),
+        f"{name}_max": torch.where(kept_BT, values_BT, -math.inf).max(),
+    }
+
+
+def less_kl_to_go(advantages: Tensor, kl_BT: Tensor, mask_BT: Tensor, penalty: float) -> Tensor:
+    """The advantages with a KL penalty in the reward, [B, T]: A_t - penalty (k_t + k_t+1 + ... + k_T), over the tokens
+    that have a loss. `advantages` broadcasts to [B, T]; `kl_BT` is in nats, of the policy at the start of the step,
+    without gradient.
+
+    A token answers for the KL of those that follow it, because it changes how likely they are. With k1 and on-policy
+    samples, the policy gradient of these advantages is that of the reward less `penalty` times the KL(policy ||
+    reference) of whole responses (k1 as a reward: Liu et al. 2025, arXiv:2510.01555).
+
+    Source: REINFORCE++ (Hu et al. 2025, arXiv:2501.03262), eq. 8, here with a baseline and before any normalisation of
+    the KL, so that `penalty` weights it as in the loss. verl's `use_kl_in_reward` with `reinforce_plus_plus` has this
+    sum, TRL's `RLOOTrainer` that of the whole response for each token, NeMo-RL's `use_kl_in_reward` k_t alone.
+    """
+    to_go_BT = torch.where(mask_BT > 0, kl_BT, 0.0).flip(1).cumsum(1).flip(1)
+    return advantages - penalty * to_go_BT
+
+
+def kl_estimate(
+    logprobs: Tensor,
+    reference: Tensor,
+    kind: str,
+    sampled_with: Tensor | None,
+    input_clamp: float | None = None,
+    output_clamp: float | None = None,
+) -> Tensor:
+    """Per-token estimate of KL(policy || reference) in nats, with gradient, from logprobs of sampled tokens.
+
+    With d = reference - logprobs: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. These are weighted by the policy's
+    probability over that of `sampled_with`, the logprobs under the policy that sampled the tokens: an expectation over
+    samples changes with their probability, too, and without this factor the gradient of k1 averages to zero and that
+    of k3 to the gradient of KL(reference || policy) (Tang and Munos 2025, arXiv:2506.09477). None leaves the factor
+    out. Where `input_clamp` cuts d, a token has no gradient.
+    """
+    d = whole = reference - logprobs
+    if input_clamp is not None:
+        d = whole.clamp(-input_clamp, input_clamp)
+    if kind == "k1":
+        estimate = -d
+    elif kind == "k2":
+        estimate = d.square() / 2
+    elif kind == "k3":
+        estimate = d.exp() - 1 - d
+    else:
+        raise ValueError(f"KL estimator must be k1, k2 or k3, got {kind!r}")
+    if sampled_with is not None:
+        weight = (logprobs - sampled_with).exp()
+        estimate = estimate * torch.where(d == whole, weight, weight.detach())
+    return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)

@@ -1,0 +1,327 @@
+"""Rollouts on disk: all samples of a run for people and scripts, and rollouts of coming steps in a checkpoint."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
+
+from nemo_rl_lite.data.problems import Problem
+from nemo_rl_lite.generation.interface import Completion
+from nemo_rl_lite.observability.timer import Phase, unix_time
+from nemo_rl_lite.observability.trackers import set_aside
+from nemo_rl_lite.rollout.episode import Episode, Rollout
+
+log = logging.getLogger(__name__)
+
+ROLLOUTS = "rollouts"
+Split = Literal["train", "validation"]
+
+_MESSAGE = pa.struct(
+    [
+        ("role", pa.string()),
+        ("content", pa.string()),
+        # Tool calls and the like, as JSON.
+        ("other", pa.string()),
+    ]
+)
+_SPAN = pa.struct(
+    [("what", pa.string()), ("begin", pa.float32()), ("end", pa.float32()), ("place", pa.int32())],
+)
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("split", pa.string()),
+        # The problem's index in the step, and the sample's among those of the problem.
+        ("problem", pa.int32()),
+        ("sample", pa.int32()),
+        ("prompt", pa.list_(_MESSAGE)),
+        # What the assistant may call, as JSON.
+        ("tools", pa.string()),
+        ("answer", pa.string()),
+        # The assistant's last turn, and all that was said since the prompt.
+        ("response", pa.string()),
+        ("turns", pa.list_(_MESSAGE)),
+        ("reward", pa.float32()),
+        ("prompt_tokens", pa.int32()),
+        ("tokens", pa.int32()),
+        ("ending", pa.string()),
+        # What the sample waited for (generate, environment, reward), in seconds of its rollout; `place` is the engine.
+        ("spans", pa.list_(_SPAN)),
+    ]
+)
+# The key of `Times` in a file's metadata.
+_TIMES = b"times"
+
+
+@dataclass(frozen=True)
+class Times:
+    """When a rollout was sampled, and what its step did. Times are Unix times in seconds."""
+
+    began: float | None
+    """The zero of the spans; None where no sample has any, as in a rollout that a checkpoint kept."""
+    phases: list[tuple[str, float, float]]
+    """The step's phases under the names of its timers: name, begin, end."""
+
+
+class RolloutFiles:
+    """Writes `rollouts/step-<step>-<split>.parquet`, each whole or not at all. Files of steps after `done`, which are
+    repeated, are moved to `rollouts-undone/`."""
+
+    def __init__(self, run_folder: Path, limit: int | None, done: int):
+        """`limit`: samples of each rollout, the first ones (None: all of them)."""
+        self._folder, self._limit = run_folder / ROLLOUTS, limit
+        for cut_short in self._folder.glob(".*"):
+            cut_short.unlink()
+        set_aside([file for file in rollout_files(run_folder) if step_of(file) > done], run_folder / "rollouts-undone")
+
+    def write(self, step: int, split: Split, rollout: Rollout, phases: Sequence[Phase] = ()) -> None:
+        """Write one file, with the phases of the step in its metadata. A full disk is a warning, not an error: training
+        continues."""
+        if self._limit == 0:
+            return
+        # The whole folder can be read as one table at any time, because readers skip names that begin with a dot.
+        file = self._folder / f"step-{step:08d}-{split}.parquet"
+        partial = file.with_name(f".{file.name}")
+        try:
+            self._folder.mkdir(exist_ok=True)
+            rows = [{"step": step, "split": split, **row} for row in _rows(rollout)][: self._limit]
+            began = _began(rollout)
+            times = {
+                "began": None if began is None else unix_time(began),
+                "phases": [(one.name, unix_time(one.begin), unix_time(one.end)) for one in phases],
+            }
+            table = pa.Table.from_pylist(rows, SCHEMA.with_metadata({_TIMES: json.dumps(times)}))
+            parquet.write_table(table, partial, compression="zstd")
+            partial.replace(file)
+        except OSError as error:
+            log.warning("the rollout of step %d cannot be written to %s: %s", step, self._folder, error)
+
+
+def rollout_files(run_folder: Path) -> list[Path]:
+    """The files of a run, in the order of their steps."""
+    return sorted((run_folder / ROLLOUTS).glob("step-*.parquet"))
+
+
+def step_of(file: Path) -> int:
+    return int(file.stem.split("-")[1])
+
+
+def read_rollout(file: Path) -> list[dict[str, Any]]:
+    """The rows of one file. Raises OSError or pyarrow.ArrowException: it cannot be read."""
+    return parquet.read_table(file).to_pylist()
+
+
+def read_times(file: Path) -> Times | None:
+    """When the rollout of a file was sampled; None in files of earlier versions. Raises what `read_rollout` raises."""
+    kept = (parquet.read_schema(file).metadata or {}).get(_TIMES)
+    return None if kept is None else Times(**json.loads(kept))
+
+
+def read_spans(file: Path) -> list[dict[str, Any]]:
+    """The spans of all samples of a file, without the texts. Raises what `read_rollout` raises."""
+    samples = parquet.read_table(file, columns=["spans"]).column("spans").to_pylist()
+    return [span for spans in samples for span in spans or []]
+
+
+def _began(rollout: Rollout) -> float | None:
+    return min((span.begin for episode in rollout.episodes for span in episode.spans), default=None)
+
+
+def _rows(rollout: Rollout) -> Iterator[dict[str, Any]]:
+    began = _began(rollout) or 0.0
+    for index, episode in enumerate(rollout.episodes):
+        place, sample = divmod(index, rollout.samples_per_prompt)
+        yield {
+            "problem": place,
+            "sample": sample,
+            "prompt": [_message(message) for message in episode.prompt],
+            "tools": json.dumps(episode.problem.tools) if episode.problem.tools else None,
+            "answer": str(episode.problem.answer),
+            "response": episode.response,
+            "turns": [_message(message) for message in episode.said],
+            "reward": episode.reward,
+            "prompt_tokens": episode.prompt_length,
+            "tokens": episode.generated,
+            "ending": episode.ending,
+            "spans": [
+                {
+                    "what": one.what,
+                    "begin": one.begin - began,
+                    "end": one.begin - began + one.seconds,
+                    "place": one.place,
+                }
+                for one in episode.spans
+            ],
+        }
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    other = {name: value for name, value in message.items() if name not in ("role", "content")}
+    return {
+        "role": message["role"],
+        "content": message.get("content"),
+        "other": json.dumps(other, default=str) if other else None,
+    }
+
+
+_TURN = pa.struct(
+    [
+        ("start", pa.int64()),
+        ("length", pa.int64()),
+        ("logprobs", pa.list_(pa.float64())),
+        ("finish_reason", pa.string()),
+        ("versions", pa.list_(pa.int64())),
+        # A file of numpy's.
+        ("routed_experts", pa.binary()),
+    ]
+)
+_SAVED_SCHEMA = pa.schema(
+    [
+        # Of a rollout that is not complete, the number of the prompt.
+        ("prompt", pa.int64()),
+        ("is_dropped", pa.bool_()),
+        # Messages, answer, metadata and tools, and the agent's own messages or null, as JSON.
+        ("problem", pa.string()),
+        ("tokens", pa.list_(pa.int64())),
+        ("prompt_length", pa.int64()),
+        ("turns", pa.list_(_TURN)),
+        ("said", pa.string()),
+        ("reward", pa.float64()),
+        ("reward_parts", pa.string()),
+        ("ending", pa.string()),
+        ("is_left_out", pa.bool_()),
+    ]
+)
+_NUMBERS = ("samples_per_prompt", "reward_errors", "environment_errors", "taught", "rested", "took_s")
+
+
+@dataclass(frozen=True)
+class SavedRollout:
+    """The rollout of a step that was begun before a checkpoint, and is trained on after it."""
+
+    step: int
+    draws: list[list[int]]
+    """See `PendingRollout`."""
+    rollout: Rollout | None
+    """None where it is not complete."""
+    done: Mapping[int, list[Episode]]
+    """Of one that is not complete, the episodes of prompts that are, by number."""
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version of weights that sampled a token of it; its step where nothing is sampled yet."""
+        episodes = self.rollout.episodes if self.rollout else [one for own in self.done.values() for one in own]
+        versions = (version for one in episodes for _, turn in one.turns for version in turn.versions)
+        return min(versions, default=self.step)
+
+
+def save_rollouts(rollouts: Sequence[SavedRollout], folder: Path) -> None:
+    """Write a file for each rollout to `folder`. Raises OSError where one cannot be written."""
+    for one in rollouts:
+        try:
+            parts = [(own, number, False) for number, own in one.done.items()]
+            if one.rollout is not None:
+                parts = [(one.rollout.episodes, None, False), (one.rollout.dropped, None, True)]
+            rows = [_saved_row(episode, number, dropped) for own, number, dropped in parts for episode in own]
+        except (TypeError, ValueError) as error:
+            cause = f"its messages or rows are not JSON: {error}"
+            raise OSError(f"the rollout of step {one.step} cannot be saved: {cause}") from error
+        numbers = one.rollout and {name: getattr(one.rollout, name) for name in _NUMBERS}
+        known = {"step": one.step, "draws": one.draws, "complete": numbers}
+        schema = _SAVED_SCHEMA.with_metadata({"rollout": json.dumps(known)})
+        file = folder / f"rollout-{one.step:08d}.parquet"
+        parquet.write_table(pa.Table.from_pylist(rows, schema), file, compression="zstd")
+
+
+def load_rollouts(folder: Path) -> list[SavedRollout]:
+    """Return the rollouts that were written to `folder`, without the times of their episodes."""
+    return [_load_saved(file) for file in sorted(folder.glob("rollout-*.parquet"))]
+
+
+def _load_saved(file: Path) -> SavedRollout:
+    table = parquet.read_table(file)
+    known = json.loads(table.schema.metadata[b"rollout"])
+    step, numbers, draws = known["step"], known["complete"], known["draws"]
+    episodes: dict[bool, list[Episode]] = {False: [], True: []}
+    done: dict[int, list[Episode]] = {}
+    for row in table.to_pylist():
+        kept = episodes[row["is_dropped"]] if row["prompt"] is None else done.setdefault(row["prompt"], [])
+        kept.append(_episode(row))
+    if numbers is None:
+        return SavedRollout(step, draws, None, done)
+    taught = tuple(numbers.pop("taught"))
+    rollout = Rollout(episodes[False], taught=taught, dropped=tuple(episodes[True]), **numbers)
+    return SavedRollout(step, draws, rollout, {})
+
+
+def _saved_row(episode: Episode, prompt: int | None, dropped: bool) -> dict[str, Any]:
+    problem = episode.problem
+    asked = [problem.messages, problem.answer, problem.metadata, problem.tools, episode.own_prompt]
+    return {
+        "prompt": prompt,
+        "is_dropped": dropped,
+        "problem": json.dumps(asked, default=str),
+        "tokens": episode.tokens,
+        "prompt_length": episode.prompt_length,
+        "turns": [
+            {
+                "start": start,
+                "length": len(turn.tokens),
+                "logprobs": turn.logprobs,
+                "finish_reason": turn.finish_reason,
+                "versions": turn.versions,
+                "routed_experts": _array_bytes(turn.routed_experts),
+            }
+            for start, turn in episode.turns
+        ],
+        "said": json.dumps(episode.said, default=str),
+        "reward": episode.reward,
+        "reward_parts": json.dumps(dict(episode.reward_parts)),
+        "ending": episode.ending,
+        "is_left_out": episode.is_left_out,
+    }
+
+
+def _array_bytes(array: np.ndarray | None) -> bytes | None:
+    if array is None:
+        return None
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def _episode(row: dict[str, Any]) -> Episode:
+    messages, answer, metadata, tools, own_prompt = json.loads(row["problem"])
+    tokens = row["tokens"]
+    turns = [
+        (
+            turn["start"],
+            Completion(
+                tuple(tokens[turn["start"] : turn["start"] + turn["length"]]),
+                tuple(turn["logprobs"]),
+                turn["finish_reason"],
+                tuple(turn["versions"]),
+                None if turn["routed_experts"] is None else np.load(io.BytesIO(turn["routed_experts"])),
+            ),
+        )
+        for turn in row["turns"]
+    ]
+    return Episode(
+        Problem(tuple(messages), answer, metadata, tuple(tools)),
+        tokens,
+        row["prompt_length"],
+        turns,
+        json.loads(row["said"]),
+        row["reward"],
+        row["ending"],
+        reward_parts=json.loads(row["reward_parts"]),
+        is_left_out=row["is_left_out"],
+        own_prompt=None if own_prompt is None else tuple(own_prompt),
+    )
