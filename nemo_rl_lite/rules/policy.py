@@ -17,10 +17,11 @@ def chat_template_can_be_read(config: Config) -> Iterator[Violation]:
     if template is None:
         return
     from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    from nemo_rl_lite.compat.transformers import check_template
 
     try:
-        _compile_jinja_template(Path(template).expanduser().read_text())
+        check_template(Path(template).expanduser().read_text())
     except (OSError, RuntimeError, ValueError) as error:
         fix = "the path of a file with a Jinja template"
         yield Violation(TEMPLATE, template, f"cannot be read: {getattr(error, 'strerror', None) or error}", fix)

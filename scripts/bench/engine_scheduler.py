@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import Request
 
-from nemo_rl_lite.generation.vllm.scheduler import DecodeScheduler
+from nemo_rl_lite.compat.vllm_scheduler import DecodeScheduler
 from tests.functional.vllm_schedulers import BLOCK, Engine, result_of
 
 PROMPT, REPEATS, TARGET = 40, 5, 3

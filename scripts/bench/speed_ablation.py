@@ -19,7 +19,7 @@ TASKS = {"small": SMALL, "large": LARGE}
 PACKS = "policy.sequence_packing"
 SCHEDULER = "++generation.vllm_kwargs.scheduler_cls"
 VLLM_S_OWN = f"{SCHEDULER}=vllm.v1.core.sched.async_scheduler.AsyncScheduler"
-OURS = f"{SCHEDULER}=nemo_rl_lite.generation.vllm.scheduler.DecodeScheduler"
+OURS = f"{SCHEDULER}=nemo_rl_lite.compat.vllm_scheduler.DecodeScheduler"
 AUTO = [f"{PACKS}.train_mb_tokens=auto", f"{PACKS}.logprob_mb_tokens=auto", "offload=auto"]
 # Overrides of each line, on top of those of the lines before.
 CHANGES = {

@@ -23,7 +23,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from nemo_rl_lite.generation.vllm import scheduler as ours
+from nemo_rl_lite.compat import vllm_scheduler as ours
 from nemo_rl_lite.generation.vllm.worker import _import_model_class
 
 BLOCK, STOP, LONGEST = 16, 3, 128

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_rl_lite.generation.vllm.eight_bits import SCALES, keep_first_scales
+from nemo_rl_lite.compat.vllm import SCALES, keep_first_scales
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nemo_rl_lite.compat.megatron_cpu import prepare_import
 from nemo_rl_lite.offload import cpu_optimizer
 from nemo_rl_lite.offload.cpu_optimizer import fair_share, megatron_options, stays_on_host, step_threads
 from nemo_rl_lite.policy.megatron import optimizer
-from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 from nemo_rl_lite.rules.compose import compose_config
 

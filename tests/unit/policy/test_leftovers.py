@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
+from nemo_rl_lite.compat.megatron_cpu import prepare_import
 from nemo_rl_lite.policy.megatron.leftovers import GIB, MIB, HeldSegments, forget, mostly_empty
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from nemo_rl_lite.generation.vllm.cpu_experts import repair
+from nemo_rl_lite.compat.vllm import repair
 
 pytest.importorskip("vllm")
 

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from nemo_rl_lite.policy.megatron import cpu_shim
-from nemo_rl_lite.policy.megatron.cpu_shim import _RewritingLoader, rewrite
+from nemo_rl_lite.compat import megatron_cpu
+from nemo_rl_lite.compat.megatron_cpu import _RewritingLoader, rewrite
 
 
 @pytest.mark.parametrize(
@@ -45,5 +45,5 @@ def test_what_is_compiled_is_kept_apart_from_what_gpu_runs_read(tmp_path, monkey
     assert ours() == "cpu" and bytecode.stat().st_mtime_ns == written
     assert place(importlib.machinery.SourceFileLoader("place", str(source))) == "cuda" and ours() == "cpu"
     assert len(list((tmp_path / "__pycache__").iterdir())) == 2
-    monkeypatch.setattr(cpu_shim, "_RULES", ((re.compile("cuda"), "other"),))
+    monkeypatch.setattr(megatron_cpu, "_RULES", ((re.compile("cuda"), "other"),))
     assert ours() == "other"
