@@ -8,9 +8,10 @@ from pathlib import Path
 
 from nemo_rl_lite.cluster.calls import wait
 from nemo_rl_lite.cluster.placement import place
-from nemo_rl_lite.cluster.runtime import lost_process, ray_runtime
+from nemo_rl_lite.cluster.runtime import ray_runtime
 from nemo_rl_lite.cluster.watchdog import watched
 from nemo_rl_lite.cluster.workers import WorkerGroup
+from nemo_rl_lite.compat.ray import lost_process
 from nemo_rl_lite.config.sizes import engines
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.generation.interface import Generation, Requests

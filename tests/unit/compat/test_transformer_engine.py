@@ -1,13 +1,15 @@
-"""The order of tokens where ranks exchange heads."""
+"""The order of tokens where ranks exchange heads, and attention without dropout."""
 
 import sys
+from contextlib import nullcontext
 from itertools import accumulate
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
-from nemo_rl_lite.compat import transformer_engine
+from nemo_rl_lite.compat import transformer_engine, versions
 from nemo_rl_lite.policy.megatron.context import own_places
 
 NAMES = ("reorder_seq_chunks_after_a2a_before_attn_thd", "reorder_seq_chunks_before_a2a_after_attn_thd")
@@ -64,8 +66,12 @@ def library(monkeypatch) -> SimpleNamespace:
     return found
 
 
-@pytest.mark.parametrize(("size", "way", "replaced"), [(2, "a2a", True), (2, "p2p", False), (1, "a2a", False)])
-def test_only_models_that_exchange_heads_need_it(size, way, replaced, library):
+@pytest.mark.parametrize(
+    ("size", "way", "version", "replaced"),
+    [(2, "a2a", "2.12.0", True), (2, "p2p", "2.12.0", False), (1, "a2a", "2.12.0", False), (2, "a2a", "2.13.0", False)],
+)
+def test_only_models_that_exchange_heads_need_it_in_one_release(size, way, version, replaced, library, monkeypatch):
+    monkeypatch.setattr(versions, "version", lambda _: version)
     for name in NAMES:
         setattr(library, name, "theirs")
     transformer_engine.exchange_heads_on_device(SimpleNamespace(context_parallel_size=size, cp_comm_type=way))
@@ -73,7 +79,18 @@ def test_only_models_that_exchange_heads_need_it(size, way, replaced, library):
         assert getattr(library, name) is (getattr(transformer_engine, name) if replaced else "theirs")
 
 
-def test_a_release_without_the_functions_stays_as_it_is(library):
-    library.thd_cp_rank_order_to_sequence_order = "theirs"
-    transformer_engine.exchange_heads_on_device(SimpleNamespace(context_parallel_size=2, cp_comm_type="a2a"))
-    assert vars(library) == {"thd_cp_rank_order_to_sequence_order": "theirs"}
+class Attention(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.attention_dropout, self.attention_dropout_ctx = dropout, self.fork
+
+    def fork(self):
+        raise AssertionError("the random state was touched")
+
+
+@pytest.mark.parametrize("kind", [float, nn.Dropout])
+def test_attention_touches_the_random_state_where_it_has_dropout(kind):
+    without, with_dropout = Attention(kind(0.0)), Attention(kind(0.1))
+    transformer_engine.leave_random_state([nn.Sequential(without, nn.Linear(2, 2), with_dropout)])
+    assert without.attention_dropout_ctx is nullcontext
+    assert with_dropout.attention_dropout_ctx == with_dropout.fork
