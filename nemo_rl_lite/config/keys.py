@@ -11,6 +11,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import run_and_report
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
@@ -18,7 +19,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_rl_lite.compat.hydra import run_and_report
 from nemo_rl_lite.config.nemo_rl_names import instead_of_nemo_rls, name_here
 from nemo_rl_lite.config.other_names import instead_of, meant_keys, most_like
 from nemo_rl_lite.errors import ConfigError, Violation
