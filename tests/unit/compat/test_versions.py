@@ -29,10 +29,12 @@ def _is_name(assignment: ast.Assign) -> bool:
 
 
 def couplings(tree: ast.Module) -> list[str]:
-    """Return the public functions and classes of a module, with the first sentence of each."""
+    """Return the public functions and classes of a module, with the first line of each, and private names of others."""
     found = [one for one in tree.body if isinstance(one, ast.FunctionDef | ast.ClassDef)]
     public = [one for one in found if not one.name.startswith("_")]
-    return [f"{one.name}: {(ast.get_docstring(one) or '').partition('.')[0]}" for one in public]
+    listed = [f"{one.name}: {(ast.get_docstring(one) or '').partition(chr(10))[0]}" for one in public]
+    others = (ast.unparse(one) for one in tree.body if isinstance(one, ast.ImportFrom | ast.Assign))
+    return listed + [f"names: {one}" for one in others if re.search(r"(\.|import )_[a-z]", one)]
 
 
 def pinned(library: str) -> str:
