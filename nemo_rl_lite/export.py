@@ -51,11 +51,11 @@ def export(run: Path, target: Path | None) -> Path:
     warnings.simplefilter("ignore")
     import transformers
 
+    from nemo_rl_lite.compat.megatron_cpu import prepare_import
     from nemo_rl_lite.host.machine import free_port
     from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, with_template
     from nemo_rl_lite.models.source import locate_model
     from nemo_rl_lite.observability.console import RunConsole
-    from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
 
     prepare_import()
     from nemo_rl_lite.policy.megatron.conversion import convert

@@ -12,7 +12,6 @@ from typing import Any
 import ray
 
 from nemo_rl_lite.cluster.heartbeat import HeartbeatThread
-from nemo_rl_lite.host.distributions import listed_quickly
 from nemo_rl_lite.host.machine import free_port, log_to_stderr
 from nemo_rl_lite.observability import profiling
 from nemo_rl_lite.observability.timer import SETUP, seconds_since_start
@@ -68,7 +67,7 @@ class WorkerActor:
         log_to_stderr()
         os.environ.update(environment)
         module_name, _, class_name = class_path.rpartition(".")
-        with self._heartbeat.during("import", None), SETUP("import"), listed_quickly():
+        with self._heartbeat.during("import", None), SETUP("import"):
             module = importlib.import_module(module_name)
             if hasattr(module, "preload"):
                 module.preload()

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 import ray
-from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
+from nemo_rl_lite.compat.ray import kv_get, kv_put
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.observability.liveness import latest_progress
 from nemo_rl_lite.observability.system import Sampler, Usage
@@ -88,7 +88,7 @@ class HeartbeatThread:
             counts, stack, usage = latest_progress(), _main_stack(), self._system.usage
             heartbeat = Heartbeat(self._worker, self._phase, self._since, time.time(), counts, stack, self._node, usage)
             try:
-                _internal_kv_put(_key(self._worker), json.dumps(asdict(heartbeat)).encode(), overwrite=True)
+                kv_put(_key(self._worker), json.dumps(asdict(heartbeat)).encode(), overwrite=True)
             except Exception as error:  # of any kind: the next heartbeat may succeed
                 log.debug("a heartbeat was not written: %s", error)
             time.sleep(PERIOD_S)
@@ -98,7 +98,7 @@ def last_heartbeats(workers: Sequence[str]) -> list[Heartbeat]:
     """The last heartbeat of each worker that has written one."""
     found = []
     for worker in workers:
-        value = _internal_kv_get(_key(worker))
+        value = kv_get(_key(worker))
         if value is not None:
             content = json.loads(value)
             typed = {"stack": tuple(content["stack"]), "usage": Usage(**content["usage"])}

@@ -44,13 +44,13 @@ class ChatTemplate:
     def options(self) -> list[str]:
         """The names of what the template reads, besides what it is always given. Raises ValueError: there are several
         templates, and none is the default."""
-        from transformers.utils.chat_template_utils import _get_template_variables
+        from nemo_rl_lite.compat.transformers import template_variables
 
         if not self.exists:
             return []
         known = inspect.signature(self._tokenizer.apply_chat_template).parameters
-        read = _get_template_variables(self._tokenizer.get_chat_template())
-        return sorted({*read} - known.keys() - _ALWAYS - self._tokenizer.special_tokens_map.keys())
+        read = template_variables(self._tokenizer.get_chat_template())
+        return sorted(read - known.keys() - _ALWAYS - self._tokenizer.special_tokens_map.keys())
 
     def leaves_out(self, role: str) -> bool:
         """Return whether the template writes nothing of what this role says before the assistant's turn."""

@@ -8,7 +8,6 @@ from typing import Any, Self
 
 from nemo_rl_lite.config.sections.data import DataConfig
 from nemo_rl_lite.data.columns import to_problem
-from nemo_rl_lite.data.gym_package import import_task
 from nemo_rl_lite.data.problems import Problem, is_held_out
 from nemo_rl_lite.errors import DataError
 
@@ -80,7 +79,6 @@ def draw_entry(task: str, arguments: Mapping[str, Any], seed: int) -> dict[str, 
     Raises:
         DataError: the task does not take the arguments, or fails.
     """
-    import_task(task)
     from reasoning_gym.factory import create_dataset
 
     try:
@@ -92,7 +90,6 @@ def draw_entry(task: str, arguments: Mapping[str, Any], seed: int) -> dict[str, 
 
 def nearest_task(name: str) -> str | None:
     """Return None where the task exists, else a hint at similar names."""
-    import_task(name)
     from reasoning_gym.factory import DATASETS
 
     return None if name in DATASETS else _hint(name, list(DATASETS))
@@ -100,7 +97,6 @@ def nearest_task(name: str) -> str | None:
 
 def unknown_arguments(task: str, arguments: Mapping[str, Any]) -> dict[str, str]:
     """Return a hint for each name in `arguments` that the task does not take."""
-    import_task(task)
     from reasoning_gym.factory import DATASETS
 
     known = [field.name for field in fields(DATASETS[task][1]) if field.name not in _OWNED]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.compat.megatron import learn_pattern_again, micro_batches_in_pattern, offload_manager
 from nemo_rl_lite.config.sections.policy import MegatronConfig
 
 # Without this variable, Transformer Engine >= 2.10 would offload by itself, weights included. It reads the variable
@@ -91,7 +92,7 @@ def suspended(chunks: Sequence[Any]) -> Iterator[None]:
     if not configs:
         yield
         return
-    manager = _manager_class().get_instance()
+    manager = offload_manager()
     # The first call hides the pass from models and schedules, the second from the modules.
     _set_all(configs, False)
     manager.disable_offload()
@@ -107,9 +108,8 @@ def training_pass(chunks: Sequence[Any], micro_batches: int) -> Iterator[None]:
     """Wrap each pass that ends in gradients. Where it has more micro-batches than any before, the manager learns its
     pattern again; otherwise it would silently keep the additional micro-batches on the device."""
     hooks = []
-    if _configs(chunks) and len(_manager_class().get_instance()._cached_chunks_forward) < micro_batches:
-        _manager_class().reset_instance()
-        _manager_class().get_instance()._cpu_tensor_pool = HostBuffers()
+    if _configs(chunks) and micro_batches_in_pattern() < micro_batches:
+        learn_pattern_again(HostBuffers())
         # While the manager learns, the backward pass fetches tensors without checking that they are on the host.
         hooks = [chunk.register_forward_hook(_wait_for_copies_out) for chunk in chunks]
     try:
@@ -138,7 +138,7 @@ class HostBuffers:
 
 
 def _wait_for_copies_out(*_: Any) -> None:
-    torch.cuda.current_stream().wait_stream(_manager_class().get_instance().d2h_stream)
+    torch.cuda.current_stream().wait_stream(offload_manager().d2h_stream)
 
 
 def _configs(chunks: Sequence[Any]) -> list[Any]:
@@ -151,9 +151,3 @@ def _configs(chunks: Sequence[Any]) -> list[Any]:
 def _set_all(configs: Sequence[Any], on: bool) -> None:
     for config in configs:
         config.fine_grained_activation_offloading = on
-
-
-def _manager_class() -> Any:
-    from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
-
-    return PipelineOffloadManager

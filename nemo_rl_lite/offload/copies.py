@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.compat.torch import foreach_copy
+
 # 2.5 ms on a link of 50 GB/s: a short wait for others. Between two pieces the link is idle, 8 % of the time.
 PIECE_BYTES = 128 << 20
 
@@ -99,4 +101,4 @@ def pieces(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     # One call for many: this thread has the interpreter in each, and takes it from the one that launches kernels.
-    torch._foreach_copy_(targets, sources, non_blocking=True)
+    foreach_copy(targets, sources, non_blocking=True)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nemo_rl_lite.compat.torch import free_host_cache
 from nemo_rl_lite.config.sections.policy import OptimizerConfig
 
 
@@ -49,27 +50,13 @@ def parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return getattr(optimizer, "sub_optimizers", [optimizer])
 
 
-def collect_states(optimizer: Any) -> None:
-    """Copy the states and float32 weights of its parts into a CPU optimizer, as a step does."""
-    optimizer._sync_sub_optimizers_state_to_hdo()
-
-
-def forget_classes(optimizer: torch.optim.Optimizer) -> None:
-    """Remove the classes of its parts from a CPU optimizer's groups; it also keeps them elsewhere. A checkpoint that
-    names classes could not be read without importing and running them."""
-    for group in optimizer.param_groups:
-        for name in ("cpu_optimizer_cls", "gpu_optimizer_cls"):
-            group.pop(name, None)
-
-
 def release_copies_of_construction() -> None:
     """Free the copies that megatron-core leaves behind: it first builds the optimizer over whole parameters, with
     page-locked copies, and then over this rank's share; and it makes new copies when it reads a checkpoint."""
     # The first optimizer is part of reference cycles.
     gc.collect()
     torch.cuda.empty_cache()
-    # torch caches page-locked memory in sizes that nothing will request again.
-    torch._C._host_emptyCache()
+    free_host_cache()
 
 
 def step_threads() -> int:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, UntypedStorage
 
+from nemo_rl_lite.compat.torch import storage_id
+
 # Each storage starts at a multiple of this many bytes in host memory.
 ALIGNMENT = 512
 
@@ -34,7 +36,7 @@ def storages_of(tensors: Iterable[Tensor], device: torch.device) -> list[Untyped
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.device.type == device.type and storage.nbytes():
-            found.setdefault(storage._cdata, storage)
+            found.setdefault(storage_id(storage), storage)
     return list(found.values())
 
 

@@ -7,8 +7,6 @@ from nemo_rl_lite.checkpoint.resume import Start
 from nemo_rl_lite.config.algorithms import algorithm_of
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.user_code import imported
-from nemo_rl_lite.data.gym_package import import_whole
-from nemo_rl_lite.host.distributions import listed_quickly
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.observability.trackers import MetricsLog
@@ -26,10 +24,8 @@ class Job(Protocol):
 
 def import_packages(config: Config) -> None:
     """Import what the job of the configured algorithm needs."""
-    with listed_quickly():
-        imported(algorithm_of(config).job)
-        from transformers import AutoTokenizer  # noqa: F401
-    import_whole()
+    imported(algorithm_of(config).job)
+    from transformers import AutoTokenizer  # noqa: F401
 
 
 def make_job(config: Config, folder: Path, console: RunConsole, model_path: Path) -> Job:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.checkpoint.resume import Start, checkpoint_store, find_start
-from nemo_rl_lite.cluster.runtime import lost_process, ray_runtime
+from nemo_rl_lite.cluster.runtime import ray_runtime
+from nemo_rl_lite.compat.ray import lost_process
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.host.stopping import was_asked_to_end

@@ -161,7 +161,7 @@ COMPARISONS = {
                 "packs of 16,384": [f"{PACKS}.train_mb_tokens=16384"],
                 "auto, and half of the GPU for the engine": [*AUTO, "generation.vllm_cfg.gpu_memory_utilization=0.5"],
                 "a short way through the scheduler": [
-                    f"{SCHEDULER}=nemo_rl_lite.generation.vllm.scheduler.DecodeScheduler"
+                    f"{SCHEDULER}=nemo_rl_lite.compat.vllm_scheduler.DecodeScheduler"
                 ],
                 "logits kept": [f"{MEGATRON}.keep_logits=true"],
             }

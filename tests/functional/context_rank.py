@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
+from nemo_rl_lite.compat.megatron_cpu import prepare_import
 
 prepare_import()
 

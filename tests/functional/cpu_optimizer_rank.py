@@ -5,12 +5,12 @@ import os
 import re
 import sys
 
+from nemo_rl_lite.compat import megatron_cpu
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.policy.megatron import cpu_shim
 from nemo_rl_lite.rules.compose import compose_config
 
 # Every parameter is on the device until it is copied to the host, and nothing is page-locked.
-cpu_shim._RULES += tuple(
+megatron_cpu._RULES += tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"for param in params if param\.is_cuda\]", "for param in params]"),
@@ -21,7 +21,7 @@ cpu_shim._RULES += tuple(
         (r"self\._(d2h|h2d)_stream\.record_event\(\)", "torch.cpu.Event()"),
     )
 )
-cpu_shim.prepare_import()
+megatron_cpu.prepare_import()
 
 from megatron.core.optimizer import distrib_optimizer  # noqa: E402
 

@@ -84,7 +84,7 @@ def test_rounding_passes_where_the_limit_of_bfloat16_would_end_a_run(way):
 
 
 def test_a_second_rounding_costs_more_than_scales_that_are_powers_of_two(monkeypatch):
-    """What generation/vllm/eight_bits.py avoids: weights that were rounded with scales of any value before."""
+    """What compat/vllm.py avoids: weights that were rounded with scales of any value before."""
     policy, blocks = random_model(0), "fp8_per_block"
     before = copy.deepcopy(policy)
     for layer in quantised(before):

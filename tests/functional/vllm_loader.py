@@ -14,7 +14,7 @@ from vllm.distributed import destroy_model_parallel, init_distributed_environmen
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 
-from nemo_rl_lite.generation.vllm.worker import _import_model_class
+from nemo_rl_lite.compat.vllm import import_model_class
 from nemo_rl_lite.host.machine import free_port
 from nemo_rl_lite.refit.engine.destinations import Destinations
 from tests.unit.refit.engine.test_destinations import refit
@@ -26,7 +26,7 @@ def main(*folders: str) -> None:
 
 
 def check(folder: str, other: str) -> None:
-    _import_model_class(Path(folder))
+    import_model_class(Path(folder))
     config = EngineArgs(
         model=folder, dtype="float32", enforce_eager=True, skip_tokenizer_init=True
     ).create_engine_config()

@@ -23,8 +23,8 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from nemo_rl_lite.generation.vllm import scheduler as ours
-from nemo_rl_lite.generation.vllm.worker import _import_model_class
+from nemo_rl_lite.compat import vllm_scheduler as ours
+from nemo_rl_lite.compat.vllm import import_model_class
 
 BLOCK, STOP, LONGEST = 16, 3, 128
 
@@ -131,7 +131,7 @@ def _request(name: str, prompt: list[int], longest: int) -> Request:
 
 
 def main(model: str) -> None:
-    _import_model_class(Path(model))
+    import_model_class(Path(model))
     init_none_hash(sha256)
     # In the small cache requests lose their blocks and begin again.
     counts = [compare(model, seed, blocks) for seed in range(6) for blocks in (2000, 60)]

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from nemo_rl_lite.compat.torch import foreach_mul
 from nemo_rl_lite.config.engines import VLLM_LORA_RANKS
 from nemo_rl_lite.config.sections.policy import LoraConfig
 from nemo_rl_lite.errors import RefitError
@@ -120,7 +120,7 @@ class AdapterSlot:
     def scale(self) -> None:
         """Apply the scaling to what has been loaded; vLLM has none when it computes."""
         if self._scaling != 1:
-            torch._foreach_mul_([part.target(False) for part in self._parts.values()], self._scaling)
+            foreach_mul([part.target(False) for part in self._parts.values()], self._scaling)
 
 
 def _parts(manager: Any) -> Iterator[tuple[str, _Part]]:

@@ -1,6 +1,5 @@
 """The part that runs inside vLLM's own worker processes, as their `worker_extension_cls`."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.compat.vllm import adapter_manager, experts_backends, pack_shared_weights
 from nemo_rl_lite.config.engines import VLLM_QUANTIZATIONS
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.vllm.adapters import AdapterSlot
@@ -38,7 +38,7 @@ class RefitExtension:
         self._is_first_refit, self._quantizes = True, False
         self._slot: AdapterSlot | None = None
         if scaling is not None:
-            self._slot = AdapterSlot(self.model_runner.lora_manager._adapter_manager, scaling)
+            self._slot = AdapterSlot(adapter_manager(self.model_runner), scaling)
             self._receiver = connect(sources[self.rank], torch.device(self.device))
             self._destinations = Destinations(self._slot.load, self._slot.memory)
             return
@@ -55,7 +55,7 @@ class RefitExtension:
             )
         if self._quantizes and config.is_moe:
             raise RefitError("no refit of quantised experts has been tried; remove generation.vllm_kwargs.quantization")
-        for backend in _experts_backends(model) if self.device.type == "cuda" else ():
+        for backend in experts_backends(model) if self.device.type == "cuda" else ():
             if backend not in ("TRITON", "BATCHED_TRITON"):
                 raise RefitError(
                     f"experts on vLLM's backend {backend} cannot be refitted: it changes their layout at start; "
@@ -131,7 +131,7 @@ class RefitExtension:
         with self._as_at_the_start():
             finalize_layerwise_reload(model, self.model_runner.model_config)
             if self.device.type == "cpu":
-                _pack_shared_weights(model)
+                pack_shared_weights(model)
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
             # The policy may want the memory of the layers that were under way.
@@ -149,21 +149,3 @@ class RefitExtension:
         finishes tracing vLLM's kind of parameters while a default device is set."""
         with self.device, torch.compiler.set_stance("force_eager"):
             yield
-
-
-def _pack_shared_weights(model: torch.nn.Module) -> None:
-    """Let vLLM pack a matrix that several layers share for each of them, as it did at the start. Its reload packs for
-    the layer that the loader names, the embedding; the last layer of models such as Llama is a module of its own, and
-    would compute with the matrix of the start."""
-    layers: list[Any] = [layer for layer in model.modules() if layer._parameters.get("weight") is not None]
-    uses = Counter(id(layer.weight) for layer in layers)
-    for layer in layers:
-        if uses[id(layer.weight)] > 1 and hasattr(layer, "cpu_linear"):
-            layer.quant_method.process_weights_after_loading(layer)
-
-
-def _experts_backends(model: torch.nn.Module) -> set[str]:
-    """The names of the backends with which vLLM computes unquantised experts."""
-    methods = (getattr(module, "quant_method", None) for module in model.modules())
-    backends = (getattr(method, "unquantized_backend", None) for method in methods)
-    return {backend.name for backend in backends if backend is not None}

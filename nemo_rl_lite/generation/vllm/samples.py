@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from nemo_rl_lite.compat.vllm import finish_begun_steps
 from nemo_rl_lite.errors import EngineError
 from nemo_rl_lite.generation.interface import Completion, Decoded, Drafts, Request
 
@@ -126,11 +127,7 @@ class Samples:
 
     def end_step(self, version: int) -> None:
         """Wait for the step that vLLM has begun ahead (asynchronous scheduling), and note what `version` sampled."""
-        core = self._engine.engine_core.engine_core
-        core.pause_scheduler("keep", clear_cache=False)
-        while core.batch_queue:
-            self.step(version)
-        core.resume_scheduler()
+        finish_begun_steps(self._engine, lambda: self.step(version))
         for sample in self._under_way.values():
             sample.note_version(version)
 
@@ -156,7 +153,7 @@ class Samples:
 
 
 def _logprobs(given: Any) -> list[float]:
-    """The sampled tokens' logprobs: `scheduler.py` gives them as they are, vLLM in column 0 of an array."""
+    """The sampled tokens' logprobs: `compat/vllm_scheduler.py` gives them as they are, vLLM in column 0 of an array."""
     if given is None or isinstance(given, list):
         return given or []
     return given.logprobs[:, 0].tolist()

@@ -1,39 +1,51 @@
 """A vLLM engine replica. A plain class; `cluster/` runs it in an actor."""
 
+import ctypes
 import gc
-import json
 import logging
+import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_lite.compat.vllm import (
+    PARTS,
+    decode_scheduler,
+    import_model_class,
+    keep_first_scales,
+    record_cpu_experts,
+    repair_cpu_build,
+    without_tool_servers,
+)
 from nemo_rl_lite.config.automatic import engine_share
 from nemo_rl_lite.config.engines import engines_quantize, engines_serve_adapters
 from nemo_rl_lite.config.sections.generation import GenerationConfig
 from nemo_rl_lite.config.sections.policy import PolicyConfig
 from nemo_rl_lite.generation.interface import Completion, Decoded, Request
-from nemo_rl_lite.generation.vllm import adapters, cpu_experts, cpu_speculation, eight_bits
+from nemo_rl_lite.generation.vllm import adapters
 from nemo_rl_lite.generation.vllm.samples import Samples
-from nemo_rl_lite.generation.vllm.start import open_device, timed_parts, with_graph_sizes, without_tool_servers
+from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.refit.engine.connection import Source, WeightsState
 from nemo_rl_lite.refit.transport.one_copy import SharedWeights
 from nemo_rl_lite.refit.transport.report import RefitReport
 
 EXTENSION = "nemo_rl_lite.generation.vllm.extension.RefitExtension"
-SCHEDULER = "nemo_rl_lite.generation.vllm.scheduler.DecodeScheduler"
 # How vLLM sleeps: where the refit before the next generation writes all weights, it keeps none; where refits bring
 # adapters alone, it keeps weights and adapters in host memory.
 KEEPS_NOTHING, KEEPS_WEIGHTS = 2, 1
 GIB = 2**30
+# Options of vLLM with which the sizes of its graphs follow rules of their own.
+_OWN_RULES = ("performance_mode", "speculative_config")
 # The number of the request of `sample_now`; those of `submit` begin with 0.
 _NOW = -1
 
 
 def preload() -> None:
     """Import what takes long to import. vLLM's front end `LLM` would import its servers too."""
-    open_device()
+    _open_device_early()
     with without_tool_servers():
         from vllm.engine.arg_utils import EngineArgs  # noqa: F401
         from vllm.v1.engine.llm_engine import LLMEngine  # noqa: F401
@@ -57,7 +69,7 @@ class VLLMEngine:
         # Rotary tables have no weights to load; vLLM warns about them at every refit.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         settings = generation.vllm_cfg
-        _import_model_class(Path(model_path))
+        import_model_class(Path(model_path))
         self._sleeps = on_gpu and generation.colocated.enabled and generation.colocated.sleep is not False
         self._lora = policy.megatron_cfg.peft if engines_serve_adapters(generation, policy) else None
         if on_gpu:
@@ -75,12 +87,12 @@ class VLLMEngine:
             own = with_graph_sizes(own, settings.max_num_seqs)
         speculates = own.get("speculative_config") is not None
         if on_gpu and not speculates and own.get("async_scheduling") is not False:
-            own.setdefault("scheduler_cls", SCHEDULER)
+            # None is vLLM's own.
+            own.setdefault("scheduler_cls", decode_scheduler())
         if on_gpu and engines_quantize(generation):
-            eight_bits.keep_first_scales()
+            keep_first_scales()
         if not on_gpu:
-            cpu_experts.repair()
-            cpu_speculation.repair()
+            repair_cpu_build()
         self._weights = WeightsState(complete=own.get("load_format") != "dummy" and self._lora is None)
         ranks = settings.tensor_parallel_size
         arguments = EngineArgs(
@@ -107,7 +119,7 @@ class VLLMEngine:
             # Stepped in this thread: an engine core in a process of its own is slower.
             self._engine: Any = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         if policy.router_replay.enabled and not on_gpu:
-            self._engine.apply_model(cpu_experts.record)
+            self._engine.apply_model(record_cpu_experts)
         self._version = 0
         self._recomputes = settings.recompute_kv_cache_after_weight_updates
         adapter = None if self._lora is None else adapters.adapter_request()
@@ -209,17 +221,6 @@ def _configured(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, **made}
 
 
-def _import_model_class(model_path: Path) -> None:
-    """Import vLLM's class of the model into this process, which needs it soon. vLLM would start another process to look
-    at it first, which imports everything again (24 s on a machine that has not read those files lately)."""
-    from vllm import ModelRegistry
-
-    for architecture in json.loads((model_path / "config.json").read_text()).get("architectures", []):
-        registered = ModelRegistry.models.get(architecture)
-        if registered is not None:
-            ModelRegistry.register_model(architecture, registered.load_model_cls())
-
-
 @contextmanager
 def short_of_memory(part: str, needed: int, in_use: int) -> Iterator[None]:
     """Say what to do where a sleeping engine cannot take the `needed` bytes again, next to those `in_use` on its GPU.
@@ -233,3 +234,71 @@ def short_of_memory(part: str, needed: int, in_use: int) -> Iterator[None]:
             f"no room for the {needed / GIB:.1f} GiB of the engine's {part}: {in_use / GIB:.1f} GiB of its fullest GPU "
             "were in use; set a smaller generation.vllm_cfg.gpu_memory_utilization, or offload=pinned if it is not set"
         ) from error
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Return the batch sizes for which an engine captures CUDA graphs; a batch is padded to the next one. vLLM's own
+    list has every eighth number up to 256. Decoding reads the weights and the cache, so padding costs little, and each
+    graph costs time at the start."""
+    steps = [1, 2, 4, 8, 16, *range(32, 256, 32), *range(256, 512, 64), *range(512, max_num_seqs, 128)]
+    return [size for size in steps if size < max_num_seqs] + [max_num_seqs]
+
+
+def with_graph_sizes(options: Mapping[str, Any], max_num_seqs: int) -> dict[str, Any]:
+    """Return the options of an engine with `graph_sizes`, unless they decide themselves what is captured."""
+    compilation = options.get("compilation_config") or {}
+    decides = not isinstance(compilation, Mapping) or any("cudagraph_capture_size" in name for name in compilation)
+    if decides or any(name in options for name in _OWN_RULES):
+        return dict(options)
+    sizes = {"cudagraph_capture_sizes": graph_sizes(max_num_seqs)}
+    return {**options, "compilation_config": {**compilation, **sizes}}
+
+
+@contextmanager
+def timed_parts() -> Iterator[None]:
+    """Time in `SETUP` the parts of an engine's start in this process, which vLLM tells by what it logs."""
+    parts, logger = _Parts(), logging.getLogger("vllm")
+    logger.addHandler(parts)
+    try:
+        yield
+    finally:
+        logger.removeHandler(parts)
+        parts.end("warm_up")
+
+
+class _Parts(logging.Handler):
+    """Ends a part of the start at each of the messages of `PARTS`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._began = time.perf_counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        part = next((part for text, part in PARTS.items() if str(record.msg).startswith(text)), None)
+        if part is not None:
+            self.end(part)
+
+    def end(self, part: str) -> None:
+        now = time.perf_counter()
+        SETUP.add(part, now - self._began)
+        self._began = now
+
+
+def _open_device_early() -> None:
+    """Open this process's GPU in a thread, while the process imports. Does nothing where it sees none, or several: the
+    engine then runs in processes of its own."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if visible and "," not in visible:
+        threading.Thread(target=_open_device, name="open-device", daemon=True).start()
+
+
+def _open_device() -> None:
+    """Retain the primary context of the first GPU, which CUDA's runtime and so torch will use. An error will come again
+    where the engine uses the device."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    context = ctypes.c_void_p()
+    if driver.cuInit(0) == 0:
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)

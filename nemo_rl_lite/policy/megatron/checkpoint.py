@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_rl_lite.compat.megatron import check_padding, padded_buckets
 from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.offload import cpu_optimizer
 from nemo_rl_lite.policy.megatron import saved_optimizer
@@ -33,7 +34,12 @@ class PolicyState:
     components must be on the device. A model with adapters saves these alone; the other weights do not change."""
 
     def __init__(self, model: MegatronModel, optimizer: Any, scheduler: Any, resume_layouts: str = "any"):
-        """`resume_layouts`: the format of saves; `load` reads either."""
+        """`resume_layouts`: the format of saves; `load` reads either.
+
+        Raises:
+            CheckpointError: see `check_padding`.
+        """
+        check_padding(optimizer)
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._format = resume_layouts
         self._writing: Writing | None = None
@@ -107,7 +113,7 @@ class PolicyState:
         models = self._sharded_weights()
         whole = {name: value for weights in models.values() for name, value in weights.items()}
         metadata = _OPTIMIZER_FORMATS[form]
-        with saved_optimizer.padded_buckets(self._optimizer):
+        with padded_buckets(self._optimizer):
             optimizer = self._optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=metadata)
         return {**models, "optimizer": optimizer, "scheduler": self._scheduler.state_dict(), _FORMAT: form}
 

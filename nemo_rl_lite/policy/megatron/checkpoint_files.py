@@ -2,7 +2,6 @@
 in them."""
 
 import pickle
-import queue
 import re
 import shutil
 import threading
@@ -15,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_rl_lite.checkpoint.store import digests_of
 from nemo_rl_lite.checkpoint.trust import reading_only
+from nemo_rl_lite.compat.megatron import async_request, staged_writing
 from nemo_rl_lite.errors import CheckpointError
 
 # What reading a damaged file may raise.
@@ -44,14 +44,14 @@ class Writing:
         request = _request(state, folder)
         self._finalize, self._folder = request.finalize_fns, folder
         self._digests: dict[str, str] = {}
-        work: Any = _nothing
-        if request.async_fn is not None:
-            rank, _, results = request.async_fn_args
-            changing = live()
-            staged = [_staged(bucket, changing) for bucket in request.preload_fn()]
+        changing = live()
+        writing = staged_writing(request, lambda bucket: _staged(bucket, changing))
 
-            def work() -> None:
-                request.async_fn(rank, staged, results)
+        def work() -> None:
+            # Other ranks may have this rank's state.
+            if writing is not None:
+                rank, write = writing
+                write()
                 # Here rather than in the launcher: ranks do it at once, while training continues.
                 self._digests = digests_of(folder, folder.glob(f"__{rank}_*"))
 
@@ -94,14 +94,10 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 def _request(state: Callable[[], dict[str, Any]], folder: Path) -> Any:
     """megatron-core's AsyncRequest to write what `state` returns."""
-    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    # megatron-core would start a process to hand results over; here a thread of this process writes.
-    filesystem_async._results_queue = queue.Queue()  # pyrefly: ignore[bad-assignment]
     try:
-        return dist_checkpointing.save(state(), str(folder), async_sharded_save=True, async_strategy="mcore")
+        return async_request(state(), folder)
     # megatron-core refuses a model or optimizer by an assertion, on all ranks alike.
     except (AssertionError, NotImplementedError, OSError, CheckpointException, CheckpointingException) as error:
         raise CheckpointError(_cause(error)) from error
@@ -131,10 +127,6 @@ def _free(folder: Path) -> str:
     with suppress(OSError):
         return f" ({shutil.disk_usage(folder).free / 2**30:.1f} GiB are free there)"
     return ""
-
-
-def _nothing() -> None:
-    """Write nothing, on a rank whose state other ranks have."""
 
 
 def _staged(bucket: Any, live: set[int]) -> Any:

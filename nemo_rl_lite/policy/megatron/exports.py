@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
+from nemo_rl_lite.compat import bridge
 from nemo_rl_lite.policy.megatron.model import MegatronModel
 from nemo_rl_lite.refit.layout.packing import Named
 
@@ -48,8 +49,7 @@ class Adapters:
         self._adapters: list[Any] = []
 
     def tasks(self) -> list[Any]:
-        found = self._model.bridge._model_bridge.build_adapter_conversion_tasks(self._model.chunks)
-        self._adapters = [adapter for adapters in found.values() for adapter in adapters]
+        self._adapters = bridge.adapter_conversions(self._model.bridge, self._model.chunks)
         return [task for one in self._adapters for task in (one.linear_in_task, one.linear_out_task)]
 
     def export(self, tasks: Iterable[Any]) -> Iterable[Named]:
@@ -59,8 +59,5 @@ class Adapters:
             replace(adapter, linear_in_task=first, linear_out_task=second)
             for adapter, (first, second) in zip(self._adapters, pairs, strict=True)
         ]
-        # The bridge takes no tasks here: it makes new ones, in an object of its own.
-        bridge = self._model.bridge._model_bridge
-        bridge.build_adapter_conversion_tasks = lambda *_, **__: {"": adapters}
         on_cpu = self._model.device.type == "cpu"
-        return bridge.stream_adapter_weights_megatron_to_hf(self._model.chunks, cpu=on_cpu, show_progress=False)
+        return bridge.export_adapters(self._model.bridge, self._model.chunks, adapters, on_cpu)

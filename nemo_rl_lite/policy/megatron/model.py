@@ -5,19 +5,19 @@ import math
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_rl_lite.compat import transformer_engine
+from nemo_rl_lite.compat.bridge import auto_bridge
 from nemo_rl_lite.config.automatic import keeps_logits
 from nemo_rl_lite.config.parallel import ParallelDims
 from nemo_rl_lite.config.sections.policy import PolicyConfig
 from nemo_rl_lite.offload import activations
-from nemo_rl_lite.policy.megatron import head_exchange, lora, recordable, routers
-from nemo_rl_lite.policy.megatron.bridges import bridge_of
+from nemo_rl_lite.policy.megatron import lora, recordable, routers
 from nemo_rl_lite.policy.megatron.context import ContextRanks, check_shareable
 from nemo_rl_lite.policy.megatron.overlap import Gather, ddp_config
 from nemo_rl_lite.policy.megatron.pass_clock import PassClock
@@ -118,7 +118,7 @@ def build_model(
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
-    bridge = bridge_of(Path(path))
+    bridge = auto_bridge().from_hf_pretrained(path)
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
@@ -126,7 +126,7 @@ def build_model(
     set_fields(provider, config, on_gpu)
     provider.finalize()
     check_shareable(provider)
-    head_exchange.install(provider)
+    transformer_engine.exchange_heads_on_device(provider)
     provider.initialize_model_parallel(seed=seed, distributed_timeout_minutes=math.ceil(timeout_s / 60))
     adapted: Any = lora.adapters(parallel.peft) if parallel.peft.enabled else None
     in_graphs = on_gpu and parallel.cuda_graph_impl != "none"
@@ -147,7 +147,7 @@ def build_model(
         use_cpu_initialization=not on_gpu,
         pre_wrap_hook=before_wrapping if adapted is not None or parallel.freeze_moe_router or in_graphs else None,
     )
-    recordable.leave_random_state(chunks)
+    transformer_engine.leave_random_state(chunks)
     if in_graphs:
         recordable.check_recordable(chunks)
     routers.keep_biases_in_float32(chunks)

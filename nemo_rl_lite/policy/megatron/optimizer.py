@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nemo_rl_lite.compat.megatron import forget_classes
 from nemo_rl_lite.config.sections.policy import PolicyConfig
 from nemo_rl_lite.offload import cpu_optimizer
 from nemo_rl_lite.policy.megatron.memory import gradient_buffers, torch_optimizers
@@ -47,7 +48,7 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
     )
     if settings.optimizer_cpu_offload:
         for own in torch_optimizers(optimizer):
-            cpu_optimizer.forget_classes(own)
+            forget_classes(own)
         cpu_optimizer.release_copies_of_construction()
     # megatron-core wants a decay after the warm-up also where the rate is constant.
     decays, least = schedule.lr_decay_style != "constant", schedule.lr_warmup_iters + 1

@@ -1,20 +1,18 @@
-"""Completes what megatron-core's checkpoints lack for some optimizers: states that do not exist yet, step counts, the
-padding between buckets, and the two parts of its CPU optimizer."""
+"""Completes what megatron-core's checkpoints lack for some optimizers: states that do not exist yet, step counts, and
+the two parts of its CPU optimizer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.compat.megatron import collect_states
 from nemo_rl_lite.offload import cpu_optimizer
 from nemo_rl_lite.policy.megatron.memory import torch_optimizers
 
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
-# The method by which a sharded optimizer of megatron-core gathers its states.
-_GATHERING = "get_parameter_state_dp_zero"
 # Entries of a parameter group that are not settings.
 _NO_SETTINGS = {"params", "step"}
 # Settings that are the same in every group.
@@ -35,42 +33,7 @@ def make_states(optimizer: Any) -> None:
                     if not part.state.get(parameter):
                         part.state[parameter] = _first_state(part, group, parameter)
         if is_split:
-            cpu_optimizer.collect_states(own)
-
-
-@contextmanager
-def padded_buckets(optimizer: Any) -> Iterator[None]:
-    """Within the block, the states that a sharded optimizer gathers lie where its parameters lie in the buffer of all
-    buckets. megatron-core 0.19 leaves the padding between buckets out of them, but looks for them there: where a bucket
-    is padded, it would save those of other parameters."""
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    sharded = [part for part in chained if hasattr(part, _GATHERING)]
-    for part in sharded:
-        setattr(part, _GATHERING, partial(_padded, part.buffers, getattr(part, _GATHERING)))
-    try:
-        yield
-    finally:
-        for part in sharded:
-            delattr(part, _GATHERING)
-
-
-def _padded(buffers: Any, gather: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What `gather` returns, by the number of the buffer, its types and the name of a state, with padding."""
-    state = gather(*arguments, **options)
-    for number, buffer in enumerate(() if state is None else buffers):
-        for of_type in state[number].values():
-            for name, values in of_type.items():
-                if isinstance(values, Tensor):
-                    of_type[name] = _at_their_places(values, buffer)
-    return state
-
-
-def _at_their_places(values: Tensor, buffer: Any) -> Tensor:
-    placed, begin = values.new_zeros(buffer.grad_data.numel()), 0
-    for bucket in buffer.buckets:
-        placed[bucket.offset : bucket.offset + bucket.numel_unpadded] = values[begin : begin + bucket.numel_unpadded]
-        begin += bucket.numel_unpadded
-    return placed
+            collect_states(own)
 
 
 @contextmanager

@@ -3,7 +3,6 @@ and `training.py` have its passes."""
 
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.compat.bridge import auto_bridge
+from nemo_rl_lite.compat.megatron import hide_wandb
 from nemo_rl_lite.config.sections.generation import RefitConfig
 from nemo_rl_lite.config.sections.policy import PolicyConfig
 from nemo_rl_lite.config.sections.run import ClusterConfig
@@ -23,7 +24,6 @@ from nemo_rl_lite.offload.cpu_optimizer import stays_on_host, step_threads
 from nemo_rl_lite.offload.mover import Move
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.policy.megatron import leftovers
-from nemo_rl_lite.policy.megatron.bridges import import_bridge
 from nemo_rl_lite.policy.megatron.checkpoint import PolicyState
 from nemo_rl_lite.policy.megatron.conversion import export_folder
 from nemo_rl_lite.policy.megatron.graphs import CudaRecorder, MicroBatchGraphs
@@ -45,9 +45,8 @@ log = logging.getLogger(__name__)
 
 def preload() -> None:
     """Import the modules that take long to import."""
-    # Hidden from this process: megatron-core would import it, for seconds, for logs that nobody reads.
-    sys.modules["wandb"] = None  # pyrefly: ignore
-    import_bridge()
+    hide_wandb()
+    auto_bridge()
 
 
 class MegatronWorker:

@@ -8,15 +8,14 @@ during which the loader writes anything else there.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from nemo_rl_lite.compat.torch import TorchDispatchMode, storage_id, tree_leaves, written_arguments
 from nemo_rl_lite.refit.layout.packing import Arrived, CopyList, Named, dtype_name, same_bytes
 from nemo_rl_lite.refit.layout.plan import Slot
 from nemo_rl_lite.refit.layout.views import StridedView
@@ -90,7 +89,7 @@ class Destinations(EngineLoader):
     def __init__(self, load: Load, memory: Iterable[Tensor]):
         """`memory`: everything that the engine computes with, its parameters and buffers; they must not move."""
         super().__init__(load)
-        self._memory = {tensor.untyped_storage()._cdata for tensor in memory}
+        self._memory = {storage_id(tensor) for tensor in memory}
         self._handling: dict[int, _Handling] = {}
 
     @property
@@ -162,17 +161,17 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        written = [one for one in _written(func, args, kwargs) if isinstance(one, Tensor)]
+        written = [one for one in written_arguments(func, args, kwargs) if isinstance(one, Tensor)]
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         read = [one for one in given if all(one is not other for other in written)]
         incoming = [one for one in given if self._is_incoming(one)]
-        to_engine = any(one.untyped_storage()._cdata in self._memory for one in written)
+        to_engine = any(storage_id(one) in self._memory for one in written)
         if func is torch.ops.aten.copy_.default and to_engine and self._is_part(args[1], args[0]):
             self.copies.append(self._copy(args[0], args[1]))
         elif incoming and (written or not self._only_views(result)):
             self.used |= {self._slot(one).name for one in incoming}
             self._keep([*written, *tree_leaves(result)])
-        elif any(one.untyped_storage()._cdata in self._computed for one in read):
+        elif any(storage_id(one) in self._computed for one in read):
             self._keep([*written, *tree_leaves(result)])
         elif to_engine and func not in _CONSTANT:
             self.wrote_more = True
@@ -190,12 +189,8 @@ class _Watch(TorchDispatchMode):
 
     def _keep(self, tensors: Iterable[Any]) -> None:
         for one in tensors:
-            if (
-                isinstance(one, Tensor)
-                and one.untyped_storage()._cdata not in self._memory
-                and not self._is_incoming(one)
-            ):
-                self._computed[one.untyped_storage()._cdata] = one
+            if isinstance(one, Tensor) and storage_id(one) not in self._memory and not self._is_incoming(one):
+                self._computed[storage_id(one)] = one
 
     def _only_views(self, result: Any) -> bool:
         return bool(tree_leaves(result)) and all(self._is_incoming(one) for one in tree_leaves(result))
@@ -211,11 +206,3 @@ class _Watch(TorchDispatchMode):
     def _slot(self, incoming: Tensor) -> Slot:
         offset = incoming.data_ptr() - self._begin
         return next(slot for slot in reversed(self._slots) if slot.offset <= offset)
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The arguments that the operation writes to."""
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield from tree_leaves(given)

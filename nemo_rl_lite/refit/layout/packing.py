@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.compat.torch import foreach_copy
 from nemo_rl_lite.refit.layout.plan import Bucket, RefitPlan, Slot
 
 Named = tuple[str, Tensor]
@@ -55,7 +56,7 @@ class CopyList:
 
     def run(self) -> None:
         if self._into:
-            torch._foreach_copy_(self._into, self._out_of)
+            foreach_copy(self._into, self._out_of)
         for target, source in self._single:
             target.copy_(source)
 

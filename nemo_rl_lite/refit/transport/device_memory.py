@@ -12,6 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.compat.torch import storage_at
 from nemo_rl_lite.errors import RefitError
 
 _HANDLE_BYTES = 64
@@ -65,9 +66,7 @@ def opened(handles: Iterable[bytes]) -> Iterator[dict[bytes, int]]:
 def tensor_at(address: int, nbytes: int) -> Tensor:
     """A tensor, uint8 [nbytes], for the current device, which may read it over a link. It does not own the memory."""
     device = torch.device("cuda", torch.cuda.current_device())
-    # Constructors that ask the driver for the memory's device find a GPU that may not be visible to this process.
-    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage_at(address, device, nbytes))
 
 
 @cache

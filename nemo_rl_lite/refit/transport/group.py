@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
+from nemo_rl_lite.compat.torch import nccl_options
 from nemo_rl_lite.errors import LostTouchError, RefitError
 
 _POLL_S = 0.0002
@@ -149,10 +150,8 @@ def join(store: TCPStore, rank: int, world_size: int, device: torch.device, time
     else:
         from torch.distributed import ProcessGroupNCCL
 
-        options = ProcessGroupNCCL.Options()
         # NCCL's watchdog ends the process without saying what it waited for, so the refit's own limit comes first.
-        options._timeout = 2 * timeout
-        group = ProcessGroupNCCL(prefixed, rank, world_size, options)
+        group = ProcessGroupNCCL(prefixed, rank, world_size, nccl_options(2 * timeout))
     joined = RefitGroup(group, rank, device, timeout)
     # NCCL connects at the first message.
     joined.broadcast(torch.zeros(8, dtype=torch.uint8, device=device), "a first message")

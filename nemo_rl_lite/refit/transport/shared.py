@@ -13,6 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.compat.torch import open_cuda_tensor, share_cuda_tensor
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.refit.layout.packing import new_buffers
 from nemo_rl_lite.refit.layout.plan import Bucket, RefitPlan
@@ -20,9 +21,6 @@ from nemo_rl_lite.refit.transport.buckets import BucketReceiver, Wire
 from nemo_rl_lite.refit.transport.checksum import Verify
 from nemo_rl_lite.refit.transport.group import Flight, RefitGroup
 from nemo_rl_lite.refit.transport.interface import settle
-
-# Where torch.multiprocessing.reductions.reduce_tensor puts the device's number.
-_DEVICE_ARGUMENT = 6
 
 
 def meetings(group: RefitGroup) -> Wire:
@@ -53,10 +51,7 @@ class SharedOffer:
     def open(self) -> Tensor:
         """The buffer, in this process."""
         if self.cuda is not None:
-            rebuild, arguments = self.cuda
-            device = torch.cuda.current_device()
-            # The producer's number for the device may differ from ours.
-            return rebuild(*(device if index == _DEVICE_ARGUMENT else one for index, one in enumerate(arguments)))
+            return open_cuda_tensor(self.cuda)
         if self.file is None:
             raise ValueError("an offer of a buffer has a CUDA handle or a file")
         size = self.halves * self.half_bytes
@@ -98,9 +93,5 @@ class SharedBuffer:
 
     def offer(self) -> SharedOffer:
         """The offer for one connection, each of which needs its own CUDA handle."""
-        cuda = None
-        if self._file is None:
-            from torch.multiprocessing.reductions import reduce_tensor
-
-            cuda = reduce_tensor(self.memory)
+        cuda = share_cuda_tensor(self.memory) if self._file is None else None
         return SharedOffer(cuda, self._file, *self.memory.shape)

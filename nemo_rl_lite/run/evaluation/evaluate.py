@@ -16,8 +16,9 @@ import pyarrow as pa
 from nemo_rl_lite.checkpoint.resume import changed
 from nemo_rl_lite.cluster.calls import wait
 from nemo_rl_lite.cluster.placement import place
-from nemo_rl_lite.cluster.runtime import lost_process, ray_runtime
+from nemo_rl_lite.cluster.runtime import ray_runtime
 from nemo_rl_lite.cluster.workers import WorkerGroup
+from nemo_rl_lite.compat.ray import lost_process
 from nemo_rl_lite.config.sizes import engines
 from nemo_rl_lite.data.formats import problems
 from nemo_rl_lite.data.odd_texts import check_stop_strings

@@ -17,7 +17,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("dims", LAYOUTS, ids=str)
 def test_ranks_are_those_of_megatron_core(dims):
     """Against megatron-core's own order of ranks, tensor fastest and pipeline slowest."""
-    from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
+    from nemo_rl_lite.compat.megatron_cpu import prepare_import
 
     prepare_import()
     from megatron.core.parallel_state import RankGenerator
@@ -40,7 +40,7 @@ def test_ranks_are_those_of_megatron_core(dims):
     [(1, None, None), (2, None, None), (2, None, 5), (2, 7, 5), (3, None, 4), (4, 2, 4), (4, 3, None), (4, None, 3)],
 )
 def test_layers_are_spread_as_megatron_core_spreads_them(stages, first, last):
-    from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
+    from nemo_rl_lite.compat.megatron_cpu import prepare_import
 
     prepare_import()
     from megatron.core.transformer.transformer_block import get_num_layers_to_build

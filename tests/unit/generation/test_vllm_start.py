@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from nemo_rl_lite.generation.vllm.start import graph_sizes, timed_parts, with_graph_sizes
+from nemo_rl_lite.generation.vllm.worker import graph_sizes, timed_parts, with_graph_sizes
 from nemo_rl_lite.observability.timer import SETUP
 
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nemo_rl_lite.compat.megatron_cpu import prepare_import
 from nemo_rl_lite.offload import activations
-from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
 from nemo_rl_lite.rules.compose import compose_config
 
 MODULES = ("core_attn", "mlp_norm")

@@ -27,7 +27,7 @@ def test_the_order_is_transformer_engines():
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_have_the_positions_that_megatron_core_rotates(size):
     """Against the rotary frequencies that megatron-core picks for a rank's tokens of a packed row."""
-    from nemo_rl_lite.policy.megatron.cpu_shim import prepare_import
+    from nemo_rl_lite.compat.megatron_cpu import prepare_import
 
     prepare_import()
     from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank

@@ -1,6 +1,6 @@
 import pytest
 
-from nemo_rl_lite.policy.megatron.cpu_shim import rewrite
+from nemo_rl_lite.compat.megatron_cpu import rewrite
 
 
 @pytest.mark.parametrize(

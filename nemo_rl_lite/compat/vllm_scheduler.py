@@ -5,6 +5,7 @@ and what the step's result means for it, for every feature that a request can ha
 long as a small model's step on the GPU, and longer on a slow processor. In nearly all steps of a rollout the
 answers are the same: one token, no new block, go on. Here these steps are recognized and done with one short loop
 before and one after the model; in all others vLLM's own methods run, which find the state that they would have left.
+`vllm.decode_scheduler` chooses it, on the version of vLLM on which a test compares both.
 """
 
 from collections.abc import Iterator
@@ -18,6 +19,10 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+
+from nemo_rl_lite.compat.versions import written_for
+
+written_for("vllm", "0.24", __name__)
 
 
 class DecodeScheduler(AsyncScheduler):

@@ -20,6 +20,10 @@ from typing import Any
 
 import torch
 
+from nemo_rl_lite.compat.versions import written_for
+
+written_for("megatron-core", "0.19", __name__)
+
 _PACKAGES = ("megatron.core.", "megatron.bridge.", "megatron.training.")
 
 # Pattern -> replacement, applied in this order to the text of each module of _PACKAGES.

@@ -1,11 +1,11 @@
-"""The order of tokens where ranks exchange heads."""
+"""The order of tokens where ranks exchange heads, and attention without dropout."""
 
 from itertools import accumulate
 
 import pytest
 import torch
 
-from nemo_rl_lite.policy.megatron import head_exchange
+from nemo_rl_lite.compat import transformer_engine
 from nemo_rl_lite.policy.megatron.context import own_places
 
 NAMES = ("reorder_seq_chunks_after_a2a_before_attn_thd", "reorder_seq_chunks_before_a2a_after_attn_thd")
@@ -23,9 +23,9 @@ def test_both_orders_are_those_in_which_ranks_have_tokens(ranks, lengths):
     whole = torch.randn(tokens, 2, 3, generator=torch.Generator().manual_seed(0))
     of_ranks = torch.cat([whole[own_places(lengths, rank, ranks)] for rank in range(ranks)])
     chunks = torch.arange(2 * ranks)
-    found = head_exchange.reorder_seq_chunks_after_a2a_before_attn_thd(of_ranks, at, chunks, ranks)
+    found = transformer_engine.reorder_seq_chunks_after_a2a_before_attn_thd(of_ranks, at, chunks, ranks)
     assert found.equal(whole)
-    assert head_exchange.reorder_seq_chunks_before_a2a_after_attn_thd(whole, at, ranks).equal(of_ranks)
+    assert transformer_engine.reorder_seq_chunks_before_a2a_after_attn_thd(whole, at, ranks).equal(of_ranks)
 
 
 def test_it_is_the_example_of_transformer_engine():
@@ -38,14 +38,14 @@ def test_it_is_the_example_of_transformer_engine():
         *(3, 4, 3, 4, 3, 4, 6, 7, 8, 9),
     ]
     at = boundaries([8, 8, 8, 16])
-    assert head_exchange.reorder_seq_chunks_before_a2a_after_attn_thd(whole, at, 4).tolist() == ranked
+    assert transformer_engine.reorder_seq_chunks_before_a2a_after_attn_thd(whole, at, 4).tolist() == ranked
 
 
 def test_an_order_is_computed_once_for_a_row_and_anew_for_equal_boundaries_elsewhere():
     """The memory of boundaries may be used again for others."""
-    head_exchange.places_of_ranks.cache_clear()
+    transformer_engine.places_of_ranks.cache_clear()
     at, whole = boundaries([8]), torch.arange(8)
-    orders = [head_exchange.places_of_ranks(at, 2, 8) for _ in range(3)]
+    orders = [transformer_engine.places_of_ranks(at, 2, 8) for _ in range(3)]
     assert orders[0] is orders[1] is orders[2]
-    assert head_exchange.places_of_ranks(boundaries([8]), 2, 8) is not orders[0]
+    assert transformer_engine.places_of_ranks(boundaries([8]), 2, 8) is not orders[0]
     assert whole[orders[0]].tolist() == [0, 1, 4, 5, 6, 7, 2, 3]

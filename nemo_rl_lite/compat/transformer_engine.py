@@ -1,25 +1,55 @@
-"""The order of tokens where ranks exchange heads (`cp_comm_type=a2a`), computed on the device and once for a row.
+"""Transformer Engine: the order of tokens where ranks exchange heads, and the random state of attention.
 
-Before attention, ranks that share sequences exchange parts of each sequence for parts of the heads. What arrives is in
-the order of ranks, and attention needs the order of sequences; behind attention it is the other way round. Transformer
-Engine 2.12 computes these orders for every tensor of every layer on the host, which waits for the device twice for each
-chunk of each sequence. Later releases have a kernel for it, under other names.
+Before attention, ranks that share sequences (`cp_comm_type=a2a`) exchange parts of each sequence for parts of the
+heads. What arrives is in the order of ranks, and attention needs the order of sequences; behind attention it is the
+other way round. Transformer Engine 2.12 computes these orders for every tensor of every layer on the host, which waits
+for the device twice for each chunk of each sequence. Here they are computed on the device, once for a row. Later
+releases have a kernel for it, under other names.
 """
 
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from nemo_rl_lite.compat.versions import fits, installed, written_for
+
+_RELEASE = "2.12"
+written_for("transformer-engine", _RELEASE, __name__)
+
+log = logging.getLogger(__name__)
 
 # A row has two orders, and passes over a few rows may be under way.
 _KEPT = 8
 
 
-def install(settings: Any) -> None:
-    """Replace Transformer Engine's two functions, where a model with these settings of megatron-core exchanges heads
-    and Transformer Engine has them."""
+def leave_random_state(chunks: Sequence[Any]) -> None:
+    """Let attention without dropout leave the random state as it is.
+
+    Transformer Engine would copy it to the host and back in each layer's forward pass, which takes time, and which a
+    graph cannot record.
+    """
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if hasattr(module, "attention_dropout_ctx"):
+            dropout = module.attention_dropout
+            if (dropout.p if isinstance(dropout, nn.Dropout) else dropout) == 0:
+                module.attention_dropout_ctx = nullcontext
+
+
+def exchange_heads_on_device(settings: Any) -> None:
+    """Replace Transformer Engine's two functions, where a model with these settings of megatron-core exchanges heads.
+
+    Another release keeps its own, which may be called in another way.
+    """
     if settings.context_parallel_size == 1 or settings.cp_comm_type != "a2a":
+        return
+    if not fits("transformer-engine", _RELEASE):
+        own = installed("transformer-engine")
+        log.info("Transformer Engine %s orders exchanged heads itself: ours is for %s", own, _RELEASE)
         return
     # Only machines with GPUs have it.
     from transformer_engine.pytorch.attention.dot_product_attention import (  # pyrefly: ignore[missing-import]
@@ -27,8 +57,7 @@ def install(settings: Any) -> None:
     )
 
     for function in (reorder_seq_chunks_after_a2a_before_attn_thd, reorder_seq_chunks_before_a2a_after_attn_thd):
-        if hasattr(context_parallel, function.__name__):
-            setattr(context_parallel, function.__name__, function)
+        setattr(context_parallel, function.__name__, function)
 
 
 # Names and arguments are Transformer Engine's.

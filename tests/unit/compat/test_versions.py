@@ -1,0 +1,76 @@
+"""After an upgrade: all couplings to recheck, in one failure. No library is imported."""
+
+import ast
+import logging
+import re
+
+import pytest
+
+from nemo_rl_lite.compat import versions
+from tests.unit.pages import ROOT
+
+ROOM = ROOT / "nemo_rl_lite/compat"
+# They couple nothing.
+OWN = {"__init__", "versions"}
+MODULES = sorted(file for file in ROOM.glob("*.py") if file.stem not in OWN)
+
+
+def declared(tree: ast.Module) -> tuple[str, str]:
+    """Return the library and the release of a module's `written_for`."""
+    names = {one.targets[0].id: one.value for one in tree.body if isinstance(one, ast.Assign) and _is_name(one)}
+    calls = [one.value for one in tree.body if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)]
+    (call,) = (call for call in calls if ast.unparse(call.func) == "written_for")
+    library, release = (names[one.id] if isinstance(one, ast.Name) else one for one in call.args[:2])
+    return library.value, release.value
+
+
+def _is_name(assignment: ast.Assign) -> bool:
+    return isinstance(assignment.targets[0], ast.Name)
+
+
+def couplings(tree: ast.Module) -> list[str]:
+    """Return the public functions and classes of a module, with the first line of each, and private names of others."""
+    found = [one for one in tree.body if isinstance(one, ast.FunctionDef | ast.ClassDef)]
+    public = [one for one in found if not one.name.startswith("_")]
+    listed = [f"{one.name}: {(ast.get_docstring(one) or '').partition(chr(10))[0]}" for one in public]
+    others = (ast.unparse(one) for one in tree.body if isinstance(one, ast.ImportFrom | ast.Assign))
+    return listed + [f"names: {one}" for one in others if re.search(r"(\.|import )_[a-z]", one)]
+
+
+def pinned(library: str) -> str:
+    """Return the version that scripts/install.sh installs."""
+    (found,) = re.findall(rf"^{library}==([\w.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    return found
+
+
+def test_every_version_is_the_one_that_couplings_were_written_for():
+    recheck = []
+    for file in MODULES:
+        tree = ast.parse(file.read_text())
+        library, release = declared(tree)
+        for version in {pinned(library), versions.installed(library)} - {None}:
+            if not f"{version}.".startswith(f"{release}."):
+                listed = "".join(f"\n    {one}" for one in couplings(tree))
+                recheck.append(f"compat/{file.name} was written for {library} {release}, not {version}{listed}")
+    assert not recheck, "recheck, then change the release in written_for:\n" + "\n".join(recheck)
+
+
+@pytest.mark.parametrize("file", MODULES, ids=lambda file: file.stem)
+def test_the_list_says_what_each_coupling_is_for(file):
+    assert all(re.fullmatch(r"\w+: .+", one) for one in couplings(ast.parse(file.read_text())))
+
+
+@pytest.mark.parametrize(
+    ("version", "release", "warns"),
+    [("2.56.1", "2.56", False), ("2.57.0", "2.56", True), ("2.5", "2.56", True), ("2.11.0+cpu", "2.11", False)],
+)
+def test_a_run_goes_on_with_a_warning_that_names_the_module(monkeypatch, caplog, version, release, warns):
+    monkeypatch.setattr(versions, "version", lambda _: version)
+    with caplog.at_level(logging.WARNING):
+        versions.written_for("some", release, "compat.some")
+    assert caplog.messages == ([f"compat.some was written for some {release}, and {version} is installed"] * warns)
+
+
+def test_a_library_that_is_not_installed_needs_no_warning(caplog):
+    versions.written_for("no-such-library", "1", "compat.some")
+    assert not caplog.messages and versions.installed("no-such-library") is None

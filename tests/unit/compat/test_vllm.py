@@ -1,0 +1,61 @@
+"""The choice of a scheduler, the scales of FP8 weights, and the repair of vLLM's CPU build."""
+
+import logging
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from nemo_rl_lite.compat import versions
+from nemo_rl_lite.compat.vllm import COMPARED, SCALES, decode_scheduler, keep_first_scales, repair_cpu_build
+
+
+@pytest.mark.parametrize("version", [COMPARED, f"{COMPARED}+cu130"])
+def test_our_scheduler_is_used_on_the_version_on_which_it_was_compared(monkeypatch, version):
+    monkeypatch.setattr(versions, "version", lambda _: version)
+    assert decode_scheduler() == "nemo_rl_lite.compat.vllm_scheduler.DecodeScheduler"
+
+
+@pytest.mark.parametrize("version", ["0.24.1", "0.25.0", "0.24.0rc1"])
+def test_on_any_other_version_vllms_own_is_used_and_the_log_says_so(monkeypatch, caplog, version):
+    monkeypatch.setattr(versions, "version", lambda _: version)
+    with caplog.at_level(logging.INFO):
+        assert decode_scheduler() is None
+    (line,) = caplog.messages
+    assert "vLLM's own scheduler is used" in line and version in line and COMPARED in line
+
+
+@pytest.mark.parametrize(
+    ("capability", "given", "found"),
+    [(90, None, "0"), (89, None, "0"), (90, "1", "1"), (100, None, None), (120, None, None)],
+)
+def test_scales_are_powers_of_two_where_the_gpu_wants_them_or_the_user_does(monkeypatch, capability, given, found):
+    platform = SimpleNamespace(has_device_capability=lambda least: capability >= least)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+    # Set first, so that what the function sets is undone.
+    monkeypatch.setenv(SCALES, given or "")
+    if given is None:
+        monkeypatch.delenv(SCALES)
+    keep_first_scales()
+    assert os.environ.get(SCALES) == found
+
+
+def test_the_activation_of_experts_needs_no_configuration():
+    pytest.importorskip("vllm")
+    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    activations, x = cpu_fused_moe._CPU_MOE_ACT_FN, torch.randn(3, 8)
+    own = activations[MoEActivation.SILU]
+    # As in a forward pass: once vLLM allows this, the repair can go.
+    with pytest.raises(AssertionError, match="config is not set"):
+        own(x)
+    try:
+        repair_cpu_build()
+        expected = silu(x[:, :4]) * x[:, 4:]
+        torch.testing.assert_close(activations[MoEActivation.SILU](x), expected, rtol=0, atol=0)
+    finally:
+        activations[MoEActivation.SILU] = own
