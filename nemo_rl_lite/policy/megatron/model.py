@@ -1,5 +1,6 @@
 """Builds a megatron-core model on this rank from a Hugging Face folder, through megatron-bridge."""
 
+import gc
 import logging
 import math
 from dataclasses import dataclass, field
@@ -181,6 +182,20 @@ def build_model(
     if place.has_logits:
         check_scorable(unwrap_model(chunks[-1]))
     return model
+
+
+def leave_groups() -> None:
+    """Leave all process groups. gloo's threads and sockets end with the last model that refers to them, so drop that
+    first. Collective."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    # megatron-core 0.19 keeps two of its groups.
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, dist.ProcessGroup):
+            setattr(parallel_state, name, None)
+    dist.destroy_process_group()
+    gc.collect()
 
 
 def context_ranks() -> ContextRanks:
