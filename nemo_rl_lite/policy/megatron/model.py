@@ -185,17 +185,18 @@ def build_model(
 
 
 def leave_groups() -> None:
-    """Leave all process groups. gloo's threads and sockets end with the last model that refers to them, so drop that
-    first. Collective."""
+    """Leave all process groups, once nobody refers to the model any more. gloo's threads and sockets end with the last
+    reference to a group. Collective."""
     from megatron.core import parallel_state
 
+    # Before the groups are destroyed: a CUDA graph of the model uses them.
+    gc.collect()
     parallel_state.destroy_model_parallel()
     # megatron-core 0.19 keeps two of its groups.
     for name, value in list(vars(parallel_state).items()):
         if isinstance(value, dist.ProcessGroup):
             setattr(parallel_state, name, None)
     dist.destroy_process_group()
-    gc.collect()
 
 
 def context_ranks() -> ContextRanks:
