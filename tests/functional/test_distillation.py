@@ -10,9 +10,9 @@ import torch
 
 from tests.functional.here import run_here, train_here
 from tests.functional.ranks import run_ranks
+from tests.functional.supervised import series
 from tests.functional.teacher_rank import rows
 from tests.functional.test_resume import assert_same_weights, metrics_of
-from tests.functional.test_sft import series
 from tests.metric_names import not_logged, undocumented
 
 pytestmark = pytest.mark.functional
