@@ -40,8 +40,7 @@ GROUPS = {
     "test_dpo": "here",
     "test_lora": "here",
     "test_judge": "here",
-    "test_corrections": "here",
-    "test_paper_losses": "here",
+    "test_grpo": "here",
     "test_resume": "here",
     "test_serving": "here",
 }
