@@ -28,6 +28,7 @@ from subprocess import CompletedProcess
 from threading import Event, Lock
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import psutil
 import pytest
@@ -76,6 +77,8 @@ class Worker:
 
     def start(self, arguments: dict[str, Any]) -> dict[str, float]:
         self._worker = self._class(**arguments)
+        model = getattr(self._worker, "_model", None)
+        _models.update(getattr(model, "chunks", [] if model is None else [model]))
         return SETUP.take()
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -271,10 +274,13 @@ class Heartbeats:
         return [Heartbeat(name, "idle", now, now, node="here", usage=self._usage) for name in names]
 
 
+_models: WeakSet[Any] = WeakSet()
+"""The models that runs of this process have built."""
+
+
 def belongings() -> Counter[str]:
     """What this process has of that which a run may not leave behind: models, threads, sockets, and child processes."""
-    gc.collect()
-    found = Counter(type(one).__name__ for one in gc.get_objects() if type(one).__name__ in _MODELS)
+    found = Counter(f"model {type(one).__name__}" for one in _models)
     found.update(f"thread {one.name}" for one in threading.enumerate() if one.name != "tqdm_monitor")
     tasks = [task / "comm" for task in Path("/proc/self/task").iterdir()]
     found.update(name for task in tasks if task.exists() and (name := task.read_text().strip()).startswith("pt_"))
@@ -283,9 +289,6 @@ def belongings() -> Counter[str]:
     lasting = (forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid)
     children = [child for child in psutil.Process().children(recursive=True) if child.pid not in lasting]
     return found + Counter(f"process {child.pid}" for child in children)
-
-
-_MODELS = {"GPTModel", "DistributedDataParallel", "ChainedOptimizer", "Adam", "AdamW", "MegatronWorker"}
 
 
 @contextmanager
@@ -299,6 +302,7 @@ def leaving_nothing() -> Iterator[None]:
         left = belongings() - before
         if not left:
             return
+        gc.collect()
     raise AssertionError(f"a run has left behind: {dict(left)}")
 
 
