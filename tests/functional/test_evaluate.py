@@ -163,11 +163,10 @@ def test_engines_take_over_from_one_that_dies_start_again_when_all_have_and_the_
     assert "never retrieved" not in done.stderr
     assert "generation rank" in error and "the process died" in error and "the same command continues" in error
     assert not (tmp_path / "out" / "summary.json").exists()
-    # With one engine it is the same evaluation.
+    # With one engine it is the same evaluation, of which two have sampled a part.
+    assert len([file for file in (tmp_path / "out" / "groups").iterdir() if file.suffix == ".parquet"]) > 1
     assert status(*command(tmp_path, model_folder)) == 0
     assert rows(tmp_path / "out") == whole
-    places = {span["place"] for row in read_rollout(tmp_path / "out" / ROWS) for span in row["spans"]}
-    assert {0, 1} <= places
 
 
 def test_greedy_in_a_folder_of_its_own(tmp_path, model_folder, monkeypatch, capsys):
