@@ -18,12 +18,15 @@ GROUPS = {
     "test_quickstart": "quickstart",
     "test_recovery": "recovery",
     "test_async": "async",
+    "test_evaluate": "evaluate",
+    "test_overlap": "overlap",
     # Ranks are forked from one process.
     "test_parallel_parity": "ranks",
     "test_experts": "ranks",
     "test_checkpoints": "ranks",
     "test_shares": "ranks",
     "test_adapters": "adapters",
+    "test_router_replay": "routers",
     "test_four_ranks": "four ranks",
     "test_failures": "failures",
     "test_tool_runs": "failures",
@@ -35,11 +38,9 @@ GROUPS = {
     # Policies run in this process.
     "test_sft": "here",
     "test_dpo": "here",
-    "test_kto_orpo": "here",
     "test_lora": "here",
     "test_judge": "here",
-    "test_corrections": "here",
-    "test_paper_losses": "here",
+    "test_grpo": "here",
     "test_resume": "here",
     "test_serving": "here",
 }

@@ -5,7 +5,6 @@ Rank 0 writes what the ranks that report measured, by case.
 """
 
 import json
-import os
 import resource
 import sys
 from pathlib import Path
@@ -17,10 +16,7 @@ from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.sft import SFTLoss
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.reserve import policy_arguments
-from tests.functional.embedded import OF_THE_EMBEDDED
-from tests.functional.policy_rank import forget_layout
+from tests.functional.rank import gathered, is_first, policies
 
 ROWS, LENGTH = 8, 12
 MASK = [False] * 4 + [True] * (LENGTH - 4)
@@ -33,20 +29,14 @@ class NotANumber(SFTLoss):
 
 
 def main(model_folder: str, output_folder: str, cases: str) -> None:
-    for name, (overrides, saved_by) in json.loads(cases).items():
-        run(Path(model_folder), Path(output_folder), name, overrides, saved_by)
-        forget_layout()
+    whole = json.loads(cases)
+    common = ["algorithm=sft", f"policy.train_global_batch_size={ROWS}", "policy.train_micro_batch_size=4"]
+    overrides = {name: [*common, *own] for name, (own, _) in whole.items()}
+    for name, _, worker in policies(model_folder, json.dumps(overrides)):
+        run(worker, Path(output_folder), name, whole[name][1])
 
 
-def run(model_folder: Path, folder: Path, name: str, overrides: list[str], saved_by: str | None) -> None:
-    common = [
-        "algorithm=sft",
-        f"policy.model_name={model_folder}",
-        *OF_THE_EMBEDDED,
-        f"policy.train_global_batch_size={ROWS}",
-    ]
-    config = compose_config([*common, "policy.train_micro_batch_size=4", *overrides])
-    worker = MegatronWorker(**policy_arguments(config, model_folder) | {"threads": 1})
+def run(worker: MegatronWorker, folder: Path, name: str, saved_by: str | None) -> None:
     worker.prepare_for_training()
     measured = {}
     if saved_by is None:
@@ -58,11 +48,10 @@ def run(model_folder: Path, folder: Path, name: str, overrides: list[str], saved
         worker.load(str(folder / saved_by))
     measured["steps"] = train(worker, [2, 3])
     worker.finish_save()
-    gathered = [None] * int(os.environ["WORLD_SIZE"])
-    dist.all_gather_object(gathered, (worker.place().reports, worker.place().data_rank, measured))
+    everyone = gathered((worker.place().reports, worker.place().data_rank, measured))
     worker.export_hf(str(folder / f"{name}.hf"))
-    if os.environ["RANK"] == "0":
-        reports = [own for reports, _, own in sorted(gathered, key=lambda one: one[1]) if reports]
+    if is_first():
+        reports = [own for reports, _, own in sorted(everyone, key=lambda one: one[1]) if reports]
         (folder / f"{name}.json").write_text(json.dumps(reports))
     dist.barrier()
 
@@ -80,7 +69,7 @@ def train(worker: MegatronWorker, steps: list[int], loss: SFTLoss | None = None)
 
 def save(worker: MegatronWorker, folder: Path) -> None:
     """Begun here and finished after the steps that follow: these must not get into it."""
-    if os.environ["RANK"] == "0":
+    if is_first():
         folder.mkdir(parents=True)
     dist.barrier()
     worker.begin_save(str(folder))
@@ -88,7 +77,7 @@ def save(worker: MegatronWorker, folder: Path) -> None:
 
 def fail_to_save(worker: MegatronWorker, folder: Path) -> str:
     """What the error says where one rank cannot write more than a little."""
-    if os.environ["RANK"] == "0":
+    if is_first():
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     save(worker, folder)
     try:

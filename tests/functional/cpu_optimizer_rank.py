@@ -26,7 +26,7 @@ megatron_cpu.prepare_import()
 from megatron.core.optimizer import distrib_optimizer  # noqa: E402
 
 from nemo_rl_lite.offload import cpu_optimizer  # noqa: E402
-from tests.functional import checkpoint_rank  # noqa: E402
+from tests.functional import checkpoint_rank, rank  # noqa: E402
 
 ASKED_FOR = "offload=cpu_optimizer"
 
@@ -49,7 +49,7 @@ if __name__ == "__main__":
     # As with Transformer Engine, the step is saved with the group.
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
     cpu_optimizer.release_copies_of_construction = lambda: None
-    checkpoint_rank.compose_config = compose
+    rank.compose_config = compose
     checkpoint_rank.main(*sys.argv[1:])
     if second and os.waitpid(second, 0)[1]:
         sys.exit("the second rank failed")

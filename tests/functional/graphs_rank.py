@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.algorithm import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, ORPOConfig
 from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.losses.batch import TokenRow
@@ -29,9 +29,8 @@ from nemo_rl_lite.policy.megatron.graphs import KEY, MicroBatchGraphs
 from nemo_rl_lite.policy.megatron.memory import gradient_buffers
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.reserve import policy_arguments
 from tests.functional.embedded import OF_THE_EMBEDDED
-from tests.functional.policy_rank import forget_layout
+from tests.functional.rank import policies
 from tests.functional.sync_rank import Copies, Reads
 
 STEPS, ROWS, LONGEST, TOPK = 4, 12, 12, 5
@@ -73,24 +72,26 @@ class Refusing(Again):
 
 
 def main(model_folder: str, output_file: str, overrides: str, ways: str) -> None:
-    own, found = [*OF_THE_EMBEDDED, *json.loads(overrides), f"policy.model_name={model_folder}"], {}
-    for way in json.loads(ways):
-        found[way] = run(own, way)
-        forget_layout()
+    own, found = json.loads(overrides), {}
+    impl = {way: "none" if way == "plain" else "full_iteration" for way in json.loads(ways)}
+    cases = json.dumps({way: [*own, f"{KEY}={value}"] for way, value in impl.items()})
+    for way, config, worker in policies(model_folder, cases, temperature=0.7, keep_reference=False):
+        found[way] = run(config, worker, own, way)
     torch.save(found, output_file)
 
 
-def run(overrides: list[str], way: str) -> dict[str, Any]:
+def run(config: Config, worker: MegatronWorker, overrides: list[str], way: str) -> dict[str, Any]:
     """Four steps with each loss, on other rows each time, one more after gradients have moved, and one that fails."""
-    config = compose_config([*overrides, f"{KEY}={'none' if way == 'plain' else 'full_iteration'}"])
-    changed = {"temperature": 0.7, "keep_reference": False, "threads": 1}
-    worker = MegatronWorker(**policy_arguments(config, Path(config.policy.model_name)) | changed)
     recorder = Again()
     layout = replace(worker._training.layout, together=2, in_buckets=way != "plain")
     worker._training = replace(worker._training, layout=layout)
     if way == "again":
         worker._training = replace(worker._training, graphs=MicroBatchGraphs(worker._model, recorder))
-    losses, measured, recorded = losses_of(config, overrides), [], []
+    losses, measured, recorded = (
+        losses_of(config, [*OF_THE_EMBEDDED, f"policy.model_name={config.policy.model_name}", *overrides]),
+        [],
+        [],
+    )
     initial = weights_of(worker)
     for name, loss in losses.items():
         for step in range(STEPS):

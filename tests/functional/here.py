@@ -3,6 +3,7 @@
 A worker is a plain class, so a thread can call its methods as an actor does.
 """
 
+import gc
 import importlib
 import io
 import json
@@ -11,21 +12,25 @@ import os
 import pickle
 import resource
 import sys
+import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from functools import cache
-from multiprocessing import Pipe
+from multiprocessing import Pipe, forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import CompletedProcess
 from threading import Event, Lock
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
+import psutil
 import pytest
 from ray.exceptions import RayTaskError
 
@@ -72,21 +77,25 @@ class Worker:
 
     def start(self, arguments: dict[str, Any]) -> dict[str, float]:
         self._worker = self._class(**arguments)
+        model = getattr(self._worker, "_model", None)
+        _models.update(getattr(model, "chunks", [] if model is None else [model]))
         return SETUP.take()
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._worker, method)(*arguments)
 
-    def forget(self) -> None:
-        """Leave megatron-core's and torch's process groups, for the next run."""
-        self._worker = None
-        if "megatron.core" in sys.modules:
-            from megatron.core import parallel_state
+    def close(self) -> None:
+        """Close the worker. One that was not built to its end may have left its groups."""
+        worker, self._worker = self._worker, None
+        if hasattr(worker, "close"):
+            worker.close()
+        elif worker is None and "megatron.core" in sys.modules:
             from torch import distributed
 
+            from nemo_rl_lite.policy.megatron.model import leave_groups
+
             if distributed.is_initialized():
-                parallel_state.destroy_model_parallel()
-                distributed.destroy_process_group()
+                leave_groups()
 
 
 class Elsewhere:
@@ -216,7 +225,7 @@ class GroupHere:
             one.cancel()
 
     def close(self) -> None:
-        calls.wait(self._each("forget", [()] * len(self), "end"))
+        calls.wait(self._each("close", [()] * len(self), "end"))
         for thread in self._threads:
             thread.shutdown()
         logging.getLogger().removeHandler(self._log)
@@ -265,6 +274,38 @@ class Heartbeats:
         return [Heartbeat(name, "idle", now, now, node="here", usage=self._usage) for name in names]
 
 
+_models: WeakSet[Any] = WeakSet()
+"""The models that runs of this process have built."""
+
+
+def belongings() -> Counter[str]:
+    """What this process has of that which a run may not leave behind: models, threads, sockets, and child processes."""
+    found = Counter(f"model {type(one).__name__}" for one in _models)
+    found.update(f"thread {one.name}" for one in threading.enumerate() if one.name != "tqdm_monitor")
+    tasks = [task / "comm" for task in Path("/proc/self/task").iterdir()]
+    found.update(name for task in tasks if task.exists() and (name := task.read_text().strip()).startswith("pt_"))
+    found.update("socket" for one in Path("/proc/self/fd").iterdir() if "socket:" in os.path.realpath(one))
+    # multiprocessing's own end with this process.
+    lasting = (forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid)
+    children = [child for child in psutil.Process().children(recursive=True) if child.pid not in lasting]
+    return found + Counter(f"process {child.pid}" for child in children)
+
+
+@contextmanager
+def leaving_nothing() -> Iterator[None]:
+    """Fail where the block leaves anything in this process that it did not find there."""
+    before = belongings()
+    yield
+    for wait_s in (0, 0.2, 1, 3):
+        # What was told to end may take a moment.
+        time.sleep(wait_s)
+        left = belongings() - before
+        if not left:
+            return
+        gc.collect()
+    raise AssertionError(f"a run has left behind: {dict(left)}")
+
+
 @contextmanager
 def without_ray(elsewhere: Sequence[str] = ()) -> Iterator[None]:
     """Within the block, a run's workers are those of this process, but for the groups `elsewhere`. Its environment and
@@ -302,7 +343,7 @@ def run_here(folder: Path, model: Path, *overrides: str, elsewhere: Sequence[str
         "cluster.threads_per_worker=1",
     ]
     output, errors, status = io.StringIO(), io.StringIO(), 0
-    with redirect_stdout(output), redirect_stderr(errors), without_ray(elsewhere):
+    with redirect_stdout(output), redirect_stderr(errors), leaving_nothing(), without_ray(elsewhere):
         try:
             launch([*own, *overrides])
         except SystemExit as end:

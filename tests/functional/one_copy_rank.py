@@ -3,22 +3,23 @@
 one_copy_rank.py MODEL_FOLDER OUTPUT_FOLDER. Writes a file for each of the two: logprobs, steps, adapters and weights.
 """
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.refit.transport.one_copy import InEngine, share_weights
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.reserve import policy_arguments
-from tests.functional.policy_rank import forget_layout
+from tests.functional.rank import keep, policies
 from tests.unit.refit.transport.files import Files
 
 OVERRIDES = [
@@ -28,21 +29,19 @@ OVERRIDES = [
 
 
 def main(model_folder: str, output_folder: str) -> None:
-    for name in ("own", "shared"):
-        run(Path(model_folder), Path(output_folder), name)
-        forget_layout()
+    cases = json.dumps(dict.fromkeys(("own", "shared"), OVERRIDES))
+    for name, config, worker in policies(model_folder, cases, keep_reference=True):
+        keep(run(config, worker, Path(output_folder), name), output_folder, name)
 
 
-def run(model_folder: Path, folder: Path, name: str) -> None:
-    config = compose_config([f"policy.model_name={model_folder}", "policy.max_total_sequence_length=32", *OVERRIDES])
-    worker = MegatronWorker(**policy_arguments(config, model_folder) | {"threads": 1, "keep_reference": True})
+def run(config: Config, worker: MegatronWorker, folder: Path, name: str) -> dict[str, Any]:
     worker.plan_refit(config.refit, shared_device=True, consumers=1, adapters_alone=True)
     frozen = None
     if name == "shared":
         files = Files(folder / "memory")
         files.folder.mkdir()
         worker._model.in_engine = InEngine(files)
-        weights = of_an_engine(load_file(model_folder / "model.safetensors"))
+        weights = of_an_engine(load_file(Path(config.policy.model_name) / "model.safetensors"))
         frozen = worker.use_shared_weights(
             share_weights([files.new(str(index), one) for index, one in enumerate(weights)], files)
         )
@@ -69,7 +68,7 @@ def run(model_folder: Path, folder: Path, name: str) -> None:
     worker.finish_save()
     worker.export_hf(str(folder / f"{name}-hf"))
     own = sum(parameter.numel() * 4 for parameter in worker._model.own_parameters())
-    torch.save({"scored": scored, "steps": steps, "shared": frozen, "moved": moved, "own": own}, folder / name)
+    return {"scored": scored, "steps": steps, "shared": frozen, "moved": moved, "own": own}
 
 
 def checkpoint(folder: Path) -> Path:

@@ -1,12 +1,10 @@
 """One policy rank without Ray, in one layout after another: optimizer steps in a row, with nothing between them that
 would complete the weights; then everything that reads weights.
 
-overlap_rank.py OUTPUT_FOLDER LAYOUTS, a JSON object of model folder and overrides by layout. Rank 0 writes what all
-ranks found to a file for each.
+overlap_rank.py MODEL_FOLDER OUTPUT_FOLDER LAYOUTS, a JSON object of overrides by layout. Rank 0 writes what all ranks
+found to a file for each.
 """
 
-import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,27 +12,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.reserve import policy_arguments
-from tests.functional.embedded import OF_THE_EMBEDDED
-from tests.functional.policy_rank import assembled_is_the_export, forget_layout
+from tests.functional.policy_rank import assembled_is_the_export
+from tests.functional.rank import gathered, keep, path_of, policies
 
 ROWS, LENGTH, STEPS = 16, 12, 3
 
 
-def main(output_folder: str, layouts: str) -> None:
-    for name, (model_folder, overrides) in json.loads(layouts).items():
-        run(Path(model_folder), Path(output_folder) / name.replace(" ", "-"), overrides)
-        forget_layout()
+def main(model_folder: str, output_folder: str, layouts: str) -> None:
+    for name, config, worker in policies(model_folder, layouts, keep_reference=True):
+        keep(gathered(run(config, worker, path_of(output_folder, name))), output_folder, name)
+        dist.barrier()
 
 
-def run(model_folder: Path, output: Path, overrides: list[str]) -> None:
-    config = compose_config([f"policy.model_name={model_folder}", *OF_THE_EMBEDDED, *overrides])
-    worker = MegatronWorker(**policy_arguments(config, model_folder) | {"keep_reference": True, "threads": 1})
+def run(config: Config, worker: MegatronWorker, output: Path) -> dict[str, Any]:
     place, source = worker.place(), torch.Generator().manual_seed(1)
     tokens = torch.randint(4, 60, (ROWS, LENGTH), generator=source)
     rows = [
@@ -83,11 +78,7 @@ def run(model_folder: Path, output: Path, overrides: list[str]) -> None:
     worker.load(str(output.with_suffix(".checkpoint")))
     found["loaded"], found["next of loaded"] = logprobs(), train()[0]
     worker.export_hf(f"{output}.hf")
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, found)
-    if os.environ["RANK"] == "0":
-        torch.save(ranks, output)
-    dist.barrier()
+    return found
 
 
 def alike(worker: MegatronWorker) -> bool:

@@ -4,15 +4,14 @@ policy_rank.py MODEL_FOLDER OUTPUT_FOLDER LAYOUTS, a JSON object of overrides by
 results to a file for each.
 """
 
-import json
 import os
 import sys
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import NO_EXPERT, TokenRow
 from nemo_rl_lite.losses.grpo import GRPOLoss
@@ -24,33 +23,17 @@ from nemo_rl_lite.refit.layout.plan import RefitPlan
 from nemo_rl_lite.refit.layout.views import Recipe
 from nemo_rl_lite.refit.transport.assembly import Assembly, assemble
 from nemo_rl_lite.refit.transport.report import RefitReport
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.reserve import policy_arguments
-from tests.functional.embedded import OF_THE_EMBEDDED
+from tests.functional.rank import gathered, keep, path_of, policies
 
 TEMPERATURE = 0.7
 
 
 def main(model_folder: str, output_folder: str, layouts: str) -> None:
-    for name, overrides in json.loads(layouts).items():
-        run(model_folder, Path(output_folder) / name.replace(" ", "-"), overrides)
-        forget_layout()
+    for name, config, worker in policies(model_folder, layouts, temperature=TEMPERATURE, keep_reference=True):
+        run(config, worker, output_folder, name)
 
 
-def forget_layout() -> None:
-    """Leave megatron-core's and torch's process groups, so that another layout can begin in this process."""
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-    # A rank that is early must not meet the store that the last layout leaves.
-    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-
-
-def run(model_folder: str, output: Path, overrides: list[str]) -> None:
-    config = compose_config([f"policy.model_name={model_folder}", *OF_THE_EMBEDDED, *overrides])
-    changed = {"temperature": TEMPERATURE, "keep_reference": True, "threads": 1}
-    worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | changed)
+def run(config: Config, worker: MegatronWorker, output_folder: str, name: str) -> None:
     place = worker.place()
     source = torch.Generator().manual_seed(1)
     rows, length = 16, 12
@@ -59,7 +42,7 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
     lengths[1] = length
     advantages = torch.randn(rows, generator=source)
     generation = -4 + 0.3 * torch.randn(rows, length, generator=source)
-    experts = forged_experts(model_folder, rows, length) if config.policy.router_replay.enabled else None
+    experts = forged_experts(config.policy.model_name, rows, length) if config.policy.router_replay.enabled else None
     batch = [
         TokenRow(
             tokens[row, :own].tolist(),
@@ -103,19 +86,13 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
         previous, reference_after = score()
     own_after, _ = score()
 
-    gathered = [None] * int(os.environ["WORLD_SIZE"])
-    scores = (first, reference, previous, reference_after, own_after)
-    dist.all_gather_object(gathered, (place, *scores, steps))
-    ranks = int(os.environ["WORLD_SIZE"])
-    assembled = [assembled_is_the_export(worker, wanting) for wanting in (list(range(ranks)), [0], [ranks - 1])]
-    all_assembled = [None] * ranks
-    dist.all_gather_object(all_assembled, assembled)
-    worker.export_hf(f"{output}.hf")
-    if os.environ["RANK"] == "0":
-        replicas = sorted((entry for entry in gathered if entry[0].reports), key=lambda entry: entry[0].data_rank)
-        saved = {"tokens": tokens, "lengths": lengths, "temperature": TEMPERATURE, "assembled": all_assembled}
-        saved["experts"] = experts
-        torch.save(saved | {"replicas": [entry[1:] for entry in replicas]}, output)
+    everyone = gathered((place, first, reference, previous, reference_after, own_after, steps))
+    ranks = len(everyone)
+    assembled = gathered([assembled_is_the_export(worker, own) for own in (list(range(ranks)), [0], [ranks - 1])])
+    worker.export_hf(f"{path_of(output_folder, name)}.hf")
+    replicas = sorted((entry for entry in everyone if entry[0].reports), key=lambda entry: entry[0].data_rank)
+    saved = {"tokens": tokens, "lengths": lengths, "temperature": TEMPERATURE, "assembled": assembled}
+    keep(saved | {"experts": experts, "replicas": [entry[1:] for entry in replicas]}, output_folder, name)
     dist.barrier()
 
 

@@ -23,7 +23,7 @@ from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.reserve import policy_arguments
 from tests.functional.embedded import OF_THE_EMBEDDED
-from tests.functional.policy_rank import forget_layout
+from tests.functional.rank import leave
 
 build_model = worker_module.build_model
 
@@ -89,7 +89,7 @@ def changes(model_folder: str, overrides: list[str]) -> dict[str, float]:
         "reference": (reference() - first).abs().max().item(),
         "router": max((after[name] - value).abs().max().item() for name, value in weights.items()),
     }
-    forget_layout()
+    leave(worker)
     return found
 
 

@@ -5,13 +5,11 @@ and way: the metrics of the step, whole gradients by name, both ranks' rows, and
 """
 
 import json
-import os
 import sys
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
+from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.grpo import GRPOLoss
@@ -19,40 +17,30 @@ from nemo_rl_lite.losses.interface import combine_metrics
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
 from nemo_rl_lite.policy.megatron.shares import balanced_shares
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.reserve import policy_arguments
-from tests.functional.embedded import OF_THE_EMBEDDED
-from tests.functional.policy_rank import forget_layout
+from tests.functional.rank import gathered, keep, policies
 
 ROWS, RANKS = 16, 2
 
 
 def main(model_folder: str, output_folder: str, layouts: str) -> None:
-    for name, overrides in json.loads(layouts).items():
-        found = {}
-        for way in ("neighbours", "balanced"):
-            found[way] = step(model_folder, overrides, way)
-            forget_layout()
-        if os.environ["RANK"] == "0":
-            torch.save(found, Path(output_folder) / name)
+    ways = {f"{name} {way}": own for name, own in json.loads(layouts).items() for way in ("neighbours", "balanced")}
+    for name, config, worker in policies(model_folder, json.dumps(ways)):
+        keep(step(config, worker, name.endswith("balanced")), output_folder, name)
 
 
 def step(
-    model_folder: str, overrides: list[str], way: str
+    config: Config, worker: MegatronWorker, balanced: bool
 ) -> tuple[dict[str, float], dict, list[list[int]], dict[str, list[float]]]:
-    config = compose_config([f"policy.model_name={model_folder}", *OF_THE_EMBEDDED, *overrides])
-    worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | {"threads": 1})
     rows, loss = sampled_rows(), GRPOLoss(config.options(GRPOConfig).loss_fn)
     shares = [list(range(ROWS // RANKS)), list(range(ROWS // RANKS, ROWS))]
-    if way == "balanced":
+    if balanced:
         layout = Layout.configured(config.policy, "train", on_gpu=False)
         shares = balanced_shares([len(row.tokens) for row in rows], RANKS, float, layout=layout)
     worker.hold([rows[index] for index in shares[worker.place().data_rank]])
     worker.score(("previous", "reference"), loss.counts(rows))
     worker.prepare_for_training()
     trained = worker.train(loss, loss.counts(rows))
-    replicas = [None] * RANKS
-    dist.all_gather_object(replicas, trained[0])
+    replicas = gathered(trained[0])
     gradients = {
         name: parameter.main_grad.clone()
         for chunk in worker._model.chunks

@@ -1,7 +1,7 @@
 """One policy rank without Ray that counts how often its training steps read a tensor, for which a GPU would be waited.
 
-sync_rank.py MODEL_FOLDER CASES, a JSON list of lists of overrides. Writes a JSON list to standard output: for each case
-the reads of a training step, by where they come from.
+sync_rank.py MODEL_FOLDER CASES, a JSON object of overrides by case. Writes a JSON object to standard output: for each
+case the reads of a training step, by where they come from.
 """
 
 import json
@@ -17,14 +17,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sections.algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.reserve import policy_arguments
-from tests.functional.embedded import OF_THE_EMBEDDED
-from tests.functional.policy_rank import forget_layout
+from tests.functional.rank import policies
 
 # What torch calls where a value (`item`, `float`, `bool`, `int`) or the size of a result must be known on the host.
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique")
@@ -83,7 +81,9 @@ class Copies(TorchFunctionMode):
 
 def main(model_folder: str, cases: str) -> None:
     check_that_reads_are_seen()
-    found = [reads_of(model_folder, overrides) for overrides in json.loads(cases)]
+    found = {
+        name: reads_of(config, worker) for name, config, worker in policies(model_folder, cases, keep_reference=False)
+    }
     sys.stdout.write(f"\n{json.dumps(found)}\n")
     sys.stdout.flush()
 
@@ -95,9 +95,7 @@ def check_that_reads_are_seen() -> None:
     assert len(read) == reads.found.total() == 5, reads.found
 
 
-def reads_of(model_folder: str, overrides: list[str]) -> dict[str, int]:
-    config = compose_config([f"policy.model_name={model_folder}", *OF_THE_EMBEDDED, *overrides])
-    worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | {"keep_reference": False, "threads": 1})
+def reads_of(config: Config, worker: MegatronWorker) -> dict[str, int]:
     source = torch.Generator().manual_seed(1)
     lengths = torch.randint(7, 13, (16,), generator=source).tolist()
     rows = [
@@ -120,7 +118,6 @@ def reads_of(model_folder: str, overrides: list[str]) -> dict[str, int]:
         reads.found.clear()
         with Copies(reads), reads:
             worker.train(loss, counts, mismatch_counts=counts)
-    forget_layout()
     return dict(reads.found)
 
 

@@ -2,18 +2,15 @@
 JSON object of overrides by layout. Rank 0 writes what all replicas say of their rows, twice, to a file for each."""
 
 import json
-import os
 import sys
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from nemo_rl_lite.losses.batch import TokenRow, TokenRows
 from nemo_rl_lite.policy.megatron.teacher import TeacherWorker
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.reserve import teacher_arguments
-from tests.functional.policy_rank import forget_layout
+from tests.functional.rank import gathered, keep, leave
 
 
 def rows() -> TokenRows:
@@ -33,12 +30,10 @@ def main(model_folder: str, output_folder: str, layouts: str) -> None:
             worker.prepare_for_logprob()
             found.append(worker.score(rows()[place.data_rank * each : (place.data_rank + 1) * each]))
             worker.leave()
-        gathered = [None] * dist.get_world_size()
         moves = [name for name, _ in worker.take_moves()]
-        dist.all_gather_object(gathered, (place.data_rank, found, moves) if place.reports else None)
-        if os.environ["RANK"] == "0":
-            torch.save([one for one in gathered if one is not None], Path(output_folder) / name.replace(" ", "-"))
-        forget_layout()
+        everyone = gathered((place.data_rank, found, moves) if place.reports else None)
+        keep([one for one in everyone if one is not None], output_folder, name)
+        leave(worker)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from nemo_rl_lite.planning.memory import served_adapters
 from tests.functional.conftest import train
 from tests.functional.here import train_here
 from tests.functional.ranks import run_ranks
-from tests.functional.test_sft import series
+from tests.functional.supervised import series
 
 pytestmark = pytest.mark.functional
 

@@ -1,43 +1,19 @@
-"""Direct preference optimisation, whole runs, with real Megatron in this process."""
-
-import json
-from pathlib import Path
+"""Preferences (DPO, KTO, ORPO), whole runs, with real Megatron in this process."""
 
 import pytest
 import torch
 
 from tests.functional.here import train_here
-from tests.functional.test_sft import series
+from tests.functional.supervised import DPO, OF_PAIRS, Scorer, packed, read_rows, series, write_labelled, write_pairs
 from tests.metric_names import not_logged, undocumented
 
 pytestmark = pytest.mark.functional
-
-SMALL = [
-    "algorithm=dpo",
-    "algorithm.max_num_steps=6",
-    "algorithm.max_num_epochs=2",
-    "policy.train_global_batch_size=8",
-    "policy.train_micro_batch_size=4",
-    "policy.megatron_cfg.optimizer.lr=1e-3",
-]
-
-
-def write_pairs(folder: Path) -> list[str]:
-    """Sums, right and off by one, of different lengths; 28 of 35 are trained on."""
-    rows = [
-        {"prompt": f"{a}+{b}", "chosen": f"{a} + {b} = {a + b}", "rejected": str(a + b + 1)}
-        for a in range(7)
-        for b in range(5)
-    ]
-    for name, part in (("train", [row for at, row in enumerate(rows) if at % 5]), ("validation", rows[::5])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    return ["data=file", *(f"data.{name}_path={folder / name}.jsonl" for name in ("train", "validation"))]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, model_folder):
     folder = tmp_path_factory.mktemp("dpo")
-    return folder / "run", *train_here(folder / "run", model_folder, *SMALL, *write_pairs(folder), plots=True)
+    return folder / "run", *train_here(folder / "run", model_folder, *DPO, *write_pairs(folder), plots=True)
 
 
 def test_the_policy_comes_to_prefer_what_was_chosen(run):
@@ -48,37 +24,20 @@ def test_the_policy_comes_to_prefer_what_was_chosen(run):
     assert series(metrics, "train/loss")[0] == pytest.approx(0.6931, abs=1e-4)
     assert series(metrics, "train/rewards_margin_mean")[-1] > 0.1
     assert "preference accuracy" not in output and "held-out accuracy" in output
-
-
-def test_every_metric_is_documented_and_logged(run):
-    _, _, metrics = run
     names = set().union(*metrics)
     assert undocumented(names) == [] and not_logged(names, "all", "DPO") == []
 
 
 def test_losses_and_margins_are_those_transformers_computes(run, model_folder):
     """On the held-out pairs, from the exported weights and the starting ones."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     folder, _, metrics = run
-    rows = [json.loads(line) for line in (folder.parent / "validation.jsonl").read_text().splitlines()]
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    start, end = Scorer(model_folder), Scorer(folder / "hf")
 
-    def score(model, prompt: str, response: str) -> float:
-        begin = tokenizer(f"<bos>{prompt}=")["input_ids"]
-        tokens = torch.tensor([begin + tokenizer(f"{response}<eos>")["input_ids"]])
-        with torch.no_grad():
-            logprobs = model(tokens).logits[0, :-1].log_softmax(-1)
-        return logprobs.gather(1, tokens[0, 1:, None])[len(begin) - 1 :].sum().item()
+    def reward(prompt: str, response: str) -> float:
+        return (end.logprobs(prompt, response) - start.logprobs(prompt, response)).sum().item()
 
-    start, end = (AutoModelForCausalLM.from_pretrained(path) for path in (model_folder, folder / "hf"))
-    margins = [
-        score(end, row["prompt"], row["chosen"])
-        - score(start, row["prompt"], row["chosen"])
-        - score(end, row["prompt"], row["rejected"])
-        + score(start, row["prompt"], row["rejected"])
-        for row in rows
-    ]
+    rows = read_rows(folder.parent / "validation.jsonl")
+    margins = [reward(row["prompt"], row["chosen"]) - reward(row["prompt"], row["rejected"]) for row in rows]
     expected = -torch.nn.functional.logsigmoid(0.1 * torch.tensor(margins)).mean().item()
     assert series(metrics, "validation/val_loss")[-1] == pytest.approx(expected, abs=1e-4)
     measured = series(metrics, "validation/rewards_margin_mean")[-1]
@@ -87,8 +46,22 @@ def test_losses_and_margins_are_those_transformers_computes(run, model_folder):
 
 def test_packed_sequences_train_as_padded_ones_do(run, tmp_path, model_folder):
     _, _, expected = run
-    whole = [override for override in SMALL if "micro_batch_size" not in override]
-    packed = ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=256"]
-    _, metrics = train_here(tmp_path / "run", model_folder, *whole, *write_pairs(tmp_path), *packed)
+    _, metrics = train_here(tmp_path / "run", model_folder, *packed(DPO, 256), *write_pairs(tmp_path))
     for name in ("train/loss", "train/rewards_margin_mean", "validation/val_loss", "train/grad_norm"):
         assert series(metrics, name) == pytest.approx(series(expected, name), abs=1e-4, rel=1e-4), name
+
+
+@pytest.mark.parametrize(("algorithm", "write"), [("kto", write_labelled), ("orpo", write_pairs)])
+def test_other_preferences_are_learnt_too(tmp_path, model_folder, algorithm, write):
+    own = [f"algorithm={algorithm}", *OF_PAIRS, *write(tmp_path), "algorithm.max_num_steps=4"]
+    _, metrics = train_here(tmp_path / "run", model_folder, *own)
+    losses, names = series(metrics, "validation/val_loss"), set().union(*metrics)
+    assert undocumented(names) == [] and not_logged(names, algorithm.upper()) == []
+    if algorithm == "kto":
+        margins = series(metrics, "validation/rewards_margin_mean")
+        # Before the first step the policy is the reference: each loss is 1 - sigmoid(0).
+        assert losses[0] == pytest.approx(0.5, abs=1e-4) and margins[0] == pytest.approx(0, abs=1e-4)
+        assert losses[-1] < 0.49 and margins[-1] > 0.05
+    else:
+        assert losses[-1] < losses[0] and series(metrics, "validation/accuracy")[-1] > 0.5
+        assert not any("logprobs" in name for name in names), "no pass of a reference"

@@ -17,8 +17,7 @@ import pytest
 from tests.functional.conftest import run_command
 from tests.functional.here import run_here
 from tests.functional.rewards import METRICS
-from tests.functional.test_sft import SMALL as SFT
-from tests.functional.test_sft import write_data
+from tests.functional.supervised import SFT, write_data
 
 pytestmark = pytest.mark.functional
 

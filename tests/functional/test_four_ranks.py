@@ -14,19 +14,20 @@ from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.memory import trained_parameters
 from nemo_rl_lite.rollout.store import read_rollout, rollout_files
 from nemo_rl_lite.rules.compose import compose_config
-from tests.functional import test_dpo, test_lora, test_sft
 from tests.functional.conftest import train
+from tests.functional.here import train_here
 from tests.functional.ranks import run_ranks
-from tests.functional.test_sft import series
+from tests.functional.supervised import DPO, LORA, SFT, series, write_data, write_pairs
+from tests.functional.test_lora import changed_by_a_low_rank
 
 pytestmark = pytest.mark.functional
 
 FOUR = ["cluster.cpu_ranks=4", "policy.megatron_cfg.tensor_model_parallel_size=2"]
 KINDS = {
     # With a validation set that the ranks do not divide.
-    "sft": (test_sft.write_data, [*test_sft.SMALL, "algorithm.max_val_samples=13"]),
-    "dpo": (test_dpo.write_pairs, test_dpo.SMALL),
-    "lora": (test_sft.write_data, [*test_sft.SMALL, *test_lora.LORA]),
+    "sft": (write_data, [*SFT, "algorithm.max_val_samples=13"]),
+    "dpo": (write_pairs, DPO),
+    "lora": (write_data, [*SFT, *LORA]),
 }
 
 GRPO = [
@@ -46,14 +47,13 @@ GRPO = [
 @pytest.fixture(scope="module")
 def folders(model_folder, tmp_path_factory) -> dict[int, Path]:
     """By ranks, the folder of each kind's run."""
-    data, folders = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}, {}
-    for ranks, layout in {1: [], 4: FOUR}.items():
-        runs = {kind: [*options, *write(data[kind]), *layout] for kind, (write, options) in KINDS.items()}
-        if ranks == 4:
-            runs["grpo"] = [*GRPO, *FOUR]
-        folders[ranks] = tmp_path_factory.mktemp(f"on-{ranks}")
-        script = Path(__file__).with_name("run_rank.py")
-        run_ranks(script, [str(model_folder), str(folders[ranks]), json.dumps(runs)], ranks)
+    folders = {ranks: tmp_path_factory.mktemp(f"on-{ranks}") for ranks in (1, 4)}
+    runs = {kind: [*options, *write(tmp_path_factory.mktemp(kind))] for kind, (write, options) in KINDS.items()}
+    for kind, own in runs.items():
+        train_here(folders[1] / kind, model_folder, *own)
+    on_four = {kind: [*own, *FOUR] for kind, own in (runs | {"grpo": GRPO}).items()}
+    script = Path(__file__).with_name("run_rank.py")
+    run_ranks(script, [str(model_folder), str(folders[4]), json.dumps(on_four)], 4)
     return folders
 
 
@@ -82,7 +82,7 @@ def test_as_many_parameters_are_trained_as_predicted(folders, ranks):
 
 
 def test_shards_of_adapters_are_exported_merged(folders, model_folder):
-    test_lora.changed_by_a_low_rank(folders[4] / "lora", model_folder)
+    changed_by_a_low_rank(folders[4] / "lora", model_folder)
     one, four = (load_file(folders[ranks] / "lora" / "hf" / "model.safetensors") for ranks in (1, 4))
     assert all(torch.allclose(four[name], one[name], atol=2e-3) for name in one)
 

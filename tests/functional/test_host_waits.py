@@ -31,7 +31,7 @@ MOST = 3
 
 def test_a_training_step_reads_tensors_a_fixed_number_of_times(model_folder):
     script = Path(__file__).with_name("sync_rank.py")
-    (output,) = run_ranks(script, [str(model_folder), json.dumps([BATCH + own for own in CASES.values()])], 1)
-    found = dict(zip(CASES, json.loads(output.splitlines()[-1]), strict=True))
-    for case, reads in found.items():
+    cases = {name: BATCH + own for name, own in CASES.items()}
+    (output,) = run_ranks(script, [str(model_folder), json.dumps(cases)], 1)
+    for case, reads in json.loads(output.splitlines()[-1]).items():
         assert 0 < sum(reads.values()) <= MOST, f"{case}: {json.dumps(reads, indent=2)}"

@@ -54,12 +54,12 @@ def outcomes(tmp_path_factory):
     build_tokenizer().save_pretrained(model)
     for ranks in (2, 4):
         own = {
-            f"{layout} {way}": (str(model), [*BATCH, f"cluster.cpu_ranks={ranks}", *overrides, *of_way])
+            f"{layout} {way}": [*BATCH, f"cluster.cpu_ranks={ranks}", *overrides, *of_way]
             for layout, (count, overrides, ways) in LAYOUTS.items()
             for way, of_way in {"plain": [], **ways}.items()
             if count == ranks
         }
-        run_ranks(Path(__file__).with_name("overlap_rank.py"), [str(folder), json.dumps(own)], ranks)
+        run_ranks(Path(__file__).with_name("overlap_rank.py"), [str(model), str(folder), json.dumps(own)], ranks)
 
     def read(layout: str, way: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
         path = folder / f"{layout} {way}".replace(" ", "-")

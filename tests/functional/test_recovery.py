@@ -16,8 +16,8 @@ from tests.functional.conftest import PYTHONPATH, run_command
 from tests.functional.here import run_here, train_here
 from tests.functional.ranks import run_ranks
 from tests.functional.rewards import Gate, listens
+from tests.functional.supervised import series
 from tests.functional.test_resume import assert_same_weights, metrics_of
-from tests.functional.test_sft import series
 
 pytestmark = pytest.mark.functional
 

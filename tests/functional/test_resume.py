@@ -8,10 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.functional.here import train_here
-from tests.functional.test_dpo import SMALL as DPO
-from tests.functional.test_dpo import write_pairs
-from tests.functional.test_sft import SMALL as SFT
-from tests.functional.test_sft import write_data
+from tests.functional.supervised import DPO, SFT, write_data, write_pairs
 
 pytestmark = pytest.mark.functional
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.conftest import random_experts, train
+from tests.functional.conftest import random_experts
+from tests.functional.here import train_here
 
 pytestmark = pytest.mark.functional
 
@@ -28,7 +29,8 @@ def steps(model, tmp_path_factory) -> dict[str, list[dict]]:
     """The metrics of the steps, without replay and with it."""
     folder, found = tmp_path_factory.mktemp("runs"), {}
     for value in ("false", "true"):
-        _, metrics = train(folder / value, model, *OVERRIDES, f"policy.router_replay.enabled={value}")
+        own = [*OVERRIDES, f"policy.router_replay.enabled={value}"]
+        _, metrics = train_here(folder / value, model, *own, elsewhere=["generation"])
         found[value] = [line for line in metrics if "train/loss" in line]
     return found
 

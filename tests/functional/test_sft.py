@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -10,41 +9,16 @@ from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
 from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.memory import matrix_weights
 from tests.functional.here import run_here, train_here
+from tests.functional.supervised import SFT, Scorer, packed, read_rows, series, write_data
 from tests.metric_names import not_logged, undocumented
 
 pytestmark = pytest.mark.functional
-
-SMALL = [
-    "algorithm=sft",
-    "algorithm.max_num_steps=6",
-    "algorithm.max_num_epochs=2",
-    "policy.train_global_batch_size=16",
-    "policy.train_micro_batch_size=8",
-    "policy.megatron_cfg.optimizer.lr=2e-3",
-]
-
-
-def write_data(folder: Path) -> list[str]:
-    """Additions with a worked response; 70 rows are 4 batches of 16 and a rest."""
-    rows = [
-        {"prompt": f"{a}+{b}", "answer": str(a + b), "worked": f"{a} + {b} = {a + b}"}
-        for a in range(10)
-        for b in range(7)
-    ]
-    for name, part in (("train", rows), ("validation", rows[::5])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    paths = [f"data.{name}_path={folder / name}.jsonl" for name in ("train", "validation")]
-    return ["data=file", *paths, "data.response_column=worked"]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, model_folder):
     folder = tmp_path_factory.mktemp("sft")
-    return folder / "run", *train_here(folder / "run", model_folder, *SMALL, *write_data(folder), plots=True)
-
-
-def series(metrics: list[dict], name: str) -> list[float]:
-    return [line[name] for line in metrics if name in line]
+    return folder / "run", *train_here(folder / "run", model_folder, *SFT, *write_data(folder), plots=True)
 
 
 def test_the_loss_falls_in_training_and_on_held_out_chats(run):
@@ -57,23 +31,10 @@ def test_the_loss_falls_in_training_and_on_held_out_chats(run):
 
 def test_the_losses_are_those_transformers_computes(run, model_folder):
     """The held-out loss before the first step and after the last, from the starting and the exported weights."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     folder, _, metrics = run
-    rows = [json.loads(line) for line in (folder.parent / "validation.jsonl").read_text().splitlines()]
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    for model_path, measured in zip((model_folder, folder / "hf"), series(metrics, "validation/val_loss"), strict=True):
-        model, total, count = AutoModelForCausalLM.from_pretrained(model_path), 0.0, 0
-        for row in rows:
-            prompt = tokenizer(f"<bos>{row['prompt']}=")["input_ids"]
-            tokens = torch.tensor([prompt + tokenizer(f"{row['worked']}<eos>")["input_ids"]])
-            labels = tokens.clone()
-            labels[0, : len(prompt)] = -100
-            with torch.no_grad():
-                total += model(tokens, labels=labels).loss.item() * (tokens.shape[1] - len(prompt))
-            count += tokens.shape[1] - len(prompt)
-        assert measured == pytest.approx(total / count, abs=1e-4)
+    rows = read_rows(folder.parent / "validation.jsonl")
+    expected = [Scorer(path).loss(rows) for path in (model_folder, folder / "hf")]
+    assert series(metrics, "validation/val_loss") == pytest.approx(expected, abs=1e-4)
 
 
 def test_rates_are_those_of_the_models_flops(run):
@@ -106,11 +67,8 @@ def test_the_run_folder_is_complete_and_nothing_generated(run):
 def test_packed_sequences_train_as_padded_ones_do(run, tmp_path, model_folder):
     """With a validation set that micro-batches do not divide."""
     _, _, expected = run
-    whole = [override for override in SMALL if "micro_batch_size" not in override]
-    packed = ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=64"]
-    _, metrics = train_here(
-        tmp_path / "run", model_folder, *whole, *write_data(tmp_path), *packed, "algorithm.max_val_samples=13"
-    )
+    options = [*packed(SFT, 64), *write_data(tmp_path), "algorithm.max_val_samples=13"]
+    _, metrics = train_here(tmp_path / "run", model_folder, *options)
     assert series(metrics, "train/loss") == pytest.approx(series(expected, "train/loss"), abs=1e-4)
 
 
@@ -118,13 +76,14 @@ def test_what_was_trained_is_there_although_its_checkpoint_cannot_be_written(tmp
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "checkpoints").write_text("a file is in the way")
-    done = run_here(folder, model_folder, *SMALL, *write_data(tmp_path), "logger.plots=false")
+    short = ["algorithm.max_num_steps=1", "algorithm.val_at_start=false", "logger.plots=false"]
+    done = run_here(folder, model_folder, *SFT, *write_data(tmp_path), *short)
     assert done.returncode == 1 and re.search(r"the checkpoint of step \d+ was not written", done.stderr)
     assert (folder / "hf" / "model.safetensors").exists()
 
 
 def test_rows_that_are_too_long_end_the_run_before_it_starts(tmp_path, model_folder):
-    overrides = [*SMALL, *write_data(tmp_path), "policy.max_total_sequence_length=12"]
+    overrides = [*SFT, *write_data(tmp_path), "policy.max_total_sequence_length=12"]
     done = run_here(tmp_path / "run", model_folder, *overrides)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "train.jsonl, row 35: prompt and response are" in done.stderr and "data.too_long=drop" in done.stderr

@@ -16,7 +16,7 @@ import pytest
 from tests.functional.conftest import PYTHONPATH
 from tests.functional.embedded import OF_THE_EMBEDDED
 from tests.functional.slurm_site import Site, has_cgroups, missing
-from tests.functional.test_sft import SMALL, write_data
+from tests.functional.supervised import SFT, write_data
 
 pytestmark = [
     pytest.mark.slurm,
@@ -27,7 +27,7 @@ pytestmark = [
 UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 STEPS = 14
 TRAINING = [
-    *SMALL,
+    *SFT,
     "policy.train_micro_batch_size=4",
     f"algorithm.max_num_steps={STEPS}",
     "algorithm.max_num_epochs=9",

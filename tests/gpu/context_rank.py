@@ -23,7 +23,7 @@ from nemo_rl_lite.models.shape import ModelShape, read_model_shape
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.reserve import policy_arguments
-from tests.functional.policy_rank import forget_layout
+from tests.functional.rank import leave
 
 LENGTHS = (900, 517, 333, 40, 7, 800, 64, 255)
 
@@ -31,7 +31,6 @@ LENGTHS = (900, 517, 333, 40, 7, 800, 64, 255)
 def main(model_folder: str, output_folder: str, layouts: str) -> None:
     for name, overrides in json.loads(layouts).items():
         run(model_folder, Path(output_folder) / name.replace(" ", "-"), overrides)
-        forget_layout()
         torch.cuda.empty_cache()
 
 
@@ -67,6 +66,7 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
         saved = {"logprobs": scored, "metrics": metrics, "gradients": [own for _, own in steps], "moved": moved}
         torch.save(saved, output)
     dist.barrier()
+    leave(worker)
 
 
 def master_weights(worker: MegatronWorker) -> list[torch.Tensor]:

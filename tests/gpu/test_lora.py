@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional import test_dpo
 from tests.functional.conftest import train
-from tests.functional.test_sft import series
+from tests.functional.supervised import DPO, series, write_pairs
 from tests.gpu.test_run import SMALL
 
 PEFT = "policy.megatron_cfg.peft"
@@ -88,8 +87,8 @@ def test_adapters_of_a_captured_engine_are_those_of_an_eager_one(gpu_model, tmp_
 
 @pytest.mark.gpu
 def test_preferences_are_learned_by_adapters(gpu_model, tmp_path):
-    packed = [override for override in test_dpo.SMALL if "micro_batch_size" not in override]
-    own = [*packed, *test_dpo.write_pairs(tmp_path), "policy=megatron_gpu", "cluster.gpus_per_node=1"]
+    own = [option for option in DPO if "micro_batch_size" not in option]
+    own += [*write_pairs(tmp_path), "policy=megatron_gpu", "cluster.gpus_per_node=1"]
     own += [f"{PEFT}.enabled=true", "policy.max_total_sequence_length=64", "policy.megatron_cfg.optimizer.lr=1e-2"]
     _, metrics = train(tmp_path / "run", gpu_model, *own, timeout_s=400)
     losses = series(metrics, "validation/val_loss")

@@ -19,7 +19,7 @@ from nemo_rl_lite.offload import activations, cpu_optimizer
 from nemo_rl_lite.policy.megatron.worker import MegatronWorker
 from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.workers.reserve import policy_arguments
-from tests.functional.policy_rank import forget_layout
+from tests.functional.rank import leave
 from tests.functional.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -140,7 +140,6 @@ def main(model_folder: str, output_folder: str) -> None:
     )
     for name, overrides in VARIANTS.items():
         torch.save(run(model_folder, [*COMMON, *overrides]), Path(output_folder) / name)
-        forget_layout()
         forget_pattern()
 
 
@@ -180,7 +179,9 @@ def run(model_folder: str, overrides: list[str]) -> dict[str, Any]:
     logprobs()
     steps += [step(rows) for rows in STEPS[1:]]
     scores.append(logprobs())
-    return result | {"steps": steps, "logprobs": scores, "masters": copies, "offloaded": offloaded()}
+    result |= {"steps": steps, "logprobs": scores, "masters": copies, "offloaded": offloaded()}
+    leave(worker)
+    return result
 
 
 def pairs(worker: MegatronWorker) -> list[tuple[Tensor, Tensor]]:

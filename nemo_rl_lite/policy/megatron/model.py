@@ -1,5 +1,6 @@
 """Builds a megatron-core model on this rank from a Hugging Face folder, through megatron-bridge."""
 
+import gc
 import logging
 import math
 from dataclasses import dataclass, field
@@ -181,6 +182,21 @@ def build_model(
     if place.has_logits:
         check_scorable(unwrap_model(chunks[-1]))
     return model
+
+
+def leave_groups() -> None:
+    """Leave all process groups, once nobody refers to the model any more. gloo's threads and sockets end with the last
+    reference to a group. Collective."""
+    from megatron.core import parallel_state
+
+    # Before the groups are destroyed: a CUDA graph of the model uses them.
+    gc.collect()
+    parallel_state.destroy_model_parallel()
+    # megatron-core 0.19 keeps two of its groups.
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, dist.ProcessGroup):
+            setattr(parallel_state, name, None)
+    dist.destroy_process_group()
 
 
 def context_ranks() -> ContextRanks:

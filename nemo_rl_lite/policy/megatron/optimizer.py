@@ -74,6 +74,17 @@ def build_optimizer(config: PolicyConfig, model: MegatronModel) -> tuple[Any, An
     return optimizer, scheduler
 
 
+def disconnect(model: MegatronModel) -> None:
+    """Undo what connects a model with its optimizer, so that both can be freed. Autograd's nodes close their cycle, and
+    Python's collector does not see these: float32 shards have them, and megatron-core's hooks are on them."""
+    from megatron.core.utils import get_model_config
+
+    for chunk in model.chunks:
+        config = get_model_config(chunk)
+        config.finalize_model_grads_func = config.grad_scale_func = None
+        config.no_sync_func = config.grad_sync_func = None
+
+
 def gradients_are_finite(model: MegatronModel) -> bool:
     """Whether the gradients of all ranks are finite; the same answer on every rank."""
     finite = torch.ones((), device=model.device)

@@ -21,7 +21,7 @@ from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
 from nemo_rl_lite.policy.megatron.batches import forward_scores
 from nemo_rl_lite.policy.megatron.memory import CPUMemory, GPUMemory, host_registrar
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
-from nemo_rl_lite.policy.megatron.model import ParallelPlace, build_model
+from nemo_rl_lite.policy.megatron.model import ParallelPlace, build_model, leave_groups
 from nemo_rl_lite.policy.megatron.scores import TopLogits
 from nemo_rl_lite.policy.megatron.worker import preload
 
@@ -105,6 +105,11 @@ class TeacherWorker:
         found = {name: values[inside_BT].numpy() for name, values in scored.items()}
         ids = found.get("topk_ids")
         return TeacherScores(found["logprobs"], found.get("topk_logits"), None if ids is None else ids.astype(np.int32))
+
+    def close(self) -> None:
+        """Drop the model. This process may then build another worker. Collective."""
+        self.__dict__.clear()
+        leave_groups()
 
     def take_memory(self) -> Peaks:
         """Peak memory of the phases since the last call; empty on a CPU."""

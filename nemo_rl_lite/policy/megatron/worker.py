@@ -29,8 +29,8 @@ from nemo_rl_lite.policy.megatron.conversion import export_folder
 from nemo_rl_lite.policy.megatron.graphs import CudaRecorder, MicroBatchGraphs
 from nemo_rl_lite.policy.megatron.memory import phase_memory, require_weights
 from nemo_rl_lite.policy.megatron.micro_batches import Layout
-from nemo_rl_lite.policy.megatron.model import ParallelPlace, build_model
-from nemo_rl_lite.policy.megatron.optimizer import build_optimizer
+from nemo_rl_lite.policy.megatron.model import ParallelPlace, build_model, leave_groups
+from nemo_rl_lite.policy.megatron.optimizer import build_optimizer, disconnect
 from nemo_rl_lite.policy.megatron.producer import plan_refit
 from nemo_rl_lite.policy.megatron.reference import kept_reference
 from nemo_rl_lite.policy.megatron.scoring import Scoring
@@ -244,6 +244,13 @@ class MegatronWorker:
         require_weights(self._model, self._phases)
         self._model.in_engine.check()
         export_folder(self._model, self._rank, self._model_path, Path(path))
+
+    def close(self) -> None:
+        """Drop the model with all that belongs to it. This process may then build another worker. Collective."""
+        leftovers.forget(self._model)
+        disconnect(self._model)
+        self.__dict__.clear()
+        leave_groups()
 
     def _leave_training(self, phase: Phase, working_bytes: int | None = None) -> None:
         """Enter another phase, with whole weights, because they may move, and without what passes left behind."""
