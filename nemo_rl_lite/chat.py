@@ -15,12 +15,12 @@ from pathlib import Path
 from rich.console import Console
 
 from nemo_rl_lite.data.messages import Message
-from nemo_rl_lite.endpoint.anybody import Anybody, Speaker
-from nemo_rl_lite.endpoint.protocol import ChatRequest, RefusedError
 from nemo_rl_lite.errors import shown_as_message
-from nemo_rl_lite.generation.request_queue import RequestQueue
+from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.run.model import CHAT_KEYS
 from nemo_rl_lite.run.serving import find_served, start_engine
+from nemo_rl_lite.serving.protocol import ChatRequest, RefusedError
+from nemo_rl_lite.serving.public import PublicHandler, ResponderConfig
 
 _RESET, _QUIT = "/reset", "/quit"
 Reply = Callable[[Sequence[Message]], str]
@@ -54,13 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(1 if refused and not sys.stdin.isatty() else 0)
 
 
-def replier(queue: RequestQueue, speaker: Speaker, temperature: float | None, say: Callable[[str], None]) -> Reply:
+def replier(
+    queue: RequestQueue, speaker: ResponderConfig, temperature: float | None, say: Callable[[str], None]
+) -> Reply:
     """Return what asks the engine for a response at a temperature (None: the run's), and says where one was cut."""
 
     async def reply(messages: Sequence[Message]) -> str:
         asked = ChatRequest(messages=list(messages), temperature=temperature)
         async with queue.serving() as requests:
-            answer = await Anybody(speaker, requests).respond(asked)
+            answer = await PublicHandler(speaker, requests).respond(asked)
         (completion,) = answer.completions
         if completion.finish_reason == "length":
             say(f"cut after {len(completion.tokens)} tokens; --max-new-tokens allows more")

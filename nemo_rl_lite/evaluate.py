@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl_lite.errors import LauncherError, WorkerError, shown_as_message
-from nemo_rl_lite.host.machine import local_path
+from nemo_rl_lite.system.machine import local_path
 
 INTERRUPTED = 130
 
@@ -32,9 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", metavar="FOLDER", type=local_path, help="default: outputs/evaluations/...")
     given = parser.parse_intermixed_args(arguments)
     with shown_as_message("nrl-lite evaluate"):
+        from nemo_rl_lite.evaluation.evaluate import evaluate
+        from nemo_rl_lite.evaluation.task import Options, compose
         from nemo_rl_lite.observability.console import RunConsole
-        from nemo_rl_lite.run.evaluation.evaluate import evaluate
-        from nemo_rl_lite.run.evaluation.task import Options, compose
         from nemo_rl_lite.run.serving import find_model
 
         console = RunConsole()

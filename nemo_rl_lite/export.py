@@ -9,13 +9,12 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl_lite.checkpoint.checkpoints import POLICY
 from nemo_rl_lite.checkpoint.resume import checkpoints_around, locate
-from nemo_rl_lite.checkpoint.store import Checkpoint
+from nemo_rl_lite.checkpoint.store import POLICY, Checkpoint
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import CheckpointError, ConfigError, shown_as_message
-from nemo_rl_lite.host.machine import local_path
-from nemo_rl_lite.rules.compose import restore
+from nemo_rl_lite.system.machine import local_path
+from nemo_rl_lite.validation.compose import restore
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -52,13 +51,13 @@ def export(run: Path, target: Path | None) -> Path:
     import transformers
 
     from nemo_rl_lite.compat.megatron_cpu import prepare_import
-    from nemo_rl_lite.host.machine import free_port
     from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, with_template
     from nemo_rl_lite.models.source import locate_model
     from nemo_rl_lite.observability.console import RunConsole
+    from nemo_rl_lite.system.machine import free_port
 
     prepare_import()
-    from nemo_rl_lite.policy.megatron.conversion import convert
+    from nemo_rl_lite.policy.export import convert
 
     transformers.utils.logging.disable_progress_bar()
     console = RunConsole()

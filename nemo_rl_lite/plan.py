@@ -13,12 +13,12 @@ from nemo_rl_lite.config.overrides import given_keys
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import ConfigError, LauncherError, Violation
-from nemo_rl_lite.host.machine import local_path
 from nemo_rl_lite.models.shape import MADE_HERE, find_shape
 from nemo_rl_lite.planning.gpus import KNOWN, parse_size, size_of
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.rules.layout import shape_fits_the_layout
-from nemo_rl_lite.rules.notes import notes, notes_elsewhere, show
+from nemo_rl_lite.system.machine import local_path
+from nemo_rl_lite.validation.compose import compose_config
+from nemo_rl_lite.validation.layout import shape_fits_the_layout
+from nemo_rl_lite.validation.notes import notes, notes_elsewhere, show_notes
 
 DOES_NOT_FIT = 1
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             [f"policy.model_name=config/{given.model_config.parent.name or 'here'}"] if given.model_config else []
         )
         config, overrides = _compose([*given.overrides, *elsewhere])
-        show([*notes(config, given_keys(given.overrides)), *notes_elsewhere(config)])
+        show_notes([*notes(config, given_keys(given.overrides)), *notes_elsewhere(config)])
         from nemo_rl_lite.observability.console import RunConsole
         from nemo_rl_lite.planning import page
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if violations:
             raise ConfigError(violations)
         plan = page.make_plan(config, overrides, shape, gpu, host)
-        page.show(plan, RunConsole(), length)
+        page.show_plan(plan, RunConsole(), length)
     except LauncherError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(error.exit_status)

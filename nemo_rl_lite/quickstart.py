@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.models.embedded.reverse_digits import NAME, embedded_folder
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.models.embedded_task import NAME, embedded_folder
 from nemo_rl_lite.run.command import fail, launch, split_arguments
+from nemo_rl_lite.validation.compose import compose_config
 
 # The time of this import: scripts/quickstart.sh becomes this process after it has set up the machine.
 STARTED = time.perf_counter()

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl_lite.config.sections.generation import ServeConfig
-from nemo_rl_lite.endpoint.anybody import Anybody, Speaker
-from nemo_rl_lite.endpoint.server import Endpoint
+from nemo_rl_lite.config.schema import ServeConfig
 from nemo_rl_lite.errors import shown_as_message
-from nemo_rl_lite.generation.request_queue import RequestQueue
+from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.run.model import CHAT_KEYS
 from nemo_rl_lite.run.serving import find_served, start_engine
+from nemo_rl_lite.serving.public import PublicHandler, ResponderConfig
+from nemo_rl_lite.serving.server import Endpoint
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -48,12 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             asyncio.run(_answer(endpoint, queue, speaker))
 
 
-async def _answer(endpoint: Endpoint, queue: RequestQueue, speaker: Speaker) -> None:
+async def _answer(endpoint: Endpoint, queue: RequestQueue, speaker: ResponderConfig) -> None:
     """Answer until SIGINT or SIGTERM."""
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    async with queue.serving() as requests, endpoint.answering(Anybody(speaker, requests)):
+    async with queue.serving() as requests, endpoint.answering(PublicHandler(speaker, requests)):
         sys.stdout.write(f"OPENAI_BASE_URL={endpoint.url}\nOPENAI_API_KEY={endpoint.token}\n")
         sys.stdout.flush()
         _tell(f"serving the model {endpoint.model!r} until Ctrl-C")

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from nemo_rl_lite.host.stopping import interrupt_on_signals, interrupted_status
+from nemo_rl_lite.system.stopping import interrupt_on_signals, interrupted_status
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

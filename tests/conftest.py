@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_lite.host import stopping
+from nemo_rl_lite.system import stopping
 
 # Functional modules by group: the tests of a group share a process and what it has imported. Every other module is a
 # separate group. The longest groups come first, so that none is left to one process at the end.

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_rl_lite.policy.megatron import linear_scores, slice_scores
-from nemo_rl_lite.policy.megatron.linear_scores import LinearScores
-from nemo_rl_lite.policy.megatron.slice_scores import Head, Totals
+from nemo_rl_lite.policy import logprobs as linear_scores
+from nemo_rl_lite.policy import vocab_chunks
+from nemo_rl_lite.policy.logprobs import LinearScores
+from nemo_rl_lite.policy.vocab_chunks import LMHead, VocabReductions
 
 CASES = (
     (torch.float32, 0.7, False),
@@ -45,7 +46,7 @@ def alone(folder: Path) -> None:
 def check_everything(kernels: ModuleType, device: str, sizes: Sizes = SMALL) -> None:
     """All that the kernels do, in both precisions."""
     for dtype, temperature, entropy in CASES:
-        head = Head(temperature, None, entropy, 0, dist.group.WORLD)  # pyrefly: ignore
+        head = LMHead(temperature, None, entropy, 0, dist.group.WORLD)  # pyrefly: ignore
         inputs = _inputs(device, dtype, sizes)
         with patch.object(linear_scores, "VOCABULARY_SLICE", sizes.slice):
             check_slice(kernels, inputs, head, sizes.slice)
@@ -53,12 +54,12 @@ def check_everything(kernels: ModuleType, device: str, sizes: Sizes = SMALL) -> 
             check_twice(kernels, inputs, replace(head, keep=True))
 
 
-def check_slice(kernels: ModuleType, inputs: Inputs, head: Head, width: int) -> None:
+def check_slice(kernels: ModuleType, inputs: Inputs, head: LMHead, width: int) -> None:
     """One slice: what is read of it, and each entry of its gradient to the rounding of its precision."""
     hidden, weight, own = inputs
     logits = (hidden @ weight.T)[:, :width].contiguous()
     start = width + 8
-    readers = [module.Reader(own, head) for module in (kernels, slice_scores)]
+    readers = [module.Reader(own, head) for module in (kernels, vocab_chunks)]
     for reader in readers:
         # The same slice in two places: the second joins the first.
         reader.read(logits, 0)
@@ -67,10 +68,10 @@ def check_slice(kernels: ModuleType, inputs: Inputs, head: Head, width: int) -> 
     asked = 3 if head.entropy else 2
     torch.testing.assert_close(given[:asked], wanted[:asked], atol=1e-5, rtol=1e-5)
     log_total, chosen, entropy = wanted
-    totals = Totals(log_total, chosen - log_total, entropy, None)
+    totals = VocabReductions(log_total, chosen - log_total, entropy, None)
     # The next token's part is computed from its logprob, which only tokens of the vocabulary have.
     gradients = [_some(len(own), own), _some(len(own), own).flip(0) if head.entropy else None, None, None]
-    precise = slice_scores.Gradient(own, head, totals, gradients).of(logits.float(), start)
+    precise = vocab_chunks.Gradient(own, head, totals, gradients).of(logits.float(), start)
     if head.plain:
         precise = precise * -gradients[0][:, None]  # pyrefly: ignore
     given = kernels.Gradient(own, head, totals, gradients).of(logits.clone(), start)
@@ -78,14 +79,14 @@ def check_slice(kernels: ModuleType, inputs: Inputs, head: Head, width: int) -> 
     torch.testing.assert_close(given.float(), precise, atol=1e-7, rtol=_rounding(logits))
 
 
-def check_whole(kernels: ModuleType, inputs: Inputs, head: Head) -> None:
+def check_whole(kernels: ModuleType, inputs: Inputs, head: LMHead) -> None:
     """All slices: values as torch's, gradients about as far from the float32 ones as torch's, and the same where the
     logits are kept."""
     hidden, weight, own = inputs
     # Megatron's ranks have tokens of others too; a rank that is alone has none, so that each has a logprob.
     inputs = hidden, weight, own.clamp(0, len(weight) - 1)
-    by_torch, by_kernels = (_run(*inputs, head, module) for module in (slice_scores, kernels))
-    precise = _run(*(one.float() if one.is_floating_point() else one for one in inputs), head, slice_scores)
+    by_torch, by_kernels = (_run(*inputs, head, module) for module in (vocab_chunks, kernels))
+    precise = _run(*(one.float() if one.is_floating_point() else one for one in inputs), head, vocab_chunks)
     for name in ("logprobs", "entropy") if head.entropy else ("logprobs",):
         torch.testing.assert_close(by_kernels[name], by_torch[name], atol=1e-5, rtol=1e-5)
     for name in ("of hidden", "of weight"):
@@ -95,12 +96,12 @@ def check_whole(kernels: ModuleType, inputs: Inputs, head: Head) -> None:
             error, allowed = (_error(found[name], precise[name]) for found in (by_kernels, by_torch))
             assert error < allowed + _rounding(hidden), (name, error, allowed)
     kept = replace(head, keep=True)
-    for module, expected in ((slice_scores, by_torch), (kernels, by_kernels)):
+    for module, expected in ((vocab_chunks, by_torch), (kernels, by_kernels)):
         for name, values in _run(*inputs, kept, module).items():
             assert torch.equal(values, expected[name]), name
 
 
-def check_twice(kernels: ModuleType, inputs: Inputs, head: Head) -> None:
+def check_twice(kernels: ModuleType, inputs: Inputs, head: LMHead) -> None:
     """A second backward pass through the same graph gives the same gradient, though kept logits serve once."""
     hidden, weight, own = inputs[0].clone().requires_grad_(), inputs[1], inputs[2].clamp(0, len(inputs[1]) - 1)
     with patch.object(linear_scores, "_ways", lambda *_: kernels):
@@ -109,7 +110,7 @@ def check_twice(kernels: ModuleType, inputs: Inputs, head: Head) -> None:
     assert torch.equal(first, second)
 
 
-def _run(hidden: Tensor, weight: Tensor, own: Tensor, head: Head, module: ModuleType) -> Found:
+def _run(hidden: Tensor, weight: Tensor, own: Tensor, head: LMHead, module: ModuleType) -> Found:
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     with patch.object(linear_scores, "_ways", lambda *_: module):
         logprobs, entropy, *_ = LinearScores.apply(hidden, weight, own, None, head)

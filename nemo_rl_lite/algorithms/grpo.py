@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nemo_rl_lite.algorithms.loop import Report, Steps, ValidationTimes
-from nemo_rl_lite.config.sections.algorithm import GRPOConfig
+from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.losses.advantages import baseline_metrics, clip_advantages, group_advantages, separate_advantages
 from nemo_rl_lite.losses.interface import Loss

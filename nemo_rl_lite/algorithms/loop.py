@@ -5,16 +5,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
+from nemo_rl_lite.checkpoint.store import Checkpoints
 from nemo_rl_lite.errors import RunStopped, TrainingError
-from nemo_rl_lite.host.stopping import Stopping
 from nemo_rl_lite.observability.console import ENGINES_IDLE, RunConsole
 from nemo_rl_lite.observability.memory import with_rest
-from nemo_rl_lite.observability.speed import PolicySpeed
-from nemo_rl_lite.observability.timer import Timer
+from nemo_rl_lite.observability.timer import PolicySpeed, Timer
 from nemo_rl_lite.observability.trackers import MetricsLog, under
 from nemo_rl_lite.offload.mover import move_metrics
 from nemo_rl_lite.policy.interface import Policy, Work
+from nemo_rl_lite.system.stopping import Stopping
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nemo_rl_lite.algorithms.loop import Report, Steps, ValidationTimes
-from nemo_rl_lite.config.sections.algorithm import SupervisedConfig
+from nemo_rl_lite.config.schema_algorithm import SupervisedConfig
 from nemo_rl_lite.data.examples import TrainingExamples
 from nemo_rl_lite.losses.batch import TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Loss
-from nemo_rl_lite.losses.preference import MeanLogRatio, mismatched
+from nemo_rl_lite.losses.supervised import MeanLogRatio, mismatched
 from nemo_rl_lite.observability.timer import Timer
-from nemo_rl_lite.policy.interface import HeldBatch, Policy, Scored
+from nemo_rl_lite.policy.interface import BatchRef, Policy, Scored
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Supervised:
     validation: Sequence[TokenRow]
     steps: Steps
     report: Report
-    held_out: HeldBatch | None = field(default=None, init=False)
+    held_out: BatchRef | None = field(default=None, init=False)
     """The validation rows in the workers, from the first validation on."""
 
     def run(self) -> None:
@@ -87,7 +87,7 @@ class Supervised:
         self.report.validation(step, values, timer, ", ".join(f"{name} {value:.4f}" for name, value in shown.items()))
         return values
 
-    def _compared(self, batch: HeldBatch) -> Loss:
+    def _compared(self, batch: BatchRef) -> Loss:
         """The loss of a batch: where it compares with mismatched responses, with their KL to the reference under the
         policy as it is now."""
         with_mismatched_kl = getattr(self.loss, "with_mismatched_kl", None)

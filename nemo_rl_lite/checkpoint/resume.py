@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_lite.checkpoint.checkpoints import POLICY
-from nemo_rl_lite.checkpoint.store import RECORD, Checkpoint, CheckpointStore, Retention, has_any, verified
+from nemo_rl_lite.checkpoint.store import POLICY, RECORD, Checkpoint, CheckpointStore, Retention, has_any, verified
 from nemo_rl_lite.config.algorithms import has_teacher
-from nemo_rl_lite.config.leaves import leaves
+from nemo_rl_lite.config.keys import flatten
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, Violation
 
@@ -92,8 +91,8 @@ def find_start(
     # Without a teacher its keys, which follow the policy's, change nothing.
     free = _FREE if has_teacher(config) else (*_FREE, "teacher")
     changes = changed(saved, whole_config, free)
-    before_all = dict(leaves(saved))
-    fixed = _fixed(before_all, dict(leaves(whole_config)))
+    before_all = dict(flatten(saved))
+    fixed = _fixed(before_all, dict(flatten(whole_config)))
     wrong = [
         Violation(key, now, f"{found.path} was saved with {before!r}", "the saved value, or another folder")
         for key, (before, now) in changes.items()
@@ -136,7 +135,7 @@ def changed(
     before: Mapping[str, Any], now: Mapping[str, Any], but_for: tuple[str, ...] = _FREE
 ) -> dict[str, tuple[Any, Any]]:
     """The keys outside `but_for` that differ between two configurations -> their values before and now."""
-    old, new = dict(leaves(before)), dict(leaves(now))
+    old, new = dict(flatten(before)), dict(flatten(now))
     keys = [key for key in sorted(old.keys() | new.keys()) if not _is_within(key, but_for)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 

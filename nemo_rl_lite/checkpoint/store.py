@@ -4,6 +4,10 @@ A checkpoint is a folder `step-00000120` with what the run wrote and `checkpoint
 and of itself: a bit that flipped on a disk changes weights without an error anywhere else. It is written under a name
 that begins with a dot, synced to the disk, and then renamed; `latest` names the newest. Older ones stay until the new
 one is complete.
+
+Reads the pickles of a distributed checkpoint safely: tensors and its own records load, anything else is refused.
+
+Saves a run's checkpoints while it trains.
 """
 
 import hashlib
@@ -11,21 +15,29 @@ import json
 import logging
 import math
 import os
+import pickle
 import shutil
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from nemo_rl_lite.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
 RECORD, PREFIX = "checkpoint.json", "step-"
+
 LATEST, _REPLACED = "latest", ".replaced-"
+
 # Reading a file and computing its digest release the interpreter's lock; disks and CPUs both have room for this many.
 _THREADS = 8
+
 # Names that a network file system gives to files that were removed while open.
 _REMOVED = ".nfs"
 
@@ -317,3 +329,186 @@ def difference(folder: Path, files: Iterable[Path], expected: Mapping[str, str])
 def _file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# The file name that torch.distributed.checkpoint uses.
+INDEX_FILE = ".metadata"
+
+# torch.distributed.checkpoint reads other objects than tensors with weights_only=False; this overrides it.
+_TENSORS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+
+_RECORDS = (
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
+
+_NAMES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    *((_METADATA, name) for name in _RECORDS),
+}
+
+_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+
+
+@contextmanager
+def reading_only(folder: Path) -> Iterator[None]:
+    """Let megatron-core and torch read the checkpoint in `folder` within the block, without running code from it.
+
+    Raises:
+        CheckpointError: there is no index, or it names an object that no index needs.
+    """
+    path = folder / INDEX_FILE
+    try:
+        with path.open("rb") as file:
+            _IndexOnly(file).load()
+    except Exception as error:  # a damaged pickle may ask for anything, such as more memory than there is
+        raise CheckpointError(f"{path} is not a checkpoint's index: {error}") from error
+    before = os.environ.get(_TENSORS_ONLY)
+    os.environ[_TENSORS_ONLY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_TENSORS_ONLY]
+        if before is not None:
+            os.environ[_TENSORS_ONLY] = before
+
+
+class _IndexOnly(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_constant = module == "torch" and isinstance(getattr(torch, name, None), _CONSTANTS)
+        if is_constant or (module, name) in _NAMES:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+# The policy's part of a checkpoint's folder.
+POLICY = "policy"
+
+SaveRollouts = Callable[[Path], Mapping[str, Any]]
+"""Returns what the source of rollouts needs to resume; what is large it writes to the checkpoint's folder."""
+
+
+def save_none(_: Path) -> Mapping[str, Any]:
+    """Of a run that generates nothing."""
+    return {}
+
+
+class Saver(Protocol):
+    """The part of a policy that saving needs."""
+
+    def begin_save(self, folder: str) -> None: ...
+
+    def save_is_written(self) -> bool: ...
+
+    def finish_save(self) -> dict[str, str]:
+        """Wait until it is written; returns digests of some of its files, by name."""
+        ...
+
+
+class Checkpoints:
+    """Saves every `period` steps (0: never) and on request; writes at most one checkpoint at a time.
+
+    A checkpoint that cannot be written is a warning and does not end the training; `require` raises if the last failed.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        policy: Saver,
+        period: int,
+        asynchronous: bool,
+        record: Mapping[str, Any],
+        say: Callable[[str], None],
+        saved: int | None = None,
+        rollouts: SaveRollouts = save_none,
+    ):
+        """`record` is written into every checkpoint, for the run that resumes from it, and so is what `rollouts`
+        returns. `saved`: the step that this run was resumed from."""
+        self.store, self._policy, self._period, self._asynchronous = store, policy, period, asynchronous
+        self._record, self._say, self._rollouts = dict(record), say, rollouts
+        self._writing: int | None = None
+        self._saved = saved
+        self._begun_s = 0.0
+        self.longest_save_s = 0.0
+        self._failure: CheckpointError | None = None
+        self._measured: tuple[int, dict[str, float]] = (-1, {})
+
+    @property
+    def enabled(self) -> bool:
+        return self._period > 0
+
+    def save_if_due(self, step: int, last: bool) -> None:
+        """Save after every `period`-th step and after the last."""
+        if self._period and (last or step % self._period == 0):
+            self.save(step)
+
+    def save(self, step: int) -> None:
+        """Save the state after `step`, once, in the policy's training phase. Training may continue when this returns,
+        overlapped with the writing."""
+        if not self._period or step == self._saved:
+            return
+        self.finish()
+        self._saved, self._failure, self._begun_s = step, None, time.monotonic()
+        try:
+            folder = self.store.begin(step)
+            self._record |= {"rollouts": dict(state)} if (state := self._rollouts(folder)) else {}
+            (folder / POLICY).mkdir()
+            self._policy.begin_save(str(folder / POLICY))
+        except (CheckpointError, OSError) as error:
+            self._fail(step, error)
+            return
+        self._writing = step
+        if not self._asynchronous:
+            self.finish()
+
+    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Store the validation metrics of `step`, which decide what the best checkpoints are."""
+        self._measured = (step, dict(metrics))
+        try:
+            if step != self._writing:
+                self.store.measured(step, metrics)
+        except CheckpointError as error:
+            self._say(f"warning: {error}")
+
+    def settle(self) -> None:
+        """Complete the current checkpoint if it is written, without waiting."""
+        if self._writing is not None and self._policy.save_is_written():
+            self.finish()
+
+    def require(self) -> None:
+        """Raise CheckpointError where the last checkpoint was not written."""
+        if self._failure is not None:
+            raise self._failure
+
+    def finish(self) -> None:
+        """Wait for the current checkpoint, and complete it."""
+        step, self._writing = self._writing, None
+        if step is None:
+            return
+        try:
+            digests = {f"{POLICY}/{name}": digest for name, digest in self._policy.finish_save().items()}
+            measured_at, metrics = self._measured
+            saved = self.store.finish(step, metrics if measured_at == step else {}, self._record, digests)
+            self.longest_save_s = max(self.longest_save_s, time.monotonic() - self._begun_s)
+            log.info("checkpoint of step %d: %s", step, saved.path)
+        except CheckpointError as error:
+            self._fail(step, error)
+
+    def _fail(self, step: int, error: Exception) -> None:
+        self.store.discard(step)
+        newest = self.store.latest()
+        there = f"the newest checkpoint is of step {newest.step}" if newest else "there is none yet"
+        self._failure = CheckpointError(f"the checkpoint of step {step} was not written: {error}; {there}")
+        self._say(f"warning: {self._failure}")

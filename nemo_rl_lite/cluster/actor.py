@@ -12,9 +12,9 @@ from typing import Any
 import ray
 
 from nemo_rl_lite.cluster.heartbeat import HeartbeatThread
-from nemo_rl_lite.host.machine import free_port, log_to_stderr
 from nemo_rl_lite.observability import profiling
 from nemo_rl_lite.observability.timer import SETUP, seconds_since_start
+from nemo_rl_lite.system.machine import free_port, log_to_stderr
 
 # Of every worker: no hub, no tokenizer threads, no output that is held back by processes which it starts.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}

@@ -1,12 +1,21 @@
-"""Starts Ray with the run and stops it, however the run ends."""
+"""Starts Ray with the run and stops it, however the run ends.
+
+Places workers on GPUs: one Ray bundle for each GPU, which the policy and an engine may share.
+"""
 
 import logging
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from nemo_rl_lite.compat.ray import (
     end_broken_node,
@@ -15,9 +24,119 @@ from nemo_rl_lite.compat.ray import (
     start_no_api_server,
     was_slow,
 )
-from nemo_rl_lite.errors import ConfigError, LauncherError, Violation
-from nemo_rl_lite.host.machine import OWN_RAY, RAY_ADDRESS, RAY_ADDRESS_FIX, ray_address
-from nemo_rl_lite.host.stopping import SIGNALS, interrupt
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import all_gpus, generation_gpus, on_gpus, policy_ranks
+from nemo_rl_lite.errors import ConfigError, LauncherError, Violation, WorkerError
+from nemo_rl_lite.system.machine import OWN_RAY, RAY_ADDRESS, RAY_ADDRESS_FIX, ray_address
+from nemo_rl_lite.system.stopping import SIGNALS, interrupt
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 2.0
+
+# Ray options of one worker's actor.
+Slot = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A slot for each policy rank, for each rank of a teacher, and for each GPU of generation; neighbours are on one
+    node where possible."""
+
+    policy: list[Slot]
+    teacher: list[Slot]
+    generation: list[Slot]
+
+
+def place(config: Config, engines: int, teacher: bool = False) -> Placement:
+    """Reserve the run's GPUs. A teacher has a rank on the GPU of each policy rank. On CPUs nothing is reserved: ranks
+    are spread over the nodes, and each engine is on the node of the policy rank that sends it weights. `engines` is 0
+    for a run without generation.
+
+    In a cluster that RAY_ADDRESS names, wait for nodes that have not joined yet.
+
+    Raises:
+        WorkerError: the cluster does not have the GPUs or nodes, or not within `cluster.start_timeout_s`.
+    """
+    ranks = policy_ranks(config)
+    if not on_gpus(config):
+        policy = _on_cpus(ranks, config.cluster.num_nodes, config.cluster.start_timeout_s)
+        return Placement(policy, policy if teacher else [], [policy[engine % ranks] for engine in range(engines)])
+    group = _reserve(all_gpus(config), config.cluster.start_timeout_s)
+    nodes = _by_node(group)
+    check_nodes(list(nodes.values()), config.cluster.gpus_per_node)
+    bundles = list(nodes)
+    shared = config.generation.colocated.enabled and engines > 0
+    # Ray counts GPUs in steps of 0.0001.
+    share = int(10_000 / (1 + shared + teacher)) / 10_000
+    slots = [_slot(group, bundle, share) for bundle in bundles]
+    count = generation_gpus(config) if engines else 0
+    others = slots[:count] if shared else [_slot(group, bundle, 1.0) for bundle in bundles[ranks : ranks + count]]
+    return Placement(slots[:ranks], slots[:ranks] if teacher else [], others)
+
+
+def _on_cpus(ranks: int, nodes: int, limit_s: float) -> list[Slot]:
+    if nodes == 1 and "RAY_ADDRESS" not in os.environ:
+        return [{}] * ranks
+    _wait_for(lambda: len(_alive()), nodes, "nodes (cluster.num_nodes)", limit_s)
+    own = ray.get_runtime_context().get_node_id()
+    chosen = sorted(_alive(), key=lambda node: (node != own, node))[:nodes]
+    on_nodes = [NodeAffinitySchedulingStrategy(node_id=node, soft=False) for node in chosen]
+    return [{"scheduling_strategy": on_nodes[rank * nodes // ranks]} for rank in range(ranks)]
+
+
+def _gpus() -> int:
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
+def _alive() -> list[str]:
+    return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+
+
+def _wait_for(there: Callable[[], int], wanted: int, what: str, limit_s: float) -> None:
+    """Wait until there are enough nodes or GPUs. Only a cluster that RAY_ADDRESS names can still grow."""
+    limit_s = limit_s if "RAY_ADDRESS" in os.environ else 0
+    deadline = time.monotonic() + limit_s
+    while (count := there()) < wanted:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            nodes = len(_alive())
+            waited = f" after {limit_s:g} s (cluster.start_timeout_s)" if limit_s else ""
+            has = f"the Ray cluster has {count} on {nodes} node{'s' if nodes > 1 else ''}{waited}"
+            raise WorkerError("placement", "start", f"the run asks for {wanted} {what} and {has}")
+        log.info("waiting for %d more %s to join the Ray cluster, at most %.0f s", wanted - count, what, left)
+        time.sleep(_POLL_S)
+
+
+def _reserve(gpus: int, limit_s: float) -> PlacementGroup:
+    _wait_for(_gpus, gpus, "GPUs (cluster.num_nodes x cluster.gpus_per_node)", limit_s)
+    group = placement_group([{"GPU": 1}] * gpus, strategy="PACK")
+    if not group.wait(limit_s):
+        free = ray.available_resources().get("GPU", 0)
+        raise WorkerError("placement", "start", f"{gpus} GPUs did not become free within {limit_s:g} s; {free:g} are")
+    return group
+
+
+def _by_node(group: PlacementGroup) -> dict[int, str]:
+    """The node of each bundle, ordered by node."""
+    nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    log.info("bundles by node: %s", nodes)
+    return dict(sorted(nodes.items(), key=lambda item: (item[1], item[0])))
+
+
+def check_nodes(nodes: list[str], gpus_per_node: int) -> None:
+    """Raise WorkerError where a node does not have the number of GPUs that the run's layout needs."""
+    counts = Counter(nodes)
+    if any(count != gpus_per_node for count in counts.values()):
+        spread = " + ".join(str(count) for count in counts.values())
+        cause = f"cluster.gpus_per_node = {gpus_per_node}, but the free GPUs lie {spread} on the nodes"
+        raise WorkerError("placement", "start", cause)
+
+
+def _slot(group: PlacementGroup, bundle: int, share: float) -> Slot:
+    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
+    return {"num_gpus": share, "scheduling_strategy": strategy}
+
 
 # The environment of Ray's own processes: no usage report, no idle worker for each core.
 ENVIRONMENT = {
@@ -25,8 +144,6 @@ ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_prestart_worker_first_driver": "0",
 }
-
-log = logging.getLogger(__name__)
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from ray.exceptions import RayActorError
 
 from nemo_rl_lite.cluster.actor import WorkerActor
 from nemo_rl_lite.cluster.calls import Call, wait
-from nemo_rl_lite.cluster.placement import Slot
-from nemo_rl_lite.config.sections.run import ProfileConfig
+from nemo_rl_lite.cluster.runtime import Slot
+from nemo_rl_lite.config.schema import ProfileConfig
 from nemo_rl_lite.observability import profiling
 
 

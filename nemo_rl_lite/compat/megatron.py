@@ -1,8 +1,11 @@
-"""megatron-core: saves of optimizers, its CPU optimizer, its manager of offloaded activations."""
+"""megatron-core: saves of optimizers, its CPU optimizer, its manager of offloaded activations.
+
+megatron-bridge: its import, and the export of adapters alone.
+"""
 
 import queue
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,11 +14,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.compat.megatron_cpu import prepare_import
 from nemo_rl_lite.compat.versions import fits, installed, written_for
 from nemo_rl_lite.errors import CheckpointError
 
+written_for("megatron-bridge", "0.6", __name__)
+
+
+def auto_bridge() -> Any:
+    """Import megatron-bridge, on a CPU as well; return its class AutoBridge."""
+    prepare_import()
+    from megatron.bridge import AutoBridge
+
+    return AutoBridge
+
+
+def adapter_conversions(bridge: Any, chunks: Sequence[Any]) -> list[Any]:
+    """Return the bridge's conversions of adapters, each with a task for A and one for B."""
+    found = bridge._model_bridge.build_adapter_conversion_tasks(chunks)
+    return [conversion for conversions in found.values() for conversion in conversions]
+
+
+def export_adapters(bridge: Any, chunks: Sequence[Any], conversions: list[Any], on_cpu: bool) -> Iterable[Any]:
+    """Export the adapters of these conversions, named as peft names them."""
+    # The bridge takes no conversions here. This object is the call's own, so it is patched for this call alone.
+    once = bridge._model_bridge
+    once.build_adapter_conversion_tasks = lambda *_, **__: {"": conversions}
+    return once.stream_adapter_weights_megatron_to_hf(chunks, cpu=on_cpu, show_progress=False)
+
+
 _RELEASE = "0.19"
+
+
 written_for("megatron-core", _RELEASE, __name__)
+
 
 # The method by which a sharded optimizer gathers its states.
 _GATHERING = "get_parameter_state_dp_zero"

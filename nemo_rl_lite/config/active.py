@@ -6,7 +6,7 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 
 from nemo_rl_lite.config.algorithms import algorithm_of, compares, generates, has_teacher
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sections.types import ActiveIf
+from nemo_rl_lite.config.schema_types import ActiveIf
 from nemo_rl_lite.config.sizes import batch_mode, has_endpoint, on_gpus, parallel_dims, validates
 
 FACTS: dict[str, Callable[[Config], object]] = {

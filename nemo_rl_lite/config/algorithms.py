@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sections.algorithm import (
+from nemo_rl_lite.config.schema_algorithm import (
     AlgorithmConfig,
     DistillationConfig,
     DPOConfig,
@@ -61,14 +61,14 @@ ALGORITHMS: dict[str, Algorithm] = {
         options=SFTConfig,
         data="nemo_rl_lite.data.formats.CHATS",
         job="nemo_rl_lite.run.jobs.SupervisedJob",
-        loss="nemo_rl_lite.losses.sft.sft_loss",
+        loss="nemo_rl_lite.losses.supervised.sft_loss",
         view="nemo_rl_lite.observability.views.LOSS",
     ),
     "dpo": Algorithm(
         options=DPOConfig,
         data="nemo_rl_lite.data.formats.PAIRS",
         job="nemo_rl_lite.run.jobs.SupervisedJob",
-        loss="nemo_rl_lite.losses.preference.DPOLoss",
+        loss="nemo_rl_lite.losses.supervised.DPOLoss",
         view="nemo_rl_lite.observability.views.PREFERENCE",
         sequences_together=2,
         compares=lambda options: True,
@@ -77,7 +77,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         options=ORPOConfig,
         data="nemo_rl_lite.data.formats.PAIRS",
         job="nemo_rl_lite.run.jobs.SupervisedJob",
-        loss="nemo_rl_lite.losses.preference.ORPOLoss",
+        loss="nemo_rl_lite.losses.supervised.ORPOLoss",
         view="nemo_rl_lite.observability.views.PREFERENCE",
         sequences_together=2,
     ),
@@ -85,7 +85,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         options=KTOConfig,
         data="nemo_rl_lite.data.formats.UNPAIRED",
         job="nemo_rl_lite.run.jobs.SupervisedJob",
-        loss="nemo_rl_lite.losses.preference.kto_loss",
+        loss="nemo_rl_lite.losses.supervised.kto_loss",
         view="nemo_rl_lite.observability.views.UNPAIRED",
         compares=lambda options: True,
     ),

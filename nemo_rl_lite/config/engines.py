@@ -9,11 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nemo_rl_lite.config.algorithms import generates
-from nemo_rl_lite.config.automatic import engine_share, sleep_is_wanted
-from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sections.generation import GenerationConfig
-from nemo_rl_lite.config.sections.policy import PolicyConfig
-from nemo_rl_lite.config.sizes import engines, on_gpus, samples_per_step
+from nemo_rl_lite.config.schema import Config, GenerationConfig, PolicyConfig
+from nemo_rl_lite.config.sizes import engine_share, engines, on_gpus, samples_per_step, sleep_is_wanted
 
 # Ways in which vLLM quantises the linear weights that a refit brings. All compute with dynamic scales of activations.
 VLLM_QUANTIZATIONS = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")

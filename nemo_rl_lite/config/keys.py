@@ -1,4 +1,7 @@
-"""The keys that there are, by the schema; what Hydra composes of `configs/`; and what an unknown key means."""
+"""The keys that there are, by the schema; what Hydra composes of `configs/`; and what an unknown key means.
+
+A configuration as a flat list.
+"""
 
 import copy
 import difflib
@@ -23,14 +26,21 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, Violation
 
 CONFIG_NAME, ALIASES = "train", "aliases.yaml"
+
 HYDRA_PACKAGE = "hydra"
+
 RUN_FOLDER, SWEEP_FOLDER = "hydra.run.dir", "hydra.sweep.dir"
+
 DEFAULT_ALGORITHM = "grpo"
+
 # A guess is at least so much like the key that was given, as a ratio.
 _LIKE = 0.8
+
 # A last part that more keys have, such as `name`, says nothing.
 _FEW = 3
+
 _VARIABLE = re.compile(r"\boc\.env:(\w+)")
+
 _OWN_VARIABLES = "NRL_REFIT_"
 
 
@@ -195,7 +205,7 @@ def is_open(key: str) -> bool:
 def unknown_key(key: str, given: object, algorithm: str = DEFAULT_ALGORITHM) -> Violation:
     """Return the problem of a key that this algorithm does not have: another's, another launcher's, or misspelt."""
     known, rule = known_keys(algorithm), "unknown key"
-    here = name_here(key)
+    here = to_our_key(key)
     have = owners(here)
     if here in known:
         has_keys = any(one.startswith(f"{here}.") for one in known)
@@ -227,7 +237,7 @@ def instead_of_file(group: str, name: str | None) -> str | None:
     return None if answer is None else str(answer)
 
 
-def name_here(key: str) -> str:
+def to_our_key(key: str) -> str:
     """Return a key of NeMo-RL by the name that its section has here; any other key as it is."""
     sections, parts = _aliases("sections"), key.split(".")
     for end in range(len(parts), 0, -1):
@@ -286,3 +296,12 @@ def _aliases(part: str) -> dict[str, str | list[str]]:
             for ends, one in below.items():
                 found |= {f"{name}.{end}".rstrip("."): one for end in (ends.split() or [""])}
     return found
+
+
+def flatten(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key with its dotted path, and its value; tuples as lists."""
+    for name, value in node.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value

@@ -2,14 +2,22 @@
 
 `configs/` is the only source of defaults, but for parts of what users add to it. Dataclasses are frozen, so that what a
 run records is what it ran with.
+
+The engines: sampling, GPUs, the endpoint; and the refits that bring them weights.
+
+The policy: its model, batches, optimizer, ranks and offloading; and its teacher.
+
+How a run is run: its machines, logs, profiles and checkpoints.
+
+What a run trains on: data, rewards, environments and agents.
 """
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from nemo_rl_lite.config.sections.algorithm import (
+from nemo_rl_lite.config.schema_algorithm import (
     AlgorithmConfig,
     DistillationConfig,
     DPOConfig,
@@ -18,11 +26,376 @@ from nemo_rl_lite.config.sections.algorithm import (
     ORPOConfig,
     SFTConfig,
 )
-from nemo_rl_lite.config.sections.data import AgentConfig, DataConfig, EnvironmentConfig, RewardConfig
-from nemo_rl_lite.config.sections.generation import GenerationConfig, RefitConfig
-from nemo_rl_lite.config.sections.policy import PolicyConfig, TeacherConfig
-from nemo_rl_lite.config.sections.run import CheckpointConfig, ClusterConfig, LoggerConfig, ProfileConfig
-from nemo_rl_lite.config.sections.types import RUN_NAME, STRICT, ActiveIf
+from nemo_rl_lite.config.schema_types import (
+    DURATION,
+    RUN_NAME,
+    STRICT,
+    ActiveIf,
+    Auto,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    NullIsEmpty,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+)
+
+
+@dataclass(frozen=True, config=STRICT)
+class VLLMConfig:
+    tensor_parallel_size: PositiveInt
+    enforce_eager: Annotated[bool, ActiveIf("generation.backend", "vllm"), ActiveIf("GPUs")]
+    max_num_seqs: PositiveInt
+    gpu_memory_utilization: Annotated[Fraction | Auto, ActiveIf("generation.backend", "vllm"), ActiveIf("GPUs")]
+    cpu_kv_cache_gib: Annotated[PositiveInt, ActiveIf("generation.backend", "vllm"), ActiveIf("CPUs")]
+    recompute_kv_cache_after_weight_updates: Annotated[
+        bool,
+        ActiveIf("generation.backend", "vllm"),
+        ActiveIf("algorithm.rollouts.in_flight_weight_updates"),
+        ActiveIf("algorithm.rollouts.source", "queue"),
+    ]
+    lora: Annotated[
+        Literal["merged", "adapters"],
+        ActiveIf("generation.backend", "vllm"),
+        ActiveIf("policy.megatron_cfg.peft.enabled"),
+    ]
+
+
+@dataclass(frozen=True, config=STRICT)
+class GenerationResources:
+    num_nodes: PositiveInt | None
+    gpus_per_node: PositiveInt | None
+
+
+@dataclass(frozen=True, config=STRICT)
+class ColocationConfig:
+    enabled: bool
+    sleep: Annotated[bool | Auto, ActiveIf(".enabled"), ActiveIf("generation.backend", "vllm"), ActiveIf("GPUs")]
+    resources: Annotated[GenerationResources, ActiveIf(".enabled", False), ActiveIf("GPUs")]
+
+
+@dataclass(frozen=True, config=STRICT)
+class ServeConfig:
+    enabled: bool
+    host: Annotated[str, Field(min_length=1), ActiveIf("an endpoint")]
+    port: Annotated[Annotated[int, Field(gt=0, lt=2**16)] | None, ActiveIf("an endpoint")]
+
+
+@dataclass(frozen=True, config=STRICT)
+class GenerationConfig:
+    backend: Literal["vllm", "transformers"]
+    colocated: ColocationConfig
+    data_parallel_size: PositiveInt | None
+    max_new_tokens: PositiveInt
+    temperature: PositiveFloat
+    top_p: Fraction
+    top_k: PositiveInt | None
+    stop_token_ids: Annotated[list[NonNegativeInt], NullIsEmpty]
+    stop_strings: Annotated[list[str], NullIsEmpty]
+    serve: ServeConfig
+    vllm_cfg: VLLMConfig
+    vllm_kwargs: Annotated[dict[str, Any], ActiveIf("generation.backend", "vllm")]
+
+
+@dataclass(frozen=True, config=STRICT)
+class RefitConfig:
+    buffer_memory_ratio: Annotated[Fraction, ActiveIf(".bucket_bytes", None)]
+    bucket_bytes: PositiveInt | None
+    num_buffers: Annotated[int, Field(ge=1, le=8), ActiveIf("generation.colocated.enabled", False)]
+    direct: Annotated[bool, ActiveIf("generation.colocated.enabled"), ActiveIf("GPUs")]
+    verify: Literal["off", "sample", "full"]
+    timeout_s: Seconds
+
+
+Precision = Literal["float32", "bfloat16"]
+
+# Parts of a layer whose inputs can be kept in host memory until the backward pass.
+OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp", "expert_fc1", "moe_act"]
+
+# Linear layers that can have an adapter.
+LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+
+# Components that can leave the GPU while the engines generate.
+OffloadedComponent = Literal["parameters", "gradients", "optimizer_states"]
+
+TokenLimit = PositiveInt | Auto
+
+
+@dataclass(frozen=True, config=STRICT)
+class OptimizerConfig:
+    optimizer: Literal["adam", "sgd"]
+    lr: Annotated[float, Field(gt=0, le=10)]
+    min_lr: Annotated[
+        NonNegativeFloat,
+        ActiveIf("policy.megatron_cfg.scheduler.lr_decay_style", "linear", "cosine", "inverse-square-root"),
+    ]
+    weight_decay: NonNegativeFloat
+    adam_beta1: Annotated[float, Field(ge=0, lt=1), ActiveIf(".optimizer", "adam")]
+    adam_beta2: Annotated[float, Field(ge=0, lt=1), ActiveIf(".optimizer", "adam")]
+    adam_eps: Annotated[PositiveFloat, ActiveIf(".optimizer", "adam")]
+    sgd_momentum: Annotated[float, Field(ge=0, lt=1), ActiveIf(".optimizer", "sgd")]
+    use_distributed_optimizer: bool
+    optimizer_cpu_offload: bool
+    optimizer_offload_fraction: Annotated[float, Field(ge=0, le=1), ActiveIf(".optimizer_cpu_offload")]
+    overlap_cpu_optimizer_d2h_h2d: bool
+
+
+@dataclass(frozen=True, config=STRICT)
+class SchedulerConfig:
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"]
+    lr_decay_iters: Annotated[PositiveInt, ActiveIf(".lr_decay_style", "linear", "cosine", "inverse-square-root")]
+    lr_warmup_iters: NonNegativeInt
+    lr_warmup_init: Annotated[NonNegativeFloat, ActiveIf(".lr_warmup_iters")]
+
+
+@dataclass(frozen=True, config=STRICT)
+class LoraConfig:
+    enabled: bool
+    dim: PositiveInt
+    alpha: PositiveInt
+    dropout: Annotated[float, Field(ge=0, lt=1)]
+    target_modules: Annotated[list[LoraTarget], Field(min_length=1)]
+
+
+@dataclass(frozen=True, config=STRICT)
+class DataParallelConfig:
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    bucket_size: Annotated[PositiveInt | None, ActiveIf(".overlap_grad_reduce")]
+
+
+@dataclass(frozen=True, config=STRICT)
+class MegatronConfig:
+    tensor_model_parallel_size: PositiveInt
+    pipeline_model_parallel_size: PositiveInt
+    num_layers_in_first_pipeline_stage: Annotated[
+        PositiveInt | None, ActiveIf(".pipeline_model_parallel_size", above=1)
+    ]
+    num_layers_in_last_pipeline_stage: Annotated[PositiveInt | None, ActiveIf(".pipeline_model_parallel_size", above=1)]
+    context_parallel_size: PositiveInt
+    cp_comm_type: Annotated[Literal["p2p", "a2a"], ActiveIf(".context_parallel_size", above=1)]
+    expert_model_parallel_size: PositiveInt
+    sequence_parallel: bool
+    freeze_moe_router: bool
+    moe_router_dtype: Literal["fp32", "fp64"] | None
+    moe_router_bias_update_rate: NonNegativeFloat
+    moe_grouped_gemm: Annotated[bool, ActiveIf("GPUs")]
+    moe_permute_fusion: Annotated[bool, ActiveIf("GPUs")]
+    moe_router_fusion: Annotated[bool, ActiveIf("GPUs")]
+    cuda_graph_impl: Annotated[Literal["none", "full_iteration"], ActiveIf("GPUs")]
+    activation_checkpointing: bool
+    fine_grained_activation_offloading: bool
+    offload_modules: Annotated[list[OffloadModule] | None, ActiveIf(".fine_grained_activation_offloading")]
+    activation_offload_fraction: Annotated[Fraction, ActiveIf(".fine_grained_activation_offloading")]
+    keep_logits: bool | Auto
+    peft: Annotated[LoraConfig, ActiveIf("policy.megatron_cfg.peft.enabled")]
+    distributed_data_parallel_config: Annotated[DataParallelConfig, ActiveIf("data-parallel ranks")]
+    optimizer: OptimizerConfig
+    scheduler: SchedulerConfig
+
+
+@dataclass(frozen=True, config=STRICT)
+class SequencePackingConfig:
+    enabled: bool | Auto
+    train_mb_tokens: Annotated[TokenLimit, ActiveIf("batches", "packed")]
+    logprob_mb_tokens: Annotated[TokenLimit, ActiveIf("batches", "packed")]
+
+
+@dataclass(frozen=True, config=STRICT)
+class DynamicBatchingConfig:
+    enabled: bool
+    train_mb_tokens: Annotated[TokenLimit, ActiveIf("batches", "dynamic")]
+    logprob_mb_tokens: Annotated[TokenLimit, ActiveIf("batches", "dynamic")]
+
+
+@dataclass(frozen=True, config=STRICT)
+class RouterReplayConfig:
+    enabled: bool
+
+
+@dataclass(frozen=True, config=STRICT)
+class TokenizerConfig:
+    chat_template: Annotated[str, Field(min_length=1)] | None
+    chat_template_kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, config=STRICT)
+class PolicyConfig:
+    model_name: Annotated[str, Field(min_length=1)]
+    tokenizer: TokenizerConfig
+    precision: Precision
+    train_global_batch_size: PositiveInt
+    train_micro_batch_size: Annotated[PositiveInt, ActiveIf("batches", "fixed")]
+    logprob_batch_size: Annotated[PositiveInt, ActiveIf("batches", "fixed")]
+    sequence_packing: SequencePackingConfig
+    dynamic_batching: DynamicBatchingConfig
+    sequence_length_round: Annotated[PositiveInt, ActiveIf("batches", "packed", "dynamic")]
+    max_total_sequence_length: PositiveInt
+    router_replay: Annotated[RouterReplayConfig, ActiveIf("an algorithm that generates")]
+    max_grad_norm: PositiveFloat | None
+    max_skipped_steps: PositiveInt
+    offload_optimizer_states_for_logprob: Annotated[bool, ActiveIf("GPUs"), ActiveIf("phases without the optimizer")]
+    offload_for_generation: Annotated[list[OffloadedComponent] | Auto, ActiveIf("GPUs")]
+    use_pinned_optimizer_offload: Annotated[bool, ActiveIf("GPUs")]
+    overlap_offload: Annotated[bool, ActiveIf("GPUs")]
+    megatron_cfg: MegatronConfig
+
+
+@dataclass(frozen=True, config=STRICT)
+class TeacherParallelConfig:
+    """The keys of `MegatronConfig` that a model has which does not train."""
+
+    tensor_model_parallel_size: PositiveInt
+    pipeline_model_parallel_size: PositiveInt
+    num_layers_in_first_pipeline_stage: Annotated[
+        PositiveInt | None, ActiveIf(".pipeline_model_parallel_size", above=1)
+    ]
+    num_layers_in_last_pipeline_stage: Annotated[PositiveInt | None, ActiveIf(".pipeline_model_parallel_size", above=1)]
+    expert_model_parallel_size: PositiveInt
+    sequence_parallel: bool
+    moe_router_dtype: Literal["fp32", "fp64"] | None
+
+
+@dataclass(frozen=True, config=STRICT)
+class TeacherConfig:
+    """The keys of `PolicyConfig` that may be others for a teacher."""
+
+    model_name: Annotated[str, Field(min_length=1)] | None
+    precision: Precision
+    logprob_batch_size: Annotated[PositiveInt, ActiveIf("batches", "fixed")]
+    logprob_mb_tokens: Annotated[TokenLimit, ActiveIf("batches", "packed", "dynamic")]
+    offload: bool
+    megatron_cfg: TeacherParallelConfig
+
+
+@dataclass(frozen=True, config=STRICT)
+class ClusterConfig:
+    num_nodes: PositiveInt
+    gpus_per_node: NonNegativeInt
+    cpu_ranks: Annotated[PositiveInt, ActiveIf("CPUs")]
+    threads_per_worker: PositiveInt | None
+    numa_binding: Annotated[bool, ActiveIf("GPUs")]
+    start_timeout_s: Seconds
+    collective_timeout_s: Seconds
+    phase_timeout_s: Seconds | None
+    max_restarts: NonNegativeInt
+
+
+@dataclass(frozen=True, config=STRICT)
+class WandbConfig:
+    project: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(min_length=1)] | None
+    entity: str | None
+    mode: Literal["online", "offline"]
+
+
+@dataclass(frozen=True, config=STRICT)
+class MLflowConfig:
+    tracking_uri: Annotated[str, Field(min_length=1)]
+    experiment: Annotated[str, Field(min_length=1)]
+    name: str | None
+
+
+@dataclass(frozen=True, config=STRICT)
+class LoggerConfig:
+    wandb_enabled: bool
+    tensorboard_enabled: bool
+    mlflow_enabled: bool
+    plots: bool
+    mismatch_warning: Annotated[float, Field(ge=1), ActiveIf("an algorithm that generates")]
+    log_samples: Annotated[NonNegativeInt | None, ActiveIf("an algorithm that generates")]
+    show_samples_period: Annotated[NonNegativeInt, ActiveIf("an algorithm that generates")]
+    wandb: Annotated[WandbConfig, ActiveIf(".wandb_enabled")]
+    mlflow: Annotated[MLflowConfig, ActiveIf(".mlflow_enabled")]
+
+
+@dataclass(frozen=True, config=STRICT)
+class ProfileConfig:
+    steps: Annotated[list[PositiveInt], NullIsEmpty]
+    tool: Annotated[Literal["torch", "nsys"], ActiveIf(".steps")]
+
+
+@dataclass(frozen=True, config=STRICT)
+class CheckpointConfig:
+    save_period: NonNegativeInt
+    async_save: Annotated[bool, ActiveIf(".save_period")]
+    resume_layouts: Annotated[Literal["any", "data_parallel"], ActiveIf(".save_period")]
+    keep_newest: Annotated[PositiveInt, ActiveIf(".save_period")]
+    keep_best: Annotated[NonNegativeInt, ActiveIf(".save_period"), ActiveIf("validations")]
+    must_save_by: PositiveInt | Annotated[str, Field(pattern=DURATION)] | None
+    resume_from: Annotated[str, Field(min_length=1)] | None
+    export_hf_at_end: bool
+
+
+@dataclass(frozen=True, config=STRICT)
+class DataConfig:
+    name: str
+    train_path: Annotated[str | None, ActiveIf(".name", "file")]
+    validation_path: Annotated[str | None, ActiveIf(".name", "file")]
+    path: Annotated[str | None, ActiveIf(".name", "hub")]
+    subset: Annotated[str | None, ActiveIf(".name", "hub")]
+    train_split: Annotated[str, ActiveIf(".name", "hub")]
+    validation_split: Annotated[str | None, ActiveIf(".name", "hub")]
+    task: Annotated[str | None, ActiveIf(".name", "reasoning_gym")]
+    task_kwargs: dict[str, Any]
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)]
+    prompt_column: str
+    prompt_template: str | None
+    answer_column: str | None
+    answer_pattern: Annotated[str | None, ActiveIf("as data", "problems")]
+    response_column: str | None
+    messages_column: str | None
+    tools_column: str | None
+    train_on: Annotated[Literal["all", "last"], ActiveIf("as data", "chats")]
+    chosen_column: Annotated[str, ActiveIf("as data", "pairs")]
+    rejected_column: Annotated[str, ActiveIf("as data", "pairs")]
+    label_column: Annotated[str, ActiveIf("as data", "unpaired")]
+    system_prompt: str | None
+    min_reward: float | None
+    shuffle: bool
+    too_long: Literal["error", "drop", "truncate"]
+
+
+@dataclass(frozen=True, config=STRICT)
+class RewardTerm:
+    name: Annotated[str, Field(min_length=1)]
+    weight: Annotated[float, Field(allow_inf_nan=False)]
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    batch_size: PositiveInt | None = None
+
+
+@dataclass(frozen=True, config=STRICT)
+class RewardConfig:
+    name: Annotated[str, Field(min_length=1)]
+    kwargs: dict[str, Any]
+    batch_size: PositiveInt | None
+    terms: dict[Annotated[str, Field(pattern=r"^\w+$")], RewardTerm]
+    timeout_s: PositiveFloat | None
+    processes: Annotated[int, Field(gt=0, le=4096), ActiveIf(".timeout_s")]
+    concurrency: Annotated[int, Field(gt=0, le=4096), ActiveIf(".timeout_s")]
+    max_error_share: Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True, config=STRICT)
+class EnvironmentConfig:
+    name: Annotated[str, Field(min_length=1)] | None
+    max_turns: PositiveInt
+    timeout_s: PositiveFloat | None
+    concurrency: PositiveInt
+    processes: Annotated[int, Field(gt=0, le=4096)]
+    max_error_share: Annotated[float, Field(ge=0, le=1)]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, config=STRICT)
+class AgentConfig:
+    name: Annotated[str, Field(min_length=1)] | None
+    timeout_s: PositiveFloat | None
+    concurrency: PositiveInt
+    processes: Annotated[int, Field(gt=0, le=4096)]
+    max_error_share: Annotated[float, Field(ge=0, le=1)]
+    kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True, config=STRICT)

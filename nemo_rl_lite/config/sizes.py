@@ -1,15 +1,216 @@
-"""Numbers that follow from a configuration: ranks, engines, replicas, samples."""
+"""Numbers that follow from a configuration: ranks, engines, replicas, samples.
 
+What `auto` stands for until it is settled: `planning.automatic.settle` replaces it by what fits the GPUs when a run
+starts.
+
+How a policy's ranks are split: the one place where parallel sizes are multiplied. Imports nothing heavy.
+
+The order of ranks is megatron-core's: tensor-parallel neighbours first, then context parallel, data parallel, and
+pipeline stages furthest apart. Experts are spread over the ranks of a pipeline stage; a tensor-parallel group does not
+split single experts.
+
+The teacher of a run as a policy that only scores. Imports nothing heavy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from math import lcm
-from typing import Literal
+from typing import Any, Literal
 
 from nemo_rl_lite.config.algorithms import algorithm_of, generates
-from nemo_rl_lite.config.parallel import ParallelDims
-from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sections.algorithm import GRPOConfig, RolloutAlgorithmConfig
-from nemo_rl_lite.config.sections.policy import PolicyConfig
+from nemo_rl_lite.config.schema import (
+    Config,
+    DynamicBatchingConfig,
+    GenerationConfig,
+    MegatronConfig,
+    OffloadedComponent,
+    PolicyConfig,
+    SequencePackingConfig,
+)
+from nemo_rl_lite.config.schema_algorithm import DistillationConfig, GRPOConfig, RolloutAlgorithmConfig
+
+# A micro-batch of this many tokens keeps a GPU busy. A small model, which waits for the launch of its kernels, gains
+# from larger ones.
+ENOUGH_TOKENS = 16384
+
+# An engine's share of a GPU of its own, and of one that it shares with the policy.
+SHARE_APART, SHARE_COLOCATED = 0.9, 0.5
+
+
+def token_limits(
+    policy: PolicyConfig, mode: Literal["packed", "dynamic"]
+) -> SequencePackingConfig | DynamicBatchingConfig:
+    """The section of the limits of packed or of dynamic batches."""
+    return policy.sequence_packing if mode == "packed" else policy.dynamic_batching
+
+
+def mb_tokens(policy: PolicyConfig, mode: Literal["packed", "dynamic"], training: bool) -> int:
+    """Most tokens of a micro-batch of training, or of logprob inference."""
+    limits = token_limits(policy, mode)
+    limit = limits.train_mb_tokens if training else limits.logprob_mb_tokens
+    return max(enough_tokens(policy), policy.max_total_sequence_length) if limit == "auto" else limit
+
+
+def enough_tokens(policy: PolicyConfig) -> int:
+    """Tokens of a micro-batch that keep the GPUs busy that share it."""
+    return ENOUGH_TOKENS * policy.megatron_cfg.context_parallel_size
+
+
+def keeps_logits(policy: PolicyConfig) -> bool:
+    """Whether the backward pass finds the logits of the forward pass: not where that is not settled."""
+    return policy.megatron_cfg.keep_logits is True
+
+
+def leaving_for_generation(policy: PolicyConfig) -> Sequence[OffloadedComponent]:
+    """The components that leave the GPU while engines generate: nothing where that is not settled."""
+    return [] if policy.offload_for_generation == "auto" else policy.offload_for_generation
+
+
+def engine_share(generation: GenerationConfig) -> float:
+    """The share of a GPU's memory that an engine takes."""
+    share = generation.vllm_cfg.gpu_memory_utilization
+    unsettled = SHARE_COLOCATED if generation.colocated.enabled else SHARE_APART
+    return unsettled if share == "auto" else share
+
+
+def generates_ahead(config: Config) -> bool:
+    """Whether engines generate while the policy trains."""
+    return isinstance(config.algorithm, GRPOConfig) and config.algorithm.rollouts.source != "on_policy"
+
+
+def sleep_is_wanted(config: Config) -> bool:
+    """Whether engines on the policy's GPUs are to sleep while it works. Where that is not settled, those sleep that
+    take turns with it."""
+    sleep = config.generation.colocated.sleep
+    return not generates_ahead(config) if sleep == "auto" else sleep
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Sizes in ranks: tensor, pipeline, context and expert parallel, and `world`, all policy ranks."""
+
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    world: int
+    first_layers: int | None = None
+    """Layers of the first pipeline stage; None for as many as the stages have of which nothing is said."""
+    last_layers: int | None = None
+
+    @classmethod
+    def of(cls, parallel: MegatronConfig, world: int) -> "ParallelDims":
+        """How `world` ranks are split."""
+        return cls(
+            tp=parallel.tensor_model_parallel_size,
+            pp=parallel.pipeline_model_parallel_size,
+            cp=parallel.context_parallel_size,
+            ep=parallel.expert_model_parallel_size,
+            world=world,
+            first_layers=parallel.num_layers_in_first_pipeline_stage,
+            last_layers=parallel.num_layers_in_last_pipeline_stage,
+        )
+
+    @property
+    def replica(self) -> int:
+        """Ranks that have the model once, outside experts."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel replicas; 0 where the ranks are too few for one."""
+        return self.world // self.replica
+
+    @property
+    def dense_dp(self) -> int:
+        """Ranks of a stage that have the same weights outside experts, and average their gradients; at least 1."""
+        return max(1, self.dp * self.cp)
+
+    @property
+    def stage(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.world // self.pp
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks of a stage that have the same experts, at least 1."""
+        return max(1, self.stage // self.ep)
+
+    @property
+    def fills_world(self) -> bool:
+        """Whether whole replicas use all ranks."""
+        return self.world > 0 and self.world % self.replica == 0
+
+    @property
+    def splits_weights(self) -> bool:
+        """Whether a rank has only a part of the weights. Context parallelism splits none."""
+        return self.tp * self.pp * self.ep > 1
+
+    @property
+    def neighbours(self) -> int:
+        """Consecutive ranks of a stage that have its weights between them."""
+        return max(self.tp, self.ep)
+
+    def ranks_of_stage(self, stage: int) -> range:
+        """The ranks of pipeline stage `stage`, from 0."""
+        return range(stage * self.stage, (stage + 1) * self.stage)
+
+    def stage_layers(self, layers: int) -> list[int]:
+        """How many of a model's layers each pipeline stage has.
+
+        Raises:
+            ValueError: they cannot be spread like this.
+        """
+        if self.pp == 1:
+            return [layers]
+        told = {stage: count for stage, count in ((0, self.first_layers), (self.pp - 1, self.last_layers)) if count}
+        rest, others = layers - sum(told.values()), self.pp - len(told)
+        if rest < others or (rest % others if others else rest):
+            raise ValueError(f"{layers} layers cannot be spread over {self.pp} pipeline stages")
+        return [told[stage] if stage in told else rest // others for stage in range(self.pp)]
+
+    def stage_and_replica(self, rank: int) -> tuple[int, int]:
+        """The pipeline stage and the data-parallel replica of a rank."""
+        return rank // self.stage, rank // (self.tp * self.cp) % self.dp
+
+
+def as_teacher(config: Config) -> Config:
+    """Return the configuration whose policy is the teacher: what is known of a policy by its configuration, such as its
+    layout, its micro-batches for logprobs and its bytes, is then that of the teacher. Call it only where there is one.
+    """
+    policy, teacher = config.policy, config.teacher
+    limit: dict[str, Any] = {"logprob_mb_tokens": teacher.logprob_mb_tokens}
+    own = replace(
+        policy,
+        model_name=teacher.model_name or "",
+        precision=teacher.precision,
+        logprob_batch_size=teacher.logprob_batch_size,
+        sequence_packing=replace(policy.sequence_packing, **limit),
+        dynamic_batching=replace(policy.dynamic_batching, **limit),
+        router_replay=replace(policy.router_replay, enabled=False),
+        megatron_cfg=replace(
+            policy.megatron_cfg,
+            **asdict(teacher.megatron_cfg),
+            peft=replace(policy.megatron_cfg.peft, enabled=False),
+            freeze_moe_router=False,
+            moe_router_bias_update_rate=0.0,
+            moe_router_fusion=False,
+            activation_checkpointing=False,
+            fine_grained_activation_offloading=False,
+            cuda_graph_impl="none",
+            keep_logits=False,
+        ),
+    )
+    return replace(config, policy=own)
+
+
+def teacher_topk(config: Config) -> int | None:
+    """How many of the teacher's largest logits the loss reads; None for those of sampled tokens alone."""
+    return config.options(DistillationConfig).topk_logits_k
+
 
 BatchMode = Literal["fixed", "dynamic", "packed"]
+
 # The policy computes the logits of this many entries of the vocabulary at a time.
 VOCABULARY_SLICE = 8192
 

@@ -6,7 +6,7 @@ from math import isfinite
 from string import Formatter
 from typing import Any, TypeGuard
 
-from nemo_rl_lite.config.sections.data import DataConfig
+from nemo_rl_lite.config.schema import DataConfig
 from nemo_rl_lite.data.messages import CHAT_COLUMNS
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.data.rows import Row

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.data.formats import Conversation, Example, kind_of
+from nemo_rl_lite.data.formats import Conversation, Example, format_of
 from nemo_rl_lite.data.problems import TrainingSet
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
@@ -112,7 +112,7 @@ def training_examples(config: Config, encoder: Encoder) -> TrainingExamples:
     Raises:
         DataError: an example cannot be used, or there are too few for one batch.
     """
-    kind, batch_size = kind_of(config), config.policy.train_global_batch_size
+    kind, batch_size = format_of(config), config.policy.train_global_batch_size
     examples = training_set(config.data, config.algorithm.seed, kind)
     source, count = config.data.train_path or config.data.path or config.data.name, len(examples.finite())
     if unanswered := sum(example.unanswered for example in examples.finite()):
@@ -143,7 +143,7 @@ def validation_examples(config: Config, encoder: Encoder, training: Sequence[Exa
     Raises:
         DataError: an example cannot be used.
     """
-    kind = kind_of(config)
+    kind = format_of(config)
     examples = validation_set(config.data, config.algorithm.max_val_samples, kind, training)
     source = config.data.validation_path or config.data.train_path or config.data.path or config.data.name
     longer = encoder.longer(examples)

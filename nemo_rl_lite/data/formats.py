@@ -17,12 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nemo_rl_lite.config.algorithms import algorithm_of
-from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sections.data import DataConfig
+from nemo_rl_lite.config.schema import Config, DataConfig
 from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.columns import column, is_number, shown_columns, to_problem
 from nemo_rl_lite.data.messages import CHAT_COLUMNS, Message, read_messages
-from nemo_rl_lite.data.problems import Asked, LeftOut, Problem, chat, with_system
+from nemo_rl_lite.data.problems import LeftOut, Problem, Prompted, chat, with_system
 from nemo_rl_lite.data.rows import Row
 from nemo_rl_lite.data.tools import Tool, callable_tools, row_tools
 from nemo_rl_lite.errors import DataError
@@ -284,7 +283,7 @@ def labelled_of(problem: Problem) -> Example:
 
 
 @dataclass(frozen=True)
-class RowFormat[T: Asked]:
+class RowFormat[T: Prompted]:
     """`name` is a plural. `from_row` reads one example from a row, which its text argument names in errors, or says
     why it is left out; `from_problem` makes one from a task's problem."""
 
@@ -316,6 +315,6 @@ UNPAIRED = RowFormat[Example]("labelled responses", to_labelled, labelled_of)
 NEEDS_NEGATIVES = (PAIRS, UNPAIRED)
 
 
-def kind_of(config: Config) -> RowFormat:
+def format_of(config: Config) -> RowFormat:
     """Return what the configuration's algorithm trains on."""
     return imported(algorithm_of(config).data)

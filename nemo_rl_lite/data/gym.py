@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from nemo_rl_lite.config.sections.data import DataConfig
+from nemo_rl_lite.config.schema import DataConfig
 from nemo_rl_lite.data.columns import to_problem
 from nemo_rl_lite.data.problems import Problem, is_held_out
 from nemo_rl_lite.errors import DataError

@@ -34,14 +34,14 @@ class LeftOut(str):
     """Why a row is not trained on, as it is said of several rows: they "have no reward", say."""
 
 
-class Asked(Protocol):
+class Prompted(Protocol):
     """Anything that a run trains on; `messages` is its prompt."""
 
     @property
     def messages(self) -> tuple[Message, ...]: ...
 
 
-class TrainingSet[T: Asked](Protocol):
+class TrainingSet[T: Prompted](Protocol):
     """Problems, chats or pairs in training order."""
 
     def problem(self, position: int) -> T: ...
@@ -56,7 +56,7 @@ class TrainingSet[T: Asked](Protocol):
 
 
 @dataclass(frozen=True)
-class FileSet[T: Asked]:
+class FileSet[T: Prompted]:
     """A finite list, shuffled in each epoch by `(seed, epoch)`."""
 
     problems: tuple[T, ...]
@@ -75,7 +75,7 @@ class FileSet[T: Asked]:
 
 
 @dataclass(frozen=True)
-class Derived[T: Asked]:
+class Derived[T: Prompted]:
     """A generated task's problems, turned into chats or pairs."""
 
     task: TrainingSet[Problem]
@@ -126,7 +126,7 @@ def with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tup
     return ({"role": "system", "content": system_prompt}, *messages)
 
 
-def is_held_out(problem: Asked, fraction: float) -> bool:
+def is_held_out(problem: Prompted, fraction: float) -> bool:
     """Return whether a problem, chat or pair is among the `fraction` that is kept for validation.
 
     Only its messages without the system prompt decide, not the seed, its position or other problems. So two rows with

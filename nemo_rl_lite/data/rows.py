@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from nemo_rl_lite.config.sections.data import DataConfig
+from nemo_rl_lite.config.schema import DataConfig
 from nemo_rl_lite.errors import DataError
 
 JSON = (".jsonl", ".json")

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
-from nemo_rl_lite.config.sections.data import DataConfig
+from nemo_rl_lite.config.schema import DataConfig
 from nemo_rl_lite.data.columns import find_column
 from nemo_rl_lite.data.formats import Example, RowFormat
 from nemo_rl_lite.data.gym import ReasoningGym
-from nemo_rl_lite.data.problems import Asked, Derived, FileSet, LeftOut, Problem, TrainingSet, is_held_out
+from nemo_rl_lite.data.problems import Derived, FileSet, LeftOut, Problem, Prompted, TrainingSet, is_held_out
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.rows import Row, file_rows, hub_rows, share_a_file
 from nemo_rl_lite.errors import DataError
@@ -33,7 +33,7 @@ TASKS: dict[str, Callable[[DataConfig, int], Task]] = {
 ROWS = ("file", "hub")
 
 
-def training_set[T: Asked](config: DataConfig, seed: int, kind: RowFormat[T]) -> TrainingSet[T]:
+def training_set[T: Prompted](config: DataConfig, seed: int, kind: RowFormat[T]) -> TrainingSet[T]:
     """Return what a configuration trains on, shuffled or generated from `seed`.
 
     Raises:
@@ -49,7 +49,9 @@ def training_set[T: Asked](config: DataConfig, seed: int, kind: RowFormat[T]) ->
     return FileSet(kept, seed, config.shuffle)
 
 
-def validation_set[T: Asked](config: DataConfig, limit: int, kind: RowFormat[T], training: Sequence[T] = ()) -> list[T]:
+def validation_set[T: Prompted](
+    config: DataConfig, limit: int, kind: RowFormat[T], training: Sequence[T] = ()
+) -> list[T]:
     """Return at most `limit` held-out items, always the same ones; none where the configuration holds nothing out. A
     warning says how many of them are among the `training` items.
 
@@ -100,7 +102,7 @@ def check_file(config: DataConfig, path: str, limit: int, kind: RowFormat) -> No
     _read(config, rows, kind, all_rows=len(rows) < limit)
 
 
-def _read[T: Asked](
+def _read[T: Prompted](
     config: DataConfig, rows: Iterable[tuple[str, Row]], kind: RowFormat[T], all_rows: bool = True
 ) -> tuple[list[T], Counter[LeftOut]]:
     """Turn rows into items of this kind; how many are left out, and why. `all_rows`: there are no others.
@@ -124,7 +126,7 @@ def _read[T: Asked](
     return kept, left_out
 
 
-def _used[T: Asked](config: DataConfig, rows: Iterable[tuple[str, Row]], kind: RowFormat[T]) -> list[T]:
+def _used[T: Prompted](config: DataConfig, rows: Iterable[tuple[str, Row]], kind: RowFormat[T]) -> list[T]:
     """Turn rows into items of this kind. A warning says how many are left out."""
     kept, left_out = _read(config, rows, kind)
     for why, count in left_out.items():
@@ -132,7 +134,7 @@ def _used[T: Asked](config: DataConfig, rows: Iterable[tuple[str, Row]], kind: R
     return kept
 
 
-def _said(one: Asked) -> tuple[str, ...]:
+def _said(one: Prompted) -> tuple[str, ...]:
     """Return what a row asks, and what it answers."""
     answers = [one.answer] if isinstance(one, Problem) else []
     trained = [each.messages[each.first_trained :] for each in one.conversations] if isinstance(one, Example) else []
@@ -147,7 +149,7 @@ def _training_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:
     return file_rows(config.train_path)
 
 
-def _empty(source: str | None, problems: Sequence[Asked], what: str, fraction: float) -> str:
+def _empty(source: str | None, problems: Sequence[Prompted], what: str, fraction: float) -> str:
     if not problems:
         return f"{source}: no rows"
     different = len({str(problem.messages) for problem in problems})

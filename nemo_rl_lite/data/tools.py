@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from nemo_rl_lite.config.sections.data import DataConfig
+from nemo_rl_lite.config.schema import DataConfig
 from nemo_rl_lite.data.columns import find_column
 from nemo_rl_lite.data.messages import without_nulls, writable
 from nemo_rl_lite.data.rows import Row

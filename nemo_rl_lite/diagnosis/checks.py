@@ -35,7 +35,7 @@ from nemo_rl_lite.diagnosis.check import (
     judge,
     run_within,
 )
-from nemo_rl_lite.host.machine import (
+from nemo_rl_lite.system.machine import (
     LASTING_PORTS,
     RAY_ADDRESS,
     RAY_ADDRESS_FIX,

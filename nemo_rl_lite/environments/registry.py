@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from nemo_rl_lite.config.sections.data import EnvironmentConfig
+from nemo_rl_lite.config.schema import EnvironmentConfig
 from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tools import Tool, callable_tools
 from nemo_rl_lite.environments.interface import Environment, Observation
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
-from nemo_rl_lite.host.pool import CallPool, StartError, Target, as_call_error
+from nemo_rl_lite.system.pool import CallPool, StartError, Target, as_call_error
 
 ENVIRONMENTS = {
     "calculator": "nemo_rl_lite.environments.tools.Calculator",

@@ -17,8 +17,8 @@ from nemo_rl_lite.data.messages import Message
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tools import Tool
 from nemo_rl_lite.environments.interface import Observation
-from nemo_rl_lite.host.pool import as_call_error
-from nemo_rl_lite.host.sandbox import Limits, run_python
+from nemo_rl_lite.system.pool import as_call_error
+from nemo_rl_lite.system.sandbox import Limits, run_python
 
 # Plain functions run in threads, which start as they are needed; environment.concurrency is the limit.
 _THREADS = ThreadPoolExecutor(4096, thread_name_prefix="tool")

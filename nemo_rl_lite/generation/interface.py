@@ -7,9 +7,9 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from nemo_rl_lite.config.sections.generation import GenerationConfig
-from nemo_rl_lite.refit.engine.connection import Source
-from nemo_rl_lite.refit.transport.report import RefitReport
+from nemo_rl_lite.config.schema import GenerationConfig
+from nemo_rl_lite.refit.engine import Source
+from nemo_rl_lite.refit.interface import RefitReport
 
 FinishReason = Literal["stop", "length"]
 

@@ -1,22 +1,47 @@
-"""The reference engine: transformers' own generate(). Slow and simple; what vLLM is compared with, and its stand-in."""
+"""The reference engine: transformers' own generate(). Slow and simple; what vLLM is compared with, and its stand-in.
 
+An engine in this process, without Ray.
+"""
+
+import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.config.sections.generation import GenerationConfig
-from nemo_rl_lite.config.sections.policy import PolicyConfig
+from nemo_rl_lite.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_lite.data.tokenizer import load_tokenizer
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.generation.interface import Completion, Decoded, Request, Sampling
-from nemo_rl_lite.refit.engine.connection import Source, WeightsState, connect
-from nemo_rl_lite.refit.engine.destinations import EngineLoader
-from nemo_rl_lite.refit.layout.packing import Named
-from nemo_rl_lite.refit.transport.report import RefitReport
+from nemo_rl_lite.generation.interface import Completion, Decoded, Engine, Request, Sampling
+from nemo_rl_lite.refit.engine import EngineLoader, Source, WeightsState, connect
+from nemo_rl_lite.refit.interface import RefitReport
+from nemo_rl_lite.refit.layout import Named
+
+# Seconds that the engine works before it looks for new requests.
+_SLICE_S = 0.05
+
+
+class LocalReplica:
+    """`generation.request_queue.Replica` over an engine of this process. It lives in a thread, so that the event loop
+    runs while it works."""
+
+    def __init__(self, make: Callable[[], Engine]):
+        """`make` makes the engine, in its thread."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._engine = self._thread.submit(make).result()
+
+    async def exchange(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
+        """See `Replica.exchange`."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, submitted, aborted)
+
+    def _exchange(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
+        self._engine.submit(submitted)
+        self._engine.abort(aborted)
+        return self._engine.poll(_SLICE_S)
 
 
 class TransformersEngine:

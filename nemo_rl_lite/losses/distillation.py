@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.config.sections.algorithm import DistillationConfig, DistillationLossConfig
+from nemo_rl_lite.config.schema_algorithm import DistillationConfig, DistillationLossConfig
 from nemo_rl_lite.losses.batch import Batch, TokenRow
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import Loss, Metrics, Need, Normalizers, count_masked, masked_sum

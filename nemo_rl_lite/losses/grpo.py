@@ -11,6 +11,8 @@ have weight 0, and still count in what the loss is divided by, as in NeMo-RL and
 The covariance of a token is (A - mean A)(log pi - mean log pi); the entropy falls most by tokens with large ones (Cui
 et al. 2025, arXiv:2505.22617). Means and thresholds are those of the whole optimizer step, from the engine's logprobs,
 so that a token's choice does not depend on micro-batches and replicas. In verl, quantiles are of a micro-batch.
+
+How far the generation engines' probabilities are from the policy's. Shapes: B sequences, T tokens.
 """
 
 import math
@@ -21,11 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.config.sections.algorithm import GRPOConfig, LossConfig
+from nemo_rl_lite.config.schema_algorithm import GRPOConfig, LossConfig
 from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
 from nemo_rl_lite.losses.interface import Metrics, Need, Normalizers, count_masked, masked_sum, mean_over_tokens
 
 _ADVANTAGE, _LOGPROB = "covariance/advantage", "covariance/logprob"
+
 _LEAST, _CHANCE = "covariance/least", "covariance/chance"
 
 
@@ -455,3 +458,42 @@ def kl_estimate(
         weight = (logprobs - sampled_with).exp()
         estimate = estimate * torch.where(d == whole, weight, weight.detach())
     return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)
+
+
+@torch.no_grad()
+def mismatch_metrics(batch: Batch, counts: Normalizers) -> Metrics:
+    """How far the generation engine's logprobs of its own samples are from the policy's, over response tokens: this
+    batch's share of the metrics of a global batch with these counts.
+
+    `token_mult_prob_error` is the mean factor between the two probabilities (1 = equal; above 1.05 something is wrong);
+    `gen_kl_error`, `policy_kl_error` and `js_divergence_error` are k3 estimates in nats; `logprob_abs_diff_mean` and
+    `_max` are the tokens' mean and worst difference. `age_<n>/gen_kl_error` is the same estimate over the tokens of one
+    age alone, and `age_<n>/tokens_share` their share of all tokens; every share of the global batch has those of all
+    its ages.
+    """
+    policy_BT, generation_BT = (values.double() for values in batch.require("previous_logprobs", "generation_logprobs"))
+    mask_BT, tokens = batch.mask, counts.tokens
+    difference_BT = (policy_BT - generation_BT) * mask_BT
+    mixture_BT = torch.logaddexp(policy_BT, generation_BT) - math.log(2)
+
+    def k3(log_ratio_BT: Tensor) -> Tensor:
+        return masked_sum(_k3(log_ratio_BT), mask_BT) / tokens
+
+    metrics = {
+        "token_mult_prob_error": masked_sum(difference_BT.abs().exp(), mask_BT) / tokens,
+        "gen_kl_error": k3(difference_BT),
+        "policy_kl_error": k3(-difference_BT),
+        "js_divergence_error": (k3(policy_BT - mixture_BT) + k3(generation_BT - mixture_BT)) / 2,
+        "logprob_abs_diff_mean": difference_BT.abs().sum() / tokens,
+        "logprob_abs_diff_max": difference_BT.abs().max(),
+    }
+    for age, own in counts.tokens_by_age.items():
+        (ages_BT,) = batch.require("ages")
+        of_age_BT = mask_BT * (ages_BT == age)
+        metrics[f"age_{age}/gen_kl_error"] = masked_sum(_k3(difference_BT), of_age_BT) / own
+        metrics[f"age_{age}/tokens_share"] = of_age_BT.sum() / tokens
+    return metrics
+
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    return log_ratio.exp() - 1 - log_ratio

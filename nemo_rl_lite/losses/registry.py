@@ -5,7 +5,7 @@ from collections.abc import Set
 from typing import Any, get_args
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS
-from nemo_rl_lite.config.sections.algorithm import AlgorithmConfig
+from nemo_rl_lite.config.schema_algorithm import AlgorithmConfig
 from nemo_rl_lite.config.user_code import imported, own_name
 from nemo_rl_lite.errors import ConfigError, Violation
 from nemo_rl_lite.losses.interface import Loss, Need

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, Violation
-from nemo_rl_lite.models.embedded.reverse_digits import NAME, embedded_digits, embedded_folder
+from nemo_rl_lite.models.embedded_task import NAME, embedded_digits, embedded_folder
 from nemo_rl_lite.models.shape import NoModelError, is_hub_name
 from nemo_rl_lite.observability.console import RunConsole
 
@@ -46,7 +46,7 @@ def from_hub(name: str) -> Path:
 
 
 def _embedded(config: Config, console: RunConsole, untrained: Path | None) -> Path:
-    from nemo_rl_lite.models.embedded.build import prepare
+    from nemo_rl_lite.models.embedded import prepare
 
     digits, folder = embedded_digits(config), embedded_folder(config)
     if not folder.is_dir() and untrained is not None:

@@ -12,8 +12,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from nemo_rl_lite.config.leaves import leaves
-from nemo_rl_lite.config.sections.run import MLflowConfig
+from nemo_rl_lite.config.keys import flatten
+from nemo_rl_lite.config.schema import MLflowConfig
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.observability.environment import for_trackers
 from nemo_rl_lite.observability.sink import Chart, Metrics, Sample, Sink
@@ -92,7 +92,9 @@ class MLflow(Sink):
         known = self._client.get_experiment_by_name(config.experiment)
         experiment = known.experiment_id if known else self._client.create_experiment(config.experiment)
         run_id = self._client.create_run(experiment, run_name=config.name, tags={"run_folder": str(folder)}).info.run_id
-        parameters = [Param(key, str(value)[:_CHARACTERS]) for key, value in leaves(for_trackers(folder, whole_config))]
+        parameters = [
+            Param(key, str(value)[:_CHARACTERS]) for key, value in flatten(for_trackers(folder, whole_config))
+        ]
         for part in batched(parameters, _PARAMETERS):
             self._client.log_batch(run_id, params=part, synchronous=True)
         (folder / RUN_ID_FILE).write_text(f"{run_id}\n")

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_lite.config.sections.run import LoggerConfig
+from nemo_rl_lite.config.schema import LoggerConfig
 from nemo_rl_lite.observability.mlflow import MLflow
 from nemo_rl_lite.observability.sink import Chart, Metrics, Sample, Sink
 from nemo_rl_lite.observability.wandb import WeightsAndBiases

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_lite.config.sections.run import WandbConfig
+from nemo_rl_lite.config.schema import WandbConfig
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.observability.environment import for_trackers
 from nemo_rl_lite.observability.sink import Chart, Metrics, Sample, Sink

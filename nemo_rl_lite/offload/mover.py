@@ -3,18 +3,109 @@
 A move frees the memory behind a tensor by resizing its storage to zero and allocates it again by resizing it back, so
 the tensor objects that a model and its optimizer hold stay the same. A move is begun and settled; between the two, its
 copies run on separate streams, overlapped with the device's work.
+
+Find the storages behind tensors and lay them out in host memory.
+
+A second set of contents for tensors, kept in host memory.
+
+Weights that never change: the first move to the host copies them, every later one only frees the device's memory.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
-from nemo_rl_lite.offload.arena import HostArena
-from nemo_rl_lite.offload.copies import Copies
-from nemo_rl_lite.offload.storages import Span, host_bytes, lay_out, storages_of
+from nemo_rl_lite.compat.torch import storage_id
+from nemo_rl_lite.offload.host_memory import Copies, HostArena
+
+# Each storage starts at a multiple of this many bytes in host memory.
+ALIGNMENT = 512
+
+
+@dataclass(frozen=True)
+class Span:
+    """A storage of `nbytes`, whose copy begins `start` bytes into host memory."""
+
+    storage: UntypedStorage
+    start: int
+    nbytes: int
+
+    def of(self, host: Tensor) -> Tensor:
+        """Return the copy's bytes, uint8 [nbytes], within the host memory `host`."""
+        return host[self.start : self.start + self.nbytes]
+
+    def device_bytes(self) -> Tensor:
+        """Return the storage's bytes, uint8 [nbytes]."""
+        whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return whole.set_(self.storage, 0, (self.nbytes,), (1,))
+
+
+def storages_of(tensors: Iterable[Tensor], device: torch.device) -> list[UntypedStorage]:
+    """Return the tensors' storages with memory on such a device, each once, in the tensors' order."""
+    found: dict[int, UntypedStorage] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.device.type == device.type and storage.nbytes():
+            found.setdefault(storage_id(storage), storage)
+    return list(found.values())
+
+
+def lay_out(storages: Iterable[UntypedStorage]) -> list[Span]:
+    """Give each storage a place in host memory, one after the other."""
+    spans, end = [], 0
+    for storage in storages:
+        spans.append(Span(storage, end, storage.nbytes()))
+        end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+    return spans
+
+
+def host_bytes(spans: Sequence[Span]) -> int:
+    """Return the bytes of host memory that the copies take."""
+    return spans[-1].start + spans[-1].nbytes if spans else 0
+
+
+class HostCopy:
+    """A snapshot of tensors, storage by storage: `take` copies their contents to the host, `put` copies them back. The
+    tensors are the same, and on the device, at both times."""
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], arena: HostArena, device: torch.device):
+        self._tensors, self._arena, self._device = tensors, arena, device
+        self._taken: list[int] | None = None
+
+    def take(self) -> None:
+        """Copy the tensors' memory to the host; complete when this returns.
+
+        Raises:
+            HostMemoryError: there is too little host memory.
+        """
+        spans = lay_out(storages_of(self._tensors(), self._device))
+        host = self._arena.reserve(host_bytes(spans))
+        for span in spans:
+            span.of(host).copy_(span.device_bytes(), non_blocking=True)
+        self._settle()
+        self._taken = [span.nbytes for span in spans]
+
+    def put(self) -> None:
+        """Copy the contents back to the device; complete when this returns.
+
+        Raises:
+            RuntimeError: nothing was taken, or it was taken from other tensors.
+        """
+        spans = lay_out(storages_of(self._tensors(), self._device))
+        if self._taken != [span.nbytes for span in spans]:
+            raise RuntimeError("the tensors are not those whose contents were taken")
+        host = self._arena.reserve(host_bytes(spans))
+        for span in spans:
+            span.device_bytes().copy_(span.of(host), non_blocking=True)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
 
 # The link's rate that is assumed until a move has measured it.
 ASSUMED_BYTES_PER_S = 20e9
@@ -192,3 +283,71 @@ class Movable:
 def _free(parked: list[Span]) -> None:
     for one in parked:
         one.storage.resize_(0)
+
+
+class FrozenWeights:
+    """Tensors of constant contents, which leave their device and come back in place: every view of them survives. Each
+    move is complete when its method returns. Moving them to where they are does nothing."""
+
+    def __init__(
+        self, name: str, tensors: Callable[[], Iterable[Tensor]], arena: HostArena, device: torch.device
+    ) -> None:
+        self._name, self._arena, self._device = name, arena, device
+        self._spans: list[Span] = lay_out(storages_of(tensors(), device))
+        self._moves: list[tuple[str, Move]] = []
+        self._is_here, self._copied = True, False
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def device_bytes(self) -> int:
+        """Return the bytes of device memory that the tensors take."""
+        return sum(span.nbytes for span in self._spans) if self._is_here else 0
+
+    def leave(self) -> None:
+        """Free the device's memory.
+
+        Raises:
+            HostMemoryError: there is too little host memory for the copy; the tensors are as before.
+        """
+        if not self._is_here:
+            return
+        if not self._copied:
+            host = self._arena.reserve(host_bytes(self._spans))
+            self._copy("to_host", [(span.of(host), span.device_bytes()) for span in self._spans])
+            self._copied = True
+        self._free()
+
+    def come_back(self) -> None:
+        """Copy the contents back to the device.
+
+        Raises:
+            torch.OutOfMemoryError: the device is too full; the contents stay in host memory.
+        """
+        if self._is_here:
+            return
+        try:
+            for span in self._spans:
+                span.storage.resize_(span.nbytes)
+        except BaseException:
+            self._free()
+            raise
+        host = self._arena.reserve(host_bytes(self._spans))
+        self._copy("to_device", [(span.device_bytes(), span.of(host)) for span in self._spans])
+        self._is_here = True
+
+    def take_moves(self) -> list[tuple[str, Move]]:
+        """Return the copies since the last call, each with "<name>/to_host" or "<name>/to_device"."""
+        taken, self._moves = self._moves, []
+        return taken
+
+    def _free(self) -> None:
+        for span in self._spans:
+            span.storage.resize_(0)
+        self._is_here = False
+
+    def _copy(self, direction: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        began = time.perf_counter()
+        copies = Copies(pairs, self._stream)
+        copies.wait(alone=True)
+        nbytes = sum(span.nbytes for span in self._spans)
+        move = Move(nbytes, copies.seconds(), time.perf_counter() - began)
+        self._moves.append((f"{self._name}/{direction}", move))

@@ -1,21 +1,119 @@
-"""`PhaseMemory` moves parameters, gradients and optimizer states to their places in the residency table."""
+"""`PhaseMemory` moves parameters, gradients and optimizer states to their places in the residency table.
+
+`GradientBuffers` frees gradient memory between accumulations and allocates it again as zeros.
+
+Collect the tensors that an optimizer holds in addition to the model: master weights and states.
+
+`Prefetch` decides when to begin bringing something back while the last micro-batches of a pass still run.
+"""
 
 import logging
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from nemo_rl_lite.offload.gradients import GradientBuffers
+from nemo_rl_lite.compat.torch import storage_id
 from nemo_rl_lite.offload.mover import Movable, Move
-from nemo_rl_lite.offload.prefetch import Prefetch
 from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
+
+
+class GradientBuffers:
+    """Buffers that hold nothing worth keeping between two optimizer steps. Views of them survive."""
+
+    def __init__(self, buffers: Sequence[Tensor]):
+        self._buffers = list(buffers)
+        self._sizes = [buffer.untyped_storage().nbytes() for buffer in buffers]
+        self._accumulating = False
+        self._dropped = False
+
+    def device_bytes(self) -> int:
+        """Return the bytes of device memory that the buffers take now."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Mark that gradients accumulate within the block and must not be dropped.
+
+        Raises:
+            RuntimeError: the buffers have no memory.
+        """
+        if self._dropped:
+            raise RuntimeError("gradients have no memory in this phase: prepare_for_training comes before train")
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def drop(self) -> None:
+        """Free the memory; does nothing where it is free already.
+
+        Raises:
+            RuntimeError: gradients are being accumulated.
+        """
+        if self._accumulating:
+            raise RuntimeError("gradients are being accumulated and must not be dropped")
+        for buffer in self._buffers:
+            buffer.untyped_storage().resize_(0)
+        self._dropped = True
+
+    def bring_back(self) -> None:
+        """Allocate the memory again, filled with zeros; does nothing where the buffers have it."""
+        if not self._dropped:
+            return
+        for buffer, nbytes in zip(self._buffers, self._sizes, strict=True):
+            buffer.untyped_storage().resize_(nbytes)
+            buffer.zero_()
+        self._dropped = False
+
+
+def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer], model: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors that the optimizers step and their states, without those that share memory with `model`: an
+    optimizer without master weights steps the model's tensors."""
+    own = {storage_id(tensor) for tensor in model}
+    return [tensor for tensor in _held(optimizers) if storage_id(tensor) not in own]
+
+
+def _held(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[Tensor]:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+class Prefetch:
+    """Call this before each micro-batch. It calls `begin` each time from when the micro-batches that have not begun, at
+    the pace so far, take about as long as the transfer, and before the last one at the latest. It takes no memory
+    earlier."""
+
+    def __init__(self, transfer_s: float, begin: Callable[[], None]):
+        self._transfer_s, self._begin = transfer_s, begin
+        self._first: tuple[float, int] | None = None
+
+    def __call__(self, remaining: int, running: int = 0) -> None:
+        """Call `begin` if it is time. `remaining` counts the micro-batches that have not begun, the next one included,
+        and `running` those that have and may still run: the transfer waits for them, because it takes memory that they
+        may use."""
+        now = time.perf_counter()
+        if self._first is None:
+            self._first = now, remaining
+        began, count = self._first
+        done = count - remaining - running
+        seconds_left = remaining * (now - began) / done if done > 0 else float("inf")
+        if remaining == 1 or seconds_left <= self._transfer_s:
+            self._begin()
+
 
 log = logging.getLogger(__name__)
 
 # An overlapped move leaves this share of the device free for fluctuations of the work that it overlaps with.
 MARGIN = 0.05
+
 GIB = 2**30
 
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from nemo_rl_lite.config.algorithms import generates, has_teacher
-from nemo_rl_lite.config.automatic import leaving_for_generation
 from nemo_rl_lite.config.engines import engines_serve_adapters, engines_sleep
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import records_training
+from nemo_rl_lite.config.sizes import leaving_for_generation, records_training
 
 
 class Phase(StrEnum):

@@ -16,23 +16,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_rl_lite.config.automatic import (
+from nemo_rl_lite.config.engines import engine_of, engines_sleep
+from nemo_rl_lite.config.schema import Config, OffloadedComponent
+from nemo_rl_lite.config.sizes import (
+    batch_mode,
     engine_share,
     enough_tokens,
     generates_ahead,
     leaving_for_generation,
-    token_limits,
-)
-from nemo_rl_lite.config.engines import engine_of, engines_sleep
-from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sections.policy import OffloadedComponent
-from nemo_rl_lite.config.sizes import (
-    batch_mode,
     on_gpus,
     parallel_dims,
     records_training,
     sequences_per_optimizer_step,
     sequences_together,
+    token_limits,
 )
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.offload.residency import Phase, Residency
@@ -66,7 +63,7 @@ class Settled:
     reasons: Sequence[str]
 
 
-def settle(config: Config, shape: ModelShape | None, gpu_bytes: int | None) -> Settled:
+def resolve_auto(config: Config, shape: ModelShape | None, gpu_bytes: int | None) -> Settled:
     """Replace `auto`. Without the model's shape or the size of a GPU, and on CPUs, it stays: engines that take turns
     with the policy sleep, nothing else moves, and micro-batches have `ENOUGH_TOKENS`."""
     if shape is None or gpu_bytes is None or not on_gpus(config):

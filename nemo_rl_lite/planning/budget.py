@@ -6,10 +6,17 @@ from dataclasses import dataclass, replace
 from math import ceil, floor
 
 from nemo_rl_lite.config.algorithms import compares, generates, has_teacher
-from nemo_rl_lite.config.automatic import SHARE_COLOCATED, engine_share
 from nemo_rl_lite.config.engines import engine_of, engines_serve_adapters, engines_sleep
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import engines, on_gpus, parallel_dims, policy_ranks, samples_per_step
+from nemo_rl_lite.config.sizes import (
+    SHARE_COLOCATED,
+    engine_share,
+    engines,
+    on_gpus,
+    parallel_dims,
+    policy_ranks,
+    samples_per_step,
+)
 from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
 from nemo_rl_lite.planning.memory import (
@@ -25,7 +32,7 @@ from nemo_rl_lite.planning.memory import (
     token_cache_bytes,
     totals,
 )
-from nemo_rl_lite.refit.layout.plan import bucket_size
+from nemo_rl_lite.refit.layout import bucket_size
 
 # The overhead of CUDA and NCCL contexts, captured graphs and torch's cached blocks as measured on H100s and H200s
 # (docs/benchmarks, plan-against-measured): with an engine on the GPU, with engines on other GPUs, and without engines.

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from nemo_rl_lite.host.machine import gpu_bytes
+from nemo_rl_lite.system.machine import gpu_bytes
 
 _UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 

@@ -30,15 +30,16 @@ from functools import cache, cached_property
 from math import ceil
 
 from nemo_rl_lite.config.algorithms import generates, has_teacher
-from nemo_rl_lite.config.automatic import keeps_logits, mb_tokens
 from nemo_rl_lite.config.engines import CacheFacts, engine_of, engines_serve_adapters, engines_share_weights
-from nemo_rl_lite.config.parallel import ParallelDims
-from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sections.policy import LoraConfig
+from nemo_rl_lite.config.schema import Config, LoraConfig
 from nemo_rl_lite.config.sizes import (
     VOCABULARY_SLICE,
+    ParallelDims,
+    as_teacher,
     batch_mode,
     engine_ranks,
+    keeps_logits,
+    mb_tokens,
     micro_batch_sizes,
     on_gpus,
     parallel_dims,
@@ -47,8 +48,8 @@ from nemo_rl_lite.config.sizes import (
     samples_per_step,
     sequences_per_optimizer_step,
     sequences_together,
+    teacher_topk,
 )
-from nemo_rl_lite.config.teacher import as_teacher, teacher_topk
 from nemo_rl_lite.models.shape import ModelShape, NoModelError, find_shape
 from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
 

@@ -8,7 +8,7 @@ from typing import Any
 from nemo_rl_lite.config.algorithms import generates
 from nemo_rl_lite.config.keys import groups
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
+from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import (
     batch_mode,
     engine_ranks,
@@ -26,11 +26,11 @@ from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.planning import time
-from nemo_rl_lite.planning.automatic import settle
+from nemo_rl_lite.planning.automatic import resolve_auto
 from nemo_rl_lite.planning.budget import Budget, budget, headers, last_that, refit_bytes, render, size, title
 from nemo_rl_lite.planning.gpus import speed_of
 from nemo_rl_lite.planning.memory import micro_batch, token_cache_bytes
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 RANK_ROWS = 24
 GRAIN = 256
@@ -65,13 +65,13 @@ def make_plan(
 ) -> Plan:
     """`overrides` are those that `config` was composed from; `gpu` is a name and its bytes, ignored for CPUs."""
     name, nbytes = gpu if on_gpus(config) else ("CPUs", None)
-    found = settle(config, shape, nbytes)
+    found = resolve_auto(config, shape, nbytes)
     config = found.config
     limit = largest_micro_batch(config, shape, nbytes)
     return Plan(config, overrides, shape, name, host_bytes, budget(config, shape, nbytes), limit, found.reasons)
 
 
-def show(plan: Plan, console: RunConsole, mean_length: float | None = None) -> None:
+def show_plan(plan: Plan, console: RunConsole, mean_length: float | None = None) -> None:
     """Print the plan as tables. `mean_length`: the mean tokens of a response, for the seconds of a step."""
     config, shape, one = plan.config, plan.shape, plan.budget
     console.table("layout", ["", ""], [list(row) for row in parallel_rows(config, shape)])
@@ -201,7 +201,7 @@ def preset_budgets(
     for preset in groups()["offload"]:
         try:
             config = compose_config([*others, f"offload={preset}"])
-            yield preset, budget(settle(config, shape, gpu_bytes).config, shape, gpu_bytes)
+            yield preset, budget(resolve_auto(config, shape, gpu_bytes).config, shape, gpu_bytes)
         except ConfigError as error:
             first = error.violations[0]
             yield preset, f"{first.key} {first.rule}"

@@ -15,19 +15,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 
 from nemo_rl_lite.config.algorithms import compares
-from nemo_rl_lite.config.automatic import generates_ahead, leaving_for_generation
 from nemo_rl_lite.config.engines import CacheFacts, engine_of, engines_sleep
-from nemo_rl_lite.config.keys import parse_override
-from nemo_rl_lite.config.leaves import leaves
+from nemo_rl_lite.config.keys import flatten, parse_override
 from nemo_rl_lite.config.overrides import given_keys
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sections.algorithm import GRPOConfig, RolloutAlgorithmConfig
+from nemo_rl_lite.config.schema_algorithm import GRPOConfig, RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import (
     all_gpus,
+    as_teacher,
     batch_mode,
     engine_ranks,
     engines,
+    generates_ahead,
     generation_gpus,
+    leaving_for_generation,
     on_gpus,
     optimizer_steps,
     parallel_dims,
@@ -36,10 +37,9 @@ from nemo_rl_lite.config.sizes import (
     samples_per_step,
     sequences_per_optimizer_step,
 )
-from nemo_rl_lite.config.teacher import as_teacher
 from nemo_rl_lite.errors import ConfigError
 from nemo_rl_lite.models.shape import ModelShape
-from nemo_rl_lite.planning.automatic import settle
+from nemo_rl_lite.planning.automatic import resolve_auto
 from nemo_rl_lite.planning.budget import budget, refit_bytes
 from nemo_rl_lite.planning.gpus import Gpu, speed_of
 from nemo_rl_lite.planning.memory import (
@@ -53,8 +53,8 @@ from nemo_rl_lite.planning.memory import (
     token_cache_bytes,
     trained_parameters,
 )
-from nemo_rl_lite.rules.algorithm import corrects_age
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.algorithm import corrects_age
+from nemo_rl_lite.validation.compose import compose_config
 
 # Shares of the peak FLOP/s and of the memory's bandwidth that are reached.
 MFU, READS = 0.5, 0.78
@@ -196,7 +196,7 @@ def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, seque
 
 
 @dataclass(frozen=True)
-class Split:
+class GpuSplit:
     """A division of a run's GPUs; colocated, each of them counts for both sides."""
 
     engine_gpus: int
@@ -232,17 +232,17 @@ class Divisions:
     gpu_bytes: int
     lengths: Lengths
 
-    def present(self) -> Split:
+    def present(self) -> GpuSplit:
         """The configuration as it is."""
         return self._predicted(self.config)
 
-    def others(self, present: Split) -> Iterator[Split]:
+    def others(self, present: GpuSplit) -> Iterator[GpuSplit]:
         """Yield the colocated division, and every number of GPUs for engines, or of whole machines where there are
         several."""
         nodes, total = self.config.cluster.num_nodes, all_gpus(self.config)
         if not present.colocated:
             wanted = [f"{_COLOCATED}.enabled=true", f"{_SOURCE}=on_policy"]
-            yield self._first([wanted, [*wanted, "offload=pinned"]], Split(total, total, colocated=True))
+            yield self._first([wanted, [*wanted, "offload=pinned"]], GpuSplit(total, total, colocated=True))
         by_node, by_gpu = _RESOURCES
         key, other, count = (by_node, by_gpu, nodes) if nodes > 1 else (by_gpu, by_node, total)
         # A policy on GPUs of its own makes no room for engines.
@@ -250,7 +250,7 @@ class Divisions:
         for number in range(1, count):
             wanted = [f"{_COLOCATED}.enabled=false", f"{key}={number}", f"{other}=null", *self._one_step_off()]
             ways = [[*wanted, "offload=none"], [*wanted, "policy.offload_for_generation=[]"]]
-            split = Split(number * total // count, total - number * total // count, colocated=False)
+            split = GpuSplit(number * total // count, total - number * total // count, colocated=False)
             yield self._first(ways if makes_room else [wanted], split)
 
     def _one_step_off(self) -> list[str]:
@@ -260,7 +260,7 @@ class Divisions:
         corrects = options.loss is not None or corrects_age(options.loss_fn)
         return [f"{_SOURCE}=one_step_off", *([] if corrects else _CORRECTED)]
 
-    def _first(self, ways: Sequence[Sequence[str]], split: Split) -> Split:
+    def _first(self, ways: Sequence[Sequence[str]], split: GpuSplit) -> GpuSplit:
         """Return the first of the ways to ask for a division that the rules accept and that fits."""
         reasons = []
         for wanted in ways:
@@ -273,24 +273,24 @@ class Divisions:
             except ConfigError as error:
                 reasons.append(f"{error.violations[0].key} {error.violations[0].rule}")
                 continue
-            if budget(settle(config, self.shape, self.gpu_bytes).config, self.shape, self.gpu_bytes).fits_device:
+            if budget(resolve_auto(config, self.shape, self.gpu_bytes).config, self.shape, self.gpu_bytes).fits_device:
                 return replace(self._predicted(config), overrides=changes, instead_of=gone)
             reasons.append("it does not fit the GPUs' memory")
         return replace(split, refusal=reasons[0])
 
     def _changes(self, override: str) -> bool:
         """Whether the configuration has another value, or the override chooses a file."""
-        parsed, values = parse_override(override), dict(leaves(asdict(self.config)))
+        parsed, values = parse_override(override), dict(flatten(asdict(self.config)))
         return parsed is not None and values.get(parsed.key_or_group, override) != parsed.value()
 
-    def _predicted(self, config: Config) -> Split:
-        chosen = settle(config, self.shape, self.gpu_bytes).config
+    def _predicted(self, config: Config) -> GpuSplit:
+        chosen = resolve_auto(config, self.shape, self.gpu_bytes).config
         time = predict_step(chosen, self.shape, self.gpu_bytes, self.lengths)
         colocated = config.generation.colocated.enabled
-        return Split(generation_gpus(config), policy_ranks(config), colocated, generates_ahead(config), time)
+        return GpuSplit(generation_gpus(config), policy_ranks(config), colocated, generates_ahead(config), time)
 
 
-def rows(present: Split, others: Sequence[Split]) -> list[list[str]]:
+def rows(present: GpuSplit, others: Sequence[GpuSplit]) -> list[list[str]]:
     """A row for each division, in seconds; `now` marks the present one."""
     table = []
     others = [one for one in others if one.engine_gpus != present.engine_gpus]
@@ -305,7 +305,7 @@ def rows(present: Split, others: Sequence[Split]) -> list[list[str]]:
     return table
 
 
-def lines(present: Split, others: Sequence[Split]) -> Iterator[str]:
+def lines(present: GpuSplit, others: Sequence[GpuSplit]) -> Iterator[str]:
     """Yield sentences: who waits, what is refused, and what to type for the shortest step."""
     if present.time is not None:
         time, now = present.time, f"now: a step takes {_seconds(present.seconds)} s"

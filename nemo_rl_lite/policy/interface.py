@@ -16,7 +16,7 @@ of the policy as it is now, without the rows of the first optimizer step, whose 
 
 
 @dataclass(frozen=True)
-class HeldBatch:
+class BatchRef:
     """Rows that the workers hold, each replica those that it trains on. The scores of these rows stay there."""
 
     name: str
@@ -56,19 +56,19 @@ class Policy(Protocol):
         table has them."""
         ...
 
-    def hold(self, rows: Sequence[TokenRow], name: str = "train") -> HeldBatch:
+    def hold(self, rows: Sequence[TokenRow], name: str = "train") -> BatchRef:
         """Send each row to the replica that trains on it. The workers keep one batch of each name, the newest."""
         ...
 
-    def score(self, batch: HeldBatch, which: Sequence[Scored]) -> None:
+    def score(self, batch: BatchRef, which: Sequence[Scored]) -> None:
         """Let the workers add the logprobs of `which` policies to the batch."""
         ...
 
-    def work(self, batch: HeldBatch, which: Sequence[Scored]) -> Work | None:
+    def work(self, batch: BatchRef, which: Sequence[Scored]) -> Work | None:
         """What `score` with `which`, and `train`, have to compute for the batch; None for a model of unknown shape."""
         ...
 
-    def evaluate(self, batch: HeldBatch, loss: Loss) -> dict[str, float]:
+    def evaluate(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
         """The loss of a batch of any size and its metrics, without a gradient."""
         ...
 
@@ -76,7 +76,7 @@ class Policy(Protocol):
         """Enter the training phase, from any other."""
         ...
 
-    def train(self, batch: HeldBatch, loss: Loss) -> dict[str, float]:
+    def train(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
         """One optimizer step for each `train_global_batch_size` of the batch's rows, in their order; metrics, averaged
         over the steps. Where engines sampled the rows, the `mismatch_metrics` of the whole batch are among them; rows
         of the first step that have no `previous` logprobs take those of the training pass itself."""

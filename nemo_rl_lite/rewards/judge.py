@@ -7,11 +7,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl_lite.config.sections.data import RewardConfig
+from nemo_rl_lite.config.schema import RewardConfig
 from nemo_rl_lite.config.user_code import own_name
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, DataError, Violation
-from nemo_rl_lite.host.pool import CallError, CallPool, LateError, StartError, Target, as_call_error, place_of
 from nemo_rl_lite.rewards.registry import (
     INSTANT,
     WRONG_WHERE_LATE,
@@ -22,6 +21,7 @@ from nemo_rl_lite.rewards.registry import (
     find_batch_reward,
     find_reward,
 )
+from nemo_rl_lite.system.pool import CallError, CallPool, LateError, StartError, Target, as_call_error, place_of
 
 Parts = dict[str, float] | RewardError
 """Rewards by the label of their term, or the error that prevented one."""
@@ -152,7 +152,7 @@ class Batches:
 
 
 @dataclass(frozen=True)
-class Judged:
+class RewardResult:
     """The reward of a response and, where it is a sum, its parts by name, before their weights. `late`: why it is 0,
     though nothing was computed."""
 
@@ -161,7 +161,7 @@ class Judged:
     late: LateReward | None = None
 
 
-Verdict = Judged | RewardError
+Verdict = RewardResult | RewardError
 """A reward, or the error that prevented it."""
 
 Judge = Callable[[str, Problem], Awaitable[Verdict]]
@@ -190,14 +190,16 @@ def sum_of(terms: Sequence[Term], calls: "RewardCalls | _RemoteCalls", at_once: 
         parts = dict[str, float]()
         for found in await asyncio.gather(*(source(response, problem) for source in sources)):
             if isinstance(found, LateReward):
-                return Judged(0.0, dict.fromkeys((term.label for term in terms), 0.0) if len(terms) > 1 else {}, found)
+                return RewardResult(
+                    0.0, dict.fromkeys((term.label for term in terms), 0.0) if len(terms) > 1 else {}, found
+                )
             if isinstance(found, RewardError):
                 return found
             parts |= found
         total = 0.0
         for term in terms:
             total += term.weight * parts[term.label]
-        return Judged(total, {term.label: parts[term.label] for term in terms} if len(terms) > 1 else {})
+        return RewardResult(total, {term.label: parts[term.label] for term in terms} if len(terms) > 1 else {})
 
     return judge
 
@@ -261,7 +263,7 @@ def try_reward(judge: Judge, problem: Problem) -> None:
         return await judge(problem.answer or "", problem)
 
     verdict = asyncio.run(trial())
-    said = verdict.late if isinstance(verdict, Judged) else verdict
+    said = verdict.late if isinstance(verdict, RewardResult) else verdict
     if isinstance(said, UnavailableReward):
         fix = f"start what it asks, or correct {said.section}.kwargs; every sample would be without a reward"
         raise ConfigError([Violation(f"{said.section}.name", None, str(said), fix)])

@@ -8,7 +8,7 @@ from typing import Any
 from math_verify import parse, verify
 
 # math-verify warns that its time limits are off. They work in a main thread only, and only between two steps of the
-# interpreter; the judging process has a time limit that always works (host/pool.py).
+# interpreter; the judging process has a time limit that always works (system/pool.py).
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 # A percent sign begins a LaTeX comment unless it is escaped.

@@ -10,7 +10,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from nemo_rl_lite.data.problems import Problem
-from nemo_rl_lite.host.sandbox import Limits, run_python
+from nemo_rl_lite.system.sandbox import Limits, run_python
 
 # The number of problems whose tests are looked at before a run, and of those for which an empty program is run.
 # Statements that may contain others which are run with them. Functions and classes are not: something must call them.

@@ -17,7 +17,7 @@ from typing import Any
 from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.errors import ConfigError, Violation
-from nemo_rl_lite.host.pool import as_call_error
+from nemo_rl_lite.system.pool import as_call_error
 
 # Rewards become float32, like all that is trained on.
 _LARGEST = 3.4028234663852886e38
@@ -84,14 +84,14 @@ BatchReward = Callable[[Sequence[str], Sequence[Problem]], Awaitable[list[float 
 NONE = "none"
 # Values are paths, because some modules import slow or optional packages.
 REWARDS = {
-    "exact_match": "nemo_rl_lite.rewards.text.exact_match",
-    "last_number": "nemo_rl_lite.rewards.text.last_number",
-    "format": "nemo_rl_lite.rewards.text.format_match",
+    "exact_match": "nemo_rl_lite.rewards.builtin.exact_match",
+    "last_number": "nemo_rl_lite.rewards.builtin.last_number",
+    "format": "nemo_rl_lite.rewards.builtin.format_match",
     "math": "nemo_rl_lite.rewards.mathematics.same_value",
-    "reasoning_gym": "nemo_rl_lite.rewards.gym.task_score",
+    "reasoning_gym": "nemo_rl_lite.rewards.builtin.task_score",
     "program": "nemo_rl_lite.rewards.program.passes_tests",
     "judge": "nemo_rl_lite.rewards.llm_judge.LLMJudge",
-    NONE: "nemo_rl_lite.rewards.text.nothing",
+    NONE: "nemo_rl_lite.rewards.builtin.nothing",
 }
 
 # These need no process of their own to be ended in time.

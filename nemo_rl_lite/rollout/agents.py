@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from nemo_rl_lite.agents import interface
-from nemo_rl_lite.agents.calls import Agents
 from nemo_rl_lite.data.messages import Message
-from nemo_rl_lite.endpoint.anybody import FULL, limited
-from nemo_rl_lite.endpoint.protocol import Answer, Asked, ChatRequest, RefusedError
-from nemo_rl_lite.endpoint.server import Endpoint
+from nemo_rl_lite.environments import agents as interface
+from nemo_rl_lite.environments.agents import Agents
 from nemo_rl_lite.errors import DataError, EngineError, WorkerError
 from nemo_rl_lite.generation.interface import Sampling
-from nemo_rl_lite.host.pool import CallError, as_call_error
 from nemo_rl_lite.rewards.registry import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode, Span
 from nemo_rl_lite.rollout.play import Assistant, Section
+from nemo_rl_lite.serving.protocol import Answer, Asked, ChatRequest, RefusedError
+from nemo_rl_lite.serving.public import FULL, limited
+from nemo_rl_lite.serving.server import Endpoint
+from nemo_rl_lite.system.pool import CallError, as_call_error
 
 
 @dataclass(frozen=True)

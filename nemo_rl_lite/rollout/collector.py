@@ -14,14 +14,14 @@ from nemo_rl_lite.data.problems import Problem
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Generation, Requests, Sampling
-from nemo_rl_lite.host.pool import CallError
 from nemo_rl_lite.losses.advantages import differ
 from nemo_rl_lite.observability.liveness import progressed
-from nemo_rl_lite.rewards.judge import Judge, Judged
+from nemo_rl_lite.rewards.judge import Judge, RewardResult
 from nemo_rl_lite.rewards.registry import RewardError, WrongReward
 from nemo_rl_lite.rollout.episode import Episode, Rollout
 from nemo_rl_lite.rollout.play import Assistant, EpisodeRunner, SingleTurn
 from nemo_rl_lite.rollout.prompts import check_length
+from nemo_rl_lite.system.pool import CallError
 
 log = logging.getLogger(__name__)
 
@@ -323,7 +323,7 @@ class RolloutCollector:
             raise DataError(f"{verdict.section}.name: {verdict}; the response was {shown(episode)}")
         if failure := verdict if isinstance(verdict, RewardError) else verdict.late:
             rewards.add(failure, episode)
-        if isinstance(verdict, Judged):
+        if isinstance(verdict, RewardResult):
             episode.reward, episode.reward_parts = verdict.reward, verdict.parts
 
 

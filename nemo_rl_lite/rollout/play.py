@@ -11,9 +11,9 @@ from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.environments.registry import Environments
 from nemo_rl_lite.generation.interface import Request, Requests, Sampling
-from nemo_rl_lite.host.pool import as_call_error
 from nemo_rl_lite.rewards.registry import RewardError, checked_reward
 from nemo_rl_lite.rollout.episode import Episode
+from nemo_rl_lite.system.pool import as_call_error
 
 Section = Literal["environment", "agent"]
 """The section of the configuration about the user's code that takes part in episodes."""

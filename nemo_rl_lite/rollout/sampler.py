@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from nemo_rl_lite.config.sections.algorithm import GRPOConfig
+from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, TrainingSet
 from nemo_rl_lite.errors import EngineError
 from nemo_rl_lite.generation.interface import Completion, Request, Requests, Sampling

@@ -15,10 +15,8 @@ from typing import Any, Literal
 
 from nemo_rl_lite.checkpoint.resume import CHECKPOINTS, changed, checkpoints_around
 from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention, has_any
-from nemo_rl_lite.config.keys import RUN_FOLDER
-from nemo_rl_lite.config.leaves import leaves
+from nemo_rl_lite.config.keys import RUN_FOLDER, flatten
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
-from nemo_rl_lite.host.stopping import interrupted_status
 from nemo_rl_lite.observability.environment import (
     COMMAND_FILE,
     CONFIG_FILE,
@@ -31,6 +29,7 @@ from nemo_rl_lite.observability.environment import (
 )
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
 from nemo_rl_lite.observability.trackers import METRICS_FILE
+from nemo_rl_lite.system.stopping import interrupted_status
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ def check_folder(folder: Path, whole_config: Mapping[str, Any]) -> None:
         others = sorted(changes - _LENGTH)
         shown = ", ".join(others[:_SHOWN_CHANGES]) + ", ..." * (len(others) > _SHOWN_CHANGES)
         rule = "holds a run already, and it is done" + (f"; the command changes {shown}" if others else "")
-        lengths = [key for key in sorted(_LENGTH) if key in dict(leaves(whole_config))]
+        lengths = [key for key in sorted(_LENGTH) if key in dict(flatten(whole_config))]
         fix = f"name another folder, or resume it by changing nothing but {' or '.join(lengths)}"
         raise ConfigError([Violation(RUN_FOLDER, str(folder), rule, fix)])
     if changes and not has_any(folder / CHECKPOINTS):

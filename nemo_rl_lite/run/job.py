@@ -10,13 +10,13 @@ from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.observability.trackers import MetricsLog
-from nemo_rl_lite.run.workers.reserve import Begun
+from nemo_rl_lite.workers.reserve import StartingWorkers
 
 
 class Job(Protocol):
     """Reads and checks its data in the constructor, and waits for its workers in `run`."""
 
-    def run(self, metrics: MetricsLog, begun: Begun, start: Start, setup: Timer) -> dict[str, int]:
+    def run(self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer) -> dict[str, int]:
         """Train in the processes that have begun, from `start` on; returns each worker's peak memory in bytes. `setup`
         has timed what came before, and `run` times the rest of the start with it."""
         ...

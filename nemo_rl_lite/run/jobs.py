@@ -1,28 +1,36 @@
-"""The jobs of all algorithms: data, workers and loop of GRPO, and of SFT, DPO, ORPO or KTO."""
+"""The jobs of all algorithms: data, workers and loop of GRPO, and of SFT, DPO, ORPO or KTO.
 
+How a run's episodes are played: with an environment, by an agent, or in one turn; the endpoint of the engines.
+"""
+
+import json
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_lite.algorithms.grpo import GRPO
 from nemo_rl_lite.algorithms.loop import Report, Steps
 from nemo_rl_lite.algorithms.supervised import Supervised, shown_limits, total_steps
-from nemo_rl_lite.checkpoint.checkpoints import Checkpoints, SaveRollouts, save_none
 from nemo_rl_lite.checkpoint.resume import Start, checkpoint_store
+from nemo_rl_lite.checkpoint.store import Checkpoints, SaveRollouts, save_none
 from nemo_rl_lite.cluster.heartbeat import SystemUsage
 from nemo_rl_lite.cluster.workers import StepProfiler, WorkerGroup
 from nemo_rl_lite.config.algorithms import compares, has_teacher
+from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sections.algorithm import GRPOConfig, SupervisedConfig
-from nemo_rl_lite.config.sizes import all_gpus, policy_ranks, previous_passes, repeats_first_pass
+from nemo_rl_lite.config.schema_algorithm import GRPOConfig, SupervisedConfig
+from nemo_rl_lite.config.sizes import all_gpus, has_endpoint, policy_ranks, previous_passes, repeats_first_pass
 from nemo_rl_lite.data.examples import Encoder, training_examples, validation_examples
 from nemo_rl_lite.data.formats import problems
-from nemo_rl_lite.data.odd_texts import check_stop_strings, check_texts
 from nemo_rl_lite.data.sources import training_set, validation_set
+from nemo_rl_lite.data.text_checks import check_stop_strings, check_texts
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.environments.agents import Agents, check_agent
+from nemo_rl_lite.environments.registry import check_environment, make_environments
 from nemo_rl_lite.generation.interface import Generation, Sampling
-from nemo_rl_lite.host.stopping import Stopping, seconds
 from nemo_rl_lite.losses.registry import make_loss
 from nemo_rl_lite.models.shape import described_shape
 from nemo_rl_lite.observability.console import RunConsole, report_start
@@ -33,23 +41,95 @@ from nemo_rl_lite.policy.interface import Policy, Scored
 from nemo_rl_lite.rewards.judge import make_judge, terms_of, try_reward
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
 from nemo_rl_lite.rollout.episode import Rollout
-from nemo_rl_lite.rollout.play import EpisodeRunner
+from nemo_rl_lite.rollout.play import EpisodeRunner, SingleTurn, Turns
 from nemo_rl_lite.rollout.prompts import fitting_prompts
 from nemo_rl_lite.rollout.queue import AsyncRolloutSource, Staleness
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
 from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource
 from nemo_rl_lite.rollout.store import RolloutFiles, Split, load_rollouts
-from nemo_rl_lite.rules.data import check_epochs
-from nemo_rl_lite.rules.notes import note_total_steps
 from nemo_rl_lite.run.model import check_same_tokens, decoding_speed, policy_speed, show_memory_plan
-from nemo_rl_lite.run.playing import Playing
-from nemo_rl_lite.run.workers.launch import Workers, launch, launch_policy, peak_memory
-from nemo_rl_lite.run.workers.policy import RemotePolicy
-from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
-from nemo_rl_lite.run.workers.reserve import Begun
+from nemo_rl_lite.system.stopping import Stopping, seconds
+from nemo_rl_lite.validation.data import check_epochs
+from nemo_rl_lite.validation.notes import note_total_steps
+from nemo_rl_lite.workers.launch import Workers, launch, launch_policy, peak_memory
+from nemo_rl_lite.workers.policy import RemotePolicy
+from nemo_rl_lite.workers.recovery import RecoveringGeneration
+from nemo_rl_lite.workers.reserve import StartingWorkers
+
+ENDPOINT_FILE = "endpoint.json"
+
+
+class Playing:
+    """The user's code that takes part in episodes. Its processes start at once, while the run still reads its data."""
+
+    def __init__(self, config: Config):
+        """Raises ConfigError where that code cannot be used."""
+        self.tools = check_environment(config.environment)
+        """The tools that the environment offers in every episode."""
+        check_agent(config.agent)
+        self._config = config
+        environments = make_environments(config.environment)
+        # One for all attempts of a run, so that no session of an earlier attempt has the same number.
+        self._play: EpisodeRunner = (
+            SingleTurn() if environments is None else Turns(environments, config.environment.max_turns)
+        )
+        self._agents = None if config.agent.name is None else Agents(config.agent, config.generation.serve.host)
+
+    @contextmanager
+    def through(
+        self, generation: Generation, tokenizer: ChatTokenizer, folder: Path, say: Callable[[str], None]
+    ) -> Iterator[tuple[Generation, EpisodeRunner]]:
+        """Yield what rollouts need: the engines, with their endpoint where the run has one, and how an episode is
+        played. The endpoint ends with the block.
+
+        Raises:
+            ConfigError: the endpoint's address cannot be used.
+        """
+        if has_endpoint(self._config):
+            with self._through_endpoint(generation, tokenizer, folder, say) as both:
+                yield both
+        else:
+            yield generation, self._play
+
+    @contextmanager
+    def _through_endpoint(
+        self, generation: Generation, tokenizer: ChatTokenizer, folder: Path, say: Callable[[str], None]
+    ) -> Iterator[tuple[Generation, EpisodeRunner]]:
+        # FastAPI takes a second to import, and few runs need it.
+        from nemo_rl_lite.rollout.agents import AgentPlay
+        from nemo_rl_lite.serving.public import ResponderConfig
+        from nemo_rl_lite.serving.server import Endpoint, ServedGeneration
+
+        config, longest = self._config, self._config.policy.max_total_sequence_length
+        sampling = Sampling.of(config.generation, tokenizer.end_tokens)
+        endpoint, speaker = Endpoint(config.generation.serve, tokenizer, config.run_name, longest), None
+        with endpoint.running():
+            told = nullcontext()
+            if config.generation.serve.enabled:
+                speaker = ResponderConfig(tokenizer, sampling, longest, engine_of(config).temperatures)
+                address = {"base_url": endpoint.url, "api_key": endpoint.token, "model": endpoint.model}
+                told = _written(folder / ENDPOINT_FILE, address)
+                say(f"the engines answer at {endpoint.url} during rollouts; the token is in {folder / ENDPOINT_FILE}")
+            play = self._play if self._agents is None else AgentPlay(self._agents, endpoint, sampling)
+            with told:
+                yield ServedGeneration(generation, endpoint, speaker), play
+
+
+@contextmanager
+def _written(file: Path, content: Mapping[str, str]) -> Iterator[None]:
+    """Write a file that only this user may read, for the time of the block."""
+    file.unlink(missing_ok=True)
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+        opened.write(json.dumps(content, indent=2) + "\n")
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+
 
 # Samples that the terminal shows, the worst and the best, and that trackers get.
 SHOWN, TRACKED = 2, 16
+
 # Keys that decide what a rollout is.
 _OF_ROLLOUTS = (
     *("algorithm.seed.", "algorithm.num_", "algorithm.use_dynamic_sampling.", "algorithm.overlong_filtering."),
@@ -82,7 +162,7 @@ class GRPOJob:
         check_stop_strings(self._tokenizer, config.generation.stop_strings)
         try_reward(self._judge, self._training.problem(0))
 
-    def run(self, metrics: MetricsLog, begun: Begun, start: Start, setup: Timer) -> dict[str, int]:
+    def run(self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer) -> dict[str, int]:
         """See `Job.run`; the memory is by the workers' names."""
         config, console = self._config, self._console
         with setup("memory_plan"):
@@ -201,7 +281,7 @@ class SupervisedJob:
         if limits := shown_limits(options, per_epoch):
             console.say(limits)
 
-    def run(self, metrics: MetricsLog, begun: Begun, start: Start, setup: Timer) -> dict[str, int]:
+    def run(self, metrics: MetricsLog, begun: StartingWorkers, start: Start, setup: Timer) -> dict[str, int]:
         """See `Job.run`; the memory is by the workers' names."""
         config, console = self._config, self._console
         with setup("memory_plan"):

@@ -12,26 +12,25 @@ from nemo_rl_lite.config.algorithms import has_teacher
 from nemo_rl_lite.config.keys import RUN_FOLDER, lay_over
 from nemo_rl_lite.config.overrides import check_overrides, given_keys
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import on_gpus, policy_ranks
-from nemo_rl_lite.config.teacher import as_teacher
+from nemo_rl_lite.config.sizes import as_teacher, on_gpus, policy_ranks
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import ConfigError, Violation
-from nemo_rl_lite.host.machine import free_host_bytes, gpu_bytes, gpu_name
 from nemo_rl_lite.models.folder import TEMPLATE_FILE, TEMPLATED, check_model_folder, with_template
 from nemo_rl_lite.models.shape import ModelShape, NoModelError, is_hub_name, read_model_shape
 from nemo_rl_lite.models.source import locate_model
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.speed import DecodingSpeed, PolicySpeed
+from nemo_rl_lite.observability.timer import DecodingSpeed, PolicySpeed
 from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.offload.residency import Phase, Residency
-from nemo_rl_lite.planning.automatic import settle
+from nemo_rl_lite.planning.automatic import resolve_auto
 from nemo_rl_lite.planning.budget import ENGINE, Budget, budget, headers, render, size, title
 from nemo_rl_lite.planning.gpus import Gpu, known_by_name
 from nemo_rl_lite.planning.memory import Bytes, DecodingBytes, predicted_metrics
-from nemo_rl_lite.rules.algorithm import TEACHER, with_teachers_keys
-from nemo_rl_lite.rules.base import check_rules, is_of
-from nemo_rl_lite.rules.compose import resolve
-from nemo_rl_lite.rules.notes import show
+from nemo_rl_lite.system.machine import free_host_bytes, gpu_bytes, gpu_name
+from nemo_rl_lite.validation.algorithm import TEACHER, with_teachers_keys
+from nemo_rl_lite.validation.base import check_rules, is_of
+from nemo_rl_lite.validation.compose import resolve
+from nemo_rl_lite.validation.notes import show_notes
 
 if TYPE_CHECKING:
     # It imports torch, before which a run starts its workers.
@@ -151,7 +150,7 @@ def with_effect(overrides: Sequence[str], read: Sequence[str]) -> list[str]:
     """Return the overrides of the keys that a command reads; note the others, which change nothing."""
     kept = [one for one in overrides if any(is_of(key, read) for key in given_keys([one]))]
     if unread := given_keys([one for one in overrides if one not in kept]):
-        show([f"without effect here: {', '.join(unread)} (read are {', '.join(read)})"])
+        show_notes([f"without effect here: {', '.join(unread)} (read are {', '.join(read)})"])
     return kept
 
 
@@ -164,7 +163,7 @@ def as_composed(config: Config) -> dict[str, Any]:
 def settled(config: Config, model_path: Path, console: RunConsole) -> Config:
     """The configuration with numbers in place of `auto`, and the reasons on the console."""
     shape = _shape(model_path, console)
-    found = settle(config, shape, gpu_bytes() if on_gpus(config) else None)
+    found = resolve_auto(config, shape, gpu_bytes() if on_gpus(config) else None)
     for reason in found.reasons:
         console.say(f"auto: {reason}")
     return found.config

@@ -12,7 +12,6 @@ from nemo_rl_lite.cluster.runtime import ray_runtime
 from nemo_rl_lite.compat.ray import lost_process
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.host.stopping import was_asked_to_end
 from nemo_rl_lite.observability.console import RunConsole
 from nemo_rl_lite.observability.environment import described
 from nemo_rl_lite.observability.liveness import limited, watched
@@ -23,7 +22,8 @@ from nemo_rl_lite.observability.views import view_of
 from nemo_rl_lite.run.folder import check_folder, locked, status_kept, write_ending, write_error, write_start
 from nemo_rl_lite.run.job import Job, import_packages, make_job
 from nemo_rl_lite.run.model import settled, starting_model, with_chosen_template, with_teacher
-from nemo_rl_lite.run.workers.reserve import begin, reserve
+from nemo_rl_lite.system.stopping import was_asked_to_end
+from nemo_rl_lite.workers.reserve import begin, reserve
 
 
 def run(config: Config, folder: Path, command: str) -> Summary:
@@ -44,7 +44,7 @@ def run(config: Config, folder: Path, command: str) -> Summary:
         with status_kept(folder, saves=config.checkpoint.save_period > 0):
             summary = _with_restarts(config, folder, whole_config, start, console)
         if config.logger.plots:
-            from nemo_rl_lite.run.report.page import write_report
+            from nemo_rl_lite.report.page import write_report
 
             console.say(f"report   {write_report([folder])}")
         return summary

@@ -17,19 +17,19 @@ from nemo_rl_lite.config.keys import compose_files
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.config.user_code import imported
-from nemo_rl_lite.endpoint.anybody import Speaker
 from nemo_rl_lite.errors import CheckpointError, ConfigError, LauncherError, WorkerError
 from nemo_rl_lite.generation.interface import Sampling
-from nemo_rl_lite.generation.local import LocalReplica
-from nemo_rl_lite.generation.request_queue import RequestQueue
-from nemo_rl_lite.host.machine import ON_CPUS, gpu_bytes
+from nemo_rl_lite.generation.queue import RequestQueue
+from nemo_rl_lite.generation.transformers import LocalReplica
 from nemo_rl_lite.models.folder import check_model_folder
 from nemo_rl_lite.models.shape import NoModelError, is_hub_name
 from nemo_rl_lite.models.source import from_hub
 from nemo_rl_lite.observability.environment import CONFIG_FILE
-from nemo_rl_lite.rules.compose import restore
 from nemo_rl_lite.run.folder import is_run
 from nemo_rl_lite.run.model import chat_tokenizer, with_chat_keys
+from nemo_rl_lite.serving.public import ResponderConfig
+from nemo_rl_lite.system.machine import ON_CPUS, gpu_bytes
+from nemo_rl_lite.validation.compose import restore
 
 # Of a folder that says nothing of these: the most tokens of a chat, for which memory is taken, and of a response.
 _CHAT_TOKENS, _NEW_TOKENS = 8192, 512
@@ -101,7 +101,7 @@ def alone(config: Config) -> Config:
     return replace(config, generation=generation)
 
 
-def start_engine(served: Served) -> tuple[RequestQueue, Speaker]:
+def start_engine(served: Served) -> tuple[RequestQueue, ResponderConfig]:
     """Start the engine in this process; return its queue, and how chats are answered.
 
     Raises:
@@ -118,7 +118,7 @@ def start_engine(served: Served) -> tuple[RequestQueue, Speaker]:
     )
     queue = RequestQueue([replica], config.generation.vllm_cfg.max_num_seqs, _lost, lambda: None)
     sampling = Sampling.of(config.generation, tokenizer.end_tokens)
-    return queue, Speaker(tokenizer, sampling, config.policy.max_total_sequence_length, engine.temperatures)
+    return queue, ResponderConfig(tokenizer, sampling, config.policy.max_total_sequence_length, engine.temperatures)
 
 
 def _lost(replica: int, error: WorkerError) -> None:

@@ -21,9 +21,9 @@ from nemo_rl_lite.config.keys import RUN_FOLDER
 from nemo_rl_lite.config.overrides import given_keys, named_run_folder
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.errors import ConfigError, LauncherError, Violation, shown_as_message
-from nemo_rl_lite.host.machine import local_path
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.rules.notes import notes, notes_elsewhere, show
+from nemo_rl_lite.system.machine import local_path
+from nemo_rl_lite.validation.compose import compose_config
+from nemo_rl_lite.validation.notes import notes, notes_elsewhere, show_notes
 
 # Options of sbatch: `--NAME VALUE` becomes `#SBATCH --NAME=VALUE`.
 _SBATCH = {
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             given.log = f"{given.log.rstrip('/')}/slurm-%j.out"
         if violations := list(_problems(given.log, run_folder)):
             raise ConfigError(violations)
-        show(
+        show_notes(
             [
                 *notes(config, given_keys(given.overrides)),
                 *notes_elsewhere(config),

@@ -29,7 +29,7 @@ from types import FrameType, TracebackType
 import psutil
 
 from nemo_rl_lite.errors import LauncherError, RunStopped
-from nemo_rl_lite.host.machine import MIB, free_port
+from nemo_rl_lite.system.machine import MIB, free_port
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ import record
 from learning import STAGGER_S, end_with_the_script
 from whole_runs import KNOWN_MODEL, model_key, run_in, tried
 
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 STAGES = ("before", "sft", "between", "grpo", "after")
 EVALUATED = {"before": "before", "between": "after SFT", "after": "after SFT and GRPO"}

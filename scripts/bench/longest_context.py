@@ -22,15 +22,15 @@ import psutil
 import record
 from whole_runs import processes, tiny_model
 
-from nemo_rl_lite.host.machine import free_port, gpu_bytes, gpu_count
 from nemo_rl_lite.models.shape import find_shape
 from nemo_rl_lite.offload.residency import Phase
-from nemo_rl_lite.planning.automatic import settle
+from nemo_rl_lite.planning.automatic import resolve_auto
 from nemo_rl_lite.planning.budget import Budget, budget
 from nemo_rl_lite.planning.gpus import size_of, speed_of
 from nemo_rl_lite.planning.time import Lengths, optimizer_step_seconds
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.reserve import policy_arguments, policy_environment
+from nemo_rl_lite.system.machine import free_port, gpu_bytes, gpu_count
+from nemo_rl_lite.validation.compose import compose_config
+from nemo_rl_lite.workers.reserve import policy_arguments, policy_environment
 
 MEGATRON = "policy.megatron_cfg"
 RECOMPUTED = f"{MEGATRON}.activation_checkpointing=true"
@@ -115,7 +115,7 @@ def show(case: str, results: Sequence[dict[str, Any]]) -> None:
 def plan(own: list[str], model: Path, tokens: int, memory: int | None) -> tuple[Budget, float | None]:
     """Return the predicted memory, and on a GPU the predicted seconds of a step."""
     shape = find_shape(str(model))
-    config = settle(compose_config(own), shape, memory).config
+    config = resolve_auto(compose_config(own), shape, memory).config
     planned = budget(config, shape, memory)
     if memory is None:
         return planned, None
@@ -196,7 +196,7 @@ def train(
     place = {"RANK": rank, "LOCAL_RANK": 0 if config.cluster.gpus_per_node else rank, "WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
-    from nemo_rl_lite.policy.megatron.worker import MegatronWorker
+    from nemo_rl_lite.policy.worker import MegatronWorker
 
     tokens = tried[0]
     try:
@@ -217,7 +217,7 @@ def one_length(worker: Any, vocabulary: int, tokens: int, steps: int) -> dict[st
     import torch.distributed as dist
 
     from nemo_rl_lite.losses.batch import TokenRow
-    from nemo_rl_lite.losses.sft import SFTLoss
+    from nemo_rl_lite.losses.supervised import SFTLoss
 
     drawn = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(tokens))
     rows, loss, times = [TokenRow(drawn.numpy(), [False] + [True] * (tokens - 1))], SFTLoss(), []

@@ -33,7 +33,7 @@ from nemo_rl_lite.planning.budget import budget
 from nemo_rl_lite.planning.gpus import speed_of
 from nemo_rl_lite.planning.memory import micro_batch
 from nemo_rl_lite.planning.time import Lengths, optimizer_step_seconds, predict_step
-from nemo_rl_lite.rules.compose import compose_config, restore
+from nemo_rl_lite.validation.compose import compose_config, restore
 
 RUNS = record.FOLDER / "runs"
 GIB = 2**30

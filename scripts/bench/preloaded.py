@@ -6,6 +6,6 @@ import os
 # As on the policy's ranks on CPUs.
 os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
-from nemo_rl_lite.policy.megatron import worker
+from nemo_rl_lite.policy import worker
 
 worker.preload()

@@ -38,18 +38,18 @@ from whole_runs import KNOWN_MODEL, STEP, STEPS_ALONE, steps_of, tiny_run
 
 from nemo_rl_lite import train
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sections.algorithm import RolloutAlgorithmConfig
+from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
 from nemo_rl_lite.config.sizes import all_gpus, on_gpus, samples_per_step
 from nemo_rl_lite.models.shape import ModelShape, find_shape
 from nemo_rl_lite.offload.residency import Phase
-from nemo_rl_lite.planning.automatic import settle
+from nemo_rl_lite.planning.automatic import resolve_auto
 from nemo_rl_lite.planning.budget import Budget, budget
 from nemo_rl_lite.planning.gpus import size_of
 from nemo_rl_lite.planning.time import Lengths, StepTime, predict_step
 from nemo_rl_lite.rollout.episode import Episode
 from nemo_rl_lite.rollout.play import Assistant, SingleTurn
-from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.command import split_arguments
+from nemo_rl_lite.validation.compose import compose_config
 
 RECIPE, PUBLISHED = "grpo-llama3.1-8b-1n8g-pp2", "meta-llama/Llama-3.1-8B-Instruct"
 PROMPT, MEAN, SIGMA, GPUS = 130, 795, 1.0, 8
@@ -128,7 +128,7 @@ def settings(gpus: int, batch: int, apart: bool) -> list[str]:
 
 def planned(overrides: list[str], shape: ModelShape, gpu_bytes: int) -> tuple[Config, Budget, StepTime]:
     """The settled configuration, and what the plan says of its memory and its seconds."""
-    config = settle(compose_config(overrides), shape, gpu_bytes).config
+    config = resolve_auto(compose_config(overrides), shape, gpu_bytes).config
     lengths = Lengths(PROMPT, MEAN, config.generation.max_new_tokens)
     return config, budget(config, shape, gpu_bytes), predict_step(config, shape, gpu_bytes, lengths)
 

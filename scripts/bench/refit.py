@@ -26,14 +26,12 @@ import record
 import torch
 from whole_runs import processes, tiny_model
 
-from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sections.generation import RefitConfig
-from nemo_rl_lite.host.machine import free_port
-from nemo_rl_lite.refit.engine.connection import Source
-from nemo_rl_lite.refit.engine.destinations import EngineLoader
-from nemo_rl_lite.refit.transport.group import Meeting
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.reserve import MANY_QUEUES
+from nemo_rl_lite.config.schema import Config, RefitConfig
+from nemo_rl_lite.refit.engine import EngineLoader, Source
+from nemo_rl_lite.refit.group import Rendezvous
+from nemo_rl_lite.system.machine import free_port
+from nemo_rl_lite.validation.compose import compose_config
+from nemo_rl_lite.workers.reserve import MANY_QUEUES
 
 ON_GPU = torch.cuda.device_count() > 0
 REPETITIONS, WARM_UP = 5, 2
@@ -93,7 +91,7 @@ class PolicySide(Side):
     rank = 0
 
     def __init__(self, config: Config, model: str):
-        from nemo_rl_lite.policy.megatron.model import build_model
+        from nemo_rl_lite.policy.model import build_model
 
         place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": HOST}
         os.environ.update(place | {"MASTER_PORT": str(free_port())})
@@ -101,13 +99,13 @@ class PolicySide(Side):
         self.model, self._tasks = build_model(config.policy, model, ON_GPU, cluster.collective_timeout_s, seed=0), None
 
     def open(self, config: RefitConfig, shared: bool, by_the_bridge: bool) -> Any:
-        from nemo_rl_lite.policy.megatron import producer
+        from nemo_rl_lite.policy import export
 
         # The buffers of the connection before make room.
         self.opened = self.sender = self.buffers = None
-        unlike = producer.FoundExport({}, {}, "everything, by request,")
-        with patch.object(producer, "find_export", lambda *given: unlike) if by_the_bridge else nullcontext():
-            self.opened = producer.plan_refit(self.model, config, shared, consumers=1).open(HOST)
+        unlike = export.FoundExport({}, {}, "everything, by request,")
+        with patch.object(export, "find_export", lambda *given: unlike) if by_the_bridge else nullcontext():
+            self.opened = export.plan_refit(self.model, config, shared, consumers=1).open(HOST)
         self.plan = self.opened.producer.plan
         return self.plan, self.opened.store.port, self.opened.offer
 
@@ -131,7 +129,7 @@ class PolicySide(Side):
         return {}
 
     def _exported(self) -> Any:
-        from nemo_rl_lite.policy.megatron.export_recipe import export_weights
+        from nemo_rl_lite.policy.export import export_weights
 
         if self._tasks is None:
             self._tasks = self.model.bridge.get_conversion_tasks(self.model.chunks)
@@ -260,7 +258,7 @@ class Pair:
         refit."""
         plan, port, offer = self.one(0, "open", config, self.shared, by_the_bridge)
         self._pipes[0].send(("join", ()))
-        self._pipes[1].send(("join", (Source(plan, config, Meeting(HOST, port, 1, 2), offer),)))
+        self._pipes[1].send(("join", (Source(plan, config, Rendezvous(HOST, port, 1, 2), offer),)))
         self._answers(0, 1)
         return plan.nbytes
 

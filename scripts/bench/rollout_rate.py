@@ -20,12 +20,12 @@ from whole_runs import tiny_model
 
 from nemo_rl_lite.config.engines import engine_of
 from nemo_rl_lite.generation.interface import Request, Sampling
-from nemo_rl_lite.host.machine import gpu_name
 from nemo_rl_lite.models.shape import read_model_shape
-from nemo_rl_lite.observability.speed import DecodingSpeed
+from nemo_rl_lite.observability.timer import DecodingSpeed
 from nemo_rl_lite.planning.gpus import known_by_name
 from nemo_rl_lite.planning.memory import DecodingBytes
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.system.machine import gpu_name
+from nemo_rl_lite.validation.compose import compose_config
 
 PROMPT_TOKENS, REPEATS, TARGET = 46, 4, 0.6
 KWARGS = "+generation.vllm_kwargs"

@@ -34,11 +34,11 @@ import record
 from safetensors.torch import load_file
 from whole_runs import KNOWN_MODEL
 
-from nemo_rl_lite.config.sections.algorithm import GRPOConfig
+from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.data.formats import problems
 from nemo_rl_lite.data.sources import training_set
 from nemo_rl_lite.rollout.store import ROLLOUTS, read_rollout, step_of
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 KILL_EVERY_S, SAVE_EVERY = 25.0, 5
 # The share of kills that fall due before a step has followed the last one, and are done.

@@ -55,7 +55,7 @@ def one_run(overrides: Sequence[str], warm: int, drained: int = 0) -> tuple[list
 def run_in(folder: Path, overrides: Sequence[str]) -> list[dict[str, float]]:
     """Run the command in a folder; return the metrics of its steps. Raises SystemExit: it failed."""
     if _trial:
-        from nemo_rl_lite.rules.compose import compose_config
+        from nemo_rl_lite.validation.compose import compose_config
 
         compose_config(list(overrides))
         shutil.copytree(tiny_run(), folder)
@@ -121,7 +121,7 @@ def tiny_run() -> Path:
 @functools.cache
 def tiny_model() -> Path:
     """Return the folder of the embedded model without its warm start."""
-    from nemo_rl_lite.models.embedded.build import build_model, build_tokenizer
+    from nemo_rl_lite.models.embedded import build_model, build_tokenizer
 
     folder = _temporary() / "tiny"
     build_model(seed=0).save_pretrained(folder)

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.policy.megatron.export_recipe import export_weights, find_export
-from nemo_rl_lite.policy.megatron.exports import Adapters
-from nemo_rl_lite.policy.megatron.lora import is_adapter
-from nemo_rl_lite.policy.megatron.worker import MegatronWorker
+from nemo_rl_lite.policy.export import Adapters, export_weights, find_export
+from nemo_rl_lite.policy.model import is_adapter
+from nemo_rl_lite.policy.worker import MegatronWorker
 from tests.functional.rank import gathered, keep, policies
 
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from nemo_rl_lite.errors import CheckpointError
 from nemo_rl_lite.losses.batch import TokenRow
-from nemo_rl_lite.losses.sft import SFTLoss
-from nemo_rl_lite.policy.megatron.worker import MegatronWorker
+from nemo_rl_lite.losses.supervised import SFTLoss
+from nemo_rl_lite.policy.worker import MegatronWorker
 from tests.functional.rank import gathered, is_first, policies
 
 ROWS, LENGTH = 8, 12

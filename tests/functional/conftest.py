@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_lite.config.engines import ENGINES
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 from tests.functional.embedded import OF_THE_EMBEDDED
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory) -> Path:
     """The embedded model without its warm start, in Hugging Face format."""
-    from nemo_rl_lite.models.embedded.build import build_model, build_tokenizer
+    from nemo_rl_lite.models.embedded import build_model, build_tokenizer
 
     folder = tmp_path_factory.mktemp("model")
     build_model(seed=0).save_pretrained(folder)
@@ -66,7 +66,7 @@ def random_experts(folder: Path, **own: Any) -> Path:
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from nemo_rl_lite.models.embedded.build import build_tokenizer
+    from nemo_rl_lite.models.embedded import build_tokenizer
 
     torch.manual_seed(0)
     tokenizer = build_tokenizer()

@@ -25,13 +25,17 @@ from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
 from nemo_rl_lite.losses.batch import Batch, TokenRow  # noqa: E402
 from nemo_rl_lite.losses.interface import combine_metrics, floats, masked_sum  # noqa: E402
-from nemo_rl_lite.losses.sft import SFTLoss  # noqa: E402
-from nemo_rl_lite.policy.megatron.batches import forward_backward, forward_scores  # noqa: E402
-from nemo_rl_lite.policy.megatron.context import own_places  # noqa: E402
-from nemo_rl_lite.policy.megatron.micro_batches import Layout  # noqa: E402
-from nemo_rl_lite.policy.megatron.model import MegatronModel, ParallelPlace, context_ranks  # noqa: E402
-from nemo_rl_lite.policy.megatron.overlap import ddp_config  # noqa: E402
-from nemo_rl_lite.rules.compose import compose_config  # noqa: E402
+from nemo_rl_lite.losses.supervised import SFTLoss  # noqa: E402
+from nemo_rl_lite.policy.context import own_places  # noqa: E402
+from nemo_rl_lite.policy.micro_batches import Layout  # noqa: E402
+from nemo_rl_lite.policy.model import (  # noqa: E402
+    MegatronModel,
+    ParallelPlace,
+    context_ranks,
+    ddp_config,
+)
+from nemo_rl_lite.policy.passes import forward_backward, forward_scores  # noqa: E402
+from nemo_rl_lite.validation.compose import compose_config  # noqa: E402
 
 VOCABULARY, HIDDEN, ROWS, TEMPERATURE = 32, 16, 8, 0.7
 

@@ -7,7 +7,7 @@ import sys
 
 from nemo_rl_lite.compat import megatron_cpu
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 # Every parameter is on the device until it is copied to the host, and nothing is page-locked.
 megatron_cpu._RULES += tuple(
@@ -25,7 +25,7 @@ megatron_cpu.prepare_import()
 
 from megatron.core.optimizer import distrib_optimizer  # noqa: E402
 
-from nemo_rl_lite.offload import cpu_optimizer  # noqa: E402
+from nemo_rl_lite.policy import optimizer as cpu_optimizer  # noqa: E402
 from tests.functional import checkpoint_rank, rank  # noqa: E402
 
 ASKED_FOR = "offload=cpu_optimizer"

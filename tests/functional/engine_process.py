@@ -9,8 +9,8 @@ from pathlib import Path
 from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.interface import Completion, Request, Sampling
-from nemo_rl_lite.refit.transport.report import RefitReport
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.refit.interface import RefitReport
+from nemo_rl_lite.validation.compose import compose_config
 
 backend, model_folder, source_file, output, *options = sys.argv[1:]
 overrides = [

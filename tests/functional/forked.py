@@ -6,7 +6,7 @@ import os
 os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
 from nemo_rl_lite.generation.vllm import worker as engine
-from nemo_rl_lite.policy.megatron import worker as policy
+from nemo_rl_lite.policy import worker as policy
 
 policy.preload()
 engine.preload()

@@ -17,18 +17,17 @@ import torch
 from torch import Tensor
 
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sections.algorithm import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, ORPOConfig
+from nemo_rl_lite.config.schema_algorithm import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, ORPOConfig
 from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.distillation import SampledKLLoss, TopkKLLoss
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import Loss
-from nemo_rl_lite.losses.preference import DPOLoss, KTOLoss, ORPOLoss
-from nemo_rl_lite.losses.sft import SFTLoss
-from nemo_rl_lite.policy.megatron.graphs import KEY, MicroBatchGraphs
-from nemo_rl_lite.policy.megatron.memory import gradient_buffers
-from nemo_rl_lite.policy.megatron.worker import MegatronWorker
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.losses.supervised import DPOLoss, KTOLoss, ORPOLoss, SFTLoss
+from nemo_rl_lite.policy.graphs import KEY, MicroBatchGraphs
+from nemo_rl_lite.policy.memory import gradient_buffers
+from nemo_rl_lite.policy.worker import MegatronWorker
+from nemo_rl_lite.validation.compose import compose_config
 from tests.functional.embedded import OF_THE_EMBEDDED
 from tests.functional.rank import policies
 from tests.functional.sync_rank import Copies, Reads

@@ -37,13 +37,13 @@ from ray.exceptions import RayTaskError
 from nemo_rl_lite.cluster import calls, heartbeat
 from nemo_rl_lite.cluster.calls import Call
 from nemo_rl_lite.cluster.heartbeat import Heartbeat
-from nemo_rl_lite.host import stopping
-from nemo_rl_lite.host.machine import free_port
 from nemo_rl_lite.observability.system import System, Usage
 from nemo_rl_lite.observability.timer import SETUP
 from nemo_rl_lite.run import run as run_module
 from nemo_rl_lite.run.command import launch
-from nemo_rl_lite.run.workers import reserve as reserve_module
+from nemo_rl_lite.system import stopping
+from nemo_rl_lite.system.machine import free_port
+from nemo_rl_lite.workers import reserve as reserve_module
 from tests.functional.embedded import OF_THE_EMBEDDED
 from tests.functional.ranks import preloaded
 
@@ -92,7 +92,7 @@ class Worker:
         elif worker is None and "megatron.core" in sys.modules:
             from torch import distributed
 
-            from nemo_rl_lite.policy.megatron.model import leave_groups
+            from nemo_rl_lite.policy.model import leave_groups
 
             if distributed.is_initialized():
                 leave_groups()

@@ -18,15 +18,15 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from nemo_rl_lite.losses.batch import Batch, TokenRow  # noqa: E402
 from nemo_rl_lite.losses.interface import count_masked, masked_sum  # noqa: E402
-from nemo_rl_lite.losses.sft import SFTLoss  # noqa: E402
-from nemo_rl_lite.policy.megatron import linear_scores  # noqa: E402
-from nemo_rl_lite.policy.megatron.context import Shard  # noqa: E402
-from nemo_rl_lite.policy.megatron.micro_batches import Layout, cut  # noqa: E402
-from nemo_rl_lite.policy.megatron.scores import scores_of  # noqa: E402
+from nemo_rl_lite.losses.supervised import SFTLoss  # noqa: E402
+from nemo_rl_lite.policy import logprobs  # noqa: E402
+from nemo_rl_lite.policy.context import Shard  # noqa: E402
+from nemo_rl_lite.policy.logprobs import scores_of  # noqa: E402
+from nemo_rl_lite.policy.micro_batches import Layout, cut  # noqa: E402
 
 VOCABULARY, TEMPERATURE, TOPK = 64, 0.7, 5
 # Several slices of each rank's vocabulary, the last one narrower.
-linear_scores.VOCABULARY_SLICE = 7
+logprobs.VOCABULARY_SLICE = 7
 LAYOUTS = (Layout("fixed", 3, 1), Layout("dynamic", 48, 4), Layout("packed", 40, 8))
 
 

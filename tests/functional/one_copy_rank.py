@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sections.algorithm import GRPOConfig
+from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.grpo import GRPOLoss
-from nemo_rl_lite.policy.megatron.worker import MegatronWorker
-from nemo_rl_lite.refit.transport.one_copy import InEngine, share_weights
+from nemo_rl_lite.policy.worker import MegatronWorker
+from nemo_rl_lite.refit.ipc import SharedFrozenParams, share_weights
 from tests.functional.rank import keep, policies
 from tests.unit.refit.transport.files import Files
 
@@ -40,7 +40,7 @@ def run(config: Config, worker: MegatronWorker, folder: Path, name: str) -> dict
     if name == "shared":
         files = Files(folder / "memory")
         files.folder.mkdir()
-        worker._model.in_engine = InEngine(files)
+        worker._model.in_engine = SharedFrozenParams(files)
         weights = of_an_engine(load_file(Path(config.policy.model_name) / "model.safetensors"))
         frozen = worker.use_shared_weights(
             share_weights([files.new(str(index), one) for index, one in enumerate(weights)], files)

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sections.algorithm import GRPOConfig
+from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.grpo import GRPOLoss
-from nemo_rl_lite.policy.megatron.worker import MegatronWorker
+from nemo_rl_lite.policy.worker import MegatronWorker
 from tests.functional.policy_rank import assembled_is_the_export
 from tests.functional.rank import gathered, keep, path_of, policies
 

@@ -12,17 +12,16 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sections.algorithm import GRPOConfig
+from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import NO_EXPERT, TokenRow
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.models.shape import read_model_shape
-from nemo_rl_lite.policy.megatron.export_recipe import export_weights, find_export
-from nemo_rl_lite.policy.megatron.worker import MegatronWorker
-from nemo_rl_lite.refit.layout.packing import same_bytes, view
-from nemo_rl_lite.refit.layout.plan import RefitPlan
-from nemo_rl_lite.refit.layout.views import Recipe
-from nemo_rl_lite.refit.transport.assembly import Assembly, assemble
-from nemo_rl_lite.refit.transport.report import RefitReport
+from nemo_rl_lite.policy.export import export_weights, find_export
+from nemo_rl_lite.policy.worker import MegatronWorker
+from nemo_rl_lite.refit.buckets import BucketReshard, assemble
+from nemo_rl_lite.refit.interface import RefitReport
+from nemo_rl_lite.refit.layout import RefitPlan, same_bytes, view
+from nemo_rl_lite.refit.trace import Recipe
 from tests.functional.rank import gathered, keep, path_of, policies
 
 TEMPERATURE = 0.7
@@ -129,7 +128,7 @@ def assembled_is_the_export(worker: MegatronWorker, wanting: list[int]) -> tuple
     return same, len(plan.buckets), assembly.collectives if assembly else 0
 
 
-def give_up(assembly: Assembly, plan: RefitPlan, recipe: Recipe | None, device: torch.device) -> None:
+def give_up(assembly: BucketReshard, plan: RefitPlan, recipe: Recipe | None, device: torch.device) -> None:
     """A refit in which those that want weights come no further than the first bucket, or the second one's begin."""
     assembly.start()
     if recipe is None:

@@ -19,8 +19,8 @@ from vllm.platforms.interface import PlatformEnum
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.interface import Completion, Request, Sampling
 from nemo_rl_lite.generation.vllm.worker import VLLMEngine
-from nemo_rl_lite.refit.transport.report import RefitReport
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.refit.interface import RefitReport
+from nemo_rl_lite.validation.compose import compose_config
 
 BLOCK = 128
 

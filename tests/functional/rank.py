@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.policy.megatron.worker import MegatronWorker
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.reserve import policy_arguments
+from nemo_rl_lite.policy.worker import MegatronWorker
+from nemo_rl_lite.validation.compose import compose_config
+from nemo_rl_lite.workers.reserve import policy_arguments
 from tests.functional.embedded import OF_THE_EMBEDDED
 
 

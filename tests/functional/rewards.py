@@ -6,7 +6,7 @@ import signal
 import time
 from pathlib import Path
 
-from nemo_rl_lite.host.stopping import Stopping
+from nemo_rl_lite.system.stopping import Stopping
 
 _SEEN = "NEMO_RL_LITE_TEST_SEEN"
 # Names the metrics of the run that `terminate_twice` ends.

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from nemo_rl_lite.config.sections.algorithm import GRPOConfig
+from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.grpo import GRPOLoss
-from nemo_rl_lite.policy.megatron import routers
-from nemo_rl_lite.policy.megatron import worker as worker_module
-from nemo_rl_lite.policy.megatron.model import MegatronModel
-from nemo_rl_lite.policy.megatron.worker import MegatronWorker
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.reserve import policy_arguments
+from nemo_rl_lite.policy import moe
+from nemo_rl_lite.policy import worker as worker_module
+from nemo_rl_lite.policy.model import MegatronModel
+from nemo_rl_lite.policy.worker import MegatronWorker
+from nemo_rl_lite.validation.compose import compose_config
+from nemo_rl_lite.workers.reserve import policy_arguments
 from tests.functional.embedded import OF_THE_EMBEDDED
 from tests.functional.rank import leave
 
@@ -31,7 +31,7 @@ build_model = worker_module.build_model
 def with_biases(*arguments: Any) -> MegatronModel:
     """The model, whose routers get what those of a model with biases have: no such model is small."""
     model = build_model(*arguments)
-    for router in routers._routers(model.chunks):
+    for router in moe._routers(model.chunks):
         router.enable_expert_bias, router.score_function = True, "sigmoid"
         router.config.moe_router_enable_expert_bias = True
         count = router.config.num_moe_experts
@@ -58,7 +58,7 @@ def changes(model_folder: str, overrides: list[str]) -> dict[str, float]:
     worker = MegatronWorker(**policy_arguments(config, Path(model_folder)) | {"keep_reference": True, "threads": 1})
     model, source = worker._model, torch.Generator().manual_seed(1)
     weights = {name: value.clone() for name, value in model.bare_chunks[0].named_parameters() if "router" in name}
-    assert weights and len(routers.expert_biases(model.chunks)) == 2
+    assert weights and len(moe.expert_biases(model.chunks)) == 2
     tokens = torch.randint(4, 60, (8, 12), generator=source).tolist()
     loss = GRPOLoss(config.options(GRPOConfig).loss_fn)
 
@@ -71,7 +71,7 @@ def changes(model_folder: str, overrides: list[str]) -> dict[str, float]:
         worker.train(loss, loss.counts(rows))
 
     def biases() -> torch.Tensor:
-        return torch.stack(routers.expert_biases(model.chunks)).clone()
+        return torch.stack(moe.expert_biases(model.chunks)).clone()
 
     def reference() -> torch.Tensor:
         return worker._held["train"].reference_logprobs

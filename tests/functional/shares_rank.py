@@ -10,13 +10,12 @@ import sys
 import torch
 
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sections.algorithm import GRPOConfig
+from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import combine_metrics
-from nemo_rl_lite.policy.megatron.micro_batches import Layout
-from nemo_rl_lite.policy.megatron.shares import balanced_shares
-from nemo_rl_lite.policy.megatron.worker import MegatronWorker
+from nemo_rl_lite.policy.micro_batches import Layout, balanced_shares
+from nemo_rl_lite.policy.worker import MegatronWorker
 from tests.functional.rank import gathered, keep, policies
 
 ROWS, RANKS = 16, 2

@@ -2,7 +2,7 @@
 
 import sys
 
-from nemo_rl_lite.cluster.access import close_to_others
+from nemo_rl_lite.system.machine import close_to_others
 
 close_to_others()
 

@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sections.algorithm import GRPOConfig
+from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.grpo import GRPOLoss
-from nemo_rl_lite.policy.megatron.worker import MegatronWorker
+from nemo_rl_lite.policy.worker import MegatronWorker
 from tests.functional.rank import policies
 
 # What torch calls where a value (`item`, `float`, `bool`, `int`) or the size of a result must be known on the host.

@@ -7,9 +7,9 @@ import sys
 import torch
 
 from nemo_rl_lite.losses.batch import TokenRow, TokenRows
-from nemo_rl_lite.policy.megatron.teacher import TeacherWorker
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.reserve import teacher_arguments
+from nemo_rl_lite.policy.teacher import TeacherWorker
+from nemo_rl_lite.validation.compose import compose_config
+from nemo_rl_lite.workers.reserve import teacher_arguments
 from tests.functional.rank import gathered, keep, leave
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_rl_lite.config.sections.algorithm import GRPOConfig
+from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.data.formats import problems
 from nemo_rl_lite.data.sources import training_set
 from nemo_rl_lite.rollout.store import read_rollout, rollout_files, step_of
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 from tests.functional.conftest import run_command
 from tests.functional.here import run_here
 from tests.functional.rewards import Gate

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nemo_rl_lite.config.engines import VLLM_QUANTIZATIONS
-from nemo_rl_lite.refit.transport.report import PROBE_TOLERANCE, PROBE_TOLERANCE_QUANTIZED
+from nemo_rl_lite.refit.interface import PROBE_TOLERANCE, PROBE_TOLERANCE_QUANTIZED
 
 pytestmark = pytest.mark.functional
 

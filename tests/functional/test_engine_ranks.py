@@ -10,7 +10,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nemo_rl_lite.cluster.actor import WorkerActor
 from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.generation.interface import Request, Sampling
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 # An engine of three processes that import vLLM; on GPUs tests/gpu/test_run.py has such engines too.
 pytestmark = [pytest.mark.functional, pytest.mark.slow]

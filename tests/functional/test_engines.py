@@ -12,17 +12,13 @@ import torch
 
 from nemo_rl_lite.errors import RefitError
 from nemo_rl_lite.generation.interface import Request, Sampling
-from nemo_rl_lite.refit.engine.connection import Source
-from nemo_rl_lite.refit.layout.packing import dtype_name
-from nemo_rl_lite.refit.layout.plan import RefitPlan, make_plan
-from nemo_rl_lite.refit.transport import group as refit_group
-from nemo_rl_lite.refit.transport.broadcast import BroadcastBuffers
-from nemo_rl_lite.refit.transport.buckets import bucket_transport
-from nemo_rl_lite.refit.transport.export import Stream
-from nemo_rl_lite.refit.transport.group import Meeting
-from nemo_rl_lite.refit.transport.report import RefitReport
-from nemo_rl_lite.refit.transport.shared import SharedBuffer
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.refit import group as refit_group
+from nemo_rl_lite.refit.buckets import BroadcastBuffers, SharedBuffer, Stream, bucket_transport
+from nemo_rl_lite.refit.engine import Source
+from nemo_rl_lite.refit.group import Rendezvous
+from nemo_rl_lite.refit.interface import RefitReport
+from nemo_rl_lite.refit.layout import RefitPlan, dtype_name, make_plan
+from nemo_rl_lite.validation.compose import compose_config
 from tests.functional.ranks import run_script, start_script
 
 pytestmark = pytest.mark.functional
@@ -104,7 +100,7 @@ class Producer:
         buffers = SharedBuffer(self._plan, CPU) if shared else BroadcastBuffers(self._plan, 2, CPU)
         self._transport = bucket_transport(self._plan, buffers, "full", Stream(self._plan, lambda: self._weights))
         settings = compose_config([f"refit.timeout_s={LIMIT_S}"]).refit
-        meeting = Meeting("127.0.0.1", self._store.port, rank=1, world_size=2)
+        meeting = Rendezvous("127.0.0.1", self._store.port, rank=1, world_size=2)
         self.source = Source(self._plan, settings, meeting, self._transport.offer())
 
     def send(self) -> RefitReport:
@@ -194,7 +190,7 @@ def test_without_stop_tokens_the_models_own_end_token_ends_nothing(seen):
 
 
 def test_stop_strings_end_a_response(seen):
-    from nemo_rl_lite.models.embedded.reverse_digits import TOKENS
+    from nemo_rl_lite.models.embedded_task import TOKENS
 
     stops = {TOKENS.index(letter) for letter in "ab1"}
     for completion in seen["stop string"]:

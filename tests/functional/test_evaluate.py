@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from nemo_rl_lite import evaluate
+from nemo_rl_lite.evaluation import evaluate as evaluate_module
 from nemo_rl_lite.rollout.store import read_rollout
-from nemo_rl_lite.run.evaluation import evaluate as evaluate_module
 from tests.functional.conftest import PYTHONPATH
 
 pytestmark = pytest.mark.functional

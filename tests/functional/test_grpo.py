@@ -6,10 +6,10 @@ import math
 import pytest
 from torch import Tensor
 
-from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
-from nemo_rl_lite.policy.megatron import linear_scores
-from nemo_rl_lite.policy.megatron.slice_scores import Head
-from nemo_rl_lite.run.report.record import read_run
+from nemo_rl_lite.models.embedded_task import MODEL_CONFIG
+from nemo_rl_lite.policy import logprobs
+from nemo_rl_lite.policy.vocab_chunks import LMHead
+from nemo_rl_lite.report.record import read_run
 from tests.functional.here import train_here
 from tests.functional.test_resume import ONE_STEP_OFF
 from tests.metric_names import undocumented
@@ -163,13 +163,13 @@ def test_a_pass_that_repeats_changes_nothing(tmp_path, model_folder, batch, pena
 
 def test_kept_logits_change_nothing(tmp_path, model_folder, monkeypatch):
     """They are kept in training passes only, and what comes of them is what comes of logits that are computed twice."""
-    kept, ways = [], linear_scores._ways
+    kept, ways = [], logprobs._ways
 
-    def note(hidden: Tensor, head: Head) -> object:
+    def note(hidden: Tensor, head: LMHead) -> object:
         kept.append(head.keep)
         return ways(hidden, head)
 
-    monkeypatch.setattr(linear_scores, "_ways", note)
+    monkeypatch.setattr(logprobs, "_ways", note)
     key = "policy.megatron_cfg.keep_logits"
     found, expected = (
         trained(tmp_path / name, model_folder, f"{KEY}=false", f"{key}={name}") for name in ("true", "false")

@@ -8,10 +8,10 @@ import ray
 from ray.cluster_utils import Cluster
 
 from nemo_rl_lite.cluster.calls import wait
-from nemo_rl_lite.cluster.placement import place
+from nemo_rl_lite.cluster.runtime import place
 from nemo_rl_lite.cluster.workers import WorkerGroup
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 from tests.functional.conftest import PYTHONPATH
 
 pytestmark = pytest.mark.functional

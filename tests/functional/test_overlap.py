@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_rl_lite.models.embedded.build import build_tokenizer
-from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
+from nemo_rl_lite.models.embedded import build_tokenizer
+from nemo_rl_lite.models.embedded_task import MODEL_CONFIG
 from tests.functional.overlap_rank import STEPS
 from tests.functional.ranks import run_ranks
 

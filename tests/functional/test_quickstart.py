@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl_lite.report.page import page
+from nemo_rl_lite.report.record import ROLLOUTS, SAMPLES, read_run
 from nemo_rl_lite.rollout.store import read_rollout, rollout_files
-from nemo_rl_lite.run.report.page import page
-from nemo_rl_lite.run.report.record import ROLLOUTS, SAMPLES, read_run
 from tests.functional.here import run_here
 from tests.metric_names import not_logged, undocumented
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from nemo_rl_lite.models.embedded.build import build_tokenizer
+from nemo_rl_lite.models.embedded import build_tokenizer
 from nemo_rl_lite.rollout.store import read_rollout
 from tests.functional.conftest import PYTHONPATH
 from tests.functional.here import train_here

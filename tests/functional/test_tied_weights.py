@@ -14,7 +14,7 @@ pytestmark = pytest.mark.functional
 def test_the_probe_agrees_after_every_refit(tmp_path, kind):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from nemo_rl_lite.models.embedded.build import build_tokenizer
+    from nemo_rl_lite.models.embedded import build_tokenizer
 
     torch.manual_seed(0)
     folder, run = tmp_path / "model", tmp_path / "run"

@@ -33,7 +33,7 @@ MODELS = {
 def test_a_second_refit_without_the_loader_gives_what_the_loader_gives(engine_environment, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from nemo_rl_lite.models.embedded.build import build_tokenizer
+    from nemo_rl_lite.models.embedded import build_tokenizer
 
     folders = [(seed, kind, tmp_path / f"{kind}-{seed}") for kind in MODELS for seed in range(2)]
     for seed, kind, folder in folders:

@@ -15,8 +15,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from nemo_rl_lite.compat.vllm import import_model_class
-from nemo_rl_lite.host.machine import free_port
-from nemo_rl_lite.refit.engine.destinations import Destinations
+from nemo_rl_lite.refit.engine import CopyReplayLoader
+from nemo_rl_lite.system.machine import free_port
 from tests.unit.refit.engine.test_destinations import refit
 
 
@@ -40,7 +40,7 @@ def check(folder: str, other: str) -> None:
         model = initialize_model(config)
     model.load_weights(second.items())
     expected = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    destinations = Destinations(model.load_weights, [*model.parameters(), *model.buffers()])
+    destinations = CopyReplayLoader(model.load_weights, [*model.parameters(), *model.buffers()])
     for values in (first, second):
         refit(destinations, values, bucket_bytes=100_000)
     assert destinations.filled == set(expected), set(expected) ^ destinations.filled

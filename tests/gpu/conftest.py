@@ -44,8 +44,8 @@ def gpu_experts_model(tmp_path_factory) -> Path:
 
 
 def _saved(folder: Path, model_class: Any, config_class: Any, **own: Any) -> Path:
-    from nemo_rl_lite.models.embedded.build import build_tokenizer
-    from nemo_rl_lite.models.embedded.reverse_digits import TOKENS
+    from nemo_rl_lite.models.embedded import build_tokenizer
+    from nemo_rl_lite.models.embedded_task import TOKENS
 
     torch.manual_seed(0)
     tokenizer = build_tokenizer()

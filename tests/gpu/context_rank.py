@@ -15,14 +15,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nemo_rl_lite.config.sections.algorithm import GRPOConfig
+from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import combine_metrics
 from nemo_rl_lite.models.shape import ModelShape, read_model_shape
-from nemo_rl_lite.policy.megatron.worker import MegatronWorker
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.reserve import policy_arguments
+from nemo_rl_lite.policy.worker import MegatronWorker
+from nemo_rl_lite.validation.compose import compose_config
+from nemo_rl_lite.workers.reserve import policy_arguments
 from tests.functional.rank import leave
 
 LENGTHS = (900, 517, 333, 40, 7, 800, 64, 255)

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_rl_lite.policy.megatron import slice_scores
-from nemo_rl_lite.policy.megatron.slice_scores import Head, Totals
+from nemo_rl_lite.policy import vocab_chunks
+from nemo_rl_lite.policy.vocab_chunks import LMHead, VocabReductions
 from tests.linear_scores_cases import SMALL, Sizes, alone, check_everything
 
 pytestmark = pytest.mark.gpu
@@ -13,10 +13,10 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    from nemo_rl_lite.policy.megatron import slice_scores_kernel
+    from nemo_rl_lite.policy import vocab_chunks_kernel
 
     alone(tmp_path_factory.mktemp("alone"))
-    yield slice_scores_kernel
+    yield vocab_chunks_kernel
     dist.destroy_process_group()
 
 
@@ -29,16 +29,16 @@ def test_a_slice_may_have_more_entries_than_an_int32_counts(kernels):
     rows, width = 2**31 // 8192 + 3, 8192
     logits = torch.zeros(rows, width, dtype=torch.bfloat16, device="cuda")
     logits[-2:] = torch.randn(2, width, device="cuda")
-    own, head = torch.arange(rows, device="cuda") % width, Head(1.0, None, False, 0, dist.group.WORLD)
+    own, head = torch.arange(rows, device="cuda") % width, LMHead(1.0, None, False, 0, dist.group.WORLD)
     found, expected = (
-        module.Reader(own[part], head) for module, part in ((kernels, slice(None)), (slice_scores, slice(-2, None)))
+        module.Reader(own[part], head) for module, part in ((kernels, slice(None)), (vocab_chunks, slice(-2, None)))
     )
     found.read(logits, 0)
     expected.read(logits[-2:], 0)
     (log_total, chosen, entropy), wanted = found.totals(), expected.totals()
     torch.testing.assert_close(torch.stack([log_total, chosen])[:, -2:], wanted[:2], atol=1e-5, rtol=1e-5)
     of_logprob = torch.ones(rows, device="cuda")
-    totals = Totals(log_total, chosen - log_total, entropy, None)
+    totals = VocabReductions(log_total, chosen - log_total, entropy, None)
     precise = -(logits[-2:].float() - log_total[-2:, None]).exp()
     precise.scatter_add_(1, own[-2:, None], torch.ones(2, 1, device="cuda"))
     gradient = kernels.Gradient(own, head, totals, [of_logprob, None, None, None]).of(logits, 0)

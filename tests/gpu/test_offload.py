@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from nemo_rl_lite.offload.arena import CudaRegistrar, HostArena, LockError
+from nemo_rl_lite.offload.host_memory import CudaRegistrar, HostArena, LockError
 from nemo_rl_lite.offload.mover import Movable
 
 pytestmark = pytest.mark.gpu

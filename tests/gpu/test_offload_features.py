@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.host import numa
 from nemo_rl_lite.losses.batch import TokenRow
-from nemo_rl_lite.losses.sft import SFTLoss
-from nemo_rl_lite.offload import activations, cpu_optimizer
-from nemo_rl_lite.policy.megatron.worker import MegatronWorker
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers.reserve import policy_arguments
+from nemo_rl_lite.losses.supervised import SFTLoss
+from nemo_rl_lite.policy import activation_offload, optimizer
+from nemo_rl_lite.policy.worker import MegatronWorker
+from nemo_rl_lite.system import numa
+from nemo_rl_lite.validation.compose import compose_config
+from nemo_rl_lite.workers.reserve import policy_arguments
 from tests.functional.rank import leave
 from tests.functional.ranks import run_ranks
 
@@ -134,7 +134,7 @@ def test_a_rank_says_what_became_of_its_numa_binding(results):
 def main(model_folder: str, output_folder: str) -> None:
     # Transformer Engine reads it while it is imported; it does nothing where nothing is offloaded.
     os.environ.update(
-        activations.environment(
+        activation_offload.environment(
             compose_config([f"policy.model_name={model_folder}", *COMMON, "offload=activations"]).policy.megatron_cfg
         )
     )
@@ -168,7 +168,7 @@ def run(model_folder: str, overrides: list[str]) -> dict[str, Any]:
 
     result = {
         "binding": binding.describe(),
-        "threads": cpu_optimizer.step_threads(),
+        "threads": optimizer.step_threads(),
         "masters_are_weights": torch.equal(masters(worker), weights(worker)),
         "share_on_cpu": share_on_cpu(worker),
     }

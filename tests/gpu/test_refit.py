@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemo_rl_lite.refit.transport.checksum import Checksums
+from nemo_rl_lite.refit.interface import Checksums
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemo_rl_lite.policy.megatron.sending import sent, sent_together
+from nemo_rl_lite.policy.micro_batches import sent, sent_together
 
 
 @pytest.mark.gpu

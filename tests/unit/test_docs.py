@@ -14,8 +14,8 @@ import yaml
 from nemo_rl_lite import cli
 from nemo_rl_lite.config.keys import groups, is_open, known_keys
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.command import split_arguments
+from nemo_rl_lite.validation.compose import compose_config
 from tests.unit.pages import DOCS, PAGES, ROOT, anchors, blocks, commands, inline_code, prose
 
 NAME = {"ids": lambda page: str(page.relative_to(ROOT))}

@@ -6,7 +6,7 @@ import pytest
 
 from nemo_rl_lite import export
 from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 
 def test_a_folder_without_a_checkpoint_is_named(tmp_path, capsys):

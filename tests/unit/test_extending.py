@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from nemo_rl_lite.config.sections.algorithm import GRPOConfig
-from nemo_rl_lite.config.sections.data import EnvironmentConfig
+from nemo_rl_lite.config.schema import EnvironmentConfig
+from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.data import sources
 from nemo_rl_lite.data.formats import CHATS, PROBLEMS
 from nemo_rl_lite.data.problems import Problem
@@ -19,9 +19,9 @@ from nemo_rl_lite.environments.registry import check_environment, find_environme
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import Loss, combine_metrics, needs_of
 from nemo_rl_lite.losses.registry import make_loss
-from nemo_rl_lite.rewards.judge import Judged, make_judge
+from nemo_rl_lite.rewards.judge import RewardResult, make_judge
 from nemo_rl_lite.rewards.registry import find_batch_reward, find_reward
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 from tests.unit.losses.batches import batch_of, rows_of
 from tests.unit.pages import DOCS, blocks, commands
 from tests.unit.rewards.endpoint import endpoint
@@ -84,7 +84,7 @@ def test_the_judges(package):
             words = next(words for words in commands(PAGE) if command in words and "8000" in " ".join(words))
             here = [word.replace("http://localhost:8000/v1", server.url) for word in words[3:]]
             verdict = asyncio.run(make_judge(compose_config(here).reward)("Paris", problem("Paris")))
-            assert isinstance(verdict, Judged) and verdict.reward == pytest.approx(reward)
+            assert isinstance(verdict, RewardResult) and verdict.reward == pytest.approx(reward)
         assert "Paris" in server.asked[0] and server.asked[1].startswith("Is this brief and polite? Paris End")
 
 
@@ -95,7 +95,7 @@ def test_code_as_the_response(package, tmp_path):
     judge, third = make_judge(compose_config(words[3:]).reward), problem("", tests=rows[2]["tests"])
     for program, reward in (("add = lambda x: x + 3", 1.0), ("def add(x): return x", 0.5), ("0", 0.0)):
         verdict = asyncio.run(judge(f"```python\n{program}\n```", third))
-        assert isinstance(verdict, Judged) and verdict.reward == reward
+        assert isinstance(verdict, RewardResult) and verdict.reward == reward
 
 
 def test_the_environment(package):

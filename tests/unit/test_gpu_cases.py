@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 from tests.gpu import test_async, test_checkpoints, test_context, test_graphs, test_lora, test_router_replay, test_run
 
 # How many runs a test makes, where it compares some.

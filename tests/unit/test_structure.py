@@ -1,4 +1,4 @@
-"""The package's imports against the table of rooms in docs/design.md: no arrow runs up, and there is no circle."""
+"""The package's imports against the floors of docs/design.md: none runs up, and there is no circle."""
 
 import ast
 import re
@@ -46,11 +46,10 @@ def room_of(module: str) -> str:
     return module.partition(".")[0]
 
 
-def rooms_table(page: str) -> dict[str, set[str]]:
-    """Room -> rooms it may import, in the table's order: from the top floor to the lowest."""
-    section = page.partition("## Rooms")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `(\w+)/` \|.*\|([^|]*)\|$", section, re.MULTILINE)
-    return {room: set(re.findall(r"`(\w+)`", allowed)) for room, allowed in rows}
+def floors(page: str) -> list[str]:
+    """Return the rooms from the top floor to the lowest."""
+    block = page.partition("## Rooms")[2].partition("```text\n")[2].partition("```")[0]
+    return re.findall(r"\w+", block)
 
 
 def room_imports(graph: dict[str, set[str]]) -> dict[str, set[str]]:
@@ -63,29 +62,24 @@ def room_imports(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 GRAPH = imports(PACKAGE)
-TABLE = rooms_table((DOCS / "design.md").read_text())
+PAGE = (DOCS / "design.md").read_text()
+FLOORS = floors(PAGE)
 
 
-def upward(table: dict[str, set[str]]) -> list[str]:
-    """The arrows of a table that run up, or to a room that it does not have."""
-    floors = {room: floor for floor, room in enumerate(table)}
-    return [
-        f"{room} -> {other}"
-        for room, allowed in table.items()
-        for other in allowed
-        if floors.get(other, -1) <= floors[room]
-    ]
+def upward(graph: dict[str, set[str]], order: list[str]) -> list[str]:
+    """Return the imports that run up the floors, or to a room that has none."""
+    place = {room: floor for floor, room in enumerate(order)}
+    rooms = room_imports(graph).items()
+    return [f"{a} -> {b}" for a, others in rooms for b in others if place.get(b, -1) <= place[a]]
 
 
-def test_no_arrow_of_the_table_runs_up():
-    assert upward(TABLE) == []
+def test_rooms_import_only_rooms_below_them():
+    assert upward(GRAPH, FLOORS) == []
 
 
-def test_rooms_import_exactly_what_the_table_says():
-    found = room_imports(GRAPH)
-    assert {room: sorted(others) for room, others in found.items()} == {
-        room: sorted(others) for room, others in TABLE.items()
-    }
+def test_the_page_describes_every_room():
+    described = re.findall(r"^\|[^|]*\| `(\w+)/` \|", PAGE, re.MULTILINE)
+    assert sorted(described) == sorted(FLOORS) == sorted(room_imports(GRAPH))
 
 
 def test_no_room_imports_a_verb():
@@ -97,27 +91,20 @@ def test_modules_import_each_other_in_no_circle():
 
 
 @pytest.mark.parametrize(
-    ("files", "rooms", "circle"),
+    ("files", "up", "circle"),
     [
-        ({"low/a.py": "from house.high.b import f", "high/b.py": ""}, {"low": {"high"}, "high": set()}, False),
-        (
-            {"low/a.py": "", "high/b.py": "def g():\n    from house.low import a"},
-            {"low": set(), "high": {"low"}},
-            False,
-        ),
-        ({"low/a.py": "import house.low.b", "low/b.py": "from house.low.a import f"}, {"low": set()}, True),
+        ({"low/a.py": "from house.high.b import f", "high/b.py": ""}, ["low -> high"], False),
+        ({"low/a.py": "", "high/b.py": "def g():\n    from house.low import a"}, [], False),
+        ({"low/a.py": "import house.low.b", "low/b.py": "from house.low.a import f"}, [], True),
     ],
     ids=["upward", "within a function", "circle"],
 )
-def test_what_the_checks_see(tmp_path, files, rooms, circle):
+def test_what_the_checks_see(tmp_path, files, up, circle):
     for name, text in files.items():
         (tmp_path / "house" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "house" / name).write_text(text)
     graph = imports(tmp_path / "house")
-    assert room_imports(graph) == rooms
-    page = "## Rooms\n| room |\n| `high/` | the top | `low` |\n| `low/` | the ground | |\n## Next\n"
-    assert upward(rooms_table(page)) == []
-    assert upward({"high": {"low"}, "low": {"high"}}) == ["low -> high"]
+    assert upward(graph, floors("## Rooms\n```text\nhigh > low\n```\n")) == up
     if circle:
         with pytest.raises(CycleError):
             TopologicalSorter(graph).prepare()

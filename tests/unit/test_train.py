@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import sys, types
 from nemo_rl_lite import train
-from nemo_rl_lite.host import stopping
+from nemo_rl_lite.system import stopping
 from nemo_rl_lite.errors import LauncherError, RefitError, RunStopped, WorkerError
 from nemo_rl_lite.observability.summary import Summary
 

@@ -8,11 +8,10 @@ from contextlib import nullcontext
 import pytest
 
 from nemo_rl_lite.algorithms.loop import Steps, ValidationTimes
-from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
-from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention
+from nemo_rl_lite.checkpoint.store import Checkpoints, CheckpointStore, Retention
 from nemo_rl_lite.errors import RunStopped, TrainingError
-from nemo_rl_lite.host.stopping import Stopping
 from nemo_rl_lite.observability.trackers import MetricsLog
+from nemo_rl_lite.system.stopping import Stopping
 
 OFTEN, NEVER = ValidationTimes(2, at_start=True, at_end=True), ValidationTimes(0, at_start=False, at_end=False)
 

@@ -10,18 +10,17 @@ import torch
 
 from nemo_rl_lite.algorithms.loop import Report, Steps
 from nemo_rl_lite.algorithms.supervised import Supervised
-from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
-from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention
-from nemo_rl_lite.config.sections.algorithm import SFTConfig
+from nemo_rl_lite.checkpoint.store import Checkpoints, CheckpointStore, Retention
+from nemo_rl_lite.config.schema_algorithm import SFTConfig
 from nemo_rl_lite.data.examples import TrainingExamples
-from nemo_rl_lite.host.stopping import Stopping
 from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
-from nemo_rl_lite.losses.sft import SFTLoss
+from nemo_rl_lite.losses.supervised import SFTLoss
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.speed import PolicySpeed
+from nemo_rl_lite.observability.timer import PolicySpeed
 from nemo_rl_lite.observability.trackers import MetricsLog
 from nemo_rl_lite.offload.mover import Move
-from nemo_rl_lite.policy.interface import HeldBatch, Work
+from nemo_rl_lite.policy.interface import BatchRef, Work
+from nemo_rl_lite.system.stopping import Stopping
 
 CONFIG = SFTConfig(
     name="sft",
@@ -61,7 +60,7 @@ class RecordingPolicy:
 
     def hold(self, rows, name="train"):
         self.calls.append(f"hold {name}")
-        return HeldBatch(name, TokenRows.of(rows))
+        return BatchRef(name, TokenRows.of(rows))
 
     def score(self, batch, which):
         self.calls.append(f"score {batch.name} {'+'.join(which)}")

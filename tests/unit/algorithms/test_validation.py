@@ -9,7 +9,7 @@ import torch
 from nemo_rl_lite.algorithms.grpo import GRPO
 from nemo_rl_lite.checkpoint.resume import checkpoint_store
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 from tests.unit.rollout.fleet import Fleet, sampler
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_lite.checkpoint.checkpoints import POLICY, Checkpoints
-from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention
+from nemo_rl_lite.checkpoint.store import POLICY, Checkpoints, CheckpointStore, Retention
 from nemo_rl_lite.errors import CheckpointError
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from nemo_rl_lite.checkpoint.trust import INDEX_FILE, reading_only
+from nemo_rl_lite.checkpoint.store import INDEX_FILE, reading_only
 from nemo_rl_lite.errors import CheckpointError
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from nemo_rl_lite.cluster.access import close_to_others
+from nemo_rl_lite.system.machine import close_to_others
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_it_comes_before_ray_is_imported():
     script = """
 import sys
 import nemo_rl_lite.train, nemo_rl_lite.quickstart
-import nemo_rl_lite.cluster.access
+import nemo_rl_lite.system.machine
 assert not any(name == "ray" or name.startswith("ray.") for name in sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,8 +1,8 @@
 import pytest
 
-from nemo_rl_lite.cluster.placement import Placement, check_nodes, place
+from nemo_rl_lite.cluster.runtime import Placement, check_nodes, place
 from nemo_rl_lite.errors import WorkerError
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 
 def test_on_cpus_nothing_is_reserved():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_rl_lite.compat import transformer_engine
-from nemo_rl_lite.policy.megatron.context import own_places
+from nemo_rl_lite.policy.context import own_places
 
 NAMES = ("reorder_seq_chunks_after_a2a_before_attn_thd", "reorder_seq_chunks_before_a2a_after_attn_thd")
 

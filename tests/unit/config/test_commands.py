@@ -11,9 +11,9 @@ import pytest
 
 from nemo_rl_lite.config.keys import unknown_key
 from nemo_rl_lite.config.overrides import check_overrides, given_keys
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.rules.notes import notes
 from nemo_rl_lite.run.command import jobs, split_arguments
+from nemo_rl_lite.validation.compose import compose_config
+from nemo_rl_lite.validation.notes import notes
 
 HEAVY = ("torch", "ray", "vllm", "megatron", "transformers", "numpy")
 # Runs every command in one process. What is imported after all of them was imported by one.
@@ -91,7 +91,7 @@ def test_a_command_that_cannot_start(line, failed):
         ("beta=0.04", "algorithm.loss_fn.reference_policy_kl_penalty=0.04"),
         ("algorithm=dpo beta=0.04", "algorithm.reference_policy_kl_penalty=0.04"),
         ("tp=1", "policy.megatron_cfg.tensor_model_parallel_size=1"),
-        ("reward_fn=tests.unit.rules.own.score", "reward.name=tests.unit.rules.own.score"),
+        ("reward_fn=tests.unit.validation.own.score", "reward.name=tests.unit.validation.own.score"),
         ("policy.lr=1e-4", "policy.megatron_cfg.optimizer.lr=1e-4"),
         ("policy.generation.temperature=0.9", "generation.temperature=0.9"),
     ],

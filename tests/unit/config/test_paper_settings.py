@@ -4,7 +4,7 @@ import pytest
 
 from nemo_rl_lite.config.algorithms import ALGORITHMS
 from nemo_rl_lite.config.keys import groups
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 # What each is known for.
 SETTINGS = {

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from nemo_rl_lite.config.parallel import ParallelDims
+from nemo_rl_lite.config.sizes import ParallelDims
 
 LAYOUTS = [
     ParallelDims(tp, pp, cp, ep, tp * pp * cp * dp)

@@ -9,12 +9,11 @@ import pytest
 from nemo_rl_lite.config.algorithms import ALGORITHMS, compares, generates, has_teacher
 from nemo_rl_lite.config.engines import ENGINES
 from nemo_rl_lite.config.keys import groups
-from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sections.generation import GenerationConfig
+from nemo_rl_lite.config.schema import Config, GenerationConfig
 from nemo_rl_lite.config.user_code import imported
 from nemo_rl_lite.data.formats import RowFormat
 from nemo_rl_lite.observability.views import Panel
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 from tests.unit.pages import ROOT
 
 PACKAGE = ROOT / "nemo_rl_lite"

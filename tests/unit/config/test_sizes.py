@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_rl_lite.config.sizes import batch_mode, engines, generation_gpus, on_gpus, parallel_dims, policy_ranks
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 APART = "generation.colocated.enabled=false"
 RESOURCES = "generation.colocated.resources"

@@ -31,7 +31,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_path_is_a_module_or_a_file():
-    assert imported("nemo_rl_lite.rewards.text.exact_match")(" a", "a") == 1.0
+    assert imported("nemo_rl_lite.rewards.builtin.exact_match")(" a", "a") == 1.0
     assert file_of("package.module.name") is None and own_name("package.module.name") == "name"
     assert file_of("/there/my.py:name").as_posix() == "/there/my.py" and own_name("/there/my.py:name") == "name"
     assert file_of("~/my.py:name").is_absolute()
@@ -64,7 +64,7 @@ def test_its_objects_are_pickled_for_other_processes(folder):
     [
         ("json.py:scores", "json.py has no scores"),
         ("gone.py:score", "there is no file .*gone.py on .*every machine"),
-        ("nemo_rl_lite.rewards.text.exact", "nemo_rl_lite.rewards.text has no exact"),
+        ("nemo_rl_lite.rewards.builtin.exact", "nemo_rl_lite.rewards.builtin has no exact"),
     ],
 )
 def test_what_is_not_there_is_named(folder, path, told):

@@ -5,7 +5,7 @@ from tokenizers.processors import TemplateProcessing
 
 from nemo_rl_lite.data.formats import Conversation, answered
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
-from nemo_rl_lite.models.embedded.build import build_tokenizer
+from nemo_rl_lite.models.embedded import build_tokenizer
 
 CHATML = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}\n{% endfor %}"

@@ -2,7 +2,7 @@ import pytest
 
 from nemo_rl_lite.data.columns import to_problem
 from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 WORKED = {"question": "Ann has 2 boxes of 600 nails. How many?", "answer": "2 * 600 = <<2*600=1200>>1200\n#### 1,200"}
 

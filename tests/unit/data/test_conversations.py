@@ -9,8 +9,8 @@ from nemo_rl_lite.data.examples import training_examples
 from nemo_rl_lite.data.formats import Example, to_chat
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.models.embedded.build import build_tokenizer
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.models.embedded import build_tokenizer
+from nemo_rl_lite.validation.compose import compose_config
 from tests.unit.data.test_examples import CHATML, encoder
 
 TOOLS = (

@@ -9,8 +9,8 @@ from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.losses.batch import TokenRow
-from nemo_rl_lite.models.embedded.build import build_tokenizer
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.models.embedded import build_tokenizer
+from nemo_rl_lite.validation.compose import compose_config
 
 CHATML = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>\n{% endfor %}"

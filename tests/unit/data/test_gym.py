@@ -4,7 +4,7 @@ from nemo_rl_lite.data.formats import CHATS, PROBLEMS
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.rewards.registry import find_reward
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 # The task asks for sums of two digits, about 200 questions.
 SMALL = "data.task_kwargs={min_terms:2,max_terms:2,min_digits:1,max_digits:1}"

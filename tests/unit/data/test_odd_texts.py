@@ -3,11 +3,11 @@
 import pytest
 
 from nemo_rl_lite.data.formats import chat_of
-from nemo_rl_lite.data.odd_texts import check_stop_strings, check_texts
 from nemo_rl_lite.data.problems import FileSet, Problem, chat
+from nemo_rl_lite.data.text_checks import check_stop_strings, check_texts
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.models.embedded.build import build_tokenizer
+from nemo_rl_lite.models.embedded import build_tokenizer
 
 USERS_ALONE = "{% for m in messages if m.role != 'system' %}{{ m.content }}<eos>{% endfor %}"
 

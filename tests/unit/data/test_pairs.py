@@ -10,7 +10,7 @@ from nemo_rl_lite.data.problems import LeftOut, Problem, chat
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.sources import training_set
 from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 from tests.unit.data.test_conversations import said
 from tests.unit.data.test_examples import encoder
 

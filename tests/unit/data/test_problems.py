@@ -7,7 +7,7 @@ from nemo_rl_lite.data.problems import chat
 from nemo_rl_lite.data.reverse_digits import ReverseDigits
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 
 def file_config(tmp_path, rows, **keys):

@@ -11,7 +11,7 @@ from nemo_rl_lite.data.sources import training_set
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.rollout.episode import Ending
 from nemo_rl_lite.rollout.store import RolloutFiles
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 from tests.unit.observability.rollouts import make_rollout
 
 OFF = [f"algorithm.{name}" for name in ("val_at_start=false", "val_at_end=false", "val_period=0")]

@@ -5,7 +5,7 @@ import pytest
 from nemo_rl_lite.data.formats import PAIRS, PROBLEMS
 from nemo_rl_lite.data.sources import training_set, validation_set
 from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 ROWS = [{"prompt": f"What is {i} + 1?", "answer": i + 1} for i in range(400)]
 

@@ -9,7 +9,7 @@ from nemo_rl_lite.data.sources import training_set
 from nemo_rl_lite.data.tool_format import WrittenCall
 from nemo_rl_lite.data.tools import callable_tools, checked_calls
 from nemo_rl_lite.errors import DataError
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 PARAMETERS = {
     "type": "object",

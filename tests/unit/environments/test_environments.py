@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from nemo_rl_lite.config.sections.data import EnvironmentConfig
+from nemo_rl_lite.config.schema import EnvironmentConfig
 from nemo_rl_lite.environments.interface import Observation
 from nemo_rl_lite.environments.registry import check_environment, find_environment, make_environments
 from nemo_rl_lite.environments.tools import Calculator, calculate

@@ -12,7 +12,7 @@ from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.environments.registry import check_environment, make_environments
 from nemo_rl_lite.environments.tools import Functions, Python
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.host.pool import CallError
+from nemo_rl_lite.system.pool import CallError
 from tests.unit.environments.test_environments import config
 
 HERE = "tests.unit.environments.test_tools"

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_rl_lite.errors import EngineError, WorkerError
 from nemo_rl_lite.generation.interface import Completion, Request, Sampling
-from nemo_rl_lite.generation.request_queue import RequestQueue
+from nemo_rl_lite.generation.queue import RequestQueue
 
 SAMPLING = Sampling(1.0, 1.0, None, 100, (), ())
 LOST = WorkerError("generation rank 1", "generate", "the process died", lost=True)
@@ -254,7 +254,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("nemo_rl_lite.generation.held_requests.time", clock)
+    monkeypatch.setattr("nemo_rl_lite.generation.queue.time", clock)
     return clock
 
 

@@ -5,11 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_rl_lite.config.sections.policy import LoraConfig
-from nemo_rl_lite.generation.vllm.adapters import AdapterSlot, engine_options
-from nemo_rl_lite.refit.engine.destinations import Destinations
-from nemo_rl_lite.refit.layout.packing import Arrived, view
-from nemo_rl_lite.refit.layout.plan import make_plan
+from nemo_rl_lite.config.schema import LoraConfig
+from nemo_rl_lite.generation.vllm.extension import AdapterSlot, engine_options
+from nemo_rl_lite.refit.engine import CopyReplayLoader
+from nemo_rl_lite.refit.layout import ReceivedBucket, make_plan, view
 
 layers = pytest.importorskip("vllm.lora.layers")
 
@@ -126,13 +125,13 @@ def test_later_refits_are_copies_alone(tp_size, tp_rank, dim):
     slot, named = AdapterSlot(Manager(tp_size, tp_rank), scaling=0.5), adapters(dim)
     plan = make_plan([(name, tuple(one.shape), "float32") for name, one in named.items()], bucket_bytes=2000)
     assert len(plan.buckets) > 2
-    destinations, theirs = Destinations(slot.load, slot.memory), AdapterSlot(Manager(tp_size, tp_rank), scaling=0.5)
+    destinations, theirs = CopyReplayLoader(slot.load, slot.memory), AdapterSlot(Manager(tp_size, tp_rank), scaling=0.5)
     for change in (0, 1, 2):
         for index, bucket in enumerate(plan.buckets):
             buffer = torch.zeros(bucket.nbytes, dtype=torch.uint8)
             for one in bucket.slots:
                 view(buffer, one).copy_(named[one.name] + change)
-            destinations.fill(Arrived(index, bucket, buffer))
+            destinations.fill(ReceivedBucket(index, bucket, buffer))
         slot.scale()
         theirs.load([(name, one + change) for name, one in named.items()])
         theirs.scale()

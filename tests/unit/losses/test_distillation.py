@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from nemo_rl_lite.config.sections.algorithm import DistillationLossConfig
+from nemo_rl_lite.config.schema_algorithm import DistillationLossConfig
 from nemo_rl_lite.losses.distillation import SampledKLLoss, TopkKLLoss
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import count_masked

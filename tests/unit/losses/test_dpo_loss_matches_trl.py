@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_rl_lite.config.sections.algorithm import DPOConfig
-from nemo_rl_lite.losses.preference import DPOLoss
+from nemo_rl_lite.config.schema_algorithm import DPOConfig
+from nemo_rl_lite.losses.supervised import DPOLoss
 from tests.unit.losses.batches import batch_of, rows_of
 
 TOLERANCE = 1e-5

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nemo_rl_lite.losses.batch import TokenRow
-from nemo_rl_lite.losses.preference import KTOLoss, MeanLogRatio, ORPOLoss, UnpairedLoss, kto_loss, mismatched
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.losses.supervised import KTOLoss, MeanLogRatio, ORPOLoss, UnpairedLoss, kto_loss, mismatched
+from nemo_rl_lite.validation.compose import compose_config
 from tests.unit.losses.batches import batch_of, rows_of
 from tests.unit.losses.test_dpo_loss_matches_trl import random_pairs
 

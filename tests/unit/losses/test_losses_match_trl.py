@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_rl_lite.config.sections.algorithm import LossConfig
+from nemo_rl_lite.config.schema_algorithm import LossConfig
 from nemo_rl_lite.losses.grpo import GRPOLoss
 from nemo_rl_lite.losses.interface import count_masked
 from tests.unit.losses.batches import batch_of, rows_of

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nemo_rl_lite.losses.batch import Batch, TokenRow
+from nemo_rl_lite.losses.grpo import mismatch_metrics
 from nemo_rl_lite.losses.interface import Normalizers, combine_metrics, count_masked
-from nemo_rl_lite.losses.mismatch import mismatch_metrics
 from tests.unit.losses.batches import batch_of
 from tests.unit.losses.test_losses_match_trl import random_inputs
 

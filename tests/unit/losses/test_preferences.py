@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from nemo_rl_lite.losses.preference import PREFERENCES, divergence_scores
+from nemo_rl_lite.losses.supervised import PREFERENCES, divergence_scores
 from tests.unit.losses.test_dpo_loss_matches_trl import dpo_config, our_loss, random_pairs
 
 

@@ -10,8 +10,8 @@ from nemo_rl_lite.data.problems import chat
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.losses.batch import Batch
 from nemo_rl_lite.losses.interface import count_masked
-from nemo_rl_lite.losses.sft import SFTLoss
-from nemo_rl_lite.models.embedded.build import build_model, build_tokenizer
+from nemo_rl_lite.losses.supervised import SFTLoss
+from nemo_rl_lite.models.embedded import build_model, build_tokenizer
 
 TOLERANCE = 1e-5
 

@@ -8,7 +8,7 @@ import pytest
 from nemo_rl_lite.data.problems import chat
 from nemo_rl_lite.data.tokenizer import ChatTokenizer
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.models.embedded.build import build_tokenizer
+from nemo_rl_lite.models.embedded import build_tokenizer
 from nemo_rl_lite.models.folder import with_template
 from nemo_rl_lite.models.shape import NoModelError
 

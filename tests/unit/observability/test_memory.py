@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from nemo_rl_lite.observability.memory import MemoryMeter, with_rest
-from nemo_rl_lite.run.workers.remote_generation import engine_memory
+from nemo_rl_lite.workers.generation import engine_memory
 
 
 class Device:

@@ -7,7 +7,7 @@ import pytest
 
 from nemo_rl_lite.observability.timer import Timer
 from nemo_rl_lite.observability.trackers import METRICS_FILE, JsonLines, MetricsLog, rewind
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 
 def lines(path):

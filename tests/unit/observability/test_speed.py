@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl_lite.observability.speed import DecodingSpeed, PolicySpeed
+from nemo_rl_lite.observability.timer import DecodingSpeed, PolicySpeed
 from nemo_rl_lite.planning.gpus import KNOWN
 
 H100 = KNOWN["H100"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_lite.config.sections.run import MLflowConfig, WandbConfig
+from nemo_rl_lite.config.schema import MLflowConfig, WandbConfig
 from nemo_rl_lite.observability.sink import Chart, Sample, Sink
 from nemo_rl_lite.observability.trackers import TensorBoard
 from nemo_rl_lite.observability.wandb import RUN_ID_FILE, SECTIONS, WeightsAndBiases
@@ -240,7 +240,7 @@ def test_the_end_of_a_process_does_not_wait_for_an_mlflow_that_hangs(tmp_path):
     script = (
         "import threading\n"
         "from pathlib import Path\n"
-        "from nemo_rl_lite.config.sections.run import MLflowConfig\n"
+        "from nemo_rl_lite.config.schema import MLflowConfig\n"
         "from nemo_rl_lite.observability import mlflow\n"
         "mlflow.END_WAIT_S = 0.5\n"
         "config = MLflowConfig(tracking_uri='mlruns', experiment='x', name=None)\n"

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nemo_rl_lite.compat.megatron_cpu import prepare_import
-from nemo_rl_lite.offload import activations
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.policy import activation_offload
+from nemo_rl_lite.validation.compose import compose_config
 
 MODULES = ("core_attn", "mlp_norm")
 LAYERS = 2
@@ -77,19 +77,19 @@ def model(monkeypatch):
     monkeypatch.setattr(offload, "print_offload_summary_table", lambda _: None)
     monkeypatch.setattr(offload.PipelineOffloadManager, "OFFLOAD_MGR", None)
     waited = []
-    monkeypatch.setattr(activations, "_wait_for_copies_out", lambda *_: waited.append(True))
+    monkeypatch.setattr(activation_offload, "_wait_for_copies_out", lambda *_: waited.append(True))
     model = Model(offload.FineGrainedActivationOffloadingInterface)
     model.manager, model.waited = offload.PipelineOffloadManager.get_instance, waited
     return model
 
 
 def train(model, micro_batches: int) -> None:
-    with activations.training_pass([model], micro_batches):
+    with activation_offload.training_pass([model], micro_batches):
         model.run(micro_batches)
 
 
 def score(model, micro_batches: int) -> None:
-    with torch.no_grad(), activations.suspended([model]):
+    with torch.no_grad(), activation_offload.suspended([model]):
         model.run(micro_batches, forward_only=True)
 
 
@@ -107,7 +107,7 @@ class MLP(torch.nn.Module):
 def test_a_watched_module_is_a_group_of_its_own_with_the_same_gradients(model):
     mlp = MLP(model.config)
     model.layer.mlp = mlp
-    activations.watch(mlp)
+    activation_offload.watch(mlp)
 
     class Watched(Model):
         def forward(self, x):
@@ -128,7 +128,7 @@ def test_a_watched_module_is_a_group_of_its_own_with_the_same_gradients(model):
     model.__class__ = Watched
     train(model, 2)
     chunks = model.manager()._cached_chunks_forward
-    assert [[group._name for group in chunk.offload_groups] for chunk in chunks] == [[activations.MLP]] * 2
+    assert [[group._name for group in chunk.offload_groups] for chunk in chunks] == [[activation_offload.MLP]] * 2
     score(model, 3)
     train(model, 2)
     assert model.manager()._cached_chunks_forward is chunks
@@ -156,7 +156,7 @@ def test_a_longer_pass_becomes_the_pattern_and_a_shorter_one_does_not(model):
     train(model, 3)
     assert model.manager() is not first and len(model.manager()._cached_chunks_forward) == 3
     assert len(model.waited) == 5
-    assert isinstance(model.manager().cpu_tensor_pool, activations.HostBuffers)
+    assert isinstance(model.manager().cpu_tensor_pool, activation_offload.HostBuffers)
 
 
 @pytest.mark.parametrize("paused", [True, False])
@@ -183,13 +183,13 @@ def test_beyond_its_pattern_megatron_core_offloads_nothing(known, micro_batches,
 
 def test_after_an_error_all_is_as_before(model):
     train(model, 1)
-    with pytest.raises(KeyError), activations.suspended([model]):
+    with pytest.raises(KeyError), activation_offload.suspended([model]):
         assert not model.config.fine_grained_activation_offloading
         assert not model.manager().do_offload
         raise KeyError
     assert model.config.fine_grained_activation_offloading and model.manager().do_offload
     assert all(chunk.do_offload for chunk in model.manager()._cached_chunks_forward)
-    with pytest.raises(KeyError), activations.training_pass([model], 2):
+    with pytest.raises(KeyError), activation_offload.training_pass([model], 2):
         raise KeyError
     assert not model._forward_hooks
     train(model, 2)

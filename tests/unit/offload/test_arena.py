@@ -1,8 +1,8 @@
 import logging
 from pathlib import Path
 
-from nemo_rl_lite.host.machine import free_host_bytes
-from nemo_rl_lite.offload.arena import HostArena, LockError
+from nemo_rl_lite.offload.host_memory import HostArena, LockError
+from nemo_rl_lite.system.machine import free_host_bytes
 
 
 class FakeRegistrar:

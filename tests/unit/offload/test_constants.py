@@ -2,14 +2,14 @@
 
 import torch
 
-from nemo_rl_lite.offload.arena import HostArena
-from nemo_rl_lite.offload.constants import Constants
+from nemo_rl_lite.offload.host_memory import HostArena
+from nemo_rl_lite.offload.mover import FrozenWeights
 
 
-def make() -> tuple[list[torch.Tensor], torch.Tensor, Constants]:
+def make() -> tuple[list[torch.Tensor], torch.Tensor, FrozenWeights]:
     tensors = [torch.arange(1000.0), torch.arange(7), torch.full((3, 5), 2.0)]
     view = tensors[0][10:20]
-    return tensors, view, Constants("weights", lambda: tensors, HostArena("tests", None), torch.device("cpu"))
+    return tensors, view, FrozenWeights("weights", lambda: tensors, HostArena("tests", None), torch.device("cpu"))
 
 
 def test_contents_and_views_survive():

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from nemo_rl_lite.offload import copies
-from nemo_rl_lite.offload.copies import Copies, pieces
+from nemo_rl_lite.offload import host_memory
+from nemo_rl_lite.offload.host_memory import Copies, pieces
 
 
 def test_pieces_cover_every_byte_once_and_in_order(monkeypatch):
-    monkeypatch.setattr(copies, "PIECE_BYTES", 10)
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 10)
     sources = [torch.arange(n, dtype=torch.uint8) for n in (25, 0, 10, 1, 2, 3)]
     targets = [torch.zeros_like(source) for source in sources]
     cut = list(pieces(zip(targets, sources, strict=True)))

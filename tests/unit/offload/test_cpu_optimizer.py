@@ -1,7 +1,7 @@
 import pytest
 
-from nemo_rl_lite.offload.cpu_optimizer import fair_share, megatron_options, stays_on_host
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.policy.optimizer import fair_share, megatron_options, stays_on_host
+from nemo_rl_lite.validation.compose import compose_config
 
 GPU = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=transformers"]
 ON_HOST = [

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from nemo_rl_lite.offload.gradients import GradientBuffers
+from nemo_rl_lite.offload.phases import GradientBuffers
 
 
 def test_dropped_gradients_come_back_as_zeros_under_the_same_views():

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from nemo_rl_lite.offload.arena import HostArena
-from nemo_rl_lite.offload.host_copy import HostCopy
+from nemo_rl_lite.offload.host_memory import HostArena
+from nemo_rl_lite.offload.mover import HostCopy
 
 
 def test_contents_come_back_into_the_same_memory():

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from nemo_rl_lite.errors import HostMemoryError
-from nemo_rl_lite.offload import arena as arena_module
-from nemo_rl_lite.offload.arena import HostArena
-from nemo_rl_lite.offload.mover import Movable, Move, move_metrics
-from nemo_rl_lite.offload.storages import ALIGNMENT
+from nemo_rl_lite.offload import host_memory as arena_module
+from nemo_rl_lite.offload.host_memory import HostArena
+from nemo_rl_lite.offload.mover import ALIGNMENT, Movable, Move, move_metrics
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,6 @@
 import torch
 
-from nemo_rl_lite.offload.optimizer_states import optimizer_tensors
+from nemo_rl_lite.offload.phases import optimizer_tensors
 
 
 def stepped(*weights: torch.Tensor) -> torch.optim.Optimizer:

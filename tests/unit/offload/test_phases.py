@@ -6,13 +6,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from nemo_rl_lite.offload.arena import HostArena
-from nemo_rl_lite.offload.gradients import GradientBuffers
+from nemo_rl_lite.offload.host_memory import HostArena
 from nemo_rl_lite.offload.mover import Movable
-from nemo_rl_lite.offload.phases import PhaseMemory
-from nemo_rl_lite.offload.prefetch import Prefetch
+from nemo_rl_lite.offload.phases import GradientBuffers, PhaseMemory, Prefetch
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 CPU = torch.device("cpu")
 # The configuration is that of engines that sleep on the policy's GPU.

@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 GPU = ["cluster.gpus_per_node=2", "policy=megatron_gpu", "generation=vllm_gpu"]
 GPU += ["policy.max_total_sequence_length=64", "generation.max_new_tokens=16"]

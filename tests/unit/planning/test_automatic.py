@@ -2,13 +2,13 @@
 
 import pytest
 
-from nemo_rl_lite.config.automatic import engine_share
 from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import engine_share
 from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.offload.residency import Component, Phase
-from nemo_rl_lite.planning.automatic import KEEPING_SHARE, MOST_TOKENS, USED, settle
+from nemo_rl_lite.planning.automatic import KEEPING_SHARE, MOST_TOKENS, USED, resolve_auto
 from nemo_rl_lite.planning.budget import budget
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 GPU = 80 * 2**30
 SHARED = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gpu"]
@@ -27,7 +27,7 @@ SMALL, MIDDLE, LARGE = "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen3-1.7B",
 
 def settled(model: str, *overrides: str, gpu_bytes: int = GPU) -> tuple[Config, list[str]]:
     config = compose_config([*SHARED, *BATCH, f"policy.model_name={model}", *overrides])
-    found = settle(config, model_shape(KNOWN_MODELS[model]), gpu_bytes)
+    found = resolve_auto(config, model_shape(KNOWN_MODELS[model]), gpu_bytes)
     return found.config, list(found.reasons)
 
 
@@ -143,16 +143,16 @@ def test_without_engines_on_the_gpu_only_micro_batches_are_chosen():
     supervised = compose_config(
         ["algorithm=sft", "cluster.gpus_per_node=1", "policy=megatron_gpu", "offload=auto", *SHORT]
     )
-    found = settle(supervised, model_shape(KNOWN_MODELS[SMALL]), GPU)
+    found = resolve_auto(supervised, model_shape(KNOWN_MODELS[SMALL]), GPU)
     assert len(found.reasons) == 2 and isinstance(found.config.policy.sequence_packing.train_mb_tokens, int)
 
 
 def test_nothing_is_settled_without_facts():
     config = compose_config([*SHARED, f"policy.model_name={SMALL}", "offload=auto"])
     shape = model_shape(KNOWN_MODELS[SMALL])
-    assert settle(config, None, GPU).config == settle(config, shape, None).config == config
+    assert resolve_auto(config, None, GPU).config == resolve_auto(config, shape, None).config == config
     on_cpus = compose_config(["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=auto"])
-    assert settle(on_cpus, shape, None).config == on_cpus
+    assert resolve_auto(on_cpus, shape, None).config == on_cpus
 
 
 def test_ranks_that_share_sequences_have_larger_micro_batches():

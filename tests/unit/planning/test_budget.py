@@ -18,7 +18,7 @@ from nemo_rl_lite.planning.budget import (
 )
 from nemo_rl_lite.planning.memory import Bytes
 from nemo_rl_lite.planning.page import largest_micro_batch, preset_budgets
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 ROOT = Path(__file__).parents[3]
 GPU = int(79.2 * 2**30)

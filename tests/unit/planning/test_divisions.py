@@ -4,7 +4,7 @@ import pytest
 
 from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.planning.time import Divisions, assumed_lengths, lines, rows
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 SHAPE = model_shape(KNOWN_MODELS["Qwen/Qwen3-8B"])
 GPUS = ["policy=megatron_gpu", "generation=vllm_gpu", "policy.model_name=Qwen/Qwen3-8B", "cluster.gpus_per_node=8"]

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from nemo_rl_lite.config.sections.policy import LoraConfig
-from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
+from nemo_rl_lite.config.schema import LoraConfig
+from nemo_rl_lite.models.embedded_task import MODEL_CONFIG
 from nemo_rl_lite.models.shape import KNOWN_MODELS, ModelShape, model_shape
 from nemo_rl_lite.planning.memory import DecodingBytes, SequenceFlops, forward_flops
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 LAYERS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 NONE = LoraConfig(enabled=False, dim=8, alpha=16, dropout=0.0, target_modules=LAYERS)

@@ -10,7 +10,7 @@ import pytest
 from nemo_rl_lite import plan
 from nemo_rl_lite.models.shape import KNOWN_MODELS, NoModelError
 from nemo_rl_lite.run.command import launch
-from tests.unit.rules.test_compose import HEAVY
+from tests.unit.validation.test_compose import HEAVY
 
 
 def ends_with(arguments, capsys):

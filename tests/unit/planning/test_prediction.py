@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from nemo_rl_lite.config.sizes import parallel_dims
-from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
+from nemo_rl_lite.models.embedded_task import MODEL_CONFIG
 from nemo_rl_lite.models.shape import ModelShape, model_shape
 from nemo_rl_lite.offload.residency import Component, Phase, Residency
 from nemo_rl_lite.planning import memory
@@ -19,7 +19,7 @@ from nemo_rl_lite.planning.memory import (
     slice_logits,
     totals,
 )
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 GIB = 2**30
 H100 = int(79.2 * GIB)

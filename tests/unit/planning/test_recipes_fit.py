@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_lite.models.shape import find_shape
-from nemo_rl_lite.planning.automatic import settle
+from nemo_rl_lite.planning.automatic import resolve_auto
 from nemo_rl_lite.planning.budget import budget
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 GPU_BYTES = int(79.2 * 2**30)
@@ -24,7 +24,7 @@ def fullest(recipe: str, *overrides: str) -> int:
     """Predicted bytes of the recipe's fullest phase, contexts and graphs included, with `auto` settled as in a run."""
     config = compose_config([f"recipes={recipe}", *overrides])
     shape = find_shape(config.policy.model_name)
-    planned = budget(settle(config, shape, GPU_BYTES).config, shape, GPU_BYTES)
+    planned = budget(resolve_auto(config, shape, GPU_BYTES).config, shape, GPU_BYTES)
     return planned.device[planned.fullest]
 
 

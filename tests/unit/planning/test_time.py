@@ -20,7 +20,7 @@ from nemo_rl_lite.planning.time import (
     logprob_seconds,
     optimizer_step_seconds,
 )
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 ROOT = Path(__file__).parents[3]
 SHAPE = model_shape(KNOWN_MODELS["Qwen/Qwen3-8B"])

@@ -4,9 +4,7 @@ import random
 
 import pytest
 
-from nemo_rl_lite.policy.balance import even_shares, swapped
-from nemo_rl_lite.policy.megatron.micro_batches import Layout
-from nemo_rl_lite.policy.megatron.shares import balanced_shares, work
+from nemo_rl_lite.policy.micro_batches import Layout, balanced_shares, even_shares, swapped, work
 
 
 def test_every_item_has_one_replica_and_every_replica_as_many_items():

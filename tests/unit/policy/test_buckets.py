@@ -7,10 +7,9 @@ import torch
 
 from nemo_rl_lite.config.sizes import batch_mode
 from nemo_rl_lite.losses.batch import Batch
-from nemo_rl_lite.policy.megatron.buckets import PARTS, Bucket
-from nemo_rl_lite.policy.megatron.micro_batches import Layout, cut
-from nemo_rl_lite.policy.megatron.one_pass import rows_of
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.policy.micro_batches import PARTS, Bucket, Layout, cut
+from nemo_rl_lite.policy.micro_pass import rows_of
+from nemo_rl_lite.validation.compose import compose_config
 
 
 def lengths_of(count: int, longest: int, seed: int) -> list[int]:

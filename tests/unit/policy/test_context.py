@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from nemo_rl_lite.policy.megatron.context import ContextRanks, Shard, own_places
-from nemo_rl_lite.policy.megatron.micro_batches import Layout, cut
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.policy.context import ContextRanks, Shard, own_places
+from nemo_rl_lite.policy.micro_batches import Layout, cut
+from nemo_rl_lite.validation.compose import compose_config
 
 CPU = torch.device("cpu")
 MEGATRON = "policy.megatron_cfg"

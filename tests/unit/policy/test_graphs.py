@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_rl_lite.policy.megatron import graphs
-from nemo_rl_lite.policy.megatron.graphs import WARM_UPS, MicroBatchGraphs, _Shape
-from nemo_rl_lite.policy.megatron.sending import unpacked
+from nemo_rl_lite.policy import graphs
+from nemo_rl_lite.policy.graphs import WARM_UPS, MicroBatchGraphs, _Shape
+from nemo_rl_lite.policy.micro_batches import unpacked
 
 
 class Again:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from nemo_rl_lite.policy.megatron.leftovers import GIB, MIB, forget, mostly_empty
+from nemo_rl_lite.policy.memory import GIB, MIB, clear_module_caches, mostly_empty
 
 
 class Rotary(torch.nn.Module):
@@ -32,7 +32,7 @@ def test_results_and_inputs_of_passes_are_let_go():
     held = [weakref.ref(one) for one in (stage.rotary(5), stage.rotary(7), stage.given[0])]
     gc.collect()
     assert all(one() is not None for one in held)
-    forget(SimpleNamespace(bare_chunks=[stage]))
+    clear_module_caches(SimpleNamespace(bare_chunks=[stage]))
     assert [one() for one in held] == [None] * 3
 
 

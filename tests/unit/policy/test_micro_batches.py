@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from nemo_rl_lite.policy.megatron.micro_batches import Layout, cut
+from nemo_rl_lite.policy.micro_batches import Layout, cut
 
 MODES = pytest.mark.parametrize("layout", [Layout("fixed", 3, 1), Layout("dynamic", 48, 4), Layout("packed", 40, 8)])
 

@@ -9,13 +9,11 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.policy.megatron import producer as producer_module
-from nemo_rl_lite.policy.megatron.export_recipe import export_weights
-from nemo_rl_lite.policy.megatron.producer import Producer, plan_refit
-from nemo_rl_lite.refit.layout.packing import same_bytes, view
-from nemo_rl_lite.refit.transport.broadcast import BroadcastBuffers
-from nemo_rl_lite.refit.transport.buckets import BucketSender
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.policy import export as producer_module
+from nemo_rl_lite.policy.export import Producer, export_weights, plan_refit
+from nemo_rl_lite.refit.buckets import BroadcastBuffers, BucketSender
+from nemo_rl_lite.refit.layout import same_bytes, view
+from nemo_rl_lite.validation.compose import compose_config
 
 CPU = torch.device("cpu")
 

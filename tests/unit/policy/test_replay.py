@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from nemo_rl_lite.losses.batch import NO_EXPERT
-from nemo_rl_lite.policy.megatron.context import ContextRanks
-from nemo_rl_lite.policy.megatron.micro_batches import Layout, cut
-from nemo_rl_lite.policy.megatron.replay import ReplayedRouter, RouterReplay
+from nemo_rl_lite.policy.context import ContextRanks
+from nemo_rl_lite.policy.micro_batches import Layout, cut
+from nemo_rl_lite.policy.moe import ReplayedRouter, RouterReplay
 
 LENGTHS = torch.tensor([5, 3, 6])
 LAYERS = (1, 4)

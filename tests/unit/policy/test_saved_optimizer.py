@@ -5,13 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_rl_lite.policy.megatron.saved_optimizer import (
-    make_states,
-    own_settings,
-    require_states,
-    restore_split,
-    set_step_counts,
-)
+from nemo_rl_lite.policy.checkpoint import make_states, own_settings, require_states, restore_split, set_step_counts
 
 
 class Split:

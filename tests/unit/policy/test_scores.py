@@ -5,10 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_rl_lite.errors import TrainingError
-from nemo_rl_lite.policy.megatron import slice_scores
-from nemo_rl_lite.policy.megatron.linear_scores import _ways
-from nemo_rl_lite.policy.megatron.scores import check_scorable
-from nemo_rl_lite.policy.megatron.slice_scores import Head
+from nemo_rl_lite.policy import vocab_chunks
+from nemo_rl_lite.policy.logprobs import _ways, check_scorable
+from nemo_rl_lite.policy.vocab_chunks import LMHead
 
 
 class HybridModel:
@@ -23,7 +22,7 @@ def test_a_model_without_the_hook_is_refused_by_name():
 
 @pytest.mark.parametrize("asked", [{"topk": 3}, {"others": True}, {"soft_cap": 5.0}])
 def test_what_the_kernels_leave_out_is_torchs(asked):
-    head = Head(temperature=1.0, **({"soft_cap": None, "entropy": True, "topk": 0, "group": None} | asked))
+    head = LMHead(temperature=1.0, **({"soft_cap": None, "entropy": True, "topk": 0, "group": None} | asked))
     on_gpu = SimpleNamespace(is_cuda=True)
-    assert _ways(on_gpu, head) is slice_scores  # pyrefly: ignore  # it is asked for its device alone
+    assert _ways(on_gpu, head) is vocab_chunks  # pyrefly: ignore  # it is asked for its device alone
     assert not head.plain

@@ -1,6 +1,6 @@
 import torch
 
-from nemo_rl_lite.policy.megatron.sending import packed, packed_bytes, unpacked
+from nemo_rl_lite.policy.micro_batches import packed, packed_bytes, unpacked
 
 VALUES = {
     "tokens": torch.arange(35).reshape(5, 7),

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.rewards.judge import Batches, Judged, make_judge, try_reward
+from nemo_rl_lite.rewards.judge import Batches, RewardResult, make_judge, try_reward
 from nemo_rl_lite.rewards.registry import RewardError, UnavailableReward, WrongReward, find_batch_reward, find_reward
 from tests.unit.rewards.test_judge import config
 
@@ -153,17 +153,17 @@ def test_those_that_wait_are_judged_together(at_once, sizes):
 @pytest.mark.parametrize("timeout_s", [None, 30.0])
 def test_an_error_of_a_batch_is_an_error_of_its_samples(timeout_s):
     judge = make_judge(config(f"{HERE}.equal", timeout_s, batch_size=2, processes=1))
-    assert judged(judge, "1", "2", "1") == [Judged(1.0), Judged(0.0), Judged(1.0)]
+    assert judged(judge, "1", "2", "1") == [RewardResult(1.0), RewardResult(0.0), RewardResult(1.0)]
     verdicts = judged(judge, "1", "raise", "1", "1")
-    assert all("ValueError: no" in str(one) for one in verdicts[:2]) and verdicts[2:] == [Judged(1.0)] * 2
+    assert all("ValueError: no" in str(one) for one in verdicts[:2]) and verdicts[2:] == [RewardResult(1.0)] * 2
 
 
 def test_the_time_limit_is_for_a_batch():
     judge = make_judge(config(f"{HERE}.equal", 1.5, batch_size=2, processes=2))
-    assert judged(judge, "1") == [Judged(1.0)]
+    assert judged(judge, "1") == [RewardResult(1.0)]
     verdicts = judged(judge, "1", "sleep", "1", "1")
     late = "no answer within reward.timeout_s = 1.5"
-    assert [str(one) for one in verdicts[:2]] == [late] * 2 and verdicts[2:] == [Judged(1.0)] * 2
+    assert [str(one) for one in verdicts[:2]] == [late] * 2 and verdicts[2:] == [RewardResult(1.0)] * 2
     assert all(isinstance(one, RewardError) for one in verdicts[:2])
 
 
@@ -174,6 +174,6 @@ def test_terms_are_batched_each_by_itself():
     }
     judge = make_judge(config("exact_match", None, **terms))
     assert judged(judge, "1", "22") == [
-        Judged(1 + 0.1 + 2.0, {"exact_match": 1.0, "long": 1.0, "also": 1.0}),
-        Judged(pytest.approx(0.2), {"exact_match": 0.0, "long": 2.0, "also": 0.0}),
+        RewardResult(1 + 0.1 + 2.0, {"exact_match": 1.0, "long": 1.0, "also": 1.0}),
+        RewardResult(pytest.approx(0.2), {"exact_match": 0.0, "long": 2.0, "also": 0.0}),
     ]

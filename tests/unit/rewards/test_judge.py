@@ -11,10 +11,10 @@ from multiprocessing import Pipe
 import psutil
 import pytest
 
-from nemo_rl_lite.config.sections.data import RewardConfig, RewardTerm
+from nemo_rl_lite.config.schema import RewardConfig, RewardTerm
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.rewards.judge import Judged, Term, make_judge, try_reward
+from nemo_rl_lite.rewards.judge import RewardResult, Term, make_judge, try_reward
 
 HERE = "tests.unit.rewards.test_judge"
 
@@ -76,7 +76,7 @@ def judge(name: str, timeout_s: float | None, processes: int = 2):
 
     async def all_of(responses, problems):
         found = await asyncio.gather(*(one(*pair) for pair in zip(responses, problems, strict=True)))
-        return [verdict.reward if isinstance(verdict, Judged) else verdict for verdict in found]
+        return [verdict.reward if isinstance(verdict, RewardResult) else verdict for verdict in found]
 
     return lambda responses, problems: asyncio.run(all_of(responses, problems))
 
@@ -175,7 +175,7 @@ def test_an_error_names_the_line_of_the_users_file_and_keeps_its_traceback(timeo
 @pytest.mark.parametrize("is_told", [False, True])
 def test_a_judging_process_ends_quietly_when_the_launcher_is_gone(is_told):
     ours, theirs = Pipe()
-    command = [sys.executable, "-m", "nemo_rl_lite.host.pool_process", str(theirs.fileno())]
+    command = [sys.executable, "-m", "nemo_rl_lite.system.pool_process", str(theirs.fileno())]
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
     theirs.close()
     if is_told:
@@ -208,7 +208,7 @@ def test_rewards_may_be_coroutines_of_which_a_process_has_many(timeout_s):
         return await asyncio.gather(*(one(text, problems("1")[0]) for text in said)), time.perf_counter() - started
 
     verdicts, seconds = asyncio.run(judge_all())
-    assert verdicts[:15] == [Judged(1.0)] * 15 and "ValueError: no" in str(verdicts[15])
+    assert verdicts[:15] == [RewardResult(1.0)] * 15 and "ValueError: no" in str(verdicts[15])
     assert seconds < 0.3 * 8
 
 
@@ -219,7 +219,7 @@ def test_terms_are_added_with_their_weights_and_keep_their_names():
     }
     judge_sum = make_judge(config("exact_match", None, **terms))
     verdict = asyncio.run(judge_sum("ab", problems("ab")[0]))
-    assert verdict == Judged(1 - 0.5 * 1 + 2.0, {"exact_match": 1.0, "size": 1.0, "tags": 1.0})
+    assert verdict == RewardResult(1 - 0.5 * 1 + 2.0, {"exact_match": 1.0, "size": 1.0, "tags": 1.0})
     # One that fails is the failure of all.
     failing = make_judge(config("exact_match", None, moody={"name": f"{HERE}.moody", "weight": 1.0}))
     assert str(asyncio.run(failing("raise", problems("1")[0]))).startswith("ValueError")

@@ -6,9 +6,9 @@ import pytest
 
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import ConfigError
-from nemo_rl_lite.rewards.judge import Judged, RewardCalls, Term, make_judge, try_reward
+from nemo_rl_lite.rewards.judge import RewardCalls, RewardResult, Term, make_judge, try_reward
 from nemo_rl_lite.rewards.registry import RewardError, UnavailableReward
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 from tests.unit.rewards.endpoint import endpoint
 
 PROBLEM = Problem(chat("the capital of France?", "be brief"), "Paris", {"level": 3})
@@ -125,9 +125,9 @@ def test_a_run_judges_in_a_process_of_its_own(server):
     async def both():
         return await asyncio.gather(*(judge(response, PROBLEM) for response in ("42", "43")))
 
-    assert asyncio.run(both()) == [Judged(1.0), Judged(0.0)]
+    assert asyncio.run(both()) == [RewardResult(1.0), RewardResult(0.0)]
     # Another event loop, as each rollout has one.
-    assert asyncio.run(both()) == [Judged(1.0), Judged(0.0)]
+    assert asyncio.run(both()) == [RewardResult(1.0), RewardResult(0.0)]
     assert len(server.asked) == 2
 
 
@@ -148,7 +148,7 @@ def test_a_judge_may_be_a_term(server):
         ["reward.timeout_s=180", f"{style}.name=judge", f"{style}.weight=0.5", f"{style}.kwargs={kwargs}"]
     )
     verdict = asyncio.run(make_judge(config.reward)("Paris", PROBLEM))
-    assert verdict == Judged(1 + 0.5 * 0.8, {"exact_match": 1.0, "style": 0.8})
+    assert verdict == RewardResult(1 + 0.5 * 0.8, {"exact_match": 1.0, "style": 0.8})
     server.close()
     with pytest.raises(ConfigError, match=r"reward\.terms\.style\.name"):
         try_reward(make_judge(config.reward), PROBLEM)

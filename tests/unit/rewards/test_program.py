@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from nemo_rl_lite.data.problems import Problem, chat
-from nemo_rl_lite.host.sandbox import Limits, run_python
 from nemo_rl_lite.rewards.program import passes_tests
+from nemo_rl_lite.system.sandbox import Limits, run_python
 
 DOUBLE = "Here it is:\n```python\ndef double(x):\n    return 2 * x\n```\nDone."
 FAST = Limits(seconds=2.0, memory_mib=256, output=1000)

@@ -4,14 +4,14 @@ import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from nemo_rl_lite.config.sections.algorithm import GRPOConfig
+from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import WorkerError
 from nemo_rl_lite.generation.interface import Completion, Sampling
-from nemo_rl_lite.generation.request_queue import RequestQueue
+from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.rollout.collector import ErrorShares, RolloutCollector
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 from tests.unit.rollout.script import Letters, judged_by
 
 LOST = WorkerError("generation rank 0", "generate", "the process died", lost=True)

@@ -5,19 +5,19 @@ from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 
-from nemo_rl_lite.agents.calls import Agents
-from nemo_rl_lite.config.sections.data import AgentConfig
+from nemo_rl_lite.config.schema import AgentConfig
 from nemo_rl_lite.data.problems import Problem, chat
-from nemo_rl_lite.endpoint.server import Endpoint, ServedGeneration
+from nemo_rl_lite.environments.agents import Agents
 from nemo_rl_lite.environments.registry import InThisProcess
 from nemo_rl_lite.errors import EngineError
 from nemo_rl_lite.rewards.registry import find_reward
 from nemo_rl_lite.rollout.agents import AgentPlay
 from nemo_rl_lite.rollout.collector import ErrorShares, GroupSelection, RolloutCollector, RolloutTask
 from nemo_rl_lite.rollout.play import Turns
-from tests.unit.endpoint.served import LOCAL, SAMPLING
+from nemo_rl_lite.serving.server import Endpoint, ServedGeneration
 from tests.unit.pages import DOCS, blocks
 from tests.unit.rollout.script import Letters, completion, judged_by, plain
+from tests.unit.serving.served import LOCAL, SAMPLING
 
 PLAYERS = "tests.unit.rollout.players"
 CALL, FINAL = "<calc>6*7</calc>", "43"

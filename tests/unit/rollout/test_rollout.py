@@ -5,7 +5,7 @@ import pytest
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import DataError
 from nemo_rl_lite.generation.interface import Sampling
-from nemo_rl_lite.rewards.judge import Judged
+from nemo_rl_lite.rewards.judge import RewardResult
 from nemo_rl_lite.rewards.registry import LateReward, checked_reward
 from nemo_rl_lite.rollout.collector import ErrorShares, GroupSelection, RolloutCollector, RolloutTask
 from nemo_rl_lite.rollout.episode import Rollout
@@ -94,7 +94,7 @@ def test_a_reward_that_fails_on_too_many_samples_ends_the_run():
 
 def test_a_response_that_is_wrong_because_judging_it_takes_too_long_is_trained_on_and_counts_as_a_failure(caplog):
     async def judge(response, problem):
-        return Judged(0.0, late=LateReward("no answer in time")) if response == "XYZ" else Judged(1.0)
+        return RewardResult(0.0, late=LateReward("no answer in time")) if response == "XYZ" else RewardResult(1.0)
 
     rollout = collect(judge, 0.25)
     assert rollout.rewards_B.tolist() == [1, 1, 0, 1] and rollout.reward_errors == 0

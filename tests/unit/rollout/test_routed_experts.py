@@ -9,7 +9,7 @@ import torch
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import EngineError
 from nemo_rl_lite.generation.interface import Completion
-from nemo_rl_lite.generation.vllm.samples import Samples, _Sample
+from nemo_rl_lite.generation.vllm.worker import Samples, _Sample
 from nemo_rl_lite.losses.batch import NO_EXPERT, Batch, TokenRows
 from nemo_rl_lite.rollout.episode import Episode, Rollout
 

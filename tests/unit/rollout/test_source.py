@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from nemo_rl_lite.checkpoint.checkpoints import Checkpoints
-from nemo_rl_lite.checkpoint.store import CheckpointStore, Retention
+from nemo_rl_lite.checkpoint.store import Checkpoints, CheckpointStore, Retention
 from nemo_rl_lite.errors import CheckpointError, EngineError, WorkerError
 from nemo_rl_lite.rollout.queue import AsyncRolloutSource, Staleness
 from nemo_rl_lite.rollout.source import OnPolicy, RolloutSource

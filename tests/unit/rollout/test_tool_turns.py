@@ -15,7 +15,7 @@ from nemo_rl_lite.data.tools import callable_tools
 from nemo_rl_lite.environments.registry import InThisProcess
 from nemo_rl_lite.environments.tools import Functions, Python
 from nemo_rl_lite.generation.interface import Completion, Sampling
-from nemo_rl_lite.models.embedded.build import build_tokenizer
+from nemo_rl_lite.models.embedded import build_tokenizer
 from nemo_rl_lite.rewards.registry import find_reward
 from nemo_rl_lite.rollout.collector import ErrorShares, GroupSelection, RolloutCollector, RolloutTask
 from nemo_rl_lite.rollout.play import Turns

@@ -11,8 +11,8 @@ from nemo_rl_lite.observability.timer import Phase
 from nemo_rl_lite.observability.trackers import METRICS_FILE
 from nemo_rl_lite.rollout.episode import Span
 from nemo_rl_lite.rollout.store import RolloutFiles
-from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.folder import status_kept, write_start
+from nemo_rl_lite.validation.compose import compose_config
 from tests.unit.observability.rollouts import make_rollout
 
 REFIT = "prepare_for_generation/transfer_and_update_weights"

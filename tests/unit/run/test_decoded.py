@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_rl_lite.generation.interface import Decoded, Drafts
-from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
+from nemo_rl_lite.models.embedded_task import MODEL_CONFIG
 from nemo_rl_lite.models.shape import model_shape
 from nemo_rl_lite.planning.memory import DecodingBytes
-from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run import model
-from nemo_rl_lite.run.workers import remote_generation
-from nemo_rl_lite.run.workers.recovery import RecoveringGeneration
-from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
+from nemo_rl_lite.validation.compose import compose_config
+from nemo_rl_lite.workers import generation as remote_generation
+from nemo_rl_lite.workers.generation import RemoteGeneration
+from nemo_rl_lite.workers.recovery import RecoveringGeneration
 
 SHAPE = model_shape(MODEL_CONFIG)
 ON_GPU = [

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers import reserve
-from nemo_rl_lite.run.workers.reserve import worker_threads
+from nemo_rl_lite.validation.compose import compose_config
+from nemo_rl_lite.workers import reserve
+from nemo_rl_lite.workers.reserve import worker_threads
 
 GPU = ["policy=megatron_gpu", "cluster.gpus_per_node=1", "policy.train_micro_batch_size=64"]
 GPU += ["policy.max_total_sequence_length=128"]

@@ -12,13 +12,13 @@ from nemo_rl_lite.config.keys import compose_files
 from nemo_rl_lite.config.sizes import engines, policy_ranks
 from nemo_rl_lite.data.problems import Problem, chat
 from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.evaluation import task
+from nemo_rl_lite.evaluation.evaluate import Journal, claim
+from nemo_rl_lite.evaluation.task import Evaluation, Options, compose
 from nemo_rl_lite.rollout.collector import Group
 from nemo_rl_lite.rollout.episode import Episode
-from nemo_rl_lite.rules.compose import compose_config, restore
-from nemo_rl_lite.run.evaluation import task
-from nemo_rl_lite.run.evaluation.evaluate import Journal, claim
-from nemo_rl_lite.run.evaluation.task import Evaluation, Options, compose
 from nemo_rl_lite.run.serving import Served
+from nemo_rl_lite.validation.compose import compose_config, restore
 from tests.functional.conftest import model_folder  # noqa: F401
 
 ONE = Options(samples=1, problems=None, temperature=None, pass_reward=1.0)

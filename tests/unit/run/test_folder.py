@@ -17,9 +17,9 @@ from nemo_rl_lite.errors import ConfigError, WorkerError
 from nemo_rl_lite.observability.environment import COMMAND_FILE, CONFIG_FILE, ERROR_FILE, described
 from nemo_rl_lite.observability.summary import SUMMARY_FILE
 from nemo_rl_lite.observability.trackers import METRICS_FILE
-from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run.folder import check_folder, how_to_resume, locked, status_kept, write_error, write_start
 from nemo_rl_lite.run.run import run
+from nemo_rl_lite.validation.compose import compose_config
 
 # Takes the lock, starts a program that would inherit every file it may, names it and waits.
 HOLDER = """

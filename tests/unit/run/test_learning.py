@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 ROOT = Path(__file__).parents[3]
 FAKE = """#!/bin/bash

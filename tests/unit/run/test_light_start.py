@@ -6,7 +6,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("module", ["nemo_rl_lite.run.run", "nemo_rl_lite.run.workers.reserve"])
+@pytest.mark.parametrize("module", ["nemo_rl_lite.run.run", "nemo_rl_lite.workers.reserve"])
 def test_workers_are_started_before_the_launcher_imports_torch(module):
     code = f"import sys, {module}\nprint(*({{'torch', 'transformers', 'matplotlib', 'pandas'}} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -5,8 +5,8 @@ from rich.console import Console
 
 from nemo_rl_lite.models.shape import NoModelError
 from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run import model
+from nemo_rl_lite.validation.compose import compose_config
 
 ON_A_GPU = ["cluster.gpus_per_node=1", "policy=megatron_gpu", "generation=vllm_gpu", "policy.model_name=a/b"]
 
@@ -22,7 +22,7 @@ class Log:
 @pytest.fixture
 def shown(monkeypatch, tmp_path):
     """What is printed, and the log, for overrides and the size of a GPU."""
-    from nemo_rl_lite.models.embedded.reverse_digits import MODEL_CONFIG
+    from nemo_rl_lite.models.embedded_task import MODEL_CONFIG
     from nemo_rl_lite.models.shape import model_shape
 
     monkeypatch.setattr(model, "read_model_shape", lambda name: model_shape(MODEL_CONFIG))

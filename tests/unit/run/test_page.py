@@ -6,9 +6,9 @@ import struct
 
 import pytest
 
-from nemo_rl_lite import report
-from nemo_rl_lite.run.report.page import embedded, page, write_report
-from nemo_rl_lite.run.report.record import ReportError, read_run
+from nemo_rl_lite.report import __main__ as report
+from nemo_rl_lite.report.page import embedded, page, write_report
+from nemo_rl_lite.report.record import ReportError, read_run
 from tests.unit.run.browser import CHROMIUM, browser
 from tests.unit.run.run_folders import HOSTILE, make_asynchronous_run, make_run
 

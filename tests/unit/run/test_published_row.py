@@ -9,12 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_rl_lite.config.parallel import ParallelDims
-from nemo_rl_lite.config.sizes import engines, optimizer_steps, parallel_dims, samples_per_step
+from nemo_rl_lite.config.sizes import ParallelDims, engines, optimizer_steps, parallel_dims, samples_per_step
 from nemo_rl_lite.generation.interface import Sampling
 from nemo_rl_lite.models.shape import find_shape, model_shape
 from nemo_rl_lite.rollout.play import SingleTurn
-from nemo_rl_lite.rules.compose import compose_config
+from nemo_rl_lite.validation.compose import compose_config
 
 ROOT = Path(__file__).parents[3]
 MODEL = "policy.model_name=a/model"

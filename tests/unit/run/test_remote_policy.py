@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from nemo_rl_lite.losses.batch import Batch, TokenRow
-from nemo_rl_lite.losses.sft import SFTLoss
+from nemo_rl_lite.losses.supervised import SFTLoss
 from nemo_rl_lite.policy.interface import Work
-from nemo_rl_lite.policy.megatron.model import ParallelPlace
-from nemo_rl_lite.run.workers import policy as policy_module
-from nemo_rl_lite.run.workers.policy import RemotePolicy
+from nemo_rl_lite.policy.model import ParallelPlace
+from nemo_rl_lite.workers import policy as policy_module
+from nemo_rl_lite.workers.policy import RemotePolicy
 
 
 class Worker:

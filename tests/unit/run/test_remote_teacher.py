@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
-from nemo_rl_lite.policy.megatron.model import ParallelPlace
-from nemo_rl_lite.policy.megatron.teacher import TeacherScores
-from nemo_rl_lite.run.workers import policy as policy_module
-from nemo_rl_lite.run.workers.policy import RemoteTeacher
+from nemo_rl_lite.policy.model import ParallelPlace
+from nemo_rl_lite.policy.teacher import TeacherScores
+from nemo_rl_lite.workers import policy as policy_module
+from nemo_rl_lite.workers.policy import RemoteTeacher
 
 ROWS = TokenRows.of([TokenRow(list(range(10 * row, 10 * row + 1 + row)), [True] * (row + 1)) for row in range(5)])
 

@@ -11,11 +11,11 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from rich.console import Console
 
 from nemo_rl_lite import chat, serve
-from nemo_rl_lite.endpoint.protocol import RefusedError
 from nemo_rl_lite.errors import CheckpointError, ConfigError, LauncherError
-from nemo_rl_lite.rules.compose import compose_config
 from nemo_rl_lite.run import serving
 from nemo_rl_lite.run.serving import find_served
+from nemo_rl_lite.serving.protocol import RefusedError
+from nemo_rl_lite.validation.compose import compose_config
 
 
 def run_folder(folder: Path, *overrides: str, **changes: object) -> Path:

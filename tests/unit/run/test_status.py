@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from nemo_rl_lite.errors import RefitError, RunStopped
-from nemo_rl_lite.host import stopping
 from nemo_rl_lite.observability.environment import ENVIRONMENT_FILE, ERROR_FILE, STATUS_FILE
 from nemo_rl_lite.run.folder import status_kept, write_start
+from nemo_rl_lite.system import stopping
 
 
 def status(folder) -> dict:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from nemo_rl_lite import report
 from nemo_rl_lite.observability.summary import Summary
+from nemo_rl_lite.report import __main__ as report
 from nemo_rl_lite.run.command import Sweep, jobs
 
 

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from nemo_rl_lite.run.report.record import EPISODES, ROLLOUT_PARTS, timeline
+from nemo_rl_lite.report.record import EPISODES, ROLLOUT_PARTS, timeline
 
 
 def span(what: str, begin: float, end: float, place: int = 0) -> dict:

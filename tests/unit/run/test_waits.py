@@ -3,8 +3,8 @@
 import pytest
 
 from nemo_rl_lite.observability.trackers import with_every_age
+from nemo_rl_lite.report.record import PARTS, STEPS, read_run
 from nemo_rl_lite.rollout.store import RolloutFiles
-from nemo_rl_lite.run.report.record import PARTS, STEPS, read_run
 from tests.unit.observability.rollouts import make_rollout
 from tests.unit.run.run_folders import make_asynchronous_run
 

@@ -4,14 +4,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_rl_lite.config.sections.algorithm import GRPOConfig
+from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.errors import EngineError, RefitError, WorkerError
 from nemo_rl_lite.generation.interface import Completion, Request, Sampling
 from nemo_rl_lite.rollout.sampler import PromptCooldown, PromptOrder, Sampler
-from nemo_rl_lite.rules.compose import compose_config
-from nemo_rl_lite.run.workers import remote_generation
-from nemo_rl_lite.run.workers.remote_generation import RemoteGeneration
-from nemo_rl_lite.run.workers.weight_sync import PROBE_TOKENS, ProbeSettings, WeightSync, producers
+from nemo_rl_lite.validation.compose import compose_config
+from nemo_rl_lite.workers import generation as remote_generation
+from nemo_rl_lite.workers.generation import RemoteGeneration
+from nemo_rl_lite.workers.weight_sync import PROBE_TOKENS, ProbeSettings, WeightSync, producers
 
 PROMPT = [5, 6, 7]
 

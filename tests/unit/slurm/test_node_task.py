@@ -6,7 +6,8 @@ import pytest
 
 from nemo_rl_lite.errors import LauncherError
 from nemo_rl_lite.slurm import node
-from nemo_rl_lite.slurm.node import MIB, SlurmTask
+from nemo_rl_lite.slurm.node import SlurmTask
+from nemo_rl_lite.system.machine import MIB
 
 TASK = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_NNODES": "2"}
 CORES = len(os.sched_getaffinity(0))

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from nemo_rl_lite.refit.engine.destinations import Destinations
-from nemo_rl_lite.refit.layout.packing import Arrived, buffer_of, dtype_name, new_buffers
-from nemo_rl_lite.refit.layout.plan import make_plan
-from nemo_rl_lite.refit.transport.export import Stream
-from nemo_rl_lite.refit.transport.report import RefitReport
+from nemo_rl_lite.refit.buckets import Stream
+from nemo_rl_lite.refit.engine import CopyReplayLoader
+from nemo_rl_lite.refit.interface import RefitReport
+from nemo_rl_lite.refit.layout import ReceivedBucket, buffer_of, dtype_name, make_plan, new_buffers
 
 HIDDEN, HEADS, VOCABULARY = 6, 4, 10
 
@@ -84,7 +83,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def refit(destinations: Destinations, values: dict[str, torch.Tensor], bucket_bytes: int, buffers: int = 2) -> None:
+def refit(destinations: CopyReplayLoader, values: dict[str, torch.Tensor], bucket_bytes: int, buffers: int = 2) -> None:
     plan = make_plan([(name, tuple(one.shape), dtype_name(one.dtype)) for name, one in values.items()], bucket_bytes)
     room, export = new_buffers(plan, buffers, torch.device("cpu")), Stream(plan, values.items)
     export.start()
@@ -92,7 +91,7 @@ def refit(destinations: Destinations, values: dict[str, torch.Tensor], bucket_by
         buffer = buffer_of(plan, room, index)
         export.begin(index, RefitReport())
         export.fill(index, buffer, RefitReport())
-        destinations.fill(Arrived(index, bucket, buffer))
+        destinations.fill(ReceivedBucket(index, bucket, buffer))
         # The buffer is filled again soon: nothing may point there.
         buffer.fill_(255)
 
@@ -101,7 +100,7 @@ def refit(destinations: Destinations, values: dict[str, torch.Tensor], bucket_by
 @pytest.mark.parametrize("rank", [0, 1])
 def test_later_refits_give_what_the_loader_gives(rank, bucket_bytes):
     engine, expected = Engine(rank), Engine(rank)
-    destinations = Destinations(engine.load, engine.parameters.values())
+    destinations = CopyReplayLoader(engine.load, engine.parameters.values())
     for seed in range(3):
         refit(destinations, weights(seed), bucket_bytes)
         expected.load(list(weights(seed).items()))
@@ -112,7 +111,7 @@ def test_later_refits_give_what_the_loader_gives(rank, bucket_bytes):
 
 def test_only_what_the_loader_computes_with_is_left_to_it():
     engine = Engine()
-    destinations = Destinations(engine.load, engine.parameters.values())
+    destinations = CopyReplayLoader(engine.load, engine.parameters.values())
     refit(destinations, weights(0), 10**6)
     assert engine.calls == [list(weights(0))]
     refit(destinations, weights(1), 10**6)
@@ -123,7 +122,7 @@ def test_only_what_the_loader_computes_with_is_left_to_it():
 def test_buffers_in_another_place_do_as_well():
     """A new connection has other memory."""
     engine, expected = Engine(), Engine()
-    destinations = Destinations(engine.load, engine.parameters.values())
+    destinations = CopyReplayLoader(engine.load, engine.parameters.values())
     refit(destinations, weights(0), 1024, buffers=1)
     refit(destinations, weights(1), 1024, buffers=3)
     expected.load(list(weights(1).items()))
@@ -170,7 +169,7 @@ class Derived(Engine):
 @pytest.mark.parametrize("kind", [InPlace, Afterwards, ThroughATemporary, Derived])
 def test_a_loader_that_does_more_than_copy_is_called_each_time(kind, bucket_bytes):
     engine, expected = kind(), kind()
-    destinations = Destinations(engine.load, engine.parameters.values())
+    destinations = CopyReplayLoader(engine.load, engine.parameters.values())
     for seed in range(3):
         refit(destinations, weights(seed), bucket_bytes)
         expected.load(list(weights(seed).items()))
@@ -182,6 +181,6 @@ def test_a_loader_that_does_more_than_copy_is_called_each_time(kind, bucket_byte
 
 def test_numbers_that_are_none_are_copied_as_well():
     engine = Engine()
-    destinations = Destinations(engine.load, engine.parameters.values())
+    destinations = CopyReplayLoader(engine.load, engine.parameters.values())
     refit(destinations, weights(0) | {"norm": torch.full((HIDDEN,), float("nan")).bfloat16()}, 1)
     assert "norm" not in destinations.left

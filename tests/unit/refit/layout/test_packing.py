@@ -2,10 +2,9 @@ import pytest
 import torch
 
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.refit.layout.packing import Arrived, buffer_of, new_buffers, same_bytes
-from nemo_rl_lite.refit.layout.plan import make_plan
-from nemo_rl_lite.refit.transport.export import Stream
-from nemo_rl_lite.refit.transport.report import RefitReport
+from nemo_rl_lite.refit.buckets import Stream
+from nemo_rl_lite.refit.interface import RefitReport
+from nemo_rl_lite.refit.layout import ReceivedBucket, buffer_of, make_plan, new_buffers, same_bytes
 
 PLAN = make_plan([("weight", (6, 4), "float32"), ("scalar", (), "int64"), ("empty", (0, 3), "bool")], 10**6)
 VALUES = {"weight": torch.randn(6, 4), "scalar": torch.tensor(5), "empty": torch.zeros(0, 3, dtype=torch.bool)}
@@ -20,7 +19,7 @@ def packed(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     export.begin(0, report)
     export.fill(0, buffer, report)
     assert set(report.seconds) == {"iterate", "pack"}
-    return dict(Arrived(0, PLAN.buckets[0], buffer).named())
+    return dict(ReceivedBucket(0, PLAN.buckets[0], buffer).named())
 
 
 def test_tensors_of_any_layout_are_packed():

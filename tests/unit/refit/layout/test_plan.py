@@ -1,4 +1,4 @@
-from nemo_rl_lite.refit.layout.plan import ALIGNMENT, bucket_size, make_plan
+from nemo_rl_lite.refit.layout import ALIGNMENT, bucket_size, make_plan
 
 
 def test_tensors_are_aligned_and_keep_their_order():

@@ -2,10 +2,9 @@
 
 import pytest
 
-from nemo_rl_lite.refit.layout.plan import Bucket, Slot
-from nemo_rl_lite.refit.layout.routes import make_route
-from nemo_rl_lite.refit.layout.views import Segment, StridedView
-from nemo_rl_lite.refit.transport.rank_groups import connected
+from nemo_rl_lite.refit.group import connected
+from nemo_rl_lite.refit.layout import Bucket, Slot
+from nemo_rl_lite.refit.trace import Segment, StridedView, make_route
 
 SLOTS = tuple(Slot(name, (256,), "float32", index * 1024, 1024) for index, name in enumerate("abcd"))
 BUCKET = Bucket(SLOTS, 4096)

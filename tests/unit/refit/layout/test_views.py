@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.refit.layout import views as views_module
-from nemo_rl_lite.refit.layout.views import Numbering, find_segments
+from nemo_rl_lite.refit import trace as views_module
+from nemo_rl_lite.refit.trace import IndexTracer, trace_strided_copies
 
 GROUPS, QUERIES, DIM, HIDDEN = 4, 2, 3, 5
 FUSED = (GROUPS * (QUERIES + 2) * DIM, HIDDEN)
@@ -69,8 +69,8 @@ def test_segments_give_what_the_conversion_gives(case, chunk, monkeypatch):
     shapes, convert, count = CONVERSIONS[case]
     # The shards lie in the middle of a buffer, as megatron-core's parameters do.
     shards = [torch.randn(1000)[7 : 7 + torch.Size(shape).numel()].view(shape) for shape in shapes]
-    numbering = Numbering(ranks=len(shards) + 1, largest=max(shard.numel() for shard in shards))
-    found = find_segments(
+    numbering = IndexTracer(ranks=len(shards) + 1, largest=max(shard.numel() for shard in shards))
+    found = trace_strided_copies(
         convert([numbering.number(rank, 5 - rank, shard) for rank, shard in enumerate(shards)]), numbering
     )
     assert found is not None and len(found) == count
@@ -97,13 +97,13 @@ def test_segments_give_what_the_conversion_gives(case, chunk, monkeypatch):
 )
 def test_what_no_view_gives_has_no_segments(convert, monkeypatch):
     monkeypatch.setattr(views_module, "_MOST_SEGMENTS", 2)
-    numbering = Numbering(ranks=1, largest=6)
-    assert find_segments(convert(numbering.number(0, 0, torch.zeros(6))), numbering) is None
+    numbering = IndexTracer(ranks=1, largest=6)
+    assert trace_strided_copies(convert(numbering.number(0, 0, torch.zeros(6))), numbering) is None
 
 
 def test_values_that_are_shifted_leave_the_parameter():
     """A conversion that adds one, as those of zero-centred norms do."""
-    numbering = Numbering(ranks=2, largest=6)
+    numbering = IndexTracer(ranks=2, largest=6)
     for elements in (4, 6):
-        (segment,) = find_segments(numbering.number(1, 3, torch.zeros(elements)) + 1, numbering)
+        (segment,) = trace_strided_copies(numbering.number(1, 3, torch.zeros(elements)) + 1, numbering)
         assert segment.source.last == elements

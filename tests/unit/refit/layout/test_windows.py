@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.refit.layout import windows as windows_module
-from nemo_rl_lite.refit.layout.views import Numbering, Segment, StridedView, find_segments
-from nemo_rl_lite.refit.layout.windows import segments_of_window
+from nemo_rl_lite.refit import trace as windows_module
+from nemo_rl_lite.refit.trace import IndexTracer, Segment, StridedView, segments_of_window, trace_strided_copies
 from tests.unit.refit.layout.test_views import CONVERSIONS
 
 
@@ -49,9 +48,9 @@ def cuts(whole: Tensor) -> Iterator[Tensor]:
 def test_every_cut_of_every_conversion(case):
     shapes, convert, _ = CONVERSIONS[case]
     shards = [torch.randn(shape) for shape in shapes]
-    numbering = Numbering(len(shards), max(shard.numel() for shard in shards))
+    numbering = IndexTracer(len(shards), max(shard.numel() for shard in shards))
     numbers = [numbering.number(rank, 3, shard) for rank, shard in enumerate(shards)]
-    segments = find_segments(convert(numbers), numbering)
+    segments = trace_strided_copies(convert(numbers), numbering)
     whole = convert(shards).contiguous()
     for cut in cuts(whole):
         found = segments_of(segments, whole, cut)

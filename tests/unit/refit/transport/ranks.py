@@ -20,8 +20,8 @@ import torch
 import torch._dynamo
 import torch.distributed.fsdp
 
-from nemo_rl_lite.refit.transport import group as refit_group
-from nemo_rl_lite.refit.transport.group import Meeting, RefitGroup
+from nemo_rl_lite.refit import group as refit_group
+from nemo_rl_lite.refit.group import RefitGroup, Rendezvous
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ def run(rank_functions: list[Callable[[RefitGroup], Any]], timeout_s: float = 60
     size, all_done = len(rank_functions), _FORKS.Event()
     all_started = _FORKS.Barrier(size)
     pipes = [_FORKS.Pipe(duplex=False) for _ in rank_functions]
-    meetings = [Meeting("127.0.0.1", store.port, rank, size) for rank in range(size)]
+    meetings = [Rendezvous("127.0.0.1", store.port, rank, size) for rank in range(size)]
     processes = [
         _FORKS.Process(
             target=_rank_main,
@@ -79,7 +79,7 @@ def _load_from_bytes(content: bytes) -> Any:
 
 
 def _rank_main(
-    function: bytes, meeting: Meeting, timeout_s: float, sending: Connection, all_started: Barrier, all_done: Event
+    function: bytes, meeting: Rendezvous, timeout_s: float, sending: Connection, all_started: Barrier, all_done: Event
 ) -> None:
     try:
         torch.set_num_threads(1)

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from nemo_rl_lite.refit.transport.checksum import _EVERY, _WORDS, Checksums
+from nemo_rl_lite.refit.interface import _EVERY, _WORDS, Checksums
 
 
 def random_bytes(size: int) -> torch.Tensor:
@@ -92,8 +92,8 @@ def test_the_gpu_kernel_gives_the_same_numbers():
     # Triton's interpreter runs kernels on a CPU; it must be asked for before Triton is imported.
     program = """
 import torch
-from nemo_rl_lite.refit.transport import checksum
-from nemo_rl_lite.refit.transport.checksum_kernel import sum_words
+from nemo_rl_lite.refit import checksum
+from nemo_rl_lite.refit.checksum_kernel import sum_words
 
 checksum._WORDS = 8192
 for words in (1, 4096, 8192, 8193, 50001):

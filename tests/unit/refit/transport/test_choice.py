@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_rl_lite.refit.transport.choice import Facts, choose_transport
+from nemo_rl_lite.refit.interface import TransportFacts, choose_transport
 
-ALL_TRUE = Facts(shares_device=True, on_gpu=True, direct=True, has_recipe=True)
+ALL_TRUE = TransportFacts(shares_device=True, on_gpu=True, direct=True, has_recipe=True)
 
 
 @pytest.mark.parametrize(

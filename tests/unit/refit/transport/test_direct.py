@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.refit.engine.destinations import Destinations
-from nemo_rl_lite.refit.layout.packing import same_bytes
-from nemo_rl_lite.refit.layout.plan import make_plan
-from nemo_rl_lite.refit.layout.views import Segment, StridedView
-from nemo_rl_lite.refit.transport import direct
-from nemo_rl_lite.refit.transport.direct import DirectReceiver, DirectSender
-from nemo_rl_lite.refit.transport.sharing import Sharing
+from nemo_rl_lite.refit import ipc
+from nemo_rl_lite.refit.engine import CopyReplayLoader
+from nemo_rl_lite.refit.ipc import DirectReceiver, DirectSender, IpcExport
+from nemo_rl_lite.refit.layout import make_plan, same_bytes
+from nemo_rl_lite.refit.trace import Segment, StridedView
 from tests.unit.refit.transport.files import Files
 from tests.unit.refit.transport.ranks import CPU, SHORT, run
 from tests.unit.refit.transport.test_transports import Collected, consume
@@ -65,7 +63,7 @@ def share(folder, refits: int):
 
     def producer(group):
         files = Files(folder)
-        shared = [Sharing(parameters(files, seed), 0, [0], None, files) for seed in range(refits)]
+        shared = [IpcExport(parameters(files, seed), 0, [0], None, files) for seed in range(refits)]
         return [DirectSender(plan(), group, one).send().seconds for one in shared]
 
     return producer
@@ -105,7 +103,7 @@ def fill(folder, refits: int, load_more=None, bucket_bytes=600):
 
     def consumer(group):
         files, engine, seen = Files(folder), Engine(load_more), []
-        destinations = Destinations(engine.load, engine.memory.values())
+        destinations = CopyReplayLoader(engine.load, engine.memory.values())
         receiver = DirectReceiver(plan(bucket_bytes), group, RECIPE, CPU, "full", files)
         for _ in range(refits):
             receiver.receive(destinations)
@@ -196,20 +194,20 @@ def test_without_an_engine_buckets_are_put_together(tmp_path):
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (5, 4), (2, 50)])
 def test_what_is_compared_slab_by_slab_is_all_of_it(shape, monkeypatch):
-    monkeypatch.setattr(direct, "_COMPARED", 8)
+    monkeypatch.setattr(ipc, "_COMPARED", 8)
     tensor = torch.rand(shape)
-    assert torch.equal(torch.cat([slab.flatten() for slab in direct._slabs(tensor)]), tensor.flatten())
+    assert torch.equal(torch.cat([slab.flatten() for slab in ipc._slabs(tensor)]), tensor.flatten())
 
 
 @pytest.mark.parametrize("verify", ["off", "sample", "full"])
 def test_a_weight_that_was_not_copied_is_named(tmp_path, verify):
     def consumer(group):
         engine, files = Engine(), Files(tmp_path)
-        destinations = Destinations(engine.load, engine.memory.values())
+        destinations = CopyReplayLoader(engine.load, engine.memory.values())
         receiver = DirectReceiver(plan(), group, RECIPE, CPU, verify, files)
         receiver.receive(destinations)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(direct.CopyList, "run", lambda self: None)
+            patch.setattr(ipc.CopyList, "run", lambda self: None)
             try:
                 receiver.receive(destinations)
             finally:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.refit.transport.one_copy import InEngine, share_weights
+from nemo_rl_lite.refit.ipc import SharedFrozenParams, share_weights
 from tests.unit.refit.transport.files import Files
 
 
@@ -31,7 +31,7 @@ def test_equal_weights_move_to_the_engine_and_others_stay(files):
     unlike = [frozen(last_row_differs), frozen(matrix.flip(0)), frozen(matrix.view(12, 40)), frozen(norm.double())]
     unlike += [frozen(torch.cat([vocabulary, torch.zeros(3, 16)])), nn.Parameter(norm.clone())]
     values, places = [one.clone() for one in (*same, *unlike)], [one.data_ptr() for one in unlike]
-    in_engine = InEngine(files)
+    in_engine = SharedFrozenParams(files)
     frozen_bytes = in_engine.take(weights, [*same, *unlike])
     assert frozen_bytes.shared == 4 * (480 + 16 + 16 + 160) and frozen_bytes.twice == 4 * (3 * 480 + 2 * 16 + 13 * 16)
     assert all(one in in_engine for one in same) and not any(one in in_engine for one in unlike)
@@ -45,7 +45,7 @@ def test_equal_weights_move_to_the_engine_and_others_stay(files):
 
 def test_memory_that_changes_is_noticed(files):
     weight = files.new("weight", torch.randn(4, 8))
-    in_engine = InEngine(files)
+    in_engine = SharedFrozenParams(files)
     in_engine.check()
     in_engine.take(share_weights([weight], files), [frozen(weight)])
     in_engine.check()

@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_lite.errors import LostTouchError, RefitError
-from nemo_rl_lite.refit.engine.destinations import Destinations
-from nemo_rl_lite.refit.layout.packing import same_bytes
-from nemo_rl_lite.refit.layout.plan import make_plan
-from nemo_rl_lite.refit.layout.views import Numbering, find_segments
-from nemo_rl_lite.refit.transport import group as refit_group
-from nemo_rl_lite.refit.transport.direct import DirectReceiver, DirectSender
-from nemo_rl_lite.refit.transport.group import Meeting, RefitGroup
-from nemo_rl_lite.refit.transport.sharing import Sharing, opened
+from nemo_rl_lite.refit import group as refit_group
+from nemo_rl_lite.refit.engine import CopyReplayLoader
+from nemo_rl_lite.refit.group import RefitGroup, Rendezvous
+from nemo_rl_lite.refit.ipc import DirectReceiver, DirectSender, IpcExport, opened
+from nemo_rl_lite.refit.layout import make_plan, same_bytes
+from nemo_rl_lite.refit.trace import IndexTracer, trace_strided_copies
 from tests.unit.refit.transport.files import Files
 from tests.unit.refit.transport.ranks import CPU, SHORT, run
 
@@ -44,11 +42,11 @@ def exported(shards: list[list[torch.Tensor]], rank: int) -> dict[str, torch.Ten
 
 
 def recipe(rank: int):
-    numbering = Numbering(2, 10**3)
+    numbering = IndexTracer(2, 10**3)
     numbers = [
         [numbering.number(one, number, torch.empty(shape)) for number, shape in enumerate(SHAPES)] for one in range(2)
     ]
-    return {name: find_segments(tensor, numbering) for name, tensor in exported(numbers, rank).items()}
+    return {name: trace_strided_copies(tensor, numbering) for name, tensor in exported(numbers, rank).items()}
 
 
 def shards(seed: int) -> list[list[torch.Tensor]]:
@@ -88,7 +86,7 @@ class EngineRank:
 
 def joined(port: int, rank: int, timeout_s: float) -> RefitGroup:
     """A policy rank and the engine rank on its device; the limit is for what comes after."""
-    group = refit_group.join_at(Meeting("127.0.0.1", port, rank, 2), CPU, 60)
+    group = refit_group.join_at(Rendezvous("127.0.0.1", port, rank, 2), CPU, 60)
     return replace(group, timeout=timedelta(seconds=timeout_s))
 
 
@@ -105,7 +103,7 @@ def policy_rank(rank: int, port: int, own_port: int, folder: Path, timeout_s: fl
                 number: files.new(f"{rank} {number} {seed}", tensor, offset=64 * number)
                 for number, tensor in enumerate(shards(seed)[rank])
             }
-            sharing = Sharing(own, rank, [0, 1], dist.group.WORLD, files)
+            sharing = IpcExport(own, rank, [0, 1], dist.group.WORLD, files)
             if openable is None:
                 openable = sharing.on_one_machine() and sharing.can_be_opened()
                 with sharing.together() as parameters:
@@ -126,7 +124,7 @@ def engine_rank(rank: int, own_port: int, folder: Path, timeout_s: float, refits
     def main(_):
         group = joined(own_port, 1, timeout_s)
         files, engine, seen, opened_in_all = Files(folder), EngineRank(rank), [], [0]
-        destinations = Destinations(engine.load, engine.memory.values())
+        destinations = CopyReplayLoader(engine.load, engine.memory.values())
         receiver = DirectReceiver(PLAN, group, recipe(rank), CPU, "full", files)
         for _ in range(refits):
             if dies:
@@ -184,7 +182,7 @@ class Unreachable(Files):
         raise RefitError("cuIpcOpenMemHandle: CUDA_ERROR_PEER_ACCESS_UNSUPPORTED")
 
 
-class TwoRanks(Sharing):
+class TwoRanks(IpcExport):
     """Together with a rank that is like this one."""
 
     def _all_gather(self, own):
@@ -204,7 +202,7 @@ def test_memory_that_cannot_be_opened_is_seen_at_the_start(memory, tmp_path):
 def test_only_what_is_wanted_is_opened(tmp_path):
     files = Files(tmp_path)
     own = {number: files.new(f"{number}", torch.full((3,), float(number))) for number in (2, 5)}
-    addresses = Sharing(own, 4, [4], None, files).addresses()
+    addresses = IpcExport(own, 4, [4], None, files).addresses()
     with opened(addresses, files, {(4, 5)}) as parameters:
         assert list(parameters) == [(4, 5)] and files.now_open == 1
         assert same_bytes(parameters[4, 5].view(torch.float32), own[5])

@@ -7,15 +7,18 @@ import pytest
 import torch
 
 from nemo_rl_lite.errors import RefitError
-from nemo_rl_lite.refit.layout.packing import dtype_name
-from nemo_rl_lite.refit.layout.plan import RefitPlan, make_plan
-from nemo_rl_lite.refit.transport.broadcast import BroadcastBuffers, BroadcastOffer
-from nemo_rl_lite.refit.transport.buckets import BucketSender, bucket_transport
-from nemo_rl_lite.refit.transport.export import Stream
-from nemo_rl_lite.refit.transport.group import RefitGroup
-from nemo_rl_lite.refit.transport.interface import Loader
-from nemo_rl_lite.refit.transport.report import RefitReport, compare_checksums
-from nemo_rl_lite.refit.transport.shared import SharedBuffer, meetings
+from nemo_rl_lite.refit.buckets import (
+    BroadcastBuffers,
+    BroadcastOffer,
+    BucketSender,
+    SharedBuffer,
+    Stream,
+    bucket_transport,
+    meetings,
+)
+from nemo_rl_lite.refit.group import RefitGroup
+from nemo_rl_lite.refit.interface import Loader, RefitReport, compare_checksums
+from nemo_rl_lite.refit.layout import RefitPlan, dtype_name, make_plan
 from tests.unit.refit.transport.ranks import CPU, SHORT, run
 
 WEIGHTS = {

@@ -1,0 +1,202 @@
+"""The options of each algorithm."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from nemo_rl_lite.config.schema_types import (
+    STRICT,
+    ActiveIf,
+    Auto,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    UserCode,
+)
+
+
+@dataclass(frozen=True, config=STRICT)
+class LossConfig:
+    policy_loss: Literal["clip", "clip_cov", "kl_cov", "cispo", "sapo", "reinforce"]
+    ratio_clip_min: Annotated[float, Field(ge=0, le=1), ActiveIf(".policy_loss", "clip", "clip_cov", "cispo")]
+    ratio_clip_max: Annotated[NonNegativeFloat, ActiveIf(".policy_loss", "clip", "clip_cov", "cispo")]
+    ratio_clip_c: Annotated[Annotated[float, Field(gt=1)] | None, ActiveIf(".policy_loss", "clip", "clip_cov")]
+    sapo_temperature_pos: Annotated[PositiveFloat, ActiveIf(".policy_loss", "sapo")]
+    sapo_temperature_neg: Annotated[PositiveFloat, ActiveIf(".policy_loss", "sapo")]
+    clip_cov_ratio: Annotated[Fraction, ActiveIf(".policy_loss", "clip_cov")]
+    clip_cov_lb: Annotated[float, ActiveIf(".policy_loss", "clip_cov")]
+    clip_cov_ub: Annotated[float, ActiveIf(".policy_loss", "clip_cov")]
+    kl_cov_ratio: Annotated[Fraction, ActiveIf(".policy_loss", "kl_cov")]
+    ppo_kl_coef: Annotated[NonNegativeFloat, ActiveIf(".policy_loss", "kl_cov")]
+    top_entropy_quantile: Fraction
+    positive_example_nll_weight: NonNegativeFloat
+    entropy_coef: NonNegativeFloat
+    reference_policy_kl_penalty: NonNegativeFloat
+    reference_policy_kl_type: Annotated[Literal["k1", "k2", "k3"], ActiveIf(".reference_policy_kl_penalty")]
+    use_kl_in_reward: Annotated[bool, ActiveIf(".reference_policy_kl_penalty")]
+    use_bias_correction_kl: Annotated[
+        bool, ActiveIf(".reference_policy_kl_penalty"), ActiveIf(".use_kl_in_reward", False)
+    ]
+    kl_input_clamp_value: Annotated[PositiveFloat | None, ActiveIf(".reference_policy_kl_penalty")]
+    kl_output_clamp_value: Annotated[PositiveFloat | None, ActiveIf(".reference_policy_kl_penalty")]
+    token_level_loss: bool | Literal["constant"]
+    constant_length: Annotated[PositiveInt, ActiveIf(".token_level_loss", "constant")]
+    force_on_policy_ratio: bool | None
+    sequence_level_importance_ratios: Annotated[
+        bool | Literal["token"], ActiveIf(".policy_loss", "clip", "clip_cov", "kl_cov", "cispo", "sapo")
+    ]
+    use_importance_sampling_correction: bool
+    importance_sampling_correction_level: Annotated[
+        Literal["token", "sequence"] | None, ActiveIf(".use_importance_sampling_correction")
+    ]
+    truncated_importance_sampling_type: Annotated[
+        Literal["tis", "icepop", "seq-mask-tis"], ActiveIf(".use_importance_sampling_correction")
+    ]
+    truncated_importance_sampling_ratio: Annotated[float, Field(ge=1)] | None
+    truncated_importance_sampling_ratio_min: Annotated[float, Field(gt=0, le=1)] | None
+    sequence_rejection_ratio: Annotated[float, Field(ge=1)] | None
+    sequence_rejection_ratio_min: Annotated[float, Field(gt=0, le=1)] | None
+    token_veto_ratio: Annotated[float, Field(gt=0, lt=1)] | None
+
+    @property
+    def correction_level(self) -> Literal["token", "sequence"]:
+        """What has a weight of its own in the importance sampling correction."""
+        own = "sequence" if self.sequence_level_importance_ratios else "token"
+        return self.importance_sampling_correction_level or own
+
+
+@dataclass(frozen=True, config=STRICT)
+class AlgorithmConfig:
+    """Options of every algorithm."""
+
+    name: str
+    seed: Seed
+    loss: UserCode | None
+    loss_kwargs: dict[str, Any]
+    max_num_steps: PositiveInt | None
+    val_metric: Annotated[str, ActiveIf("validations")]
+    higher_is_better: Annotated[bool, ActiveIf("validations")]
+    val_period: NonNegativeInt
+    val_at_start: bool
+    val_at_end: bool
+    max_val_samples: Annotated[PositiveInt, ActiveIf("validations")]
+
+
+@dataclass(frozen=True, config=STRICT)
+class RolloutAlgorithmConfig(AlgorithmConfig):
+    """Options of the algorithms that train on what engines generate."""
+
+    max_num_steps: PositiveInt
+    num_prompts_per_step: PositiveInt
+    num_generations_per_prompt: PositiveInt
+    val_temperature: Annotated[NonNegativeFloat, ActiveIf("validations")]
+    val_samples_per_problem: Annotated[PositiveInt, ActiveIf("validations")]
+
+
+@dataclass(frozen=True, config=STRICT)
+class RewardShapingConfig:
+    overlong_buffer_length: PositiveInt | None
+    overlong_buffer_penalty: Annotated[NonNegativeFloat, ActiveIf(".overlong_buffer_length")]
+
+
+@dataclass(frozen=True, config=STRICT)
+class RolloutsConfig:
+    source: Literal["on_policy", "one_step_off", "queue"]
+    max_trajectory_age_steps: Annotated[int, Field(ge=1, le=64), ActiveIf(".source", "queue")]
+    in_flight_weight_updates: Annotated[bool, ActiveIf(".source", "queue")]
+    save_begun: Annotated[bool, ActiveIf(".source", "one_step_off", "queue")]
+
+
+@dataclass(frozen=True, config=STRICT)
+class GRPOConfig(RolloutAlgorithmConfig):
+    name: Literal["grpo"]
+    use_dynamic_sampling: bool
+    oversample: Annotated[Annotated[float, Field(ge=1, le=8)] | Auto, ActiveIf(".use_dynamic_sampling")]
+    dynamic_sampling_max_gen_batches: Annotated[float, Field(ge=1), ActiveIf(".use_dynamic_sampling")]
+    rest_epochs: Annotated[int, Field(ge=0, le=1024)]
+    rollouts: RolloutsConfig
+    overlong_filtering: bool
+    reward_shaping: RewardShapingConfig
+    val_metric: Annotated[Literal["accuracy", "pass_at_k", "avg_length"], ActiveIf("validations")]
+    use_leave_one_out_baseline: bool | Literal["batch"]
+    normalize_rewards: bool | Literal["batch", "advantages", "parts"]
+    advantage_clip_low: Annotated[float, Field(lt=0)] | None
+    advantage_clip_high: PositiveFloat | None
+    loss_fn: LossConfig
+
+
+@dataclass(frozen=True, config=STRICT)
+class DistillationLossConfig(LossConfig):
+    """GRPO's, for sampled tokens; and the KL over the teacher's largest logits."""
+
+    reward_coef: NonNegativeFloat
+    kl_type: Annotated[Literal["forward", "reverse", "mixed"], ActiveIf("algorithm.topk_logits_k")]
+    mixed_kl_weight: Annotated[
+        float, Field(ge=0, le=1), ActiveIf("algorithm.topk_logits_k"), ActiveIf(".kl_type", "mixed")
+    ]
+    zero_outside_topk: Annotated[bool, ActiveIf("algorithm.topk_logits_k")]
+
+
+@dataclass(frozen=True, config=STRICT)
+class DistillationConfig(GRPOConfig):
+    """The options of GRPO, whose loop it has, and those of what a teacher says."""
+
+    name: Literal["distillation"]  # pyrefly: ignore  # another name than GRPO's
+    topk_logits_k: Annotated[int, Field(gt=0, le=65536)] | None
+    loss_fn: DistillationLossConfig
+
+
+@dataclass(frozen=True, config=STRICT)
+class SupervisedConfig(AlgorithmConfig):
+    """Options of the algorithms that train on a data set."""
+
+    max_num_epochs: PositiveInt | None
+    early_stop_patience: PositiveInt | None
+
+
+@dataclass(frozen=True, config=STRICT)
+class SFTConfig(SupervisedConfig):
+    name: Literal["sft"]
+    val_metric: Annotated[Literal["val_loss"], ActiveIf("validations")]
+
+
+@dataclass(frozen=True, config=STRICT)
+class DPOConfig(SupervisedConfig):
+    name: Literal["dpo"]
+    val_metric: Literal[
+        "val_loss", "accuracy", "sft_loss", "preference_loss", "rewards_margin_mean", "rewards_chosen_mean"
+    ]
+    preference_loss: Literal[
+        "dpo", "ipo", "hinge", "robust", "exo_pair", "sppo_hard", "nca_pair", "bco_pair", "apo_zero", "apo_down"
+    ]
+    f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+    f_alpha_divergence_coef: Annotated[float, Field(ge=0, le=1), ActiveIf(".f_divergence", "alpha_divergence")]
+    reference_policy_kl_penalty: PositiveFloat
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]
+    preference_average_log_probs: bool
+    preference_loss_weight: PositiveFloat
+    sft_loss_weight: NonNegativeFloat
+    sft_average_log_probs: Annotated[bool, ActiveIf(".sft_loss_weight")]
+
+
+@dataclass(frozen=True, config=STRICT)
+class ORPOConfig(SupervisedConfig):
+    name: Literal["orpo"]
+    val_metric: Literal[
+        "val_loss", "accuracy", "sft_loss", "preference_loss", "rewards_margin_mean", "rewards_chosen_mean"
+    ]
+    preference_loss_weight: PositiveFloat
+
+
+@dataclass(frozen=True, config=STRICT)
+class KTOConfig(SupervisedConfig):
+    name: Literal["kto"]
+    val_metric: Annotated[Literal["val_loss", "rewards_margin_mean", "rewards_chosen_mean"], ActiveIf("validations")]
+    preference_loss: Literal["kto", "apo_zero_unpaired"]
+    reference_policy_kl_penalty: PositiveFloat
+    desirable_weight: PositiveFloat
+    undesirable_weight: PositiveFloat

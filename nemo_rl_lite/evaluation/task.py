@@ -1,0 +1,207 @@
+"""What an evaluation is of: a model, and the data, reward, environment and sampling of its configuration."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_rl_lite.config.engines import engine_of
+from nemo_rl_lite.config.keys import compose_files, flatten, lay_over
+from nemo_rl_lite.config.overrides import check_overrides, given_keys
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import engines, on_gpus
+from nemo_rl_lite.config.user_code import file_of
+from nemo_rl_lite.data.sources import validation_source
+from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.generation.interface import Sampling
+from nemo_rl_lite.observability.environment import HIDDEN, described
+from nemo_rl_lite.rewards.judge import terms_of
+from nemo_rl_lite.run.model import CHAT_KEYS, as_composed, with_effect
+from nemo_rl_lite.run.serving import Served, alone
+from nemo_rl_lite.system.machine import gpu_count
+from nemo_rl_lite.validation.compose import resolve
+
+SECTIONS = ("data", "reward", "environment", "agent", "generation")
+_KEYS = (
+    *("algorithm.seed", "policy.max_total_sequence_length", "policy.precision", *CHAT_KEYS),
+    *(f"cluster.{name}" for name in ("gpus_per_node", "num_nodes", "threads_per_worker")),
+    *(f"cluster.{name}" for name in ("start_timeout_s", "phase_timeout_s", "max_restarts")),
+)
+_OF_POLICY = ("max_total_sequence_length", "precision", "tokenizer")
+_GPUS = "cluster.gpus_per_node"
+# Of generation: where engines run, and how many. Each response has a seed of its own.
+_PLACES = ("data_parallel_size", "colocated", "serve")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of the command. `problems`: at most this many (None: all); `temperature`: 0 is greedy (None: that of
+    `generation.temperature`); `pass_reward`: a response passes from this reward on."""
+
+    samples: int
+    problems: int | None
+    temperature: float | None
+    pass_reward: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A model, its whole configuration, and the options of the command."""
+
+    served: Served
+    options: Options
+
+    @property
+    def config(self) -> Config:
+        return self.served.config
+
+    @property
+    def temperature(self) -> float:
+        given = self.options.temperature
+        return self.config.generation.temperature if given is None else given
+
+    def sampling(self, end_tokens: Sequence[int]) -> Sampling:
+        sampling = Sampling.of(self.config.generation, end_tokens)
+        return replace(sampling, temperature=self.temperature) if self.temperature else sampling.greedy()
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides what is sampled and which rewards it gets, as JSON has it, without secrets."""
+        weights = [file.stat().st_mtime for file in self.served.folder.glob("*.safetensors")]
+        written = datetime.fromtimestamp(max(weights, default=0), UTC).isoformat(timespec="seconds")
+        whole = described(self.config)
+        template = self.config.policy.tokenizer.chat_template
+        text = Path(template).expanduser().read_bytes() if template else b""
+        own_rewards = [term for term in terms_of(self.config.reward) if "." in term.name]
+        known = {
+            "MODEL": str(self.served.folder),
+            "MODEL's weights, written": written,
+            "--samples": self.options.samples,
+            "--problems": self.options.problems,
+            "--temperature": self.temperature,
+            "algorithm": {"seed": self.config.algorithm.seed},
+            "policy": {name: whole["policy"][name] for name in _OF_POLICY},
+            **({"policy.tokenizer.chat_template's text": sha256(text).hexdigest()[:8]} if template else {}),
+            **{section: whole[section] for section in SECTIONS},
+            "generation": {name: value for name, value in whole["generation"].items() if name not in _PLACES},
+            **{f"code of {term.section}.name": _digest(term.name) for term in own_rewards},
+        }
+        return json.loads(json.dumps(known))
+
+    def usual_folder(self) -> Path:
+        """The folder where the same command finds what it has sampled."""
+        digest = sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()[:8]
+        return Path("outputs") / "evaluations" / f"{self.served.name}-{self.config.data.name}-{digest}"
+
+
+def _digest(reward: str) -> str:
+    """Return a digest of the file of a user's reward, which may have changed under the same name."""
+    spec = None if (file := file_of(reward)) else find_spec(reward.rpartition(".")[0])
+    source = Path(spec.origin) if spec and spec.origin else file
+    return sha256(source.read_bytes()).hexdigest()[:8] if source else ""
+
+
+def compose(model: Served, arguments: Sequence[str], options: Options) -> Evaluation:
+    """Lay a command's overrides over the configuration of a model.
+
+    Raises:
+        ConfigError: listing every override that cannot be, every rule that is broken, and options that do not fit.
+    """
+    overrides, violations = check_overrides(arguments)
+    if violations:
+        raise ConfigError(violations)
+    overrides = with_effect(overrides, (*SECTIONS, *_KEYS))
+    given = given_keys(overrides)
+    config = _resolved(lay_over(_base(model), overrides), given)
+    evaluation = Evaluation(replace(model, config=_with_own_engines(config)), options)
+    if violations := [*_held_out(config), *_missing(config), *_wrong_options(evaluation)]:
+        raise ConfigError(violations)
+    return evaluation
+
+
+def _base(model: Served) -> DictConfig:
+    """The model's configuration; what is about training is that of the defaults, in which nothing validates."""
+    config = model.config
+    gpus = ["cluster.gpus_per_node=1", "policy=megatron_gpu"] if on_gpus(config) else []
+    base = compose_files(gpus)
+    own, shared, gpus_here = as_composed(config), base.generation.colocated, gpu_count()
+    for section in SECTIONS:
+        base[section] = OmegaConf.create(own[section])
+    base.generation.colocated = shared
+    if on_gpus(config):
+        # All that the run had on a node, as far as they are here.
+        base.generation.data_parallel_size = None
+        base.cluster.gpus_per_node = min(config.cluster.gpus_per_node, gpus_here or config.cluster.gpus_per_node)
+    for key in _OF_POLICY:
+        base.policy[key] = own["policy"][key]
+    base.policy.model_name = str(model.folder)
+    kept = {name: getattr(config.algorithm, name) for name in ("seed", "max_val_samples")}
+    algorithm = {**kept, "val_at_start": False, "val_at_end": False, "val_period": 0}
+    for key, value in algorithm.items():
+        base.algorithm[key] = value
+    return base
+
+
+def _resolved(composed: DictConfig, given: Sequence[str]) -> Config:
+    if composed.cluster.gpus_per_node and _GPUS not in given:
+        size, wanted = composed.generation.vllm_cfg.tensor_parallel_size, composed.generation.data_parallel_size
+        composed.cluster.gpus_per_node = size * (wanted or max(1, composed.cluster.gpus_per_node // size))
+
+    def matters(broken: Violation) -> bool:
+        # The training file is not read, unless problems are held out of it.
+        unread = broken.key == "data.train_path" and not composed.data.validation_fraction
+        return not unread and (broken.key.split(".")[0] in SECTIONS or broken.key in given)
+
+    return resolve(composed, matters=matters)
+
+
+def _with_own_engines(config: Config) -> Config:
+    """All GPUs are the engines'; on CPUs the engines are spread over the nodes as policy ranks would be."""
+    generation, cluster = alone(config).generation, config.cluster
+    one_node = cluster.num_nodes == 1
+    resources = replace(
+        generation.colocated.resources,
+        num_nodes=None if one_node else cluster.num_nodes,
+        gpus_per_node=(cluster.gpus_per_node or None) if one_node else None,
+    )
+    generation = replace(
+        generation,
+        colocated=replace(generation.colocated, resources=resources),
+        serve=replace(generation.serve, enabled=False),
+    )
+    return replace(config, generation=generation, cluster=replace(cluster, cpu_ranks=engines(config)))
+
+
+def _held_out(config: Config) -> Iterator[Violation]:
+    data = config.data
+    if data.name == "reverse_digits" or validation_source(data) is not None or data.validation_fraction:
+        return
+    keys = {"file": ("data.validation_path", "FILE"), "hub": ("data.validation_split", "test")}
+    key, example = keys.get(data.name, ("data.validation_fraction", "0.1"))
+    yield Violation(key, None, "names nothing, and an evaluation asks the held-out problems", f"{key}={example}")
+
+
+def _missing(config: Config) -> Iterator[Violation]:
+    whole = asdict(config)
+    for key, value in flatten({section: whole[section] for section in SECTIONS}):
+        if value == HIDDEN:
+            yield Violation(key, value, "is a secret, which the run's folder does not have", f"{key}=...")
+
+
+def _wrong_options(evaluation: Evaluation) -> Iterator[Violation]:
+    options, (lowest, highest) = evaluation.options, engine_of(evaluation.config).temperatures
+    for name, value in (("--samples", options.samples), ("--problems", options.problems)):
+        if value is not None and value < 1:
+            yield Violation(name, value, "must be at least 1", f"{name} 1")
+    given = options.temperature
+    if given and not lowest <= given <= highest:
+        rule = f"the {evaluation.config.generation.backend} engine takes 0 (greedy) and {lowest:g} to {highest:g}"
+        yield Violation("--temperature", given, rule, f"--temperature {min(max(given, lowest), highest):g}")
+    if given == 0 and options.samples > 1:
+        rule = "greedy responses (--temperature 0) to a problem are all the same"
+        yield Violation("--samples", options.samples, rule, "--samples 1, or a temperature above 0")

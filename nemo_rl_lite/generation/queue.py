@@ -1,0 +1,405 @@
+"""One queue of requests over all engine replicas. It knows neither Ray nor an engine.
+
+The requests that a replica has, and how long it has had some.
+
+Which replica has which request, and which requests wait for one.
+"""
+
+import asyncio
+import itertools
+import time
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from nemo_rl_lite.errors import WorkerError
+from nemo_rl_lite.generation.interface import Completion, Request
+
+
+@dataclass(eq=False)
+class PendingRequest:
+    """A request that waits for its answer: the completion, and the replica that gave it."""
+
+    number: int
+    request: Request
+    answer: asyncio.Future[tuple[Completion, int]]
+    near: int | None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The lowest one begins first."""
+        return self.request.step, self.number
+
+
+@dataclass
+class Stopwatch:
+    """Adds up the seconds in which something is the case."""
+
+    _seconds: float = 0.0
+    _since: float | None = None
+
+    def runs(self, is_running: bool) -> None:
+        """It is the case from now on, or not."""
+        self._seconds, self._since = self.seconds, time.perf_counter() if is_running else None
+
+    @property
+    def seconds(self) -> float:
+        """All of them so far."""
+        return self._seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
+
+
+@dataclass
+class ReplicaLoad:
+    """What one replica has not been told yet, what it works on, and what it shall forget."""
+
+    busy: Stopwatch = field(default_factory=Stopwatch)
+    _untold: dict[int, PendingRequest] = field(default_factory=dict)
+    _unfinished: dict[int, PendingRequest] = field(default_factory=dict)
+    _aborted: list[int] = field(default_factory=list)
+
+    @property
+    def load(self) -> int:
+        """How many requests it has."""
+        return len(self._untold) + len(self._unfinished)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something to do or to forget."""
+        return bool(self.load or self._aborted)
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The numbers of those that the replica works on, or has not forgotten yet."""
+        return [*self._aborted, *self._unfinished]
+
+    def give(self, asked: PendingRequest) -> None:
+        self._untold[asked.number] = asked
+
+    def tell(self) -> tuple[dict[int, Request], list[int]]:
+        """Return what the replica is told now: requests by number, and the numbers of those that it shall forget."""
+        told, self._untold = self._untold, {}
+        aborted, self._aborted = self._aborted, []
+        self._unfinished |= told
+        return {number: asked.request for number, asked in told.items()}, aborted
+
+    def finish(self, number: int) -> PendingRequest | None:
+        """The replica has answered; None where nobody waits for it any more."""
+        return self._unfinished.pop(number, None)
+
+    def drop(self, asked: PendingRequest) -> None:
+        """Nobody waits for this answer any more."""
+        self._untold.pop(asked.number, None)
+        if self._unfinished.pop(asked.number, None):
+            self._aborted.append(asked.number)
+
+    @property
+    def requests(self) -> list[PendingRequest]:
+        """All that it has been given and has not answered."""
+        return [*self._unfinished.values(), *self._untold.values()]
+
+    def clear(self) -> None:
+        self._untold, self._unfinished, self._aborted = {}, {}, []
+
+
+class Assignment:
+    """Gives each request to the replica with the fewest unfinished ones, and at most `capacity` to each."""
+
+    def __init__(self, replicas: int, capacity: int):
+        self._capacity = capacity
+        self.alive = set(range(replicas))
+        self.held = [ReplicaLoad() for _ in range(replicas)]
+        self._waiting: list[PendingRequest] = []
+        self._idle = Stopwatch()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds so far in which no replica had a request."""
+        return self._idle.seconds
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds so far in which a replica had requests and was not paused, summed over the replicas."""
+        return sum(held.busy.seconds for held in self.held)
+
+    def time(self, is_paused: bool) -> None:
+        """Note which replicas have requests from now on."""
+        self._idle.runs(not any(self.held[replica].load for replica in self.alive))
+        for replica, held in enumerate(self.held):
+            held.busy.runs(not is_paused and replica in self.alive and held.load > 0)
+
+    def add(self, asked: PendingRequest) -> None:
+        """Let a request wait."""
+        insort(self._waiting, asked, key=lambda one: one.place)
+
+    def assign(self) -> None:
+        """Give waiting requests to replicas, in their order, as long as one has room."""
+        while self._waiting and self.alive and self._give(self._waiting[0]):
+            self._waiting.pop(0)
+
+    def _give(self, asked: PendingRequest) -> bool:
+        loads = {replica: self.held[replica].load for replica in self.alive}
+        least = min(loads, key=lambda replica: (loads[replica], replica))
+        # An engine that knows the beginning of the prompt need not compute it again.
+        chosen = asked.near if asked.near in loads and loads[asked.near] < self._capacity else least
+        if loads[chosen] >= self._capacity:
+            return False
+        self.held[chosen].give(asked)
+        return True
+
+    def lose(self, replica: int) -> None:
+        """Let the others do what a dead replica has not finished."""
+        self.alive.discard(replica)
+        self._requeue(replica)
+
+    def replace(self, replica: int) -> None:
+        """A new engine, which knows no request, is in the place of this one."""
+        self._requeue(replica)
+        self.alive.add(replica)
+
+    def _requeue(self, replica: int) -> None:
+        self._waiting = sorted([*self.held[replica].requests, *self._waiting], key=lambda asked: asked.place)
+        self.held[replica].clear()
+
+    def drop(self, asked: PendingRequest) -> None:
+        """Nobody waits for this answer any more."""
+        if asked in self._waiting:
+            self._waiting.remove(asked)
+        for replica in self.alive:
+            self.held[replica].drop(asked)
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._waiting.clear()
+        for held in self.held:
+            held.clear()
+            held.busy.runs(False)
+
+    def unanswered(self) -> list[PendingRequest]:
+        """All requests, those that wait and those that replicas have."""
+        return [*self._waiting, *(asked for held in self.held for asked in held.requests)]
+
+    def describe(self) -> str:
+        """Say how many requests each replica has, and how many wait."""
+        loads = ", ".join(
+            f"engine {replica} has {held.load} requests" if replica in self.alive else f"engine {replica} died"
+            for replica, held in enumerate(self.held)
+        )
+        return f"{loads}; {len(self._waiting)} requests wait for an engine"
+
+
+# Exchanges that a replica has at a time: it begins the second while the first one's results are still on their way.
+_EXCHANGES = 2
+
+
+class Replica(Protocol):
+    """An engine as the queue drives it."""
+
+    async def exchange(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
+        """Give the engine requests, take some back, let it work for a moment; return what has finished. Exchanges that
+        begin before earlier ones have ended follow them in order."""
+        ...
+
+
+class RequestQueue:
+    """Gives each request to the replica with the fewest unfinished ones.
+
+    The samples of a prompt, asked for one after the other, so spread over all replicas, and none gets the long answers
+    alone. A replica holds at most `capacity` requests; the rest wait here for the first that has room, in the order of
+    their steps, and within a step in the order in which they were asked for.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        capacity: int,
+        on_loss: Callable[[int, WorkerError], None],
+        restore: Callable[[], None],
+    ):
+        """When a replica's process dies, the queue calls `on_loss`, which may raise, and gives its unfinished requests
+        to the others; when none is left, it calls `restore`, which may bring them back with their weights (see
+        `replaced`). Until it has engines again, requests wait."""
+        self._replicas, self._on_loss, self._restore = replicas, on_loss, restore
+        self._numbers = itertools.count()
+        self._assignment = Assignment(len(replicas), capacity)
+        self._running: dict[asyncio.Task[dict[int, Completion]], int] = {}
+        self._paused, self._held_back = False, 0
+        self._changed, self._quiet = asyncio.Event(), asyncio.Event()
+        self._replaced: deque[int] = deque()
+        self._failure: Exception | None = None
+        self.exchanges = 0
+        """Exchanges that have ended: a sign of life."""
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator["RequestQueue"]:
+        """Drive the replicas within the block; see `Generation.serving`."""
+        self._changed, self._quiet = asyncio.Event(), asyncio.Event()
+        self._paused, self._held_back, self._failure = False, 0, None
+        driver = asyncio.create_task(self._drive())
+        try:
+            yield self
+        except BaseException:
+            # The engines may be what fails, so nothing waits for them.
+            for task in (driver, *self._running):
+                task.cancel()
+            self._clear()
+            raise
+        driver.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        if self._failure is None:
+            await self._forget()
+        self._clear()
+
+    async def sample(self, request: Request, near: int | None = None) -> tuple[Completion, int]:
+        """See `Requests.sample`.
+
+        Raises:
+            WorkerError: an engine failed, or died and may not be restarted.
+            EngineError: an engine computes what are not numbers.
+        """
+        if self._failure is not None:
+            raise self._failure
+        asked = PendingRequest(next(self._numbers), request, asyncio.get_running_loop().create_future(), near)
+        self._assignment.add(asked)
+        self._changed.set()
+        try:
+            return await asked.answer
+        except asyncio.CancelledError:
+            self._assignment.drop(asked)
+            self._changed.set()
+            raise
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """See `Requests.together`."""
+        self._held_back += 1
+        try:
+            yield
+        finally:
+            self._held_back -= 1
+            self._changed.set()
+
+    async def pause(self) -> None:
+        """Let no engine work until `resume`; they keep their requests, and more may be added. Returns when all have
+        stopped. Raises what `sample` raises, where the queue has failed."""
+        self._paused = True
+        while self._running:
+            self._quiet.clear()
+            await self._quiet.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def resume(self) -> None:
+        self._paused = False
+        self._changed.set()
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether an engine is left."""
+        return bool(self._assignment.alive)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds so far in which no engine had a request."""
+        return self._assignment.idle_s
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds so far in which an engine had requests and was not paused, summed over the engines."""
+        return self._assignment.busy_s
+
+    def describe(self) -> str:
+        """Say who waits for whom, for a person who wonders why nothing happens."""
+        return self._assignment.describe() + ("; the engines are paused" if self._paused else "")
+
+    async def _drive(self) -> None:
+        try:
+            while True:
+                self._changed.clear()
+                self._take_back()
+                if not self._paused:
+                    if not self._held_back:
+                        self._assignment.assign()
+                    self._start()
+                self._assignment.time(self._paused)
+                changed = asyncio.create_task(self._changed.wait())
+                await asyncio.wait([changed, *self._running], return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+                self._collect()
+        except Exception as error:  # of any kind: every episode that waits, or will ask, must know
+            self._failure = error
+            for task in self._running:
+                task.cancel()
+            self._running.clear()
+            self._quiet.set()
+            for asked in self._assignment.unanswered():
+                if not asked.answer.done():
+                    asked.answer.set_exception(error)
+
+    def _start(self) -> None:
+        under_way = Counter(self._running.values())
+        for replica in self._assignment.alive:
+            held = self._assignment.held[replica]
+            while under_way[replica] < _EXCHANGES and held.has_work:
+                under_way[replica] += 1
+                exchange = asyncio.ensure_future(self._replicas[replica].exchange(*held.tell()))
+                # Of several that fail, one is raised; asyncio would print the others.
+                exchange.add_done_callback(lambda done: done.cancelled() or done.exception())
+                self._running[exchange] = replica
+
+    def _collect(self) -> None:
+        for task in [task for task in self._running if task.done()]:
+            replica = self._running.pop(task, None)
+            if replica is None:
+                # It belonged to a replica that an exchange before it has lost.
+                continue
+            try:
+                finished = task.result()
+            except WorkerError as error:
+                if not error.lost:
+                    raise
+                self._lose(replica, error)
+                continue
+            self.exchanges += 1
+            for number, completion in finished.items():
+                asked = self._assignment.held[replica].finish(number)
+                if asked is not None and not asked.answer.done():
+                    asked.answer.set_result((completion, replica))
+        if not self._running:
+            self._quiet.set()
+
+    def _lose(self, replica: int, error: WorkerError) -> None:
+        """Let the others do what a dead replica has not finished."""
+        self._on_loss(replica, error)
+        self._assignment.lose(replica)
+        for exchange in [task for task, of in self._running.items() if of == replica]:
+            del self._running[exchange]
+            exchange.cancel()
+        if not self._assignment.alive:
+            self._restore()
+
+    def replaced(self, replicas: Sequence[int]) -> None:
+        """New engines, which know no request, are in the places of these. May be called by another thread, while the
+        engines are paused."""
+        self._replaced.extend(replicas)
+
+    def _take_back(self) -> None:
+        while self._replaced:
+            self._assignment.replace(self._replaced.popleft())
+
+    async def _forget(self) -> None:
+        """Take back what engines have not finished."""
+        for replica in sorted(self._assignment.alive):
+            try:
+                if unfinished := self._assignment.held[replica].unfinished:
+                    await self._replicas[replica].exchange({}, unfinished)
+            except WorkerError as error:
+                if not error.lost:
+                    raise
+                self._lose(replica, error)
+
+    def _clear(self) -> None:
+        self._assignment.clear()
+        self._running.clear()

@@ -1,0 +1,328 @@
+"""Losses of preferences: DPO and its kin, and ORPO, over pairs; KTO and its kin over single responses.
+
+Shapes: B sequences, T tokens, P pairs; the sequences of a pair are neighbours, the chosen one first. Pure functions.
+
+The pair losses are found by the name in `algorithm.preference_loss`, which is TRL's except for `dpo`. `chosen_P` and
+`rejected_P` are log(policy / reference) of the responses, or what a divergence makes of them; `beta` is
+`reference_policy_kl_penalty`, and `smoothing` the share of pairs that are assumed to be swapped.
+
+KTO compares the logprob ratio of a response with a baseline: the KL of the policy to the reference, estimated on
+mismatched responses, each prompt with the response of another one. These are scored in a separate pass without a
+gradient. Their mean over the whole optimizer step comes with the counts, so it does not depend on micro-batches.
+
+The loss of supervised fine-tuning. Shapes: B sequences, T tokens.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_rl_lite.config.schema_algorithm import DPOConfig, KTOConfig, ORPOConfig, SFTConfig
+from nemo_rl_lite.losses.batch import Batch, TokenRow, TokenRows
+from nemo_rl_lite.losses.interface import Metrics, Normalizers, count_masked, masked_sum, masked_sums
+
+# exp() of more than this is beyond float32.
+_LARGEST_EXPONENT = 80.0
+
+
+def sigmoid(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float) -> Tensor:
+    """DPO (Rafailov et al. 2023, arXiv:2305.18290), with smoothing conservative DPO (Mitchell 2023)."""
+    scaled_P = beta * (chosen_P - rejected_P)
+    return -(1 - smoothing) * F.logsigmoid(scaled_P) - smoothing * F.logsigmoid(-scaled_P)
+
+
+def ipo(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float) -> Tensor:
+    """IPO (Azar et al. 2024, arXiv:2310.12036), of averages over tokens, as TRL has it by its authors' word."""
+    return (chosen_P - rejected_P - 1 / (2 * beta)).square()
+
+
+def hinge(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float) -> Tensor:
+    """max(0, 1 - beta Delta): RSO (Liu et al. 2024, arXiv:2309.06657), SLiC (Zhao et al. 2023, arXiv:2305.10425)."""
+    return torch.relu(1 - beta * (chosen_P - rejected_P))
+
+
+def robust(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float) -> Tensor:
+    """Robust DPO (Chowdhury et al. 2024, arXiv:2403.00409): without bias where `smoothing` is the true share."""
+    scaled_P = beta * (chosen_P - rejected_P)
+    right_P, swapped_P = F.logsigmoid(scaled_P), F.logsigmoid(-scaled_P)
+    return (smoothing * swapped_P - (1 - smoothing) * right_P) / (1 - 2 * smoothing)
+
+
+def exo_pair(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float) -> Tensor:
+    """EXO (Ji et al. 2024, arXiv:2402.00856, eq. 16): KL of the policy's preference to (1 - smoothing, smoothing),
+    where `smoothing` must be above 0."""
+    scaled_P = beta * (chosen_P - rejected_P)
+    log_chosen_P, log_rejected_P = F.logsigmoid(scaled_P), F.logsigmoid(-scaled_P)
+    of_chosen_P = log_chosen_P.exp() * (log_chosen_P - math.log1p(-smoothing))
+    return of_chosen_P + log_rejected_P.exp() * (log_rejected_P - math.log(smoothing))
+
+
+def sppo_hard(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float) -> Tensor:
+    """SPPO (Wu et al. 2024, arXiv:2405.00675, eq. 4.7) with a probability of 1 that the chosen response wins."""
+    return (chosen_P - 0.5 / beta).square() + (rejected_P + 0.5 / beta).square()
+
+
+def nca_pair(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float) -> Tensor:
+    """NCA (Chen et al. 2024, arXiv:2402.05369) on pairs."""
+    either_P = F.logsigmoid(-beta * chosen_P) + F.logsigmoid(-beta * rejected_P)
+    return -F.logsigmoid(beta * chosen_P) - 0.5 * either_P
+
+
+def bco_pair(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float) -> Tensor:
+    """BCO (Jung et al. 2024, arXiv:2404.04656) on pairs, without its shift, as TRL has it."""
+    return -F.logsigmoid(beta * chosen_P) - F.logsigmoid(-beta * rejected_P)
+
+
+def apo_zero(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float) -> Tensor:
+    """APO (D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 7): chosen responses become likelier, others less."""
+    return 1 - torch.sigmoid(beta * chosen_P) + torch.sigmoid(beta * rejected_P)
+
+
+def apo_down(chosen_P: Tensor, rejected_P: Tensor, beta: float, smoothing: float) -> Tensor:
+    """APO (the same, eq. 8): both responses become less likely, the rejected one more so."""
+    return torch.sigmoid(beta * chosen_P) + 1 - torch.sigmoid(beta * (chosen_P - rejected_P))
+
+
+PREFERENCES: Mapping[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
+    "dpo": sigmoid,
+    "ipo": ipo,
+    "hinge": hinge,
+    "robust": robust,
+    "exo_pair": exo_pair,
+    "sppo_hard": sppo_hard,
+    "nca_pair": nca_pair,
+    "bco_pair": bco_pair,
+    "apo_zero": apo_zero,
+    "apo_down": apo_down,
+}
+
+
+def divergence_scores(config: DPOConfig, log_ratios: Tensor) -> Tensor:
+    """f'(policy / reference) of an f-divergence, from the logarithm (f-DPO, Wang et al. 2024, arXiv:2309.16240),
+    without terms that cancel in a difference. The alpha divergence is the reverse KL at alpha = 1, the forward KL at 0.
+    """
+    match config.f_divergence:
+        case "forward_kl":
+            return _alpha_score(log_ratios, 0.0)
+        case "js_divergence":
+            return math.log(2) + F.logsigmoid(log_ratios)
+        case "alpha_divergence" if config.f_alpha_divergence_coef < 1:
+            return _alpha_score(log_ratios, config.f_alpha_divergence_coef)
+    return log_ratios
+
+
+def _alpha_score(log_ratios: Tensor, alpha: float) -> Tensor:
+    return (((alpha - 1) * log_ratios).clamp(max=_LARGEST_EXPONENT).exp() - 1) / (alpha - 1)
+
+
+class _PairLoss:
+    """The parts that the losses of pairs share."""
+
+    def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
+        """Count the chosen responses' tokens, and pairs."""
+        return replace(count_masked(rows[::2]), sequences=len(rows) / 2)
+
+    @torch.no_grad()
+    def _metrics(
+        self,
+        losses: tuple[Tensor, Tensor, Tensor],
+        chosen_P: Tensor,
+        rejected_P: Tensor,
+        present_P: Tensor,
+        beta: float,
+        pairs: float,
+    ) -> Metrics:
+        """`losses`: the total, the preference loss and the NLL."""
+        total, preference, nll = losses
+        # A tie, such as before the first step, counts as half right.
+        right_P = present_P * ((chosen_P > rejected_P) + 0.5 * (chosen_P == rejected_P))
+        return {
+            "loss": total.detach().clone(),
+            "preference_loss": preference.detach().clone(),
+            "sft_loss": nll.detach().clone(),
+            "accuracy": right_P.sum() / pairs,
+            "rewards_chosen_mean": beta * chosen_P.sum() / pairs,
+            "rewards_rejected_mean": beta * rejected_P.sum() / pairs,
+            "rewards_margin_mean": beta * (chosen_P - rejected_P).sum() / pairs,
+        }
+
+
+@dataclass(frozen=True)
+class DPOLoss(_PairLoss):
+    """The preference loss of a micro-batch's pairs, and the chosen responses' negative log likelihood added to it (RPO,
+    Pang et al. 2024, arXiv:2404.19733)."""
+
+    config: DPOConfig
+
+    def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
+        """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value). Reads
+        `reference_logprobs`."""
+        config, (reference_BT,) = self.config, batch.require("reference_logprobs")
+        tokens_B = batch.mask.sum(dim=1).clamp(min=1)
+        sums_B = masked_sums(logprobs_BT, batch.mask)
+        ratios_B = sums_B - masked_sums(reference_BT, batch.mask)
+        scores_B = divergence_scores(config, ratios_B)
+        if config.preference_average_log_probs or config.preference_loss == "ipo":
+            ratios_B, scores_B = ratios_B / tokens_B, scores_B / tokens_B
+        chosen_P, rejected_P = ratios_B[::2], ratios_B[1::2]
+        pairs_P = PREFERENCES[config.preference_loss](
+            scores_B[::2], scores_B[1::2], config.reference_policy_kl_penalty, config.label_smoothing
+        )
+        # Rows of length 0 are no pairs, though a loss of equal ratios is not 0.
+        present_P = batch.lengths[::2] > 0
+        preference = torch.where(present_P, pairs_P, 0.0).sum() / counts.sequences
+        chosen_logprobs_P = sums_B[::2] / tokens_B[::2] if config.sft_average_log_probs else sums_B[::2]
+        nll = -chosen_logprobs_P.sum() / counts.sequences
+        total = config.preference_loss_weight * preference + config.sft_loss_weight * nll
+        losses, beta = (total, preference, nll), config.reference_policy_kl_penalty
+        return total, self._metrics(losses, chosen_P, rejected_P, present_P, beta, counts.sequences)
+
+
+@dataclass(frozen=True)
+class ORPOLoss(_PairLoss):
+    """The chosen responses' mean negative log likelihood, and `preference_loss_weight` (TRL's beta, the paper's lambda)
+    times the mean over pairs of -log sigmoid(log odds ratio). The odds ratio is that of the chosen response to the
+    rejected one, with odds = p / (1 - p), where p is the geometric mean of a response's token probabilities (ORPO, Hong
+    et al. 2024, arXiv:2403.07691, eq. 6 and 7). The likelihood is averaged over all chosen response tokens of the
+    optimizer step; TRL averages over the prompts' tokens, too."""
+
+    config: ORPOConfig
+
+    def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
+        """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value)."""
+        beta, mask_BT = self.config.preference_loss_weight, batch.mask
+        means_B = masked_sums(logprobs_BT, mask_BT) / mask_BT.sum(dim=1).clamp(min=1)
+        chosen_P, rejected_P = means_B[::2], means_B[1::2]
+        log_odds_P = chosen_P - rejected_P - _log_one_minus_exp(chosen_P) + _log_one_minus_exp(rejected_P)
+        # Rows of length 0, which fill up a bucket, are no pairs.
+        present_P = batch.lengths[::2] > 0
+        preference = -torch.where(present_P, F.logsigmoid(log_odds_P), 0.0).sum() / counts.sequences
+        nll = -masked_sum(logprobs_BT[::2], mask_BT[::2]) / counts.tokens
+        total = nll + beta * preference
+        losses = (total, preference, nll)
+        return total, self._metrics(losses, chosen_P, rejected_P, present_P, beta, counts.sequences)
+
+
+def _log_one_minus_exp(logprob: Tensor) -> Tensor:
+    """log(1 - exp(x)) of x <= 0, exact on both sides of -log 2 (Maechler 2012). A probability of 1 counts as the
+    largest one below it, since its odds are infinite."""
+    below = logprob.clamp(max=-torch.finfo(logprob.dtype).eps)
+    near = below > -math.log(2)
+    # Each side has a safe input where the other is taken, whose gradient would be NaN.
+    of_near = torch.log(-torch.expm1(torch.where(near, below, -1.0)))
+    return torch.where(near, of_near, torch.log1p(-torch.exp(torch.where(near, -1.0, below))))
+
+
+# What the loss counts of its own.
+_DESIRABLE, _UNDESIRABLE, _BASELINE = "desirable", "undesirable", "baseline"
+
+
+@dataclass(frozen=True)
+class UnpairedLoss:
+    """1 - sigmoid(beta (s - z)) of each desirable response and 1 - sigmoid(beta (z - s)) of each other one, with
+    s = log(policy / reference), each by its weight, averaged over all responses. The baseline z is 0 (APO-zero for
+    single responses, D'Oosterlinck et al. 2024, arXiv:2408.06266, as TRL has it)."""
+
+    config: KTOConfig
+    baseline: float = 0.0
+    """The workers read it from the counts."""
+
+    def __getstate__(self) -> dict[str, KTOConfig]:
+        """A worker's copy has no baseline: it differs in each step, and passes are recorded for one loss."""
+        return {"config": self.config}
+
+    def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
+        """Count all responses, and those of each kind; the baseline comes with the counts."""
+        rewards_B = TokenRows.of(rows).rewards
+        if rewards_B is None:
+            raise ValueError("KTO needs rows with a label")
+        desirable = int((rewards_B > 0).sum())
+        kinds = {_DESIRABLE: max(desirable, 1), _UNDESIRABLE: max(len(rows) - desirable, 1)}
+        return replace(count_masked(rows), sequences=float(len(rows)), own=kinds | {_BASELINE: self.baseline})
+
+    def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
+        """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value). Reads
+        `reference_logprobs` and `rewards`."""
+        config, (reference_BT, rewards_B) = self.config, batch.require("reference_logprobs", "rewards")
+        beta, is_desirable_B = config.reference_policy_kl_penalty, rewards_B > 0
+        ratios_B = masked_sums(logprobs_BT, batch.mask) - masked_sums(reference_BT, batch.mask)
+        above_B = ratios_B - counts.own[_BASELINE]
+        losses_B = 1 - torch.sigmoid(beta * torch.where(is_desirable_B, above_B, -above_B))
+        weights_B = torch.where(is_desirable_B, config.desirable_weight, config.undesirable_weight)
+        # Rows of length 0 fill up a bucket.
+        weights_B = torch.where(batch.lengths > 0, weights_B, 0.0)
+        total = (weights_B * losses_B).sum() / counts.sequences
+        with torch.no_grad():
+            chosen = beta * torch.where(is_desirable_B, ratios_B, 0.0).sum() / counts.own[_DESIRABLE]
+            rejected = beta * torch.where(is_desirable_B, 0.0, ratios_B).sum() / counts.own[_UNDESIRABLE]
+            metrics = {
+                "loss": total.detach().clone(),
+                "rewards_chosen_mean": chosen,
+                "rewards_rejected_mean": rejected,
+                "rewards_margin_mean": chosen - rejected,
+                "desirable_share": is_desirable_B.sum() / counts.sequences,
+            }
+        return total, metrics
+
+
+class KTOLoss(UnpairedLoss):
+    """KTO (Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7): the baseline is the KL of the policy to the reference on
+    mismatched responses of the optimizer step, a constant for the gradient."""
+
+    def with_mismatched_kl(self, kl: float) -> "KTOLoss":
+        """The loss of a batch whose mismatched responses have this KL, which counts as 0 where it is below."""
+        return replace(self, baseline=max(kl, 0.0))
+
+
+@dataclass(frozen=True)
+class MeanLogRatio:
+    """The mean over sequences of log(policy / reference), in nats: an estimate of the KL where the policy has sampled
+    them. It is measured, not trained on."""
+
+    def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
+        return replace(count_masked(rows), sequences=float(len(rows)))
+
+    def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
+        (reference_BT,) = batch.require("reference_logprobs")
+        ratios_B = masked_sums(logprobs_BT, batch.mask) - masked_sums(reference_BT, batch.mask)
+        mean = ratios_B.sum() / counts.sequences
+        return mean, {"loss": mean.detach().clone()}
+
+
+def kto_loss(options: KTOConfig) -> UnpairedLoss:
+    return {"kto": KTOLoss, "apo_zero_unpaired": UnpairedLoss}[options.preference_loss](options)
+
+
+def mismatched(rows: Sequence[TokenRow], longest: int) -> list[TokenRow]:
+    """Each row's prompt, up to its first token that has a loss, with what follows the prompt in the row before it; the
+    first row gets that of the last. A row is cut after `longest` tokens. As TRL has it, but over a whole batch."""
+    firsts = [int(np.argmax(row.mask)) for row in rows]
+    found = []
+    for at, row in enumerate(rows):
+        other, begin, own = rows[at - 1], firsts[at - 1], firsts[at]
+        tokens = np.concatenate([row.tokens[:own], other.tokens[begin:]])
+        mask = np.concatenate([np.zeros(own, np.bool_), other.mask[begin:]])
+        found.append(TokenRow(tokens[:longest], mask[:longest]))
+    return found
+
+
+@dataclass(frozen=True)
+class SFTLoss:
+    """Mean negative log likelihood of the global batch's response tokens, in nats a token."""
+
+    def counts(self, rows: Sequence[TokenRow]) -> Normalizers:
+        return count_masked(rows)
+
+    def __call__(self, logprobs_BT: Tensor, batch: Batch, counts: Normalizers) -> tuple[Tensor, Metrics]:
+        """Loss (scalar, with gradient) and metrics (each this micro-batch's share of the global value)."""
+        total = -masked_sum(logprobs_BT, batch.mask) / counts.tokens
+        return total, {"loss": total.detach().clone()}
+
+
+def sft_loss(options: SFTConfig) -> SFTLoss:
+    return SFTLoss()

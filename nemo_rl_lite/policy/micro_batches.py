@@ -1,0 +1,459 @@
+"""Cuts batches into micro-batches, and lays their sequences into the model's input.
+
+Three layouts: a fixed number of right-padded sequences; as many padded sequences of similar length as fit a number of
+tokens (dynamic batching); sequences joined in a single row, each attending to itself alone (sequence packing).
+Logprobs and gradients do not depend on the layout, beyond floating-point rounding.
+
+Which replica trains on which sequences, so that no replica waits for another.
+
+Responses to one prompt are alike in length, so that shares of neighbouring rows differ.
+
+The few shapes that packs are padded to where a captured graph runs them, because a graph has one shape.
+
+Send tensors from the host to the device that trains, many of them in one copy.
+
+A copy engine works in order. While optimizer states come back (offload/host_memory.py), each copy waits a
+millisecond or more for the pieces before it, and so does the GPU work that needs it. A micro-batch is a dozen small
+tensors.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, batched
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nemo_rl_lite.config.schema import PolicyConfig
+from nemo_rl_lite.config.sizes import BatchMode, batch_mode, mb_tokens, row_round
+
+Work = Callable[[Sequence[int]], float]
+"""How much work a share is, from the indices of its items."""
+
+# Swaps end where the share with the most work has this much more than the mean, or after this number of them.
+NEAR, MOST_SWAPS = 0.01, 64
+
+# Swaps of the most loaded share that are tried before the best one is made, and how far apart by size the two items
+# are at most: like items for like ones change a share's work a little, which is what is missing at the end.
+TRIED, APART = 128, 4
+
+
+def even_shares(costs: Sequence[float], replicas: int) -> list[list[int]]:
+    """The indices of each replica's items: as many for each, nearly equal sums of `costs`, in ascending order.
+
+    The items are taken in blocks of `replicas`, the most expensive first, and each block's most expensive item goes to
+    the replica with the smallest sum.
+
+    Raises:
+        ValueError: the number of items is no multiple of `replicas`.
+    """
+    if len(costs) % replicas:
+        raise ValueError(f"{len(costs)} items cannot be shared evenly by {replicas} replicas")
+    order = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
+    shares: list[list[int]] = [[] for _ in range(replicas)]
+    sums = [0.0] * replicas
+    for start in range(0, len(order), replicas):
+        emptiest_first = sorted(range(replicas), key=lambda replica: (sums[replica], replica))
+        for replica, index in zip(emptiest_first, order[start : start + replicas], strict=True):
+            shares[replica].append(index)
+            sums[replica] += costs[index]
+    return [sorted(share) for share in shares]
+
+
+def swapped(shares: Sequence[Sequence[int]], sizes: Sequence[float], work: Work) -> list[list[int]]:
+    """The shares after swaps that bring their `work` together; each keeps its number of items.
+
+    Work may depend on which items meet in a share, as padding does. The share with the most work swaps an item with one
+    of the two that have the least; `sizes` say which items are alike.
+    """
+    current = [sorted(share) for share in shares]
+    works = [work(share) for share in current]
+    for _ in range(MOST_SWAPS):
+        by_work = sorted(range(len(works)), key=works.__getitem__)
+        most, least = by_work[-1], by_work[:-1][:2]
+        if works[most] <= (1 + NEAR) * sum(works) / len(works):
+            break
+        for other in least:
+            tried = [[sorted(share) for share in pair] for pair in _swaps(current[most], current[other], sizes)]
+            after = [[work(share) for share in pair] for pair in tried]
+            best = min(range(len(tried)), key=lambda index: max(after[index]), default=None)
+            if best is not None and max(after[best]) < works[most]:
+                current[most], current[other] = tried[best]
+                works[most], works[other] = after[best]
+                break
+        else:
+            break
+    return current
+
+
+def _swaps(one: Sequence[int], other: Sequence[int], sizes: Sequence[float]) -> Iterator[tuple[list[int], list[int]]]:
+    """Both shares after each of at most `TRIED` swaps of two items that are near in the order of sizes but unequal."""
+    mine, theirs = (sorted(share, key=lambda index: (-sizes[index], index)) for share in (one, other))
+    pairs = [
+        (a, b)
+        for place, a in enumerate(mine)
+        for b in theirs[max(0, place - APART) : place + APART + 1]
+        if sizes[a] != sizes[b]
+    ]
+    for a, b in pairs[:: max(1, -(-len(pairs) // TRIED))]:
+        yield [b if index == a else index for index in one], [a if index == b else index for index in other]
+
+
+# A row of tokens is padded by less than this share of itself, or to the layout's multiple.
+PARTS = 16
+
+# Transformer Engine's attention works on tiles of about this many tokens.
+LEAST_WIDTH = 64
+
+# Rows are a multiple of this, and of a quarter of the power of 2 below. It is even, for pairs.
+LEAST_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The shape of a padded pack. Sequences that are not there have length 0, and padding is cut into pieces that are
+    no longer than the longest sequence may be."""
+
+    tokens: int
+    """Tokens of the row."""
+    rows: int
+    """Sequences."""
+    width: int
+    """Most tokens of a sequence."""
+    pieces: int
+    """Sequences and pieces of padding together."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], round_to: int, most: int) -> "Bucket":
+        """The bucket of sequences of these lengths. The row is a multiple of `round_to` tokens, and at most `most`
+        tokens where they fit."""
+        own = _rounded(sum(lengths), round_to)
+        tokens = _rounded(own, _rounded(max(_power_of_2_below(own) // PARTS, 1), round_to))
+        tokens = min(tokens, max(own, _rounded(most, round_to)))
+        rows = _rounded(len(lengths), max(_power_of_2_below(len(lengths)) // 4, LEAST_ROWS))
+        width = _power_of_2(max(*lengths, LEAST_WIDTH))
+        # Padding is shorter than a step between two buckets and what `round_to` adds.
+        padding = max(tokens // PARTS, 1) + 2 * round_to
+        return cls(tokens, rows, width, rows + -(-padding // width))
+
+    def pieces_of(self, lengths: Sequence[int]) -> list[int]:
+        """Tokens of each piece: of the sequences, given with those that are not there, and of the padding."""
+        padding = self.tokens - sum(lengths)
+        whole, rest = divmod(padding, self.width)
+        used = [*lengths, *[self.width] * whole, rest]
+        return used + [0] * (self.pieces - len(used))
+
+
+def _rounded(count: int, step: int) -> int:
+    return -(-count // step) * step
+
+
+def _power_of_2(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def _power_of_2_below(most: int) -> int:
+    return 1 << (most.bit_length() - 1)
+
+
+# Tensors of any type may begin at its multiples, and CUDA's kernels read fastest there.
+_ALIGNED = 256
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Begin to copy `values` to `device`. Work there sees the copy; the host waits neither for it nor for work before
+    it, because a GPU reads from page-locked memory by itself."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+def sent_together(values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """As `sent`, with one copy to a GPU. What arrives shares its memory, and must not be changed in place: autograd
+    would take that for a change of all."""
+    if device.type != "cuda":
+        return {name: one.to(device) for name, one in values.items()}
+    return unpacked(packed(values, pin=True).to(device, non_blocking=True), values)
+
+
+def packed(values: Mapping[str, Tensor], pin: bool) -> Tensor:
+    """The bytes of tensors on the host, uint8 [n], in page-locked memory or not."""
+    whole = torch.empty(packed_bytes(values), dtype=torch.uint8, pin_memory=pin)
+    for name, place in unpacked(whole, values).items():
+        place.copy_(values[name])
+    return whole
+
+
+def unpacked(whole: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Views of `packed` bytes, wherever they are now, with the names, types and shapes of `like`."""
+    return {
+        name: whole[start : start + one.nbytes].view(one.dtype).view(one.shape) for name, one, start in _places(like)
+    }
+
+
+def packed_bytes(values: Mapping[str, Tensor]) -> int:
+    """How many bytes `packed` has."""
+    return sum(_rounded(one.nbytes) for one in values.values())
+
+
+def _places(values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, int]]:
+    start = 0
+    for name, one in values.items():
+        yield name, one, start
+        start += _rounded(one.nbytes)
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How batches are cut. `size` is in sequences (fixed) or in tokens of the model's input (dynamic, packed); the
+    input's length is rounded up to a multiple of `round_to` tokens."""
+
+    mode: BatchMode
+    size: int
+    round_to: int
+    together: int = 1
+    """Neighbours that stay in one micro-batch. A fixed `size` counts such groups of neighbours."""
+    in_buckets: bool = False
+    """Whether packs are padded to few shapes: see `Bucket`."""
+    piece: int = 1
+    """Each packed sequence is padded to a multiple of this many tokens, so that context-parallel ranks can share it."""
+
+    @classmethod
+    def configured(
+        cls, config: PolicyConfig, purpose: Literal["train", "logprob"], on_gpu: bool, together: int = 1
+    ) -> "Layout":
+        """The configured layout for training or for logprobs."""
+        mode, training, parallel = batch_mode(config, on_gpu), purpose == "train", config.megatron_cfg
+        if mode == "fixed":
+            size = config.train_micro_batch_size if training else config.logprob_batch_size
+            return cls(mode, size, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1, together)
+        in_buckets, context = training and on_gpu and parallel.cuda_graph_impl != "none", parallel.context_parallel_size
+        piece = 2 * context if context > 1 else 1
+        return cls(mode, mb_tokens(config, mode, training), row_round(config), together, in_buckets, piece)
+
+    def groups(self, lengths: Sequence[int], at_least: int = 1) -> list[list[int]]:
+        """Indices of the sequences of each micro-batch. There are at least `at_least` micro-batches, if there are
+        as many sequences, or groups of neighbours that stay together."""
+        each = [lengths[start : start + self.together] for start in range(0, len(lengths), self.together)]
+        if self.mode == "fixed":
+            starts = range(0, len(each), self.size)
+            groups = [list(range(start, min(start + self.size, len(each)))) for start in starts]
+        elif self.mode == "packed":
+            groups = _even_packs([sum(_up(length, self.piece) for length in one) for one in each], self.size, at_least)
+        else:
+            # Each group of neighbours is padded to its longest.
+            groups = _similar_lengths([len(one) * self.rounded(max(one)) for one in each], self.size, at_least)
+        return [[item * self.together + place for item in group for place in range(self.together)] for group in groups]
+
+    def rounded(self, length: int) -> int:
+        return _up(length, self.round_to)
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """A micro-batch as the model reads it: b sequences in n rows of S tokens. In a bucket, the last of the sequences
+    may have length 0: these are in no batch."""
+
+    rows: Tensor
+    """The indices in the batch of those that come from it."""
+    tokens_nS: Tensor
+    lengths: Tensor
+    """Tokens of each, [b]."""
+    starts: Tensor
+    """The index of each one's first token in `tokens_nS.flatten()`, [b]."""
+    own_lengths: tuple[int, ...]
+    """The same as `lengths`, on the host."""
+    packed: bool
+    bucket: Bucket | None = None
+    piece: int = 1
+    """Behind each packed sequence is padding, up to a multiple of this many tokens. It attends to the sequence, and the
+    sequence not to it."""
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest sequence, or of the longest that the bucket has room for."""
+        return max(self.own_lengths) if self.bucket is None else self.bucket.width
+
+    def to(self, device: torch.device) -> "ModelInput":
+        """Copy all tensors but `rows` to `device`."""
+        names = ("tokens_nS", "lengths", "starts")
+        return replace(self, **sent_together({name: getattr(self, name) for name in names}, device))
+
+    @property
+    def pieces(self) -> list[int]:
+        """Tokens of the packed sequences, and of the padding that follows as one more, or several in a bucket."""
+        if self.bucket is not None:
+            return self.bucket.pieces_of(self.own_lengths)
+        padded = [_up(length, self.piece) for length in self.own_lengths]
+        padding = self.tokens_nS.numel() - sum(padded)
+        return [*padded, padding] if padding else padded
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest of the `pieces`, or of the longest that the bucket has room for."""
+        return max(self.pieces) if self.bucket is None else self.bucket.width
+
+    def boundaries(self) -> Tensor:
+        """Cumulative lengths of the `pieces`, int32 [pieces + 1], on the host."""
+        return torch.tensor([0, *accumulate(self.pieces)], dtype=torch.int32)
+
+    def positions(self) -> Tensor:
+        """Each token's place in its sequence, [n, S]."""
+        count = torch.arange(self.tokens_nS.shape[1])
+        if not self.packed:
+            return count.expand_as(self.tokens_nS)
+        pieces = torch.tensor(self.pieces)
+        return (count - (pieces.cumsum(0) - pieces).repeat_interleave(pieces))[None]
+
+    def hidden_from(self) -> Tensor:
+        """The attention mask: bool [1, 1, S, S], true (hidden) above the diagonal and between packed sequences."""
+        length = self.tokens_nS.shape[1]
+        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+        if self.packed:
+            sequence = torch.cat([torch.full((length,), place) for place, length in enumerate(self.pieces)])
+            hidden |= sequence[:, None] != sequence[None, :]
+        return hidden[None, None]
+
+    def lay(self, of_token_bT: Tensor, outside: int) -> Tensor:
+        """Values [b, width, ...] of each token -> [n, S, ...], where the input has it; `outside` elsewhere."""
+        place = torch.arange(self.width)
+        index = (self.starts[:, None] + place)[inside := place < self.lengths[:, None]]
+        laid = of_token_bT.new_full((self.tokens_nS.numel(), *of_token_bT.shape[2:]), outside)
+        laid[index] = of_token_bT[:, : self.width][inside]
+        return laid.view(*self.tokens_nS.shape, *of_token_bT.shape[2:])
+
+    def pack(self, of_token_bTk: Tensor) -> Tensor:
+        """The opposite of `unpack`: values [b, width, k] about each token -> [N, k], where the input has the token
+        before it; 0 elsewhere."""
+        place = torch.arange(self.width, device=of_token_bTk.device)
+        inside = (place > 0) & (place < self.lengths[:, None])
+        packed = of_token_bTk.new_zeros(self.tokens_nS.numel(), of_token_bTk.shape[2])
+        # The places outside share one that `unpack` does not read: that of the last token of the first sequence.
+        index = torch.where(inside, self.starts[:, None] + place - 1, self.starts[0] + self.lengths[0] - 1)
+        packed[index.flatten()] = torch.where(inside[..., None], of_token_bTk, 0).flatten(0, 1)
+        return packed
+
+    def unpack(self, of_next_N: Tensor) -> Tensor:
+        """Values [N, ...] about the following token at each of the input's N = n * S positions -> [b, width, ...],
+        entry t for token t.
+
+        Entry 0, which nothing precedes, and entries beyond a sequence's end are 0. Keeps gradients.
+        """
+        place = torch.arange(self.width, device=of_next_N.device)
+        index = (self.starts[:, None] + place - 1).clamp(0, len(of_next_N) - 1)
+        inside = (place > 0) & (place < self.lengths[:, None])
+        return torch.where(inside.view(*inside.shape, *[1] * (of_next_N.dim() - 1)), of_next_N[index], 0)
+
+
+def cut(tokens_BT: Tensor, lengths_B: Tensor, layout: Layout, at_least: int = 1) -> list[ModelInput]:
+    """The micro-batches of right-padded sequences, in the layout's order."""
+    lengths = lengths_B.tolist()
+    lay = _pack if layout.mode == "packed" else _pad
+    return [lay(tokens_BT, lengths, group, layout) for group in layout.groups(lengths, at_least)]
+
+
+def _pad(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> ModelInput:
+    rows = torch.tensor(group)
+    # A fixed layout keeps the width of the replica's whole batch, so that all micro-batches, and both the passes for
+    # logprobs and for training, have one shape.
+    longest = tokens_BT.shape[1] if layout.mode == "fixed" else max(lengths[row] for row in group)
+    width = layout.rounded(longest)
+    padded = torch.nn.functional.pad(tokens_BT[rows, :width], (0, max(width - tokens_BT.shape[1], 0)))
+    own = tuple(lengths[row] for row in group)
+    return ModelInput(rows, padded, torch.tensor(own), torch.arange(len(group)) * width, own, packed=False)
+
+
+def _pack(tokens_BT: Tensor, lengths: list[int], group: list[int], layout: Layout) -> ModelInput:
+    rows, own = torch.tensor(group), tuple(lengths[row] for row in group)
+    wide = [_up(length, layout.piece) for length in own]
+    each, pieces = torch.tensor(own), torch.tensor(wide)
+    starts = pieces.cumsum(0) - pieces
+    place = torch.arange(sum(own)) - (each.cumsum(0) - each).repeat_interleave(each)
+    bucket = Bucket.of(own, layout.round_to, layout.size) if layout.in_buckets else None
+    tokens = layout.rounded(sum(wide)) if bucket is None else bucket.tokens
+    row = tokens_BT.new_zeros(tokens)
+    row[starts.repeat_interleave(each) + place] = tokens_BT[rows.repeat_interleave(each), place]
+    missing = 0 if bucket is None else bucket.rows - len(own)
+    starts, each = (torch.nn.functional.pad(values, (0, missing)) for values in (starts, each))
+    own += (0,) * missing
+    return ModelInput(rows, row[None], each, starts, own, packed=True, bucket=bucket, piece=layout.piece)
+
+
+def _up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def _similar_lengths(lengths: Sequence[int], limit: int, at_least: int) -> list[list[int]]:
+    """Sorted by length and cut where rows x longest would exceed `limit` tokens; then halved to `at_least` groups."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= limit:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return _split_to(groups, at_least)
+
+
+def _even_packs(lengths: Sequence[int], limit: int, at_least: int) -> list[list[int]]:
+    """Packs of at most `limit` tokens and nearly equal sums: longest first, each to the emptiest pack."""
+    count = max(at_least, -(-sum(lengths) // limit))
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    while True:
+        packs: list[list[int]] = [[] for _ in range(count)]
+        sums = [0] * count
+        for index in order:
+            emptiest = sums.index(min(sums))
+            packs[emptiest].append(index)
+            sums[emptiest] += lengths[index]
+        if max(sums) <= limit or count >= len(lengths):
+            return [sorted(pack) for pack in packs if pack]
+        count += 1
+
+
+def _split_to(groups: list[list[int]], count: int) -> list[list[int]]:
+    """Halve the largest groups until there are `count`."""
+    groups = list(groups)
+    while len(groups) < count and max(map(len, groups)) > 1:
+        largest = max(range(len(groups)), key=lambda index: len(groups[index]))
+        middle = len(groups[largest]) // 2
+        groups[largest : largest + 1] = [groups[largest][:middle], groups[largest][middle:]]
+    return groups
+
+
+Cost = Callable[[int], float]
+"""How much work a sequence of this many tokens is, in any unit."""
+
+
+def balanced_shares(
+    lengths: Sequence[int], replicas: int, cost: Cost, together: int = 1, layout: Layout | None = None
+) -> list[list[int]]:
+    """Each replica's sequences, in ascending order: as many for each; `together` neighbours stay together.
+
+    Without a `layout`, the work of a share is the sum of its sequences' costs; with one, the work of the micro-batches
+    into which the replica cuts it, padding included.
+
+    Raises:
+        ValueError: the sequences cannot be shared evenly.
+    """
+    groups = [sum(map(cost, own)) if layout is None else work(own, layout, cost) for own in batched(lengths, together)]
+    shares = even_shares(groups, replicas)
+    if layout is not None and replicas > 1:
+        # All replicas make as many micro-batches as the one that needs most.
+        count = max(len(layout.groups(_lengths(share, lengths, together))) for share in shares)
+        shares = swapped(shares, groups, lambda share: work(_lengths(share, lengths, together), layout, cost, count))
+    return [[group * together + place for group in share for place in range(together)] for share in shares]
+
+
+def work(lengths: Sequence[int], layout: Layout, cost: Cost, micro_batches: int = 1) -> float:
+    """The cost of sequences that are cut into at least `micro_batches`, each padded to its longest sequence."""
+    if layout.mode == "packed":
+        return sum(map(cost, lengths))
+    groups = layout.groups(lengths, micro_batches)
+    return sum(len(group) * cost(layout.rounded(max(lengths[row] for row in group))) for group in groups)
+
+
+def _lengths(share: Sequence[int], lengths: Sequence[int], together: int) -> list[int]:
+    return [length for group in share for length in lengths[group * together : (group + 1) * together]]

@@ -1,0 +1,146 @@
+"""Router replay: the policy computes with the experts that the engine chose for each token.
+
+Engine and policy round differently. Where two experts are nearly as good, their routers choose different ones, and the
+token's logprobs differ by far more than by rounding. With the engine's choice they do not (Ma et al., "Stabilizing MoE
+reinforcement learning by aligning training and inference routers", arXiv:2510.11370). Only the choice is replayed: the
+experts' weights are the probabilities that the policy's own router gives them, with gradient.
+
+megatron-core's routers ask the object in their field `router_replay` for the experts to take. The one here knows two
+things that megatron-core's does not: tokens without a choice, for which the router chooses, and micro-batches of a
+pipeline, whose layers may be computed again after later micro-batches have begun.
+
+Shapes: n rows of S positions, M of which this rank's routers see; L layers of the model; E experts, k of which are
+chosen; b sequences of up to `width` tokens.
+
+The routers of a mixture-of-experts model: what they compute in, and what may change them.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl_lite.config.schema import MegatronConfig
+from nemo_rl_lite.losses.batch import NO_EXPERT
+from nemo_rl_lite.policy.context import ContextRanks
+from nemo_rl_lite.policy.micro_batches import ModelInput, sent
+
+
+@dataclass(eq=False)
+class ReplayedRouter:
+    """What a layer's router takes instead of its own choice."""
+
+    layer: int
+    """The layer's index in the whole model."""
+    recomputes: bool
+    """Whether a training pass computes the layer without gradients first, and again with them in the backward pass."""
+    _now: Tensor | None = None
+    _again: deque[Tensor | None] = field(default_factory=deque)
+
+    def begin(self, experts_Mk: Tensor | None, trains: bool) -> None:
+        """The next forward pass is over a micro-batch with these experts; with None the router chooses."""
+        self._now = experts_Mk
+        if trains and self.recomputes:
+            self._again.append(experts_Mk)
+
+    def get_replay_topk(
+        self,
+        scores_ME: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The scores of the experts to take, and these, [M, k] each; called by megatron-core."""
+        scores_Mk, own_Mk = default_compute_topk(scores_ME, topk, num_groups, group_topk)
+        # Backward passes come in the order of the forward passes.
+        is_again = self.recomputes and torch.is_grad_enabled() and self._again
+        told_Mk = self._again.popleft() if is_again else self._now
+        if told_Mk is None:
+            return scores_Mk, own_Mk
+        chosen_Mk = torch.where(told_Mk == NO_EXPERT, own_Mk, told_Mk.long())
+        return scores_ME.gather(1, chosen_Mk), chosen_Mk
+
+
+@dataclass(frozen=True)
+class RouterReplay:
+    """The routers of this rank's layers."""
+
+    routers: Sequence[ReplayedRouter]
+    context: ContextRanks
+    sequence_rank: int
+    sequence_size: int
+    """The tensor-parallel ranks that have a part of each sequence each."""
+    device: torch.device
+
+    def begin(self, micro: ModelInput, experts_BTLk: Tensor | None, trains: bool) -> None:
+        """The next forward pass is over `micro`, whose rows come from a batch with these experts, on the host."""
+        told = self._own(micro, experts_BTLk) if experts_BTLk is not None else [None] * len(self.routers)
+        for router, own in zip(self.routers, told, strict=True):
+            router.begin(own, trains)
+
+    def _own(self, micro: ModelInput, experts_BTLk: Tensor) -> Sequence[Tensor]:
+        """For each router, the experts [M, k] at the positions that it sees, in its order: position by position."""
+        layers = torch.tensor([router.layer for router in self.routers], dtype=torch.long)
+        experts_bTLk = experts_BTLk[micro.rows, : micro.width][:, :, layers]
+        laid_nSLk = self.context.own(micro.lay(experts_bTLk, NO_EXPERT), micro)
+        laid_SnLk = laid_nSLk.transpose(0, 1).chunk(self.sequence_size)[self.sequence_rank]
+        return sent(laid_SnLk.flatten(0, 1).transpose(0, 1).contiguous(), self.device).unbind()
+
+
+def set_fields(provider: Any, options: MegatronConfig) -> None:
+    """Set the routers' fields of megatron-bridge's provider, before it is finalized."""
+    # The loss is the algorithm's alone: the pretraining recipe's auxiliary loss would silently add to its gradient.
+    provider.moe_router_load_balancing_type, provider.moe_aux_loss_coeff = "none", 0.0
+    # So would its balancing of experts, which changes a bias at every step whatever the gradient.
+    provider.moe_router_bias_update_rate = options.moe_router_bias_update_rate
+    if options.moe_router_dtype is not None:
+        provider.moe_router_dtype = options.moe_router_dtype
+
+
+def freeze(chunks: list[Any]) -> list[Any]:
+    """Take the routers' weights out of training. Comes before the chunks are wrapped, which gives gradients memory."""
+    for router in _routers(chunks):
+        for parameter in router.parameters():
+            parameter.requires_grad_(False)
+    return chunks
+
+
+def keep_biases_in_float32(chunks: list[Any]) -> None:
+    """Do at once what megatron-core does in the first forward pass, because a copy of the memory from before would not
+    fit any more. Comes before the weights are loaded, so that the biases are not rounded."""
+    for bias in expert_biases(chunks):
+        bias.data = bias.data.float()
+
+
+def expert_biases(chunks: list[Any]) -> list[Tensor]:
+    """The biases, [experts] of a layer each, that balance experts. They are buffers: no gradient changes them, but
+    megatron-core's `finalize_model_grads` does, at a rate above 0."""
+    biases = (getattr(router, "expert_bias", None) for router in _routers(chunks))
+    return [bias for bias in biases if bias is not None]
+
+
+def replaying(chunks: list[Any], options: MegatronConfig, context: ContextRanks, device: torch.device) -> RouterReplay:
+    """Let the routers take the experts that they are told."""
+    from megatron.core import parallel_state
+
+    splits, recomputes = options.sequence_parallel, options.activation_checkpointing
+    routers: list[Any] = list(_routers(chunks))
+    for router in routers:
+        router.router_replay = ReplayedRouter(router.layer_number - 1, recomputes)
+    return RouterReplay(
+        [router.router_replay for router in routers],
+        context,
+        sequence_rank=parallel_state.get_tensor_model_parallel_rank() if splits else 0,
+        sequence_size=parallel_state.get_tensor_model_parallel_world_size() if splits else 1,
+        device=device,
+    )
+
+
+def _routers(chunks: list[Any]) -> Iterator[torch.nn.Module]:
+    from megatron.core.transformer.moe.router import Router
+
+    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router))

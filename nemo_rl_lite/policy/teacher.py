@@ -1,0 +1,118 @@
+"""One rank of a teacher: a model that scores what the policy has sampled, and does not train. A plain class, as the
+policy's worker is; `cluster/` runs it in an actor of its own, because a process has one parallel layout."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nemo_rl_lite.config.schema import ClusterConfig, PolicyConfig
+from nemo_rl_lite.losses.batch import Batch, TokenRow
+from nemo_rl_lite.observability.memory import MemoryMeter, Peaks
+from nemo_rl_lite.observability.timer import SETUP
+from nemo_rl_lite.offload.host_memory import HostArena
+from nemo_rl_lite.offload.mover import FrozenWeights, Move
+from nemo_rl_lite.offload.residency import Component, Phase, Place, Residency
+from nemo_rl_lite.policy.logprobs import TopLogits
+from nemo_rl_lite.policy.memory import CPUMemory, GPUMemory, host_registrar
+from nemo_rl_lite.policy.micro_batches import Layout
+from nemo_rl_lite.policy.model import ParallelPlace, build_model, leave_groups
+from nemo_rl_lite.policy.passes import forward_scores
+from nemo_rl_lite.policy.worker import preload
+from nemo_rl_lite.system import numa
+
+__all__ = ["TeacherScores", "TeacherWorker", "preload"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TeacherScores:
+    """What a teacher says of the N tokens of some rows, joined end to end; see `TokenRow`."""
+
+    logprobs: np.ndarray
+    """[N]."""
+    topk_logits: np.ndarray | None
+    """[N, k]."""
+    topk_ids: np.ndarray | None
+    """[N, k], int32."""
+
+
+class TeacherWorker:
+    """The teacher on this rank. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in the environment. Its weights
+    are on the device for the logprob phase, and elsewhere where the residency table has them.
+
+    Every method is collective: all ranks call it. Results are None on ranks that do not report.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        cluster: ClusterConfig,
+        model_path: str,
+        seed: int,
+        temperature: float,
+        topk: int | None,
+        threads: int,
+        on_gpu: bool,
+        residency: Residency,
+    ):
+        """`policy`: see `config.teacher.as_teacher`. `topk`: how many of the largest logits `score` returns."""
+        if on_gpu and cluster.numa_binding:
+            log.info("%s", numa.bind(numa.gpu_address()).describe())
+        torch.set_num_threads(threads)
+        self._temperature, self._topk = temperature, topk
+        with SETUP("model"):
+            self._model = build_model(policy, model_path, on_gpu, cluster.collective_timeout_s, seed, trains=False)
+        self._layout = Layout.configured(policy, "logprob", on_gpu)
+        log.info("micro-batches: %s", self._layout)
+        arena = HostArena("the teacher's weights", host_registrar(policy, self._model))
+        self._weights = FrozenWeights("teacher_weights", self._model.state, arena, self._model.device)
+        self._stays = residency.place(Phase.TRAIN, Component.TEACHER_WEIGHTS) is Place.DEVICE
+        self._device = GPUMemory() if on_gpu else CPUMemory()
+        self._memory = MemoryMeter(lambda: {Component.TEACHER_WEIGHTS.value: self._weights.device_bytes()})
+        self.leave()
+
+    def place(self) -> ParallelPlace:
+        return self._model.place
+
+    def prepare_for_logprob(self) -> None:
+        """Enter the logprob phase: the weights are on the device."""
+        self._weights.come_back()
+
+    def leave(self) -> None:
+        """Leave the logprob phase: other processes may use the memory of this one."""
+        if not self._stays:
+            self._weights.leave()
+        self._device.trim()
+
+    def score(self, rows: Sequence[TokenRow]) -> TeacherScores | None:
+        """The teacher's logprobs of this replica's rows at the sampling temperature and, with `topk`, its largest
+        logits in the place of each token."""
+        batch = Batch.padded(rows)
+        asked = None if self._topk is None else TopLogits(self._topk)
+        with self._memory.phase("logprob"):
+            scored = forward_scores(
+                self._model, batch.tokens, batch.lengths, self._layout, self._temperature, loss=asked
+            )
+        if scored is None or not self._model.place.reports:
+            return None
+        inside_BT = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
+        found = {name: values[inside_BT].numpy() for name, values in scored.items()}
+        ids = found.get("topk_ids")
+        return TeacherScores(found["logprobs"], found.get("topk_logits"), None if ids is None else ids.astype(np.int32))
+
+    def close(self) -> None:
+        """Drop the model. This process may then build another worker. Collective."""
+        self.__dict__.clear()
+        leave_groups()
+
+    def take_memory(self) -> Peaks:
+        """Peak memory of the phases since the last call; empty on a CPU."""
+        return self._memory.take()
+
+    def take_moves(self) -> list[tuple[str, Move]]:
+        """Moves between device and host since the last call."""
+        return self._weights.take_moves()

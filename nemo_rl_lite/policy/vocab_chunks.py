@@ -1,0 +1,168 @@
+"""What is read of a slice of logits, and the slice's gradient, in torch: on CPUs, and for what the kernels of
+`slice_scores_kernel` leave out.
+
+Shapes: N positions, v entries of the vocabulary on this tensor-parallel rank, s of them in a slice, k of the largest,
+or of others that are asked for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LMHead:
+    """What is computed of the logits, and how these are made."""
+
+    temperature: float
+    soft_cap: float | None
+    """Logits are `soft_cap * tanh(logits / soft_cap)`, before the temperature (Gemma 2)."""
+    entropy: bool
+    topk: int
+    """How many of the largest logits are wanted; 0 for none."""
+    group: dist.ProcessGroup
+    """The ranks that have a part of the vocabulary each."""
+    keep: bool = False
+    """Whether the logits [N, v] are kept for the backward pass, which otherwise computes them again."""
+    others: bool = False
+    """Whether logprobs of other tokens than the next ones are wanted."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether a row of the logits' gradient is a multiple of (1 for the next token) - p."""
+        return self.soft_cap is None and not (self.entropy or self.topk or self.others)
+
+
+@dataclass(frozen=True)
+class VocabReductions:
+    """What the gradient of a slice needs of the whole vocabulary."""
+
+    log_total_N: Tensor
+    """The log of the sum of exp(logits)."""
+    logprob_N: Tensor
+    entropy_N: Tensor
+    ids_Nk: Tensor | None
+    """The tokens of the largest logits, and the others; both are counted as the next tokens are."""
+    others_Nk: Tensor | None = None
+
+
+class Reader:
+    """Reads the slices of a vocabulary one after the other. `own_N` are the next tokens, and `others_Nk` those that
+    `head.others` asks for, counted from this rank's first entry, so that those of other ranks are outside."""
+
+    def __init__(self, own_N: Tensor, head: LMHead, others_Nk: Tensor | None = None):
+        self._own_N, self._head, self._others_Nk = own_N, head, others_Nk
+        self._parts: list[Tensor] = []
+        self._chosen: list[Tensor] = []
+        self._tops: list[tuple[Tensor, Tensor]] = []
+
+    def read(self, logits_Ns: Tensor, start: int) -> None:
+        """Read the slice that starts at entry `start`."""
+        logits_Ns = _warped(logits_Ns, self._head)
+        if self._head.topk:
+            values, ids = logits_Ns.topk(min(self._head.topk, logits_Ns.shape[1]), dim=1)
+            self._tops.append((values.float(), ids + start))
+        if self._others_Nk is not None:
+            self._chosen.append(_chosen(logits_Ns, self._others_Nk, start))
+        chosen_N = _chosen(logits_Ns, self._own_N[:, None], start)[:, 0]
+        first_N, logprobs_Ns = logits_Ns[:, 0].float(), logits_Ns.log_softmax(dim=1, dtype=torch.float32)
+        self._parts.append(torch.stack([first_N - logprobs_Ns[:, 0], chosen_N, _entropy(logprobs_Ns, self._head)]))
+
+    def totals(self) -> Tensor:
+        """[3, N]: the log of the sum of exp(logits), the next token's logit (0 where it is not), the entropy (any
+        number where nobody asks)."""
+        return joined(torch.stack(self._parts))
+
+    def largest(self) -> tuple[Tensor, Tensor]:
+        """The largest logits [N, k] and their tokens, where they are wanted; all, where there are no k."""
+        values, ids = (torch.cat(parts, dim=1) for parts in zip(*self._tops, strict=True))
+        return largest(values, ids, self._head.topk)
+
+    def others(self) -> Tensor:
+        """The logits [N, k] of the other tokens, where they are wanted; 0 for those of other ranks."""
+        return torch.stack(self._chosen).sum(dim=0)
+
+
+class Gradient:
+    """The gradient of slices of logits. `gradients` are those of logprobs, entropies, largest logits and logprobs of
+    the other tokens, divided by the temperature, because whatever follows the logits divides theirs."""
+
+    def __init__(self, own_N: Tensor, head: LMHead, totals: VocabReductions, gradients: Sequence[Tensor | None]):
+        self._own_N, self._head, self._totals, self._gradients = own_N, head, totals, gradients
+        of_logprob_N = gradients[0]
+        # A row of the plain gradient has the same factor everywhere, which is cheaper where it meets H values.
+        self.factor_N1 = -of_logprob_N[:, None] if head.plain else None  # pyrefly: ignore
+
+    def of(self, logits_Ns: Tensor, start: int) -> Tensor:
+        """The gradient [N, s] of the slice that starts at `start`, to be multiplied by `factor_N1` if there is one."""
+        dtype, logits_Ns = logits_Ns.dtype, _warped(logits_Ns, self._head)
+        if not self._head.plain:
+            return self._general(logits_Ns, start).to(dtype)
+        found_Ns = torch.empty_like(logits_Ns, dtype=dtype)
+        torch.exp(logits_Ns - self._totals.log_total_N[:, None], out=found_Ns)
+        index_N1, inside_N1 = _places(self._own_N[:, None], start, logits_Ns.shape[1])
+        less_N1 = self._totals.logprob_N.expm1()[:, None].to(dtype)
+        return found_Ns.scatter_(1, index_N1, torch.where(inside_N1, less_N1, found_Ns.gather(1, index_N1)))
+
+    def _general(self, logits_Ns: Tensor, start: int) -> Tensor:
+        """With p the probabilities and E the entropy, the gradient of any token's logprob is (1 for the token) - p,
+        that of the entropy -p (log p + E), that of a large logit 1."""
+        totals, cap = self._totals, self._head.soft_cap
+        of_logprob_N, of_entropy_N, of_top_Nk, of_others_Nk = self._gradients
+        of_logprob_N1 = of_logprob_N[:, None]  # pyrefly: ignore
+        logprobs_Ns, factor_Ns = logits_Ns - totals.log_total_N[:, None], of_logprob_N1
+        if of_entropy_N is not None:
+            factor_Ns = factor_Ns + (logprobs_Ns + totals.entropy_N[:, None]) * of_entropy_N[:, None]
+        if of_others_Nk is not None:
+            factor_Ns = factor_Ns + of_others_Nk.sum(dim=1, keepdim=True)
+        found_Ns = logprobs_Ns.exp_().mul_(factor_Ns).neg_()
+        chosen = (self._own_N[:, None], of_logprob_N1)
+        for ids, gradient in (chosen, (totals.ids_Nk, of_top_Nk), (totals.others_Nk, of_others_Nk)):
+            if ids is not None and gradient is not None:
+                index, inside = _places(ids, start, logits_Ns.shape[1])
+                found_Ns.scatter_add_(1, index, torch.where(inside, gradient, 0.0))
+        if cap is None:
+            return found_Ns
+        return found_Ns.mul_(1 - (logits_Ns * (self._head.temperature / cap)).square_())
+
+
+def joined(parts_k3N: Tensor) -> Tensor:
+    """The `totals` of a vocabulary from those of its k parts."""
+    log_totals_kN, chosen_kN, entropies_kN = parts_k3N.unbind(1)
+    log_total_N = log_totals_kN.logsumexp(dim=0)
+    log_shares_kN = log_totals_kN - log_total_N
+    entropy_N = (log_shares_kN.exp() * (entropies_kN - log_shares_kN)).sum(dim=0)
+    return torch.stack([log_total_N, chosen_kN.sum(dim=0), entropy_N])
+
+
+def largest(values: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """At most `count` largest values of each row, in descending order, and their ids."""
+    top, places = values.topk(min(count, values.shape[1]), dim=1)
+    return top, ids.gather(1, places)
+
+
+def _warped(logits_Ns: Tensor, head: LMHead) -> Tensor:
+    """Logits under soft cap and temperature; float32 where they are computed with, and a copy where they change."""
+    if head.soft_cap is not None:
+        logits_Ns = (logits_Ns.float() / head.soft_cap).tanh_().mul_(head.soft_cap)
+    return logits_Ns.float() / head.temperature if head.temperature != 1 else logits_Ns
+
+
+def _chosen(logits_Ns: Tensor, ids_Nk: Tensor, start: int) -> Tensor:
+    """The slice's logits of some tokens, float32 [N, k]; 0 for those that are not in it."""
+    index_Nk, inside_Nk = _places(ids_Nk, start, logits_Ns.shape[1])
+    return torch.where(inside_Nk, logits_Ns.gather(1, index_Nk).float(), 0.0)
+
+
+def _entropy(logprobs_Ns: Tensor, head: LMHead) -> Tensor:
+    """Entropy [N] of a slice by itself; 0 where nobody asks."""
+    return -(logprobs_Ns.exp().mul_(logprobs_Ns)).sum(dim=1) if head.entropy else torch.zeros_like(logprobs_Ns[:, 0])
+
+
+def _places(ids: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """Places of entries of the vocabulary in a slice, 0 for others, and whether they are in it."""
+    inside = (ids >= start) & (ids < start + width)
+    return torch.where(inside, ids - start, 0), inside

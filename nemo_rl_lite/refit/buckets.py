@@ -1,0 +1,471 @@
+"""The two sides of transports through buckets: a loop over buckets, with checksums and timing.
+
+Buckets put together from the parameters of one or several ranks, by copies and collectives that are planned once.
+
+Each rank of a group packs what other ranks want of its parameters into its section of an arena, the sections are
+exchanged, and each rank that wants weights copies them from the arena into the bucket. A bucket that only one rank has
+parameters of, as in a pipeline stage, is filled by that rank and broadcast as it is.
+
+Buckets from tensors that come one by one.
+
+Weights from one producer to every consumer over a process group, with several buckets on the way at a time.
+
+While bucket k is sent, the producer exports and packs bucket k + 1 and the consumers load bucket k - 1. A side waits
+only for the broadcast from or into the buffer that it needs. On a GPU, what a consumer loads is ordered by its current
+stream, and the broadcast that fills the buffer again is queued behind it.
+
+Weights between processes that share a device: a buffer which the producer fills and the consumers read.
+
+On a GPU it is CUDA memory opened through an IPC handle, on a CPU a file in memory. Each connection opens it once. It
+has two halves: while consumers load one bucket, the producer fills the other half with the next.
+"""
+
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_rl_lite.compat.torch import open_cuda_tensor, share_cuda_tensor
+from nemo_rl_lite.errors import RefitError
+from nemo_rl_lite.refit.group import PendingTransfer, RefitGroup, all_gather, group_by_need
+from nemo_rl_lite.refit.interface import (
+    Checksums,
+    Export,
+    Loader,
+    RefitReport,
+    Transport,
+    Verify,
+    WeightSource,
+    synchronize,
+)
+from nemo_rl_lite.refit.layout import (
+    Bucket,
+    CopyList,
+    Named,
+    ReceivedBucket,
+    RefitPlan,
+    buffer_of,
+    dtype_name,
+    new_buffers,
+    view,
+)
+from nemo_rl_lite.refit.trace import ExchangePlan, Recipe, make_route, source_ranks
+
+
+def assemble(
+    plan: RefitPlan,
+    parameters: Mapping[int, Tensor],
+    recipe: Recipe | None,
+    device: torch.device,
+    groups: Sequence[dist.ProcessGroup],
+    timeout_s: float,
+) -> "BucketReshard | None":
+    """The assembly of this rank; collective over the default group.
+
+    `recipe`: None if this rank wants no weights. `groups`: existing process groups, which are used where they fit.
+    Returns None if no rank needs this one.
+    """
+    rank = dist.get_rank()
+    ranks, group = group_by_need(None if recipe is None else source_ranks(recipe), groups, timeout_s)
+    if not ranks:
+        return None
+    wanted = dict(all_gather((rank, recipe), group)) if group is not None else {rank: recipe}
+    recipes = {one: recipe for one, recipe in wanted.items() if recipe is not None}
+    return BucketReshard(plan, parameters, recipes, rank, group, device)
+
+
+class BucketReshard:
+    """An `Export`. All ranks of the group begin and fill all buckets in turn, on a rank that wants no weights with None
+    for the buffer."""
+
+    def __init__(
+        self,
+        plan: RefitPlan,
+        parameters: Mapping[int, Tensor],
+        recipes: Mapping[int, Recipe],
+        rank: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ):
+        """`parameters`: this rank's, by their number in the recipes, contiguous. `recipes`: of every rank that wants
+        weights. Ranks are torch.distributed's global ones. `group`: None for a single rank."""
+        self._plan, self._parameters, self._group = plan, parameters, group
+        self._ranks = [rank] if group is None else dist.get_process_group_ranks(group)
+        # Gloo's all-gather takes several times as long as a broadcast from each rank.
+        gather = device.type == "cuda"
+        self._routes = [make_route(bucket, recipes, self._ranks, rank, gather) for bucket in plan.buckets]
+        self._rank, self._wants = rank, rank in recipes
+        self._arena = torch.empty(self._arena_bytes(), dtype=torch.uint8, device=device)
+        self._own: dict[int, CopyList] = {}
+        self._into: dict[int, tuple[int, CopyList, CopyList]] = {}
+        self._under_way = list[Any]()
+        # Buckets of this refit that are begun and filled.
+        self._begun = self._filled = 0
+        self._release()
+
+    @property
+    def collectives(self) -> int:
+        """The number of collectives of a refit."""
+        return sum(route.collectives for route in self._routes)
+
+    def start(self) -> None:
+        self._begun = self._filled = 0
+        if not self._arena.untyped_storage().nbytes():
+            self._arena.untyped_storage().resize_(self._arena.numel())
+
+    def begin(self, index: int, report: RefitReport) -> None:
+        """Pack what other ranks want of this rank, and start to exchange it."""
+        clock, route = time.perf_counter(), self._routes[index]
+        self._begun = index + 1
+        if index not in self._own:
+            self._own[index] = self._packing(route)
+        self._own[index].run()
+        if route.whole is None:
+            self._under_way = self._exchanged(route)
+        report.add("pack", clock)
+
+    def fill(self, index: int, buffer: Tensor | None, report: RefitReport) -> None:
+        """See `Export.fill`."""
+        clock, route = time.perf_counter(), self._routes[index]
+        if buffer is None:
+            # A rank that wants no weights needs memory for what is broadcast all the same.
+            buffer = self._arena[: self._plan.buckets[index].nbytes if route.whole is not None else 0]
+        here, arriving = self._filling(index, buffer)
+        here.run()
+        if route.whole is not None:
+            self._under_way = [self._broadcast(buffer, route.whole)]
+        clock = report.add("pack", clock)
+        for work in self._under_way:
+            # On a GPU only the current stream waits.
+            work.wait()
+        self._under_way = []
+        clock = report.add("iterate", clock)
+        arriving.run()
+        self._filled = index + 1
+        if self._filled == len(self._routes):
+            self._release()
+        report.add("pack", clock)
+
+    def finish(self, buffer_of: Callable[[int], Tensor | None]) -> None:
+        """See `Export.finish`."""
+        report = RefitReport()
+        for index in range(self._filled, len(self._routes)):
+            if self._begun == index:
+                self.begin(index, report)
+            self.fill(index, buffer_of(index), report)
+
+    def _packing(self, route: ExchangePlan) -> CopyList:
+        sources = [packed.source.of(self._parameters[packed.parameter]) for packed, _ in route.own]
+        targets = [self._in_arena(begin, source) for source, (_, begin) in zip(sources, route.own, strict=True)]
+        return CopyList(targets, sources)
+
+    def _filling(self, index: int, buffer: Tensor) -> tuple[CopyList, CopyList]:
+        """Copies into the buffer from this rank's parameters, and from the arena. A bucket mostly comes in the same
+        memory, so the views of it are kept."""
+        kept = self._into.get(index)
+        if kept is None or kept[0] != buffer.data_ptr():
+            route = self._routes[index]
+            slots = {slot: view(buffer, slot) for slot in {slot for slot, *_ in (*route.here, *route.arriving)}}
+            here = CopyList(
+                [segment.target.of(slots[slot]) for slot, segment in route.here],
+                [segment.source.of(self._parameters[segment.parameter]) for _, segment in route.here],
+            )
+            targets = [segment.target.of(slots[slot]) for slot, segment, _ in route.arriving]
+            begins = [begin for *_, begin in route.arriving]
+            arrived = [self._in_arena(begin, target) for begin, target in zip(begins, targets, strict=True)]
+            kept = self._into[index] = buffer.data_ptr(), here, CopyList(targets, arrived)
+        return kept[1], kept[2]
+
+    def _in_arena(self, begin: int, like: Tensor) -> Tensor:
+        """Contiguous memory of the arena, with the shape and the dtype of another tensor."""
+        memory = self._arena[begin : begin + math.prod(like.shape) * like.element_size()]
+        return memory.view(like.dtype).view(like.shape)
+
+    def _exchanged(self, route: ExchangePlan) -> list[Any]:
+        """The exchange of the sections, which is under way."""
+        if not route.gathered:
+            return [
+                self._broadcast(self._arena[begin : begin + size], source)
+                for source, (begin, size) in route.sections.items()
+            ]
+        begin, size = route.sections[self._rank]
+        together, own = self._arena[: size * len(self._ranks)], self._arena[begin : begin + size]
+        return [dist.all_gather_into_tensor(together, own, group=self._group, async_op=True)]
+
+    def _broadcast(self, memory: Tensor, source: int) -> Any:
+        return dist.broadcast(memory, src=source, group=self._group, async_op=True)
+
+    def _arena_bytes(self) -> int:
+        broadcast = 0 if self._wants else max(bucket.nbytes for bucket in self._plan.buckets)
+        return max([broadcast, *(route.nbytes for route in self._routes)])
+
+    def _release(self) -> None:
+        """Give back a GPU's memory between refits; views of it stay valid for the next refit."""
+        if self._arena.is_cuda:
+            self._arena.untyped_storage().resize_(0)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How buckets in buffers pass from producer to consumers: `start` starts to hand a bucket over, and `end` ends a
+    refit, given the last buffer. Both sides start the buckets in order, the consumer each when its buffer may be
+    filled, with `ahead` of them on the way, and finish each before they use its buffer again."""
+
+    group: RefitGroup
+    ahead: int
+    start: Callable[[Tensor, Bucket], PendingTransfer]
+    end: Callable[[Tensor], None]
+
+
+class BucketBuffers(Protocol):
+    """The producer's buffers, which it keeps from connection to connection. `memory`: of `new_buffers`."""
+
+    memory: Tensor
+
+    def offer(self) -> WeightSource: ...
+
+    def wire(self, group: RefitGroup) -> Wire: ...
+
+
+def bucket_transport(plan: RefitPlan, buffers: BucketBuffers, verify: Verify, export: Export) -> Transport:
+    """The transport of what is exported into the buffers."""
+
+    def sender(group: RefitGroup) -> BucketSender:
+        return BucketSender(plan, buffers.wire(group), buffers.memory, verify, export)
+
+    return Transport(buffers.offer, sender)
+
+
+class _Side:
+    def __init__(self, plan: RefitPlan, wire: Wire, buffers: Tensor, verify: Verify):
+        """`buffers` (of `new_buffers`) are used by the buckets in turn."""
+        self._plan, self._wire, self._buffers, self._verify = plan, wire, buffers, verify
+
+    def _buffer(self, index: int) -> Tensor:
+        return buffer_of(self._plan, self._buffers, index)
+
+    def _start(self, index: int) -> PendingTransfer:
+        return self._wire.start(self._buffer(index), self._plan.buckets[index])
+
+
+class BucketSender(_Side):
+    """A `Sender` that fills buffers from an `Export` and hands them over one by one.
+
+    Its report has, in addition to the export's stages, `pack` (checksums) and `transfer` (waiting for consumers).
+    """
+
+    def __init__(self, plan: RefitPlan, wire: Wire, buffers: Tensor, verify: Verify, export: Export):
+        super().__init__(plan, wire, buffers, verify)
+        self._export = export
+
+    def send(self) -> RefitReport:
+        """See `Sender.send`."""
+        self._export.start()
+        try:
+            return self._send(self._export)
+        except RefitError:
+            # Other ranks are still in the collectives of this refit.
+            self._export.finish(self._buffer)
+            raise
+
+    def _send(self, export: Export) -> RefitReport:
+        report, checksums, flights = RefitReport(), Checksums(self._verify), list[PendingTransfer]()
+        self._wire.group.announce(self._plan.digest)
+        for index in range(len(self._plan.buckets)):
+            export.begin(index, report)
+            clock = time.perf_counter()
+            if index >= self._wire.ahead:
+                flights[index - self._wire.ahead].finish()
+            report.add("transfer", clock)
+            export.fill(index, self._buffer(index), report)
+            clock = time.perf_counter()
+            checksums.add(self._buffer(index))
+            flights.append(self._start(index))
+            report.add("pack", clock)
+        clock = time.perf_counter()
+        for flight in flights:
+            flight.finish()
+        self._wire.end(self._buffer(len(self._plan.buckets) - 1))
+        report.add("transfer", clock)
+        report.checksums = checksums.values()
+        return report
+
+
+class BucketReceiver(_Side):
+    """A `Receiver` that gives bucket after bucket to the loader."""
+
+    def receive(self, loader: Loader) -> RefitReport:
+        """See `Receiver.receive`."""
+        report, checksums, buckets = RefitReport(), Checksums(self._verify), self._plan.buckets
+        self._wire.group.expect(self._plan.digest)
+        flights = [self._start(index) for index in range(min(self._wire.ahead, len(buckets)))]
+        for index, bucket in enumerate(buckets):
+            clock = time.perf_counter()
+            flights[index].finish()
+            report.add("transfer", clock)
+            checksums.add(self._buffer(index))
+            loader.fill(ReceivedBucket(index, bucket, self._buffer(index)))
+            if len(flights) < len(buckets):
+                flights.append(self._start(len(flights)))
+        self._wire.end(self._buffer(len(self._plan.buckets) - 1))
+        report.checksums = checksums.values()
+        return report
+
+
+class Stream:
+    """An `Export` of the tensors (any device and layout) that `tensors()` gives, in the plan's order, at each refit."""
+
+    def __init__(self, plan: RefitPlan, tensors: Callable[[], Iterable[Named]], gathers: bool = False):
+        """`gathers`: whether giving a tensor is a collective of several ranks."""
+        self._plan, self._make, self._gathers = plan, tensors, gathers
+        self._tensors: Iterator[Named] = iter(())
+        self._named: list[Named] = []
+
+    def start(self) -> None:
+        self._tensors = iter(self._make())
+
+    def begin(self, index: int, report: RefitReport) -> None:
+        """Raises RefitError: fewer or more tensors than the plan has."""
+        clock = time.perf_counter()
+        slots = self._plan.buckets[index].slots
+        self._named = list(islice(self._tensors, len(slots)))
+        if len(self._named) < len(slots):
+            missing = slots[len(self._named)].name
+            raise RefitError(f"the model gave fewer tensors than the plan has: {missing} is missing")
+        extra = next(self._tensors, None) if index == len(self._plan.buckets) - 1 else None
+        if extra is not None:
+            raise RefitError(f"the model gave more tensors than the plan has: {extra[0]}")
+        report.add("iterate", clock)
+
+    def fill(self, index: int, buffer: Tensor, report: RefitReport) -> None:
+        """Raises RefitError: the tensors are not those of the plan."""
+        clock = time.perf_counter()
+        targets = []
+        for slot, (name, tensor) in zip(self._plan.buckets[index].slots, self._named, strict=True):
+            if (name, tuple(tensor.shape), dtype_name(tensor.dtype)) != (slot.name, slot.shape, slot.dtype):
+                planned = f"{slot.name} {list(slot.shape)} {slot.dtype}"
+                given = f"{name} {list(tensor.shape)} {dtype_name(tensor.dtype)}"
+                raise RefitError(f"the plan expects {planned}, the model gave {given}")
+            targets.append(view(buffer, slot))
+        CopyList(targets, [tensor for _, tensor in self._named]).run()
+        self._named = []
+        report.add("pack", clock)
+
+    def finish(self, buffer_of: Callable[[int], Tensor | None]) -> None:
+        """Gather the remaining tensors together with the other ranks."""
+        if self._gathers:
+            for _ in self._tensors:
+                pass
+
+
+class BroadcastBuffers:
+    """Buffers for `count` buckets at a time, on either side."""
+
+    def __init__(self, plan: RefitPlan, count: int, device: torch.device):
+        self.memory = new_buffers(plan, count, device)
+
+    def offer(self) -> "BroadcastOffer":
+        return BroadcastOffer(len(self.memory))
+
+    def wire(self, group: RefitGroup) -> Wire:
+        def start(buffer: Tensor, bucket: Bucket) -> PendingTransfer:
+            return group.start(buffer, f"{bucket.describe()}, {bucket.nbytes} bytes")
+
+        return Wire(group, len(self.memory), start, end=lambda buffer: None)
+
+
+@dataclass(frozen=True)
+class BroadcastOffer:
+    """An `Offer` of `count` buckets at a time."""
+
+    count: int
+
+    def group_device(self, device: torch.device) -> torch.device:
+        return device
+
+    def receiver(self, plan: RefitPlan, group: RefitGroup, device: torch.device, verify: Verify) -> BucketReceiver:
+        buffers = BroadcastBuffers(plan, self.count, device)
+        return BucketReceiver(plan, buffers.wire(group), buffers.memory, verify)
+
+
+def meetings(group: RefitGroup) -> Wire:
+    """A wire on which all ranks meet once for each bucket. Then the bucket is complete, and the one before it has been
+    loaded, so that its half may be filled next."""
+
+    def start(buffer: Tensor, bucket: Bucket) -> PendingTransfer:
+        synchronize(buffer)
+        return group.start_meeting(bucket.describe())
+
+    def end(buffer: Tensor) -> None:
+        synchronize(buffer)
+        group.meet("the end of the refit")
+
+    return Wire(group, 1, start, end)
+
+
+@dataclass(frozen=True)
+class SharedOffer:
+    """An `Offer` of a buffer, uint8 [halves, half_bytes], that another process on the device can open: by a CUDA IPC
+    handle, or by the path of a file in memory that ends with the producer's process."""
+
+    cuda: tuple[Any, ...] | None
+    file: str | None
+    halves: int
+    half_bytes: int
+
+    def open(self) -> Tensor:
+        """The buffer, in this process."""
+        if self.cuda is not None:
+            return open_cuda_tensor(self.cuda)
+        if self.file is None:
+            raise ValueError("an offer of a buffer has a CUDA handle or a file")
+        size = self.halves * self.half_bytes
+        return torch.from_file(self.file, shared=True, size=size, dtype=torch.uint8).view(self.halves, -1)
+
+    def group_device(self, device: torch.device) -> torch.device:
+        # Only small messages travel.
+        return torch.device("cpu")
+
+    def receiver(self, plan: RefitPlan, group: RefitGroup, device: torch.device, verify: Verify) -> BucketReceiver:
+        return BucketReceiver(plan, meetings(group), self.open(), verify)
+
+
+class SharedBuffer:
+    """The producer's buffer for the plan's largest bucket, twice if the plan has several. It is kept for as long as
+    anybody may open it or has it open."""
+
+    def __init__(self, plan: RefitPlan, device: torch.device):
+        """Raises RefitError: the machine does not have the memory."""
+        self._file: str | None = None
+        halves, half_bytes = min(2, len(plan.buckets)), max(bucket.nbytes for bucket in plan.buckets)
+        if device.type == "cuda":
+            self.memory = new_buffers(plan, halves, device)
+            return
+        size, free = halves * half_bytes, psutil.virtual_memory().available
+        if size > free:
+            raise RefitError(
+                f"the refit's buffer needs {size} bytes of host memory and {free} are free; see refit.bucket_bytes"
+            )
+        # Unlike a file in /dev/shm, one in memory is not subject to the small limit that containers put there.
+        file = os.memfd_create("nemo_rl_lite-refit")
+        weakref.finalize(self, os.close, file)
+        os.truncate(file, size)
+        self._file = f"/proc/{os.getpid()}/fd/{file}"
+        self.memory = SharedOffer(None, self._file, halves, half_bytes).open()
+
+    def wire(self, group: RefitGroup) -> Wire:
+        return meetings(group)
+
+    def offer(self) -> SharedOffer:
+        """The offer for one connection, each of which needs its own CUDA handle."""
+        cuda = share_cuda_tensor(self.memory) if self._file is None else None
+        return SharedOffer(cuda, self._file, *self.memory.shape)

@@ -1,0 +1,259 @@
+"""Loaders of received weights: from a bucket's bytes into an engine's parameters.
+
+The loader of an engine renames tensors, puts several into one parameter and takes a tensor-parallel rank's slice.
+`Destinations` watches it once, copy by copy, and makes the same copies itself from then on. A tensor stays with the
+engine's loader if the loader does more with it than copy windows of it into the engine's memory, and so does a bucket
+during which the loader writes anything else there.
+
+An engine rank's connection to its producer, whichever transport the weights take.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl_lite.compat.torch import TorchDispatchMode, storage_id, tree_leaves, written_arguments
+from nemo_rl_lite.config.schema import RefitConfig
+from nemo_rl_lite.errors import RefitError
+from nemo_rl_lite.refit.group import Rendezvous, join_at
+from nemo_rl_lite.refit.interface import Loader, Receiver, WeightSource, Window
+from nemo_rl_lite.refit.layout import CopyList, Named, ReceivedBucket, RefitPlan, Slot, dtype_name, same_bytes
+from nemo_rl_lite.refit.trace import StridedView
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one consumer gets its weights, and how."""
+
+    plan: RefitPlan
+    config: RefitConfig
+    meeting: Rendezvous
+    offer: WeightSource
+
+
+def connect(source: Source, device: torch.device) -> Receiver:
+    """Join the producer's group; returns when the producer and all its consumers have joined. `device`: where the
+    engine's weights are."""
+    config, offer = source.config, source.offer
+    group = join_at(source.meeting, offer.group_device(device), config.timeout_s)
+    return offer.receiver(source.plan, group, device, config.verify)
+
+
+class WeightsState:
+    """Whether an engine's weights are all of one refit. They are not before the first refit of an engine that started
+    with dummy weights, between a refit's first and last bucket, and after a refit that failed, until one succeeds."""
+
+    def __init__(self, complete: bool) -> None:
+        self._complete = complete
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """The block is a refit."""
+        self._complete = False
+        yield
+        self._complete = True
+
+    def discard(self) -> None:
+        """Note that the memory of the weights is given away."""
+        self._complete = False
+
+    def require(self) -> None:
+        """Raises RefitError: the weights are not those of one policy."""
+        if not self._complete:
+            raise RefitError(
+                "this engine has no policy's weights: none came since it started or slept, or the last refit failed"
+            )
+
+
+log = logging.getLogger(__name__)
+
+# An engine's own loader: takes named tensors, returns the names of the parameters that it has filled, or None if it
+# does not report them.
+Load = Callable[[Sequence[Named]], set[str] | None]
+
+# Operations that write the same whatever was loaded.
+_CONSTANT = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+
+
+class EngineLoader(Loader):
+    """Gives each bucket's tensors to an engine's own loader. `filled`: the parameters that the engine's loader has
+    reported as filled; None if it does not report them."""
+
+    def __init__(self, load: Load, keep: bool = False):
+        """`keep`: give the loader tensors that it may keep after the bucket."""
+        self._load, self._keep = load, keep
+        self.filled: set[str] | None = set()
+
+    def fill(self, arrived: ReceivedBucket) -> None:
+        """See `Loader.fill`."""
+        named = arrived.named()
+        self._load_named([(name, tensor.clone()) for name, tensor in named] if self._keep else named)
+
+    def _load_named(self, named: Sequence[Named]) -> None:
+        filled = self._load(named)
+        self.filled = None if self.filled is None or filled is None else self.filled | filled
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A copy of a window of a bucket's bytes, in elements of `dtype`, to `target`; the window is of one tensor."""
+
+    name: str
+    target: Tensor
+    dtype: torch.dtype
+    view: StridedView
+    window: tuple[int, StridedView] | None
+    """The tensor's number of elements and the window in it; None unless the bytes go to one place unchanged."""
+
+    def source(self, buffer: Tensor) -> Tensor:
+        return self.view.of(buffer.view(self.dtype))
+
+
+@dataclass
+class _Handling:
+    """How one bucket is loaded: copies, and the tensors that are left to the engine's loader."""
+
+    copies: list[_Copy]
+    left: set[str]
+    _ready: tuple[int, CopyList] | None = None
+
+    def copy(self, buffer: Tensor) -> None:
+        """Make the copies. A bucket mostly comes in the same memory, so the views of it are kept."""
+        if self._ready is None or self._ready[0] != buffer.data_ptr():
+            sources = [one.source(buffer) for one in self.copies]
+            self._ready = buffer.data_ptr(), CopyList([one.target for one in self.copies], sources)
+        self._ready[1].run()
+
+    def forget_buffer(self) -> None:
+        self._ready = None
+
+
+class CopyReplayLoader(EngineLoader):
+    """Knows where the tensors of each bucket go in one engine rank, once the bucket has come."""
+
+    def __init__(self, load: Load, memory: Iterable[Tensor]):
+        """`memory`: everything that the engine computes with, its parameters and buffers; they must not move."""
+        super().__init__(load)
+        self._memory = {storage_id(tensor) for tensor in memory}
+        self._handling: dict[int, _Handling] = {}
+
+    @property
+    def left(self) -> set[str]:
+        """The tensors, among those that have come, that the engine's loader gets at each refit."""
+        return {name for one in self._handling.values() for name in one.left}
+
+    def windows(self) -> list[Window] | None:
+        """See `Loader.windows`."""
+        copies = [one for handling in self._handling.values() for one in handling.copies]
+        found = [(one.name, *one.window, one.target) for one in copies if one.window is not None]
+        return found if len(found) == len(copies) and not self.left else None
+
+    def forget_buffers(self) -> None:
+        """See `Loader.forget_buffers`."""
+        for handling in self._handling.values():
+            handling.forget_buffer()
+
+    @torch.no_grad()
+    def fill(self, arrived: ReceivedBucket) -> None:
+        """Bring a bucket's tensors to their places: by the engine's loader when the bucket comes for the first time,
+        and by copies when it comes again."""
+        handling = self._handling.get(arrived.index)
+        if handling is None:
+            self._handling[arrived.index] = self._watched(arrived)
+            return
+        handling.copy(arrived.buffer)
+        if handling.left:
+            self._load([(name, tensor) for name, tensor in arrived.named() if name in handling.left])
+
+    def _watched(self, arrived: ReceivedBucket) -> _Handling:
+        with _CopyRecorder(arrived, self._memory) as watch:
+            self._load_named(arrived.named())
+        left = watch.used | {one.name for one in watch.copies if not _does_the_same(one, arrived.buffer)}
+        if watch.wrote_more:
+            left = {slot.name for slot in arrived.bucket.slots}
+        if left:
+            log.info("left to the engine's loader at each refit: %s", ", ".join(sorted(left)))
+        return _Handling([one for one in watch.copies if one.name not in left], left)
+
+
+def _does_the_same(copy: _Copy, buffer: Tensor) -> bool:
+    """Whether the copy gives what the loader has just put there; if not, the loader's result is restored."""
+    loaded = copy.target.clone()
+    copy.target.zero_()
+    copy.target.copy_(copy.source(buffer))
+    same = same_bytes(copy.target, loaded)
+    if not same:
+        copy.target.copy_(loaded)
+    return same
+
+
+class _CopyRecorder(TorchDispatchMode):
+    """Collects copies from views of a bucket's bytes to the engine's `memory`, and the names of tensors that are used
+    for anything else."""
+
+    def __init__(self, arrived: ReceivedBucket, memory: set[int]):
+        super().__init__()
+        self.copies: list[_Copy] = []
+        self.used: set[str] = set()
+        self.wrote_more = False
+        self._slots, self._buffer, self._memory = arrived.bucket.slots, arrived.buffer, memory
+        self._begin = arrived.buffer.data_ptr()
+        # Results of computing with the bucket's tensors, kept so that no other tensor gets their address.
+        self._computed: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        written = [one for one in written_arguments(func, args, kwargs) if isinstance(one, Tensor)]
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        read = [one for one in given if all(one is not other for other in written)]
+        incoming = [one for one in given if self._is_incoming(one)]
+        to_engine = any(storage_id(one) in self._memory for one in written)
+        if func is torch.ops.aten.copy_.default and to_engine and self._is_part(args[1], args[0]):
+            self.copies.append(self._copy(args[0], args[1]))
+        elif incoming and (written or not self._only_views(result)):
+            self.used |= {self._slot(one).name for one in incoming}
+            self._keep([*written, *tree_leaves(result)])
+        elif any(storage_id(one) in self._computed for one in read):
+            self._keep([*written, *tree_leaves(result)])
+        elif to_engine and func not in _CONSTANT:
+            self.wrote_more = True
+        return result
+
+    def _copy(self, target: Tensor, source: Tensor) -> _Copy:
+        offset, size, slot = source.data_ptr() - self._begin, source.element_size(), self._slot(source)
+        window = None
+        if target.is_contiguous() and target.dtype == source.dtype and dtype_name(source.dtype) == slot.dtype:
+            begin = (offset - slot.offset) // size
+            window = math.prod(slot.shape), StridedView(begin, tuple(source.shape), source.stride())
+        view = StridedView(offset // size, tuple(source.shape), source.stride())
+        # Parameters are leaves of autograd, so the copies go to their memory.
+        return _Copy(slot.name, target.detach(), source.dtype, view, window)
+
+    def _keep(self, tensors: Iterable[Any]) -> None:
+        for one in tensors:
+            if isinstance(one, Tensor) and storage_id(one) not in self._memory and not self._is_incoming(one):
+                self._computed[storage_id(one)] = one
+
+    def _only_views(self, result: Any) -> bool:
+        return bool(tree_leaves(result)) and all(self._is_incoming(one) for one in tree_leaves(result))
+
+    def _is_part(self, source: Any, target: Tensor) -> bool:
+        return self._is_incoming(source) and not self._is_incoming(target) and source.shape == target.shape
+
+    def _is_incoming(self, one: Any) -> bool:
+        if not isinstance(one, Tensor) or one.device != self._buffer.device or not one.numel():
+            return False
+        return self._begin <= one.data_ptr() < self._begin + self._buffer.numel()
+
+    def _slot(self, incoming: Tensor) -> Slot:
+        offset = incoming.data_ptr() - self._begin
+        return next(slot for slot in reversed(self._slots) if slot.offset <= offset)

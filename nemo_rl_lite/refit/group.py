@@ -1,0 +1,211 @@
+"""A process group that a refit has to itself: rank 0 sends, ranks 1.. receive.
+
+Groups of ranks of which one has parameters that another one's tensors are made of.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+from nemo_rl_lite.compat.torch import nccl_options
+from nemo_rl_lite.errors import LostTouchError, RefitError
+
+_POLL_S = 0.0002
+
+_HASH = "the plan's hash"
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where a consumer finds its producer, and the rank (1 or more) and the size of the group that it joins."""
+
+    host: str
+    port: int
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class RefitGroup:
+    """One producer and its consumers, outside every default group of the engines it connects."""
+
+    group: Any
+    """A torch process group's backend: gloo's or NCCL's."""
+    rank: int
+    device: torch.device
+    timeout: timedelta
+
+    def start(self, tensor: Tensor, what: str) -> "PendingTransfer":
+        """Start to send (rank 0) or fill (others) `tensor` on `device`, in place and ordered behind the work that the
+        current stream has. Every rank starts the same broadcasts in the same order; several may be on their way.
+
+        Raises:
+            LostTouchError: a peer is gone.
+        """
+        return self._begin(lambda: self.group.broadcast(tensor, 0), f"broadcast {what}")
+
+    def broadcast(self, tensor: Tensor, what: str) -> None:
+        """The same as `start`, but done when this returns.
+
+        Raises:
+            LostTouchError: not done within the timeout, or a peer is gone.
+        """
+        self.start(tensor, what).finish()
+
+    def announce(self, digest: bytes) -> None:
+        """Send consumers the hash of the plan that the producer uses."""
+        self.broadcast(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device), _HASH)
+
+    def expect(self, digest: bytes) -> None:
+        """Receive the hash of the producer's plan. Raises RefitError: it is not `digest`."""
+        announced = torch.zeros(len(digest), dtype=torch.uint8, device=self.device)
+        self.broadcast(announced, _HASH)
+        if bytes(announced.tolist()) != digest:
+            raise RefitError("the producer sends by another plan than this consumer has; connect the refit again")
+
+    def send_message(self, message: bytes) -> None:
+        """Send every consumer the same bytes."""
+        self.broadcast(torch.tensor([len(message)], device=self.device), "the length of a message")
+        self.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self.device), "a message")
+
+    def receive_message(self) -> bytes:
+        """The bytes that the producer sends. Raises LostTouchError: none within the timeout, or the producer is
+        gone."""
+        length = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.broadcast(length, "the length of a message")
+        message = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
+        self.broadcast(message, "a message")
+        return bytes(message.tolist())
+
+    def start_meeting(self, what: str) -> "PendingTransfer":
+        """Start an operation that is done when every rank has started it."""
+        return self._begin(lambda: self.group.allreduce(torch.zeros(1)), f"agree on {what}")
+
+    def meet(self, what: str) -> None:
+        """Return when every rank has called this. Raises LostTouchError: one did not within the timeout, or is gone."""
+        self.start_meeting(what).finish()
+
+    def _begin(self, start: Callable[[], Any], action: str) -> "PendingTransfer":
+        with self.naming(action):
+            return PendingTransfer(self, start(), action)
+
+    @contextmanager
+    def naming(self, action: str) -> Iterator[None]:
+        """Turn what the backend raises in the block into a LostTouchError that names the action."""
+        try:
+            yield
+        except RuntimeError as error:
+            limit, cause = self.timeout.total_seconds(), str(error).splitlines()[0]
+            raise LostTouchError(f"rank {self.rank} could not {action} (limit {limit:g} s): {cause}") from error
+
+
+@dataclass
+class PendingTransfer:
+    """A collective operation on its way."""
+
+    _group: RefitGroup
+    _work: Any
+    _action: str
+    _done: bool = False
+
+    def finish(self) -> None:
+        """Return when the operation is done; may be called again.
+
+        Raises:
+            LostTouchError: not done within the timeout, or a peer is gone.
+        """
+        if self._done:
+            return
+        with self._group.naming(self._action):
+            if self._group.device.type == "cpu":
+                self._work.wait(self._group.timeout)
+            else:
+                self._poll()
+        self._done = True
+
+    def _poll(self) -> None:
+        # NCCL's own wait only orders streams, and its watchdog would end the process.
+        deadline = time.monotonic() + self._group.timeout.total_seconds()
+        while not self._work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError("timed out")
+            time.sleep(_POLL_S)
+        self._work.wait()
+
+
+def host_store(host: str, timeout_s: float) -> TCPStore:
+    """The producer's meeting point, on a free port (`.port`)."""
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def join(store: TCPStore, rank: int, world_size: int, device: torch.device, timeout_s: float) -> RefitGroup:
+    """Join the group, over NCCL for a CUDA `device` and over gloo for the CPU; returns when all ranks have joined."""
+    timeout = timedelta(seconds=timeout_s)
+    prefixed = PrefixStore("refit", store)
+    if device.type == "cpu":
+        group: Any = ProcessGroupGloo(prefixed, rank, world_size, timeout)
+    else:
+        from torch.distributed import ProcessGroupNCCL
+
+        # NCCL's watchdog ends the process without saying what it waited for, so the refit's own limit comes first.
+        group = ProcessGroupNCCL(prefixed, rank, world_size, nccl_options(2 * timeout))
+    joined = RefitGroup(group, rank, device, timeout)
+    # NCCL connects at the first message.
+    joined.broadcast(torch.zeros(8, dtype=torch.uint8, device=device), "a first message")
+    return joined
+
+
+def join_at(meeting: Rendezvous, device: torch.device, timeout_s: float) -> RefitGroup:
+    """Join the group whose producer waits at `meeting`."""
+    timeout = timedelta(seconds=timeout_s)
+    store = TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return join(store, meeting.rank, meeting.world_size, device, timeout_s)
+
+
+def group_by_need(
+    needed: set[int] | None, groups: Sequence[dist.ProcessGroup], timeout_s: float
+) -> tuple[list[int], dist.ProcessGroup | None]:
+    """The ranks that this rank shares weights with, itself included, and their process group; collective over the
+    default group.
+
+    `needed`: the ranks whose parameters this rank's weights are made of, None if it wants no weights. `groups`:
+    existing groups, which are used where they fit. Returns no ranks if no rank needs this one, and no group for a
+    single rank.
+    """
+    rank = dist.get_rank()
+    together = connected({one: ranks for one, ranks in enumerate(all_gather(needed)) if ranks is not None})
+    ranks = next((ranks for ranks in together if rank in ranks), [])
+    group: Any = next((one for one in groups if dist.get_process_group_ranks(one) == ranks), None)
+    if not all(all_gather(group is not None or len(ranks) < 2)):
+        # NCCL's watchdog ends the process without saying what it waited for, so the refit's own limit comes first.
+        limit = timedelta(seconds=2 * timeout_s)
+        made = {tuple(ranks): dist.new_group(ranks, timeout=limit) for ranks in together if len(ranks) > 1}
+        group = made.get(tuple(ranks))
+    return ranks, group if len(ranks) > 1 else None
+
+
+def connected(needs: Mapping[int, set[int]]) -> list[list[int]]:
+    """The connected components of ranks. `needs`: for each rank that wants weights, the ranks that have them."""
+    groups: list[set[int]] = []
+    for rank, needed in needs.items():
+        together = {rank} | needed
+        for group in [group for group in groups if group & together]:
+            groups.remove(group)
+            together |= group
+        groups.append(together)
+    return sorted(sorted(group) for group in groups)
+
+
+def all_gather(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank of the group passes, in the ranks' order; of the default group if none is given."""
+    given: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(given, own, group=group)
+    return given

@@ -1,0 +1,360 @@
+"""Strided views of parameters, found by exporting numbers.
+
+An export that only moves elements is found by exporting the numbers of the elements instead of their values:
+`Numbering` numbers the elements of all parameters of all ranks, and `find_segments` reads from the numbers that come
+out which window of which parameter fills which window of the exported tensor.
+
+How each bucket is filled where the parameters are spread over ranks: what is packed, exchanged and copied.
+
+Which segments fill a window of a tensor, where the segments that fill the whole tensor are known.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_rl_lite.refit.layout import ITEM_BYTES, Bucket, Slot, aligned
+
+# Elements compared at a time: differences of neighbours take the same memory again.
+_CHUNK = 1 << 24
+
+# A tensor with more segments, or more runs of neighbours, has no regular layout.
+_MOST_SEGMENTS, _MOST_RUNS = 4096, 1 << 22
+
+Axes = Sequence[tuple[int, int, int]]
+"""The axes of a segment, outermost first: size, stride in the parameter, stride in the exported tensor."""
+
+
+@dataclass(frozen=True)
+class StridedView:
+    """A window of a contiguous tensor. All numbers are in elements; `begin` counts from the tensor's first element."""
+
+    begin: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def last(self) -> int:
+        """The index of the window's last element in the tensor."""
+        return self.begin + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The window of a contiguous `tensor`, which shares its memory."""
+        return tensor.detach().as_strided(self.sizes, self.strides, tensor.storage_offset() + self.begin)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements that an exported tensor takes from one parameter.
+
+    `source` is a window of the parameter number `parameter` of policy rank `rank`, `target` the window of the exported
+    tensor that it fills. Both have the same sizes.
+    """
+
+    rank: int
+    parameter: int
+    source: StridedView
+    target: StridedView
+
+    @classmethod
+    def of_axes(cls, rank: int, parameter: int, begin: int, to: int, axes: Axes) -> "Segment":
+        """The segment that begins at `begin` in the parameter and at `to` in the tensor."""
+        sizes, strides, steps = zip(*axes, strict=True) if axes else ((), (), ())
+        return cls(rank, parameter, StridedView(begin, sizes, strides), StridedView(to, sizes, steps))
+
+    @property
+    def axes(self) -> Axes:
+        return list(zip(self.source.sizes, self.source.strides, self.target.strides, strict=True))
+
+
+Recipe = Mapping[str, Sequence[Segment]]
+"""For each exported tensor the segments that fill it."""
+
+
+def source_ranks(recipe: Recipe) -> set[int]:
+    """The ranks whose parameters the recipe reads."""
+    return {segment.rank for segments in recipe.values() for segment in segments}
+
+
+@dataclass(frozen=True)
+class IndexTracer:
+    """Numbers for the elements of every rank's parameters, none of which has more than `largest` elements."""
+
+    ranks: int
+    largest: int
+
+    @property
+    def _span(self) -> int:
+        # One more than needed: the last element of one parameter and the first of the next are not neighbours.
+        return self.largest + 1
+
+    def number(self, rank: int, parameter: int, tensor: Tensor) -> Tensor:
+        """The numbers of the elements of `tensor`, the parameter number `parameter` of `rank`: int64 in the tensor's
+        shape and on its device."""
+        begin = self.begin(parameter * self.ranks + rank)
+        return torch.arange(begin, begin + tensor.numel(), device=tensor.device).view(tensor.shape)
+
+    def numbers(self, segment: Segment) -> Tensor:
+        """The numbers of the elements of the segment's source, in its shape."""
+        numbers = torch.tensor(self.begin(segment.parameter * self.ranks + segment.rank) + segment.source.begin)
+        for size, stride, _ in segment.axes:
+            numbers = numbers.unsqueeze(-1) + torch.arange(size) * stride
+        return numbers
+
+    def unit[Numbers: (int, np.ndarray)](self, numbers: Numbers) -> Numbers:
+        """One number for the rank and the parameter together."""
+        return numbers // self._span
+
+    def owner(self, unit: int) -> tuple[int, int]:
+        """The rank and the parameter of a unit."""
+        return unit % self.ranks, unit // self.ranks
+
+    def begin(self, unit: int) -> int:
+        """The number of a unit's first element."""
+        return unit * self._span
+
+
+def trace_strided_copies(numbers: Tensor, numbering: IndexTracer) -> list[Segment] | None:
+    """The segments that fill a tensor whose elements have these `numbers` (any device).
+
+    Returns None where the elements are not numbers of the `numbering`, or where the layout is not regular enough.
+    """
+    if numbers.dtype != torch.int64:
+        return None
+    flat = numbers.reshape(-1)
+    if not flat.numel():
+        return []
+    if int(flat.min()) < 0:
+        return None
+    step = int(flat[1] - flat[0]) if flat.numel() > 1 else 1
+    if step <= 0 or numbering.unit(int(flat[0])) != numbering.unit(int(flat[0]) + step):
+        step = 1
+    begins = _begins(flat, step)
+    if len(begins) > _MOST_RUNS:
+        return None
+    first = flat[begins].cpu().numpy()
+    at = begins.cpu().numpy()
+    lengths = np.diff(np.append(at, flat.numel()))
+    units = numbering.unit(first)
+    if (numbering.unit(first + (lengths - 1) * step) != units).any():
+        return None
+    segments = list[Segment]()
+    for unit in dict.fromkeys(units.tolist()):
+        (rank, parameter), own = numbering.owner(unit), np.flatnonzero(units == unit)
+        for group in _equal(lengths[own]):
+            index = own[group]
+            length = int(lengths[index[0]])
+            axes: Axes = [(length, step, 1)] if length > 1 else []
+            for begin, to, found in _regular(first[index] - numbering.begin(unit), at[index], axes):
+                segments.append(Segment.of_axes(rank, parameter, begin, to, found))
+                if len(segments) > _MOST_SEGMENTS:
+                    return None
+    return segments
+
+
+def _begins(flat: Tensor, step: int) -> Tensor:
+    """Indices at which a run begins. In a run each element is `step` more than the one before."""
+    begins = [torch.zeros(1, dtype=torch.int64, device=flat.device)]
+    for start in range(0, flat.numel() - 1, _CHUNK):
+        chunk = flat[start : start + _CHUNK + 1]
+        begins.append((chunk[1:] - chunk[:-1] != step).nonzero().flatten() + start + 1)
+    return torch.cat(begins)
+
+
+def _regular(sources: np.ndarray, targets: np.ndarray, axes: Axes) -> Iterator[tuple[int, int, Axes]]:
+    """Merge items with the same `axes`, which begin at `sources` and go to `targets`, into fewer with more axes."""
+    while len(sources) > 1:
+        step, step_to = np.diff(sources), np.diff(targets)
+        if step[0] <= 0:
+            # A view cannot go backwards.
+            yield int(sources[0]), int(targets[0]), axes
+            sources, targets = sources[1:], targets[1:]
+            continue
+        begins = np.append(0, np.flatnonzero((step != step[0]) | (step_to != step_to[0])) + 1)
+        lengths = np.diff(np.append(begins, len(sources)))
+        outer = (int(step[0]), int(step_to[0]))
+        if (lengths != lengths[0]).any():
+            for group in _equal(lengths):
+                length = int(lengths[group[0]])
+                inner: Axes = [(length, *outer), *axes] if length > 1 else axes
+                yield from _regular(sources[begins[group]], targets[begins[group]], inner)
+            return
+        sources, targets, axes = sources[begins], targets[begins], [(int(lengths[0]), *outer), *axes]
+    yield int(sources[0]), int(targets[0]), axes
+
+
+def _equal(lengths: np.ndarray) -> list[np.ndarray]:
+    """Indices, in groups of neighbours with equal lengths."""
+    return np.split(np.arange(len(lengths)), np.flatnonzero(np.diff(lengths)) + 1)
+
+
+# An all-gather takes from every rank as much as from the rank with most. It is preferred to broadcasts, each of which
+# goes out over one rank's links, up to this share of wasted bytes.
+_MOST_WASTE = 0.25
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A window of a rank's parameter that other ranks want, in elements of `dtype`."""
+
+    parameter: int
+    source: StridedView
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the window takes in a section of the arena, with padding."""
+        return aligned(math.prod(self.source.sizes) * ITEM_BYTES[self.dtype])
+
+
+@dataclass
+class ExchangePlan:
+    """One rank's share of the work for one bucket. Begins and sizes are bytes of the arena, the buffer for what is
+    exchanged, which all ranks lay out alike."""
+
+    sections: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Rank -> begin and size of what it has packed for others."""
+    gathered: bool = False
+    """Whether one all-gather exchanges the sections: every rank has one, equally large and in the ranks' order."""
+    whole: int | None = None
+    """The rank that broadcasts the bucket as it is, if there is one."""
+    own: list[tuple[Packed, int]] = field(default_factory=list)
+    """What other ranks want of this rank, and where in the arena it is packed."""
+    here: list[tuple[Slot, Segment]] = field(default_factory=list)
+    """The segments of the bucket whose parameters this rank has."""
+    arriving: list[tuple[Slot, Segment, int]] = field(default_factory=list)
+    """The segments that other ranks have, and where in the arena they arrive."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arena that the bucket needs."""
+        return max((begin + size for begin, size in self.sections.values()), default=0)
+
+    @property
+    def collectives(self) -> int:
+        return 1 if self.gathered or self.whole is not None else len(self.sections)
+
+
+def make_route(
+    bucket: Bucket, recipes: Mapping[int, Recipe], ranks: Sequence[int], rank: int, gather: bool
+) -> ExchangePlan:
+    """The route of `rank`, one of `ranks`. `recipes`: of each rank that wants the bucket. `gather`: whether an
+    all-gather is worthwhile."""
+    wanted = {
+        receiver: [(slot, segment) for slot in bucket.slots for segment in recipe[slot.name]]
+        for receiver, recipe in recipes.items()
+    }
+    sources = {segment.rank for segments in wanted.values() for _, segment in segments}
+    if len(sources) == 1 and not sources >= wanted.keys():
+        (source,) = sources
+        # The source need not want the bucket itself, so its segments may be those of another rank.
+        return ExchangePlan(
+            whole=source, here=wanted.get(source, next(iter(wanted.values()))) if rank == source else []
+        )
+    places = _places(wanted)
+    sizes = {one: sum(packed.nbytes for packed in places[one]) for one in ranks if places[one]}
+    route = ExchangePlan(here=[(slot, segment) for slot, segment in wanted.get(rank, ()) if segment.rank == rank])
+    largest = max(sizes.values(), default=0)
+    route.gathered = gather and 0 < largest * len(ranks) <= (1 + _MOST_WASTE) * sum(sizes.values())
+    if route.gathered:
+        route.sections = {one: (index * largest, largest) for index, one in enumerate(ranks)}
+    else:
+        begin = 0
+        for one, size in sizes.items():
+            route.sections[one] = begin, size
+            begin += size
+    begins = {one: begin for one, (begin, _) in route.sections.items()}
+    route.own = [(packed, begins[rank] + at) for packed, at in places[rank].items()]
+    for slot, segment in wanted.get(rank, ()):
+        source = segment.rank
+        if source != rank:
+            route.arriving.append((slot, segment, begins[source] + places[source][_packed(slot, segment)]))
+    return route
+
+
+def _places(wanted: Mapping[int, Sequence[tuple[Slot, Segment]]]) -> dict[int, dict[Packed, int]]:
+    """Rank -> what other ranks want of it, each window once, and where in the rank's section it lies."""
+    places: dict[int, dict[Packed, int]] = defaultdict(dict)
+    used: dict[int, int] = defaultdict(int)
+    for receiver, segments in wanted.items():
+        for slot, segment in segments:
+            source, packed = segment.rank, _packed(slot, segment)
+            if source != receiver and packed not in places[source]:
+                places[source][packed] = used[source]
+                used[source] += packed.nbytes
+    return places
+
+
+def _packed(slot: Slot, segment: Segment) -> Packed:
+    return Packed(segment.parameter, segment.source, slot.dtype)
+
+
+# With more grains than this, segments and window have too little in common.
+_MOST_GRAINS = 1 << 24
+
+
+def segments_of_window(segments: Sequence[Segment], elements: int, window: StridedView) -> list[Segment] | None:
+    """The segments that fill the `window` of a tensor, as a contiguous tensor with the window's sizes.
+
+    `segments` fill the whole tensor, which has this many `elements`. Returns None where the window is not regular.
+
+    The segments are found from numbers, as those of the whole tensor were, but a number stands for a grain: elements
+    that are neighbours in every parameter, in the tensor and in the window.
+    """
+    rows = torch.empty(window.sizes, device="meta").stride()
+    of_window = list(zip(window.sizes, window.strides, rows, strict=True))
+    begins = [window.begin, *(begin for one in segments for begin in (one.source.begin, one.target.begin))]
+    runs = [run for axes in (of_window, *(one.axes for one in segments)) for run in _runs(axes)]
+    grain = math.gcd(elements, *begins, *runs)
+    if elements // grain > _MOST_GRAINS:
+        return None
+    coarse = [
+        Segment.of_axes(one.rank, one.parameter, one.source.begin // grain, one.target.begin // grain, axes)
+        for one in segments
+        for axes in [_divided(one.axes, grain)]
+    ]
+    # The factor 2 keeps a step within a parameter from leading into the next parameter.
+    largest = 2 * (1 + max(one.source.last for one in coarse))
+    numbering = IndexTracer(1 + max(one.rank for one in segments), largest)
+    numbers = torch.full((elements // grain,), -1)
+    for one in coarse:
+        one.target.of(numbers).copy_(numbering.numbers(one))
+    axes = _divided(of_window, grain)
+    in_grains = StridedView(window.begin // grain, tuple(axis[0] for axis in axes), tuple(axis[1] for axis in axes))
+    found = trace_strided_copies(in_grains.of(numbers), numbering)
+    return None if found is None else [_multiplied(one, grain) for one in found]
+
+
+def _runs(axes: Axes) -> Iterator[int]:
+    """The length of a run of neighbours, and all strides between such runs."""
+    run = 1
+    for size, *strides in axes:
+        if size > 1 and all(stride == 1 for stride in strides):
+            run = size
+        elif size > 1:
+            yield from strides
+    yield run
+
+
+def _divided(axes: Axes, grain: int) -> Axes:
+    """Axes of elements as axes of grains, without those of size 1."""
+    return [
+        (size // grain, 1, 1) if (stride, step) == (1, 1) else (size, stride // grain, step // grain)
+        for size, stride, step in axes
+        if size > 1
+    ]
+
+
+def _multiplied(segment: Segment, grain: int) -> Segment:
+    axes = [(size, stride * grain, step * grain) for size, stride, step in segment.axes]
+    if axes and axes[-1][1:] == (grain, grain):
+        axes[-1] = axes[-1][0] * grain, 1, 1
+    elif grain > 1:
+        axes.append((grain, 1, 1))
+    begin, to = segment.source.begin * grain, segment.target.begin * grain
+    return Segment.of_axes(segment.rank, segment.parameter, begin, to, axes)

@@ -1,0 +1,26 @@
+"""`python -m nemo_rl_lite.report.__main__ RUN [RUN ...]`: write one HTML page of one or several runs."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from nemo_rl_lite.errors import shown_as_message
+from nemo_rl_lite.system.machine import local_path
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line. Exit status: 0 done, 1 the page cannot be written, 2 bad arguments."""
+    parser = argparse.ArgumentParser(prog="nrl-lite report", description=__doc__)
+    parser.add_argument("runs", metavar="RUN", type=local_path, nargs="+", help="the folder of a run, or of several")
+    where = "the file to write (default: report.html in that folder, or in this one where several are named)"
+    parser.add_argument("--output", metavar="FILE", type=local_path, help=where)
+    given = parser.parse_args(arguments)
+    with shown_as_message("nrl-lite report"):
+        from nemo_rl_lite.report.page import write_report
+
+        page = write_report([run.resolve() for run in given.runs], given.output)
+    sys.stdout.write(f"{page}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Makes one self-contained HTML page of one or several runs, whose curves are drawn over each other."""
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_lite.config.algorithms import ALGORITHMS
+from nemo_rl_lite.observability.console import PHASES
+from nemo_rl_lite.observability.summary import LAST_STEPS
+from nemo_rl_lite.observability.views import view_of
+from nemo_rl_lite.report.record import ReportError, RunRecord, defaults_of, read_run, runs_of
+
+PAGE = "report.html"
+ASSETS = Path(__file__).parent / "page"
+# A page has about this many numbers in all its curves, and between FEWEST and MOST points in one curve.
+NUMBERS, FEWEST, MOST = 300_000, 200, 2000
+_DIGITS = 6
+# In the first lines of every page.
+_TITLE = b"<title>nemo_rl_lite report</title>"
+
+
+def write_report(runs: Sequence[Path], output: Path | None = None) -> Path:
+    """Write the page and return its path. Of a folder that is no run's own, those below it are reported, and their
+    number is printed. Raises ReportError: a folder has no run, or `output` is another file."""
+    found = {given: runs_of(given) for given in runs}
+    records = [read_run(run) for run in dict.fromkeys(run for below in found.values() for run in below)]
+    output = output or (runs[0] / PAGE if len(found) == 1 else Path(PAGE))
+    if output.is_file() and not is_page(output):
+        raise ReportError(f"nrl-lite report: {output} exists and is no report: name another file, or remove it")
+    if output.suffix not in (".html", ".htm") and not output.is_dir():
+        raise ReportError(f"nrl-lite report: {output}: the report is a page of HTML, so name a file that ends in .html")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page(records), encoding="utf-8")
+    for given, below in found.items():
+        if below != [given]:
+            sys.stderr.write(f"runs below {given}: {len(below)}\n")
+    return output
+
+
+def page(runs: Sequence[RunRecord]) -> str:
+    """Return the page as text."""
+    series = sum(len(_names(run)) for run in runs)
+    points = min(MOST, max(FEWEST, NUMBERS // (2 * max(series, 1))))
+    data = {
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "views": {name: _view(name) for name in ALGORITHMS},
+        "phases": {phase: list(timers) for phase, (timers, _) in PHASES.items()},
+        "lastSteps": LAST_STEPS,
+        "runs": [_run(run, name, points) for run, name in zip(runs, _labels(runs), strict=True)],
+        "defaults": {name: _texts(defaults_of(name)) for name in sorted({run.algorithm for run in runs})},
+    }
+    text = (ASSETS / "page.html").read_text(encoding="utf-8")
+    for name in ("page.css", "chart.js", "timeline.js", "waits.js", "speed.js", "page.js"):
+        text = text.replace(f"/* {name} */", (ASSETS / name).read_text(encoding="utf-8"))
+    return text.replace("/* data */", embedded(data))
+
+
+def is_page(file: Path) -> bool:
+    """Whether a file, of this version or an earlier one, is a page or empty."""
+    with file.open("rb") as opened:
+        start = opened.read(2048)
+    return not start or _TITLE in start
+
+
+def embedded(data: Any) -> str:
+    """JSON for a script element: no text in it can end the element or begin markup."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for char, escape in (("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026")):
+        text = text.replace(char, escape)
+    # A text that was cut in the middle of a character cannot be encoded without `replace`.
+    return text.encode("utf-8", errors="replace").decode()
+
+
+def _run(run: RunRecord, label: str, points: int) -> dict[str, Any]:
+    times = {entry["step"]: entry["time"] for entry in run.metrics if entry.get("time") is not None}
+    first = min(times.values(), default=0.0)
+    return {
+        "label": label,
+        "folder": str(run.folder),
+        "algorithm": run.algorithm,
+        "status": run.status,
+        "error": run.error,
+        "command": run.command,
+        "notes": run.notes,
+        "config": _texts(run.config),
+        "environment": _texts(run.environment),
+        "minutes": {f"{step:g}": _rounded((time - first) / 60) for step, time in times.items()},
+        "series": {name: _series(run, name, points) for name in _names(run)},
+        "samples": run.samples,
+        "timeline": run.timeline,
+        "waits": run.waits,
+    }
+
+
+def _labels(runs: Sequence[RunRecord]) -> list[str]:
+    """A label for each run: its name, and its folder where several runs have the same name."""
+    names = [str(run.config.get("run_name", run.folder.name)) for run in runs]
+    labels = [
+        name if names.count(name) == 1 else f"{name} · {run.folder.name}" for name, run in zip(names, runs, strict=True)
+    ]
+    return [
+        label if labels.count(label) == 1 else f"{label} · {run.folder}"
+        for label, run in zip(labels, runs, strict=True)
+    ]
+
+
+def _names(run: RunRecord) -> list[str]:
+    return sorted({name for entry in run.metrics for name in entry} - {"step", "time"})
+
+
+def _series(run: RunRecord, name: str, points: int) -> list[list[float | None]]:
+    """Steps and values: at most about `points` at even distances, and the last. NaN is None."""
+    # A later line of the same step replaces an earlier one, as where a validation was repeated.
+    found = {entry["step"]: entry[name] for entry in run.metrics if name in entry}
+    steps = sorted(found, key=lambda step: step or 0)
+    stride = math.ceil(len(steps) / points)
+    kept = sorted({*range(0, len(steps), stride), len(steps) - 1}) if steps else []
+    return [[steps[place] for place in kept], [_rounded(found[steps[place]]) for place in kept]]
+
+
+def _rounded(value: float | None) -> float | None:
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+    return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in values.items()}
+
+
+def _view(algorithm: str) -> list[dict[str, Any]]:
+    return [
+        {
+            "title": panel.title,
+            "limits": panel.limits,
+            "curves": [{"metric": one.metric, "label": one.label, "heldOut": one.held_out} for one in panel.curves],
+        }
+        for panel in view_of(algorithm)
+    ]

@@ -1,0 +1,370 @@
+"""Reads a run back from its folder for a report, also a run that is still running, was killed, or lacks files.
+
+`timeline` is of one rollout: what engines, environments and rewards did. `waits` is of the newest steps: who waited for
+whom, from the files of their rollouts.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from nemo_rl_lite.config.keys import flatten
+from nemo_rl_lite.errors import ConfigError, LauncherError
+from nemo_rl_lite.observability.console import PHASES
+from nemo_rl_lite.observability.environment import (
+    COMMAND_FILE,
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    ERROR_FILE,
+    STATUS_FILE,
+    redact,
+    redact_command,
+)
+from nemo_rl_lite.observability.sink import spread, text_of
+from nemo_rl_lite.observability.trackers import METRICS_FILE, with_every_age
+from nemo_rl_lite.rollout.store import Times, read_rollout, read_spans, read_times, rollout_files, step_of
+from nemo_rl_lite.validation.compose import default_values
+
+# The report shows this many rollouts, evenly over the run, and this many samples of each.
+ROLLOUTS, SAMPLES = 12, 6
+_CHARACTERS, _ERROR_LINES = 4000, 40
+# The most episodes that are drawn, and the parts of the rollout's time in which work is counted.
+EPISODES, ROLLOUT_PARTS = 256, 120
+# The most steps that are drawn, and the parts of their time in which requests are counted.
+STEPS, PARTS = 12, 300
+# The newest files, of both splits, that are looked at. More than those of STEPS: see `waits`.
+_FILES = 6 * STEPS
+# Seconds of the shortest activity that is drawn.
+_SHORTEST_S = 0.001
+_WHOLE = "total_step_time"
+# What the policy does, by the name of its timer. Of `generate`, the policy's part is to wait.
+_ACTIVITIES = {timer: phase for phase, (timers, _) in PHASES.items() for timer in timers} | {
+    "generation": "wait",
+    "checkpointing": "checkpoint",
+    "total_validation_time": "validate",
+}
+
+Interval = tuple[float, float]
+Entry = Mapping[str, float | None]
+# So far below a folder are its runs: outputs/NAME/sweep-TIME/0.
+_LEVELS = 3
+
+
+class ReportError(LauncherError):
+    """Raised for a folder without a run."""
+
+    exit_status = 2
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The content of a run's folder. `notes` list what is missing or broken."""
+
+    folder: Path
+    config: dict[str, Any]
+    """By dotted key, without secrets."""
+    metrics: list[dict[str, float | None]]
+    samples: list[dict[str, Any]]
+    timeline: dict[str, Any] | None
+    """Of the newest rollout that it trained on."""
+    waits: dict[str, Any] | None
+    """Who waited for whom in the newest steps."""
+    environment: dict[str, Any]
+    status: dict[str, Any]
+    error: str
+    command: str
+    notes: list[str]
+
+    @property
+    def algorithm(self) -> str:
+        """The algorithm of the configuration; GRPO where there is no configuration."""
+        return str(self.config.get("algorithm.name", "grpo"))
+
+
+def runs_of(folder: Path) -> list[Path]:
+    """The folders of the runs in a folder, by name, and a sweep's by number; for a run's folder, and where there is no
+    run, the folder itself."""
+    return _runs_below(folder, _LEVELS) or [folder]
+
+
+def _runs_below(folder: Path, levels: int) -> list[Path]:
+    if _is_run(folder):
+        return [folder]
+    if not levels or not folder.is_dir():
+        return []
+    inside = sorted(folder.iterdir(), key=lambda path: (int(path.name) if path.name.isdecimal() else -1, path.name))
+    return [run for path in inside for run in _runs_below(path, levels - 1)]
+
+
+def _is_run(folder: Path) -> bool:
+    # A model's folder has a config.json as well.
+    return any((folder / name).exists() for name in (COMMAND_FILE, METRICS_FILE))
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read a run. Raises ReportError: `folder` is no run's folder."""
+    if not folder.is_dir():
+        raise ReportError(f"nrl-lite report: {folder} is not a folder: name a run's, such as outputs/NAME/TIME")
+    if not _is_run(folder):
+        rule = f"is no run's folder, and no run is below it: a run has {COMMAND_FILE} or {METRICS_FILE}"
+        raise ReportError(f"nrl-lite report: {folder} {rule}")
+    notes: list[str] = []
+    metrics, status = _read_metrics(folder / METRICS_FILE, notes), _read_json(folder / STATUS_FILE, notes)
+    trained = [file for file in rollout_files(folder) if file.stem.endswith("train")]
+    return RunRecord(
+        folder=folder,
+        config=dict(flatten(redact(_read_json(folder / CONFIG_FILE, notes)))),
+        metrics=with_every_age(metrics)[0],
+        samples=_read_samples(folder, notes),
+        timeline=_told(lambda: timeline(read_rollout(trained[-1])) if trained else None),
+        waits=_told(lambda: waits(folder, metrics, is_done=status.get("state") == "done")),
+        environment=dict(flatten(_read_json(folder / ENVIRONMENT_FILE, notes))),
+        status=status,
+        error="\n".join(_read_text(folder / ERROR_FILE).splitlines()[:_ERROR_LINES]),
+        command=redact_command((_read_text(folder / COMMAND_FILE).splitlines() or [""])[-1]),
+        notes=notes,
+    )
+
+
+def defaults_of(algorithm: str) -> dict[str, Any]:
+    """The default configuration of an algorithm by dotted key; empty for an unknown algorithm."""
+    try:
+        return dict(flatten(default_values(algorithm)))
+    except ConfigError:
+        return {}
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _read_json(file: Path, notes: list[str]) -> dict[str, Any]:
+    text = _read_text(file)
+    if not text:
+        notes.append(f"{file.name} is missing")
+        return {}
+    try:
+        content = json.loads(text)
+    except ValueError:
+        content = None
+    if not isinstance(content, Mapping):
+        notes.append(f"{file.name} is incomplete or no JSON")
+        return {}
+    return dict(content)
+
+
+def _read_metrics(file: Path, notes: list[str]) -> list[dict[str, float | None]]:
+    lines = _read_text(file).splitlines()
+    entries = [entry for line in lines if (entry := _entry(line)) is not None]
+    if len(entries) < len(lines):
+        notes.append(
+            f"{len(lines) - len(entries)} of {len(lines)} lines of {file.name} cannot be read and are left out"
+        )
+    if not entries:
+        notes.append("no metrics yet")
+    return entries
+
+
+def _entry(line: str) -> dict[str, float | None] | None:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(entry, dict) or not isinstance(entry.get("step"), (int, float)):
+        return None
+    return {name: value for name, value in entry.items() if value is None or isinstance(value, (int, float))}
+
+
+def _read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for split in ("train", "validation"):
+        files = [file for file in rollout_files(folder) if file.stem.endswith(split)]
+        for place in spread(range(len(files)), ROLLOUTS):
+            try:
+                rows = read_rollout(files[place])
+                found += [_shown(rows[row]) for row in spread([row["reward"] for row in rows], SAMPLES)]
+            except (OSError, pa.ArrowException, KeyError, TypeError) as error:
+                notes.append(f"{files[place].name} cannot be read: {str(error).splitlines()[0]}")
+    return found
+
+
+def _told(read: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Read rollouts; a file that cannot be read is a note of `_read_samples`."""
+    with suppress(OSError, pa.ArrowException, KeyError, TypeError):
+        return read()
+    return None
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    texts = {"prompt": text_of(row["prompt"]), "said": text_of(row["turns"]), "answer": row["answer"] or ""}
+    kept = {name: row[name] for name in ("step", "split", "reward", "tokens", "ending")}
+    for name, text in texts.items():
+        cut = len(text) - _CHARACTERS
+        kept[name] = text if cut <= 0 else f"{text[:_CHARACTERS]}\n[{cut} more characters in the rollout's file]"
+    return kept
+
+
+def timeline(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the rollout's seconds; `lanes`, how much each engine, the environment and the reward had to do on average
+    in each of ROLLOUT_PARTS parts of that time; and what each episode waited for, as [what, begin, end, engine]. None
+    where the rows tell nothing: runs of earlier versions kept no times."""
+    episodes = [row.get("spans") or [] for row in rows]
+    spans = [span for episode in episodes for span in episode]
+    seconds = max((span["end"] for span in spans), default=0.0)
+    if seconds <= 0:
+        return None
+    lanes: dict[str, list[Interval]] = {}
+    for span in sorted(spans, key=lambda span: (span["what"] != "generate", span["what"], span["place"])):
+        lane = f"engine {span['place']}" if span["what"] == "generate" else span["what"]
+        lanes.setdefault(lane, []).append((span["begin"], span["end"]))
+    stride = -(-len(episodes) // EPISODES)
+    return {
+        "step": rows[0]["step"],
+        "seconds": _rounded(seconds),
+        "count": len(episodes),
+        "lanes": {name: _mean_count(own, seconds, ROLLOUT_PARTS).round(2).tolist() for name, own in lanes.items()},
+        "episodes": [
+            [[span["what"], _rounded(span["begin"]), _rounded(span["end"]), span["place"]] for span in episode]
+            for episode in episodes[::stride]
+        ],
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class _Recorded:
+    """One file of a rollout."""
+
+    file: Path
+    step: int
+    split: str
+    times: Times
+
+    def phases(self, activity: str) -> list[Interval]:
+        return [(begin, end) for name, begin, end in self.times.phases if _ACTIVITIES.get(name) == activity]
+
+    @property
+    def whole(self) -> Interval:
+        """The whole step."""
+        (found,) = [(begin, end) for name, begin, end in self.times.phases if name == _WHOLE]
+        return found
+
+
+def waits(folder: Path, metrics: Sequence[Entry], is_done: bool) -> dict[str, Any] | None:
+    """Return what the policy and the engines did in the newest steps, in seconds since the first of them began: the
+    `steps`; the `policy`'s activities; the `requests` of each rollout that the engines had in each of PARTS parts; when
+    the engines were `paused` for new weights and `idle`; the `shares` of the time. None where the files do not tell: of
+    earlier versions, or without a sample.
+
+    The rollouts that a run has under way are on disk only later. So unless it `is_done`, the steps that ended after the
+    newest rollout was begun are left out. Raises OSError or pyarrow.ArrowException: a file cannot be read.
+    """
+    files = list(_of_newest_process(folder, metrics))
+    steps = _known(files, is_done)[-STEPS:]
+    if not steps:
+        return None
+    # Validations before the first step and after the last one belong to no step.
+    zero, end = steps[0].whole[0], steps[-1].whole[1]
+    seconds, drawn = end - zero, [one for one in files if one.step >= steps[0].step]
+    asked = {one: list(_generating(one, zero, end)) for one in drawn}
+    requests = [{"step": one.step, "split": one.split, "counts": _counts(asked[one], seconds)} for one in drawn]
+    waiting = [interval for one in steps for interval in one.phases("wait")]
+    paused = _paused(steps, metrics, zero)
+    idle = _gaps([*(interval for own in asked.values() for interval in own), *paused], seconds)
+    sides = {"policy waits": waiting, "engines idle": idle, "engines paused": paused}
+    return {
+        "seconds": _rounded(seconds),
+        "parts": PARTS,
+        "steps": [[one.step, *(_rounded(at - zero) for at in one.whole)] for one in steps],
+        "policy": [
+            [_ACTIVITIES[name], _rounded(begin - zero), _rounded(until - zero), one.step]
+            for one in drawn
+            for name, begin, until in one.times.phases
+            if name in _ACTIVITIES and begin >= zero and until <= end and until - begin >= _SHORTEST_S
+        ],
+        "requests": [one for one in requests if one["counts"][1]],
+        "paused": [[_rounded(begin), _rounded(until)] for begin, until in paused],
+        "idle": [[_rounded(begin), _rounded(until)] for begin, until in idle if until - begin >= _SHORTEST_S],
+        "shares": {side: _rounded(sum(until - begin for begin, until in own) / seconds) for side, own in sides.items()},
+    }
+
+
+def _of_newest_process(folder: Path, metrics: Sequence[Entry]) -> Iterator[_Recorded]:
+    """The files with times, of the process that took the newest steps: between two processes nothing is known."""
+    starts = [entry["step"] for entry in metrics if "timing/setup/total" in entry]
+    since = max((step for step in starts if step is not None), default=0)
+    for file in rollout_files(folder)[-_FILES:]:
+        if step_of(file) > since and (times := read_times(file)) is not None:
+            yield _Recorded(file, step_of(file), file.stem.rpartition("-")[2], times)
+
+
+def _known(files: Sequence[_Recorded], is_done: bool) -> list[_Recorded]:
+    """The steps for which the files have all that the engines did."""
+    steps = [one for one in files if one.split == "train" and one.times.phases]
+    if is_done:
+        return steps
+    newest = max((one.times.began for one in steps if one.times.began is not None), default=0.0)
+    return [one for one in steps if one.whole[1] <= newest]
+
+
+def _paused(steps: Sequence[_Recorded], metrics: Sequence[Entry], zero: float) -> list[Interval]:
+    """When the engines had stopped for new weights."""
+    stopping = {entry["step"]: entry.get("refit/pause_s") or 0.0 for entry in metrics if "refit/seconds" in entry}
+    refits = [(one.step, *interval) for one in steps for interval in one.phases("refit")]
+    return [(begin + stopping.get(step, 0.0) - zero, end - zero) for step, begin, end in refits]
+
+
+def _generating(one: _Recorded, zero: float, end: float) -> Iterator[Interval]:
+    """When each request of a rollout was with the engines, as far as that lies between `zero` and `end`."""
+    if one.times.began is None:
+        return
+    began = one.times.began - zero
+    for span in read_spans(one.file):
+        begin, until = max(began + span["begin"], 0.0), min(began + span["end"], end - zero)
+        if span["what"] == "generate" and begin < until:
+            yield begin, until
+
+
+def _counts(spans: Sequence[Interval], seconds: float) -> tuple[int, list[float]]:
+    """The first part in which there is a request, and the mean number of requests from there on."""
+    counts = _mean_count(spans, seconds, PARTS)
+    (there,) = np.nonzero(counts > 0.005)
+    if not len(there):
+        return 0, []
+    return int(there[0]), counts[there[0] : there[-1] + 1].round(2).tolist()
+
+
+def _mean_count(spans: Sequence[Interval], seconds: float, parts: int) -> np.ndarray:
+    """The mean number of spans in each of the parts of a time."""
+    begins, ends = np.array(spans).reshape(-1, 2).T
+    edges = np.linspace(0, seconds, parts + 1)
+    return np.diff(_elapsed(edges, begins) - _elapsed(edges, ends)) * parts / seconds
+
+
+def _elapsed(edges: np.ndarray, since: np.ndarray) -> np.ndarray:
+    """The seconds that have passed at each of `edges` since the times that lie before it, together."""
+    times = np.sort(since)
+    passed = np.searchsorted(times, edges)
+    return passed * edges - np.concatenate(([0.0], np.cumsum(times)))[passed]
+
+
+def _gaps(intervals: Iterable[Interval], seconds: float) -> list[Interval]:
+    """The times between 0 and `seconds` that lie in none of the intervals."""
+    found, covered = [], 0.0
+    for begin, end in sorted([*intervals, (seconds, seconds)]):
+        if begin > covered:
+            found.append((covered, begin))
+        covered = max(covered, end)
+    return found
+
+
+def _rounded(value: float) -> float:
+    return round(value, 3)

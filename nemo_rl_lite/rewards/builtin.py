@@ -1,0 +1,73 @@
+"""These rewards look at the response's text alone.
+
+The scoring that comes with each task of the reasoning-gym package.
+"""
+
+import json
+import re
+import unicodedata
+from functools import cache
+from typing import Any
+
+from reasoning_gym import create_dataset
+from reasoning_gym.utils import extract_answer
+
+from nemo_rl_lite.data.problems import Problem
+
+
+def task_score(response: str, answer: str, problem: Problem, answer_tag: str | None) -> float:
+    """Return the task's score of the stripped response, between 0 and 1. With `answer_tag`, score the text between
+    `<tag>` and `</tag>`; the score is 0 where the tag is missing.
+
+    Raises:
+        KeyError: the problem does not come from data=reasoning_gym.
+    """
+    found = extract_answer(response, answer_tag) if answer_tag else response.strip()
+    scorer = _scorer(problem.metadata["task"], json.dumps(problem.metadata["task_kwargs"], sort_keys=True))
+    return float(scorer.score_answer(found, problem.metadata["entry"]))
+
+
+@cache
+def _scorer(task: str, arguments: str) -> Any:
+    return create_dataset(task, **json.loads(arguments), size=1)
+
+
+# A minus after a digit or a bracket is a subtraction, not a sign.
+_NUMBER = re.compile(r"(?:(?<![\w)\]])-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|(?<![\w.])\.\d+)")
+
+# The minus sign of typography.
+_MINUS = "\N{MINUS SIGN}"
+
+
+def exact_match(response: str, answer: str) -> float:
+    """Return 1 where the stripped response is the stripped answer, else 0; the same letters in another Unicode form
+    count as the same."""
+    return float(_composed(response.strip()) == _composed(answer.strip()))
+
+
+def format_match(response: str, answer: str, pattern: str) -> float:
+    """Return 1 where the whole stripped response matches the pattern, else 0; a dot matches newlines too."""
+    return float(re.fullmatch(pattern, response.strip(), re.DOTALL) is not None)
+
+
+def nothing(response: str, answer: str) -> float:
+    """Return 0."""
+    return 0.0
+
+
+def last_number(response: str, answer: str) -> float:
+    """Return 1 where the last number in the response is the answer, else 0; thousands separators are ignored.
+
+    Raises:
+        ValueError: the answer is not a number.
+    """
+    numbers = _NUMBER.findall(response.replace(_MINUS, "-"))
+    return float(bool(numbers) and _value(numbers[-1]) == _value(answer))
+
+
+def _value(text: str) -> float:
+    return float(text.replace(",", "").replace(_MINUS, "-"))
+
+
+def _composed(text: str) -> str:
+    return unicodedata.normalize("NFC", text)

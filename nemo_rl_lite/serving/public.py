@@ -1,0 +1,82 @@
+"""Answers requests that belong to no episode: each by itself, with the sampling that it asks for."""
+
+import asyncio
+import random
+from dataclasses import dataclass, replace
+
+from nemo_rl_lite.data.tokenizer import ChatTokenizer
+from nemo_rl_lite.generation.interface import Request, Requests, Sampling
+from nemo_rl_lite.serving.protocol import Answer, Asked, RefusedError
+
+# OpenAI's word for a chat that leaves no room for a response.
+FULL = "context_length_exceeded"
+_SEED_BITS = 31
+
+
+@dataclass(frozen=True)
+class ResponderConfig:
+    """What it takes to answer: a tokenizer, the usual sampling, the most tokens of prompt and response together, and
+    the lowest and highest temperature besides 0 that the engine takes."""
+
+    tokenizer: ChatTokenizer
+    sampling: Sampling
+    max_length: int
+    temperatures: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class PublicHandler:
+    """`Respondent` that keeps nothing of a conversation."""
+
+    speaker: ResponderConfig
+    requests: Requests
+
+    async def respond(self, asked: Asked) -> Answer:
+        """See `Respondent.respond`."""
+        prompts, usual = asked.prompts(self.speaker.tokenizer), self._sampling(asked)
+        samplings = [limited(usual, asked, len(prompt), self.speaker.max_length) for prompt in prompts]
+        # vLLM's first model runner ignores all seeds of a batch on a CPU where one request has none.
+        seed = random.getrandbits(_SEED_BITS) if asked.seed is None else asked.seed
+        seeds = [(seed + index) % 2**_SEED_BITS for index in range(asked.n or 1)]
+        requests = [Request(*one, seed) for one in zip(prompts, samplings, strict=True) for seed in seeds]
+        sampled = await asyncio.gather(*map(self.requests.sample, requests))
+        return Answer(prompts, tuple(completion for completion, _ in sampled))
+
+    def _sampling(self, asked: Asked) -> Sampling:
+        usual, (lowest, highest) = self.speaker.sampling, self.speaker.temperatures
+        sampling = replace(usual, stop_strings=(*usual.stop_strings, *(asked.stop or ())))
+        temperature = sampling.temperature if asked.temperature is None else asked.temperature
+        if temperature and not lowest <= temperature <= highest:
+            message = f"temperature = {temperature:g}: this engine takes 0 and {lowest:g} to {highest:g}"
+            raise RefusedError(400, message, "temperature")
+        if asked.top_p is not None and not 0 < asked.top_p <= 1:
+            raise RefusedError(400, f"top_p = {asked.top_p:g} is not above 0 and at most 1", "top_p")
+        if asked.top_k is not None and asked.top_k < -1:
+            raise RefusedError(400, f"top_k = {asked.top_k} is no number of tokens", "top_k")
+        if not temperature:
+            return sampling.greedy()
+        # -1 and 0 are vLLM's words for all tokens.
+        top_k = sampling.top_k if asked.top_k is None else max(asked.top_k, 0) or None
+        return replace(sampling, temperature=temperature, top_p=asked.top_p or sampling.top_p, top_k=top_k)
+
+
+def limited(sampling: Sampling, asked: Asked, prompt_tokens: int, max_length: int) -> Sampling:
+    """The sampling with the request's own limit on new tokens.
+
+    Raises:
+        RefusedError: that is above the run's limit, or prompt and response do not fit.
+    """
+    most = sampling.max_new_tokens if asked.most_tokens is None else asked.most_tokens
+    if most > sampling.max_new_tokens:
+        limit = f"a response has at most generation.max_new_tokens = {sampling.max_new_tokens} tokens"
+        fix = "ask for no more, or raise that key (nrl-lite serve --max-new-tokens)"
+        raise RefusedError(400, f"max_tokens = {most}: {limit}; {fix}", "max_tokens")
+    if prompt_tokens + most > max_length:
+        raise RefusedError(
+            400,
+            f"{prompt_tokens} tokens of {asked.source} and {most} of the response exceed "
+            f"policy.max_total_sequence_length = {max_length}: ask for less with max_tokens, or end the conversation",
+            asked.source,
+            FULL,
+        )
+    return replace(sampling, max_new_tokens=most)

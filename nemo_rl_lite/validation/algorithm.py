@@ -1,0 +1,304 @@
+"""Rules about the options of algorithms: their losses, their teacher, checkpoints, trackers."""
+
+import netrc
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+
+from nemo_rl_lite.config.algorithms import compares, has_teacher
+from nemo_rl_lite.config.engines import engines_sleep
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.schema_algorithm import (
+    DistillationConfig,
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    LossConfig,
+    SupervisedConfig,
+)
+from nemo_rl_lite.config.sizes import as_teacher, optimizer_steps, samples_per_step
+from nemo_rl_lite.data.sources import TASKS
+from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.system.machine import WANDB, wandb_login
+from nemo_rl_lite.validation.base import rule
+from nemo_rl_lite.validation.layout import (
+    BATCH,
+    check_gpu_precision,
+    check_model,
+    check_parallel_groups,
+    check_sequence_parallel,
+    check_token_batches,
+    known_shape,
+)
+
+TEACHER = "teacher.model_name"
+_GROUP, _TOPK = "algorithm.num_generations_per_prompt", "algorithm.topk_logits_k"
+LOSS = "algorithm.loss_fn"
+_TYPE, _RATIO = f"{LOSS}.truncated_importance_sampling_type", f"{LOSS}.truncated_importance_sampling_ratio"
+# Bounds to begin with, for the types that need some: of a token's weight, and of the geometric mean over a sequence.
+_FIRST_BOUNDS = {"icepop": (0.5, 5.0), "seq-mask-tis": (0.999, 1.002)}
+# Preference losses that judge each response by itself, as TRL has them.
+_OF_EACH_RESPONSE = ("sppo_hard", "nca_pair", "bco_pair", "apo_zero", "apo_down")
+# The keys that a teacher has in place of the policy's.
+_OF_TEACHERS = re.compile(
+    r"\bpolicy\.(?:(?:sequence_packing|dynamic_batching)\.(?=logprob_mb_tokens\b)|"
+    r"(?=(?:model_name|precision|logprob_batch_size|megatron_cfg\.(?:tensor|pipeline|expert)_model_parallel_size|"
+    r"megatron_cfg\.num_layers_in_(?:first|last)_pipeline_stage|megatron_cfg\.sequence_parallel|"
+    r"megatron_cfg\.moe_router_dtype)\b))"
+)
+
+
+def corrects_age(loss: LossConfig) -> bool:
+    """Return whether the loss weights or rejects tokens that older weights sampled, on either side."""
+    rejects = None not in (loss.sequence_rejection_ratio_min, loss.sequence_rejection_ratio)
+    return loss.use_importance_sampling_correction or rejects
+
+
+def reads_ratios(config: Config) -> bool:
+    """Return whether the loss weights sampled tokens by ratios. The KL over a teacher's largest logits does not."""
+    return getattr(config.algorithm, "topk_logits_k", None) is None
+
+
+@rule(_GROUP, "algorithm.num_prompts_per_step", BATCH, options=GRPOConfig)
+def check_rollout_size(config: Config) -> Iterator[Violation]:
+    options, batch = config.options(GRPOConfig), config.policy.train_global_batch_size
+    prompts, size, samples = options.num_prompts_per_step, options.num_generations_per_prompt, samples_per_step(config)
+    if size < 2 and not has_teacher(config):
+        yield Violation(_GROUP, size, "GRPO compares samples of one prompt, so it needs at least 2", f"{_GROUP}=8")
+    elif samples % batch:
+        near = min((one for one in range(1, samples + 1) if samples % one == 0), key=lambda one: abs(one - batch))
+        rule_text = f"must divide the rollout's {samples} samples ({prompts} prompts x {size} generations)"
+        yield Violation(BATCH, batch, rule_text, f"{BATCH}={near}, or another divisor of {samples}")
+
+
+@rule("algorithm", "generation.max_new_tokens", options=GRPOConfig)
+def check_overlong_buffer(config: Config) -> Iterator[Violation]:
+    most, key = config.generation.max_new_tokens, "algorithm.reward_shaping.overlong_buffer_length"
+    buffer = config.options(GRPOConfig).reward_shaping.overlong_buffer_length
+    if buffer is not None and buffer > most:
+        yield Violation(key, buffer, f"exceeds generation.max_new_tokens = {most}", f"{key}={max(most // 4, 1)}")
+
+
+@rule("algorithm", "generation.colocated", options=GRPOConfig)
+def check_stale_rollouts(config: Config) -> Iterator[Violation]:
+    options, key = config.options(GRPOConfig), "algorithm.rollouts.source"
+    if options.rollouts.source == "on_policy":
+        return
+    if engines_sleep(config):
+        rule_text = "generates while the policy trains, when engines on the policy's GPUs sleep"
+        fix = "generation.colocated.enabled=false, or generation.colocated.sleep=false where both fit on a GPU"
+        yield Violation(key, options.rollouts.source, rule_text, fix)
+    if options.loss is None and reads_ratios(config) and not corrects_age(options.loss_fn):
+        rule_text = "trains on what older weights sampled, which the loss must correct"
+        fix = f"{LOSS}.use_importance_sampling_correction=true {_RATIO}=2"
+        yield Violation(key, options.rollouts.source, rule_text, fix)
+
+
+@rule("algorithm.max_num_epochs", "algorithm.max_num_steps", "data.name", options=SupervisedConfig)
+def check_end(config: Config) -> Iterator[Violation]:
+    options, key = config.options(SupervisedConfig), "algorithm.max_num_steps"
+    if options.max_num_steps is None and config.data.name in TASKS:
+        yield Violation(key, None, f"is null, and the data of {config.data.name} never ends", f"{key}=100")
+    elif options.max_num_steps is None and options.max_num_epochs is None:
+        fix = f"{key}=100, or algorithm.max_num_epochs=1"
+        yield Violation(key, None, "is null, and so is algorithm.max_num_epochs: training would not end", fix)
+
+
+@rule("algorithm.val_metric", "algorithm.higher_is_better")
+def check_best_metric(config: Config) -> Iterator[Violation]:
+    metric, key = config.algorithm.val_metric, "algorithm.higher_is_better"
+    more = metric in ("accuracy", "pass_at_k", "rewards_margin_mean", "rewards_chosen_mean")
+    # Longer and shorter responses can both be a goal.
+    if metric != "avg_length" and config.algorithm.higher_is_better != more:
+        rule_text = f"would keep the checkpoints with the worst {metric}"
+        yield Violation(key, config.algorithm.higher_is_better, rule_text, f"{key}={str(more).lower()}")
+    samples = getattr(config.algorithm, "val_samples_per_problem", None)
+    if metric == "pass_at_k" and samples == 1:
+        key, rule_text = "algorithm.val_metric", "needs several responses, and algorithm.val_samples_per_problem is 1"
+        yield Violation(key, metric, rule_text, f"algorithm.val_samples_per_problem=4, or {key}=accuracy")
+
+
+@rule("algorithm.use_leave_one_out_baseline", "algorithm.normalize_rewards", options=GRPOConfig)
+def check_batch_baseline_scale(config: Config) -> Iterator[Violation]:
+    options, key = config.options(GRPOConfig), "algorithm.normalize_rewards"
+    scale = options.normalize_rewards
+    if options.use_leave_one_out_baseline == "batch" and (scale is True or scale == "parts"):
+        rule_text = "divides by 0 where a prompt's rewards are all equal, which teach with this baseline"
+        yield Violation(key, scale, rule_text, f"{key}=advantages, or {key}=false")
+
+
+@rule("algorithm", options=DPOConfig)
+def check_preference_loss(config: Config) -> Iterator[Violation]:
+    options, kind = config.options(DPOConfig), config.options(DPOConfig).preference_loss
+    if not options.label_smoothing and kind == "exo_pair":
+        key, rule_text = "algorithm.label_smoothing", "preference_loss=exo_pair takes its logarithm"
+        yield Violation(key, options.label_smoothing, f"{rule_text}, so it must be above 0", f"{key}=1e-3")
+    if options.f_divergence != "reverse_kl" and kind in _OF_EACH_RESPONSE:
+        key = "algorithm.f_divergence"
+        rule_text = f"preference_loss={kind} compares no difference of responses, but each of them"
+        fix = f"{key}=reverse_kl, or algorithm.preference_loss=dpo"
+        yield Violation(key, options.f_divergence, rule_text, fix)
+
+
+@rule(BATCH, "algorithm.preference_loss", options=KTOConfig)
+def check_mismatched_responses(config: Config) -> Iterator[Violation]:
+    size = config.policy.train_global_batch_size
+    if size < 2 and config.options(KTOConfig).preference_loss != "apo_zero_unpaired":
+        rule_text = "leaves no other response of the batch, by which KTO estimates its KL"
+        yield Violation(BATCH, size, rule_text, f"{BATCH}=64, or algorithm.preference_loss=apo_zero_unpaired")
+
+
+@rule("checkpoint")
+def check_save_limit(config: Config) -> Iterator[Violation]:
+    options, key = config.checkpoint, "checkpoint.must_save_by"
+    if options.must_save_by is not None and not options.save_period:
+        rule_text = "is when to save and stop, and checkpoint.save_period = 0 saves nothing"
+        yield Violation(key, options.must_save_by, rule_text, f"checkpoint.save_period=10, or {key}=null")
+
+
+@rule(LOSS, options=GRPOConfig)
+def check_loss(config: Config) -> Iterator[Violation]:
+    loss, ratios = config.options(GRPOConfig).loss_fn, f"{LOSS}.sequence_level_importance_ratios"
+    if loss.sequence_level_importance_ratios is True and loss.token_level_loss is True:
+        yield Violation(ratios, True, "needs a sequence-level loss", f"{LOSS}.token_level_loss=false")
+    plain_k1 = loss.reference_policy_kl_type == "k1" and not loss.use_bias_correction_kl
+    if plain_k1 and loss.reference_policy_kl_penalty and not loss.use_kl_in_reward:
+        key = f"{LOSS}.use_bias_correction_kl"
+        fix = f"{key}=true, or {LOSS}.reference_policy_kl_type=k2"
+        yield Violation(key, False, "leaves k1 with a gradient that averages to zero", fix)
+    if loss.ratio_clip_c is not None and loss.ratio_clip_c <= 1 + loss.ratio_clip_max:
+        key, limit = f"{LOSS}.ratio_clip_c", 1 + loss.ratio_clip_max
+        yield Violation(key, loss.ratio_clip_c, f"must exceed 1 + ratio_clip_max = {limit:g}", f"{key}=3.0")
+    kind, low, high = loss.truncated_importance_sampling_type, f"{_RATIO}_min", _RATIO
+    if not loss.use_importance_sampling_correction or kind not in _FIRST_BOUNDS:
+        return
+    if loss.truncated_importance_sampling_ratio_min is None and loss.truncated_importance_sampling_ratio is None:
+        least, most = _FIRST_BOUNDS[kind]
+        yield Violation(_TYPE, kind, "needs bounds", f"{low}={least} {high}={most}, or {_TYPE}=tis")
+    if kind == "seq-mask-tis" and loss.correction_level == "sequence":
+        level = f"{LOSS}.importance_sampling_correction_level"
+        key = ratios if loss.importance_sampling_correction_level is None else level
+        rule_text = f"makes one weight for a sequence, and {_TYPE}=seq-mask-tis has one for each token"
+        yield Violation(key, None, rule_text, f"{level}=token, or {_TYPE}=icepop")
+
+
+@rule("algorithm", options=GRPOConfig)
+def check_kl_in_reward(config: Config) -> Iterator[Violation]:
+    loss, key = config.options(GRPOConfig).loss_fn, f"{LOSS}.use_kl_in_reward"
+    if not (loss.use_kl_in_reward and compares(config)):
+        return
+    why = "gives each token of a response its own advantage"
+    if loss.sequence_level_importance_ratios is True:
+        ratios = f"{LOSS}.sequence_level_importance_ratios"
+        yield Violation(key, True, f"{why}, and {ratios}=true has one ratio for all", f"{ratios}=token, or {key}=false")
+    if loss.policy_loss in ("clip_cov", "kl_cov"):
+        term = f"{LOSS}.policy_loss"
+        rule_text = f"{why} after the policy is asked, and {term}={loss.policy_loss} compares advantages before that"
+        yield Violation(key, True, rule_text, f"{term}=clip, or {key}=false")
+
+
+@rule(LOSS, _GROUP, "algorithm.num_prompts_per_step", BATCH, options=GRPOConfig)
+def check_forced_ratios(config: Config) -> Iterator[Violation]:
+    steps, key = optimizer_steps(config), f"{LOSS}.force_on_policy_ratio"
+    if config.options(GRPOConfig).loss_fn.force_on_policy_ratio and steps > 1:
+        rule_text = f"a rollout has {steps} optimizer steps, and ratios are 1 in the first one alone"
+        yield Violation(key, True, rule_text, f"{key}=null, or {BATCH}={samples_per_step(config)}")
+
+
+@rule("algorithm")
+def check_own_loss(config: Config) -> Iterator[Violation]:
+    if config.algorithm.loss is None:
+        if config.algorithm.loss_kwargs:
+            rule_text, fix = "belong to algorithm.loss, which is null", "algorithm.loss=package.module.Class"
+            yield Violation("algorithm.loss_kwargs", config.algorithm.loss_kwargs, rule_text, fix)
+        return
+    # The import takes seconds, because a loss imports torch: only where there is one.
+    from nemo_rl_lite.losses.registry import make_loss
+
+    try:
+        loss = make_loss(config.algorithm)
+    except ConfigError as error:
+        yield from error.violations
+        return
+    if "student_topk_logprobs" in getattr(loss, "needs", ()) and reads_ratios(config):
+        rule_text = "needs student_topk_logprobs, those of the tokens that a teacher names, and this run has no such"
+        yield Violation("algorithm.loss", config.algorithm.loss, rule_text, f"algorithm=distillation {_TOPK}=64")
+
+
+def with_teachers_keys(violations: Iterable[Violation]) -> list[Violation]:
+    """Return the violations of a policy that is a teacher, under the teacher's keys, without those of other keys."""
+
+    def named(text: str) -> str:
+        return _OF_TEACHERS.sub("teacher.", text)
+
+    renamed = [replace(one, key=named(one.key), rule=named(one.rule), fix=named(one.fix)) for one in violations]
+    return [one for one in renamed if one.key.startswith("teacher.")]
+
+
+@rule("teacher", "cluster", "policy", "generation", options=DistillationConfig)
+def check_teacher(config: Config) -> Iterator[Violation]:
+    if config.teacher.model_name is None:
+        rule_text = f"is null, and algorithm={config.algorithm.name} learns from a teacher"
+        yield Violation(TEACHER, None, rule_text, f"{TEACHER}=FOLDER, or a hub name (organisation/model)")
+        return
+    of_a_policy = (
+        check_model,
+        check_parallel_groups,
+        check_sequence_parallel,
+        check_gpu_precision,
+        check_token_batches,
+    )
+    yield from with_teachers_keys(one for check in of_a_policy for one in check(as_teacher(config)))
+
+
+@rule(TEACHER, "policy.model_name", _TOPK, options=DistillationConfig)
+def check_largest_logits(config: Config) -> Iterator[Violation]:
+    topk = config.options(DistillationConfig).topk_logits_k
+    teacher, policy = known_shape(config.teacher.model_name), known_shape(config.policy.model_name)
+    if topk is None or teacher is None or policy is None:
+        return
+    if topk > teacher.vocabulary:
+        yield Violation(_TOPK, topk, f"exceeds the teacher's {teacher.vocabulary} tokens", f"{_TOPK}=64")
+    if teacher.vocabulary > policy.vocabulary:
+        rule_text = f"has {teacher.vocabulary} tokens, and policy.model_name {policy.vocabulary}: it may name one that "
+        rule_text += "the policy does not have"
+        fix = f"{_TOPK}=null, or a teacher with as many tokens"
+        yield Violation(TEACHER, config.teacher.model_name, rule_text, fix)
+
+
+@rule("algorithm", options=DistillationConfig)
+def check_distillation_loss(config: Config) -> Iterator[Violation]:
+    options = config.options(DistillationConfig)
+    coefficient, samples = options.loss_fn.reward_coef, options.num_generations_per_prompt
+    if coefficient and samples < 2:
+        rule_text = "the reward compares samples of one prompt, so it needs at least 2"
+        yield Violation(_GROUP, samples, rule_text, f"{_GROUP}=4, or {LOSS}.reward_coef=0.0")
+    if coefficient and options.topk_logits_k is not None:
+        rule_text = f"belongs to the loss on sampled tokens, and {_TOPK} is set"
+        yield Violation(f"{LOSS}.reward_coef", coefficient, rule_text, f"{LOSS}.reward_coef=0.0, or {_TOPK}=null")
+    term = options.loss_fn.policy_loss
+    if term in ("clip_cov", "kl_cov") and options.topk_logits_k is None:
+        rule_text = "compares advantages that a step has before a policy is asked, and a teacher's are of its logprobs"
+        yield Violation(f"{LOSS}.policy_loss", term, rule_text, f"{LOSS}.policy_loss=clip")
+
+
+@rule("logger")
+def check_trackers(config: Config) -> Iterator[Violation]:
+    if config.logger.wandb_enabled and config.logger.wandb.mode == "online" and not _has_wandb_key():
+        fix = "run `wandb login`, set WANDB_API_KEY, or logger.wandb.mode=offline"
+        yield Violation("logger.wandb.mode", "online", "W&B has no API key on this machine", fix)
+    if config.logger.mlflow_enabled and find_spec("mlflow") is None:
+        fix = "pip install -c constraints.txt 'nemo_rl_lite[mlflow]' (mlflow-skinny), or logger.mlflow_enabled=false"
+        yield Violation("logger.mlflow_enabled", True, "MLflow's client is not installed here", fix)
+
+
+def _has_wandb_key() -> bool:
+    # A self-hosted server may need no key, or a key that is kept elsewhere. W&B reports it if one is missing.
+    if os.environ.get("WANDB_BASE_URL"):
+        return True
+    try:
+        return bool(wandb_login(os.environ, WANDB))
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,282 @@
+"""Hydra's composed configuration -> a validated `Config`, and readable errors for everything that is wrong with it.
+
+Hydra composes, pydantic checks types and ranges, `rules/` checks what fields mean together. Every violation is
+reported at once, before anything heavy is imported.
+
+What pydantic finds wrong with types and ranges, in this project's words.
+"""
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from nemo_rl_lite.config.keys import DEFAULT_ALGORITHM, compose_files, groups, known_keys, unknown_key, variables_of
+from nemo_rl_lite.config.overrides import check_overrides
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.schema_types import DURATION, RUN_NAME, USER_CODE
+from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.models.embedded_task import NAME as EMBEDDED
+from nemo_rl_lite.models.shape import NoModelError, read_model_shape
+from nemo_rl_lite.validation.base import check_rules
+
+_EXPECTED = {
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be a string",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping",
+    "dataclass_type": "must be a mapping",
+    "finite_number": "must be a finite number",
+    "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
+}
+
+_FILES = ("data.train_path", "data.validation_path")
+
+# What a pattern of the schema stands for.
+_PATTERNS = {
+    RUN_NAME: "must be the name of a folder: at most 200 letters, no slash, and no space or dot in front",
+    USER_CODE: "must be a dotted path (package.module.Class) or a file (path/to/file.py:Class)",
+    DURATION: "must be a duration: [[days:]hours:]minutes:seconds",
+}
+
+
+def described(details: ErrorDetails, known: Sequence[str], algorithm: str = DEFAULT_ALGORITHM) -> Violation:
+    """Return the violation that an error of pydantic is, by its key. `known`: the keys that there are."""
+    location = [str(part) for part in details["loc"]]
+    if location[0] == "algorithm":
+        del location[1:2]  # pydantic's name of the variant
+    kind, given, context = details["type"], details["input"], details.get("ctx", {})
+    if kind not in ("unexpected_keyword_argument", "missing") and ".".join(location) not in known:
+        # pydantic adds the name of the type that the value might have had.
+        location = location[:-1] if ".".join(location[:-1]) in known and not location[-1].isdigit() else location
+    key = ".".join(location)
+    if is_of_variant(details):
+        fix = " or ".join(f"algorithm={file}" for file in groups()["algorithm"])
+        return Violation(f"{key}.name", given.get("name"), "no such algorithm", fix)
+    if kind == "unexpected_keyword_argument":
+        return unknown_key(key, given, algorithm)
+    if kind == "missing":
+        return Violation(key, None, "has no value", f"set it: {key}=...")
+    rule = _EXPECTED.get(kind) or _PATTERNS.get(context.get("pattern", ""))
+    rule = rule or details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    expected = context.get("expected")
+    if kind == "string_type" and key in _FILES:
+        return Violation(key, given, "must be the name of a file", f"{key}='data/*.jsonl' for several")
+    given = "null" if given is None else given
+    fix = f"choose one of: {expected}" if expected else f"set {key} to a value that {_is(rule)}"
+    return Violation(key, given, rule, f"set {key} to such a value" if "pattern" in context else fix)
+
+
+def _is(rule: str) -> str:
+    return rule.replace("must be", "is", 1).replace("must not be", "is not", 1)
+
+
+def merged(violations: Sequence[Violation]) -> list[Violation]:
+    """One violation a key: where a value may be of several types, pydantic reports each that it is not."""
+    found: dict[str, Violation] = {}
+    for one in violations:
+        first = found.get(one.key)
+        rule = one.rule if first is None else f"{first.rule}, or {one.rule.removeprefix('must be ')}"
+        fix = one.fix if first is None else f"set {one.key} to one of these"
+        found[one.key] = Violation(one.key, one.value, rule, fix)
+    return list(found.values())
+
+
+def is_of_variant(details: ErrorDetails) -> bool:
+    """Whether the error is that no variant of a section is named."""
+    return details["type"].startswith("union_tag")
+
+
+def _default_length(model: object, of_the_embedded: int, most: int) -> int:
+    """`${default_length:MODEL,A,B}`: A tokens for the embedded model, for others B or all their positions."""
+    if model == EMBEDDED:
+        return of_the_embedded
+    try:
+        shape = read_model_shape(str(model))
+    except (NoModelError, OSError, UnicodeDecodeError, RuntimeError):
+        # A rule reports it.
+        return most
+    # The shape of a hub model may not be known yet.
+    return min(most, shape.max_positions) if shape else most
+
+
+def _default_response(model: object, of_the_embedded: int, most: int, length: object) -> int:
+    """`${default_response:MODEL,A,B,LENGTH}`: A tokens for the embedded model, for others B or half of LENGTH."""
+    return of_the_embedded if model == EMBEDDED else max(1, min(most, _tokens(length, 2 * most) // 2))
+
+
+def _default_micro_batch(model: object, of_the_embedded: int, tokens: int, length: object) -> int:
+    """`${default_micro_batch:MODEL,A,B,LENGTH}`: A sequences, for other models as many of LENGTH as have B tokens."""
+    return of_the_embedded if model == EMBEDDED else max(1, tokens // _tokens(length, tokens))
+
+
+def _default_rate(model: object, of_the_embedded: float, of_others: float, trains_adapters: object) -> float:
+    """`${default_rate:MODEL,A,B,LORA}`: A for the embedded model and for LoRA, B for all weights of other models."""
+    return of_the_embedded if model == EMBEDDED or trains_adapters is True else of_others
+
+
+def _tokens(length: object, otherwise: int) -> int:
+    """Return the length; `otherwise` if it is no number of tokens, which is reported as an error of its key."""
+    return length if isinstance(length, int) and length > 0 else otherwise
+
+
+for _resolver in (_default_length, _default_response, _default_micro_batch, _default_rate):
+    OmegaConf.register_new_resolver(_resolver.__name__.removeprefix("_"), _resolver, replace=True)
+
+
+def compose_config(arguments: Sequence[str] = ()) -> Config:
+    """Compose and validate the configuration that command-line arguments such as `policy.precision=bfloat16` describe.
+
+    Raises:
+        ConfigError: listing every violation: of the arguments, of types and ranges, of the rules.
+    """
+    overrides, violations = check_overrides(arguments)
+    if violations and not overrides:
+        # The defaults are valid.
+        raise ConfigError(violations)
+    try:
+        config = resolve(compose_files(overrides))
+    except ConfigError as error:
+        raise ConfigError([*violations, *error.violations]) from None
+    if violations:
+        raise ConfigError(violations)
+    return config
+
+
+def resolve(composed: DictConfig, matters: Callable[[Violation], bool] = lambda _: True) -> Config:
+    """Turn Hydra's composed configuration into a typed, frozen `Config`. Broken rules count where they `matter`.
+
+    Raises:
+        ConfigError: listing every unknown key, wrong type and broken rule.
+    """
+    values, violations = _plain(composed)
+    config, type_violations = _validate(values)
+    violations = [_naming_its_variable(one, composed) for one in (*violations, *type_violations)]
+    unusable = frozenset(violation.key for violation in violations)
+    if config is None:
+        # Rules still speak about the keys that are fine: put defaults in place of those that are not.
+        config, _ = _validate(_with_defaults(values, unusable))
+    if config is not None:
+        violations += filter(matters, check_rules(config, unusable))
+    if violations or config is None:
+        keys = {one.key for one in violations}
+        # What follows from a wrong value is no problem of its own.
+        raise ConfigError([one for one in violations if keys.isdisjoint(_references(composed, one.key))])
+    return config
+
+
+def default_values(algorithm: str) -> dict[str, Any]:
+    """The configuration of this algorithm and nothing else, which may lack what a command must give."""
+    return copy.deepcopy(_defaults(algorithm))
+
+
+def restore(text: str) -> Config:
+    """A configuration that a run has written down (JSON).
+
+    Raises:
+        ConfigError: it is of another version of this package.
+    """
+    try:
+        return TypeAdapter(Config).validate_json(text)
+    except ValidationError as error:
+        raise ConfigError([described(details, known_keys()) for details in error.errors(include_url=False)]) from None
+
+
+def _plain(composed: DictConfig) -> tuple[dict[str, Any], list[Violation]]:
+    """Resolve interpolations leaf by leaf, so that one that fails does not hide the others."""
+    violations: list[Violation] = []
+
+    def visit(node: Any, prefix: str) -> Any:
+        if not isinstance(node, DictConfig):
+            return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+        plain = {}
+        for name in node:
+            path = f"{prefix}{name}"
+            try:
+                if OmegaConf.is_missing(node, name):
+                    violations.append(Violation(path, None, "has no value", f"set it: {path}=..."))
+                    plain[name] = _UNUSABLE
+                    continue
+                plain[name] = visit(node[name], f"{path}.")
+            except (OmegaConfBaseException, HydraException, ValueError, RecursionError) as error:
+                cause = next(iter(str(error).splitlines()), type(error).__name__)
+                rule = f"cannot be resolved: {cause}"
+                violations.append(Violation(path, None, rule, "correct the value or the variable it refers to"))
+                plain[name] = _UNUSABLE
+        return plain
+
+    return visit(composed, ""), violations
+
+
+def _naming_its_variable(one: Violation, composed: DictConfig) -> Violation:
+    names = variables_of(composed, one.key)
+    fix = f"correct the environment variable {' or '.join(names)}, or unset it"
+    return Violation(one.key, one.value, one.rule, fix) if names else one
+
+
+def _references(composed: DictConfig, key: str) -> Iterator[str]:
+    """Yield the keys that the value of a key is made from."""
+    value = _at(OmegaConf.to_container(composed, resolve=False), key)
+    for name in re.findall(r"\$\{([.\w]+)\}", value) if isinstance(value, str) else ():
+        above = len(name) - len(name.lstrip("."))
+        yield ".".join([*(key.split(".")[:-above] if above else []), name.lstrip(".")])
+
+
+# Stands for a value already reported, so that it is not reported twice.
+_UNUSABLE = "\0unusable"
+
+
+def _validate(values: dict[str, Any]) -> tuple[Config | None, list[Violation]]:
+    try:
+        # As JSON, because strict mode takes mappings for dataclasses only from there.
+        return TypeAdapter(Config).validate_json(json.dumps(values)), []
+    except ValidationError as error:
+        errors = [details for details in error.errors(include_url=False) if not _is_reported(details)]
+        return None, merged([described(details, known_keys(), _algorithm(values)) for details in errors])
+
+
+def _is_reported(details: ErrorDetails) -> bool:
+    given = details["input"]
+    return given == _UNUSABLE or (is_of_variant(details) and given.get("name") == _UNUSABLE)
+
+
+def _algorithm(values: dict[str, Any]) -> str:
+    name = _at(values, "algorithm.name")
+    return name if name in groups()["algorithm"] else DEFAULT_ALGORITHM
+
+
+def _with_defaults(values: dict[str, Any], unusable: frozenset[str]) -> dict[str, Any]:
+    """A copy of `values` in which the keys of `unusable` have their default, or are gone where they have none."""
+    repaired, defaults = copy.deepcopy(values), _defaults(_algorithm(values))
+    for key in unusable:
+        section, _, name = key.rpartition(".")
+        parent, default_parent = _at(repaired, section), _at(defaults, section)
+        if isinstance(parent, dict):
+            parent.pop(name, None)
+            if isinstance(default_parent, dict) and default_parent.get(name, _UNUSABLE) != _UNUSABLE:
+                parent[name] = default_parent[name]
+    return repaired
+
+
+@cache
+def _defaults(algorithm: str) -> dict[str, Any]:
+    return _plain(compose_files([f"algorithm={algorithm}"]))[0]
+
+
+def _at(node: Any, path: str) -> Any:
+    """The node at a dotted path, or None."""
+    for name in path.split(".") if path else ():
+        node = node.get(name) if isinstance(node, dict) else None
+    return node

@@ -1,0 +1,177 @@
+"""Rules about data: files can be read, columns exist, tasks exist."""
+
+import dataclasses
+import logging
+import re
+from collections.abc import Iterator
+from itertools import combinations
+
+from nemo_rl_lite.config.schema import Config, DataConfig
+from nemo_rl_lite.config.schema_algorithm import GRPOConfig
+from nemo_rl_lite.data import gym
+from nemo_rl_lite.data.columns import MissingColumnError, template_columns
+from nemo_rl_lite.data.formats import CHATS, NEEDS_NEGATIVES, PAIRS, PROBLEMS, RowFormat, format_of
+from nemo_rl_lite.data.rows import FileError
+from nemo_rl_lite.data.sources import ROWS, TASKS, check_file, validation_source
+from nemo_rl_lite.errors import ConfigError, DataError, Violation
+from nemo_rl_lite.validation.base import rule
+
+log = logging.getLogger(__name__)
+
+
+@rule("data")
+def check_source(config: Config) -> Iterator[Violation]:
+    data, kind = config.data, format_of(config)
+    if data.name not in (*ROWS, *TASKS):
+        yield Violation("data.name", data.name, "no such dataset", f"choose one of: {', '.join((*ROWS, *TASKS))}")
+    if data.name == "hub" and not data.path:
+        yield Violation("data.path", data.path, "names no dataset", "data.path=organisation/name")
+    if data.name == "reasoning_gym" and kind in NEEDS_NEGATIVES:
+        rule_text = f"has right answers only, and {kind.name} need wrong ones as well"
+        yield Violation("data.name", data.name, rule_text, f"data=file or data=hub, with {kind.name}")
+    for name, source in (("train_path", "file"), ("path", "hub")):
+        if data.name in TASKS and (value := getattr(data, name)) is not None:
+            rule_text = f"is not trained on: {data.name} generates its problems"
+            yield Violation(f"data.{name}", value, rule_text, f"data={source}, or data.{name}=null")
+    if data.too_long == "truncate" and kind is PROBLEMS:
+        fix = "data.too_long=drop, or a larger policy.max_total_sequence_length"
+        yield Violation("data.too_long", "truncate", "would cut off a prompt's end, which is what it asks", fix)
+
+
+@rule("data")
+def check_rows(config: Config) -> Iterator[Violation]:
+    """Check how rows are read, and then the first rows of files."""
+    data, wrong = config.data, [*_texts(config.data)]
+    wrong += [] if wrong or data.name not in ROWS else _columns(config, format_of(config))
+    yield from wrong
+    if data.name != "file" or wrong:
+        return
+    if data.train_path is None:
+        hub = f", or data.name=hub, which fetches {data.path}" if data.path else ""
+        yield Violation("data.train_path", None, "is null", f"data.train_path=FILE{hub}")
+    for key, path in (("data.train_path", data.train_path), ("data.validation_path", data.validation_path)):
+        try:
+            if path is not None:
+                check_file(data, path, 100, format_of(config))
+        except FileError as error:
+            yield Violation(key, path, error.problem, error.fix)
+        except DataError as error:
+            yield Violation(key, path, str(error), _right_columns(data, error, format_of(config)))
+
+
+def _texts(data: DataConfig) -> Iterator[Violation]:
+    key, template = "data.prompt_template", data.prompt_template
+    try:
+        if template is not None and not template_columns(template):
+            rule_text = "names no column, so every prompt would be the same"
+            yield Violation(key, template, rule_text, f"{key}='{{question}} Answer briefly.'")
+    except ValueError as error:
+        fix = 'write columns as {column} and plain braces as {{ and }}, as in "{question} Answer briefly."'
+        yield Violation(key, template, f"is no template: {error}", fix)
+    key, text = "data.system_prompt", data.system_prompt
+    if text and re.fullmatch(r"\S+\.(txt|md)", text):
+        rule_text = "is the name of a file, and the model would be told that name"
+        yield Violation(key, text, rule_text, f"the text itself: \"{key}='$(cat {text})'\", or {key} in a recipe")
+    key, pattern = "data.answer_pattern", data.answer_pattern
+    fix = f"its first group is the answer, as in {key}='#### (.+)'"
+    try:
+        if pattern is not None and not re.compile(pattern).groups:
+            yield Violation(key, pattern, "has no group", fix)
+    except re.error as error:
+        yield Violation(key, pattern, f"is no regular expression: {error}", fix)
+
+
+def _columns(config: Config, kind: RowFormat) -> Iterator[Violation]:
+    """Yield columns that are missing, read as two, or shown to a model that has to answer with them."""
+    data = config.data
+    if kind is CHATS and data.messages_column is not None:
+        for other in ("response_column", "prompt_template"):
+            if getattr(data, other) is not None:
+                rule_text, fix = "prompts and responses are in the messages already", "data.messages_column=null"
+                yield Violation(f"data.{other}", getattr(data, other), rule_text, f"data.{other}=null, or {fix}")
+        return
+    answer = "response_column" if kind is not PROBLEMS and data.response_column is not None else "answer_column"
+    if kind is not PROBLEMS and kind is not PAIRS and getattr(data, answer) is None:
+        rule_text = f"is null, and algorithm={config.algorithm.name} needs answers"
+        yield Violation(f"data.{answer}", None, rule_text, f"data.{answer}=answer")
+    named = ("chosen_column", "rejected_column") if kind is PAIRS else (answer,)
+    if kind is PAIRS or data.prompt_template is None:
+        named = ("prompt_column", *named)
+    elif getattr(data, answer) in template_columns(data.prompt_template):
+        rule_text = f"shows the model data.{answer} = {getattr(data, answer)!r}, which it has to answer"
+        yield Violation("data.prompt_template", data.prompt_template, rule_text, "a template without that column")
+    for first, second in combinations(named, 2):
+        if getattr(data, first) == getattr(data, second):
+            rule_text = f"is data.{first} too, and the two must differ"
+            yield Violation(f"data.{second}", getattr(data, second), rule_text, "the names of two columns")
+
+
+def _right_columns(data: DataConfig, error: DataError, kind: RowFormat) -> str:
+    """Return the fix for a row that cannot be read; it names the key of a missing column."""
+    if isinstance(error, MissingColumnError) and error.name not in template_columns(data.prompt_template or ""):
+        named = dataclasses.asdict(data).items()
+        if keys := [f"data.{field}" for field, name in named if field.endswith("_column") and name == error.name]:
+            # Without a pattern that finds answers, data.answer_column names a response.
+            is_response = keys[0] == "data.answer_column" and not kind.reads_answers
+            key = "data.response_column" if is_response else keys[0]
+            return f"correct the path, or {key}=NAME, with the name that the column has there"
+    return "correct the path, or the columns, template or pattern of data"
+
+
+@rule("data", "algorithm.val_at_start", "algorithm.val_at_end", "algorithm.val_period")
+def check_validation_data(config: Config) -> Iterator[Violation]:
+    data, algorithm, fraction = config.data, config.algorithm, "data.validation_fraction"
+    validates = algorithm.val_at_start or algorithm.val_at_end or algorithm.val_period
+    if data.name == "reasoning_gym" and validates and not data.validation_fraction:
+        rule_text = "holds nothing out, but validation is on"
+        yield Violation(fraction, data.validation_fraction, rule_text, f"{fraction}=0.1")
+    if data.name not in ROWS:
+        return
+    key = "data.validation_path" if data.name == "file" else "data.validation_split"
+    if validation_source(data) is None and not data.validation_fraction and validates:
+        off = "algorithm.val_at_start=false algorithm.val_at_end=false algorithm.val_period=0"
+        yield Violation(key, None, "is null, but validation is on", f"name one, or {fraction}=0.05, or {off}")
+    if validation_source(data) is not None and data.validation_fraction:
+        rule_text = f"{key} names the validation problems already"
+        yield Violation(fraction, data.validation_fraction, rule_text, f"{fraction}=0, or {key}=null")
+
+
+@rule("data")
+def check_task(config: Config) -> Iterator[Violation]:
+    data, unknown = config.data, {}
+    if data.name not in TASKS:
+        return
+    try:
+        if data.name == "reasoning_gym":
+            hint = "data.task=chain_sum" if data.task is None else gym.nearest_task(data.task)
+            if data.task is None or hint is not None:
+                yield Violation("data.task", data.task, "is no task of reasoning-gym", hint or "")
+                return
+            unknown = gym.unknown_arguments(data.task, data.task_kwargs)
+        for name, hint in unknown.items():
+            yield Violation(f"data.task_kwargs.{name}", data.task_kwargs[name], "the task has no such argument", hint)
+        if not unknown:
+            TASKS[data.name](data, 0).problem(0)
+    except ImportError as error:
+        fix = "bash scripts/install.sh, or: pip install '.[reasoning-gym]' && pip install --no-deps reasoning-gym"
+        broken = f"the package reasoning-gym is not installed here, or not with all it needs: {error}"
+        yield Violation("data.name", "reasoning_gym", broken, fix)
+    except (DataError, TypeError, ValueError) as error:
+        fix = "correct the arguments, or the template, columns or validation_fraction of data"
+        yield Violation("data.task_kwargs", data.task_kwargs, str(error), fix)
+
+
+def check_epochs(config: Config, prompts: int) -> None:
+    """Warn where a step samples a prompt twice. `prompts`: those of an epoch; 0 where the data has no end.
+
+    Raises:
+        ConfigError: prompts that have no epochs cannot rest.
+    """
+    options = config.options(GRPOConfig)
+    key, a_step = "algorithm.rest_epochs", options.num_prompts_per_step
+    if options.rest_epochs and not prompts:
+        rule, fix = "needs data with epochs, and this data has no end", f"{key}=0, or data=file"
+        raise ConfigError([Violation(key, options.rest_epochs, rule, fix)])
+    if 0 < prompts < a_step:
+        rule = "the data has %d prompts, so that a step samples some of them twice"
+        log.warning(f"algorithm.num_prompts_per_step = %d: {rule}", a_step, prompts)

@@ -1,0 +1,176 @@
+"""Rules about generation engines and sampling."""
+
+import importlib.util
+from collections.abc import Iterator
+
+from nemo_rl_lite.config.engines import VLLM_LORA_RANKS, VLLM_QUANTIZATIONS, engine_of, engines_serve_adapters
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.schema_algorithm import RolloutAlgorithmConfig
+from nemo_rl_lite.config.sizes import generation_gpus, has_endpoint, on_gpus
+from nemo_rl_lite.errors import Violation
+from nemo_rl_lite.validation.base import rule
+from nemo_rl_lite.validation.layout import MEGATRON, known_shape
+
+_KWARGS, _LORA = "generation.vllm_kwargs", "generation.vllm_cfg.lora"
+# Options of vLLM that the launcher sets, and the key that decides each.
+_OWNED = {
+    "model": "policy.model_name",
+    "dtype": "policy.precision",
+    "max_model_len": "policy.max_total_sequence_length",
+    "tensor_parallel_size": "generation.vllm_cfg.tensor_parallel_size",
+    "pipeline_parallel_size": "generation.vllm_cfg.tensor_parallel_size",
+    "data_parallel_size": "generation.data_parallel_size",
+    "tokenizer": None,
+    "enforce_eager": "generation.vllm_cfg.enforce_eager",
+    "max_num_seqs": "generation.vllm_cfg.max_num_seqs",
+    "gpu_memory_utilization": "generation.vllm_cfg.gpu_memory_utilization",
+    "seed": "algorithm.seed",
+    "logprobs_mode": None,
+    "worker_extension_cls": None,
+    "disable_log_stats": None,
+    "skip_tokenizer_init": None,
+    "enable_sleep_mode": "generation.colocated.enabled",
+    "enable_return_routed_experts": "policy.router_replay.enabled",
+    "enable_lora": _LORA,
+    "max_loras": _LORA,
+    "max_lora_rank": "policy.megatron_cfg.peft.dim",
+    "lora_target_modules": "policy.megatron_cfg.peft.target_modules",
+    "fully_sharded_loras": None,
+    # It would make the engine's model another than the policy's.
+    "hf_overrides": None,
+}
+# What vLLM 0.24 asserts when a layer of FP8 blocks runs.
+_BLOCK = 128
+
+
+@rule("generation", "cluster", options=RolloutAlgorithmConfig)
+def check_engine_gpus(config: Config) -> Iterator[Violation]:
+    key, size = "generation.vllm_cfg.tensor_parallel_size", config.generation.vllm_cfg.tensor_parallel_size
+    if size > 1 and not on_gpus(config):
+        fix = f"{key}=1, and generation.data_parallel_size for more engines"
+        yield Violation(key, size, "a CPU engine is one process", fix)
+    elif size > 1 and not engine_of(config).spans_gpus:
+        yield Violation(key, size, f"the {config.generation.backend} engine uses one GPU", f"{key}=1")
+    if not on_gpus(config):
+        return
+    gpus, wanted = generation_gpus(config), config.generation.data_parallel_size
+    on_one_node = min(gpus, config.cluster.gpus_per_node)
+    if on_one_node % size:
+        sizes = [divisor for divisor in range(1, on_one_node + 1) if on_one_node % divisor == 0]
+        rule_text = f"must divide the {on_one_node} GPUs that generation has on a node"
+        yield Violation(key, size, rule_text, f"one of {sizes}")
+    elif wanted is not None and wanted * size != gpus:
+        rule_text = f"engines of {size} GPUs each fill {gpus} GPUs: there are {gpus // size}"
+        yield Violation("generation.data_parallel_size", wanted, rule_text, "generation.data_parallel_size=null")
+
+
+@rule("generation", "cluster", "agent", "policy.router_replay", options=RolloutAlgorithmConfig)
+def check_engine(config: Config) -> Iterator[Violation]:
+    backend, package = config.generation.backend, engine_of(config).package
+    if importlib.util.find_spec(package) is None:
+        fix = "bash scripts/install.sh, or another generation.backend"
+        yield Violation("generation.backend", backend, f"the package {package} is not installed here", fix)
+    elif not on_gpus(config) and importlib.util.find_spec("transformer_engine") is not None:
+        fix = "cluster.gpus_per_node=1 policy=megatron_gpu generation=vllm_gpu, or bash scripts/install.sh cpu"
+        yield Violation("cluster.gpus_per_node", 0, "what is installed here (install.sh gpu) runs on GPUs only", fix)
+    if config.policy.router_replay.enabled and not engine_of(config).records_experts:
+        key = "policy.router_replay.enabled"
+        rule_text = f"the {backend} engine does not record which experts it chooses"
+        yield Violation(key, True, rule_text, f"{key}=false, or generation=vllm")
+    # These come with vLLM.
+    for package in ("fastapi", "uvicorn"):
+        if has_endpoint(config) and importlib.util.find_spec(package) is None:
+            key = "agent.name" if config.agent.name else "generation.serve.enabled"
+            rule_text = f"the package {package}, which the endpoint needs, is not installed here"
+            yield Violation(key, None, rule_text, f"pip install {package}")
+    key, host = "generation.serve.host", config.generation.serve.host
+    # An address of IPv6 has several colons.
+    if has_endpoint(config) and ("/" in host or host.count(":") == 1):
+        rule_text = "is a host alone, without http:// and without a port"
+        yield Violation(key, host, rule_text, f"{key}=127.0.0.1 generation.serve.port=8000")
+
+
+@rule("generation", "algorithm.val_temperature", options=RolloutAlgorithmConfig)
+def check_sampling(config: Config) -> Iterator[Violation]:
+    generation, (lowest, highest) = config.generation, engine_of(config).temperatures
+    validation = config.options(RolloutAlgorithmConfig).val_temperature
+    temperatures = {"generation.temperature": generation.temperature, "algorithm.val_temperature": validation}
+    for key, value in temperatures.items():
+        # 0 is greedy, for validation alone.
+        if value and not lowest <= value <= highest:
+            rule_text = f"the {generation.backend} engine takes {lowest:g} to {highest:g}"
+            yield Violation(key, value, rule_text, f"{key}={min(max(value, lowest), highest):g}")
+    if "" in generation.stop_strings:
+        key = "generation.stop_strings"
+        yield Violation(key, generation.stop_strings, "an empty string stops at once", f"{key}=[]")
+    if generation.top_k == 1:
+        rule_text = "leaves one token to choose, so all responses to a prompt are the same, and no advantage is left"
+        yield Violation("generation.top_k", 1, rule_text, "generation.top_k=null")
+
+
+@rule("generation.max_new_tokens", "policy.max_total_sequence_length", options=RolloutAlgorithmConfig)
+def check_response_length(config: Config) -> Iterator[Violation]:
+    new, total = config.generation.max_new_tokens, config.policy.max_total_sequence_length
+    if new >= total:
+        rule_text = f"must leave room for the prompt within policy.max_total_sequence_length = {total}"
+        fix = f"policy.max_total_sequence_length={2 * new}, or generation.max_new_tokens={max(total // 2, 1)}"
+        yield Violation("generation.max_new_tokens", new, rule_text, fix)
+
+
+@rule(_KWARGS, options=RolloutAlgorithmConfig)
+def check_vllm_kwargs(config: Config) -> Iterator[Violation]:
+    given = config.generation.vllm_kwargs
+    for name in given.keys() & _OWNED.keys():
+        fix = f"set {_OWNED[name]} instead" if _OWNED[name] else "remove it"
+        yield Violation(f"{_KWARGS}.{name}", None, "is set by the launcher", fix)
+    draft = given.get("speculative_config")
+    method = draft.get("method") if isinstance(draft, dict) else draft
+    if draft is not None and method != "ngram":
+        key, rule_text = (
+            f"{_KWARGS}.speculative_config",
+            "must be ngram: no refit brings the weights of other drafts",
+        )
+        example = "{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 3}"
+        yield Violation(f"{key}.method", method, rule_text, f"'+{key}={example}'")
+
+
+@rule("generation", "cluster", "policy", options=RolloutAlgorithmConfig)
+def check_quantization(config: Config) -> Iterator[Violation]:
+    key, way = f"{_KWARGS}.quantization", config.generation.vllm_kwargs.get("quantization")
+    shape, size = known_shape(config.policy.model_name), config.generation.vllm_cfg.tensor_parallel_size
+    if way is None:
+        return
+    if way not in VLLM_QUANTIZATIONS:
+        rule_text = f"vLLM quantises what a refit brings in one of these ways alone: {', '.join(VLLM_QUANTIZATIONS)}"
+        yield Violation(key, way, rule_text, f"{key}=fp8_per_channel")
+    elif not on_gpus(config):
+        yield Violation(key, way, "vLLM computes with FP8 weights on GPUs", "remove it, or cluster.gpus_per_node=1")
+    elif config.policy.precision != "bfloat16":
+        fix = "policy.precision=bfloat16"
+        yield Violation("policy.precision", config.policy.precision, f"{key} = {way} needs bfloat16", fix)
+    elif shape is not None and shape.experts:
+        yield Violation(key, way, "no refit of quantised experts has been tried", "remove it")
+    elif way == "fp8_per_block" and shape is not None:
+        widths = (shape.hidden, shape.heads * shape.head_dim // size, shape.ffn // size)
+        if width := next((width for width in widths if width % _BLOCK), None):
+            rule_text = f"needs layers whose inputs are a multiple of {_BLOCK} on each engine rank, and one has {width}"
+            yield Violation(key, way, rule_text, f"{key}=fp8_per_channel")
+
+
+@rule("generation", "cluster", "policy", options=RolloutAlgorithmConfig)
+def check_served_adapters(config: Config) -> Iterator[Violation]:
+    if not engines_serve_adapters(config.generation, config.policy):
+        return
+    precision, own = config.policy.precision, config.generation.vllm_kwargs
+    dim, most, key = config.policy.megatron_cfg.peft.dim, VLLM_LORA_RANKS[-1], f"{MEGATRON}.peft.dim"
+    shape = known_shape(config.policy.model_name)
+    quantization, load_format = own.get("quantization"), own.get("load_format")
+    for broken, name, value, rule_text in (
+        (dim > most, key, dim, f"vLLM applies adapters of at most {most} dimensions"),
+        (on_gpus(config) and precision != "bfloat16", "policy.precision", precision, "vLLM applies them in bfloat16"),
+        (shape is not None and shape.experts, _LORA, "adapters", "adapters of experts have not been tried with vLLM"),
+        (quantization, f"{_KWARGS}.quantization", quantization, "not tried next to quantised weights"),
+        (load_format == "dummy", f"{_KWARGS}.load_format", "dummy", "refits bring adapters alone"),
+    ):
+        if broken:
+            yield Violation(name, value, f"{rule_text} ({_LORA}=adapters)", f"change it, or {_LORA}=merged")

@@ -1,0 +1,121 @@
+"""Rules about rewards, environments and agents. A user's code is imported; a run calls it once before it starts."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from pydantic import ValidationError
+
+from nemo_rl_lite.config.algorithms import has_teacher
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.schema_algorithm import GRPOConfig, RolloutAlgorithmConfig
+from nemo_rl_lite.config.user_code import imported
+from nemo_rl_lite.data.sources import ROWS
+from nemo_rl_lite.environments.registry import ENVIRONMENTS
+from nemo_rl_lite.errors import ConfigError, Violation
+from nemo_rl_lite.rewards.judge import Term, terms_of
+from nemo_rl_lite.rewards.llm_judge import JudgeOptions
+from nemo_rl_lite.rewards.registry import NONE, REWARDS, find_batch_reward, find_reward
+from nemo_rl_lite.validation.base import rule
+from nemo_rl_lite.validation.compose import described
+
+# These rewards compare a response with the answer of its row.
+_COMPARING = ("exact_match", "last_number", "math")
+# What these environments say is of use to a later turn alone.
+_ANSWERING = ("calculator", "tools", "python")
+
+
+@rule("reward", options=RolloutAlgorithmConfig)
+def check_reward(config: Config) -> Iterator[Violation]:
+    terms = terms_of(config.reward)
+    for number, term in enumerate(terms):
+        if term.name == "judge":
+            yield from _judge(term, config.reward.timeout_s)
+        elif term.name not in REWARDS:
+            yield from _own_reward(term)
+        if term.label in [other.label for other in terms[:number]]:
+            rule_text = f"{term.label} is the name of the main reward's metric, too"
+            yield Violation(term.section, term.name, rule_text, f"reward.terms.{term.label}_2...")
+
+
+def _own_reward(term: Term) -> Iterator[Violation]:
+    key = f"{term.section}.name"
+    if "." not in term.name:
+        fix = f"one of {', '.join(REWARDS)}, or package.module.function or path/to/file.py:function of your own"
+        yield Violation(key, term.name, "no such reward", fix)
+        return
+    try:
+        (find_reward if term.batch_size is None else find_batch_reward)(term.name, term.kwargs, term.section)
+    except ConfigError as error:
+        yield from error.violations
+
+
+def _judge(term: Term, timeout_s: float | None) -> Iterator[Violation]:
+    section = f"{term.section}.kwargs"
+    if "api_key" in term.kwargs:
+        rule_text = "is a secret, and a configuration is written to files"
+        yield Violation(f"{section}.api_key", None, rule_text, f"{section}.api_key_env=NAME_OF_A_VARIABLE")
+        return
+    try:
+        JudgeOptions(**term.kwargs)
+    except ValidationError as error:
+        known = [f"{section}.{one.name}" for one in fields(JudgeOptions)]
+        for details in error.errors(include_url=False):
+            yield described({**details, "loc": (*section.split("."), *details["loc"])}, [section, *known])
+    if timeout_s is None:
+        rule_text = "a judge is asked by its own process, with reward.concurrency requests at a time"
+        yield Violation("reward.timeout_s", None, rule_text, "reward.timeout_s=300")
+
+
+@rule("reward", "data", "environment", "agent", options=RolloutAlgorithmConfig)
+def check_reward_fits_data(config: Config) -> Iterator[Violation]:
+    terms, data = terms_of(config.reward), config.data
+    for term in terms:
+        if term.name == "reasoning_gym" and data.name != "reasoning_gym":
+            rule_text, fix = "scores the problems of data=reasoning_gym alone", "data=reasoning_gym, or another reward"
+            yield Violation(f"{term.section}.name", term.name, rule_text, fix)
+    needing = [term for term in terms if term.name in _COMPARING]
+    if data.answer_column is None and data.name in ROWS and _is_judged(config) and needing:
+        rule_text = f"is null, and {needing[0].section}.name = {needing[0].name} compares responses with the answer"
+        fix = "data.answer_column=answer, or a reward that needs none, such as reward=format or reward=judge"
+        yield Violation("data.answer_column", None, rule_text, fix)
+
+
+@rule("reward", "algorithm", "environment", "agent", options=GRPOConfig)
+def check_reward_present(config: Config) -> Iterator[Violation]:
+    learns = not has_teacher(config) or getattr(config.options(GRPOConfig).loss_fn, "reward_coef", 0) > 0
+    if learns and _is_judged(config) and all(term.name == NONE for term in terms_of(config.reward)):
+        rule_text = "learns from the reward, and reward=none is 0 for every response"
+        fix = "reward=exact_match or another, or algorithm=distillation, which learns from a teacher"
+        # Not a key of the reward: an evaluation without one learns nothing, and is allowed.
+        yield Violation("algorithm.name", config.algorithm.name, rule_text, fix)
+
+
+def _is_judged(config: Config) -> bool:
+    """Return whether only the reward judges. Other environments and agents may do it themselves."""
+    return config.agent.name is None and config.environment.name in (None, *_ANSWERING)
+
+
+@rule("environment", "agent", options=RolloutAlgorithmConfig)
+def check_environment_and_agent(config: Config) -> Iterator[Violation]:
+    environment, agent, turns = config.environment.name, config.agent.name, config.environment.max_turns
+    if environment in _ANSWERING and turns == 1:
+        rule_text = f"leaves no turn that reads what {environment} answers"
+        yield Violation("environment.max_turns", turns, rule_text, "2 or more")
+    if environment is not None and environment not in ENVIRONMENTS:
+        choices = f"one of {', '.join(ENVIRONMENTS)}, or package.module.Class or path/to/file.py:Class"
+        yield from _own("environment.name", environment, choices)
+    if agent is not None:
+        yield from _own("agent.name", agent, "package.module.function or path/to/file.py:function of your own")
+    if agent is not None and environment is not None:
+        rule_text = f"plays an episode by itself, and environment.name = {environment} would answer in it"
+        yield Violation("agent.name", agent, rule_text, "one of the two: environment=none, or agent.name=null")
+
+
+def _own(key: str, path: str, fix: str) -> Iterator[Violation]:
+    if "." not in path:
+        yield Violation(key, path, "there is none of this name", fix)
+        return
+    try:
+        imported(path)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
+        yield Violation(key, path, f"cannot be imported: {type(error).__name__}: {error}", fix)

@@ -1,0 +1,151 @@
+"""Generation engines in Ray actors, as the queue of requests and the refit see them."""
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from nemo_rl_lite.cluster.calls import Call, result, wait
+from nemo_rl_lite.cluster.workers import WorkerGroup
+from nemo_rl_lite.errors import EngineError, WorkerError
+from nemo_rl_lite.generation.interface import Completion, Decoded, Request
+from nemo_rl_lite.refit.engine import Source
+from nemo_rl_lite.refit.ipc import SharedWeights
+
+# Seconds that an engine works before it looks for new requests. On a GPU, between two such slices it already computes
+# the next tokens.
+SLICE_S = 0.05
+
+
+@dataclass
+class RemoteReplica:
+    """`generation.request_queue.Replica` over one worker of a group."""
+
+    group: WorkerGroup
+    rank: int
+    _before: asyncio.Future[None] | None = None
+    """Is done when the worker has done the exchange before."""
+
+    async def exchange(self, submitted: Mapping[int, Request], aborted: Sequence[int]) -> dict[int, Completion]:
+        """See `Replica.exchange`.
+
+        Raises:
+            EngineError: the engine gives a sampled token a logprob that is not finite.
+            WorkerError: the engine failed, died or hangs.
+        """
+        methods: list[tuple[str, tuple]] = [("submit", (submitted,))] if submitted else []
+        methods += [("abort", (aborted,))] if aborted else []
+        call = self.group.call_one(self.rank, [*methods, ("poll", (SLICE_S,))], "generate")
+        before, own = self._before, asyncio.get_running_loop().create_future()
+        self._before = own
+        try:
+            if before is not None:
+                # The time limit is for the worker's own work, and not for what it does first.
+                await before
+            *_, finished = await result(call)
+        finally:
+            own.done() or own.set_result(None)
+        for completion in finished.values():
+            _require_finite(self.rank, completion)
+        return finished
+
+
+class RemoteGeneration:
+    """All engines of a started group together."""
+
+    def __init__(self, group: WorkerGroup, shares_device: bool):
+        self.group, self._shares_device = group, shares_device
+        self._decoded = Decoded()
+
+    @property
+    def engines(self) -> int:
+        return len(self.group)
+
+    @property
+    def replicas(self) -> list[RemoteReplica]:
+        return [RemoteReplica(self.group, rank) for rank in range(self.engines)]
+
+    def begin_on_each(self, request: Request) -> list[Call]:
+        """Let every engine sample the same request, with a seed of its own, before what it is asked for next."""
+        seeds = range(request.seed, request.seed + self.engines)
+        asked = [[("sample_now", (replace(request, seed=seed),))] for seed in seeds]
+        return [self.group.call_one(rank, own, "generate") for rank, own in enumerate(asked)]
+
+    def sampled_on_each(self, begun: Sequence[Call]) -> dict[int, Completion]:
+        """The responses to what `begin_on_each` has begun, by engine; none of an engine that has died since, which
+        every other call to it tells.
+
+        Raises:
+            EngineError: an engine gives a sampled token a logprob that is not finite.
+            WorkerError: an engine failed or hangs.
+        """
+        found: dict[int, Completion] = {}
+        for rank, call in enumerate(begun):
+            try:
+                [found[rank]] = wait(call)
+            except WorkerError as error:
+                if not error.lost:
+                    raise
+                continue
+            _require_finite(rank, found[rank])
+        return found
+
+    def finish_generation(self) -> dict[str, float]:
+        """Put engines that share a GPU with the policy to sleep; returns memory metrics from before."""
+        answers = wait(self.group.call("memory"), self.group.call("take_decoded"))
+        held = max(answers[: self.engines], key=lambda own: own.get("device", 0))
+        self._decoded = sum(answers[self.engines :], self._decoded)
+        wait(self.group.call("sleep"))
+        return engine_memory(held, self._shares_device) if held else {}
+
+    def take_decoded(self) -> Decoded:
+        """What all engines together have decoded until the last `finish_generation`, since the last call."""
+        taken, self._decoded = self._decoded, Decoded()
+        return taken
+
+    def weight_bytes(self) -> int:
+        """Bytes of weights on the engines' fullest GPU; 0 on CPUs."""
+        return max(held.get("generation_weights", 0) for held in wait(self.group.call("memory")))
+
+    def share_weights(self) -> list[SharedWeights]:
+        """The weights of each engine's ranks, one engine after the other; see `one_copy.share_weights`."""
+        return [rank for engine in wait(self.group.call("share_weights")) for rank in engine]
+
+    def wake_weights(self) -> None:
+        wait(self.group.call("wake_weights"))
+
+    def wake_cache(self) -> None:
+        wait(self.group.call("wake_cache"))
+
+    def join_refit(self, sources: Sequence[Sequence[Source]]) -> Call:
+        """Connect each engine's ranks to their producers; ends when the producers have joined, too."""
+        return self.group.call_each("join_refit", [(own,) for own in sources])
+
+    def receive_weights(self, version: int) -> Call:
+        """Receive new weights; ends when the producers have sent them."""
+        return self.group.call("receive_weights", version, phase="refit")
+
+
+def _require_finite(rank: int, completion: Completion) -> None:
+    """Raise EngineError where a sampled token's logprob is not a finite number."""
+    for place, logprob in enumerate(completion.logprobs):
+        if not math.isfinite(logprob):
+            token = completion.tokens[place]
+            raise EngineError(
+                f"generation rank {rank} sampled token {token} (number {place + 1} of its response) with the "
+                f"logprob {logprob}: its weights, or what it computes from them, are not finite numbers"
+            )
+
+
+def engine_memory(held: Mapping[str, int], shares_device: bool) -> dict[str, float]:
+    """Convert an engine's `memory()` (bytes) to metrics. On a shared device they are the generation phase's components
+    and the refit phase's weights, next to the policy's; on a device that the policy does not use, `engine/<what>`."""
+    if not shares_device:
+        return {f"engine/{name}": float(nbytes) for name, nbytes in held.items()}
+    weights = float(held["generation_weights"])
+    return {
+        "device_bytes/generate": float(held["device"]),
+        "measured/generate/generation_weights": weights,
+        "measured/generate/kv_cache": float(held["kv_cache"]),
+        "measured/refit/generation_weights": weights,
+    }

@@ -1,0 +1,132 @@
+"""Wait for the workers that a run has begun, and connect them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_rl_lite.cluster.calls import Call, wait
+from nemo_rl_lite.cluster.workers import WorkerGroup
+from nemo_rl_lite.config.sizes import generates_ahead, on_gpus, sequences_per_optimizer_step, sequences_together
+from nemo_rl_lite.errors import CheckpointError
+from nemo_rl_lite.models.shape import described_shape
+from nemo_rl_lite.observability.timer import Timer
+from nemo_rl_lite.planning.memory import SequenceFlops
+from nemo_rl_lite.policy.micro_batches import Layout
+from nemo_rl_lite.workers.generation import RemoteGeneration
+from nemo_rl_lite.workers.policy import RemotePolicy, RemoteTeacher
+from nemo_rl_lite.workers.recovery import RecoveringGeneration
+from nemo_rl_lite.workers.reserve import StartingWorkers, load_generation, start_engines, start_policy, start_teacher
+from nemo_rl_lite.workers.weight_sync import ProbeSettings, WeightSync
+
+
+@dataclass(frozen=True)
+class Workers:
+    """A run's workers, connected for refits."""
+
+    policy: RemotePolicy
+    teacher: RemoteTeacher | None
+    generation: RecoveringGeneration
+    engines: WorkerGroup
+    weights: WeightSync
+
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        """All workers."""
+        return [self.policy.group, *([self.teacher.group] if self.teacher else []), self.engines]
+
+
+def launch(
+    begun: StartingWorkers, probe_prompt: Sequence[int], saved: Path | None, setup: Timer, say: Callable[[str], None]
+) -> Workers:
+    """Wait for policy and engines, and connect them. The policy resumes from the folder `saved`, if there is one.
+    `setup` times what is waited for; `say` reports engines that are lost during the run.
+
+    After each refit, every engine continues `probe_prompt` (token ids), and the policy scores the continuation.
+
+    Raises:
+        WorkerError: a worker did not start within `cluster.start_timeout_s`.
+    """
+    config, generation = begun.config, begun.generation
+    if generation is None or begun.engines is None:
+        raise ValueError("no processes were reserved for generation")
+    limit = config.cluster.start_timeout_s
+    with setup("import"):
+        wait(*begun.imports, timeout_s=limit)
+    remote_generation = RemoteGeneration(generation, config.generation.colocated.enabled)
+    if begun.policy is None:
+        with setup("generation_init"):
+            _built(setup, limit, begun.engines)
+            remote_generation.finish_generation()
+        with setup("policy_init"):
+            teachers = [start_teacher(config, begun.teacher_group)] if begun.teacher_group else []
+            _built(setup, limit, start_policy(config, begun.policy_group, begun.model_path), *teachers)
+    else:
+        with setup("policy_and_generation_init"):
+            _built(setup, limit, begun.policy, begun.engines, *([begun.teacher] if begun.teacher else []))
+    remote_policy = _ready_policy(begun, saved, setup)
+    with setup("connect"):
+        teacher = None if begun.teacher_group is None else RemoteTeacher.of(config, begun.teacher_group)
+        weights = WeightSync(remote_policy, remote_generation, config, ProbeSettings.of(config, probe_prompt))
+
+    def restart_engines(group: WorkerGroup) -> None:
+        wait(load_generation(config, group), timeout_s=limit)
+        wait(start_engines(config, group, begun.model_path), timeout_s=limit)
+
+    # The memory of an engine that dies may have weights of the policy, which then has to start again, too.
+    restarts = 0 if weights.shares_weights else config.cluster.max_restarts
+    capacity = config.generation.vllm_cfg.max_num_seqs
+    policy_waits = not generates_ahead(config)
+    recovering = RecoveringGeneration(
+        remote_generation, weights, restart_engines, restarts, capacity, policy_waits, say
+    )
+    return Workers(remote_policy, teacher, recovering, generation, weights)
+
+
+def launch_policy(begun: StartingWorkers, saved: Path | None, setup: Timer) -> RemotePolicy:
+    """Wait for the policy alone, in a run that generates nothing. Raises WorkerError as `launch` does."""
+    limit = begun.config.cluster.start_timeout_s
+    if begun.policy is None:
+        raise ValueError("the policy waits for engines, and there are none")
+    with setup("import"):
+        wait(*begun.imports, timeout_s=limit)
+    with setup("policy_init"):
+        _built(setup, limit, begun.policy)
+    return _ready_policy(begun, saved, setup)
+
+
+def _built(setup: Timer, limit_s: float, *calls: Call) -> None:
+    """Wait until the workers are built. Note the seconds of each part of their start, in the slowest process of a
+    group, as `<group>/<part>`."""
+    workers = [worker for call in calls for worker in call.workers]
+    slowest: dict[str, float] = {}
+    for worker, parts in zip(workers, wait(*calls, timeout_s=limit_s), strict=True):
+        for part, seconds in parts.items():
+            name = f"{worker.partition(' ')[0]}/{part}"
+            slowest[name] = max(seconds, slowest.get(name, 0.0))
+    for name, seconds in slowest.items():
+        setup.add(name, seconds)
+
+
+def _ready_policy(begun: StartingWorkers, saved: Path | None, setup: Timer) -> RemotePolicy:
+    config = begun.config
+    batch, together = sequences_per_optimizer_step(config), sequences_together(config)
+    layout = Layout.configured(config.policy, "train", on_gpus(config), together)
+    # Rows of a fixed layout are padded to the longest of the whole batch, on every replica.
+    padding = None if layout.mode == "fixed" else layout
+    shape = described_shape(begun.model_path)
+    flops = None if shape is None else SequenceFlops(shape, config.policy.megatron_cfg.peft)
+    with setup("connect"):
+        policy = RemotePolicy(begun.policy_group, batch, together, flops, padding)
+    if saved is not None:
+        try:
+            with setup("resume"):
+                policy.load(str(saved))
+        except CheckpointError as error:
+            fix = f"If {saved.parent} is damaged, start a new run from another checkpoint: checkpoint.resume_from=..."
+            raise CheckpointError(f"{error}\n{fix}") from error
+    return policy
+
+
+def peak_memory(groups: Sequence[WorkerGroup]) -> dict[str, int]:
+    """Return the highest resident memory of each worker, in bytes, by its name."""
+    return {f"{group.name}-{rank}": size for group in groups for rank, size in enumerate(group.peak_memory())}

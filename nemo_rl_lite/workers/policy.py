@@ -1,0 +1,336 @@
+"""The policy in Ray actors: splits batches over data-parallel replicas and combines their results."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_rl_lite.cluster.calls import Call, wait
+from nemo_rl_lite.cluster.workers import WorkerGroup
+from nemo_rl_lite.config.schema import Config, RefitConfig
+from nemo_rl_lite.errors import CheckpointError, WorkerError
+from nemo_rl_lite.losses.batch import TokenRow, TokenRows
+from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, summary
+from nemo_rl_lite.models.shape import described_shape
+from nemo_rl_lite.offload.mover import Move
+from nemo_rl_lite.planning.memory import SequenceFlops, forward_flops
+from nemo_rl_lite.policy.interface import BatchRef, Scored, Work
+from nemo_rl_lite.policy.micro_batches import Cost, Layout, balanced_shares, even_shares
+from nemo_rl_lite.policy.model import ParallelPlace
+from nemo_rl_lite.policy.teacher import TeacherScores
+from nemo_rl_lite.refit.interface import WeightSource
+from nemo_rl_lite.refit.ipc import SharedWeights
+from nemo_rl_lite.refit.layout import RefitPlan
+
+# Metrics that are the same on every replica, so that they are not summed.
+WHOLE_METRICS = ("grad_norm", "lr", "wd", "skipped_steps")
+# What is logged of a teacher's measurements, under which name: the other names are those of the policy's process.
+MEMORY = {
+    "measured/logprob/teacher_weights": "measured/logprob/teacher_weights",
+    "policy_peak_bytes/logprob": "teacher_peak_bytes/logprob",
+}
+
+
+class RemotePolicy:
+    """`Policy` over a group of started `MegatronWorker`s."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        global_batch: int,
+        together: int = 1,
+        flops: SequenceFlops | None = None,
+        layout: Layout | None = None,
+    ):
+        """`global_batch`: sequences of an optimizer step. `together`: neighbours that a loss compares. `flops`: of a
+        sequence; None for a model of unknown shape, whose sequences are as much work as they have tokens. `layout`: how
+        workers cut their rows in training, where the work depends on it."""
+        self.group, self._global_batch, self._together, self._flops = group, global_batch, together, flops
+        self._layout = layout
+        self._cost: Cost = float if flops is None else cache(flops.forward)
+        self._replicas = Replicas(group)
+        self._held: dict[str, BatchRef] = {}
+        # Shares of a batch's mismatch so far, and the batches whose first optimizer step has no previous logprobs.
+        self._mismatch: dict[str, list[dict[str, float]]] = {}
+        self._unscored: set[str] = set()
+
+    def prepare_for_logprob(self) -> None:
+        wait(self.group.call("prepare_for_logprob"))
+
+    def hold(self, rows: Sequence[TokenRow], name: str = "train") -> BatchRef:
+        rows = TokenRows.of(rows)
+        last = len(rows) - self._together
+        shards = [
+            (rows.select([index if index < len(rows) else last + index % self._together for index in own]),)
+            for own in self._split(rows)
+        ]
+        self._replicas.call("hold", shards, name)
+        self._held[name], self._mismatch[name] = BatchRef(name, rows), []
+        self._unscored.add(name)
+        return self._held[name]
+
+    def score(self, batch: BatchRef, which: Sequence[Scored]) -> None:
+        first = self._global_batch // self._replicas.count if "later" in which else 0
+        policies = tuple("previous" if one == "later" else one for one in which)
+        common = (policies, count_masked(batch.rows), self._name(batch), first)
+        measured = self._replicas.call("score", None, *common, phase="logprobs")
+        self._mismatch[batch.name] = [share for share in measured if share]
+        if "previous" in which:
+            self._unscored.discard(batch.name)
+
+    def work(self, batch: BatchRef, which: Sequence[Scored]) -> Work | None:
+        if self._flops is None:
+            return None
+        lengths, scoring = batch.rows.lengths.tolist(), 0.0
+        for one in which:
+            forward = self._flops.reference if one == "reference" else self._flops.forward
+            scoring += sum(map(forward, lengths[self._global_batch :] if one == "later" else lengths))
+        return Work(scoring, sum(map(self._flops.training, lengths)))
+
+    def evaluate(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
+        whole = len(batch.rows)
+        own = [(sum(index < whole for index in share),) for share in self._split(batch.rows)]
+        common = (loss, loss.counts(batch.rows), self._name(batch))
+        replicas = self._replicas.call("evaluate", own, *common, phase="validation")
+        return summary(loss, [metrics for metrics in replicas if metrics is not None])
+
+    def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> Tensor:
+        """Any number of rows: copies of the last one fill up the replicas and are left out of the result."""
+        rows, count = len(tokens_BT), self._replicas.count
+        index = torch.arange(-(-rows // count) * count).clamp(max=rows - 1)
+        shards = zip(tokens_BT[index].chunk(count), lengths_B[index].chunk(count), strict=True)
+        return torch.from_numpy(np.concatenate(self._replicas.call("logprobs", list(shards), phase))[:rows])
+
+    def prepare_for_training(self) -> None:
+        wait(self.group.call("prepare_for_training"))
+
+    def prepare_for_refit(self, engine_bytes: int) -> None:
+        """Enter the refit phase; moves to the host may overlap with engines on the same devices, which take
+        `engine_bytes` of each for their weights."""
+        wait(self.group.call("prepare_for_refit", engine_bytes))
+
+    def prepare_for_generation(self) -> None:
+        """Enter the generation phase."""
+        wait(self.group.call("prepare_for_generation"))
+
+    def train(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
+        steps, share, name = [], self._global_batch // self._replicas.count, self._name(batch)
+        compared = name in self._unscored and batch.rows[0].generation_logprobs is not None
+        mismatch = self._mismatch[name]
+        for step, start in enumerate(range(0, len(batch.rows), self._global_batch)):
+            counts = loss.counts(batch.rows[start : start + self._global_batch])
+            own = slice(step * share, (step + 1) * share)
+            of_all = count_masked(batch.rows) if compared and step == 0 else None
+            replicas, shares = zip(*self._replicas.call("train", None, loss, counts, own, name, of_all), strict=True)
+            steps.append(summary(loss, replicas) | {whole: replicas[0][whole] for whole in WHOLE_METRICS})
+            mismatch = mismatch + [own for own in shares if own]
+        totals = combine_metrics(steps)
+        extremes = ("_min", "_max")
+        means = {name: value / (1 if name.endswith(extremes) else len(steps)) for name, value in totals.items()}
+        return means | (combine_metrics(mismatch) if mismatch else {})
+
+    def begin_save(self, folder: str) -> None:
+        self._checkpoint("begin_save", folder)
+
+    def save_is_written(self) -> bool:
+        return all(wait(self.group.call("save_is_written", phase="checkpoint")))
+
+    def finish_save(self) -> dict[str, str]:
+        return {name: digest for own in self._checkpoint("finish_save") for name, digest in own.items()}
+
+    def load(self, folder: str) -> None:
+        self._checkpoint("load", folder)
+
+    def export_hf(self, path: str) -> None:
+        wait(self.group.call("export_hf", path))
+
+    def take_memory(self) -> dict[str, float]:
+        ranks = wait(self.group.call("take_memory"))
+        names = sorted({name for peaks in ranks for name in peaks})
+        return {name: max(peaks.get(name, 0.0) for peaks in ranks) for name in names}
+
+    def release_host_memory(self) -> None:
+        """Release the host memory of moves between phases, at the end of a run."""
+        wait(self.group.call("release_host_memory"))
+
+    def take_moves(self) -> dict[str, Move]:
+        return combine_moves(wait(self.group.call("take_moves")))
+
+    def take_waits(self) -> dict[str, float]:
+        return idle_shares(self._replicas.call("take_passes")) if self._replicas.count > 1 else {}
+
+    @property
+    def ranks(self) -> int:
+        return len(self.group)
+
+    def plan_refit(
+        self,
+        config: RefitConfig,
+        shared_device: bool,
+        adapters_alone: bool,
+        consumers: Sequence[int],
+        timeout_s: float,
+    ) -> RefitPlan:
+        """See `MegatronWorker.plan_refit`; `consumers` has a number for each rank."""
+        arguments = [(config, shared_device, count, adapters_alone) for count in consumers]
+        return wait(self.group.call_each("plan_refit", arguments), timeout_s=timeout_s)[0]
+
+    def use_shared_weights(self, weights: Sequence[SharedWeights | None]) -> None:
+        """See `MegatronWorker.use_shared_weights`; `weights` has those of the engine on each rank's
+        device, or None."""
+        wait(self.group.call_each("use_shared_weights", [(one,) for one in weights]))
+
+    def open_refit(self, timeout_s: float) -> list[tuple[str, int, WeightSource | None]]:
+        """Each rank's meeting point, as host and port, and its offer."""
+        hosts = [host for host, _ in self.group.addresses(timeout_s)]
+        opened = wait(self.group.call_each("open_refit", [(host,) for host in hosts]), timeout_s=timeout_s)
+        return [(host, *own) for host, own in zip(hosts, opened, strict=True)]
+
+    def join_refit(self) -> Call:
+        """See `MegatronWorker.join_refit`; ends when consumers have joined, too."""
+        return self.group.call("join_refit")
+
+    def send_weights(self) -> Call:
+        """See `MegatronWorker.send_weights`; ends when consumers have received, too."""
+        return self.group.call("send_weights", phase="refit")
+
+    def _checkpoint(self, method: str, *arguments: str) -> list[Any]:
+        try:
+            return wait(self.group.call(method, *arguments, phase="checkpoint"))
+        except WorkerError as error:
+            # Ranks that are still in a collective, which will not end, are out of step: no further save can work.
+            if error.raised == CheckpointError.__name__ and not error.others_running:
+                raise CheckpointError(error.cause.removeprefix(f"{error.raised}: ")) from error
+            raise
+
+    def _split(self, rows: TokenRows) -> list[list[int]]:
+        """Each replica's rows: its share of each optimizer step, one step after the other. The shares of a whole step
+        are equal in number and nearly equal in work. Where the last step is not whole, they are neighbours, and the
+        last replicas' last indices are `len(rows)` or more."""
+        together, count = self._together, self._replicas.count
+        shares = [list[int]() for _ in range(count)]
+        lengths = rows.lengths.tolist()
+        for start in range(0, len(rows), self._global_batch):
+            of_step = lengths[start : start + self._global_batch]
+            each = -(-len(of_step) // (count * together)) * together
+            if len(of_step) == each * count:
+                owned = balanced_shares(of_step, count, self._cost, together, self._layout)
+            else:
+                owned = [list(range(replica * each, (replica + 1) * each)) for replica in range(count)]
+            for share, own in zip(shares, owned, strict=True):
+                share += [start + row for row in own]
+        return shares
+
+    def _name(self, batch: BatchRef) -> str:
+        if self._held.get(batch.name) is not batch:
+            raise ValueError(f"the workers hold a newer batch {batch.name!r} than this one")
+        return batch.name
+
+
+class RemoteTeacher:
+    """`Teacher` over a group of started `TeacherWorker`s."""
+
+    def __init__(self, group: WorkerGroup, cost: Cost = float):
+        """`cost`: the work of a sequence by its number of tokens."""
+        self.group, self._cost = group, cost
+        self._replicas = Replicas(group)
+
+    @classmethod
+    def of(cls, config: Config, group: WorkerGroup) -> "RemoteTeacher":
+        """The teacher of a run, whose `teacher.model_name` is a folder."""
+        shape = described_shape(Path(str(config.teacher.model_name)))
+        return cls(group) if shape is None else cls(group, lambda tokens: forward_flops(shape, tokens))
+
+    def scored(self, rows: TokenRows) -> TokenRows:
+        """See `Teacher.scored`. Copies of the last row fill up the replicas, and are left out of the result."""
+        count, lengths, replicas, phase = len(rows), rows.lengths, self._replicas.count, "teacher logprobs"
+        index = np.arange(-(-count // replicas) * replicas).clip(max=count - 1)
+        shares = even_shares([self._cost(int(lengths[row])) for row in index], replicas)
+        wait(self.group.call("prepare_for_logprob", phase=phase))
+        scores = self._replicas.call("score", [(rows.select(index[share].tolist()),) for share in shares], phase=phase)
+        wait(self.group.call("leave", phase=phase))
+        return with_scores(rows, [index[share] for share in shares], scores)
+
+    def take_memory(self) -> dict[str, float]:
+        ranks = wait(self.group.call("take_memory"))
+        there = {kept for kept in MEMORY if any(kept in peaks for peaks in ranks)}
+        return {MEMORY[kept]: max(peaks.get(kept, 0.0) for peaks in ranks) for kept in sorted(there)}
+
+    def take_moves(self) -> dict[str, Move]:
+        return combine_moves(wait(self.group.call("take_moves")))
+
+
+def with_scores(rows: TokenRows, shares: Sequence[np.ndarray], scores: Sequence[TeacherScores]) -> TokenRows:
+    """The rows with the scores of shares of them, by the indices of each share's rows; some may be in several."""
+    starts = rows.ends - rows.lengths
+    places = np.concatenate([np.arange(starts[row], rows.ends[row]) for own in shares for row in own])
+
+    def laid_out(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+        there = [part for part in parts if part is not None]
+        if not there:
+            return None
+        joined = np.concatenate(there)
+        whole = np.empty((len(rows.tokens), *joined.shape[1:]), joined.dtype)
+        whole[places] = joined
+        return whole
+
+    return replace(
+        rows,
+        teacher_logprobs=laid_out([one.logprobs for one in scores]),
+        teacher_topk_logits=laid_out([one.topk_logits for one in scores]),
+        teacher_topk_ids=laid_out([one.topk_ids for one in scores]),
+    )
+
+
+class Replicas:
+    """A group of started workers, each of which has a `ParallelPlace`."""
+
+    def __init__(self, group: WorkerGroup):
+        self._group = group
+        self._places: list[ParallelPlace] = wait(group.call("place"))
+        self.count = self._places[0].data_size
+        """The number of data-parallel replicas."""
+
+    def call(self, method: str, own: Sequence[Sequence[Any]] | None = None, *common: Any, phase: str = "") -> list[Any]:
+        """Call a method of every rank; returns the results of the ranks that stand for a replica, in the replicas'
+        order. Each replica's `own` arguments are stored once and shared by its ranks."""
+        shared = [[self._group.put(value) for value in values] for values in own or [()] * self.count]
+        arguments = [(*shared[place.data_rank], *common) for place in self._places]
+        results = wait(self._group.call_each(method, arguments, phase))
+        reported = {p.data_rank: result for p, result in zip(self._places, results, strict=True) if p.reports}
+        return [reported[replica] for replica in range(self.count)]
+
+
+def idle_shares(replicas: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """See `Policy.take_waits`; from the seconds of each replica's passes, by phase. Replicas begin each pass at the
+    same time."""
+    found: dict[str, float] = {}
+    for phase in replicas[0]:
+        passes = list(zip(*(own[phase] for own in replicas), strict=True))
+        slowest = sum(map(max, passes))
+        found |= {phase: slowest, f"idle_share/{phase}": 1 - sum(map(sum, passes)) / len(replicas) / slowest}
+    return found
+
+
+def combine_moves(ranks: Sequence[Sequence[tuple[str, Move]]]) -> dict[str, Move]:
+    """Moves by name, those of the slowest rank: ranks move at the same time, and a rank's moves of one name one after
+    the other. The exposed time is the longest of any rank."""
+    combined: dict[str, Move] = {}
+    for name in sorted({name for moves in ranks for name, _ in moves}):
+        of_ranks = [_in_turn([move for own, move in moves if own == name]) for moves in ranks]
+        slowest = max(of_ranks, key=lambda move: move.transfer_s)
+        combined[name] = replace(slowest, exposed_s=max(move.exposed_s for move in of_ranks))
+    return combined
+
+
+def _in_turn(moves: Sequence[Move]) -> Move:
+    return Move(
+        sum(move.nbytes for move in moves),
+        sum(move.transfer_s for move in moves),
+        sum(move.exposed_s for move in moves),
+    )

@@ -1,0 +1,244 @@
+"""Reserve the processes of a run's workers, and let them begin: they import their packages, and build what needs no
+data, while the launcher reads its data. Imports nothing heavy, since the launcher's own packages come later.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_lite.cluster.calls import Call
+from nemo_rl_lite.cluster.runtime import Placement, Slot, available_cores, place
+from nemo_rl_lite.cluster.workers import WorkerGroup
+from nemo_rl_lite.config.algorithms import compares, generates, has_teacher
+from nemo_rl_lite.config.engines import engine_of
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import (
+    as_teacher,
+    engine_ranks,
+    engines,
+    micro_batch_sizes,
+    on_gpus,
+    parallel_dims,
+    policy_ranks,
+    sequences_together,
+    teacher_topk,
+)
+from nemo_rl_lite.offload.residency import Residency
+from nemo_rl_lite.system.machine import ON_CPUS
+
+log = logging.getLogger(__name__)
+
+POLICY_CLASS = "nemo_rl_lite.policy.worker.MegatronWorker"
+TEACHER_CLASS = "nemo_rl_lite.policy.teacher.TeacherWorker"
+
+
+@dataclass(frozen=True)
+class AllocatedWorkers:
+    """Worker processes that import their packages."""
+
+    config: Config
+    policy_group: WorkerGroup
+    teacher_group: WorkerGroup | None
+    generation: WorkerGroup | None
+    imports: tuple[Call, ...]
+
+
+@dataclass(frozen=True)
+class StartingWorkers(AllocatedWorkers):
+    """Reserved processes that build what may be built at once: `engines`, and unless they wait until the engines on
+    their GPUs sleep, `policy` and `teacher`. Each call returns the seconds of its worker's parts."""
+
+    model_path: Path
+    engines: Call | None
+    policy: Call | None
+    teacher: Call | None
+
+
+def reserve(config: Config, run_folder: Path) -> AllocatedWorkers:
+    """Start a process for every policy rank and, where the run has them, for every rank of a teacher and every engine.
+    Ray is running.
+
+    Raises:
+        WorkerError: there are too few GPUs, or a process did not start within `cluster.start_timeout_s`.
+    """
+    placement = place(config, engines(config) if generates(config) else 0, has_teacher(config))
+    policy = policy_group(config, placement.policy, run_folder)
+    teacher = None
+    if has_teacher(config):
+        teacher = policy_group(as_teacher(config), placement.teacher, run_folder, "teacher")
+    generation = generation_group(config, placement, run_folder) if generates(config) else None
+    imports = [_load_policy(config, policy, POLICY_CLASS)]
+    if teacher is not None:
+        imports.append(_load_policy(config, teacher, TEACHER_CLASS))
+    if generation is not None:
+        imports.append(load_generation(config, generation))
+    return AllocatedWorkers(config, policy, teacher, generation, tuple(imports))
+
+
+def begin(reserved: AllocatedWorkers, model_path: Path) -> StartingWorkers:
+    """Let the workers build, as soon as they have imported, what depends on configuration and model alone."""
+    config, generation = reserved.config, reserved.generation
+    engines_built = None if generation is None else start_engines(config, generation, model_path)
+    # An engine measures the GPU's free memory while it starts, so a policy on that GPU starts when the engine sleeps.
+    waits = generation is not None and on_gpus(config) and config.generation.colocated.enabled
+    policy_built = None if waits else start_policy(config, reserved.policy_group, model_path)
+    teacher, teacher_built = reserved.teacher_group, None
+    if teacher is not None and not waits:
+        teacher_built = start_teacher(config, teacher)
+    groups = (reserved.policy_group, teacher, generation)
+    return StartingWorkers(config, *groups, reserved.imports, model_path, engines_built, policy_built, teacher_built)
+
+
+def start_policy(config: Config, policy: WorkerGroup, model_path: Path) -> Call:
+    """Build every policy rank once its process has imported."""
+    return policy.start([policy_arguments(config, model_path)] * len(policy))
+
+
+def start_teacher(config: Config, teacher: WorkerGroup) -> Call:
+    """Build every rank of the teacher once its process has imported; `teacher.model_name` is a folder by then."""
+    return teacher.start([teacher_arguments(config)] * len(teacher))
+
+
+def start_engines(config: Config, generation: WorkerGroup, model_path: Path) -> Call:
+    """Build every engine once its process has imported."""
+    arguments = {
+        "generation": config.generation,
+        "policy": config.policy,
+        "model_path": str(model_path),
+        "seed": config.algorithm.seed,
+        "on_gpu": on_gpus(config),
+    }
+    return generation.start([arguments] * len(generation))
+
+
+def policy_group(config: Config, slots: Sequence[Slot], run_folder: Path, name: str = "policy") -> WorkerGroup:
+    """Start an empty process for every rank of the policy, or of the teacher; their logs are in the folder."""
+    environment = policy_environment(config)
+    log.info("environment of the %s: %s", name, environment)
+    return WorkerGroup(name, slots, str(run_folder / "logs"), environment, limit_s=config.cluster.phase_timeout_s)
+
+
+def generation_group(config: Config, placement: Placement, run_folder: Path) -> WorkerGroup:
+    """Start an empty process for every engine; their logs are in the folder."""
+    environment = generation_environment(config)
+    log.info("environment of the generation engines: %s", environment)
+    return WorkerGroup(
+        "generation",
+        placement.generation,
+        str(run_folder / "logs"),
+        environment,
+        engine_ranks(config),
+        config.cluster.phase_timeout_s,
+    )
+
+
+def _load_policy(config: Config, policy: WorkerGroup, class_path: str) -> Call:
+    host, port = policy.addresses(config.cluster.start_timeout_s)[0]
+    places = [
+        {
+            "RANK": str(rank),
+            # Each process sees one GPU.
+            "LOCAL_RANK": "0" if on_gpus(config) else str(rank),
+            "WORLD_SIZE": str(len(policy)),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+        }
+        for rank in range(len(policy))
+    ]
+    return policy.load(class_path, places)
+
+
+def load_generation(config: Config, generation: WorkerGroup) -> Call:
+    visible = [
+        {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+        for gpus in generation.gpus(config.cluster.start_timeout_s)
+    ]
+    return generation.load(engine_of(config).worker, visible)
+
+
+def policy_arguments(config: Config, model_path: Path) -> dict[str, Any]:
+    """Keyword arguments of `MegatronWorker`, which are the same on every rank."""
+    training, logprobs = micro_batch_sizes(config)
+    return {
+        "policy": replace(config.policy, train_micro_batch_size=training, logprob_batch_size=logprobs),
+        "cluster": config.cluster,
+        "model_path": str(model_path),
+        "seed": config.algorithm.seed,
+        "temperature": config.generation.temperature if generates(config) else 1.0,
+        "keep_reference": compares(config),
+        "sequences_together": sequences_together(config),
+        "threads": worker_threads(config, policy_ranks(config)),
+        "on_gpu": on_gpus(config),
+        "residency": Residency.of(config),
+        "resume_layouts": config.checkpoint.resume_layouts,
+    }
+
+
+def teacher_arguments(config: Config) -> dict[str, Any]:
+    """Keyword arguments of `TeacherWorker`, which are the same on every rank."""
+    own = as_teacher(config)
+    return {
+        "policy": replace(own.policy, logprob_batch_size=micro_batch_sizes(own)[1]),
+        "cluster": config.cluster,
+        "model_path": own.policy.model_name,
+        "seed": config.algorithm.seed,
+        "temperature": config.generation.temperature,
+        "topk": teacher_topk(config),
+        "threads": worker_threads(config, policy_ranks(config)),
+        "on_gpu": on_gpus(config),
+        "residency": Residency.of(config),
+    }
+
+
+# megatron-core compiles a few fused functions. On a CPU that delays the first batch by seconds and gains nothing.
+CPU_POLICY_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
+_SEGMENTS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+# The number of hardware work queues of a process. With a single queue, a copy that waits for an earlier copy also
+# delays kernels that were launched after it. megatron-core's tensor and context parallelism need that order to
+# overlap communication with computation; other layouts do not.
+ONE_QUEUE, MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+
+def policy_environment(config: Config) -> dict[str, str]:
+    """Return the environment of a process of megatron-core, which depends on the layout of the policy in `config`."""
+    dims = parallel_dims(config)
+    if not on_gpus(config):
+        environment = CPU_POLICY_ENVIRONMENT | ON_CPUS
+    else:
+        environment = ONE_QUEUE if dims.tp * dims.cp > 1 else MANY_QUEUES
+        environment = environment | _segments(config)
+    environment = environment | {"OMP_NUM_THREADS": str(worker_threads(config, policy_ranks(config)))}
+    if config.policy.megatron_cfg.fine_grained_activation_offloading:
+        # This module imports torch, for which the launcher's other runs need not wait here.
+        from nemo_rl_lite.policy import activation_offload
+
+        environment |= activation_offload.environment(config.policy.megatron_cfg)
+    return environment
+
+
+def generation_environment(config: Config) -> dict[str, str]:
+    """Return the environment of a process of a generation engine."""
+    environment = engine_of(config).environment(config.generation, on_gpus(config))
+    environment |= _segments(config) if on_gpus(config) else ON_CPUS
+    return environment | {"OMP_NUM_THREADS": str(worker_threads(config, engines(config)))}
+
+
+def worker_threads(config: Config, workers: int) -> int:
+    """CPU threads of each of `workers` workers. On GPUs it is one: what is left to the CPU is small, and waking threads
+    takes longer than the work (the CPU optimizer takes more by itself). Otherwise they share the cores of their
+    machines; a worker with more than two leaves one to other processes, because all its threads wait for one that has
+    to share its core."""
+    if on_gpus(config):
+        return config.cluster.threads_per_worker or 1
+    cores = available_cores() // -(-workers // config.cluster.num_nodes)
+    return config.cluster.threads_per_worker or max(1, cores - (cores > 2))
+
+
+def _segments(config: Config) -> dict[str, str]:
+    """Set torch's allocator: batches of changing sizes fragment its cache less with expandable segments. Memory of such
+    segments can neither be shared with another process nor be put to sleep by vLLM."""
+    if not generates(config):
+        return dict.fromkeys(_SEGMENTS, "expandable_segments:True")
+    return dict.fromkeys(_SEGMENTS, "expandable_segments:False") if config.generation.colocated.enabled else {}

@@ -1,0 +1,178 @@
+"""A refit across the two groups of workers: connect once, then new weights whenever the loop asks."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nemo_rl_lite.cluster.calls import Call, wait
+from nemo_rl_lite.config.engines import engines_quantize, engines_serve_adapters, engines_share_weights
+from nemo_rl_lite.config.schema import Config
+from nemo_rl_lite.config.sizes import on_gpus
+from nemo_rl_lite.errors import RefitError
+from nemo_rl_lite.generation.interface import Request, Sampling
+from nemo_rl_lite.refit.engine import Source
+from nemo_rl_lite.refit.group import Rendezvous
+from nemo_rl_lite.refit.interface import PROBE_TOLERANCE, PROBE_TOLERANCE_QUANTIZED, RefitReport, compare_checksums
+from nemo_rl_lite.workers.generation import RemoteGeneration
+from nemo_rl_lite.workers.policy import RemotePolicy
+
+PROBE_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """The probe: the token ids that it continues (a prompt of the run, because bfloat16 is far less exact on nonsense),
+    how it samples, and the mean difference of logprobs, in nats, that it tolerates."""
+
+    prompt: list[int]
+    tokens: int
+    temperature: float
+    tolerance: float
+
+    @classmethod
+    def of(cls, config: Config, prompt: Sequence[int]) -> "ProbeSettings":
+        return cls(
+            prompt=list(prompt),
+            tokens=min(PROBE_TOKENS, config.generation.max_new_tokens),
+            temperature=config.generation.temperature,
+            tolerance=(
+                PROBE_TOLERANCE_QUANTIZED
+                if engines_quantize(config.generation)
+                else PROBE_TOLERANCE[config.policy.precision]
+            ),
+        )
+
+
+class WeightSync:
+    """Weights from the policy to every generation engine, checked on both sides.
+
+    Colocated engine ranks get their weights from the policy rank on their device. Otherwise policy rank 0 sends to all.
+    """
+
+    def __init__(self, policy: RemotePolicy, generation: RemoteGeneration, config: Config, probe: ProbeSettings):
+        self._policy, self._generation, self._probe = policy, generation, probe
+        self._config = config.refit
+        self._probing: list[Call] = []
+        self.version = 0
+        self._limit_s = config.cluster.start_timeout_s
+        self._ranks_per_engine = config.generation.vllm_cfg.tensor_parallel_size if on_gpus(config) else 1
+        self._shared_device = config.generation.colocated.enabled
+        self._producers = producers(policy.ranks, generation.engines * self._ranks_per_engine, self._shared_device)
+        self._consumers = [self._producers.count(rank) for rank in range(policy.ranks)]
+        adapters_alone = engines_serve_adapters(config.generation, config.policy)
+        self._plan = policy.plan_refit(
+            config.refit, self._shared_device, adapters_alone, self._consumers, self._limit_s
+        )
+        # What an engine takes of its device when its weights wake.
+        self._engine_bytes = 0
+        if self._shared_device:
+            own = self._plan.nbytes // self._ranks_per_engine
+            self._engine_bytes = generation.weight_bytes() if adapters_alone else own
+        self.connect()
+        self.shares_weights = engines_share_weights(config)
+        """Whether policy ranks depend on the engines' memory."""
+        if self.shares_weights:
+            engine_of = dict(zip(self._producers, generation.share_weights(), strict=True))
+            policy.use_shared_weights([engine_of.get(rank) for rank in range(policy.ranks)])
+
+    def connect(self) -> None:
+        """Bring every engine rank together with its producer; called again when an engine was replaced."""
+        opened, joined, sources = self._policy.open_refit(self._limit_s), [0] * self._policy.ranks, []
+        for producer in self._producers:
+            joined[producer] += 1
+            host, port, offer = opened[producer]
+            meeting = Rendezvous(host, port, rank=joined[producer], world_size=1 + self._consumers[producer])
+            sources.append(Source(self._plan, self._config, meeting, _present(offer)))
+        size = self._ranks_per_engine
+        of_engines = [sources[start : start + size] for start in range(0, len(sources), size)]
+        wait(self._policy.join_refit(), self._generation.join_refit(of_engines), timeout_s=self._limit_s)
+
+    def refit(self, version: int) -> dict[str, float]:
+        """Bring the policy's weights, which step `version` made, to every engine and compare the checksums of both
+        sides; returns metrics.
+
+        Sleeping engines take memory for weights before the transfer, and for the KV cache after it, when the policy has
+        entered its generation phase.
+
+        Raises:
+            RefitError: a consumer received other bytes than were sent.
+            WorkerError: a bucket did not get through.
+        """
+        started, self.version = time.perf_counter(), version
+        self._policy.prepare_for_refit(self._engine_bytes)
+        self._generation.wake_weights()
+        transfer_started = time.perf_counter()
+        results = wait(self._policy.send_weights(), self._generation.receive_weights(version))
+        seconds = time.perf_counter() - transfer_started
+        self._policy.prepare_for_generation()
+        self._generation.wake_cache()
+        woken = time.perf_counter() - started - seconds
+
+        sent: list[RefitReport | None] = results[: self._policy.ranks]
+        received = [report for engine in results[self._policy.ranks :] for report in engine]
+        for consumer, (producer, report) in enumerate(zip(self._producers, received, strict=True)):
+            engine, rank = divmod(consumer, self._ranks_per_engine)
+            compare_checksums(self._plan, _present(sent[producer]), report, f"rank {rank} of generation rank {engine}")
+        metrics = _slowest("iterate", sent) | _slowest("pack", sent) | _slowest("transfer", sent)
+        metrics |= _slowest("load", received) | {
+            "bytes": float(self._plan.nbytes),
+            "buckets": float(len(self._plan.buckets)),
+            "seconds": seconds,
+            "gb_per_s": self._plan.nbytes / seconds / 1e9,
+            "wake_s": woken,
+        }
+        if self._config.verify != "off":
+            self._begin_probe()
+        return metrics
+
+    def check(self) -> dict[str, float]:
+        """Let the policy, in its logprob phase, score what every engine sampled after the last refit: the logprobs must
+        agree. Returns metrics, none if nothing was sampled.
+
+        Raises:
+            EngineError, WorkerError: see `RemoteGeneration.sampled_on_each`.
+            RefitError: naming the engine and the difference.
+        """
+        started = time.perf_counter()
+        begun, self._probing = self._probing, []
+        prompt, probed = self._probe.prompt, self._generation.sampled_on_each(begun)
+        if not probed:
+            return {}
+        sequences = torch.tensor([[*prompt, *completion.tokens] for completion in probed.values()])
+        lengths = torch.full((len(probed),), sequences.shape[1])
+        scored = self._policy.logprobs(sequences, lengths, phase="probe")[:, len(prompt) :]
+        sampled = torch.tensor([completion.logprobs for completion in probed.values()])
+        differences = (scored - sampled).abs().mean(dim=1).tolist()
+        for engine, difference in zip(probed, differences, strict=True):
+            # A NaN compares as false, whatever the limit.
+            if not difference <= self._probe.tolerance:
+                raise RefitError(
+                    f"generation rank {engine} and the policy give the tokens of a probe logprobs that differ by "
+                    f"{difference:.4f} nats on average after the refit (limit {self._probe.tolerance:g}; "
+                    "refit.verify=off leaves out the probe)"
+                )
+        return {"probe_logprob_diff": max(differences), "probe_s": time.perf_counter() - started}
+
+    def _begin_probe(self) -> None:
+        """Let every engine sample a short sequence with its new weights, before its next requests and while those are
+        prepared. The policy's weights may be on the host by now, so it scores the sequences later, in `check`."""
+        probe = self._probe
+        sampling = Sampling(probe.temperature, 1.0, None, probe.tokens, stop_token_ids=(), stop_strings=())
+        self._probing = self._generation.begin_on_each(Request(tuple(probe.prompt), sampling, seed=1))
+
+
+def producers(policy_ranks: int, consumers: int, shared_device: bool) -> list[int]:
+    """For each engine rank the policy rank that sends to it: the one on its device, or rank 0."""
+    return [consumer % policy_ranks if shared_device else 0 for consumer in range(consumers)]
+
+
+def _present[Result](given: Result | None) -> Result:
+    if given is None:
+        raise RuntimeError("a policy rank with consumers gave nothing for them")
+    return given
+
+
+def _slowest(stage: str, reports: list[RefitReport | None] | list[RefitReport]) -> dict[str, float]:
+    return {f"{stage}_s": max(report.seconds.get(stage, 0.0) for report in reports if report is not None)}

@@ -1,0 +1,20 @@
+"""An endpoint of this module's tests, and an engine behind it."""
+
+import pytest
+
+from nemo_rl_lite.serving.server import Endpoint
+from tests.unit.rollout.script import Letters
+from tests.unit.serving.served import LOCAL, Echo, answering
+
+
+@pytest.fixture(scope="module")
+def endpoint():
+    with Endpoint(LOCAL, Letters(), "own", 100).running() as running:
+        yield running
+
+
+@pytest.fixture
+def echo(endpoint):
+    engine = Echo()
+    with answering(endpoint, engine):
+        yield engine

@@ -1,0 +1,78 @@
+"""Several answers to a request, its own stop strings, and completions of texts and token ids, over a real port."""
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from tests.unit.serving.served import Client
+
+
+@pytest.fixture
+def openai(endpoint):
+    with OpenAI(base_url=endpoint.url, api_key=endpoint.token, http_client=httpx.Client(trust_env=False)) as client:
+        yield client
+
+
+def test_several_answers_have_seeds_of_their_own(openai, echo):
+    said = openai.chat.completions.create(model="own", messages=[{"role": "user", "content": "ab"}], n=3, seed=7)
+    assert [(one.index, one.message.content) for one in said.choices] == [(0, "ab"), (1, "ab"), (2, "ab")]
+    assert sorted(one.seed for one in echo.asked) == [7, 8, 9]
+    assert said.usage.prompt_tokens == 3 and said.usage.completion_tokens == 9
+
+
+def test_an_answer_ends_before_the_requests_own_stop_string(openai, echo):
+    asked = [{"role": "user", "content": "abcd"}]
+    said = openai.chat.completions.create(model="own", messages=asked, stop=["d", "bc"]).choices[0]
+    assert said.message.content == "a" and said.token_ids == [97, 98, 99, 100, 0]
+    assert echo.asked[0].sampling.stop_strings == ("d", "bc")
+
+
+@pytest.mark.parametrize("prompt", ["abc|", [97, 98, 99, 124]])
+def test_a_completion_continues_a_text_or_token_ids(openai, echo, prompt):
+    said = openai.completions.create(model="own", prompt=prompt, n=2, max_tokens=9, temperature=0, logprobs=1, stop="c")
+    first, second = said.choices
+    assert (first.text, first.finish_reason, second.index, second.text) == ("ab", "stop", 1, "ab")
+    assert first.logprobs.tokens == ["a", "b", "c", "\0"] and first.logprobs.text_offset == [0, 1, 2, 3]
+    assert first.logprobs.token_logprobs == [-1 / 8, -2 / 8, -3 / 8, -4 / 8]
+    assert first.logprobs.top_logprobs[0] == {"a": -1 / 8} and first.token_ids == [97, 98, 99, 0]
+    assert said.object == "text_completion" and second.prompt_token_ids == [97, 98, 99, 124]
+    sampling = echo.asked[0].sampling
+    assert (sampling.stop_strings, sampling.max_new_tokens, sampling.temperature) == (("c",), 9, 0)
+
+
+@pytest.mark.parametrize("prompts", [["ab|", "c|"], [[97, 98, 124], [99, 124]], ["ab|", [99, 124]]])
+def test_several_prompts_have_several_answers_each(openai, echo, prompts):
+    said = openai.completions.create(model="own", prompt=prompts, n=2, seed=7)
+    assert [(one.index, one.text) for one in said.choices] == [(0, "ab"), (1, "ab"), (2, "c"), (3, "c")]
+    assert [len(one.prompt_token_ids) for one in said.choices] == [3, 3, 2, 2]
+    assert said.usage.prompt_tokens == 5 and said.usage.completion_tokens == 2 * 3 + 2 * 2
+    assert [one.seed for one in echo.asked] == [7, 8, 7, 8]
+
+
+def test_a_completion_has_the_usual_sampling_and_may_be_a_stream(openai, echo):
+    (chunk,) = openai.completions.create(model="own", prompt="ab|", stream=True, logprobs=0)
+    assert chunk.choices[0].text == "ab" and chunk.choices[0].logprobs.top_logprobs is None
+    assert echo.asked[0].sampling.temperature == 1 and echo.asked[0].sampling.stop_strings == ()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"prompt": ["ab", {}]}, "prompt: it is a text, a list of token ids, or a list of either"),
+        ({"prompt": []}, "prompt: it has no tokens"),
+        ({"prompt": [97, 128]}, "prompt: 128 is no token id, which are 0 to 127"),
+        ({"stop": ["x", ""]}, "stop.1: String should have at least 1 character"),
+        ({"logprobs": 1}, "logprobs = 1: the engines keep the logprob of the sampled token alone"),
+        ({"logprobs": 2, "temperature": 0}, "ask for logprobs = 0, or for 1 with temperature = 0"),
+        ({"echo": True, "logprobs": 0}, "echo = True is not supported here: the engines keep no logprobs of a prompt"),
+        (
+            {"tools": [{"name": "add"}]},
+            "is not supported here: the chat template writes them, so ask /chat/completions",
+        ),
+        ({"suffix": "end"}, "suffix = 'end' is not supported here: leave it out"),
+    ],
+)
+def test_what_a_completion_cannot_have_is_refused(endpoint, echo, parameters, said):
+    with Client(endpoint) as client:
+        refused = client.post("/completions", json={"prompt": "ab|", **parameters})
+    assert refused.status_code == 400 and said in refused.json()["error"]["message"] and not echo.asked

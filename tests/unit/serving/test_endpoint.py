@@ -1,0 +1,131 @@
+"""The endpoint's protocol, over a real port: what it answers, refuses, and takes back."""
+
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from nemo_rl_lite.config.schema import ServeConfig
+from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.serving.server import Endpoint
+from tests.unit.rollout.script import END, Letters
+from tests.unit.serving.served import SAMPLING, Client, Echo, answering, leaving_client
+
+
+def test_an_answer_has_the_tokens_and_logprobs_that_were_sampled(endpoint, echo):
+    with Client(endpoint) as client:
+        said = client.chat("ab", logprobs=True, model="own").json()
+        assert client.chat("ab").json()["choices"][0]["logprobs"] is None
+    (choice,) = said["choices"]
+    tokens = [ord("a"), ord("b"), END]
+    assert said["object"] == "chat.completion" and said["model"] == "own"
+    assert said["prompt_token_ids"] == [ord(letter) for letter in "ab|"] and choice["token_ids"] == tokens
+    assert choice["message"] == {"role": "assistant", "content": "ab"} and choice["finish_reason"] == "stop"
+    assert [one["logprob"] for one in choice["logprobs"]["content"]] == [-1 / 8, -2 / 8, -3 / 8]
+    assert [one["token"] for one in choice["logprobs"]["content"]] == ["a", "b", "\0"]
+    assert said["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert echo.asked[0].sampling == SAMPLING
+
+
+def test_a_request_may_choose_its_sampling_and_every_request_has_a_seed(endpoint, echo):
+    with Client(endpoint) as client:
+        for parameters in ({"temperature": 0}, {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "seed": 7}, {}):
+            client.chat("ab", max_tokens=9, **parameters).raise_for_status()
+    greedy, chosen, usual = echo.asked
+    assert (greedy.sampling.temperature, greedy.sampling.top_p) == (0, 1)
+    assert (chosen.sampling.temperature, chosen.sampling.top_p, chosen.sampling.top_k, chosen.seed) == (0.5, 0.9, 3, 7)
+    assert usual.sampling.temperature == 1 and len({one.seed for one in echo.asked}) == 3
+    assert {one.sampling.max_new_tokens for one in echo.asked} == {9}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "status", "said"),
+    [
+        ({"functions": [{"name": "add"}]}, 400, "is not supported here: name them in tools"),
+        ({"frequency_penalty": 0.5}, 400, "frequency_penalty = 0.5 is not supported here: leave it out"),
+        ({"temperature": 3}, 400, "temperature = 3: this engine takes 0 and 0.01 to 2"),
+        ({"messages": [{"role": "assistant", "content": "hi"}]}, 400, "the last one is the assistant's"),
+        ({"messages": [{"role": "user", "content": "a" * 60}]}, 400, "exceed policy.max_total_sequence_length = 100"),
+        ({"model": "gpt"}, 404, "there is no model 'gpt' here, only 'own'"),
+    ],
+)
+def test_what_is_not_done_is_refused_and_not_ignored(endpoint, echo, parameters, status, said):
+    with Client(endpoint) as client:
+        refused = client.chat("ab", **parameters)
+    assert refused.status_code == status and said in refused.json()["error"]["message"] and not echo.asked
+
+
+@pytest.mark.parametrize("body", [b"{", b"[" * 200_000, b'{"prompt": "a\\ud800b"}'], ids=["half", "deep", "surrogate"])
+def test_what_is_no_json_is_refused(endpoint, echo, body):
+    with Client(endpoint) as client:
+        refused = client.post("/completions", content=body)
+    assert refused.status_code == 400 and "is not JSON" in refused.json()["error"]["message"] and not echo.asked
+
+
+def test_a_stream_is_one_chunk_with_the_whole_answer(endpoint, echo):
+    from openai import OpenAI
+
+    with OpenAI(base_url=endpoint.url, api_key=endpoint.token, http_client=httpx.Client(trust_env=False)) as client:
+        stream = client.chat.completions.create(model="own", messages=[{"role": "user", "content": "ab"}], stream=True)
+        (chunk,) = stream
+    assert chunk.choices[0].delta.content == "ab" and chunk.choices[0].finish_reason == "stop"
+    assert chunk.object == "chat.completion.chunk" and chunk.usage.total_tokens == 6
+
+
+@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer other"}, {"Authorization": "Basic x"}])
+def test_nobody_is_answered_without_a_key(endpoint, echo, header):
+    for method, path in (("GET", "/models"), ("POST", "/chat/completions"), ("POST", "/completions")):
+        refused = httpx.request(method, f"{endpoint.url}{path}", headers=header, trust_env=False)
+        assert refused.status_code == 401 and "Authorization: Bearer KEY" in refused.json()["error"]["message"]
+    assert not echo.asked
+
+
+def test_between_rollouts_requests_are_told_to_come_again(endpoint):
+    health = endpoint.url.replace("/v1", "/health")
+    with Client(endpoint) as client:
+        with answering(endpoint, Echo()):
+            assert client.get(health).json() == {"engines": "generating"} and client.chat("ab").status_code == 200
+        assert client.get(health).json() == {"engines": "asleep"}
+        refused = client.chat("ab")
+        assert refused.status_code == 503 and "during the next rollout" in refused.json()["error"]["message"]
+        (model,) = client.get("/models").json()["data"]
+        assert model["id"] == "own" and model["max_model_len"] == 100
+
+
+def test_a_client_that_goes_takes_its_request_with_it(endpoint, echo):
+    with leaving_client(endpoint):
+        assert echo.begun.wait(30)
+    until = time.monotonic() + 30
+    while not echo.aborted:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    with Client(endpoint) as client:
+        assert client.chat("ab").status_code == 200
+    assert len(echo.aborted) == 1 and len(echo.asked) == 2
+
+
+def test_a_request_that_a_rollouts_end_meets_gets_an_answer(endpoint):
+    engine, answers = Echo(), []
+
+    def ask():
+        with Client(endpoint, timeout=30) as client:
+            answers.append(client.chat("slow"))
+
+    asking = threading.Thread(target=ask)
+    with answering(endpoint, engine):
+        asking.start()
+        assert engine.begun.wait(30)
+    asking.join()
+    assert [one.status_code for one in answers] == [503] and "next rollout" in json.dumps(answers[0].json())
+
+
+def test_an_address_that_is_taken_is_named():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        config = ServeConfig(True, "127.0.0.1", other.getsockname()[1])
+        with pytest.raises(ConfigError, match=r"cannot listen there.*\n.*generation.serve.port=null"):
+            Endpoint(config, Letters(), "own", 100).running().__enter__()

@@ -1,0 +1,362 @@
+"""Every mistake gets one readable message that names its key; commands that work are not refused."""
+
+import gzip
+import json
+import re
+
+import pytest
+
+from nemo_rl_lite import train
+from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.system.machine import check_single_launcher
+from nemo_rl_lite.validation.compose import compose_config
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "hidden_size": 96,
+    "vocab_size": 90,
+    "max_position_embeddings": 64,
+}
+MEGATRON, LOSS = "policy.megatron_cfg", "algorithm.loss_fn"
+OPTIMIZER, SCHEDULER, PEFT = f"{MEGATRON}.optimizer", f"{MEGATRON}.scheduler", f"{MEGATRON}.peft"
+TP, PP = f"{MEGATRON}.tensor_model_parallel_size", f"{MEGATRON}.pipeline_model_parallel_size"
+CP, EP = f"{MEGATRON}.context_parallel_size", f"{MEGATRON}.expert_model_parallel_size"
+LAST_STAGE, DDP = f"{MEGATRON}.num_layers_in_last_pipeline_stage", f"{MEGATRON}.distributed_data_parallel_config"
+ACTIVATIONS, MODULES = f"{MEGATRON}.fine_grained_activation_offloading", f"{MEGATRON}.offload_modules"
+GRAPHS, FUSION = f"{MEGATRON}.cuda_graph_impl=full_iteration", f"{MEGATRON}.moe_router_fusion"
+BATCH, TYPE, RATIO = "policy.train_global_batch_size", f"{LOSS}.truncated_importance_sampling_type", "sampling_ratio"
+IS = f"{LOSS}.use_importance_sampling_correction=true"
+KWARGS, LORA = "generation.vllm_kwargs", "generation.vllm_cfg.lora"
+FILES = "data=file data.train_path=DATA data.validation_path=DATA"
+TAUGHT = "algorithm=distillation teacher.model_name=embedded:reverse-digits"
+JUDGE = "reward=judge reward.kwargs.base_url=http://localhost:8000/v1 reward.kwargs.model=m"
+SHORT = "policy.max_total_sequence_length=64 generation.max_new_tokens=16"
+GPU = f"cluster.gpus_per_node=1 policy=megatron_gpu generation=transformers {SHORT}"
+VLLM = f"cluster.gpus_per_node=1 policy=megatron_gpu generation=vllm_gpu {SHORT}"
+SERVED = f"{VLLM} {PEFT}.enabled=true {LORA}=adapters"
+
+# Arguments -> the key that the message names. Words in capitals are files of `places`.
+CASES = {
+    # Keys, groups, files, references, types.
+    f"{MEGATRON}.optimizr.lr=1": f"{OPTIMIZER}.lr",
+    "grpo.num_prompts_per_step=4": "algorithm.num_prompts_per_step",
+    "completely.unheard.of=1": "completely.unheard.of",
+    "polcy=megatron": "policy",
+    "generation=sglang": "vllm",
+    "policy.precision='${nope}'": "policy.precision",
+    "run_name='???'": "run_name",
+    "just-a-word": "just-a-word",
+    "~policy.precision": "policy.precision",
+    "policy.precision=[": "policy.precision",
+    "algorithm.seed=1.5": "algorithm.seed",
+    "generation.top_p=0": "generation.top_p",
+    "policy.megatron_cfg=null": "policy.megatron_cfg",
+    "algorithm=sft algorithm.num_prompts_per_step=4": "algorithm=grpo",
+    "algorithm.name=sft": "algorithm=sft",
+    "algorithm=sftt": "algorithm=sft",
+    # Ranks, and the model that they share.
+    "cluster.num_nodes=2": "cluster.cpu_ranks",
+    "cluster.gpus_per_node=1": "policy.precision",
+    "cluster.gpus_per_node=1 generation.colocated.enabled=false": "generation.colocated.resources.gpus_per_node",
+    f"{TP}=2": TP,
+    f"{TP}=4 cluster.cpu_ranks=4": "2 key/value heads",
+    f"{PP}=3 cluster.cpu_ranks=3": f"{LAST_STAGE}=2",
+    f"cluster.cpu_ranks=3 {PP}=3 {LAST_STAGE}=1": LAST_STAGE,
+    f"cluster.gpus_per_node=3 policy=megatron_gpu {CP}=2": CP,
+    f"cluster.cpu_ranks=2 {CP}=2": CP,
+    f"cluster.gpus_per_node=2 policy=megatron_gpu {CP}=2 policy.dynamic_batching.enabled=true": CP,
+    f"{VLLM} policy.model_name=MOE cluster.gpus_per_node=8 {CP}=8 {MEGATRON}.cp_comm_type=a2a": "cp_comm_type",
+    f"{MEGATRON}.sequence_parallel=true": f"{MEGATRON}.sequence_parallel",
+    f"{VLLM} policy.model_name=MOE cluster.gpus_per_node=8 {TP}=2": f"{MEGATRON}.sequence_parallel=true",
+    f"{EP}=2": EP,
+    f"{VLLM} policy.model_name=MOE cluster.gpus_per_node=16 {EP}=16": "8 experts",
+    "policy.router_replay.enabled=true": "policy.router_replay.enabled",
+    f"{GPU} policy.model_name=MOE {FUSION}=true": FUSION,
+    "policy.max_total_sequence_length=4096": "policy.max_total_sequence_length",
+    "policy.model_name=MODEL": "head_dim",
+    "policy.model_name=MODEL generation=transformers generation.stop_token_ids=[999]": "generation.stop_token_ids",
+    "policy.model_name=QUANTIZED": "policy.model_name",
+    "policy.model_name=CLASSIFIER": "policy.model_name",
+    "policy.model_name=PICKLED": "safetensors",
+    "policy.model_name=EMPTY": "config.json",
+    "recipes=grpo-smollm2-135m-1n1g": "get_smollm2.py",
+    "policy.tokenizer.chat_template=none.jinja": "policy.tokenizer.chat_template",
+    # Batches and the optimizer.
+    "policy.train_global_batch_size=100": f"{BATCH}=128",
+    "policy.logprob_batch_size=48": "policy.logprob_batch_size",
+    "cluster.cpu_ranks=3": BATCH,
+    "cluster.gpus_per_node=1 policy.sequence_packing.enabled=true": "policy.sequence_packing.enabled",
+    "policy.sequence_packing.enabled=true policy.sequence_packing.train_mb_tokens=16": "train_mb_tokens=32",
+    "algorithm=dpo policy.dynamic_batching.enabled=true policy.dynamic_batching.train_mb_tokens=40": "mb_tokens=64",
+    f"{OPTIMIZER}.optimizer=sgd": f"{OPTIMIZER}.use_distributed_optimizer",
+    f"{OPTIMIZER}.min_lr=1": f"{OPTIMIZER}.min_lr",
+    f"{SCHEDULER}.lr_decay_style=cosine {SCHEDULER}.lr_warmup_iters=1000": f"{SCHEDULER}.lr_warmup_iters",
+    f"cluster.cpu_ranks=2 {DDP}.overlap_param_gather=true": f"{DDP}.overlap_grad_reduce=true",
+    # Offload, adapters and graphs.
+    "offload=cpu_optimizer": f"{OPTIMIZER}.optimizer_cpu_offload",
+    f"{GPU} offload=cpu_optimizer {OPTIMIZER}.use_distributed_optimizer=false": "use_distributed_optimizer=true",
+    "offload=activations": ACTIVATIONS,
+    f"{GPU} {ACTIVATIONS}=true {MODULES}=[core_attn,moe_act]": MODULES,
+    f"{GPU} policy.model_name=MOE {ACTIVATIONS}=true {MODULES}=[attn_norm]": MODULES,
+    f"{GPU} policy.model_name=MOE cluster.gpus_per_node=3 {PP}=3 policy.train_global_batch_size=96 "
+    f"{ACTIVATIONS}=true {MODULES}=[core_attn,qkv_linear]": f"{MODULES}=[core_attn]",
+    f"{GPU} {PEFT}.enabled=true {ACTIVATIONS}=true {MODULES}=[core_attn]": ACTIVATIONS,
+    f"cluster.cpu_ranks=2 {TP}=2 {PEFT}.enabled=true {PEFT}.dim=3": f"{PEFT}.dim=4",
+    f"{PEFT}.enabled=true {EP}=2 cluster.cpu_ranks=2": f"{PEFT}.enabled",
+    f"{PEFT}.enabled=true {PEFT}.dropout=0.1": f"{PEFT}.dropout",
+    f"{SERVED} {PEFT}.dim=513": f"{PEFT}.dim",
+    f"{SERVED} policy.model_name=MOE": LORA,
+    f"{SERVED} +{KWARGS}.load_format=dummy": f"{KWARGS}.load_format",
+    f"{GPU} cluster.gpus_per_node=2 {GRAPHS} {TP}=2": TP,
+    f"{GPU} {GRAPHS} policy.sequence_packing.enabled=false": "policy.sequence_packing.enabled=true",
+    f"{GPU} {GRAPHS} policy.model_name=MOE": "experts",
+    f"{VLLM} {GRAPHS} policy.offload_for_generation=[gradients]": "policy.offload_for_generation",
+    # Losses and the options of algorithms.
+    f"{LOSS}.sequence_level_importance_ratios=true": f"{LOSS}.token_level_loss=false",
+    f"{LOSS}.reference_policy_kl_type=k1 {LOSS}.use_bias_correction_kl=false": f"{LOSS}.use_bias_correction_kl",
+    f"{LOSS}.ratio_clip_c=1.1": f"{LOSS}.ratio_clip_c",
+    f"{IS} {TYPE}=icepop": TYPE,
+    f"{LOSS}.policy_loss=kl_cov {LOSS}.use_kl_in_reward=true": f"{LOSS}.use_kl_in_reward",
+    f"{LOSS}.force_on_policy_ratio=true policy.train_global_batch_size=32": f"{LOSS}.force_on_policy_ratio",
+    "algorithm.rollouts.source=one_step_off": "algorithm.rollouts.source",
+    f"{VLLM} algorithm.rollouts.source=queue generation.colocated.sleep=true": "generation.colocated.sleep=false",
+    "algorithm.use_leave_one_out_baseline=batch": "algorithm.normalize_rewards",
+    "algorithm.reward_shaping.overlong_buffer_length=9": "algorithm.reward_shaping.overlong_buffer_length",
+    "algorithm.val_metric=pass_at_k": "algorithm.val_samples_per_problem=4",
+    "algorithm.higher_is_better=true algorithm=sft": "algorithm.higher_is_better",
+    "algorithm=dpo algorithm.preference_loss=exo_pair": "algorithm.label_smoothing",
+    "algorithm=dpo algorithm.preference_loss=apo_zero algorithm.f_divergence=forward_kl": "algorithm.f_divergence",
+    "algorithm=kto policy.train_global_batch_size=1": BATCH,
+    "algorithm=sft algorithm.max_num_steps=null": "algorithm.max_num_steps",
+    "checkpoint.must_save_by=60:00 checkpoint.save_period=0": "checkpoint.must_save_by",
+    "algorithm.loss=no_such_package.Loss": "algorithm.loss",
+    "algorithm.loss=torn.py:Loss": "torn.py, line 2",
+    "algorithm.loss=tests.unit.validation.losses.Unheard": "algorithm.loss",
+    "algorithm.loss=tests.unit.validation.losses.Exits": "SystemExit",
+    "algorithm.loss=tests.unit.validation.losses.Summary": "summarize",
+    "algorithm.loss=tests.unit.validation.losses.Text": "needs",
+    "algorithm.loss=tests.unit.validation.losses.Topk +algorithm.loss_kwargs.topk=0": "topk",
+    "algorithm.loss=tests.unit.validation.losses.OfTeacher": "algorithm.topk_logits_k=64",
+    "algorithm.loss=nemo_rl_lite.losses.dpo.DPOLoss": "algorithm=dpo",
+    # A teacher.
+    "algorithm=distillation": "teacher.model_name",
+    f"{TAUGHT} cluster.cpu_ranks=2 teacher.megatron_cfg.tensor_model_parallel_size=4": "teacher.megatron_cfg.tensor_mo",
+    f"{TAUGHT} policy.sequence_packing.enabled=true teacher.logprob_mb_tokens=16": "teacher.logprob_mb_tokens=32",
+    f"{TAUGHT} algorithm.topk_logits_k=1000": "algorithm.topk_logits_k",
+    "algorithm=distillation teacher.model_name=MODEL algorithm.topk_logits_k=8": "teacher.model_name",
+    f"{TAUGHT} {LOSS}.policy_loss=clip_cov": f"{LOSS}.policy_loss",
+    # Data.
+    "data.name=squad": "data.name",
+    "data=hub data.path=''": "data.path",
+    "data.train_path=DATA": "data=file",
+    "data.prompt_template='{prompt'": "data.prompt_template",
+    "data.system_prompt=system.txt": "data.system_prompt",
+    "data.answer_pattern='a'": "data.answer_pattern",
+    "data.too_long=truncate": "data.too_long",
+    f"{FILES} data.prompt_column=answer": "data.prompt_column",
+    f"{FILES} data.prompt_template='{{prompt}} {{answer}}'": "data.prompt_template",
+    f"{FILES} data.answer_column=solution": "data.answer_column",
+    f"{FILES} data.validation_fraction=0.1": "data.validation_fraction",
+    "data=file data.train_path=DATA": "data.validation_path",
+    "data=file data.train_path=BROKEN data.validation_path=DATA": "row 2",
+    "data=file data.train_path=ZIPPED data.validation_path=DATA": "data.train_path",
+    "data=file data.train_path=rows.csv data.validation_path=DATA": "data.train_path",
+    "data=reasoning_gym data.task=chain_sums": "chain_sum",
+    "+data.task_kwargs.digits=5": "data.task_kwargs",
+    "algorithm=dpo data=reasoning_gym data.task=chain_sum data.validation_fraction=0.1": "data.name",
+    # Rewards, environments, agents.
+    "reward.name=vibes": "reward.name",
+    "reward.name=torn.score": "reward.name",
+    "reward.name=gone.py:score": "reward.name",
+    "reward.name=tests.unit.validation.own.of_verl": "function(response, answer",
+    "reward.name=tests.unit.validation.own.score +reward.kwargs.limit=3": "reward.kwargs",
+    "reward.name=tests.unit.exits.package.score": "SystemExit",
+    "+reward.terms.exact_match.name=exact_match +reward.terms.exact_match.weight=1": "reward.terms.exact_match",
+    "reward=judge": "reward.kwargs.base_url",
+    f"{JUDGE} +reward.kwargs.api_key=sk-1": "reward.kwargs.api_key_env",
+    "reward=none": "algorithm.name",
+    "reward=reasoning_gym": "reward.name",
+    f"{FILES} data.answer_column=null": "data.answer_column",
+    "environment.name=chess": "environment.name",
+    "environment.name=no_such_package.Game": "environment.name",
+    "environment=calculator environment.max_turns=1": "environment.max_turns",
+    "agent.name=player": "agent.name",
+    "agent.name=tests.unit.validation.own.plays environment=calculator": "agent.name",
+    # Engines.
+    "generation.vllm_cfg.tensor_parallel_size=2": "generation.data_parallel_size",
+    "cluster.gpus_per_node=4 generation.vllm_cfg.tensor_parallel_size=3": "generation.vllm_cfg.tensor_parallel_size",
+    "cluster.gpus_per_node=4 generation.data_parallel_size=3": "generation.data_parallel_size",
+    "policy.model_name=MOE policy.router_replay.enabled=true generation=transformers": "policy.router_replay.enabled",
+    "generation.serve.enabled=true generation.serve.host=http://here": "generation.serve.host",
+    "generation.temperature=2.5": "generation.temperature",
+    "generation.stop_strings=['']": "generation.stop_strings",
+    "generation.top_k=1": "generation.top_k",
+    "generation.max_new_tokens=32": "policy.max_total_sequence_length=64",
+    f"+{KWARGS}.dtype=half": "policy.precision",
+    f"+{KWARGS}.speculative_config={{method:eagle}}": f"{KWARGS}.speculative_config",
+    f"+{KWARGS}.quantization=awq": f"{KWARGS}.quantization",
+    f"{VLLM} policy.model_name=MODEL +{KWARGS}.quantization=fp8_per_block": "fp8_per_channel",
+    "logger.wandb_enabled=true": "logger.wandb.mode",
+}
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch) -> dict[str, str]:
+    """Files that the cases name by a capital word."""
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    experts = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 8, "vocab_size": 128}
+    changes = {"MODEL": {}, "MOE": experts, "QUANTIZED": {"quantization_config": {"quant_method": "fp8"}}}
+    changes |= {"CLASSIFIER": {"architectures": ["LlamaForSequenceClassification"]}, "PICKLED": {}}
+    for name, change in changes.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(MODEL | change))
+        (tmp_path / name / "tokenizer_config.json").write_text("{}")
+        (tmp_path / name / ("pytorch_model.bin" if name == "PICKLED" else "model.safetensors")).write_bytes(b"")
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "torn.py").write_text("import os\ndef score(:\n")
+    row = json.dumps({"prompt": "2+2", "answer": "4"})
+    (tmp_path / "DATA.jsonl").write_text(row)
+    (tmp_path / "BROKEN.jsonl").write_text(f"{row}\n{{")
+    (tmp_path / "ZIPPED.jsonl").write_bytes(gzip.compress(row.encode()))
+    return {file.stem: str(file) for file in tmp_path.iterdir()}
+
+
+def problems(arguments: list[str]) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        compose_config(arguments)
+    assert all(one.fix for one in caught.value.violations)
+    return caught.value
+
+
+@pytest.mark.parametrize("arguments", CASES)
+def test_a_bad_command(arguments, places):
+    words = [_place(word, places) for word in split(arguments)]
+    assert CASES[arguments] in str(problems(words))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        ("generation.temperature=2.5", "generation.temperature"),
+        ("generation.temperature=-1", "generation.temperature"),
+        ("generation.max_new_tokens=0", "generation.max_new_tokens"),
+        ("algorithm.num_generations_per_prompt=1", "algorithm.num_generations_per_prompt"),
+        ("reward.name=tests.unit.validation.own.score algorithm.seed=abc", "algorithm.seed"),
+        ("data=file data.train_path=5 data.validation_fraction=0.1", "data.train_path"),
+    ],
+)
+def test_what_follows_from_a_problem_is_no_second_one(arguments, key):
+    assert [one.key for one in problems(arguments.split()).violations] == [key]
+
+
+def test_everything_is_reported_at_once():
+    bad = {
+        "policy.lr": "1",
+        "algorithm.seed": "abc",
+        "generation.top_p": "2",
+        "policy.logprob_batch_size": "48",
+        "reward.name": "vibes",
+        f"{OPTIMIZER}.min_lr": "1",
+        "data.name": "squad",
+    }
+    found = problems([f"{key}={value}" for key, value in bad.items()])
+    assert {one.key for one in found.violations} == {*bad}
+
+
+def test_a_users_code_is_imported():
+    own = "tests.unit.validation.own"
+    compose_config([f"reward.name={own}.score", "+reward.kwargs.volume=2.0", f"environment.name={own}.Game"])
+    compose_config([f"reward.name={own}.many", "reward.batch_size=4", f"agent.name={own}.plays"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["policy.lr=1e-4"],
+        ["--dry-run", "recipes=grpo-smollm2-135m-1n1g"],
+        ["-m", "algorithm.seed=1,abc"],
+        ["-m", "algorithm.seed=3"],
+        ["--learning-rate", "1e-5"],
+        ["hydra.run.dir=s3://bucket/run"],
+    ],
+)
+def test_the_command_line_ends_with_status_2(words, places, capsys, tmp_path):
+    with pytest.raises(SystemExit) as exit_:
+        train.main(words)
+    captured = capsys.readouterr()
+    assert exit_.value.code == 2 and captured.err.startswith("configuration error: ")
+    assert "fix: " in captured.err and "Traceback" not in captured.err + captured.out
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:9"])
+def test_an_address_of_ray_that_nothing_answers_at(address, monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(SystemExit) as exit_:
+        train.main(["--dry-run"])
+    assert exit_.value.code == 2 and "RAY_ADDRESS" in capsys.readouterr().err
+
+
+COPIES = {
+    "torchrun": {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8"},
+    "srun": {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"},
+    "mpirun": {"OMPI_COMM_WORLD_SIZE": "2"},
+}
+
+
+@pytest.mark.parametrize("starter", COPIES)
+def test_another_launcher_that_starts_the_command_several_times(starter):
+    with pytest.raises(ConfigError, match=starter):
+        check_single_launcher(COPIES[starter])
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
+        # A batch script, a job on one node, and the task that runs the command once Ray is on all nodes.
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "RAY_ADDRESS": "10.0.0.1:6379"},
+    ],
+)
+def test_a_command_that_is_started_once(environ):
+    check_single_launcher(environ)
+
+
+@pytest.mark.parametrize(
+    ("flags", "place"),
+    [
+        (["hydra.run.dir="], "checkpoints"),
+        (["hydra.run.dir="], "plots/new"),
+        (["--dry-run", "hydra.run.dir="], "checkpoints/step-00000007"),
+        # A run resumes in its own folder, where a sweep would put its jobs.
+        (["--dry-run", "-m", "algorithm.seed=1,2", "hydra.sweep.dir="], "."),
+    ],
+)
+def test_a_folder_inside_another_run(flags, place, tmp_path, capsys):
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-00000007").mkdir(parents=True)
+    for name in ("status.json", "config.json"):
+        (run / name).write_text("{}")
+    with pytest.raises(SystemExit) as exit_:
+        train.main([*flags[:-1], f"{flags[-1]}{run / place}"])
+    assert exit_.value.code == 2 and str(run) in capsys.readouterr().err and not (run / "plots").exists()
+
+
+def split(arguments: str) -> list[str]:
+    """Into words, at blanks that are not in quotes."""
+    return re.split(r" (?![^']*'(?:[^']*'[^']*')*[^']*$)", arguments)
+
+
+def _place(word: str, places: dict[str, str]) -> str:
+    key, equals, value = word.partition("=")
+    return f"{key}{equals}{places.get(value, value)}"

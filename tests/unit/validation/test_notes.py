@@ -1,0 +1,106 @@
+"""What may be meant is not refused, but told."""
+
+import pytest
+
+from nemo_rl_lite.algorithms.supervised import shown_limits
+from nemo_rl_lite.config.overrides import given_keys
+from nemo_rl_lite.errors import ConfigError
+from nemo_rl_lite.validation.compose import compose_config
+from nemo_rl_lite.validation.data import check_epochs
+from nemo_rl_lite.validation.notes import note_total_steps, notes
+
+SCHEDULER = "policy.megatron_cfg.scheduler"
+POLICY_LOSS = "algorithm.loss_fn.policy_loss"
+KL = "algorithm.loss_fn.use_kl_in_reward=true", "algorithm.loss_fn.reference_policy_kl_penalty=0.05"
+KL_TYPE = "algorithm.loss_fn.reference_policy_kl_type"
+ONE_STEP = "policy.train_global_batch_size=512"
+
+
+def told(*arguments: str) -> str:
+    return " | ".join(notes(compose_config(arguments), given_keys(arguments)))
+
+
+@pytest.mark.parametrize(
+    ("argument", "key"),
+    [
+        (f"{SCHEDULER}.lr_warmup_iters=120", f"{SCHEDULER}.lr_warmup_iters"),
+        (f"{SCHEDULER}.lr_warmup_iters=119", ""),
+        (f"{SCHEDULER}.lr_decay_style=cosine", f"{SCHEDULER}.lr_decay_iters"),
+        ("algorithm.max_num_steps=1", ""),
+        # On a CPU, engines of their own get weights through sockets.
+        ("generation.colocated.enabled=false", ""),
+    ],
+)
+def test_notes(argument, key):
+    found = told(argument)
+    assert key in found and bool(found) == bool(key)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp", "rloo"])
+def test_only_k1_has_the_gradient_of_the_kl_as_a_reward(algorithm):
+    # Without a reward's KL, k1 needs the correction, which reinforce_pp switches off.
+    assert told(f"algorithm={algorithm}", *KL, ONE_STEP, f"{KL_TYPE}=k1") == ""
+    assert KL_TYPE in told(f"algorithm={algorithm}", *KL, ONE_STEP, f"{KL_TYPE}=k3")
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        ["algorithm=rloo"],
+        ["algorithm=distillation", "teacher.model_name=Qwen/Qwen3-8B", f"{POLICY_LOSS}=reinforce"],
+    ],
+)
+def test_without_a_ratio_a_rollout_has_one_optimizer_step(algorithm):
+    samples = ["algorithm.num_prompts_per_step=64", "algorithm.num_generations_per_prompt=8"]
+    assert ONE_STEP in told(*algorithm, *samples)
+    for other in (ONE_STEP, f"{POLICY_LOSS}=clip"):
+        assert told(*algorithm, *samples, other) == ""
+
+
+def test_a_loss_without_that_term_says_nothing_of_ratios():
+    own = "algorithm.loss=nemo_rl_lite.losses.grpo.GRPOLoss"
+    assert told("algorithm=rloo", own) == told("algorithm=grpo") == told("algorithm=sft") == ""
+
+
+def test_variables_of_trackers_that_keys_replace(monkeypatch):
+    for name in ("MLFLOW_TRACKING_URI", "WANDB_PROJECT", "WANDB_DISABLED", "WANDB_ENTITY"):
+        monkeypatch.setenv(name, "mine")
+    assert told() == ""
+    found = told("logger.mlflow_enabled=true", "logger.wandb_enabled=true", "logger.wandb.mode=offline")
+    for variable in ("MLFLOW_TRACKING_URI", "WANDB_PROJECT", "WANDB_DISABLED"):
+        assert f"{variable} is not read" in found
+    assert "WANDB_ENTITY" not in found, "W&B reads it where the key is null"
+
+
+@pytest.mark.parametrize("arguments", [["lr_warmup_iters=10"], ["lr_decay_style=cosine", "lr_decay_iters=20"]])
+def test_a_schedule_is_held_against_the_steps_that_the_data_has(arguments, caplog):
+    config = compose_config(["algorithm=sft", *(f"{SCHEDULER}.{one}" for one in arguments)])
+    note_total_steps(config, 11)
+    assert not caplog.records
+    note_total_steps(config, 10)
+    assert f"{SCHEDULER}.lr_" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "per_epoch", "ends_by"),
+    [("60", "3", 267, "60 steps"), ("500", "1", 10, "10 steps"), ("null", "1", 10, ""), ("60", "3", None, "")],
+)
+def test_the_limit_that_ends_a_run_is_said(steps, epochs, per_epoch, ends_by):
+    keys = [f"algorithm.max_num_steps={steps}", f"algorithm.max_num_epochs={epochs}"]
+    keys += ["data=hub", "data.path=a/b", "data.validation_fraction=0.1"]
+    said = shown_limits(compose_config(["algorithm=sft", *keys]).algorithm, per_epoch)
+    assert ends_by in said and bool(said) == bool(ends_by)
+
+
+def test_a_step_with_more_prompts_than_the_data_has(caplog):
+    config = compose_config(["algorithm.num_prompts_per_step=8", "policy.train_global_batch_size=64"])
+    check_epochs(config, 8)
+    check_epochs(config, 0)
+    assert not caplog.records
+    check_epochs(config, 5)
+    assert "algorithm.num_prompts_per_step" in caplog.text
+
+
+def test_prompts_without_epochs_cannot_rest():
+    with pytest.raises(ConfigError, match=r"algorithm\.rest_epochs"):
+        check_epochs(compose_config(["algorithm.rest_epochs=4"]), 0)
