@@ -192,18 +192,14 @@ def unpacked(whole: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def packed_bytes(values: Mapping[str, Tensor]) -> int:
     """How many bytes `packed` has."""
-    return sum(_rounded(one.nbytes) for one in values.values())
+    return sum(_rounded(one.nbytes, _ALIGNED) for one in values.values())
 
 
 def _places(values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, int]]:
     start = 0
     for name, one in values.items():
         yield name, one, start
-        start += _rounded(one.nbytes)
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNED) * _ALIGNED
+        start += _rounded(one.nbytes, _ALIGNED)
 
 
 @dataclass(frozen=True)
