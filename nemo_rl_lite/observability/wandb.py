@@ -91,5 +91,10 @@ class WeightsAndBiases(Sink):
         self._is_done = True
 
     def close(self) -> None:
+        import wandb
+
         # Without an exit code W&B shows a failed or stopped run as finished.
         self._run.finish(exit_code=0 if self._is_done else 1)
+        if wandb.run is None:
+            # End W&B's own process and threads, which would stay for as long as this process.
+            wandb.teardown()
