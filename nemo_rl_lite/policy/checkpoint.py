@@ -143,10 +143,8 @@ class PolicyState:
         # Only the number of steps is read from the saved schedule; its shape comes from the configuration.
         self._scheduler.num_steps = 0
         self._scheduler.step(increment=state["scheduler"]["num_steps"])
-        set_step_counts(self._optimizer)
-        require_states(self._optimizer)
+        complete_states(self._optimizer)
         if any(cpu_optimizer.is_split(own) for own in torch_optimizers(self._optimizer)):
-            restore_split(self._optimizer)
             cpu_optimizer.release_copies_of_construction()
 
     def load_weights(self, folder: Path) -> None:
@@ -356,41 +354,30 @@ def _saved_groups(saved: Any) -> Iterator[dict[str, Any]]:
             yield from _saved_groups(value)
 
 
-def require_states(optimizer: Any) -> None:
-    """Raise RuntimeError where an Adam would begin with moments of zero."""
-    for part in _parts(optimizer):
-        missing = any("exp_avg" not in part.state.get(parameter, {}) for _, parameter in _parameters(part))
-        if "Adam" in type(part).__name__ and missing:
-            raise RuntimeError("megatron-core has read a checkpoint and left out optimizer states")
+def complete_states(optimizer: Any) -> None:
+    """Complete the optimizer states that megatron-core has read.
 
+    It reads the step into the group, and leaves parameters of torch's Adam without a count or with one shared counter,
+    which each would increase. In its CPU optimizer, each step would reset the GPU part's count to the group's, and the
+    states are views of all ranks' states of a parameter, which would keep the whole in memory.
 
-def restore_split(optimizer: Any) -> None:
-    """Copy the states of megatron-core's CPU optimizer, which are read as views of all ranks' states of a parameter:
-    the views would keep the whole in memory."""
-    for own in filter(cpu_optimizer.is_split, torch_optimizers(optimizer)):
-        for state in (state for part in cpu_optimizer.parts(own) for state in part.state.values()):
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
-                    state[name] = value.clone()
-
-
-def set_step_counts(optimizer: Any) -> None:
-    """Give each parameter of torch's Adam its own step count. megatron-core reads the step into the group, and leaves
-    parameters without a count or with one shared counter, which each parameter would increase. In its CPU optimizer it
-    would reset the GPU part's count to the group's at each step."""
-    for part in _parts(optimizer):
-        for group, parameter in _parameters(part):
-            state = part.state.get(parameter, {})
-            if isinstance(state.get("step"), Tensor):
-                state["step"] = torch.full_like(state["step"], group.get("step", state["step"].item()))
-    for own in filter(cpu_optimizer.is_split, torch_optimizers(optimizer)):
-        for group in own.param_groups:
+    Raises:
+        RuntimeError: an Adam would begin with moments of zero.
+    """
+    for own in torch_optimizers(optimizer):
+        is_split = cpu_optimizer.is_split(own)
+        for part in cpu_optimizer.parts(own):
+            for group, parameter in _parameters(part):
+                state = part.state.get(parameter, {})
+                if "Adam" in type(part).__name__ and "exp_avg" not in state:
+                    raise RuntimeError("megatron-core has read a checkpoint and left out optimizer states")
+                if isinstance(state.get("step"), Tensor):
+                    state["step"] = torch.full_like(state["step"], group.get("step", state["step"].item()))
+                for name, value in state.items() if is_split else ():
+                    if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+                        state[name] = value.clone()
+        for group in own.param_groups if is_split else ():
             group.pop("step", None)
-
-
-def _parts(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers that step parameters."""
-    return [part for own in torch_optimizers(optimizer) for part in cpu_optimizer.parts(own)]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:

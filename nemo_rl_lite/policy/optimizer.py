@@ -129,12 +129,6 @@ def megatron_options(settings: OptimizerConfig) -> dict[str, Any]:
     }
 
 
-def stays_on_host(settings: OptimizerConfig) -> bool:
-    """Return whether no phase may move optimizer states, whatever the fraction: a move would take the states of the
-    CPU's part to the GPU, away from their parameters."""
-    return settings.optimizer_cpu_offload
-
-
 def is_split(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer is megatron-core's CPU optimizer."""
     return hasattr(optimizer, "sub_optimizers")

@@ -14,7 +14,7 @@ from nemo_rl_lite.policy import activation_offload
 from nemo_rl_lite.policy.context import Shard
 from nemo_rl_lite.policy.graphs import MicroBatchGraphs
 from nemo_rl_lite.policy.logprobs import TopLogits, scores_of
-from nemo_rl_lite.policy.micro_batches import Layout, ModelInput, cut, sent, sent_together
+from nemo_rl_lite.policy.micro_batches import Layout, ModelInput, cut, sent_together
 from nemo_rl_lite.policy.micro_pass import Before, Pace, Trained, announced, forward, rows_of, trained_on, view_of
 from nemo_rl_lite.policy.model import MegatronModel
 
@@ -30,12 +30,10 @@ def forward_scores(
     temperature: float,
     before: Before = None,
     loss: Loss | TopLogits | None = None,
-    teacher_ids_BTk: Tensor | None = None,
     experts_BTLk: Tensor | None = None,
 ) -> dict[str, Tensor] | None:
     """`logprobs` [B, T] of the tokens under the model at `temperature` and, under the names of `Batch`'s fields, what
-    `loss` needs besides (of the tokens `teacher_ids_BTk`, if it compares those); all on the CPU. None on ranks without
-    logits.
+    `loss` needs besides, all on the CPU. None on ranks without logits.
 
     Entry t is log p(token t | tokens before t); entry 0 and those beyond a sequence's end are 0. `before`: see
     `Before`. `experts_BTLk`: see `Batch.routed_experts`.
@@ -52,9 +50,7 @@ def forward_scores(
                 pace.keep()
             return copies
 
-        micro = shard.micro
-        ids = None if teacher_ids_BTk is None else sent(teacher_ids_BTk[micro.rows, : micro.width], model.device)
-        return scores_of(shard, temperature, loss, model.gather.wait_for, ids), on_host
+        return scores_of(shard, temperature, loss, model.gather.wait_for), on_host
 
     with torch.no_grad(), activation_offload.suspended(model.chunks):
         parts = _run(model, micro_batches, score, experts_BTLk, forward_only=True, before=before, pace=pace)

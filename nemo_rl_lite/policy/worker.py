@@ -28,7 +28,7 @@ from nemo_rl_lite.policy.memory import clear_module_caches, kept_reference, phas
 from nemo_rl_lite.policy.micro_batches import Layout
 from nemo_rl_lite.policy.model import ParallelPlace, build_model, leave_groups
 from nemo_rl_lite.policy.moe import expert_biases
-from nemo_rl_lite.policy.optimizer import build_optimizer, disconnect, gradients_are_finite, stays_on_host, step_threads
+from nemo_rl_lite.policy.optimizer import build_optimizer, disconnect, gradients_are_finite, step_threads
 from nemo_rl_lite.policy.passes import forward_backward, forward_scores
 from nemo_rl_lite.refit.interface import RefitReport, WeightSource
 from nemo_rl_lite.refit.ipc import SharedBytes, SharedWeights
@@ -78,7 +78,7 @@ class MegatronWorker:
             self._model = build_model(policy, model_path, on_gpu, cluster.collective_timeout_s, seed)
         with SETUP("optimizer"):
             self._optimizer, self._scheduler = build_optimizer(policy, self._model)
-        if stays_on_host(policy.megatron_cfg.optimizer) and cluster.threads_per_worker is None:
+        if policy.megatron_cfg.optimizer.optimizer_cpu_offload and cluster.threads_per_worker is None:
             torch.set_num_threads(step_threads())
         self._reference = kept_reference(policy, self._model) if keep_reference else None
         self._train_layout = Layout.configured(policy, "train", on_gpu, sequences_together)
