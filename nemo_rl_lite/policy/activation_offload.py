@@ -106,15 +106,11 @@ def suspended(chunks: Sequence[Any]) -> Iterator[None]:
 def training_pass(chunks: Sequence[Any], micro_batches: int) -> Iterator[None]:
     """Wrap each training pass. The manager learns its pattern again where the pass has more micro-batches than any
     before; otherwise it would silently keep the additional ones on the device."""
-
-    def wait_for_copies_out(*_: Any) -> None:
-        torch.cuda.current_stream().wait_stream(offload_manager().d2h_stream)
-
     hooks = []
     if _configs(chunks) and micro_batches_in_pattern() < micro_batches:
         learn_pattern_again(HostBuffers())
         # While the manager learns, the backward pass fetches tensors without checking that they are on the host.
-        hooks = [chunk.register_forward_hook(wait_for_copies_out) for chunk in chunks]
+        hooks = [chunk.register_forward_hook(_wait_for_copies_out) for chunk in chunks]
     try:
         yield
     finally:
@@ -137,6 +133,10 @@ class HostBuffers:
 
     def reset(self) -> None:
         """Do nothing: no tensors are kept."""
+
+
+def _wait_for_copies_out(*_: Any) -> None:
+    torch.cuda.current_stream().wait_stream(offload_manager().d2h_stream)
 
 
 def _configs(chunks: Sequence[Any]) -> list[Any]:
