@@ -1,9 +1,8 @@
-"""Fine-grained activation offload through megatron-core: what chosen modules save for the backward pass is kept in
-page-locked host memory. Copies out overlap with the forward pass, copies in with the backward pass.
+"""Fine-grained activation offload through megatron-core: chosen modules keep saved tensors in pinned host memory.
 
-One manager in each process follows the modules. It takes the first pass as the pattern of all later ones and offloads
-only what that pass had. So it must see training passes alone, and start over where one has more micro-batches than any
-before.
+Copies out overlap with the forward pass, copies in with the backward pass. One manager in each process follows the
+modules. It takes the first pass as the pattern of all later ones and offloads only what that pass had. So it must see
+training passes alone, and start over where one has more micro-batches than any before.
 """
 
 import os
@@ -60,7 +59,7 @@ def add_mlps(chunks: Sequence[Any], config: MegatronConfig) -> None:
 
 
 def watch(module: Any) -> None:
-    """Let megatron-core's manager offload what `module` saves; its first argument and first result are tensors."""
+    """Offload what `module` saves, by megatron-core's manager; its first argument and first result are tensors."""
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
         FineGrainedActivationOffloadingInterface as Group,
     )
@@ -83,10 +82,10 @@ def watch(module: Any) -> None:
 
 @contextmanager
 def suspended(chunks: Sequence[Any]) -> Iterator[None]:
-    """Suspend offload within the block and hide it from the manager: for passes without a backward pass.
+    """Suspend offload within the block, for passes without a backward pass.
 
-    The manager would take such a pass as its pattern. core_attn does not occur in it, and a module that is missing
-    from the pattern ends the offload of all modules.
+    The manager would take such a pass as its pattern. It lacks core_attn, and a module that is missing from the pattern
+    ends the offload of all modules.
     """
     configs = _configs(chunks)
     if not configs:
@@ -105,8 +104,8 @@ def suspended(chunks: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def training_pass(chunks: Sequence[Any], micro_batches: int) -> Iterator[None]:
-    """Wrap each pass that ends in gradients. Where it has more micro-batches than any before, the manager learns its
-    pattern again; otherwise it would silently keep the additional micro-batches on the device."""
+    """Wrap each training pass. The manager learns its pattern again where the pass has more micro-batches than any
+    before; otherwise it would silently keep the additional ones on the device."""
     hooks = []
     if _configs(chunks) and micro_batches_in_pattern() < micro_batches:
         learn_pattern_again(HostBuffers())
@@ -120,11 +119,10 @@ def training_pass(chunks: Sequence[Any], micro_batches: int) -> Iterator[None]:
 
 
 class HostBuffers:
-    """Allocates page-locked tensors from torch's cache, in place of megatron-core's pool.
+    """Allocates pinned tensors from torch's cache, in place of megatron-core's pool.
 
     That pool keeps its tensors by shape. With packed or dynamic batches hardly two micro-batches have the same shape,
-    so the host's memory would fill. The pool also hands out a tensor again while a copy from it may be in flight;
-    torch's cache waits for the copy.
+    so the host's memory would fill. The pool also reuses a tensor while a copy from it may be in flight.
     """
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,8 +1,8 @@
-"""Context parallelism: the ranks of a group have a part of each sequence each.
+"""Context parallelism: the ranks of a group split each sequence, in Transformer Engine's order.
 
-Transformer Engine's order is used. With c ranks, each packed sequence is cut into 2 c chunks, and rank r has chunks r
-and 2 c - 1 - r, so that all ranks meet as many pairs of tokens under the causal mask. What the model's last layer says
-about a rank's own positions is gathered with its gradient, so that a loss sees whole sequences.
+With c ranks, each packed sequence is cut into 2 c chunks, and rank r has chunks r and 2 c - 1 - r, so that all ranks
+have as many pairs of tokens under the causal mask. The scores of a rank's positions are gathered with their gradient,
+so that a loss sees whole sequences.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class ContextRanks:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank's model has of a micro-batch: n rows of S / c tokens, on the model's device."""
+    """One rank's part of a micro-batch: n rows of S / c tokens, on the model's device."""
 
     tokens_nS: Tensor
     next_tokens_nS: Tensor
@@ -47,11 +47,11 @@ class Shard:
     """The whole micro-batch."""
     context: ContextRanks = field(default_factory=ContextRanks)
     order: Tensor | None = None
-    """The place of each position of the whole row in what is gathered of all ranks, [N]; None for one rank."""
+    """The index of each position of the whole row among the gathered positions of all ranks, [N]; None for one rank."""
 
     @classmethod
     def of(cls, micro: ModelInput, context: ContextRanks, device: torch.device) -> "Shard":
-        """This rank's part of a micro-batch that is on the host. Several ranks share packed micro-batches alone."""
+        """This rank's part of a micro-batch on the host, which is packed if several ranks share it."""
         if not context.splits:
             return cls.whole(micro.to(device))
         places = torch.cat([own_places(micro.pieces, rank, context.size) for rank in range(context.size)])
@@ -79,8 +79,7 @@ class Shard:
         return self.micro.unpack(_Gathered.apply(of_next_M, self.context)[self.order])
 
     def pack(self, of_token_bTk: Tensor) -> Tensor:
-        """Values [b, width, k] about each token -> [M, k] at this rank's positions, where the input has the token
-        before it; see `ModelInput.pack`."""
+        """Values [b, width, k] about each token -> [M, k] at this rank's positions; see `ModelInput.pack`."""
         packed_Nk = self.micro.pack(of_token_bTk)
         if self.order is None:
             return packed_Nk
@@ -107,7 +106,7 @@ def check_shareable(settings: Any) -> None:
     """Check that Transformer Engine can share the sequences of a model with these settings of megatron-core.
 
     Raises:
-        TrainingError: its attention has windows or latent keys, which one way to exchange keys and values lacks.
+        TrainingError: `cp_comm_type` does not support the windows or the latent keys of its attention.
     """
     way = settings.cp_comm_type
     if settings.context_parallel_size == 1:
@@ -125,8 +124,8 @@ def check_shareable(settings: Any) -> None:
 
 
 class _Gathered(torch.autograd.Function):
-    """Values [M, ...] of this rank -> [c * M, ...] of all ranks in turn. The gradient is this rank's part of that of
-    the result, unreduced."""
+    """Values [M, ...] of this rank -> [c * M, ...] of all ranks, joined. The gradient is this rank's part of the
+    result's, unreduced."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, context: ContextRanks) -> Tensor:

@@ -1,21 +1,13 @@
-"""The policy's side of refits on one rank: what it exports, in which buckets, and to which consumers.
+"""Exports a rank's weights under Hugging Face names, by megatron-bridge: in refits, and to a folder.
 
-The stages are types, and each is made by the one before: `plan_refit` -> `Producer.open` -> `OpenProducer.join` -> a
-`Sender`, whose `send` is called at each refit. All of them are collective: every rank of the policy calls them. A new
-connection begins at `Producer.open`.
+The bridge names, gathers, splits and renames weights in Python, tensor by tensor. `find_export` traces it once with the
+numbers of the elements instead of their values. The result says how to do without the bridge: through tensor, pipeline
+and expert parallelism, fused projections, stacked experts, tied embeddings and padded vocabularies alike.
 
-What a refit exports, under Hugging Face names, by megatron-bridge: all weights, or the adapters of LoRA alone.
-
-megatron-bridge's export, and its recipe: which elements of which rank's parameters each Hugging Face tensor has.
-
-The bridge names, gathers, splits and renames weights in Python, tensor by tensor. `find_export` lets it do so once with
-the numbers of the elements instead of their values. What comes out is how to do without the bridge: through tensor,
-pipeline and expert parallelism, fused projections, stacked experts, tied embeddings and padded vocabularies alike.
-
-Weights -> a Hugging Face folder: those of a run's ranks, or of a checkpoint, in this process without Ray.
+The stages of a refit are types, each made by the one before: `plan_refit` -> `Producer.open` -> `OpenProducer.join` ->
+a `Sender`, whose `send` is called at each refit. All are collective. A new connection begins at `Producer.open`.
 """
 
-import dataclasses
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -74,17 +66,22 @@ from nemo_rl_lite.refit.layout import (
 )
 from nemo_rl_lite.refit.trace import IndexTracer, Recipe, Segment, trace_strided_copies
 
+log = logging.getLogger(__name__)
+
+# Tokens of the sequence that compares a folder with the checkpoint.
+_PROBE_TOKENS = 32
+
 
 class Exported(Protocol):
-    """One kind of export. Both methods are collective."""
+    """A kind of export. Both methods are collective."""
 
     def tasks(self) -> list[Any]:
-        """The bridge's conversion tasks, the same on every rank and made for the caller; each has a parameter,
-        `param_weight`, which is None on ranks without it."""
+        """Make the bridge's conversion tasks, the same on every rank. Each has a `param_weight`, which is None on ranks
+        without this parameter."""
         ...
 
     def export(self, tasks: Iterable[Any]) -> Iterable[Named]:
-        """The tensors that these tasks give; the same on every rank."""
+        """The tensors of these tasks; the same on every rank."""
         ...
 
 
@@ -105,9 +102,9 @@ class Weights:
 
 
 class Adapters:
-    """The matrices of all adapters, named as peft names them: `....q_proj.lora_A.weight` [rank, inputs] and
-    `....lora_B.weight` [outputs, rank]. Layers that Megatron fuses have one adapter, of which all of their parts get
-    the same A and rows of B."""
+    """The matrices of all adapters, named as in peft: `....q_proj.lora_A.weight` [rank, inputs] and
+    `....lora_B.weight` [outputs, rank]. A layer that Megatron fuses has one adapter: all of its parts get the same A
+    and rows of B."""
 
     def __init__(self, model: MegatronModel):
         self._model = model
@@ -139,41 +136,33 @@ def export_weights(model: MegatronModel, tasks: Iterable[Any] | None = None) -> 
 
 
 @dataclass(frozen=True)
-class _Described:
-    """What other ranks must know of a parameter. `dtype`: None if the export uses more than the parameter's
-    elements."""
-
-    elements: int
-    dtype: str | None
-
-
-@dataclass(frozen=True)
 class FoundExport:
-    """What one rank has found: its `parameters` by number, the `recipe` by which it would have all tensors exported,
-    and the first tensor that is more than moved elements, `unlike`, if there is one."""
+    """The traced export of one rank."""
 
     parameters: dict[int, Tensor]
+    """This rank's parameters by number."""
     recipe: dict[str, list[Segment]]
+    """The segments of parameters that make each tensor."""
     unlike: str | None
+    """The first tensor that is more than moved elements, if there is one."""
 
 
 def find_export(model: MegatronModel, plan: RefitPlan, exported: Exported | None = None) -> FoundExport:
-    """Find what the bridge's export does on this rank; collective. `plan`: of an earlier export. `exported`: what is
-    exported, all weights if None; an object that made no tasks for anybody else.
+    """Trace the bridge's export on this rank; collective. `plan`: of an earlier export. `exported`: the kind, all
+    weights if None; an object whose tasks nobody else has, because their mappings cache shapes and dtypes.
 
-    Takes eight bytes for each element of the largest weight, and about 20 if several ranks have parts of it.
+    Allocates eight bytes for each element of the largest weight, and about 20 if several ranks have parts of it.
     """
-    # The mappings of tasks cache shapes and dtypes, so these tasks are not those of the export.
     exported = Weights(model) if exported is None else exported
     tasks = exported.tasks()
     known = {parameter.data_ptr() for parameter in model.parameters()}
     weights = [task.param_weight for task in tasks]
     described = all_gather([None if weight is None else _described(weight, known) for weight in weights])
-    largest = max(one.elements for rank in described for one in rank if one is not None)
+    largest = max(one[0] for rank in described for one in rank if one is not None)
     numbering, rank = IndexTracer(len(described), largest), dist.get_rank()
 
     def numbered() -> Iterator[Any]:
-        """The tasks one by one, because the numbers take more memory than the parameters."""
+        """Yield one at a time, because the numbers need more memory than the parameters."""
         for number, (task, weight) in enumerate(zip(tasks, weights, strict=True)):
             yield task if weight is None else replace(task, param_weight=numbering.number(rank, number, weight))
 
@@ -194,8 +183,8 @@ def find_export(model: MegatronModel, plan: RefitPlan, exported: Exported | None
 
 
 def first_differing(recipe: Recipe, parameters: Parameters, exported: Iterable[Named]) -> str | None:
-    """The first tensor whose bytes differ between the bridge's export and what the recipe makes of these parameters.
-    All of the export is iterated over, because other ranks may gather."""
+    """The first tensor that the recipe makes of these parameters with other bytes than the bridge's export. The whole
+    export is iterated over, because other ranks may gather."""
     differing = None
     for name, tensor in exported:
         if differing is None:
@@ -207,118 +196,25 @@ def first_differing(recipe: Recipe, parameters: Parameters, exported: Iterable[N
     return differing
 
 
-def _described(weight: Tensor, known: set[int]) -> _Described:
-    # Quantised tensors have their own classes, and a tensor that is no parameter may be replaced by another tensor.
+def _described(weight: Tensor, known: set[int]) -> tuple[int, str | None]:
+    """The parameter's number of elements and dtype; no dtype if the export uses more than its elements."""
+    # Quantised tensors have their own classes, and a tensor that is not a parameter may be replaced by another tensor.
     plain = type(weight.data) is Tensor and weight.is_contiguous() and weight.data_ptr() in known
-    return _Described(weight.numel(), dtype_name(weight.dtype) if plain else None)
+    return weight.numel(), dtype_name(weight.dtype) if plain else None
 
 
-def _fits(segment: Segment, slot: Slot, described: list[list[_Described | None]]) -> bool:
+def _fits(segment: Segment, slot: Slot, described: list[list[tuple[int, str | None] | None]]) -> bool:
     rank = described[segment.rank]
     one = rank[segment.parameter] if segment.parameter < len(rank) else None
-    return one is not None and one.dtype == slot.dtype and segment.source.last < one.elements
-
-
-_PROBE_TOKENS = 32
-
-
-def export_folder(model: MegatronModel, rank: int, source: Path, target: Path) -> None:
-    """Write the model to the folder `target`, with the configuration and tokenizer of the folder `source`. Collective;
-    rank 0 writes."""
-    weights = iter(export_weights(model))
-    try:
-        if rank == 0:
-            write_hf_folder(on_host(weights), source, target)
-    finally:
-        # The other ranks take part in the gathers, and keep nothing.
-        for _ in weights:
-            pass
-
-
-def convert(config: Config, model_path: Path, saved: Path, target: Path, say: Callable[[str], None]) -> float:
-    """Write the weights of the checkpoint's policy folder `saved` to the folder `target`, after they were read back by
-    transformers and gave a sequence the logprobs that megatron-core's model gives it; returns the mean difference in
-    nats. `model_path`: the model that the run started from. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in
-    the environment, for one rank.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read, or the two models differ by more than
-            `PROBE_TOLERANCE`.
-    """
-    on_gpu = torch.cuda.is_available()
-    policy = _in_one_process(config.policy)
-    say(f"building the model on {'a GPU' if on_gpu else 'the CPU'}")
-    limit_s, seed = config.cluster.collective_timeout_s, config.algorithm.seed
-    model = build_model(policy, str(model_path), on_gpu, limit_s, seed, trains=False)
-    PolicyState(model, None, None).load_weights(saved)
-    tokens_1T = _probe(model.bridge.hf_pretrained.config.vocab_size)
-    lengths_1 = torch.tensor([tokens_1T.shape[1]])
-    scored = forward_scores(model, tokens_1T, lengths_1, Layout.configured(policy, "logprob", on_gpu), 1.0)
-    if scored is None:
-        raise RuntimeError("one process has the whole model, and so its logits")
-    logprobs_1T = scored["logprobs"]
-    weights, device = on_host(export_weights(model)), model.device
-    # The folder's own model takes its place.
-    del model
-    gc.collect()
-    if on_gpu:
-        torch.cuda.empty_cache()
-    tolerance, differences = PROBE_TOLERANCE[config.policy.precision], []
-
-    def check(folder: Path) -> None:
-        own_1T = _logprobs_of_folder(folder, tokens_1T, torch_dtype(policy.precision), device)
-        differences.append((own_1T - logprobs_1T).abs().mean().item())
-        if not differences[0] <= tolerance:
-            raise CheckpointError(
-                f"{folder} gives a probe logprobs that differ from the checkpoint's by {differences[0]:.4f} nats on "
-                f"average (limit {tolerance:g} in {config.policy.precision}); {target} was not written"
-            )
-
-    say("writing the folder and reading it back")
-    write_hf_folder(weights, model_path, target, check)
-    return differences[0]
-
-
-def _in_one_process(policy: PolicyConfig) -> PolicyConfig:
-    parallel = dataclasses.replace(
-        policy.megatron_cfg,
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        num_layers_in_first_pipeline_stage=None,
-        num_layers_in_last_pipeline_stage=None,
-        context_parallel_size=1,
-        expert_model_parallel_size=1,
-        sequence_parallel=False,
-        fine_grained_activation_offloading=False,
-    )
-    return dataclasses.replace(policy, megatron_cfg=parallel)
-
-
-def _probe(vocabulary: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(vocabulary, (1, _PROBE_TOKENS), generator=generator)
-
-
-def _logprobs_of_folder(folder: Path, tokens_1T: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """By transformers; entry t belongs to token t, entry 0 is 0."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
-    with torch.no_grad():
-        logits = model(tokens_1T.to(device)).logits.float().cpu()
-    logprobs = logits[:, :-1].log_softmax(-1).gather(-1, tokens_1T[:, 1:, None])[..., 0]
-    return torch.nn.functional.pad(logprobs, (1, 0))
-
-
-log = logging.getLogger(__name__)
+    return one is not None and one[1] == slot.dtype and segment.source.last < one[0]
 
 
 @dataclass(frozen=True)
 class Producer:
-    """One rank's part in all refits, once everything is done that is done once.
+    """One rank's part in all refits, after everything that is done once.
 
-    `export` fills buckets: an `Assembly` if the export only moves elements, else megatron-bridge's export. It is None
-    if consumers copy parameters, or if no rank needs this one. `transport` is None on a rank without consumers.
+    `export` fills buckets: a `BucketReshard` if the export only moves elements, else megatron-bridge's export. It is
+    None if consumers copy parameters, or if no rank needs this one. `transport` is None on a rank without consumers.
     """
 
     plan: RefitPlan
@@ -329,7 +225,7 @@ class Producer:
     timeout_s: float
 
     def open(self, host: str) -> "OpenProducer":
-        """Open this rank's meeting point, also for a new connection, which uses the buffers of the one before."""
+        """Open this rank's rendezvous. A new connection uses the buffers of the one before."""
         offer = None if self.transport is None else self.transport.offer()
         return OpenProducer(self, refit_group.host_store(host, self.timeout_s), offer)
 
@@ -356,16 +252,14 @@ def plan_refit(
 ) -> Producer:
     """Lay the exported weights into buckets, the same on every rank, and choose a transport.
 
-    What replaces megatron-bridge's export is compared with it first, bit by bit. `shared_device`: whether each engine
-    rank is on the device of its policy rank. `consumers`: the number of engine ranks that this rank sends to.
+    A traced export is compared with megatron-bridge's first, bit by bit. `shared_device`: whether each engine rank is
+    on the device of its policy rank. `consumers`: the number of engine ranks that this rank sends to.
     `adapters_alone`: export LoRA's matrices instead of all weights.
     """
     planning, device = _Planning(model, config, adapters_alone), model.device
     found = planning.found()
-    facts, sharing = (
-        TransportFacts(shared_device, device.type == "cuda", config.direct, has_recipe=found is not None),
-        None,
-    )
+    facts = TransportFacts(shared_device, device.type == "cuda", config.direct, has_recipe=found is not None)
+    sharing = None
     if found is not None and choose_transport(facts) == "direct":
         sharing, one_machine, opens = probe_sharing(found.parameters, found.recipe, _groups(), config.timeout_s)
         if opens and not planning.only_moves(planning.first_unlike_shared(found.recipe, sharing)):
@@ -379,7 +273,7 @@ def plan_refit(
     else:
         transport, export = planning.through_buckets(kind, found, consumers)
     if device.type == "cuda":
-        # Engines on this device want the memory that the search took.
+        # Engines on this device need the memory that tracing used.
         torch.cuda.empty_cache()
     return Producer(planning.plan, export, transport, consumers, device, config.timeout_s)
 
@@ -398,7 +292,7 @@ class _Planning:
         self.plan = make_plan(weights, bucket_size(memory, config.buffer_memory_ratio, config.bucket_bytes))
 
     def found(self) -> FoundExport | None:
-        """What the export moves; None if it does more."""
+        """The traced export; None if it does more than move elements."""
         if self._model.lora is not None and self._kind is Weights:
             # Adapters are merged into what is exported.
             return None
@@ -406,14 +300,14 @@ class _Planning:
         return found if self.only_moves(found.unlike) else None
 
     def first_unlike_shared(self, recipe: Recipe, sharing: IpcExport) -> str | None:
-        """The first tensor that the recipe makes of the shared parameters with other bytes than megatron-bridge."""
+        """See `first_differing`; of the shared parameters."""
         with sharing.together() as parameters:
             return first_differing(recipe, parameters, self._exported())
 
     def through_buckets(
         self, kind: Kind, found: FoundExport | None, consumers: int
     ) -> tuple[Transport | None, Export | None]:
-        """The transport of this rank if it has consumers, and what fills its buckets if a rank needs it."""
+        """This rank's transport, if it has consumers, and its export, if a rank needs it."""
         config, device = self._config, self._model.device
         buffers: BucketBuffers | None = None
         if consumers and kind == "shared":
@@ -433,7 +327,7 @@ class _Planning:
         return bucket_transport(self.plan, buffers, config.verify, export), export
 
     def _first_unlike_assembled(self, assembly: BucketReshard | None, buffers: BucketBuffers | None) -> str | None:
-        """The first tensor that the assembly makes with other bytes than megatron-bridge, in the `buffers`."""
+        """The first tensor that the assembly puts into `buffers` with other bytes than megatron-bridge's export."""
         exported, report, unlike = iter(self._exported()), RefitReport(), None
         if assembly is not None:
             assembly.start()
@@ -451,7 +345,7 @@ class _Planning:
         return unlike
 
     def only_moves(self, unlike: str | None) -> bool:
-        """Whether no rank has found a tensor that is more than moved elements; `unlike`: what this rank has found."""
+        """Whether no rank has found a tensor that is more than moved elements; `unlike`: this rank's."""
         name = next((one for one in all_gather(unlike) if one is not None), None)
         if name is not None and dist.get_rank() == 0:
             log.warning("megatron-bridge exports all weights at each refit: %s is more than moved elements", name)
@@ -462,7 +356,7 @@ class _Planning:
 
 
 def _groups() -> list[Any]:
-    """This rank's process groups, which may be those that a refit needs."""
+    """This rank's process groups that a refit may need."""
     from megatron.core import parallel_state
 
     return [
@@ -471,3 +365,87 @@ def _groups() -> list[Any]:
         parallel_state.get_expert_model_parallel_group(),
         parallel_state.get_model_parallel_group(),
     ]
+
+
+def export_folder(model: MegatronModel, rank: int, source: Path, target: Path) -> None:
+    """Write the model to the folder `target`, with the configuration and tokenizer of the folder `source`. Collective;
+    rank 0 writes."""
+    weights = iter(export_weights(model))
+    try:
+        if rank == 0:
+            write_hf_folder(on_host(weights), source, target)
+    finally:
+        # The other ranks take part in the gathers, and keep nothing.
+        for _ in weights:
+            pass
+
+
+def convert(config: Config, model_path: Path, saved: Path, target: Path, say: Callable[[str], None]) -> float:
+    """Write the weights of the checkpoint's policy folder `saved` to the folder `target`, without Ray. transformers
+    reads them back first, and its logprobs of a sequence are compared with megatron-core's.
+
+    `model_path`: the model that the run started from. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in the
+    environment, for one rank. Returns the mean difference in nats.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or the two models differ by more than `PROBE_TOLERANCE`.
+    """
+    on_gpu = torch.cuda.is_available()
+    policy = _in_one_process(config.policy)
+    say(f"building the model on {'a GPU' if on_gpu else 'the CPU'}")
+    limit_s, seed = config.cluster.collective_timeout_s, config.algorithm.seed
+    model = build_model(policy, str(model_path), on_gpu, limit_s, seed, trains=False)
+    PolicyState(model, None, None).load_weights(saved)
+    vocabulary, generator = model.bridge.hf_pretrained.config.vocab_size, torch.Generator().manual_seed(0)
+    tokens_1T = torch.randint(vocabulary, (1, _PROBE_TOKENS), generator=generator)
+    lengths_1 = torch.tensor([tokens_1T.shape[1]])
+    scored = forward_scores(model, tokens_1T, lengths_1, Layout.configured(policy, "logprob", on_gpu), 1.0)
+    if scored is None:
+        raise RuntimeError("one process has the whole model, and so its logits")
+    logprobs_1T = scored["logprobs"]
+    weights, device = on_host(export_weights(model)), model.device
+    # Make room for the folder's model.
+    del model
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+    tolerance, differences = PROBE_TOLERANCE[config.policy.precision], []
+
+    def check(folder: Path) -> None:
+        own_1T = _logprobs_of_folder(folder, tokens_1T, torch_dtype(policy.precision), device)
+        differences.append((own_1T - logprobs_1T).abs().mean().item())
+        if not differences[0] <= tolerance:
+            raise CheckpointError(
+                f"{folder} gives a probe logprobs that differ from the checkpoint's by {differences[0]:.4f} nats on "
+                f"average (limit {tolerance:g} in {config.policy.precision}); {target} was not written"
+            )
+
+    say("writing the folder and reading it back")
+    write_hf_folder(weights, model_path, target, check)
+    return differences[0]
+
+
+def _in_one_process(policy: PolicyConfig) -> PolicyConfig:
+    parallel = replace(
+        policy.megatron_cfg,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        num_layers_in_first_pipeline_stage=None,
+        num_layers_in_last_pipeline_stage=None,
+        context_parallel_size=1,
+        expert_model_parallel_size=1,
+        sequence_parallel=False,
+        fine_grained_activation_offloading=False,
+    )
+    return replace(policy, megatron_cfg=parallel)
+
+
+def _logprobs_of_folder(folder: Path, tokens_1T: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The logprobs by transformers; entry t belongs to token t, entry 0 is 0."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    with torch.no_grad():
+        logits = model(tokens_1T.to(device)).logits.float().cpu()
+    logprobs = logits[:, :-1].log_softmax(-1).gather(-1, tokens_1T[:, 1:, None])[..., 0]
+    return torch.nn.functional.pad(logprobs, (1, 0))

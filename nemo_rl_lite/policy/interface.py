@@ -1,4 +1,4 @@
-"""What the loop needs of a policy."""
+"""The policy and the teacher, as the loop sees them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from nemo_rl_lite.losses.interface import Loss
 from nemo_rl_lite.offload.mover import Move
 
 Scored = Literal["previous", "later", "reference"]
-"""Whose logprobs a loss compares with: those of the policy as it is now (`previous`), or as the run started. `later`:
-of the policy as it is now, without the rows of the first optimizer step, whose training pass has the same logprobs."""
+"""The policy whose logprobs a loss compares with: as it is now (`previous`), or as the run started (`reference`).
+`later`: previous logprobs for all but the first optimizer step's rows."""
 
 
 @dataclass(frozen=True)
 class BatchRef:
-    """Rows that the workers hold, each replica those that it trains on. The scores of these rows stay there."""
+    """A batch that the workers hold: each replica has the rows that it trains on, and their scores."""
 
     name: str
     rows: TokenRows
@@ -35,8 +35,8 @@ class Teacher(Protocol):
     """All ranks of a teacher, as the loop sees them."""
 
     def scored(self, rows: TokenRows) -> TokenRows:
-        """In the policy's logprob phase, return the rows with the teacher's scores. The teacher's weights come to the
-        device for that, and leave it."""
+        """In the policy's logprob phase, return the rows with the teacher's scores. Its weights are on the device only
+        for this call."""
         ...
 
     def take_memory(self) -> dict[str, float]:
@@ -52,8 +52,7 @@ class Policy(Protocol):
     """All policy ranks, as the loop sees them."""
 
     def prepare_for_logprob(self) -> None:
-        """Enter the logprob phase, from any other: parameters, gradients and optimizer states are where the residency
-        table has them."""
+        """Enter the logprob phase, from any other: components move to where the residency table has them."""
         ...
 
     def hold(self, rows: Sequence[TokenRow], name: str = "train") -> BatchRef:
@@ -61,11 +60,11 @@ class Policy(Protocol):
         ...
 
     def score(self, batch: BatchRef, which: Sequence[Scored]) -> None:
-        """Let the workers add the logprobs of `which` policies to the batch."""
+        """Add the logprobs of `which` policies to the batch, on the workers."""
         ...
 
     def work(self, batch: BatchRef, which: Sequence[Scored]) -> Work | None:
-        """What `score` with `which`, and `train`, have to compute for the batch; None for a model of unknown shape."""
+        """FLOPs of `score` with `which`, and of `train`, for the batch; None for a model of unknown shape."""
         ...
 
     def evaluate(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
@@ -77,9 +76,9 @@ class Policy(Protocol):
         ...
 
     def train(self, batch: BatchRef, loss: Loss) -> dict[str, float]:
-        """One optimizer step for each `train_global_batch_size` of the batch's rows, in their order; metrics, averaged
-        over the steps. Where engines sampled the rows, the `mismatch_metrics` of the whole batch are among them; rows
-        of the first step that have no `previous` logprobs take those of the training pass itself."""
+        """One optimizer step for each `train_global_batch_size` of the batch's rows, in order; metrics, averaged over
+        the steps. Where engines sampled the rows, they include the `mismatch_metrics` of the whole batch. Rows of the
+        first step without `previous` logprobs take those of the training pass."""
         ...
 
     def logprobs(self, tokens_BT: Tensor, lengths_B: Tensor, phase: str = "probe") -> Tensor:
@@ -98,9 +97,9 @@ class Policy(Protocol):
         ...
 
     def take_waits(self) -> dict[str, float]:
-        """How data-parallel replicas have waited for each other since the last call: `<phase>`, the seconds of the
-        slowest replica's own part of its passes, and `idle_share/<phase>`, the share of the replicas' time in which
-        they waited for the slowest one. Empty where there is one replica."""
+        """Waits of data-parallel replicas for each other since the last call: `<phase>`, the seconds of the slowest
+        replica's passes without waits, and `idle_share/<phase>`, the share of the replicas' time spent waiting for it.
+        Empty for one replica."""
         ...
 
     def begin_save(self, folder: str) -> None:
@@ -113,7 +112,7 @@ class Policy(Protocol):
         ...
 
     def finish_save(self) -> dict[str, str]:
-        """Complete what `begin_save` began; returns digests of files in its folder, by name.
+        """Complete the save; returns digests of files in its folder, by name.
 
         Raises:
             CheckpointError: it could not be written.

@@ -1,20 +1,18 @@
-"""The model's last matrix and what is read of its logits in one, so that no float32 logits exist as a whole.
+"""Fused LM head and scores of a model's last hidden states: logprobs, entropy, largest logits.
 
-Shapes: N positions, H hidden, v entries of the vocabulary on this tensor-parallel rank, s of them in a slice, k of the
-largest, or of those that are asked for. The idea is that of cut cross-entropy (Wijmans et al. 2025,
-arXiv:2411.09009), for a split vocabulary: a slice of the vocabulary at a time, whose logits are computed a second time
-for the backward pass, or kept for it in the model's precision.
-
-What a loss reads of the model's last hidden states: logprobs, entropy, the largest logits.
+Full float32 logits are never materialized: the vocabulary is processed in slices, whose logits are computed again for
+the backward pass, or kept for it in the model's precision. The idea is that of cut cross-entropy (Wijmans et al. 2025,
+arXiv:2411.09009), for a split vocabulary.
 
 Shapes: b sequences of T tokens in n rows, N positions of them on this context-parallel rank, H hidden, v entries of the
-vocabulary on this tensor-parallel rank. All values are float32 and, outside `no_grad`, carry a gradient.
+vocabulary on this tensor-parallel rank, s of them in a slice, k of the largest or of others that are asked for. All
+values are float32 and, outside `no_grad`, carry a gradient.
 """
 
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,10 +26,94 @@ from nemo_rl_lite.policy.context import Shard
 from nemo_rl_lite.policy.vocab_chunks import LMHead, VocabReductions, joined, largest
 
 
+@dataclass(frozen=True)
+class TopLogits:
+    """Declares, as a loss does, the `topk` largest logits of each token."""
+
+    topk: int
+    needs: ClassVar[frozenset[Need]] = frozenset({"topk_logits"})
+
+
+def scores_of(
+    shard: Shard,
+    temperature: float,
+    loss: Loss | TopLogits | None,
+    wait_for: Callable[[Tensor], None],
+    teacher_ids_bTk: Tensor | None = None,
+    keep: bool = False,
+) -> Callable[..., dict[str, Tensor]]:
+    """A function for megatron-core's `output_processor`, which replaces the LM head.
+
+    It returns `logprobs` [b, T] of the micro-batch's tokens and, under the names of `Batch`'s fields, what `loss` needs
+    besides, with `teacher_ids_bTk` for `student_topk_logprobs`. `wait_for` is called with the head's weight before it
+    is used, because the forward pass of its module does not run. `keep`: keep logits for a backward pass.
+    """
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
+    from megatron.core.tensor_parallel import mappings
+
+    needs = frozenset() if loss is None else needs_of(loss)
+    of_teacher = "student_topk_logprobs" in needs
+    if of_teacher and teacher_ids_bTk is None:
+        raise ValueError("the loss reads student_topk_logprobs, and this run's batches have no teacher_topk_ids")
+    topk = loss.topk if "topk_logits" in needs else 0  # pyrefly: ignore  # a loss with this need has it
+
+    def scores(
+        hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: object
+    ) -> dict[str, Tensor]:
+        weight_vH = output_layer.weight if output_weight is None else output_weight
+        wait_for(weight_vH)
+        cap, group = _soft_cap(output_layer), cast(dist.ProcessGroup, get_tensor_model_parallel_group())
+        head = LMHead(temperature, cap, "entropy" in needs, topk, group, keep, others=of_teacher)
+        # The hidden states of all positions; in the backward pass, the sum of the gradients of all ranks.
+        if output_layer.sequence_parallel:
+            hidden_states = mappings.gather_from_sequence_parallel_region(hidden_states, group=group)
+        else:
+            hidden_states = mappings.copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        hidden_NH = hidden_states.transpose(0, 1).flatten(0, 1)
+        next_N = shard.next_tokens_nS.flatten()
+        others_Nk = shard.pack(teacher_ids_bTk) if of_teacher and teacher_ids_bTk is not None else None
+        names = ("logprobs", "entropy", "topk_logits", "topk_ids", "student_topk_logprobs")
+        found = dict(zip(names, LinearScores.apply(hidden_NH, weight_vH, next_N, others_Nk, head), strict=True))
+        return {name: shard.unpack(values) for name, values in found.items() if values is not None}
+
+    return scores
+
+
+def check_scorable(model: Any) -> None:
+    """Check that the last stage of a model passes its hidden states to `scores_of`.
+
+    Raises:
+        TrainingError: its output layer is not a plain matrix, or megatron-core's class for it has no such hook.
+    """
+    if "output_processor" not in inspect.signature(model.forward).parameters:
+        raise TrainingError(
+            f"policy.model_name: megatron-core's {type(model).__name__} has no output_processor, by which logprobs are "
+            "computed; choose a model whose class there is GPTModel"
+        )
+    _soft_cap(model.output_layer)
+
+
+def _soft_cap(output_layer: Any) -> float | None:
+    """The soft cap of the logits (Gemma 2), or None.
+
+    Raises:
+        TrainingError: the layer does more than multiply, which `LinearScores` would leave out.
+    """
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    kind, cap = type(output_layer), getattr(output_layer.config, "final_logit_softcapping", None)
+    multiplies = isinstance(output_layer, ColumnParallelLinear) and output_layer.bias is None
+    if not multiplies or output_layer.config.use_mup or (kind.forward is not ColumnParallelLinear.forward and not cap):
+        raise TrainingError(
+            f"policy.model_name: the output layer of this model ({kind.__name__}) is not a plain matrix, which is all "
+            "that logprobs can be computed of; choose another model, or no adapter on output_layer"
+        )
+    return cap if kind.forward is not ColumnParallelLinear.forward else None
+
+
 class LinearScores(torch.autograd.Function):
     """(hidden [N, H], weight [v, H], next tokens [N], other tokens [N, k] or None, head) -> logprobs [N], entropy [N]
-    or None, largest logits [N, k] or None, their tokens [N, k] or None, logprobs of the other tokens [N, k] or None;
-    float32, logits divided by the temperature.
+    or None, largest logits [N, k] or None, their tokens [N, k] or None, logprobs of the other tokens [N, k] or None.
 
     The gradient of `hidden` is this rank's share of it.
     """
@@ -49,14 +131,24 @@ class LinearScores(torch.autograd.Function):
             reader.read(logits_Ns, start)
             if head.keep:
                 kept.append(logits_Ns)
-        log_total_N, chosen_N, entropy_N = _sum_over_ranks(reader.totals(), head)
+        is_split, totals_3N = dist.get_world_size(head.group) > 1, reader.totals()
+        if is_split:
+            totals_3N = joined(torch.stack(_of_ranks(totals_3N, head)))
+        log_total_N, chosen_N, entropy_N = totals_3N
         top_Nk = ids_Nk = own_ids_Nk = other_logprobs_Nk = None
         if head.topk:
-            top_Nk, own_ids_Nk = _largest_of_all_ranks(reader.largest(), first, head)
+            top_Nk, own_ids_Nk = reader.largest()
             ids_Nk = own_ids_Nk + first
+            if is_split:
+                tops_Nm, ids_Nm = (torch.cat(_of_ranks(values, head), dim=1) for values in (top_Nk, ids_Nk))
+                top_Nk, ids_Nk = largest(tops_Nm, ids_Nm, head.topk)
+                own_ids_Nk = ids_Nk - first
             ctx.mark_non_differentiable(ids_Nk)
         if head.others:
-            other_logprobs_Nk = _sum_of_all_ranks(reader.others(), head) - log_total_N[:, None]
+            others_Nk = reader.others()
+            if is_split:
+                dist.all_reduce(others_Nk, group=head.group)
+            other_logprobs_Nk = others_Nk - log_total_N[:, None]
         ctx.head, ctx.kept, logprob_N = head, kept, chosen_N - log_total_N
         totals = log_total_N, logprob_N, entropy_N, own_ids_Nk, own_others_Nk
         ctx.save_for_backward(hidden_NH, weight_vH, own_N, *totals)
@@ -76,7 +168,11 @@ class LinearScores(torch.autograd.Function):
         kept, ctx.kept = ctx.kept[::-1], []
         for start, slice_sH in _slices(weight_vH):
             of_logits_Ns = gradient.of(kept.pop() if kept else hidden_NH @ slice_sH.T, start)
-            _add_product(of_hidden_NH, of_logits_Ns, slice_sH)
+            if of_hidden_NH.is_cuda:
+                # One kernel, which does not round the product first.
+                torch.addmm(of_hidden_NH, of_logits_Ns, slice_sH, out_dtype=torch.float32, out=of_hidden_NH)
+            else:
+                of_hidden_NH += of_logits_Ns @ slice_sH
             if of_weight_vH is not None:
                 torch.mm(of_logits_Ns.T, scaled_NH, out=of_weight_vH[start : start + len(slice_sH)])
         whole_NH = of_hidden_NH if factor_N1 is None else of_hidden_NH * factor_N1
@@ -98,133 +194,8 @@ def _slices(weight_vH: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield start, weight_vH[start : start + VOCABULARY_SLICE]
 
 
-def _sum_over_ranks(totals_3N: Tensor, head: LMHead) -> Tensor:
-    """The totals [3, N] of the vocabulary of all ranks from those of this rank's part."""
-    ranks = dist.get_world_size(head.group)
-    if ranks == 1:
-        return totals_3N
-    gathered = torch.empty(ranks, *totals_3N.shape, device=totals_3N.device)
-    dist.all_gather(list(gathered), totals_3N, head.group)
-    return joined(gathered)
-
-
-def _largest_of_all_ranks(own: tuple[Tensor, Tensor], first: int, head: LMHead) -> tuple[Tensor, Tensor]:
-    """The largest logits [N, k] of the vocabulary of all ranks, and their tokens, from those of this rank's part, which
-    begins at token `first`; tokens are counted from there."""
-    if dist.get_world_size(head.group) == 1:
-        return own
-    top_Nk, ids_Nk = own
-    top_Nk, ids_Nk = largest(_of_ranks(top_Nk, head), _of_ranks(ids_Nk + first, head), head.topk)
-    return top_Nk, ids_Nk - first
-
-
-def _of_ranks(values_Nk: Tensor, head: LMHead) -> Tensor:
-    """The values of all ranks, next to each other."""
-    gathered = [torch.empty_like(values_Nk) for _ in range(dist.get_world_size(head.group))]
-    dist.all_gather(gathered, values_Nk.contiguous(), head.group)
-    return torch.cat(gathered, dim=1)
-
-
-def _sum_of_all_ranks(values_Nk: Tensor, head: LMHead) -> Tensor:
-    if dist.get_world_size(head.group) > 1:
-        dist.all_reduce(values_Nk, group=head.group)
-    return values_Nk
-
-
-def _add_product(sum_NH: Tensor, left_Ns: Tensor, right_sH: Tensor) -> None:
-    """Add a matrix product to a float32 sum; on GPUs in one kernel, which does not round the product first."""
-    if sum_NH.is_cuda:
-        torch.addmm(sum_NH, left_Ns, right_sH, out_dtype=torch.float32, out=sum_NH)
-    else:
-        sum_NH += left_Ns @ right_sH
-
-
-@dataclass(frozen=True)
-class TopLogits:
-    """Asks for the `topk` largest logits of each token, in the way in which a loss declares it."""
-
-    topk: int
-    needs: ClassVar[frozenset[Need]] = frozenset({"topk_logits"})
-
-
-def scores_of(
-    shard: Shard,
-    temperature: float,
-    loss: Loss | TopLogits | None,
-    wait_for: Callable[[Tensor], None],
-    teacher_ids_bTk: Tensor | None = None,
-    keep: bool = False,
-) -> Callable[..., dict[str, Tensor]]:
-    """A function for megatron-core's `output_processor`, which takes the place of the model's last matrix: returns
-    `logprobs` [b, T] of the micro-batch's tokens and, under the names of `Batch`'s fields, what `loss` needs besides,
-    with `teacher_ids_bTk` for `student_topk_logprobs`. `wait_for` is called with the matrix before it is used, because
-    the forward pass of its module does not run. `keep`: a backward pass follows, and the logits are kept for it.
-    """
-    needs = frozenset() if loss is None else needs_of(loss)
-    of_teacher = "student_topk_logprobs" in needs
-    if of_teacher and teacher_ids_bTk is None:
-        raise ValueError("the loss reads student_topk_logprobs, and this run's batches have no teacher_topk_ids")
-    topk = loss.topk if "topk_logits" in needs else 0  # pyrefly: ignore  # a loss with this need has it
-
-    def scores(
-        hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: object
-    ) -> dict[str, Tensor]:
-        weight_vH = output_layer.weight if output_weight is None else output_weight
-        wait_for(weight_vH)
-        cap, group = soft_cap_of(output_layer), _vocabulary_group()
-        head = LMHead(temperature, cap, "entropy" in needs, topk, group, keep, others=of_teacher)
-        hidden_NH = _of_all_ranks(hidden_states, output_layer).transpose(0, 1).flatten(0, 1)
-        next_N = shard.next_tokens_nS.flatten()
-        others_Nk = shard.pack(teacher_ids_bTk) if of_teacher and teacher_ids_bTk is not None else None
-        names = ("logprobs", "entropy", "topk_logits", "topk_ids", "student_topk_logprobs")
-        found = dict(zip(names, LinearScores.apply(hidden_NH, weight_vH, next_N, others_Nk, head), strict=True))
-        return {name: shard.unpack(values) for name, values in found.items() if values is not None}
-
-    return scores
-
-
-def check_scorable(model: Any) -> None:
-    """Check that the last stage of a model gives its hidden states to `scores_of`.
-
-    Raises:
-        TrainingError: it has a last matrix of its own kind, or megatron-core's class for it has no such hook.
-    """
-    if "output_processor" not in inspect.signature(model.forward).parameters:
-        raise TrainingError(
-            f"policy.model_name: megatron-core's {type(model).__name__} has no output_processor, by which logprobs are "
-            "computed; choose a model whose class there is GPTModel"
-        )
-    soft_cap_of(model.output_layer)
-
-
-def soft_cap_of(output_layer: Any) -> float | None:
-    """The soft cap of the logits (Gemma 2), or None.
-
-    Raises:
-        TrainingError: the layer does something else than to multiply, which `LinearScores` would leave out.
-    """
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-
-    kind, cap = type(output_layer), getattr(output_layer.config, "final_logit_softcapping", None)
-    multiplies = isinstance(output_layer, ColumnParallelLinear) and output_layer.bias is None
-    if not multiplies or output_layer.config.use_mup or (kind.forward is not ColumnParallelLinear.forward and not cap):
-        raise TrainingError(
-            f"policy.model_name: the output layer of this model ({kind.__name__}) is not a plain matrix, which is all "
-            "that logprobs can be computed of; choose another model, or no adapter on output_layer"
-        )
-    return cap if kind.forward is not ColumnParallelLinear.forward else None
-
-
-def _of_all_ranks(hidden_SnH: Tensor, output_layer: Any) -> Tensor:
-    """The hidden states of all positions; in the backward pass, the sum of the gradients of all ranks."""
-    from megatron.core.tensor_parallel import mappings
-
-    if output_layer.sequence_parallel:
-        return mappings.gather_from_sequence_parallel_region(hidden_SnH, group=_vocabulary_group())
-    return mappings.copy_to_tensor_model_parallel_region(hidden_SnH, group=_vocabulary_group())
-
-
-def _vocabulary_group() -> Any:
-    from megatron.core.parallel_state import get_tensor_model_parallel_group
-
-    return get_tensor_model_parallel_group()
+def _of_ranks(values: Tensor, head: LMHead) -> list[Tensor]:
+    """The values of all ranks that have a part of the vocabulary."""
+    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(head.group))]
+    dist.all_gather(gathered, values.contiguous(), head.group)
+    return gathered

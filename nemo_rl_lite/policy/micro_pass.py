@@ -1,4 +1,4 @@
-"""What a forward and backward pass over one micro-batch is made of, however the micro-batches follow one another."""
+"""The parts of a forward and backward pass over one micro-batch, common to schedules and CUDA graphs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,22 +17,21 @@ from nemo_rl_lite.policy.micro_batches import ModelInput
 from nemo_rl_lite.policy.model import MegatronModel
 
 Before = Callable[[int, int], None] | None
-"""Called before each micro-batch, with the number of those that have not begun, and of those that may still run."""
+"""Called before each micro-batch, with the numbers of micro-batches that have not begun and that may still run."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training pass measured, each its share of the global batch's."""
+    """A training pass's metrics of its loss, and its `mismatch_metrics` where it compares with the engines. Each is a
+    share of the global batch's."""
 
     metrics: Metrics
-    """Those of the loss."""
     mismatch: Metrics
-    """The `mismatch_metrics`, where the pass compares with the engines."""
 
 
 class Pace:
-    """Keeps the host one micro-batch ahead of the device at most: both are busy, and the host knows how far the device
-    is. The last pipeline stage calls it; megatron-core lets others wait for the device at each send."""
+    """Keeps the host at most one micro-batch ahead of the device, so that it knows the device's progress. The last
+    pipeline stage calls it; on other stages megatron-core waits for the device at each send."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
@@ -67,7 +66,7 @@ def announced(
 
 
 def rows_of(micro: ModelInput, batch: Batch) -> Batch:
-    """The rows of a batch that a micro-batch has, as wide as its longest; in a bucket, as many and as wide as that."""
+    """The micro-batch's rows of a batch, cut to its longest; in a bucket, padded to the bucket's rows and width."""
     own = batch.rows(micro.rows, micro.width)
     return own if micro.bucket is None else own.padded_to(micro.bucket.rows, micro.bucket.width)
 
@@ -75,7 +74,7 @@ def rows_of(micro: ModelInput, batch: Batch) -> Batch:
 def trained_on(
     scores: dict[str, Tensor], own: Batch, loss: Loss, counts: Normalizers, mismatch_counts: Normalizers | None
 ) -> tuple[Tensor, Trained]:
-    """The loss of a micro-batch, with gradient, from what `scores_of` gives, and what was measured."""
+    """The loss of a micro-batch, with gradient, from its `scores_of`, and its metrics."""
     logprobs_BT = scores.pop("logprobs")
     whole, mismatch = replace(own, **scores), {}
     if mismatch_counts is not None:
@@ -86,9 +85,9 @@ def trained_on(
 
 
 def view_of(micro: ModelInput, device: torch.device, context: ContextRanks) -> dict[str, Tensor]:
-    """Host tensors that say where each token is and which tokens it sees: `positions`, and a mask on a CPU or sequence
-    boundaries for Transformer Engine, which is causal by itself and needs nothing where right-padded sequences have a
-    row each. The mask and the boundaries are those of the whole row, of which this rank may have a part."""
+    """Host tensors of each token's place and visible tokens: `positions`, and a mask on a CPU, or sequence boundaries
+    of packs for Transformer Engine, which is causal by itself. Mask and boundaries are those of the whole row, also
+    where this rank has a part of it."""
     seen = {"positions": context.own(micro.positions(), micro)}
     if device.type == "cpu":
         return seen | {"attention_mask": micro.hidden_from()}
@@ -103,7 +102,7 @@ def forward(
     longest: int,
     scores: Callable[..., dict[str, Tensor]],
 ) -> Any:
-    """The output of a stage; `seen` is a `view_of` the micro-batch, whose longest sequence has `longest` tokens."""
+    """The output of a stage. `seen`: `view_of` the micro-batch, whose longest sequence has `longest` tokens."""
     # megatron-core would make a stage's output float32.
     options: dict[str, Any] = {"fp32_output": False} if model.half_precision else {}
     if "boundaries" in seen:
@@ -116,7 +115,7 @@ def forward(
             cu_seqlens_kv=seen["boundaries"],
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            # Asked for where ranks share sequences. A sequence's own padding is part of it here, and saying so saves a
+            # Required where ranks share sequences. A sequence's own padding is part of it here, which saves a
             # comparison on the GPU in each layer.
             cu_seqlens_q_padded=padded,  # pyrefly: ignore
             cu_seqlens_kv_padded=padded,  # pyrefly: ignore

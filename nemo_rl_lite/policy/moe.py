@@ -1,18 +1,17 @@
-"""Router replay: the policy computes with the experts that the engine chose for each token.
+"""The routers of a mixture-of-experts model: what they compute in, what may change them, and their replay.
 
-Engine and policy round differently. Where two experts are nearly as good, their routers choose different ones, and the
-token's logprobs differ by far more than by rounding. With the engine's choice they do not (Ma et al., "Stabilizing MoE
-reinforcement learning by aligning training and inference routers", arXiv:2510.11370). Only the choice is replayed: the
-experts' weights are the probabilities that the policy's own router gives them, with gradient.
+Router replay: the policy computes with the experts that the engine chose for each token. Engine and policy round
+differently. Where two experts are nearly as good, their routers choose different ones, and the token's logprobs differ
+by far more than by rounding; with the engine's choice they do not (Ma et al., "Stabilizing MoE reinforcement learning
+by aligning training and inference routers", arXiv:2510.11370). Only the choice is replayed: the experts' weights are
+the probabilities of the policy's own router, with gradient.
 
-megatron-core's routers ask the object in their field `router_replay` for the experts to take. The one here knows two
-things that megatron-core's does not: tokens without a choice, for which the router chooses, and micro-batches of a
-pipeline, whose layers may be computed again after later micro-batches have begun.
+megatron-core's routers ask the object in their field `router_replay` for the experts. The one here also handles tokens
+without a choice, for which the router chooses, and micro-batches of a pipeline, whose layers may be computed again
+after later micro-batches have begun.
 
 Shapes: n rows of S positions, M of which this rank's routers see; L layers of the model; E experts, k of which are
 chosen; b sequences of up to `width` tokens.
-
-The routers of a mixture-of-experts model: what they compute in, and what may change them.
 """
 
 from collections import deque
@@ -31,7 +30,7 @@ from nemo_rl_lite.policy.micro_batches import ModelInput, sent
 
 @dataclass(eq=False)
 class ReplayedRouter:
-    """What a layer's router takes instead of its own choice."""
+    """The experts that a layer's router takes instead of its own choice."""
 
     layer: int
     """The layer's index in the whole model."""
@@ -41,7 +40,7 @@ class ReplayedRouter:
     _again: deque[Tensor | None] = field(default_factory=deque)
 
     def begin(self, experts_Mk: Tensor | None, trains: bool) -> None:
-        """The next forward pass is over a micro-batch with these experts; with None the router chooses."""
+        """Set the experts of the next forward pass, over one micro-batch; with None the router chooses."""
         self._now = experts_Mk
         if trains and self.recomputes:
             self._again.append(experts_Mk)
@@ -54,7 +53,7 @@ class ReplayedRouter:
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """The scores of the experts to take, and these, [M, k] each; called by megatron-core."""
+        """Return the scores of the experts to take, and the experts, [M, k] each; called by megatron-core."""
         scores_Mk, own_Mk = default_compute_topk(scores_ME, topk, num_groups, group_topk)
         # Backward passes come in the order of the forward passes.
         is_again = self.recomputes and torch.is_grad_enabled() and self._again
@@ -73,17 +72,17 @@ class RouterReplay:
     context: ContextRanks
     sequence_rank: int
     sequence_size: int
-    """The tensor-parallel ranks that have a part of each sequence each."""
+    """The tensor-parallel ranks that split each sequence."""
     device: torch.device
 
     def begin(self, micro: ModelInput, experts_BTLk: Tensor | None, trains: bool) -> None:
-        """The next forward pass is over `micro`, whose rows come from a batch with these experts, on the host."""
+        """Set the experts of the next forward pass, over `micro`, from those of the whole batch, on the host."""
         told = self._own(micro, experts_BTLk) if experts_BTLk is not None else [None] * len(self.routers)
         for router, own in zip(self.routers, told, strict=True):
             router.begin(own, trains)
 
     def _own(self, micro: ModelInput, experts_BTLk: Tensor) -> Sequence[Tensor]:
-        """For each router, the experts [M, k] at the positions that it sees, in its order: position by position."""
+        """For each router, the experts [M, k] at the positions that it sees, position by position."""
         layers = torch.tensor([router.layer for router in self.routers], dtype=torch.long)
         experts_bTLk = experts_BTLk[micro.rows, : micro.width][:, :, layers]
         laid_nSLk = self.context.own(micro.lay(experts_bTLk, NO_EXPERT), micro)
@@ -102,7 +101,7 @@ def set_fields(provider: Any, options: MegatronConfig) -> None:
 
 
 def freeze(chunks: list[Any]) -> list[Any]:
-    """Take the routers' weights out of training. Comes before the chunks are wrapped, which gives gradients memory."""
+    """Freeze the routers' weights, before the chunks are wrapped, which allocates gradients."""
     for router in _routers(chunks):
         for parameter in router.parameters():
             parameter.requires_grad_(False)
@@ -110,21 +109,21 @@ def freeze(chunks: list[Any]) -> list[Any]:
 
 
 def keep_biases_in_float32(chunks: list[Any]) -> None:
-    """Do at once what megatron-core does in the first forward pass, because a copy of the memory from before would not
-    fit any more. Comes before the weights are loaded, so that the biases are not rounded."""
+    """Convert the biases now, not in the first forward pass as megatron-core does: copies of the memory would not fit
+    afterwards. Comes before the weights are loaded, so that the biases are not rounded."""
     for bias in expert_biases(chunks):
         bias.data = bias.data.float()
 
 
 def expert_biases(chunks: list[Any]) -> list[Tensor]:
-    """The biases, [experts] of a layer each, that balance experts. They are buffers: no gradient changes them, but
-    megatron-core's `finalize_model_grads` does, at a rate above 0."""
+    """The biases that balance experts, [experts] for each layer. They are buffers, which megatron-core's
+    `finalize_model_grads` changes at a rate above 0."""
     biases = (getattr(router, "expert_bias", None) for router in _routers(chunks))
     return [bias for bias in biases if bias is not None]
 
 
 def replaying(chunks: list[Any], options: MegatronConfig, context: ContextRanks, device: torch.device) -> RouterReplay:
-    """Let the routers take the experts that they are told."""
+    """Install replay in the routers of these chunks."""
     from megatron.core import parallel_state
 
     splits, recomputes = options.sequence_parallel, options.activation_checkpointing

@@ -1,4 +1,4 @@
-"""Forward and backward passes over micro-batches through megatron-core's schedules (pipelined or not)."""
+"""Forward and backward passes over micro-batches, through megatron-core's schedules (pipelined or not)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -14,12 +14,12 @@ from nemo_rl_lite.policy import activation_offload
 from nemo_rl_lite.policy.context import Shard
 from nemo_rl_lite.policy.graphs import MicroBatchGraphs
 from nemo_rl_lite.policy.logprobs import TopLogits, scores_of
-from nemo_rl_lite.policy.micro_batches import Layout, ModelInput, cut, sent, sent_together
+from nemo_rl_lite.policy.micro_batches import Layout, ModelInput, cut, sent_together
 from nemo_rl_lite.policy.micro_pass import Before, Pace, Trained, announced, forward, rows_of, trained_on, view_of
 from nemo_rl_lite.policy.model import MegatronModel
 
 Last = tuple[Callable[..., dict[str, Tensor]], Callable[..., Any]]
-"""What the last stage does with a micro-batch: see `scores_of`; what is made of these scores."""
+"""The last stage's functions for a micro-batch: `scores_of` it, and the function of these scores."""
 
 
 def forward_scores(
@@ -30,12 +30,10 @@ def forward_scores(
     temperature: float,
     before: Before = None,
     loss: Loss | TopLogits | None = None,
-    teacher_ids_BTk: Tensor | None = None,
     experts_BTLk: Tensor | None = None,
 ) -> dict[str, Tensor] | None:
     """`logprobs` [B, T] of the tokens under the model at `temperature` and, under the names of `Batch`'s fields, what
-    `loss` needs besides, of the tokens `teacher_ids_BTk` where it compares those; all on the CPU. None on ranks without
-    logits.
+    `loss` needs besides, all on the CPU. None on ranks without logits.
 
     Entry t is log p(token t | tokens before t); entry 0 and those beyond a sequence's end are 0. `before`: see
     `Before`. `experts_BTLk`: see `Batch.routed_experts`.
@@ -43,7 +41,6 @@ def forward_scores(
     model.train_mode(False)
     micro_batches = _agreed_cut(model, tokens_BT, lengths_B, layout)
     model.clock.begin()
-    # `before` goes by the pace of the micro-batches.
     pace = Pace(model.device)
 
     def score(shard: Shard) -> Last:
@@ -53,9 +50,7 @@ def forward_scores(
                 pace.keep()
             return copies
 
-        micro = shard.micro
-        ids = None if teacher_ids_BTk is None else sent(teacher_ids_BTk[micro.rows, : micro.width], model.device)
-        return scores_of(shard, temperature, loss, model.gather.wait_for, ids), on_host
+        return scores_of(shard, temperature, loss, model.gather.wait_for), on_host
 
     with torch.no_grad(), activation_offload.suspended(model.chunks):
         parts = _run(model, micro_batches, score, experts_BTLk, forward_only=True, before=before, pace=pace)
@@ -85,7 +80,7 @@ def forward_backward(
     mismatch_counts: Normalizers | None = None,
     graphs: MicroBatchGraphs | None = None,
 ) -> list[Trained]:
-    """Accumulate the gradient of the summed micro-batch losses over all data-parallel ranks; returns what was measured.
+    """Accumulate the gradient of the summed micro-batch losses over all data-parallel ranks; returns measurements.
 
     With `mismatch_counts`, the policy has not moved since it sampled: its previous logprobs are those of this pass, so
     that importance ratios are exactly 1 (`force_on_policy_ratio` of NeMo-RL), and the engines' are compared with them.
@@ -119,7 +114,7 @@ def forward_backward(
 
 
 def _agreed_cut(model: MegatronModel, tokens_BT: Tensor, lengths_B: Tensor, layout: Layout) -> list[ModelInput]:
-    """Cut into as many micro-batches as every other replica: expert-parallel collectives come once a micro-batch."""
+    """Cut into the same number of micro-batches on every replica, because each has expert-parallel collectives."""
     micro_batches = cut(tokens_BT, lengths_B, layout)
     if model.place.data_size > 1 and layout.mode != "fixed":
         most = torch.tensor(len(micro_batches), device=model.device)

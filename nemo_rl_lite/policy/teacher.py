@@ -1,5 +1,7 @@
-"""One rank of a teacher: a model that scores what the policy has sampled, and does not train. A plain class, as the
-policy's worker is; `cluster/` runs it in an actor of its own, because a process has one parallel layout."""
+"""A teacher on one rank: a model that scores the policy's samples and does not train.
+
+A plain class; `cluster/` hosts it in its own actor, because a process has one parallel layout.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -30,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TeacherScores:
-    """What a teacher says of the N tokens of some rows, joined end to end; see `TokenRow`."""
+    """A teacher's scores of the N tokens of some rows, joined end to end; see `TokenRow`."""
 
     logprobs: np.ndarray
     """[N]."""
@@ -90,7 +92,7 @@ class TeacherWorker:
 
     def score(self, rows: Sequence[TokenRow]) -> TeacherScores | None:
         """The teacher's logprobs of this replica's rows at the sampling temperature and, with `topk`, its largest
-        logits in the place of each token."""
+        logits for each token."""
         batch = Batch.padded(rows)
         asked = None if self._topk is None else TopLogits(self._topk)
         with self._memory.phase("logprob"):

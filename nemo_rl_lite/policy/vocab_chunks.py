@@ -1,5 +1,4 @@
-"""What is read of a slice of logits, and the slice's gradient, in torch: on CPUs, and for what the kernels of
-`slice_scores_kernel` leave out.
+"""Reductions over slices of logits, and their gradient, in torch: on CPUs, and for what `vocab_chunks_kernel` lacks.
 
 Shapes: N positions, v entries of the vocabulary on this tensor-parallel rank, s of them in a slice, k of the largest,
 or of others that are asked for.
@@ -15,20 +14,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LMHead:
-    """What is computed of the logits, and how these are made."""
+    """The logits, and what is computed from them."""
 
     temperature: float
     soft_cap: float | None
     """Logits are `soft_cap * tanh(logits / soft_cap)`, before the temperature (Gemma 2)."""
     entropy: bool
     topk: int
-    """How many of the largest logits are wanted; 0 for none."""
+    """The number of largest logits; 0 for none."""
     group: dist.ProcessGroup
     """The ranks that have a part of the vocabulary each."""
     keep: bool = False
-    """Whether the logits [N, v] are kept for the backward pass, which otherwise computes them again."""
+    """Whether the logits [N, v] are kept for the backward pass instead of computed again."""
     others: bool = False
-    """Whether logprobs of other tokens than the next ones are wanted."""
+    """Whether logprobs of other tokens than the next ones are computed."""
 
     @property
     def plain(self) -> bool:
@@ -38,7 +37,7 @@ class LMHead:
 
 @dataclass(frozen=True)
 class VocabReductions:
-    """What the gradient of a slice needs of the whole vocabulary."""
+    """Reductions over the full vocabulary that the backward of one slice needs."""
 
     log_total_N: Tensor
     """The log of the sum of exp(logits)."""
@@ -50,8 +49,8 @@ class VocabReductions:
 
 
 class Reader:
-    """Reads the slices of a vocabulary one after the other. `own_N` are the next tokens, and `others_Nk` those that
-    `head.others` asks for, counted from this rank's first entry, so that those of other ranks are outside."""
+    """Reads the slices of a vocabulary one after the other. `own_N` are the next tokens, and `others_Nk` the others of
+    `head.others`. Both are counted from this rank's first entry, so that tokens of other ranks are outside."""
 
     def __init__(self, own_N: Tensor, head: LMHead, others_Nk: Tensor | None = None):
         self._own_N, self._head, self._others_Nk = own_N, head, others_Nk
@@ -69,31 +68,34 @@ class Reader:
             self._chosen.append(_chosen(logits_Ns, self._others_Nk, start))
         chosen_N = _chosen(logits_Ns, self._own_N[:, None], start)[:, 0]
         first_N, logprobs_Ns = logits_Ns[:, 0].float(), logits_Ns.log_softmax(dim=1, dtype=torch.float32)
-        self._parts.append(torch.stack([first_N - logprobs_Ns[:, 0], chosen_N, _entropy(logprobs_Ns, self._head)]))
+        entropy_N = torch.zeros_like(first_N)
+        if self._head.entropy:
+            entropy_N = -(logprobs_Ns.exp().mul_(logprobs_Ns)).sum(dim=1)
+        self._parts.append(torch.stack([first_N - logprobs_Ns[:, 0], chosen_N, entropy_N]))
 
     def totals(self) -> Tensor:
-        """[3, N]: the log of the sum of exp(logits), the next token's logit (0 where it is not), the entropy (any
-        number where nobody asks)."""
+        """[3, N]: the log of the sum of exp(logits), the next token's logit (0 on other ranks), the entropy (undefined
+        without `head.entropy`)."""
         return joined(torch.stack(self._parts))
 
     def largest(self) -> tuple[Tensor, Tensor]:
-        """The largest logits [N, k] and their tokens, where they are wanted; all, where there are no k."""
+        """The largest logits [N, k] and their tokens; all, where there are fewer than k."""
         values, ids = (torch.cat(parts, dim=1) for parts in zip(*self._tops, strict=True))
         return largest(values, ids, self._head.topk)
 
     def others(self) -> Tensor:
-        """The logits [N, k] of the other tokens, where they are wanted; 0 for those of other ranks."""
+        """The logits [N, k] of the other tokens; 0 for tokens of other ranks."""
         return torch.stack(self._chosen).sum(dim=0)
 
 
 class Gradient:
-    """The gradient of slices of logits. `gradients` are those of logprobs, entropies, largest logits and logprobs of
-    the other tokens, divided by the temperature, because whatever follows the logits divides theirs."""
+    """The gradient of slices of logits. `gradients`: of logprobs, entropies, largest logits and logprobs of the other
+    tokens, divided by the temperature."""
 
     def __init__(self, own_N: Tensor, head: LMHead, totals: VocabReductions, gradients: Sequence[Tensor | None]):
         self._own_N, self._head, self._totals, self._gradients = own_N, head, totals, gradients
         of_logprob_N = gradients[0]
-        # A row of the plain gradient has the same factor everywhere, which is cheaper where it meets H values.
+        # A row of the plain gradient has one factor, which is cheaper to apply to H values than to s.
         self.factor_N1 = -of_logprob_N[:, None] if head.plain else None  # pyrefly: ignore
 
     def of(self, logits_Ns: Tensor, start: int) -> Tensor:
@@ -145,24 +147,19 @@ def largest(values: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _warped(logits_Ns: Tensor, head: LMHead) -> Tensor:
-    """Logits under soft cap and temperature; float32 where they are computed with, and a copy where they change."""
+    """Logits under soft cap and temperature: a float32 copy where they change."""
     if head.soft_cap is not None:
         logits_Ns = (logits_Ns.float() / head.soft_cap).tanh_().mul_(head.soft_cap)
     return logits_Ns.float() / head.temperature if head.temperature != 1 else logits_Ns
 
 
 def _chosen(logits_Ns: Tensor, ids_Nk: Tensor, start: int) -> Tensor:
-    """The slice's logits of some tokens, float32 [N, k]; 0 for those that are not in it."""
+    """The slice's logits of some tokens, float32 [N, k]; 0 for tokens outside it."""
     index_Nk, inside_Nk = _places(ids_Nk, start, logits_Ns.shape[1])
     return torch.where(inside_Nk, logits_Ns.gather(1, index_Nk).float(), 0.0)
 
 
-def _entropy(logprobs_Ns: Tensor, head: LMHead) -> Tensor:
-    """Entropy [N] of a slice by itself; 0 where nobody asks."""
-    return -(logprobs_Ns.exp().mul_(logprobs_Ns)).sum(dim=1) if head.entropy else torch.zeros_like(logprobs_Ns[:, 0])
-
-
 def _places(ids: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Places of entries of the vocabulary in a slice, 0 for others, and whether they are in it."""
+    """Places of entries of the vocabulary in a slice, 0 for entries outside, and whether they are inside."""
     inside = (ids >= start) & (ids < start + width)
     return torch.where(inside, ids - start, 0), inside

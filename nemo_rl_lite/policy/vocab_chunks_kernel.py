@@ -1,4 +1,4 @@
-"""What is read of a slice of logits, and the slice's gradient, in one pass over the GPU's memory each, by Triton.
+"""Triton kernels of `vocab_chunks`: reductions over a slice of logits, and its gradient, in one pass each.
 
 Import this only where there is a GPU, because Triton compiles for one. Shapes: N positions, s entries of the slice. A
 slice is a contiguous [N, s] tensor in bfloat16 or float32; all sums are float32.
@@ -19,7 +19,7 @@ _WARPS = 8
 
 @triton.jit
 def _read(logits, own, state, rows, width, start, scale, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
-    """A row of the slice joins the row's state: largest logit, sum of exp(logit - largest), the sum of these times
+    """Add a row of the slice to the row's state: largest logit, sum of exp(logit - largest), the sum of these times
     (logit - largest), the next token's logit."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -62,8 +62,8 @@ def _differentiate(
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A row of the slice becomes its gradient: -p (g + (log p + E) h) where p is a probability, E the entropy, and g
-    and h the gradients of logprob and entropy; at the next token what `of_own` says."""
+    """Replace a row of the slice by its gradient: -p (g + (log p + E) h) where p is a probability, E the entropy, and g
+    and h the gradients of logprob and entropy; at the next token `of_own`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -78,7 +78,7 @@ def _differentiate(
 
 
 class Reader:
-    """`slice_scores.Reader` for logits without soft cap of which nobody wants the largest or those of other tokens."""
+    """`vocab_chunks.Reader` without soft cap, largest logits and other tokens."""
 
     def __init__(self, own_N: Tensor, head: LMHead, others_Nk: None = None):
         self._own_N, self._scale, self._entropy = own_N.contiguous(), 1 / head.temperature, head.entropy
@@ -103,7 +103,7 @@ class Reader:
 
 
 class Gradient:
-    """`slice_scores.Gradient` for the same logits. It takes the place of the logits that it is given."""
+    """`vocab_chunks.Gradient` for the same cases. It overwrites the logits that it is given."""
 
     factor_N1 = None
 

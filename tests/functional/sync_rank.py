@@ -106,14 +106,14 @@ def reads_of(config: Config, worker: MegatronWorker) -> dict[str, int]:
     worker.hold(rows)
     worker.prepare_for_training()
     counts, reads = loss.counts(rows), Reads()
-    step = worker._training.optimizer.step
+    step = worker._optimizer.step
 
     def paused() -> Any:
         with reads.pausing():
             return step()
 
     # On a CPU megatron-core steps with torch's optimizer, which reads the number of steps of each parameter.
-    worker._training.optimizer.step = paused
+    worker._optimizer.step = paused
     for _ in range(2):
         reads.found.clear()
         with Copies(reads), reads:

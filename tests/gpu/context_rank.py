@@ -71,7 +71,7 @@ def run(model_folder: str, output: Path, overrides: list[str]) -> None:
 
 def master_weights(worker: MegatronWorker) -> list[torch.Tensor]:
     """Float32 weights as this rank's optimizer has them."""
-    return [on_host(own) for group in worker._training.optimizer.param_groups for own in group["params"]]
+    return [on_host(own) for group in worker._optimizer.param_groups for own in group["params"]]
 
 
 def on_host(values: torch.Tensor) -> torch.Tensor:

@@ -186,7 +186,7 @@ def run(model_folder: str, overrides: list[str]) -> dict[str, Any]:
 
 def pairs(worker: MegatronWorker) -> list[tuple[Tensor, Tensor]]:
     """The one optimizer's parameters as the model has them, flat, each with its float32 master."""
-    (distributed,) = worker._training.optimizer.chained_optimizers
+    (distributed,) = worker._optimizer.chained_optimizers
     on_host = getattr(distributed.optimizer, "param_to_fp32_param", None)
     shards = [shard for group in distributed.shard_float16_groups for shard in group]
     if on_host is not None:

@@ -1,6 +1,7 @@
 """Shares of a batch that are equal in number and nearly equal in work."""
 
 import random
+from itertools import batched
 
 import pytest
 
@@ -61,19 +62,15 @@ def test_padded_micro_batches_of_all_replicas_are_nearly_equal_work(together):
             shares = balanced_shares(lengths, 8, float, together, own_layout)
             assert sorted(row for share in shares for row in share) == list(range(512))
             assert all(len(share) == 64 for share in shares)
+            # Neighbours that a loss compares are in one share.
+            assert all(row % together == place % together for share in shares for place, row in enumerate(share))
+            groups = [list(batched((row // together for row in share), together)) for share in shares]
+            assert all(len(set(group)) == 1 for share in groups for group in share)
             owned = [[lengths[row] for row in share] for share in shares]
             most = max(len(layout.groups(own)) for own in owned)
             works = [work(own, layout, float, most) for own in owned]
             idle[name].append(1 - sum(works) / len(works) / max(works))
     assert sum(idle["padded"]) / 6 < 0.02 < 0.03 < sum(idle["sums"]) / 6
-
-
-def test_neighbours_that_a_loss_compares_go_to_one_replica():
-    layout = Layout("dynamic", 16384, 64, 2)
-    for share in balanced_shares(lengths_of_prompts(1), 8, float, 2, layout):
-        assert all(
-            first % 2 == 0 and second == first + 1 for first, second in zip(share[::2], share[1::2], strict=True)
-        )
 
 
 def test_the_work_of_a_padded_share_counts_its_padding():

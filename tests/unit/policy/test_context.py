@@ -51,22 +51,14 @@ def test_every_token_is_with_one_rank_that_knows_the_next(size):
     order = torch.arange(len(gathered)) if size == 1 else shards[0].order
     assert torch.equal(gathered[order], micro.tokens_nS[0])
     following = torch.cat([own.next_tokens_nS for own in shards], dim=1)[0][order]
+    # Values about tokens, as a teacher's: unpacking what all ranks have packed gives them back.
+    values_bTk = torch.arange(4 * micro.width * 2).view(4, micro.width, 2) + 1
+    packed_back = micro.unpack(torch.cat([own.pack(values_bTk) for own in shards])[order])
     found = micro.unpack(following)
     for row, length in enumerate((11, 3, 16, 8)):
         first = 1 + 20 * row
         assert found[row, 1:length].tolist() == list(range(first + 1, first + length))
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_values_about_tokens_go_to_the_rank_that_computes_them(size):
-    """What a teacher says of each token: unpacking what all ranks have packed gives it back."""
-    micro = packed(size)
-    shards = [Shard.of(micro, ContextRanks(rank, size), CPU) for rank in range(size)]
-    values_bTk = torch.arange(4 * micro.width * 2).view(4, micro.width, 2) + 1
-    gathered = torch.cat([own.pack(values_bTk) for own in shards])
-    found = micro.unpack(gathered if size == 1 else gathered[shards[0].order])
-    for row, length in enumerate((11, 3, 16, 8)):
-        assert torch.equal(found[row, 1:length], values_bTk[row, 1:length])
+        assert torch.equal(packed_back[row, 1:length], values_bTk[row, 1:length])
 
 
 def test_sequences_are_padded_to_equal_chunks():

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from nemo_rl_lite.policy.micro_batches import Layout, cut
+from nemo_rl_lite.policy.micro_batches import Layout, cut, packed, packed_bytes, unpacked
 
 MODES = pytest.mark.parametrize("layout", [Layout("fixed", 3, 1), Layout("dynamic", 48, 4), Layout("packed", 40, 8)])
 
@@ -121,3 +121,22 @@ def test_a_pair_that_is_longer_than_the_limit_has_a_micro_batch_of_its_own():
     tokens, lengths = torch.zeros(4, 20, dtype=torch.int64), torch.tensor([20, 20, 3, 4])
     micro_batches = cut(tokens, lengths, Layout("packed", 30, 1, together=2))
     assert sorted(sorted(micro.rows.tolist()) for micro in micro_batches) == [[0, 1], [2, 3]]
+
+
+def test_what_arrives_in_one_copy_is_what_was_packed():
+    values = {
+        "tokens": torch.arange(35).reshape(5, 7),
+        "flags": torch.tensor([True, False, True]),
+        "empty": torch.empty(0, 4),
+        "columns": torch.randn(6, 3)[:, 1],
+        "one": torch.tensor(2.5, dtype=torch.float64),
+        "experts": torch.arange(12, dtype=torch.int16).reshape(2, 3, 2).transpose(0, 1),
+    }
+    whole = packed(values, pin=False)
+    assert whole.shape == (packed_bytes(values),)
+    there = torch.empty_like(whole)
+    # Only shapes and types matter, as of the tensors that a recorded pass was made with.
+    views = unpacked(there, {name: torch.empty_like(one) for name, one in values.items()})
+    there.copy_(whole)
+    assert list(views) == list(values)
+    assert all(views[name].dtype == one.dtype and torch.equal(views[name], one) for name, one in values.items())

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_rl_lite.policy.checkpoint import make_states, own_settings, require_states, restore_split, set_step_counts
+from nemo_rl_lite.policy.checkpoint import complete_states, make_states, own_settings
 
 
 class Split:
@@ -29,9 +29,9 @@ def test_states_that_a_first_step_would_make_are_there_in_both_parts():
     own = Split()
     optimizer = wrapped(own)
     with pytest.raises(RuntimeError, match="left out optimizer states"):
-        require_states(optimizer)
+        complete_states(optimizer)
     make_states(optimizer)
-    require_states(optimizer)
+    complete_states(optimizer)
     assert own.collected == 1 and optimizer.init_state_fn is not None
     for part in own.sub_optimizers:
         (state,) = part.state.values()
@@ -46,7 +46,7 @@ def test_each_part_counts_on_from_the_step_that_was_read():
     make_states(wrapped(own))
     for part in own.sub_optimizers:
         part.param_groups[0]["step"] = 5
-    set_step_counts(wrapped(own))
+    complete_states(wrapped(own))
     assert [float(state["step"]) for part in own.sub_optimizers for state in part.state.values()] == [5, 5]
     # It would be given to the parts before every step.
     assert "step" not in own.param_groups[0]
@@ -59,7 +59,7 @@ def test_states_do_not_keep_those_of_other_ranks_in_memory():
     for part in own.sub_optimizers:
         (state,) = part.state.values()
         state["exp_avg"] = everyones[3:6]
-    restore_split(wrapped(own))
+    complete_states(wrapped(own))
     for part in own.sub_optimizers:
         (state,) = part.state.values()
         assert state["exp_avg"].tolist() == [3, 4, 5] and state["exp_avg"].untyped_storage().nbytes() == 12

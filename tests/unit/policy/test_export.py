@@ -122,7 +122,7 @@ def made(convert, bucket_bytes=300, is_whole=True) -> Connected:
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 10**6])
 def test_after_the_start_the_bridge_is_left_alone(bucket_bytes):
     rank = made(as_it_is, bucket_bytes)
-    assert rank.export == "Assembly"
+    assert rank.export == "BucketReshard"
     for _ in range(3):
         exports = rank.bridge.exports
         for parameter in rank.bridge.parameters:
@@ -142,19 +142,24 @@ def one_more(norm):
     yield "tied", norm
 
 
-def rounded(norm):
-    """Numbers of elements stay as they are."""
-    yield "norm", norm
-    yield "tied", norm if norm.dtype == torch.int64 else norm.round()
+def only_values(change):
+    """The numbers of elements stay as they are."""
 
+    def convert(norm):
+        yield "norm", norm
+        yield "tied", norm if norm.dtype == torch.int64 else change(norm)
 
-def cast(norm):
-    yield "norm", norm
-    yield "tied", norm if norm.dtype == torch.int64 else norm.bfloat16()
+    return convert
 
 
 @pytest.mark.parametrize(
-    ("convert", "name"), [(doubled, "norm"), (one_more, "norm"), (rounded, "tied"), (cast, "tied")]
+    ("convert", "name"),
+    [
+        (doubled, "norm"),
+        (one_more, "norm"),
+        (only_values(torch.round), "tied"),
+        (only_values(torch.Tensor.bfloat16), "tied"),
+    ],
 )
 def test_what_is_more_than_moved_is_left_to_the_bridge_with_one_warning(convert, name, caplog):
     with caplog.at_level(logging.WARNING):
@@ -191,35 +196,24 @@ def test_a_rank_that_gives_up_a_refit_stays_in_step_with_the_others(sent, monkey
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_an_export_by_the_bridge_that_is_given_up_is_gathered_to_its_end(is_whole):
-    """Where several ranks gather."""
+@pytest.mark.parametrize("consumers", [0, 1])
+def test_what_the_bridge_exports_is_gathered_to_its_end_where_several_ranks_gather(is_whole, consumers):
+    """By a rank that gives up a refit, and by one without consumers."""
     ended = []
 
     def with_an_end(norm):
         yield from doubled(norm)
         ended.append(True)
 
-    rank = made(with_an_end, bucket_bytes=1, is_whole=is_whole)
-    rank.send()
-    before = len(ended)
-    with pytest.raises(RefitError, match="a consumer is gone"):
-        rank.send(fails_at=0)
+    if consumers:
+        rank = made(with_an_end, bucket_bytes=1, is_whole=is_whole)
+        rank.send()
+        before = len(ended)
+        with pytest.raises(RefitError, match="a consumer is gone"):
+            rank.send(fails_at=0)
+    else:
+        model = model_of(Bridge(with_an_end), is_whole)
+        producer = plan_refit(model, compose_config().refit, shared_device=False, consumers=0)
+        before = len(ended)
+        assert producer.open("127.0.0.1").join().send() is None
     assert len(ended) == before + (not is_whole)
-
-
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_a_rank_that_nobody_asks_gathers_for_others_what_the_bridge_exports(is_whole):
-    ended = []
-
-    def with_an_end(norm):
-        yield from doubled(norm)
-        ended.append(True)
-
-    model = model_of(Bridge(with_an_end), is_whole)
-    producer = plan_refit(model, compose_config().refit, shared_device=False, consumers=0)
-    before = len(ended)
-    assert producer.open("127.0.0.1").join().send() is None
-    assert len(ended) == before + (not is_whole)
-
-
-CUDA = SimpleNamespace(type="cuda")

@@ -1,5 +1,9 @@
-"""What a model must have so that logprobs can be computed of it, and what computes them."""
+"""Which models logprobs can be computed of, and by which kernels."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,3 +30,22 @@ def test_what_the_kernels_leave_out_is_torchs(asked):
     on_gpu = SimpleNamespace(is_cuda=True)
     assert _ways(on_gpu, head) is vocab_chunks  # pyrefly: ignore  # it is asked for its device alone
     assert not head.plain
+
+
+def test_the_kernels_give_what_torch_gives(tmp_path):
+    """Under Triton's interpreter."""
+    # Triton's interpreter runs kernels on a CPU; it must be asked for before Triton is imported.
+    program = """
+import sys
+from pathlib import Path
+from tests.linear_scores_cases import alone, check_everything
+from nemo_rl_lite.policy import vocab_chunks_kernel
+
+alone(Path(sys.argv[1]))
+check_everything(vocab_chunks_kernel, "cpu")
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
