@@ -1,25 +1,19 @@
-"""Turns a training command line into runs: flags, jobs of a sweep, compose, validate, run.
+"""Turns a training command line into runs: flags, jobs of a sweep, composed configurations, exit statuses.
 
-Do everything that a run does before it starts a process: configuration, data, plan.
+Imports nothing heavy: Ray reads its variables when it is imported, and a run sets them first (`close_to_others`).
 """
 
-import dataclasses
 import difflib
 import itertools
 import logging
 import shlex
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-import psutil
-from rich.markup import escape
-
-from nemo_rl_lite.checkpoint.resume import changed, find_start
 from nemo_rl_lite.config.keys import (
     CONFIG_NAME,
     RUN_FOLDER,
@@ -30,20 +24,10 @@ from nemo_rl_lite.config.keys import (
     unknown_key,
 )
 from nemo_rl_lite.config.overrides import check_overrides, given_keys, named_run_folder
-from nemo_rl_lite.config.schema import Config
-from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import ConfigError, LauncherError, RunStopped, Violation, WorkerError
-from nemo_rl_lite.models.shape import find_shape
-from nemo_rl_lite.observability.console import RunConsole
-from nemo_rl_lite.observability.environment import described
-from nemo_rl_lite.planning.budget import size
-from nemo_rl_lite.planning.gpus import size_of
-from nemo_rl_lite.planning.page import make_plan, show_plan
-from nemo_rl_lite.run.folder import LOCK_FILE, check_folder, locked
-from nemo_rl_lite.run.job import make_job
-from nemo_rl_lite.run.model import starting_model, with_chosen_template, with_teacher
-from nemo_rl_lite.system.machine import check_ray_address, check_single_launcher, why_not_writable
-from nemo_rl_lite.validation.compose import compose_config, default_values
+from nemo_rl_lite.system.machine import check_ray_address, check_single_launcher, close_to_others, why_not_writable
+from nemo_rl_lite.system.stopping import INTERRUPTED, interrupted_status, was_asked_to_end
+from nemo_rl_lite.validation.compose import compose_config
 from nemo_rl_lite.validation.notes import notes, show_notes
 
 if TYPE_CHECKING:
@@ -52,29 +36,21 @@ if TYPE_CHECKING:
     from nemo_rl_lite.config.schema import Config
     from nemo_rl_lite.observability.summary import Summary
 
-
 log = logging.getLogger(__name__)
 
 # This launcher's own flag: do everything up to the first process.
 DRY_RUN = "--dry-run"
-
 SWEEP = ("--multirun", "-m")
-
 _CFG, _INFO = ("--cfg", "-c"), ("--info", "-i")
-
-# What may follow a flag. The value of --info may be left out.
+# The values that may follow a flag (None: any). That of --info may be left out.
 _VALUES = {
     _CFG: ("job", "hydra", "all"),
     _INFO: ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
     ("--package", "-p"): None,
 }
-
-# Hydra's flags that print something instead of running.
+# Hydra's flags that print something instead of running, and those that belong to --cfg.
 _INFORMATION = ("--help", "-h", "--hydra-help", "--version", *_CFG, *_INFO)
-
-# These belong to --cfg.
 _OF_CFG = ("--resolve", "--package", "-p")
-
 FLAGS = (*_INFORMATION, *_OF_CFG, *SWEEP, DRY_RUN)
 
 
@@ -86,9 +62,14 @@ def launch(arguments: Sequence[str]) -> "list[Summary]":
         if not flags.only_informs:
             _check_place(overrides, SWEEP_FOLDER if flags.sweeps else RUN_FOLDER)
         if flags.dry_run:
-            _dry_run(configs, named_run_folder(overrides))
+            from nemo_rl_lite.run.run import dry_run
+
+            named = named_run_folder(overrides)
+            for job, config in configs:
+                # Each job of a sweep has its own folder.
+                dry_run(config, job, Path(named) if named and len(configs) == 1 else None)
             return []
-    except ConfigError as error:
+    except LauncherError as error:
         fail(error)
     if not flags.only_informs:
         return _run_all(flags, overrides, configs, shlex.join(["python", "-m", "nemo_rl_lite.train", *arguments]))
@@ -106,10 +87,10 @@ def fail(error: LauncherError, *more: str) -> NoReturn:
 
 
 def _checked(flags: "Flags", overrides: Sequence[str]) -> "list[tuple[list[str], Config]]":
-    """Return the overrides and the configuration of each job, and print what there is to note.
+    """Return the overrides and the configuration of each job, and print notes.
 
     Raises:
-        ConfigError: of everything that is wrong with the flags, the overrides, and the first job that is wrong.
+        ConfigError: all problems of the flags, the overrides, and the first job that has any.
     """
     accepted, violations = check_overrides(overrides, flags.sweeps)
     wrong = [*flags.problems(), *sweep_problems(flags, overrides)]
@@ -136,24 +117,13 @@ def _check_place(overrides: Sequence[str], key: str) -> None:
     from nemo_rl_lite.run.folder import check_place
 
     named = named_run_folder(overrides, key)
-    # Only Hydra knows what a reference stands for.
+    # Only Hydra can resolve a reference.
     folder = "." if named is not None and "${" in named else "outputs" if named is None else named
     if rule := why_not_writable(Path(folder)) if folder else "is empty":
         raise ConfigError([Violation(key, folder, rule, "name another folder, or free some space")])
     check_place(Path(folder), key)
     check_single_launcher()
     check_ray_address()
-
-
-def _dry_run(configs: "Sequence[tuple[list[str], Config]]", named: str | None) -> None:
-    # GONE
-
-    try:
-        for job, config in configs:
-            # Each job of a sweep has its own folder.
-            dry_run(config, job, Path(named) if named and len(configs) == 1 else None)
-    except LauncherError as error:
-        fail(error)
 
 
 # --- Runs
@@ -172,7 +142,9 @@ def _run_all(
         try:
             end = _guarded(config, folder, command)
         except SystemExit as status:
-            if not flags.sweeps or _was_ended(status):
+            # What the user or the scheduler ends also ends the sweep.
+            was_ended = status.code in (INTERRUPTED, RunStopped.exit_status) or was_asked_to_end()
+            if not flags.sweeps or was_ended:
                 raise
             end = status.code if isinstance(status.code, int) and status.code else LauncherError.exit_status
         except Exception:
@@ -205,13 +177,11 @@ def _begin(composed: "DictConfig", parent: str | None, number: int) -> Path:
 
 
 def _guarded(config: "Config", folder: Path, command: str) -> "Summary":
-    from nemo_rl_lite.system.machine import close_to_others
-
+    """Run in `folder`; an error that a user can act on ends the process with its message and status."""
     close_to_others()
     from nemo_rl_lite.observability.environment import ERROR_FILE
     from nemo_rl_lite.run.folder import how_to_resume, write_error
     from nemo_rl_lite.run.run import run
-    from nemo_rl_lite.system.stopping import interrupted_status
 
     try:
         return run(config, folder, command)
@@ -229,19 +199,12 @@ def _guarded(config: "Config", folder: Path, command: str) -> "Summary":
         sys.exit(interrupted_status(saves))
 
 
-def _was_ended(end: SystemExit) -> bool:
-    """Return whether the user or the scheduler ended the job, which also ends the sweep."""
-    from nemo_rl_lite.system.stopping import INTERRUPTED, was_asked_to_end
-
-    return end.code in (INTERRUPTED, RunStopped.exit_status) or was_asked_to_end()
-
-
 # --- Sweeps
 
 
 @dataclass
 class Sweep:
-    """What came of the jobs, in their order: overrides and folder of each, and its summary or exit status."""
+    """The jobs that have ended, in order: overrides and folder of each, and its summary or exit status."""
 
     overrides: Sequence[str]
     """Of the whole sweep."""
@@ -274,12 +237,12 @@ def _result(end: "Summary | int") -> str:
         "accuracy": (end.accuracy_before, end.accuracy_after),
         "validation loss": (end.val_loss_before, end.val_loss_after),
     }
-    shown = [f"{name} {_number(before)} -> {_number(after)}" for name, (before, after) in pairs.items() if after]
+    shown = [
+        f"{name} {'-' if before is None else f'{before:.3f}'} -> {after:.3f}"
+        for name, (before, after) in pairs.items()
+        if after
+    ]
     return ", ".join(shown) or f"{end.steps} steps"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
@@ -299,7 +262,7 @@ def values_of(argument: str) -> list[str]:
 
 
 def sweep_problems(flags: "Flags", overrides: Sequence[str]) -> list[Violation]:
-    """Return what is wrong with a sweep that has fewer than two jobs, one of them twice, or endlessly many."""
+    """Find a sweep that has fewer than two jobs, a job twice, or values that are not a list."""
     if not flags.sweeps:
         return []
     listed = [values_of(override) for override in overrides]
@@ -336,7 +299,7 @@ class Flags:
         return any(_name(flag) in _INFORMATION for flag in self.given)
 
     def problems(self) -> Iterator[Violation]:
-        """Yield what is wrong with the flags."""
+        """Yield problems of single flags and of their combination."""
         for flag in self.given:
             if flag.startswith("-") and _name(flag) not in FLAGS:
                 yield _unknown(flag)
@@ -346,8 +309,8 @@ class Flags:
         if names & set(_OF_CFG) and not names & set(_CFG):
             lonely = next(flag for flag in self.given if _name(flag) in _OF_CFG)
             yield Violation(lonely, None, "says how --cfg prints the configuration", f"--cfg job {lonely}")
-        kinds = {_kind(name) for name in names if name in FLAGS}
-        if len(kinds) > 1 and kinds != {DRY_RUN, SWEEP}:
+        runs = names & {*SWEEP, DRY_RUN}
+        if runs and names & {*_INFORMATION, *_OF_CFG}:
             rule_text = "one of them runs, the other only prints"
             yield Violation(" ".join(self.given), None, rule_text, "drop one")
 
@@ -371,63 +334,13 @@ def _follows(flag: str, argument: str) -> bool:
     return values is None or argument in values
 
 
-def _kind(name: str) -> object:
-    return SWEEP if name in SWEEP else DRY_RUN if name == DRY_RUN else _INFORMATION
-
-
 def _name(flag: str) -> str:
     return flag.partition("=")[0]
 
 
 def _unknown(flag: str) -> Violation:
-    close = difflib.get_close_matches(_name(flag), FLAGS, n=1, cutoff=0.8)
-    name, _, value = flag.lstrip("-").partition("=")
-    if close:
+    if close := difflib.get_close_matches(_name(flag), FLAGS, n=1, cutoff=0.8):
         return Violation(flag, None, "is no flag of this command", f"did you mean {close[0]}?")
+    name, _, value = flag.lstrip("-").partition("=")
     fix = unknown_key(name.replace("-", "_"), value or "...").fix
     return Violation(flag, None, "is no flag of this command", f"options are written as key=value: {fix}")
-
-
-def dry_run(config: Config, overrides: Sequence[str], run_folder: Path | None) -> None:
-    """Print the differences from the defaults, read and check the data, print the plan. Starts no worker, and writes
-    only to the caches of models and data. `run_folder`: the folder that the command names, if any.
-
-    Raises:
-        LauncherError: an error that would end the run before its first process.
-    """
-    console = RunConsole()
-    # Values such as [aeiou] look like markup.
-    rows = [[escape(cell) for cell in row] for row in differences(config)]
-    console.table("differences from the defaults", ["", "default", "here"], rows)
-    whole_config = described(config)
-    with tempfile.TemporaryDirectory() as empty:
-        folder = run_folder or Path(empty)
-        check_folder(folder, whole_config)
-        if (folder / LOCK_FILE).exists():
-            # Another process may be running there.
-            with locked(folder):
-                pass
-        for line in find_start(config, whole_config, folder, console.busy).lines():
-            console.say(line)
-        model = starting_model(config, console, untrained=Path(empty))
-        model = with_chosen_template(config, model, Path(empty), console.say)
-        make_job(with_teacher(config, console, untrained=Path(empty)), Path(empty), console, model)
-    runs_here = not on_gpus(config) and config.cluster.num_nodes == 1
-    there = psutil.virtual_memory().total if runs_here else None
-    plan = make_plan(config, overrides, find_shape(config.policy.model_name), size_of(None), there)
-    show_plan(plan, console)
-    if there is not None and not plan.fits:
-        rule = f"the run needs {size(plan.budget.host)} of memory, and this machine has {size(there)}"
-        batch = plan.micro_batch
-        smaller = "less offload" if on_gpus(config) else f"a smaller {batch.key} (now {batch.now})"
-        shorter = f"policy.max_total_sequence_length (now {config.policy.max_total_sequence_length})"
-        fix = f"{smaller} or {shorter}, fewer ranks or engines, or a smaller model"
-        raise ConfigError([Violation("policy", None, rule, fix)])
-    console.say("dry run: nothing was started")
-
-
-def differences(config: Config) -> list[list[str]]:
-    """List key, default and value of every key that differs from the algorithm's defaults."""
-    defaults = default_values(config.algorithm.name)
-    changes = changed(defaults, dataclasses.asdict(config), but_for=())
-    return [[key, repr(before), repr(now)] for key, (before, now) in changes.items()]
