@@ -77,12 +77,12 @@ def run(config: Config, folder: Path, command: str) -> Summary:
         with status_kept(folder, saves=config.checkpoint.save_period > 0):
             summary = _with_restarts(config, folder, whole_config, start, console)
         if config.logger.plots:
-            _write_report(folder, console)
+            write_last_report(folder, console)
         return summary
 
 
-def _write_report(folder: Path, console: RunConsole) -> None:
-    """Write the run's page. The run is done, so whatever goes wrong is a warning."""
+def write_last_report(folder: Path, console: RunConsole) -> None:
+    """Write the page of a run that is done. An error is a message: it must not fail the run."""
     from nemo_rl_lite.report.page import write_report
 
     try:
