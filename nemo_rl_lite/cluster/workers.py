@@ -90,13 +90,13 @@ class WorkerGroup:
 
     def load(self, class_path: str, environments: Sequence[dict[str, str]]) -> Call:
         """Import the worker `class_path` in every process, each with its own environment."""
-        return self._as_call(
-            "start", [h.load.remote(class_path, own) for h, own in zip(self.hosts, environments, strict=True)]
-        )
+        pairs = zip(self.hosts, environments, strict=True)
+        return self._as_call("start", [host.load.remote(class_path, own) for host, own in pairs])
 
     def start(self, arguments: Sequence[dict[str, Any]]) -> Call:
         """Construct the loaded workers, each with its own arguments; returns the seconds of `WorkerActor.start`."""
-        return self._as_call("start", [h.start.remote(own) for h, own in zip(self.hosts, arguments, strict=True)])
+        pairs = zip(self.hosts, arguments, strict=True)
+        return self._as_call("start", [host.start.remote(own) for host, own in pairs])
 
     def gpus(self, timeout_s: float) -> list[list[str]]:
         """Each worker's GPUs, with those reserved for it, in the form of CUDA_VISIBLE_DEVICES."""

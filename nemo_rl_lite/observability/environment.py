@@ -49,10 +49,17 @@ _IN_TEXT = re.compile(rf"(?<![\w-])(['\"]?{_NAMES}['\"]?\s*[:=]\s*)('[^']*'|\"[^
 
 def describe_environment() -> dict[str, Any]:
     """Describe this machine and the commit of the working directory. Facts that cannot be found are left out."""
+    hardware: dict[str, Any] = {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+    }
+    if gpus := _answer("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"):
+        hardware["gpus"] = gpus.splitlines()
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),
-        "hardware": _hardware(),
+        "hardware": hardware,
         "versions": {"nemo_rl_lite": nemo_rl_lite.__version__} | versions(PACKAGES),
         **_commit(),
     }
@@ -63,16 +70,6 @@ def for_trackers(folder: Path, whole_config: Mapping[str, Any]) -> dict[str, Any
     file = folder / ENVIRONMENT_FILE
     environment = {"launched_on": json.loads(file.read_text())} if file.exists() else {}
     return redact(whole_config) | environment
-
-
-def _hardware() -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-    }
-    gpus = _answer("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    return found | {"gpus": gpus.splitlines()} if gpus else found
 
 
 def _cpu_model() -> str:

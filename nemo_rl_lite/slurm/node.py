@@ -303,9 +303,13 @@ def wait_for_nodes(address: str, count: int, limit_s: float, logs: Path) -> None
 
 
 def _member(task: SlurmTask, given: argparse.Namespace) -> int:
+
+    def stay(number: int, frame: FrameType | None) -> None:
+        log.info("%s: this node stays until the first node is done", signal.Signals(number).name)
+
     for number in _SIGNALS:
         # The first node decides when all end; until then the run needs this node to save.
-        signal.signal(number, _stay)
+        signal.signal(number, stay)
     attach, deadline = given.meeting / ATTACH, time.monotonic() + given.join_timeout_s
     while not (access := _read(attach)):
         if time.monotonic() > deadline:
@@ -322,10 +326,6 @@ def _member(task: SlurmTask, given: argparse.Namespace) -> int:
             return 0
         log.warning("node %d: its Ray ended, see %s", task.rank, process.log_file)
     raise LauncherError(f"node {task.rank}: its Ray ended {1 + _RESTARTS} times, see {process.log_file}")
-
-
-def _stay(number: int, frame: FrameType | None) -> None:
-    log.info("%s: this node stays until the first node is done", signal.Signals(number).name)
 
 
 class _Command:
