@@ -25,6 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from nemo_rl_lite.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -357,6 +359,8 @@ _NAMES = {
     *((_METADATA, name) for name in _RECORDS),
 }
 
+_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+
 
 @contextmanager
 def reading_only(folder: Path) -> Iterator[None]:
@@ -383,11 +387,7 @@ def reading_only(folder: Path) -> Iterator[None]:
 
 class _IndexOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        # A run reads its checkpoints' records before it imports torch.
-        import torch
-
-        constants = (torch.dtype, torch.layout, torch.memory_format)
-        is_constant = module == "torch" and isinstance(getattr(torch, name, None), constants)
+        is_constant = module == "torch" and isinstance(getattr(torch, name, None), _CONSTANTS)
         if is_constant or (module, name) in _NAMES:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}")
